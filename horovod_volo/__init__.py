@@ -1,0 +1,1 @@
+"""Horovod data-parallel trainer for VOLO vision transformers."""

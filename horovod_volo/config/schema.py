@@ -1,0 +1,155 @@
+"""Every setting: its type, default, flags and help line, declared once.
+
+A field's name is its key in a recipe and, with dashes, its flag on the command line.
+Names are unique over all groups, so flags need no prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    flags: tuple[str, ...] = (),
+    shorthands: dict[str, Any] | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    positional: bool = False,
+) -> Any:
+    """Declare one setting; `flags` are further spellings, `shorthands` flags that set a fixed value."""
+    metadata = {
+        "help": help,
+        "flags": flags,
+        "shorthands": shorthands or {},
+        "at_least": at_least,
+        "below": below,
+        "positional": positional,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Run:
+    """the run: where results go, how it continues"""
+
+    output: str = setting("runs", "folder that holds run folders")
+    name: str = setting("", "run folder inside --output; empty: the recipe's name, else the model's")
+    resume: str = setting(
+        "",
+        "continue from this checkpoint or run folder; 'auto': go on with the run folder if it has a "
+        "checkpoint, else begin",
+    )
+    seed: int = setting(42, "sample order, augmentation and initial weights follow from it", at_least=0)
+    log_every: int = setting(50, "steps between log lines", at_least=1)
+    eval_every: int = setting(1, "epochs between evaluations; the last epoch is always evaluated", at_least=1)
+    checkpoint_every: int = setting(0, "steps between checkpoints inside an epoch; 0: at epoch ends only", at_least=0)
+    keep_checkpoints: int = setting(3, "checkpoints kept besides the best", at_least=1)
+    stop_at_step: int = setting(
+        0, "save and exit with status 75 after this step, as if pre-empted; 0: run to the end", at_least=0
+    )
+
+
+@dataclass(frozen=True)
+class Model:
+    """the network"""
+
+    model: str = setting("volo_d1", "volo_d1 to volo_d5, or volo_demo")
+    img_size: int = setting(224, "side of the square training and evaluation images, pixels", at_least=32)
+    num_classes: int = setting(0, "classes; 0: as many as the training set has folders", at_least=0)
+    drop_path: float = setting(0.0, "stochastic depth rate of the last block", at_least=0.0, below=1.0)
+    finetune: str = setting("", "start from these weights: a file, a checkpoint or a run folder")
+
+
+@dataclass(frozen=True)
+class Data:
+    """images in"""
+
+    data_dir: str = setting("", "folder with train/CLASS/IMAGE and val/CLASS/IMAGE", positional=True)
+    batch_size: int = setting(128, "images per rank and pass", flags=("-b",), at_least=1)
+    eval_batch_size: int = setting(0, "images per rank in evaluation; 0: as --batch-size", at_least=0)
+    workers: int = setting(
+        0, "data threads per rank; 0: the rank's share of the cores", flags=("-j",), at_least=0
+    )
+    prefetch: int = setting(3, "batches prepared ahead", at_least=1)
+    scale: tuple[float, float] = setting((0.08, 1.0), "area of the random crop, as a share of the image")
+    ratio: tuple[float, float] = setting((3 / 4, 4 / 3), "aspect of the random crop, width over height")
+    hflip: float = setting(0.5, "probability of a left-right flip", at_least=0.0)
+    vflip: float = setting(0.0, "probability of an upside-down flip", at_least=0.0)
+    crop_pct: float = setting(
+        0.0, "evaluation crop: image side over resized side; 0: the model's own", at_least=0.0
+    )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """what is minimised"""
+
+    token_label: bool = setting(False, "learn a label for every token besides the image's class")
+    token_label_data: str = setting(
+        "", "folder of dense label maps, CLASS/IMAGE.pt; empty: the image's class on every token"
+    )
+    token_label_size: int = setting(0, "token labels per side; 0: image side / 16", at_least=0)
+    label_geometry: Literal["corrected", "reference"] = setting(
+        "corrected", "'reference' repeats the published code's exchange of x and y in label crops"
+    )
+    ground_truth: bool = setting(False, "mix the true class into the label map's class target")
+    cls_weight: float = setting(1.0, "weight of the class loss", at_least=0.0)
+    dense_weight: float = setting(0.5, "weight of the token loss", at_least=0.0)
+    smoothing: float = setting(0.1, "label smoothing", at_least=0.0, below=1.0)
+    mix_token: bool = setting(True, "exchange a box of tokens between pairs of images")
+
+
+@dataclass(frozen=True)
+class Update:
+    """optimizer and schedule"""
+
+    lr: float = setting(
+        0.0, "peak learning rate as it is; 0: --lr-base times global batch / 1024", flags=("--learning-rate",),
+        at_least=0.0,
+    )
+    lr_base: float = setting(1.6e-3, "peak learning rate for a global batch of 1024", at_least=0.0)
+    min_lr: float = setting(1e-5, "learning rate at the end of the cosine and in the cool-down", at_least=0.0)
+    warmup_lr: float = setting(1e-6, "learning rate at the first step of the warm-up", at_least=0.0)
+    epochs: int = setting(300, "epochs of warm-up and cosine", at_least=1)
+    warmup_epochs: int = setting(20, "epochs of linear warm-up, inside --epochs", at_least=0)
+    cooldown_epochs: int = setting(10, "further epochs at --min-lr", at_least=0)
+    weight_decay: float = setting(0.05, "decay of matrices and filters; biases, norms, tokens are exempt", at_least=0.0)
+    clip_grad: float = setting(0.0, "largest norm of the averaged gradient; 0: no clipping", at_least=0.0)
+    accumulation: int = setting(1, "passes averaged into one step", at_least=1)
+    ema_decay: float = setting(
+        0.0, "decay per step of averaged weights, evaluated beside the raw ones; 0: none", at_least=0.0, below=1.0
+    )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """precision and gradient exchange"""
+
+    precision: Literal["fp32", "bf16", "fp16"] = setting(
+        "fp32",
+        "arithmetic of forward and backward; weights stay fp32",
+        shorthands={"--apex-amp": "fp16", "--native-amp": "fp16", "--amp": "fp16"},
+    )
+    compression: Literal["none", "fp16"] = setting("fp16", "form of gradients on the wire")
+    bucket_mib: float = setting(25.0, "size of a gradient bucket, MiB", at_least=0.001)
+
+
+@dataclass(frozen=True)
+class Config:
+    """All settings of one run."""
+
+    run: Run = field(default_factory=Run)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    objective: Objective = field(default_factory=Objective)
+    update: Update = field(default_factory=Update)
+    exchange: Exchange = field(default_factory=Exchange)
+
+
+def group_types() -> dict[str, type]:
+    """The groups by name, in the order they are shown."""
+    return {group.name: type(getattr(Config(), group.name)) for group in fields(Config)}
