@@ -46,7 +46,9 @@ class Run:
     seed: int = setting(42, "sample order, augmentation and initial weights follow from it", at_least=0)
     log_every: int = setting(50, "steps between log lines", at_least=1)
     eval_every: int = setting(1, "epochs between evaluations; the last epoch is always evaluated", at_least=1)
-    checkpoint_every: int = setting(0, "steps between checkpoints inside an epoch; 0: at epoch ends only", at_least=0)
+    checkpoint_every: int = setting(
+        0, "steps between checkpoints inside an epoch; 0: at epoch ends only", at_least=0
+    )
     keep_checkpoints: int = setting(3, "checkpoints kept besides the best", at_least=1)
     stop_at_step: int = setting(
         0, "save and exit with status 75 after this step, as if pre-empted; 0: run to the end", at_least=0
@@ -108,7 +110,9 @@ class Update:
     """optimizer and schedule"""
 
     lr: float = setting(
-        0.0, "peak learning rate as it is; 0: --lr-base times global batch / 1024", flags=("--learning-rate",),
+        0.0,
+        "peak learning rate as it is; 0: --lr-base times global batch / 1024",
+        flags=("--learning-rate",),
         at_least=0.0,
     )
     lr_base: float = setting(1.6e-3, "peak learning rate for a global batch of 1024", at_least=0.0)
@@ -117,11 +121,16 @@ class Update:
     epochs: int = setting(300, "epochs of warm-up and cosine", at_least=1)
     warmup_epochs: int = setting(20, "epochs of linear warm-up, inside --epochs", at_least=0)
     cooldown_epochs: int = setting(10, "further epochs at --min-lr", at_least=0)
-    weight_decay: float = setting(0.05, "decay of matrices and filters; biases, norms, tokens are exempt", at_least=0.0)
+    weight_decay: float = setting(
+        0.05, "decay of matrices and filters; biases, norms, tokens are exempt", at_least=0.0
+    )
     clip_grad: float = setting(0.0, "largest norm of the averaged gradient; 0: no clipping", at_least=0.0)
     accumulation: int = setting(1, "passes averaged into one step", at_least=1)
     ema_decay: float = setting(
-        0.0, "decay per step of averaged weights, evaluated beside the raw ones; 0: none", at_least=0.0, below=1.0
+        0.0,
+        "decay per step of averaged weights, evaluated beside the raw ones; 0: none",
+        at_least=0.0,
+        below=1.0,
     )
 
 

@@ -1,0 +1,89 @@
+"""The two ways to reach other ranks: Horovod, and having none.
+
+Every rank calls the same methods in the same order. `NoRing` is the identity of each, so
+nobody has to ask whether there are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from horovod_volo.config.errors import UserError
+
+Wait = Callable[[], None]
+
+
+class Ring(Protocol):
+    """What the project asks of a collective library. Each method is a collective."""
+
+    def start_sum(self, tensor: Tensor, name: str, scale: float) -> Wait:
+        """Begin to replace `tensor` by `scale` times its sum over ranks; the result waits for its end."""
+
+    def broadcast(self, tensor: Tensor, name: str) -> None:
+        """Replace `tensor` by rank 0's."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, by rank."""
+
+    def share(self, value: Any) -> Any:
+        """Return rank 0's `value`."""
+
+
+class NoRing:
+    """A world of one."""
+
+    def start_sum(self, tensor: Tensor, name: str, scale: float) -> Wait:  # noqa: ARG002
+        if scale != 1.0:
+            tensor.mul_(scale)
+        return lambda: None
+
+    def broadcast(self, tensor: Tensor, name: str) -> None:
+        pass
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def share(self, value: Any) -> Any:
+        return value
+
+
+class HorovodRing:
+    """Horovod's collectives, as started by the launcher."""
+
+    def __init__(self) -> None:
+        try:
+            import horovod.torch as hvd
+        except ImportError:
+            raise UserError("Horovod is not installed in this Python. Run ./tools/setup.") from None
+        hvd.init()
+        self.rank: int = hvd.rank()
+        self.size: int = hvd.size()
+        self.local_rank: int = hvd.local_rank()
+        self.local_size: int = hvd.local_size()
+        self.controller = "MPI" if hvd.mpi_enabled() else "gloo"
+        self._hvd = hvd
+
+    def start_sum(self, tensor: Tensor, name: str, scale: float) -> Wait:
+        hvd = self._hvd
+        handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, postscale_factor=scale)
+
+        def wait() -> None:
+            hvd.synchronize(handle)
+
+        return wait
+
+    def broadcast(self, tensor: Tensor, name: str) -> None:
+        # Horovod wants contiguous memory and knows neither bool nor bf16: bytes travel instead.
+        contiguous = tensor.detach().contiguous()
+        self._hvd.broadcast_(contiguous.view(-1).view(torch.uint8), root_rank=0, name=name)
+        tensor.detach().copy_(contiguous)
+
+    def gather(self, value: Any) -> list[Any]:
+        return list(self._hvd.allgather_object(value))
+
+    def share(self, value: Any) -> Any:
+        return self._hvd.broadcast_object(value, root_rank=0)

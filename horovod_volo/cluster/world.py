@@ -1,0 +1,122 @@
+"""This process among the others: rank facts, and the few things ranks say to each other."""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horovod_volo.cluster.launch import Promise, promised
+from horovod_volo.cluster.ring import HorovodRing, NoRing, Ring
+from horovod_volo.config.errors import UserError
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of this run, seen from one of them."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = "none"
+    controller: str = "none"
+    ring: Ring = field(default_factory=NoRing, repr=False)
+
+    @classmethod
+    def join(cls) -> World:
+        """Meet the other ranks that the launcher started. Collective: every rank calls this."""
+        promise = promised()
+        if promise.size == 1:
+            return cls.alone()
+        ring = HorovodRing()
+        _hold_to(promise, ring)
+        return cls(
+            rank=ring.rank,
+            size=ring.size,
+            local_rank=ring.local_rank,
+            local_size=ring.local_size,
+            launcher=promise.launcher,
+            controller=ring.controller,
+            ring=ring,
+        )
+
+    @classmethod
+    def alone(cls) -> World:
+        """Make a world of one rank; no Horovod is needed for it."""
+        return cls()
+
+    @property
+    def is_main(self) -> bool:
+        """Say whether this rank writes files and speaks to the user."""
+        return self.rank == 0
+
+    def hosts(self) -> list[str]:
+        """Name each rank's host. Collective: every rank calls this."""
+        return self.gather(socket.gethostname())
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank. Collective: every rank calls this."""
+        return self.ring.gather(value)
+
+    def share(self, value: Any) -> Any:
+        """Return rank 0's value. Collective: every rank calls this."""
+        return self.ring.share(value)
+
+    def total(self, *values: float) -> list[float]:
+        """Add each value over ranks, exactly up to 2^53. Collective: every rank calls this."""
+        sums = torch.tensor(values, dtype=torch.float64)
+        self.ring.start_sum(sums, "total", 1.0)()
+        return [float(value) for value in sums]
+
+    def mean_(self, tensor: Tensor, name: str) -> None:
+        """Replace a float tensor by its mean over ranks. Collective: every rank calls this."""
+        self.ring.start_sum(tensor, name, 1.0 / self.size)()
+
+    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
+        """Replace tensors by rank 0's. Collective: every rank calls this."""
+        for number, tensor in enumerate(tensors):
+            self.ring.broadcast(tensor, f"broadcast.{number}")
+
+    def raise_together(self, problem: UserError | None) -> None:
+        """Raise on every rank what any rank found wrong, said once. Collective: every rank calls this."""
+        found = self.gather(None if problem is None else str(problem))
+        texts = {text: [rank for rank, other in enumerate(found) if other == text] for text in found if text}
+        if not texts:
+            return
+        text, ranks = next(iter(texts.items()))
+        where = (
+            "" if len(ranks) == self.size else f" (seen on rank {', '.join(map(str, ranks))} of {self.size})"
+        )
+        raise UserError(text + where)
+
+    def assert_same(self, tensors: Iterable[Tensor], what: str) -> None:
+        """Stop if a rank's tensors differ from rank 0's in one bit. Collective: every rank calls this."""
+        prints = self.gather(_fingerprint(tensors))
+        others = [rank for rank, other in enumerate(prints) if other != prints[0]]
+        if others:
+            raise RuntimeError(f"{what} on rank {', '.join(map(str, others))} differ from rank 0's.")
+
+
+def _hold_to(promise: Promise, ring: HorovodRing) -> None:
+    if ring.size != promise.size:
+        raise UserError(
+            f"{promise.launcher} started {promise.size} ranks, but Horovod sees {ring.size}: every rank "
+            "would train alone. Horovod must be built for this launcher: start with `horovodrun --gloo`, or "
+            "with the `mpirun` of the MPI it was built with (`horovodrun --check-build` tells)."
+        )
+
+
+def _fingerprint(tensors: Iterable[Tensor]) -> str:
+    """Hash tensors of 4- or 8-byte elements: their bits summed, and summed by position, on their device."""
+    sums = []
+    for tensor in tensors:
+        bits = tensor.detach().contiguous().view(-1).view(torch.int32).to(torch.int64)
+        places = torch.arange(1, len(bits) + 1, device=bits.device)
+        sums.append(torch.stack([bits.sum(), (bits * places).sum()]))
+    return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()
