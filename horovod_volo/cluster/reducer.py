@@ -1,4 +1,4 @@
-"""Gradients averaged over ranks while backward runs.
+"""Gradients averaged over ranks while backward runs, and batch-norm statistics with them.
 
 Each parameter's gradient is a view of a flat bucket. The last gradient to land in a bucket
 sends it to the ring. Autograd must add into the views, never replace them: nobody may set
@@ -31,20 +31,28 @@ class Reducer:
         bucket_bytes: int,
         compression: Literal["none", "fp16"],
         passes: int,
+        statistics: Iterable[Tensor] = (),
     ) -> None:
         # The last parameter used is the first to have its gradient: buckets fill in reverse order.
         trained = [parameter for parameter in parameters if parameter.requires_grad][::-1]
         wire = _Half if compression == "fp16" and world.size > 1 else _Plain
         groups = _split(trained, bucket_bytes)
         self.buckets = [_Bucket(group, passes, wire(world, f"bucket.{i}")) for i, group in enumerate(groups)]
+        self._statistics = _joined(list(statistics))
+        self._send_statistics = _Plain(world, "statistics").send
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, gradients are the average over ranks; after it, zero. Collective: every rank calls this."""
+        """Inside, gradients are the average over ranks; after it, zero. Collective: every rank calls this.
+
+        Running statistics are averaged too: every rank evaluates, and saves, the same network.
+        """
+        statistics_arrived = self._send_statistics(self._statistics)
         for bucket in self.buckets:
             bucket.send()  # whatever has not left by itself: parameters that took no part in the loss
         for bucket in self.buckets:
             bucket.receive()
+        statistics_arrived()
         yield
         for bucket in self.buckets:
             bucket.clear()
@@ -89,6 +97,18 @@ class _Bucket:
         self.flat.zero_()
         self._missing = self._gradients_due
         self._wait = None
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    """Move tensors into one flat tensor, of which they become views."""
+    if not tensors:
+        return torch.zeros(1)
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    offset = 0
+    for tensor in tensors:
+        tensor.data = flat[offset : offset + tensor.numel()].view_as(tensor)
+        offset += tensor.numel()
+    return flat
 
 
 def _split(parameters: list[Parameter], bucket_bytes: int) -> list[list[Parameter]]:

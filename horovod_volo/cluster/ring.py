@@ -6,7 +6,8 @@ nobody has to ask whether there are others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,10 @@ from torch import Tensor
 from horovod_volo.config.errors import UserError
 
 Wait = Callable[[], None]
+
+
+class RankLostError(RuntimeError):
+    """Another rank has left: what happened there is told by it, or by the launcher."""
 
 
 class Ring(Protocol):
@@ -69,21 +74,33 @@ class HorovodRing:
 
     def start_sum(self, tensor: Tensor, name: str, scale: float) -> Wait:
         hvd = self._hvd
-        handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, postscale_factor=scale)
+        with self._others_there():
+            handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, postscale_factor=scale)
 
         def wait() -> None:
-            hvd.synchronize(handle)
+            with self._others_there():
+                hvd.synchronize(handle)
 
         return wait
 
     def broadcast(self, tensor: Tensor, name: str) -> None:
         # Horovod wants contiguous memory and knows neither bool nor bf16: bytes travel instead.
         contiguous = tensor.detach().contiguous()
-        self._hvd.broadcast_(contiguous.view(-1).view(torch.uint8), root_rank=0, name=name)
+        with self._others_there():
+            self._hvd.broadcast_(contiguous.view(-1).view(torch.uint8), root_rank=0, name=name)
         tensor.detach().copy_(contiguous)
 
     def gather(self, value: Any) -> list[Any]:
-        return list(self._hvd.allgather_object(value))
+        with self._others_there():
+            return list(self._hvd.allgather_object(value))
 
     def share(self, value: Any) -> Any:
-        return self._hvd.broadcast_object(value, root_rank=0)
+        with self._others_there():
+            return self._hvd.broadcast_object(value, root_rank=0)
+
+    @contextmanager
+    def _others_there(self) -> Iterator[None]:
+        try:
+            yield
+        except self._hvd.HorovodInternalError as error:
+            raise RankLostError(f"a rank has left the ring ({error})") from None

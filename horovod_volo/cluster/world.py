@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,12 @@ from torch import Tensor
 from horovod_volo.cluster.launch import Promise, promised
 from horovod_volo.cluster.ring import HorovodRing, NoRing, Ring
 from horovod_volo.config.errors import UserError
+
+T = TypeVar("T")
+
+
+class AgreedError(UserError):
+    """A mistake that every rank knows of: one of them may speak for all."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,23 @@ class World:
         for number, tensor in enumerate(tensors):
             self.ring.broadcast(tensor, f"broadcast.{number}")
 
+    def together(self, action: Callable[[], T]) -> T:
+        """Do `action` on every rank; all raise what any finds wrong. Collective: every rank calls this."""
+        results: list[T] = []
+        problem: UserError | None = None
+        try:
+            results.append(action())
+        except UserError as error:
+            problem = error
+        self.raise_together(problem)
+        return results[0]
+
+    def on_main(self, action: Callable[[], T]) -> T:
+        """Do `action` on rank 0 and return its result on all. Collective: every rank calls this."""
+        result = self.together(action if self.is_main else lambda: None)
+        shared: T = self.share(result)
+        return shared
+
     def raise_together(self, problem: UserError | None) -> None:
         """Raise on every rank what any rank found wrong, said once. Collective: every rank calls this."""
         found = self.gather(None if problem is None else str(problem))
@@ -90,10 +113,9 @@ class World:
         if not texts:
             return
         text, ranks = next(iter(texts.items()))
-        where = (
-            "" if len(ranks) == self.size else f" (seen on rank {', '.join(map(str, ranks))} of {self.size})"
-        )
-        raise UserError(text + where)
+        on_all = len(ranks) == self.size or ranks == [0]
+        where = "" if on_all else f" (seen on rank {', '.join(map(str, ranks))} of {self.size})"
+        raise AgreedError(text + where)
 
     def assert_same(self, tensors: Iterable[Tensor], what: str) -> None:
         """Stop if a rank's tensors differ from rank 0's in one bit. Collective: every rank calls this."""

@@ -41,7 +41,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
     """timm's VOLO, trained with token labels."""
 
     def training_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
-        """Return class logits and token logits; what `exchange` does to the tokens is undone on the logits."""
+        """Return class and token logits; what `exchange` does to the tokens is undone on the logits."""
         tokens = self.patch_embed(images).permute(0, 2, 3, 1)  # (batch, rows, columns, channels)
         tokens = self.forward_tokens(exchange(tokens))  # (batch, tokens, channels), a quarter as many
         features = self.norm(self.forward_cls(tokens))  # (batch, 1 + tokens, channels)

@@ -50,7 +50,7 @@ def _raise_on_mismatch(own: Mapping[str, Tensor], given: Mapping[str, Tensor], s
     if shapes and set(shapes) <= set(_HEADS) and not (missing or surplus):
         raise UserError(
             f"The weights in {source} are for {given['head.weight'].shape[0]} classes, the model has "
-            f"{own['head.weight'].shape[0]}. Give --num-classes {given['head.weight'].shape[0]}, or other weights."
+            f"{own['head.weight'].shape[0]}. Give data with as many classes, or other weights."
         )
     facts = [
         f"{len(names)} {what} (first: {names[0]})"
@@ -63,7 +63,7 @@ def _raise_on_mismatch(own: Mapping[str, Tensor], given: Mapping[str, Tensor], s
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
-    """Read a file of weights; in a folder, a checkpoint's or a run's best weights, or its only file of weights."""
+    """Read a file of weights; of a folder, the weights of that checkpoint or run, or its only file."""
     file = _weights_file(Path(path))
     try:
         if file.suffix == ".safetensors":

@@ -1,0 +1,1 @@
+"""Updates: which parameters decay, the optimizer, the learning rate of a step, averaged weights."""

@@ -1,0 +1,73 @@
+"""What settings must agree on among themselves, checked before anything starts."""
+
+from __future__ import annotations
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.schema import Config
+
+OUTPUT_STRIDE = 16  # pixels per token label: VOLO's stem divides by 8, its first stage's end by 2
+
+
+def check(config: Config) -> None:
+    """Raise UserError at the first pair of settings that contradict each other."""
+    _check_image(config)
+    _check_objective(config)
+    _check_schedule(config)
+
+
+def _check_image(config: Config) -> None:
+    side = config.model.img_size
+    if side % OUTPUT_STRIDE:
+        near = max(2, round(side / OUTPUT_STRIDE)) * OUTPUT_STRIDE
+        raise UserError(
+            f"--img-size must be a multiple of {OUTPUT_STRIDE}, not {side}. The nearest is {near}."
+        )
+    for name, (low, high) in (("scale", config.data.scale), ("ratio", config.data.ratio)):
+        if not 0 < low <= high:
+            raise UserError(f"--{name} takes two numbers above 0 in rising order, not {low:g} {high:g}.")
+    if config.data.scale[1] > 1:
+        raise UserError(
+            f"--scale is a share of the image's area and ends at 1, not {config.data.scale[1]:g}."
+        )
+    for name, share in (("hflip", config.data.hflip), ("vflip", config.data.vflip)):
+        if share > 1:
+            raise UserError(f"--{name} is a probability and ends at 1, not {share:g}.")
+
+
+def _check_objective(config: Config) -> None:
+    objective = config.objective
+    if objective.token_label_data and not objective.token_label:
+        raise UserError(
+            "--token-label-data is given without --token-label. Add --token-label, or drop the folder."
+        )
+    if objective.ground_truth and not objective.token_label_data:
+        raise UserError(
+            "--ground-truth mixes the class into label maps: give --token-label-data, or drop it."
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    update = config.update
+    if update.warmup_epochs > update.epochs:
+        raise UserError(
+            f"--warmup-epochs {update.warmup_epochs} is longer than --epochs {update.epochs}, which contain "
+            f"it. Use --warmup-epochs {update.epochs // 10}."
+        )
+    if not update.lr and not update.lr_base:
+        raise UserError("The learning rate is 0. Give --lr, or --lr-base for a global batch of 1024.")
+
+
+def token_label_side(config: Config) -> int:
+    """Token labels per side: the network gives one for every 16 pixels."""
+    return config.model.img_size // OUTPUT_STRIDE
+
+
+def notes(config: Config) -> list[str]:
+    """What a user should know about settings that are taken otherwise than typed."""
+    asked, side = config.objective.token_label_size, token_label_side(config)
+    if config.objective.token_label and asked not in (0, side):
+        return [
+            f"--token-label-size {asked} does not fit --img-size {config.model.img_size}: "
+            f"the network has {side} x {side} tokens, so {side} is used"
+        ]
+    return []

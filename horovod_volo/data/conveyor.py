@@ -1,0 +1,134 @@
+"""How batches reach the trainer: read by one thread, decoded by DALI, handed over in order.
+
+One reading thread prepares whole batches ahead of DALI, and DALI decodes ahead of the consumer.
+DALI returns batches in the order it was fed, so the oldest load still in `_decoding` belongs to
+the next images: whatever feeds DALI must append there exactly once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.data.pipeline import Source, first_undecodable, to_torch
+
+
+class Labels(NamedTuple):
+    """The label maps of a batch, flipped like the images, and where the images were cut."""
+
+    scores: NDArray[np.float16]  # (batch, k, height, width)
+    ids: NDArray[np.int32]  # (batch, k, height, width)
+    boxes: NDArray[np.float32]  # (batch, 4)
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """One batch on its way: what DALI is fed, and what travels beside it."""
+
+    indices: NDArray[np.int64]  # (batch,) places in the catalog
+    files: list[Path]
+    inputs: tuple[list[NDArray[Any]], ...]  # the graph's inputs; the encoded bytes come first
+    labels: Labels | None  # None: there are no label maps
+
+
+class Conveyor:
+    """Carries loads through one DALI pipeline, one run of batches after the other."""
+
+    def __init__(
+        self, build_pipeline: Callable[[Source], Any], device: torch.device, reads_ahead: int
+    ) -> None:
+        self._build_pipeline = build_pipeline
+        self._device = device
+        self._reads_ahead = reads_ahead
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-reader")
+        self._to_read: Iterator[Callable[[], Load]] = iter(())
+        self._reading: deque[Future[Load]] = deque()
+        self._decoding: deque[Load] = deque()
+        self._run: object = None  # what marks the current run; a run that another ended must not go on
+        self._pipeline: Any = build_pipeline(self._next_inputs)
+
+    def carry(self, loads: Iterable[Callable[[], Load]]) -> Generator[tuple[Load, torch.Tensor]]:
+        """Yield each load with its images (batch, 3, side, side), ending any earlier run."""
+        self.stop()
+        self._run = run = object()
+        self._to_read = iter(loads)
+        try:
+            while True:
+                images = self._decoded()
+                if images is None:
+                    return
+                yield self._decoding.popleft(), images
+                if self._run is not run:
+                    raise RuntimeError("these batches ended when a later run began or the stream was closed")
+        finally:
+            if self._run is run:
+                self.stop()
+
+    def stop(self) -> None:
+        """End the current run; batches already on their way are dropped."""
+        self._run = None
+        self._to_read = iter(())
+        for future in self._reading:
+            future.cancel()
+        self._reading.clear()
+        try:
+            while True:
+                self._pipeline.run()
+        except StopIteration:
+            self._pipeline.reset()
+        except RuntimeError:  # one file that DALI cannot decode makes the whole pipeline invalid
+            self._pipeline = self._build_pipeline(self._next_inputs)
+        self._decoding.clear()
+
+    def close(self) -> None:
+        """End the current run and all threads; nothing can be carried afterwards."""
+        if self._pipeline is None:
+            return
+        self.stop()
+        self._reader.shutdown(cancel_futures=True)
+        self._pipeline = None  # the last reference: DALI's threads end with it
+
+    def _decoded(self) -> torch.Tensor | None:
+        on_gpu = self._device.type == "cuda"
+        try:
+            # Bound to the stream of the training step, the batch is waited for on the GPU, not on the host.
+            (images,) = self._pipeline.run(torch.cuda.current_stream(self._device) if on_gpu else None)
+        except StopIteration:
+            return None
+        except RuntimeError as error:
+            self._name_the_damaged(error)
+            raise
+        return to_torch(images)
+
+    def _name_the_damaged(self, cause: RuntimeError) -> None:
+        files = [file for load in self._decoding for file in load.files]
+        place = first_undecodable([encoded for load in self._decoding for encoded in load.inputs[0]])
+        if place is not None:
+            raise UserError(
+                f"cannot decode {files[place]}. Copy this image again, save it anew as JPEG, or remove it."
+            ) from cause
+
+    def _next_inputs(self) -> tuple[list[NDArray[Any]], ...]:
+        self._read_ahead()
+        if not self._reading:
+            raise StopIteration
+        load = self._reading.popleft().result()
+        self._read_ahead()
+        self._decoding.append(load)
+        return load.inputs
+
+    def _read_ahead(self) -> None:
+        while len(self._reading) < self._reads_ahead:
+            read = next(self._to_read, None)
+            if read is None:
+                return
+            self._reading.append(self._reader.submit(read))

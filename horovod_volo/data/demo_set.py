@@ -1,0 +1,137 @@
+"""Make the demo data set: a small, truly learnable stand-in for ImageNet and its token labels.
+
+    python -m horovod_volo.data.demo_set FOLDER [--train 4000] [--val 1000]
+
+Writes FOLDER/train/CLASS/NAME.jpg, FOLDER/val/CLASS/NAME.jpg and, for training images, the dense label map
+FOLDER/token_labels/CLASS/NAME.pt. Invariants: an image is a pure function of (seed, split, number), so that
+sets of different sizes share their images; and FOLDER appears by rename, whole or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.data.demo_image import draw_demo_image
+from horovod_volo.data.demo_shapes import CLASSES, Floats
+
+# Raise when any byte of the set would come out different: older folders then stop passing for current ones.
+EDITION = 1
+DESCRIPTION = "demo_set.json"
+SPLIT_STREAMS = {"train": 0, "val": 1}
+
+# A teacher's logit where the object fills this share of a cell or more; it falls to 0 with the share.
+SURE_LOGIT = 9.0
+SURE_SHARE = 0.25
+# Classes kept per cell in the published format.
+TOP = 5
+
+
+def make_demo_set(
+    folder: Path, *, train: int = 4000, val: int = 1000, image_side: int = 80, seed: int = 0
+) -> None:
+    """Make the demo set in `folder`; return at once if the same set is already there."""
+    if min(train, val) < len(CLASSES):
+        raise UserError(
+            f"a demo set of {train} training and {val} validation images leaves classes empty. "
+            f"Ask for at least {len(CLASSES)} of each: one per class."
+        )
+    description = {"edition": EDITION, "train": train, "val": val, "image_side": image_side, "seed": seed}
+    if _holds(folder, description):
+        return
+    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        for split, count in (("train", train), ("val", val)):
+            _make_split(partial, split, count, image_side=image_side, seed=seed)
+        (partial / DESCRIPTION).write_text(json.dumps(description) + "\n")
+        _publish(partial, folder, description)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _holds(folder: Path, description: dict[str, int]) -> bool:
+    """Whether `folder` is this very set; a user's error if it is anything else but empty or absent."""
+    if not folder.exists():
+        return False
+    try:
+        found = json.loads((folder / DESCRIPTION).read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        if folder.is_dir() and not any(folder.iterdir()):
+            return False
+        raise UserError(
+            f"{folder} exists and is not a demo set. Name a folder that does not exist yet."
+        ) from None
+    if found != description:
+        raise UserError(
+            f"{folder} holds another demo set: {found} instead of {description}. "
+            "Delete it, or name another folder."
+        )
+    return True
+
+
+def _publish(partial: Path, folder: Path, description: dict[str, int]) -> None:
+    try:
+        partial.replace(folder)
+    except OSError:
+        # Another process may have published the same set meanwhile; then its copy serves as well.
+        if not _holds(folder, description):
+            raise
+
+
+def _make_split(root: Path, split: str, count: int, *, image_side: int, seed: int) -> None:
+    for name in CLASSES:
+        (root / split / name).mkdir(parents=True)
+        if split == "train":
+            (root / "token_labels" / name).mkdir(parents=True)
+    for number in range(count):
+        random = np.random.default_rng((seed, SPLIT_STREAMS[split], number))
+        place, target = divmod(number, len(CLASSES))
+        name, stem = CLASSES[target], f"n{target:04d}_{place:05d}"
+        image = draw_demo_image(name, random, image_side=image_side)
+        image.picture.save(root / split / name / f"{stem}.jpg", quality=int(random.integers(75, 96)))
+        if split == "train":
+            label = token_label(image.coverage, target, random)
+            torch.save(torch.from_numpy(label), root / "token_labels" / name / f"{stem}.pt")
+
+
+def token_label(coverage: Floats, target: int, random: np.random.Generator) -> NDArray[np.float16]:
+    """A perfect teacher's label map in the published format: logits and numbers of each cell's top classes.
+
+    Cells without the object get the flat guesses of a teacher that has no class for "nothing".
+    """
+    logits = random.uniform(0, 1, (len(CLASSES), *coverage.shape))  # (classes, rows, columns)
+    logits[target] += SURE_LOGIT * np.minimum(1, coverage / SURE_SHARE)
+    top = np.argsort(-logits, axis=0)[:TOP]  # (top, rows, columns)
+    return np.stack([np.take_along_axis(logits, top, axis=0), top]).astype(np.float16)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make a demo set from the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m horovod_volo.data.demo_set",
+        description="Make a small image classification set with token labels, to try the trainer on.",
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
+    parser.add_argument("--train", type=int, default=4000, help="training images (default: %(default)s)")
+    parser.add_argument("--val", type=int, default=1000, help="validation images (default: %(default)s)")
+    chosen = parser.parse_args(arguments)
+    try:
+        make_demo_set(chosen.folder, train=chosen.train, val=chosen.val)
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
+    sys.stdout.write(f"{chosen.folder}: {chosen.train} training and {chosen.val} validation images\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""The two DALI graphs: from encoded bytes to normalised batches.
+
+Where a graph decodes is one word, the decoder's device: "cpu" needs no driver, "mixed" decodes on
+the GPU and leaves the batch there. DALI draws no random number and keeps no position here: every
+box, flip and size comes in with the bytes, so a batch depends on nothing but its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from nvidia.dali import Pipeline, fn, types
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+BATCHES_DECODED_AHEAD = 2
+
+# Returns one list of arrays for each input of the graph; raises StopIteration where a run of batches ends.
+Source = Callable[[], tuple[list[NDArray[Any]], ...]]
+
+
+def build_train_pipeline(
+    source: Source, *, image_size: int, batch: int, device: torch.device, threads: int
+) -> Pipeline:
+    """Build cut, resize, flip, normalise; inputs: bytes, corners, shapes, (left-right, upside-down) flips."""
+    pipeline = _empty_pipeline(batch, device, threads)
+    with pipeline:
+        encoded, corners, shapes, flips = fn.external_source(
+            source=source, num_outputs=4, dtype=[types.UINT8, types.INT32, types.INT32, types.INT32], ndim=1
+        )
+        images = fn.decoders.image_slice(
+            encoded,
+            start=corners,
+            shape=shapes,
+            axis_names="HW",
+            device=_decoder(device),
+            output_type=types.RGB,
+            adjust_orientation=False,  # boxes and label maps are those of the stored image, as PIL reads it
+        )
+        images = _resized(images, [image_size, image_size])
+        images = fn.flip(images, horizontal=flips[0], vertical=flips[1])
+        pipeline.set_outputs(_normalised(images))
+    pipeline.build()
+    return pipeline
+
+
+def build_eval_pipeline(
+    source: Source, *, image_size: int, batch: int, device: torch.device, threads: int
+) -> Pipeline:
+    """Build resize, window, normalise; inputs: bytes, resized sizes, window corners."""
+    pipeline = _empty_pipeline(batch, device, threads)
+    with pipeline:
+        encoded, sizes, corners = fn.external_source(
+            source=source, num_outputs=3, dtype=[types.UINT8, types.FLOAT, types.INT32], ndim=1
+        )
+        images = fn.decoders.image(
+            encoded,
+            device=_decoder(device),
+            output_type=types.RGB,
+            adjust_orientation=False,
+            jpeg_fancy_upsampling=True,  # the GPU decoder's faster default gives other pixels than PIL
+        )
+        images = fn.slice(
+            _resized(images, sizes),
+            start=corners,
+            shape=[image_size, image_size],
+            axis_names="HW",
+            out_of_bounds_policy="pad",
+            fill_values=0,  # black before the normalisation, as torchvision pads
+        )
+        pipeline.set_outputs(_normalised(images))
+    pipeline.build()
+    return pipeline
+
+
+def to_torch(images: Any) -> torch.Tensor:
+    """Copy a batch out of DALI's memory, which DALI fills again."""
+    return torch.utils.dlpack.from_dlpack(images.as_tensor()).clone()
+
+
+def first_undecodable(images: list[NDArray[np.uint8]]) -> int | None:
+    """Return the place of the first of these encoded images that DALI refuses, None if it takes all."""
+    pipeline = Pipeline(batch_size=1, num_threads=1, device_id=None, exec_pipelined=False, exec_async=False)
+    with pipeline:
+        encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
+        pipeline.set_outputs(fn.decoders.image(encoded, device="cpu", output_type=types.RGB))
+    for place, image in enumerate(images):
+        pipeline.feed_input("encoded", [image])
+        try:
+            pipeline.run()
+        except RuntimeError:
+            return place
+    return None
+
+
+def _empty_pipeline(batch: int, device: torch.device, threads: int) -> Pipeline:
+    return Pipeline(
+        batch_size=batch,
+        num_threads=threads,
+        device_id=device.index if device.type == "cuda" else None,
+        prefetch_queue_depth=BATCHES_DECODED_AHEAD,
+    )
+
+
+def _decoder(device: torch.device) -> str:
+    return "mixed" if device.type == "cuda" else "cpu"
+
+
+def _resized(images: Any, size: Any) -> Any:
+    # PIL's bicubic: the filter widens when the image shrinks.
+    return fn.resize(images, size=size, interp_type=types.INTERP_CUBIC, antialias=True)
+
+
+def _normalised(images: Any) -> Any:
+    return fn.crop_mirror_normalize(
+        images,
+        dtype=types.FLOAT,
+        output_layout="CHW",
+        mean=[255 * value for value in IMAGENET_MEAN],
+        std=[255 * value for value in IMAGENET_STD],
+    )

@@ -1,0 +1,113 @@
+"""How each training image is flipped and cut.
+
+The published order of things is "flip first, then crop": a box is expressed in pixels of the
+flipped image. A sample's plan is a pure function of (seed, epoch, sample index) and the image's
+size; it must never depend on which other samples share its batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_volo.config.schema import Data
+
+ATTEMPTS = 10
+PLAN_STREAM = 0x706C616E  # keeps this use of the seed apart from every other
+
+# The 64-bit finaliser of splitmix64: each input bit reaches every output bit.
+GOLDEN_STEP = np.uint64(0x9E3779B97F4A7C15)
+FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
+SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The flips and boxes of a batch; boxes are top, left, height, width in the flipped image."""
+
+    boxes: NDArray[np.int32]  # (batch, 4)
+    flip_horizontal: NDArray[np.bool_]  # (batch,)
+    flip_vertical: NDArray[np.bool_]  # (batch,)
+
+    def stored_boxes(self, sizes: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Mirror the boxes back into the stored image: what the decoder cuts."""
+        top, left, height, width = self.boxes.T
+        return np.stack(
+            [
+                np.where(self.flip_vertical, sizes[:, 0] - top - height, top),
+                np.where(self.flip_horizontal, sizes[:, 1] - left - width, left),
+                height,
+                width,
+            ],
+            axis=1,
+        ).astype(np.int32)  # (batch, 4)
+
+    def fractions(self, sizes: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the boxes as shares of the flipped image's height and width: what the loss needs."""
+        return (self.boxes / np.tile(sizes, 2)).astype(np.float32)  # (batch, 4)
+
+
+def plan_batch(
+    seed: int, epoch: int, indices: NDArray[np.int64], sizes: NDArray[np.int64], settings: Data
+) -> Plan:
+    """Draw flips and crop boxes; `sizes` (batch, 2) are the images' stored heights and widths."""
+    chance = uniforms(PLAN_STREAM, seed, epoch, indices, 2 * ATTEMPTS + 4)  # (batch, draws)
+    shapes = _crop_shapes(chance[:, :ATTEMPTS], chance[:, ATTEMPTS : 2 * ATTEMPTS], sizes, settings)
+    found = shapes[:, 0] > 0
+    shapes = np.where(found[:, None], shapes, _widest_shapes(sizes, settings.ratio))
+    room = sizes - shapes
+    corners = np.where(found[:, None], np.floor(chance[:, -4:-2] * (room + 1)), room // 2)  # (batch, 2)
+    return Plan(
+        boxes=np.concatenate([corners, shapes], axis=1).astype(np.int32),
+        flip_horizontal=chance[:, -2] < settings.hflip,
+        flip_vertical=chance[:, -1] < settings.vflip,
+    )
+
+
+def uniforms(
+    stream: int, seed: int, epoch: int, indices: NDArray[np.int64], draws: int
+) -> NDArray[np.float64]:
+    """Return numbers in [0, 1), each a pure function of stream, seed, epoch, its index and its draw."""
+    state = np.zeros((1, 1), dtype=np.uint64)
+    for word in (stream, seed, epoch, indices[:, None], np.arange(draws)[None, :]):
+        state = _mixed((state ^ np.asarray(word).astype(np.uint64)) + GOLDEN_STEP)
+    high_bits = (state >> np.uint64(11)).astype(np.float64)  # (batch, draws); 53 bits, held exactly
+    return high_bits / 2**53
+
+
+def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    words = (words ^ (words >> np.uint64(30))) * FIRST_FACTOR
+    words = (words ^ (words >> np.uint64(27))) * SECOND_FACTOR
+    return words ^ (words >> np.uint64(31))
+
+
+def _crop_shapes(
+    area_chance: NDArray[np.float64],
+    aspect_chance: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    settings: Data,
+) -> NDArray[np.int64]:
+    """Return the first drawn height and width that fits each image, (0, 0) where none does."""
+    low, high = settings.scale
+    areas = (low + (high - low) * area_chance) * sizes.prod(axis=1)[:, None]  # (batch, attempts)
+    log_low, log_high = np.log(settings.ratio)
+    aspects = np.exp(log_low + (log_high - log_low) * aspect_chance)  # width over height
+    shapes = np.rint(np.sqrt(np.stack([areas / aspects, areas * aspects], axis=2))).astype(np.int64)
+    fits = ((shapes > 0) & (shapes <= sizes[:, None, :])).all(axis=2)  # (batch, attempts)
+    first = shapes[np.arange(len(sizes)), fits.argmax(axis=1)]  # (batch, 2)
+    return np.where(fits.any(axis=1)[:, None], first, 0)
+
+
+def _widest_shapes(sizes: NDArray[np.int64], ratio: tuple[float, float]) -> NDArray[np.int64]:
+    """Return the largest height and width whose aspect lies within `ratio`."""
+    height, width = sizes.T
+    aspect = width / height
+    return np.stack(
+        [
+            np.where(aspect < ratio[0], np.rint(width / ratio[0]), height),
+            np.where(aspect > ratio[1], np.rint(height * ratio[1]), width),
+        ],
+        axis=1,
+    ).astype(np.int64)  # (batch, 2)

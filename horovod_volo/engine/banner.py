@@ -1,0 +1,76 @@
+"""What a run says of itself before it begins."""
+
+from __future__ import annotations
+
+import math
+
+from horovod_volo.config.derived import Derived
+from horovod_volo.config.rules import token_label_side
+from horovod_volo.config.schema import Config
+from horovod_volo.engine.job import Job
+
+
+def banner(job: Job, hosts: list[str], remarks: list[str]) -> str:
+    """Word the start of a run, one fact a line."""
+    world, images = job.world, job.images
+    parameters = sum(parameter.numel() for parameter in job.state.model.parameters())
+    places = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
+    epoch, step_in_epoch = job.derived.epoch_of(job.state.step)
+    facts = {
+        "world": f"{world.size} ranks on {places}, launcher {world.launcher}, {world.controller} controller",
+        "binding": str(job.share),
+        "model": f"{job.config.model.model}, {parameters:,} parameters, {job.config.model.img_size} px",
+        "data": f"{len(images.train):,} training and {len(images.held_out):,} held-out images, "
+        f"{len(images.train.classes):,} classes; {_labels(job.config)}",
+        "batch": batch_line(job.config, job.derived),
+        "rate": rate_line(job.config, job.derived),
+        "length": length_line(job.derived),
+        "precision": exchange_line(job.config, len(job.reducer.buckets)),
+        "results": f"{job.folder}  (watch: tensorboard --logdir {job.folder.parent})",
+    }
+    if job.state.step:
+        facts["resumed"] = f"at step {job.state.step:,}: epoch {epoch}, step {step_in_epoch} of it"
+    lines = [f"{name:>10}  {fact}" for name, fact in facts.items()]
+    return "\n".join(lines + [f"{'note':>10}  {remark}" for remark in remarks])
+
+
+def _labels(config: Config) -> str:
+    if not config.objective.token_label:
+        return "class labels"
+    side = token_label_side(config)
+    source = config.objective.token_label_data or "the image's class on every token"
+    return f"{side} x {side} token labels from {source} ({config.objective.label_geometry} geometry)"
+
+
+def batch_line(config: Config, derived: Derived) -> str:
+    """Tell how the global batch comes about."""
+    return (
+        f"{derived.global_batch:,} images a step = {derived.ranks} ranks x {config.data.batch_size} "
+        f"x {config.update.accumulation} passes"
+    )
+
+
+def rate_line(config: Config, derived: Derived) -> str:
+    """Tell the learning rate's peak and where it comes from."""
+    if config.update.lr:
+        return f"peak {derived.peak_lr:.3g}, as given by --lr"
+    return f"peak {derived.peak_lr:.3g} = {config.update.lr_base:.3g} x {derived.global_batch} / 1024"
+
+
+def length_line(derived: Derived) -> str:
+    """Tell epochs and steps."""
+    return (
+        f"{derived.epochs} epochs x {derived.steps_per_epoch:,} steps = {derived.total_steps:,} steps "
+        f"({derived.warmup_steps:,} of warm-up)"
+    )
+
+
+def exchange_line(config: Config, buckets: int) -> str:
+    """Tell the arithmetic and the form of gradients on the wire."""
+    wire = {"none": "as they are", "fp16": "in fp16"}[config.exchange.compression]
+    return f"{config.exchange.precision}; gradients travel {wire} in {buckets} buckets"
+
+
+def bucket_count(parameters: int, config: Config) -> int:
+    """Return about how many buckets hold the gradients of this many fp32 parameters."""
+    return math.ceil(4 * parameters / (config.exchange.bucket_mib * 2**20))

@@ -1,0 +1,23 @@
+"""The "stop, please" of a scheduler: remembered here, acted on at the next log point.
+
+A handler only sets a flag; ranks agree on it where they exchange their sums anyway.
+"""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Whether this process has been asked to save and stop."""
+
+    def __init__(self) -> None:
+        self.received = False
+        for number in _SIGNALS:
+            signal.signal(number, self._remember)
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.received = True

@@ -1,0 +1,207 @@
+"""Everything one run needs, built once from its settings and the world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from horovod_volo.cluster.binding import Share, share_of_host
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.world import World
+from horovod_volo.config.derived import Derived, derive
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.rules import token_label_side
+from horovod_volo.config.schema import Config
+from horovod_volo.data.catalog import Catalog, check_same_classes, read_folder
+from horovod_volo.data.label_maps import LabelMaps
+from horovod_volo.data.stream import EvalStream, TrainStream
+from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.state import TrainState
+from horovod_volo.models.build import default_crop_pct
+from horovod_volo.monitor.tracker import Tracking
+from horovod_volo.monitor.window import Window
+from horovod_volo.objective.loss import Loss, LossParts, build_loss
+from horovod_volo.objective.mixtoken import NO_BOX, Box, draw_box
+from horovod_volo.optim.schedule import lr_at
+
+Clip = Callable[[], object]
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a run, read and checked."""
+
+    train: Catalog
+    held_out: Catalog
+    label_maps: LabelMaps | None
+
+
+@dataclass
+class Job:
+    """One run on one rank."""
+
+    config: Config
+    world: World
+    share: Share
+    derived: Derived
+    images: Images
+    state: TrainState
+    reducer: Reducer
+    train_stream: TrainStream
+    eval_stream: EvalStream
+    loss: Loss
+    window: Window
+    clip: Clip
+    lr: Callable[[int], float]
+    box: Callable[[int, int], Box]  # of a step and a pass
+    autocast: torch.autocast
+    stop: StopRequest
+    tracker: Tracking
+
+    @property
+    def folder(self) -> Path:
+        """Return the run folder."""
+        return run_folder(self.config)
+
+    def close(self) -> None:
+        """End the data threads and close the files."""
+        self.train_stream.close()
+        self.eval_stream.close()
+        self.tracker.close()
+
+
+def run_folder(config: Config) -> Path:
+    """Return where a run's results go."""
+    return Path(config.run.output) / config.run.name
+
+
+def read_images(config: Config) -> Images:
+    """Read what images there are; raise UserError where they cannot be trained on."""
+    if not config.data.data_dir:
+        raise UserError("Which images? Give the data folder: python -m horovod_volo.train DATA_DIR ...")
+    train, held_out = read_folder(config.data.data_dir, "train"), read_folder(config.data.data_dir, "val")
+    check_same_classes(train, held_out)
+    if config.model.num_classes not in (0, len(train.classes)):
+        raise UserError(
+            f"--num-classes is {config.model.num_classes}, but {config.data.data_dir}/train has "
+            f"{len(train.classes)} class folders. Drop --num-classes."
+        )
+    return Images(train, held_out, _label_maps(config, train))
+
+
+def _label_maps(config: Config, train: Catalog) -> LabelMaps | None:
+    if not config.objective.token_label_data:
+        return None
+    maps = LabelMaps(config.objective.token_label_data)
+    maps.check(train)
+    return maps
+
+
+def build_job(
+    config: Config, world: World, images: Images, share: Share, state: TrainState, tracker: Tracking
+) -> Job:
+    """Put a run together around its state."""
+    derived = derive(config, ranks=world.size, images=len(images.train))
+    streams = _streams(config, world, images, share)
+    loss = build_loss(config.objective, len(images.train.classes), token_label_side(config))
+    return Job(
+        config=config,
+        world=world,
+        share=share,
+        derived=derived,
+        images=images,
+        state=state,
+        reducer=_reducer(config, world, state.model),
+        train_stream=streams[0],
+        eval_stream=streams[1],
+        loss=loss,
+        window=Window(LossParts._fields, share.device, lambda: streams[0].waited_seconds),
+        clip=_clip(state.model, config.update.clip_grad),
+        lr=_schedule(config, derived),
+        box=_boxes(config, world),
+        autocast=_autocast(config, share.device),
+        stop=StopRequest(),
+        tracker=tracker,
+    )
+
+
+def _streams(config: Config, world: World, images: Images, share: Share) -> tuple[TrainStream, EvalStream]:
+    threads = config.data.workers or share.threads
+    train = TrainStream(
+        images.train,
+        images.label_maps,
+        config.data,
+        image_size=config.model.img_size,
+        seed=config.run.seed,
+        rank=world.rank,
+        size=world.size,
+        accumulation=config.update.accumulation,
+        device=share.device,
+        threads=threads,
+    )
+    held_out = EvalStream(
+        images.held_out,
+        config.data,
+        image_size=config.model.img_size,
+        crop_pct=config.data.crop_pct or default_crop_pct(config.model.model),
+        rank=world.rank,
+        size=world.size,
+        device=share.device,
+        threads=threads,
+    )
+    return train, held_out
+
+
+def _reducer(config: Config, world: World, model: nn.Module) -> Reducer:
+    return Reducer(
+        model.parameters(),
+        world,
+        bucket_bytes=round(config.exchange.bucket_mib * _MIB),
+        compression=config.exchange.compression,
+        passes=config.update.accumulation,
+        statistics=[buffer for buffer in model.buffers() if buffer.is_floating_point()],
+    )
+
+
+def _clip(model: nn.Module, largest_norm: float) -> Clip:
+    if not largest_norm:
+        return lambda: None
+    return partial(nn.utils.clip_grad_norm_, list(model.parameters()), largest_norm)
+
+
+def _schedule(config: Config, derived: Derived) -> Callable[[int], float]:
+    return partial(
+        lr_at,
+        peak=derived.peak_lr,
+        start=config.update.warmup_lr,
+        floor=config.update.min_lr,
+        warmup=derived.warmup_steps,
+        cosine=derived.cosine_steps,
+    )
+
+
+def _boxes(config: Config, world: World) -> Callable[[int, int], Box]:
+    if not config.objective.mix_token:
+        return lambda step, number: NO_BOX  # noqa: ARG005
+    side = token_label_side(config)
+    return lambda step, number: draw_box(config.run.seed, step, world.rank, number, side)
+
+
+def _autocast(config: Config, device: torch.device) -> torch.autocast:
+    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.exchange.precision]
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+
+def share_host(world: World) -> Share:
+    """Take this rank's share of the host and keep torch's threads within it."""
+    share = share_of_host(world)
+    torch.set_num_threads(share.threads)
+    if share.device.type == "cuda":
+        torch.cuda.set_device(share.device)
+    return share

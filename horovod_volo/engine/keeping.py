@@ -1,0 +1,88 @@
+"""What a run keeps of itself: its state as checkpoints, and their evaluations beside them.
+
+Rank 0 writes; before it does, the state must agree on all ranks bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from horovod_volo.config.derived import Derived
+from horovod_volo.config.schema import Config
+from horovod_volo.engine.checkpoint import point, prune, save_checkpoint
+from horovod_volo.engine.evaluation import Scores
+from horovod_volo.engine.job import Job
+
+_EVALUATION = "evaluation.json"
+
+
+def keep(job: Job) -> None:
+    """Save the state of the step it stands at. Collective: every rank calls this."""
+    job.world.assert_same(job.state.every_tensor(), "Weights or optimizer state")
+    job.world.on_main(lambda: _write(job))
+
+
+def _write(job: Job) -> None:
+    facts = checkpoint_facts(job.config, job.derived, len(job.images.train))
+    facts["scaler"] = job.state.scaler.state_dict()
+    save_checkpoint(_folder(job), job.state.step, job.state.tensors(), facts)
+    prune(_folder(job), job.config.run.keep_checkpoints)
+
+
+def keep_evaluation(job: Job, scores: Scores) -> None:
+    """Tell the scores, put them beside the checkpoint they are of, and let `best` follow."""
+    step = job.state.step
+    epochs_done, _ = job.derived.epoch_of(step)
+    job.tracker.evaluation(
+        step, {"epoch": epochs_done - 1, "images_seen": step * job.derived.global_batch, **scores}
+    )
+    job.tracker.say(_sentence(scores, epochs_done))
+    if job.world.is_main:
+        checkpoint = _checkpoint_of_step(job)
+        partial = checkpoint / f".{_EVALUATION}.partial"
+        partial.write_text(json.dumps(scores), encoding="utf-8")
+        partial.replace(checkpoint / _EVALUATION)
+        best = _folder(job) / "best"
+        if not best.exists() or _score(checkpoint) > _score(best):
+            point(best, checkpoint)
+
+
+def was_evaluated(job: Job) -> bool:
+    """Say whether the state's checkpoint has been evaluated. Collective: every rank calls this."""
+    return bool(job.world.share((_checkpoint_of_step(job) / _EVALUATION).exists()))
+
+
+def _sentence(scores: Scores, epochs_done: int) -> str:
+    averaged = f", averaged weights {scores['ema_top1']:.2f} %" if "ema_top1" in scores else ""
+    return (
+        f"after epoch {epochs_done}: top-1 {scores['top1']:.2f} %, top-5 {scores['top5']:.2f} %{averaged} "
+        f"on {scores['images']} held-out images"
+    )
+
+
+def _score(checkpoint: Path) -> float:
+    scores = json.loads((checkpoint / _EVALUATION).read_text(encoding="utf-8"))
+    return float(max(scores["top1"], scores.get("ema_top1", 0.0)))
+
+
+def _folder(job: Job) -> Path:
+    return job.folder / "checkpoints"
+
+
+def _checkpoint_of_step(job: Job) -> Path:
+    return _folder(job) / f"step_{job.state.step:08}"
+
+
+def checkpoint_facts(config: Config, derived: Derived, images: int) -> dict[str, Any]:
+    """Return what a run that goes on must share with the one that saved; else its samples are others."""
+    return {
+        "model": config.model.model,
+        "img_size": config.model.img_size,
+        "seed": config.run.seed,
+        "images": images,
+        "global_batch": derived.global_batch,
+        "precision": config.exchange.precision,
+        "averaged": bool(config.update.ema_decay),
+    }

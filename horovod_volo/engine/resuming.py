@@ -1,0 +1,73 @@
+"""Going on from a checkpoint: which one, whether it is this run's, and the same state on all ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.derived import derive
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.schema import Config
+from horovod_volo.engine.checkpoint import find_checkpoint, has_checkpoint, read_state, read_tensors
+from horovod_volo.engine.job import run_folder
+from horovod_volo.engine.keeping import checkpoint_facts
+from horovod_volo.engine.state import TrainState
+
+
+def checkpoint_to_resume(config: Config, world: World) -> Path | None:
+    """Choose the checkpoint to go on from, the same on all ranks; None to begin. Collective."""
+    return world.on_main(partial(_choose, config))
+
+
+def _choose(config: Config) -> Path | None:
+    folder = run_folder(config)
+    if config.run.resume == "auto":
+        return find_checkpoint(str(folder)) if has_checkpoint(folder) else None
+    if config.run.resume:
+        return find_checkpoint(config.run.resume)
+    if has_checkpoint(folder):
+        raise UserError(
+            f"{folder} already holds a run. Add --resume auto to go on with it, or give this run another "
+            "--name."
+        )
+    return None
+
+
+def restore(state: TrainState, checkpoint: Path | None, config: Config, world: World, images: int) -> None:
+    """Give all ranks rank 0's state: a checkpoint's, or the fresh one. Collective: every rank calls this."""
+    world.on_main(lambda: _read(state, checkpoint, config, world, images) if checkpoint else None)
+    state.step = world.share(state.step)
+    state.scaler.load_state_dict(world.share(state.scaler.state_dict()))
+    world.broadcast_(state.every_tensor())
+    world.assert_same(state.every_tensor(), "Weights or optimizer state")
+
+
+def _read(state: TrainState, checkpoint: Path, config: Config, world: World, images: int) -> None:
+    facts = read_state(checkpoint)
+    derived = derive(config, ranks=world.size, images=images)
+    _check_facts(facts, checkpoint_facts(config, derived, images), checkpoint, world.size)
+    state.restore(read_tensors(checkpoint))
+    state.step = facts["step"]
+    if facts["scaler"]:
+        state.scaler.load_state_dict(facts["scaler"])
+
+
+def _check_facts(saved: dict[str, Any], own: dict[str, Any], checkpoint: Path, ranks: int) -> None:
+    for name, value in own.items():
+        if saved.get(name) != value:
+            raise UserError(
+                f"Checkpoint {checkpoint} has {name} {saved.get(name)}, this run has {value}: it would not "
+                f"go on where that one stopped. {_remedy(name, saved.get(name), ranks)}"
+            )
+
+
+def _remedy(name: str, wanted: Any, ranks: int) -> str:
+    if name == "model":
+        return f"Give --model {wanted}."
+    if name == "global_batch" and wanted % ranks == 0:
+        return f"With {ranks} ranks, batch size x accumulation must be {wanted // ranks}."
+    if name == "global_batch":
+        return f"Start a number of ranks that divides {wanted}."
+    return "Give the settings of its resolved.toml, or begin a new run with --finetune."

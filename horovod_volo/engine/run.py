@@ -1,0 +1,73 @@
+"""One run from its settings to its end, in the order in which things can go wrong.
+
+What can be checked is checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.derived import derive
+from horovod_volo.config.recipe import dump
+from horovod_volo.config.rules import notes
+from horovod_volo.config.schema import Config
+from horovod_volo.engine.banner import banner
+from horovod_volo.engine.environment import environment_facts
+from horovod_volo.engine.job import Job, build_job, read_images, run_folder, share_host
+from horovod_volo.engine.loop import fit
+from horovod_volo.engine.resuming import checkpoint_to_resume, restore
+from horovod_volo.engine.state import build_state
+from horovod_volo.monitor.tracker import Silent, Tracker
+
+
+def run(config: Config, world: World) -> bool:
+    """Train; return whether it came to its end, or was asked to stop and is saved. Collective."""
+    job, remarks = prepare(config, world)
+    try:
+        announce(job, remarks)
+        finished = fit(job)
+        job.tracker.say(farewell(job, finished))
+        return finished
+    finally:
+        job.close()
+
+
+def prepare(config: Config, world: World) -> tuple[Job, list[str]]:
+    """Check and build everything; return the run and remarks about it. Collective: every rank calls this."""
+    share = world.together(partial(share_host, world))
+    images = world.together(partial(read_images, config))
+    derived = world.together(partial(derive, config, ranks=world.size, images=len(images.train)))
+    checkpoint = checkpoint_to_resume(config, world)
+    state, remarks = world.together(
+        lambda: build_state(
+            config,
+            num_classes=len(images.train.classes),
+            device=share.device,
+            finetune="" if checkpoint else config.model.finetune,
+        )
+    )
+    restore(state, checkpoint, config, world, len(images.train))
+    tracker = (
+        Tracker(run_folder(config), first_step=state.step, total_steps=derived.total_steps)
+        if world.is_main
+        else Silent()
+    )
+    return build_job(config, world, images, share, state, tracker), notes(config) + remarks
+
+
+def announce(job: Job, remarks: list[str]) -> None:
+    """Say what runs and keep with what it was made. Collective: every rank calls this."""
+    hosts, bindings = job.world.hosts(), job.world.gather(str(job.share))
+    job.tracker.say(banner(job, hosts, remarks))
+    job.tracker.write_file("resolved.toml", dump(job.config))
+    facts = environment_facts() | {"hosts": hosts, "bindings": bindings}
+    job.tracker.write_file("environment.json", json.dumps(facts, indent=2))
+
+
+def farewell(job: Job, finished: bool) -> str:
+    """Word the end of a run."""
+    if finished:
+        return f"done: {job.state.step} steps; best weights in {job.folder / 'checkpoints' / 'best'}"
+    return f"stopped at step {job.state.step} and saved; --resume auto goes on from here"

@@ -1,0 +1,48 @@
+"""One training step: from a batch of images to changed weights.
+
+The order after the ring is fixed: unscale, clip, step, update the scale. Gradients are then the
+same on all ranks, so an overflow on one is seen, and skipped, by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from horovod_volo.data.stream import Batch
+from horovod_volo.engine.job import Job
+from horovod_volo.objective.loss import Labels
+from horovod_volo.optim.adamw import set_lr
+
+_STREAM = 0x64_72_6F_70  # keeps stochastic depth apart from every other use of the seed
+
+
+def train_step(job: Job, passes: Iterator[Batch]) -> None:
+    """Take the next passes and make one update of them. Collective: every rank calls this."""
+    state, accumulation = job.state, job.config.update.accumulation
+    set_lr(state.optimizer, job.lr(state.step))
+    for number in range(accumulation):
+        batch = next(passes)
+        labels = Labels(batch.classes, batch.scores, batch.ids, batch.boxes)
+        box = job.box(state.step, number)
+        seed_pass(job.config.run.seed, state.step, job.world.rank, number)
+        with job.autocast:
+            class_logits, token_logits = state.model.training_logits(batch.images, box.exchange)
+        parts = job.loss(class_logits, token_logits, labels, box)
+        state.scaler.scale(parts.total / accumulation).backward()  # type: ignore[no-untyped-call]
+        job.window.add(parts)
+    with job.reducer.averaged():
+        state.scaler.unscale_(state.optimizer)
+        job.clip()
+        state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.average.update(state.step)
+    state.step += 1
+
+
+def seed_pass(seed: int, step: int, rank: int, number: int) -> None:
+    """Make what torch draws in a pass (stochastic depth) a function of where the pass stands."""
+    key = np.random.SeedSequence([_STREAM, seed, step, rank, number]).generate_state(1, np.uint64)
+    torch.manual_seed(int(key[0] >> np.uint64(1)))

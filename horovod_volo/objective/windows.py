@@ -1,0 +1,58 @@
+"""Which cells of a map an output cell averages along one axis, and with which weights.
+
+RoIAlign samples bilinearly on a regular grid and averages; rows and columns factor, so one set of
+weights per axis says it all. An output cell touches only a short run of neighbouring map cells, its
+window, whose length is known from the sizes alone: no shape depends on the boxes' values, and
+nothing waits for the device.
+
+Invariant: positions follow torchvision.ops.roi_align (aligned=False, sampling_ratio=-1) operation
+by operation in fp32. The number of samples jumps at whole numbers, so an equal formula in another
+order may round to another number.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Windows(NamedTuple):
+    """For every output cell along one axis, the map cells it averages."""
+
+    cells: Tensor  # (batch, side, length) int64, all inside the map
+    weights: Tensor  # (batch, side, length) fp32; their sum is 1 unless samples fall off the map
+
+
+def axis_windows(start: Tensor, extent: Tensor, *, side: int, size: int, scale: int) -> Windows:
+    """Cut boxes into `side` equal bins and find each bin's window on an axis of `size` cells.
+
+    `start` and `extent`, (batch,), are fractions of the image, which spans `scale` cells; the box
+    must lie inside the image.
+    """
+    low = start.float() * scale - 0.5  # (batch,) in cells, of which 0 is the first one's centre
+    high = (start.float() + extent.float()) * scale - 0.5
+    bin_size = (high - low).clamp(min=1.0)[:, None, None] / side  # (batch, 1, 1)
+    widest = scale / side
+    most_samples = ceil(widest)
+    # A whole image's box may round to slightly more than `scale` cells: that is no further sample.
+    samples = bin_size.ceil().clamp(max=most_samples)  # (batch, 1, 1) one per cell begun
+
+    bins = torch.arange(side, device=start.device)[:, None]  # (side, 1)
+    sample = torch.arange(most_samples, device=start.device)  # (most_samples,)
+    # (batch, side, most_samples)
+    positions = low[:, None, None] + bins * bin_size + (sample + 0.5) * bin_size / samples
+    counted = (sample < samples) & (positions >= -1.0) & (positions <= size)
+    positions = positions.clamp(0, size - 1)
+
+    # The first and last sample of a bin lie bin_size x (1 - 1 / samples) apart, and each of them
+    # reads the cell below and the one above.
+    length = min(size, ceil(widest * (1 - 1 / most_samples)) + 2)
+    first = positions[..., :1].floor().clamp(max=size - length)  # (batch, side, 1)
+    cells = first + torch.arange(length, device=start.device)  # (batch, side, length)
+    # Bilinear interpolation gives a cell 1 minus its distance from the sample.
+    tent = 1.0 - (positions.unsqueeze(-1) - cells.unsqueeze(-2)).abs()  # (batch, side, most_samples, length)
+    weights = (tent.clamp(min=0.0) * counted.unsqueeze(-1)).sum(dim=2) / samples
+    return Windows(cells.long(), weights)

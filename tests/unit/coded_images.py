@@ -1,0 +1,43 @@
+"""Image folders for tests: pictures whose colours tell the place, and smooth random ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
+
+
+def place_coded(width: int, height: int) -> Image.Image:
+    """Red tells the column, green the row, each as a share of the side."""
+    pixels = np.zeros((height, width, 3), dtype=np.uint8)
+    pixels[..., 0] = np.rint(255 * (np.arange(width) + 0.5) / width)
+    pixels[..., 1] = np.rint(255 * (np.arange(height) + 0.5) / height)[:, None]
+    return Image.fromarray(pixels)
+
+
+def smooth(width: int, height: int, seed: int) -> Image.Image:
+    """A few random colours, blended over the whole picture."""
+    colours = np.random.default_rng(seed).integers(0, 256, size=(5, 7, 3), dtype=np.uint8)
+    return Image.fromarray(colours).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def write_images(folder: Path, images: dict[str, Image.Image], **options: Any) -> Path:
+    """Save each image under its "SPLIT/CLASS/FILE" name and return the folder."""
+    for name, image in images.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        image.save(file, **options)
+    return folder
+
+
+def unnormalised(images: torch.Tensor) -> NDArray[np.float64]:
+    """Return normalised images (batch, 3, height, width) as colours from 0 to 255."""
+    mean = np.array(IMAGENET_MEAN)[:, None, None]
+    std = np.array(IMAGENET_STD)[:, None, None]
+    return 255 * (images.numpy().astype(np.float64) * std + mean)

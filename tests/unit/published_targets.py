@@ -1,0 +1,109 @@
+"""The published token-label formulas, dense and slow: what the objective's tests compare against.
+
+Everything is float64 and follows the definitions word by word: a [classes, height, width] map per
+image, RoIAlign by loops, a softmax over all classes, smoothing, mixing.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from horovod_volo.objective.soft_target import SoftTarget
+
+
+def dense(target: SoftTarget, num_classes: int) -> Tensor:
+    """Write a soft target out, (rows, classes)."""
+    everywhere = target.uniform.double().unsqueeze(1).repeat(1, num_classes)
+    return everywhere.scatter_add(1, target.ids, target.weights.double())
+
+
+def dense_map(scores: Tensor, ids: Tensor, num_classes: int) -> Tensor:
+    """Scatter one image's k best (k, height, width) into zeros (classes, height, width)."""
+    zeros = torch.zeros(num_classes, *scores.shape[1:], dtype=torch.float64)
+    return zeros.scatter(0, ids.long(), scores.double())
+
+
+def bilinear(cells: Tensor, y: float, x: float) -> Tensor:
+    """Read (classes, height, width) cells at one point: nothing outside [-1, size], the rim clamped."""
+    height, width = cells.shape[1:]
+    if not (-1 <= y <= height and -1 <= x <= width):
+        return torch.zeros(cells.shape[0], dtype=cells.dtype)
+    y, x = min(max(y, 0.0), height - 1.0), min(max(x, 0.0), width - 1.0)
+    top, left = int(y), int(x)
+    bottom, right = min(top + 1, height - 1), min(left + 1, width - 1)
+    down, along = y - top, x - left
+    upper = cells[:, top, left] * (1 - along) + cells[:, top, right] * along
+    lower = cells[:, bottom, left] * (1 - along) + cells[:, bottom, right] * along
+    return upper * (1 - down) + lower * down
+
+
+def roi_align(cells: Tensor, x1: float, y1: float, x2: float, y2: float, side: int) -> Tensor:
+    """Average adaptive samples in each of side x side bins, (classes, side, side); not aligned, scale 1."""
+    bin_width, bin_height = max(x2 - x1, 1.0) / side, max(y2 - y1, 1.0) / side
+    across, down = ceil(bin_width), ceil(bin_height)
+    pooled = torch.zeros(cells.shape[0], side, side, dtype=cells.dtype)
+    for row in range(side):
+        for column in range(side):
+            for sample_row in range(down):
+                for sample_column in range(across):
+                    y = y1 + row * bin_height + (sample_row + 0.5) * bin_height / down
+                    x = x1 + column * bin_width + (sample_column + 0.5) * bin_width / across
+                    pooled[:, row, column] += bilinear(cells, y, x)
+    return pooled / (down * across)
+
+
+def image_target(
+    scores: Tensor, ids: Tensor, box: Tensor, side: int, num_classes: int, geometry: str
+) -> Tensor:
+    """Return one image's softmaxed target, (side x side, classes)."""
+    cells = dense_map(scores, ids, num_classes)
+    height, width = cells.shape[1:]
+    top, left, tall, wide = box.double().tolist()
+    bottom, right = top + tall, left + wide
+    if geometry == "reference":  # top, left, bottom, right are taken for x1, y1, x2, y2, all times the width
+        corners = [edge * width - 0.5 for edge in (top, left, bottom, right)]
+    else:
+        corners = [
+            edge * size - 0.5
+            for edge, size in ((left, width), (top, height), (right, width), (bottom, height))
+        ]
+    return roi_align(cells, *corners, side).flatten(1).T.softmax(dim=1)
+
+
+def batch_target(
+    scores: Tensor, ids: Tensor, boxes: Tensor, side: int, num_classes: int, geometry: str
+) -> Tensor:
+    """Return the targets of a batch, (batch, side x side, classes)."""
+    images = zip(scores, ids, boxes, strict=True)
+    return torch.stack([image_target(*image, side, num_classes, geometry) for image in images])
+
+
+def smooth(target: Tensor, smoothing: float) -> Tensor:
+    """Apply the published on and off values."""
+    off = smoothing / target.shape[-1]
+    return target * (1 - smoothing + off) + off
+
+
+def one_hot(classes: Tensor, num_classes: int) -> Tensor:
+    """Write classes out, (rows, classes)."""
+    return torch.nn.functional.one_hot(classes, num_classes).double()
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the mean over rows of -sum t log softmax(x)."""
+    return -(target * logits.log_softmax(dim=-1)).sum(dim=-1).mean()
+
+
+def random_maps(
+    batch: int, k: int, height: int, width: int, num_classes: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw scores, distinct ids per cell, and boxes inside the image."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(batch, k, height, width, generator=generator) * 4 + 2
+    ids = torch.rand(batch, num_classes, height, width, generator=generator).argsort(dim=1)[:, :k]
+    extents = torch.rand(batch, 2, generator=generator) * 0.9 + 0.08
+    corners = torch.rand(batch, 2, generator=generator) * (1 - extents)
+    return scores, ids, torch.cat([corners, extents], dim=1)

@@ -1,0 +1,305 @@
+"""The demo set: reproducible, whole or absent, true to its labels, and not solvable without seeing shapes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.data.demo_image import GRID, draw_demo_image
+from horovod_volo.data.demo_set import main, make_demo_set, token_label
+from horovod_volo.data.demo_shapes import CLASSES, SHAPES
+
+Array = NDArray[Any]
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def small_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "set"
+    make_demo_set(folder, train=45, val=20)
+    return folder
+
+
+# What lies where.
+
+
+def test_layout_is_image_folders_with_balanced_classes(small_set: Path) -> None:
+    for split, count in (("train", 45), ("val", 20)):
+        images = sorted((small_set / split).glob("*/*.jpg"))
+        per_class = Counter(path.parent.name for path in images)
+        assert len(images) == count
+        assert sorted(per_class) == list(CLASSES)
+        assert max(per_class.values()) - min(per_class.values()) <= 1
+    assert (small_set / "train" / "checker" / "n0000_00000.jpg").exists()
+    assert (small_set / "train" / "triangle" / "n0009_00003.jpg").exists()
+
+
+def test_every_training_image_has_a_label_map_and_no_other(small_set: Path) -> None:
+    images = {path.relative_to(small_set / "train").with_suffix("") for path in small_set.glob("train/*/*")}
+    maps = {path.relative_to(small_set / "token_labels").with_suffix("") for path in small_set.rglob("*.pt")}
+    assert images == maps
+
+
+def test_images_are_rgb_jpegs_of_many_sizes(small_set: Path) -> None:
+    sizes = set()
+    for path in small_set.glob("train/*/*.jpg"):
+        with Image.open(path) as image:
+            assert (image.format, image.mode) == ("JPEG", "RGB")
+            sizes.add(image.size)
+    sides = [side for size in sizes for side in size]
+    assert len(sizes) > 20
+    assert min(sides) >= 72
+    assert max(sides) <= 112
+    assert any(width > height for width, height in sizes)
+    assert any(width < height for width, height in sizes)
+
+
+# Reproducible.
+
+
+def test_same_arguments_give_the_same_bytes(small_set: Path, tmp_path: Path) -> None:
+    make_demo_set(tmp_path / "again", train=45, val=20)
+    assert bytes_of(tmp_path / "again") == bytes_of(small_set)
+
+
+def test_an_image_depends_on_its_number_alone(small_set: Path, tmp_path: Path) -> None:
+    make_demo_set(tmp_path / "smaller", train=12, val=10)
+    smaller, larger = bytes_of(tmp_path / "smaller"), bytes_of(small_set)
+    smaller.pop("demo_set.json")
+    assert len(smaller) == 12 + 12 + 10
+    assert all(larger[name] == content for name, content in smaller.items())
+
+
+def test_seeds_and_splits_give_other_images(small_set: Path, tmp_path: Path) -> None:
+    make_demo_set(tmp_path / "other", train=10, val=10, seed=1)
+    images = [path.read_bytes() for path in [*small_set.rglob("*.jpg"), *tmp_path.rglob("*.jpg")]]
+    assert len(set(images)) == len(images)
+
+
+# Whole or absent.
+
+
+def test_a_complete_set_is_left_alone(small_set: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in small_set.rglob("*")}
+    make_demo_set(small_set, train=45, val=20)
+    assert {path: path.stat().st_mtime_ns for path in small_set.rglob("*")} == before
+
+
+def test_another_set_is_refused(small_set: Path) -> None:
+    with pytest.raises(UserError, match=r"holds another demo set.*Delete it"):
+        make_demo_set(small_set, train=46, val=20)
+
+
+@pytest.mark.parametrize("content", ["file", "folder"])
+def test_anything_else_is_refused(tmp_path: Path, content: str) -> None:
+    place = tmp_path / "place"
+    if content == "file":
+        place.write_text("mine")
+    else:
+        (place / "photographs").mkdir(parents=True)
+    with pytest.raises(UserError, match="is not a demo set"):
+        make_demo_set(place, train=10, val=10)
+
+
+def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+    make_demo_set(tmp_path, train=10, val=10)
+    assert len(list(tmp_path.glob("train/*/*.jpg"))) == 10
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: object) -> None:
+        assert list(tmp_path.glob("set.partial-*/train/checker"))
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="No space"):
+        make_demo_set(tmp_path / "set", train=10, val=10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_makers_the_second_keeps_the_first_ones_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, save = tmp_path / "set", torch.save
+
+    def make_it_meanwhile(*arguments: Any) -> None:
+        monkeypatch.setattr(torch, "save", save)
+        monkeypatch.setattr(os, "getpid", lambda: 0)
+        make_demo_set(folder, train=10, val=10)
+        save(*arguments)
+
+    monkeypatch.setattr(torch, "save", make_it_meanwhile)
+    make_demo_set(folder, train=10, val=10)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert len(list(folder.rglob("*.jpg"))) == 20
+
+
+def test_command_line_makes_the_set_and_reports_mistakes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "set"
+    main([str(folder), "--train", "10", "--val", "10"])
+    assert json.loads((folder / "demo_set.json").read_text())["train"] == 10
+    with pytest.raises(SystemExit) as stop:
+        main([str(folder), "--train", "9", "--val", "10"])
+    assert stop.value.code == 2
+    assert "at least 10 of each" in capsys.readouterr().err
+
+
+# True labels.
+
+
+def test_label_maps_have_the_published_format(small_set: Path) -> None:
+    for path in small_set.rglob("*.pt"):
+        label = torch.load(path, weights_only=True)  # (2, top, rows, columns)
+        assert label.dtype == torch.float16
+        assert label.shape == (2, 5, GRID, GRID)
+        logits, ids = label.float()
+        assert (logits[:-1] >= logits[1:]).all()
+        assert ids.sort(dim=0).values.diff(dim=0).gt(0).all(), "a class stands twice in a cell"
+        assert ids.min() >= 0
+        assert ids.max() < len(CLASSES)
+        assert torch.equal(ids, ids.round())
+        assert CLASSES[int(ids[0][logits[0] == logits[0].max()][0])] == path.parent.name
+
+
+def test_label_follows_coverage() -> None:
+    coverage = np.zeros((GRID, GRID), np.float32)
+    coverage[2, 5], coverage[2, 6] = 1.0, 0.1
+    logits, ids = token_label(coverage, 7, np.random.default_rng(0)).astype(np.float32)
+    assert ids[0, 2, 5] == ids[0, 2, 6] == 7
+    assert 8 < logits[0, 2, 5] <= 10
+    assert 3 < logits[0, 2, 6] < 5
+    background = coverage == 0
+    assert logits[:, background].max() <= 1
+    guesses = Counter(ids[0][background].tolist())
+    assert len(guesses) > 5, "background cells must not tell the class"
+
+
+def cells_that_differ(first: Image.Image, second: Image.Image, *, reach: float) -> Array:
+    """Which cells of the label grid hold pixels that differ, looking `reach` cells beyond their edges."""
+    changed = np.abs(np.asarray(first, int) - np.asarray(second, int)).max(2) > 40
+    height, width = changed.shape
+    found = np.zeros((GRID, GRID), bool)
+    for row in range(GRID):
+        for column in range(GRID):
+            top, bottom = ((row + end) * height / GRID for end in (-reach, 1 + reach))
+            left, right = ((column + end) * width / GRID for end in (-reach, 1 + reach))
+            y, x = slice(max(0, int(top)), int(bottom) + 1), slice(max(0, int(left)), int(right) + 1)
+            found[row, column] = changed[y, x].any()
+    return found
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_scenes_differ_only_where_coverage_says_the_object_is(number: int) -> None:
+    # The class changes the shape alone, so two classes in one scene show by their difference where they lie.
+    name, other = "triangle", "ring"
+    ours = draw_demo_image(name, np.random.default_rng((3, number)), image_side=80)
+    theirs = draw_demo_image(other, np.random.default_rng((3, number)), image_side=80)
+    either = np.maximum(ours.coverage, theirs.coverage)
+    exactly = cells_that_differ(ours.picture, theirs.picture, reach=0)
+    nearby = cells_that_differ(ours.picture, theirs.picture, reach=0.5)
+    only_one = np.abs(ours.coverage - theirs.coverage) > 0.5
+    assert only_one.any()
+    assert nearby[only_one].all(), "coverage claims an object where nothing is drawn"
+    assert not exactly[neighbourhood(either) == 0].any(), "something is drawn where coverage has no object"
+
+
+def neighbourhood(coverage: Array) -> Array:
+    """The greatest coverage among a cell and its neighbours; shadows fall a few pixels beside objects."""
+    padded = np.pad(coverage, 1)
+    shifted = [padded[row : row + GRID, column : column + GRID] for row in range(3) for column in range(3)]
+    greatest: Array = np.stack(shifted).max(axis=0)
+    return greatest
+
+
+def test_covered_area_is_alike_for_all_classes() -> None:
+    areas = {}
+    for name in CLASSES:
+        images = [draw_demo_image(name, np.random.default_rng((5, k)), image_side=80) for k in range(40)]
+        areas[name] = np.mean([image.coverage.mean() for image in images])
+    assert max(areas.values()) < 1.1 * min(areas.values()), areas
+
+
+def test_occlusion_hides_at_most_a_quarter() -> None:
+    # Without occlusion the smallest object would cover 0.10 of the square over the shorter side.
+    for number in range(100):
+        image = draw_demo_image("stripes", np.random.default_rng((7, number)), image_side=80)
+        width, height = image.picture.size
+        assert image.coverage.mean() * width * height > 0.75 * 0.97 * 0.10 * min(width, height) ** 2
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_mirrored_object_is_still_one_of_its_class(name: str) -> None:
+    # Shapes fit the unit circle; each but the spiral, which is drawn in both senses, is its own mirror image.
+    steps = np.linspace(-1.2, 1.2, 240, dtype=np.float32)
+    x, y = np.meshgrid(steps, steps)
+    inside, _ = SHAPES[name](x, y)
+    assert not inside[x * x + y * y > 1.01].any()
+    if name != "spiral":
+        own_mirrors = [inside[:, ::-1], inside[::-1]]
+        assert min(np.mean(inside != mirrored) for mirrored in own_mirrors) < 0.005
+
+
+# Only shapes tell the class.
+
+
+@pytest.fixture(scope="module")
+def pictures() -> tuple[list[Image.Image], Array]:
+    targets = np.arange(1600) % len(CLASSES)
+    drawn = [
+        draw_demo_image(CLASSES[target], np.random.default_rng((11, number)), image_side=80)
+        for number, target in enumerate(targets)
+    ]
+    return [image.picture for image in drawn], targets
+
+
+def linear_accuracy(features: Array, targets: Array) -> float:
+    """Held-out accuracy, in percent, of the best of several ridge regressions on standardised features."""
+    features = (features - features.mean(0)) / (features.std(0) + 1e-9)
+    features = np.concatenate([features, np.ones((len(features), 1))], axis=1)  # (images, features + 1)
+    known, held_out = slice(0, 1200), slice(1200, None)
+    wanted = np.eye(len(CLASSES))[targets[known]]  # (1200, classes)
+    accuracies = []
+    for ridge in (1, 30, 1000, 30000):
+        gram = features[known].T @ features[known] + ridge * np.eye(features.shape[1])
+        weights = np.linalg.solve(gram, features[known].T @ wanted)
+        guesses = (features[held_out] @ weights).argmax(1)
+        accuracies.append(100 * float(np.mean(guesses == targets[held_out])))
+    return max(accuracies)
+
+
+def centroid_accuracy(features: Array, targets: Array) -> float:
+    features = (features - features.mean(0)) / features.std(0)
+    centroids = np.stack([features[:1200][targets[:1200] == c].mean(0) for c in range(len(CLASSES))])
+    guesses = np.linalg.norm(features[1200:, None] - centroids, axis=2).argmin(1)
+    return 100 * float(np.mean(guesses == targets[1200:]))
+
+
+def test_colour_statistics_do_not_tell_the_class(pictures: tuple[list[Image.Image], Array]) -> None:
+    images, targets = pictures
+    pixels = [np.asarray(image, float).reshape(-1, 3) for image in images]
+    features = np.stack([np.concatenate([p.mean(0), p.var(0)]) for p in pixels])
+    assert linear_accuracy(features, targets) < 25
+    assert centroid_accuracy(features, targets) < 25
+
+
+def test_thumbnails_do_not_tell_the_class_linearly(
+    pictures: tuple[list[Image.Image], Array],
+) -> None:
+    images, targets = pictures
+    features = np.stack([np.asarray(image.convert("L").resize((16, 16)), float).ravel() for image in images])
+    assert linear_accuracy(features, targets) < 45

@@ -1,0 +1,190 @@
+"""Plans are reproducible sample by sample, and distributed as torchvision's RandomResizedCrop."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import horovod_volo.models.timm_door  # noqa: F401  # torchvision imports only after it
+
+# isort: split
+from torchvision.transforms import RandomResizedCrop
+
+from horovod_volo.config.schema import Data
+from horovod_volo.data.plan import plan_batch, uniforms
+
+SAMPLES = 4000
+
+
+def correlation(a, b):
+    return np.corrcoef(a.ravel(), b.ravel())[0, 1]
+
+
+def largest_gap(a, b):
+    """The two-sample Kolmogorov-Smirnov statistic."""
+    every = np.sort(np.concatenate([a, b]))
+    below = [np.searchsorted(np.sort(sample), every, side="right") / len(sample) for sample in (a, b)]
+    return np.abs(below[0] - below[1]).max()
+
+
+def test_uniforms_are_uniform():
+    values = uniforms(1, 2, 3, np.arange(20000), 10).ravel()
+    assert values.min() >= 0
+    assert values.max() < 1
+    deviation = np.sqrt(1 / 12 / len(values))
+    assert abs(values.mean() - 1 / 2) < 4 * deviation
+    assert abs(values.var() - 1 / 12) < 4 * np.sqrt(1 / 180 / len(values))
+    counts = np.histogram(values, bins=256, range=(0, 1))[0]
+    chi_squared = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
+    assert abs(chi_squared - 255) < 4 * np.sqrt(2 * 255)
+
+
+def test_uniforms_of_neighbours_are_independent():
+    values = uniforms(1, 2, 3, np.arange(20000), 10)
+    pairs = {
+        "index": (values[1:], values[:-1]),
+        "draw": (values[:, 1:], values[:, :-1]),
+        "epoch": (values, uniforms(1, 2, 4, np.arange(20000), 10)),
+        "seed": (values, uniforms(1, 3, 3, np.arange(20000), 10)),
+        "stream": (values, uniforms(2, 2, 3, np.arange(20000), 10)),
+        "seed and epoch exchanged": (values, uniforms(1, 3, 2, np.arange(20000), 10)),
+    }
+    for name, (a, b) in pairs.items():
+        assert abs(correlation(a, b)) < 4 / np.sqrt(a.size), name
+        # Uncorrelated is not independent: the pairs must also fill the square evenly.
+        counts = np.histogram2d(a.ravel(), b.ravel(), bins=4, range=[(0, 1), (0, 1)])[0]
+        chi_squared = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
+        assert chi_squared < 15 + 5 * np.sqrt(2 * 15), name
+
+
+def test_one_bit_of_any_input_changes_half_of_the_bits():
+    indices = np.arange(500)
+    base = (5, 42, 7, indices)
+    for word, bit in itertools.product(range(4), range(0, 40, 3)):
+        changed = list(base)
+        changed[word] = base[word] ^ (1 << bit)
+        before, after = (uniforms(*words, 1).ravel() * 2**53 for words in (base, changed))
+        flips = np.bitwise_count(before.astype(np.uint64) ^ after.astype(np.uint64))
+        assert abs(flips.mean() - 53 / 2) < 5 * np.sqrt(53 / 4 / 500), (word, bit)
+
+
+def test_uniforms_are_those_of_the_formula_for_ever():
+    def mixed(word):
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+        return word ^ (word >> 31)
+
+    def uniform(*words):
+        state = 0
+        for word in words:
+            state = mixed(((state ^ word) + 0x9E3779B97F4A7C15) % 2**64)
+        return (state >> 11) / 2**53
+
+    values = uniforms(1, 2, 3, np.array([4, 2**40]), 3)
+    assert values.tolist() == [[uniform(1, 2, 3, index, draw) for draw in range(3)] for index in (4, 2**40)]
+    assert values[0, 0] == 0.40633139146067065
+
+
+def sizes_of(count, seed=0):
+    return np.random.default_rng(seed).integers(20, 500, size=(count, 2))
+
+
+def test_a_plan_does_not_depend_on_the_rest_of_its_batch():
+    settings = Data(hflip=0.5, vflip=0.3)
+    indices, sizes = np.arange(100, 164), sizes_of(64)
+    whole = plan_batch(3, 5, indices, sizes, settings)
+    for part in (slice(0, 1), slice(10, 17), slice(63, None, -1)):
+        alone = plan_batch(3, 5, indices[part], sizes[part], settings)
+        assert (alone.boxes == whole.boxes[part]).all()
+        assert (alone.flip_horizontal == whole.flip_horizontal[part]).all()
+        assert (alone.flip_vertical == whole.flip_vertical[part]).all()
+
+
+def test_plans_differ_between_epochs_seeds_and_samples():
+    sizes = np.full((64, 2), 300)
+    plan = plan_batch(3, 5, np.arange(64), sizes, Data())
+    for other in (
+        plan_batch(3, 6, np.arange(64), sizes, Data()),
+        plan_batch(4, 5, np.arange(64), sizes, Data()),
+        plan_batch(3, 5, np.arange(64, 128), sizes, Data()),
+    ):
+        assert (plan.boxes == other.boxes).all(axis=1).mean() < 0.1
+    assert len(np.unique(plan.boxes, axis=0)) == 64
+
+
+def test_boxes_lie_inside_their_images():
+    sizes = np.concatenate([sizes_of(500), [[1, 1], [1, 300], [300, 1], [2, 3]]])
+    boxes = plan_batch(0, 0, np.arange(504), sizes, Data()).boxes
+    assert (boxes[:, :2] >= 0).all()
+    assert (boxes[:, 2:] >= 1).all()
+    assert (boxes[:, :2] + boxes[:, 2:] <= sizes).all()
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
+def test_flips_come_as_often_as_asked_and_independently(probability):
+    plan = plan_batch(0, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), 50), Data(hflip=probability, vflip=0.5))
+    deviation = np.sqrt(probability * (1 - probability) / SAMPLES)
+    assert abs(plan.flip_horizontal.mean() - probability) <= 4 * deviation
+    both = (plan.flip_horizontal & plan.flip_vertical).mean()
+    assert abs(both - probability / 2) < 4 * 0.5 / np.sqrt(SAMPLES)
+
+
+@pytest.mark.parametrize(
+    ("size", "scale"),
+    [((375, 500), (0.08, 1.0)), ((64, 64), (0.08, 1.0)), ((333, 111), (0.3, 1.0)), ((40, 300), (0.08, 1.0))],
+)
+def test_boxes_are_distributed_as_torchvisions(size, scale):
+    plan = plan_batch(9, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), size), Data(scale=scale))
+    torch.manual_seed(0)
+    image = torch.empty(3, *size)
+    theirs = np.array(
+        [RandomResizedCrop.get_params(image, list(scale), [3 / 4, 4 / 3]) for _ in range(SAMPLES)]
+    )
+    measures = {
+        "top": lambda boxes: boxes[:, 0],
+        "left": lambda boxes: boxes[:, 1],
+        "height": lambda boxes: boxes[:, 2],
+        "width": lambda boxes: boxes[:, 3],
+        "area": lambda boxes: boxes[:, 2] * boxes[:, 3],
+        "aspect": lambda boxes: boxes[:, 3] / boxes[:, 2],
+        "centre row": lambda boxes: boxes[:, 0] + boxes[:, 2] / 2,
+    }
+    critical = 1.95 * np.sqrt(2 / SAMPLES)  # exceeded once in a thousand times by equal distributions
+    for name, measure in measures.items():
+        assert largest_gap(measure(plan.boxes), measure(theirs)) < critical, name
+
+
+@pytest.mark.parametrize(
+    ("size", "box"),
+    [((10, 400), (0, 193, 10, 13)), ((400, 10), (193, 0, 13, 10)), ((30, 30), (0, 0, 30, 30))],
+)
+def test_the_fallback_is_torchvisions_central_crop(size, box):
+    settings = Data(scale=(4.0, 4.0))  # four times the image never fits
+    plan = plan_batch(0, 0, np.arange(3), np.full((3, 2), size), settings)
+    theirs = RandomResizedCrop.get_params(torch.empty(3, *size), [4.0, 4.0], [3 / 4, 4 / 3])
+    assert theirs == box
+    assert (plan.boxes == box).all()
+
+
+def test_stored_boxes_cut_what_the_flipped_image_shows():
+    sizes = sizes_of(200, seed=4)
+    plan = plan_batch(1, 1, np.arange(200), sizes, Data(hflip=0.5, vflip=0.5))
+    for number, (size, stored) in enumerate(zip(sizes, plan.stored_boxes(sizes), strict=True)):
+        pixels = np.arange(size[0] * size[1]).reshape(size)
+        vertical = -1 if plan.flip_vertical[number] else 1
+        horizontal = -1 if plan.flip_horizontal[number] else 1
+        top, left, height, width = plan.boxes[number]
+        wanted = pixels[::vertical, ::horizontal][top : top + height, left : left + width]
+        top, left, height, width = stored
+        cut = pixels[top : top + height, left : left + width][::vertical, ::horizontal]
+        assert (cut == wanted).all()
+
+
+def test_fractions_are_shares_of_height_and_width():
+    sizes = np.array([[100, 200]])
+    plan = plan_batch(0, 0, np.array([0]), sizes, Data())
+    top, left, height, width = plan.boxes[0]
+    fractions = plan.fractions(sizes)
+    assert fractions.dtype == np.float32
+    np.testing.assert_allclose(fractions[0], [top / 100, left / 200, height / 100, width / 200], rtol=1e-6)

@@ -1,0 +1,204 @@
+"""Targets from label maps against a dense map, RoIAlign by loops and a softmax over all classes."""
+
+from __future__ import annotations
+
+from typing import get_args, get_type_hints
+
+import published_targets as published
+import pytest
+import torch
+from largest_tensor import LargestTensor
+from torch import Tensor
+
+from horovod_volo.config.schema import Objective
+from horovod_volo.objective.label_map import Geometry, map_target, most_probable
+from horovod_volo.objective.windows import axis_windows
+
+GEOMETRIES = get_args(Geometry)
+
+
+def dense_target(
+    scores: Tensor, ids: Tensor, boxes: Tensor, side: int, num_classes: int, geometry: Geometry
+) -> Tensor:
+    """Return our target written out, (batch, side x side, classes)."""
+    target = map_target(scores, ids, boxes, side=side, num_classes=num_classes, geometry=geometry)
+    return published.dense(target, num_classes).unflatten(0, (len(scores), side * side))
+
+
+def test_geometries_are_those_one_can_set() -> None:
+    assert get_type_hints(Objective)["label_geometry"] == Geometry
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(
+    ("size", "side", "k", "num_classes"),
+    [
+        (18, 14, 5, 40),
+        (18, 1, 5, 40),
+        (8, 4, 3, 3),  # every class in every cell: no class is left at logit 0
+        (7, 7, 5, 1000),
+        (5, 12, 2, 7),  # more tokens than cells
+        (9, 2, 1, 6),
+        (1, 3, 2, 5),
+    ],
+)
+def test_targets_equal_the_published_formula(
+    size: int, side: int, k: int, num_classes: int, geometry: Geometry
+) -> None:
+    scores, ids, boxes = published.random_maps(2, k, size, size, num_classes, seed=size * side)
+    expected = published.batch_target(scores, ids, boxes, side, num_classes, geometry)
+    actual = dense_target(scores, ids, boxes, side, num_classes, geometry)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(("height", "width"), [(6, 9), (9, 6)])
+def test_oblong_maps_equal_the_published_formula(height: int, width: int, geometry: Geometry) -> None:
+    scores, ids, boxes = published.random_maps(3, 2, height, width, 11, seed=height)
+    boxes[0] = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    expected = published.batch_target(scores, ids, boxes, 4, 11, geometry)
+    torch.testing.assert_close(
+        dense_target(scores, ids, boxes, 4, 11, geometry), expected, rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize(
+    "box",
+    [
+        (0.0, 0.0, 1.0, 1.0),  # whole image
+        (0.0, 0.5, 0.5, 0.5),  # whole numbers of cells: the sample count is on the edge of its next step
+        (0.96875, 0.9375, 0.03125, 0.0625),  # smaller than a cell, in the last corner: stretched off the map
+        (0.25, 0.0, 0.0625, 1.0),  # a strip
+    ],
+)
+def test_special_boxes_equal_the_published_formula(
+    box: tuple[float, float, float, float], geometry: Geometry
+) -> None:
+    scores, ids, _ = published.random_maps(1, 3, 8, 8, 12, seed=9)
+    boxes = torch.tensor([box])
+    for side in (1, 4, 8):
+        expected = published.batch_target(scores, ids, boxes, side, 12, geometry)
+        actual = dense_target(scores, ids, boxes, side, 12, geometry)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ids_are_merged_into_distinct_ascending_entries() -> None:
+    scores, ids, boxes = published.random_maps(2, 3, 8, 8, 4, seed=10)  # 4 classes: every window repeats them
+    target = map_target(scores, ids, boxes, side=4, num_classes=4, geometry="corrected")
+    for ids_of_row, weights_of_row in zip(target.ids, target.weights, strict=True):
+        used = ids_of_row[weights_of_row != 0]
+        assert len(used) > 1
+        assert torch.equal(used, used.unique())  # unique sorts
+    assert not target.ids[:, 4:].any()
+    assert not target.weights[:, 4:].any()
+
+
+@pytest.mark.parametrize("extreme", [1e4, -1e4, 60000.0])
+def test_extreme_logits_stay_finite(extreme: float) -> None:
+    scores, ids, boxes = published.random_maps(2, 2, 4, 4, 9, seed=11)
+    scores = (scores.sign() * extreme).half()
+    expected = published.batch_target(scores, ids, boxes, 2, 9, "corrected")
+    torch.testing.assert_close(
+        dense_target(scores, ids, boxes, 2, 9, "corrected"), expected, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_teacher_that_doubts_every_class_still_ranks_them() -> None:
+    scores, ids, boxes = published.random_maps(2, 3, 4, 4, 3, seed=17)  # all three classes in every cell
+    scores = -1000 - scores
+    expected = published.batch_target(scores, ids, boxes, 2, 3, "corrected")
+    torch.testing.assert_close(
+        dense_target(scores, ids, boxes, 2, 3, "corrected"), expected, rtol=1e-3, atol=1e-4
+    )
+    target = map_target(scores, ids, boxes, side=2, num_classes=3, geometry="corrected")
+    assert torch.equal(most_probable(target), expected.argmax(dim=2).flatten())
+
+
+def test_half_precision_scores_and_narrow_ids_are_read_exactly() -> None:
+    scores, ids, boxes = published.random_maps(2, 3, 6, 6, 30, seed=12)
+    expected = dense_target(scores.half().float(), ids, boxes, 4, 30, "corrected")
+    assert torch.equal(dense_target(scores.half(), ids.to(torch.int16), boxes, 4, 30, "corrected"), expected)
+
+
+def cell_coded_maps(size: int) -> tuple[Tensor, Tensor]:
+    """Make one image's map whose only class in each cell is the cell's number."""
+    ids = torch.arange(size * size).reshape(1, 1, size, size)
+    return torch.full((1, 1, size, size), 20.0), ids
+
+
+@pytest.mark.parametrize(
+    ("geometry", "first_row", "first_column"), [("corrected", 4, 1), ("reference", 1, 4)]
+)
+def test_geometry_decides_which_region_is_labelled(
+    geometry: Geometry, first_row: int, first_column: int
+) -> None:
+    scores, ids = cell_coded_maps(8)
+    boxes = torch.tensor([[4 / 8, 1 / 8, 3 / 8, 3 / 8]])  # rows 4 to 6, columns 1 to 3
+    target = map_target(scores, ids, boxes, side=3, num_classes=64, geometry=geometry)
+    named = most_probable(target)
+    # A token's sample lies on the corner of four cells; the softmax names one of these.
+    rows, columns = named.div(8, rounding_mode="floor"), named % 8
+    wanted_rows = first_row + torch.arange(3).repeat_interleave(3)
+    wanted_columns = first_column + torch.arange(3).repeat(3)
+    assert ((rows == wanted_rows) | (rows == wanted_rows - 1)).all()
+    assert ((columns == wanted_columns) | (columns == wanted_columns - 1)).all()
+
+
+@pytest.mark.parametrize(("map_axis", "start", "extent"), [(3, 1, 3), (2, 0, 2)])
+def test_mirrored_maps_and_boxes_give_mirrored_targets(map_axis: int, start: int, extent: int) -> None:
+    scores, ids, boxes = published.random_maps(3, 3, 18, 18, 25, seed=13)
+    plain = dense_target(scores, ids, boxes, 7, 25, "corrected").unflatten(1, (7, 7))
+    mirrored_boxes = boxes.clone()
+    mirrored_boxes[:, start] = 1 - boxes[:, start] - boxes[:, extent]
+    mirrored = dense_target(
+        scores.flip(map_axis), ids.flip(map_axis), mirrored_boxes, 7, 25, "corrected"
+    ).unflatten(1, (7, 7))
+    assert not torch.allclose(mirrored, plain, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(mirrored.flip(map_axis - 1), plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_classes", [4, 9])
+def test_the_most_probable_class_is_the_first_maximum(num_classes: int) -> None:
+    scores, ids, boxes = published.random_maps(40, 2, 3, 3, num_classes, seed=14)
+    scores[:20] = -scores[
+        :20
+    ].abs()  # here a class without an entry wins, or in a full row the least negative one
+    target = map_target(scores, ids, boxes, side=2, num_classes=num_classes, geometry="corrected")
+    # To single precision, so that equal probabilities are equal numbers.
+    expected = published.dense(target, num_classes).float().argmax(dim=1)
+    assert torch.equal(most_probable(target), expected)
+
+
+def test_the_most_probable_class_skips_negative_entries_from_zero_on() -> None:
+    scores = torch.tensor([-1.0, -2.0, -3.0]).reshape(1, 3, 1, 1)
+    ids = torch.tensor([1, 0, 3]).reshape(1, 3, 1, 1)
+    target = map_target(
+        scores, ids, torch.tensor([[0.0, 0, 1, 1]]), side=1, num_classes=6, geometry="corrected"
+    )
+    assert most_probable(target).tolist() == [2]
+
+
+@pytest.mark.parametrize("side", [1, 14])
+def test_memory_does_not_depend_on_the_number_of_classes(side: int) -> None:
+    scores, ids, boxes = published.random_maps(4, 5, 18, 18, 1000, seed=15)
+    largest = []
+    for num_classes in (1000, 21841):
+        with LargestTensor() as recorder:
+            map_target(scores, ids, boxes, side=side, num_classes=num_classes, geometry="corrected")
+        largest.append(recorder.elements)
+    window = 3 if side == 14 else 18
+    assert largest == [4 * side * side * window * window * 5] * 2
+
+
+@pytest.mark.parametrize(("size", "side"), [(18, 14), (18, 1), (18, 24), (9, 2), (14, 7), (14, 14), (3, 8)])
+def test_windows_hold_all_the_weight_and_stay_on_the_map(size: int, side: int) -> None:
+    generator = torch.Generator().manual_seed(16)
+    extent = torch.rand(2000, generator=generator) * 0.95 + 0.05
+    start = torch.rand(2000, generator=generator) * (1 - extent)
+    start[0], extent[0] = 0.0, 1.0
+    cells, weights = axis_windows(start, extent, side=side, size=size, scale=size)
+    assert cells.min() >= 0
+    assert cells.max() < size
+    inside = extent * size >= 1  # boxes under one cell are stretched and may leave the map
+    torch.testing.assert_close(weights.sum(dim=2)[inside], torch.ones(int(inside.sum()), side))
