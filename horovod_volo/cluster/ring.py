@@ -92,11 +92,13 @@ class HorovodRing:
 
     def gather(self, value: Any) -> list[Any]:
         with self._others_there():
-            return list(self._hvd.allgather_object(value))
+            # Named, here and below: Horovod would name the message after the value's type, and ranks with
+            # values of different types would wait for each other for ever.
+            return list(self._hvd.allgather_object(value, name="gather"))
 
     def share(self, value: Any) -> Any:
         with self._others_there():
-            return self._hvd.broadcast_object(value, root_rank=0)
+            return self._hvd.broadcast_object(value, root_rank=0, name="share")
 
     @contextmanager
     def _others_there(self) -> Iterator[None]:

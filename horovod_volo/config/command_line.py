@@ -89,6 +89,8 @@ def parse(argv: list[str]) -> Request:
         raise UserError(
             "--ranks goes with --dry-run. A real run's ranks come from `horovodrun -np` or `mpirun -np`."
         )
+    if given.ranks < 0:
+        raise UserError(f"--ranks must be at least 1, not {given.ranks}.")
     flags = {
         setting.name: values.from_text(setting, getattr(given, setting.name))
         for setting in values.all_settings()

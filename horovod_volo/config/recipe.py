@@ -33,7 +33,7 @@ def load_recipe(name_or_path: str) -> dict[str, Any]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"Recipe {path} cannot be read: {error.strerror}.") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"Recipe {path} is not valid TOML: {error}.") from None
     return _flatten(tables, path)
 
@@ -82,4 +82,7 @@ def _literal(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return f"[{', '.join(map(repr, value))}]"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but JSON lets one control character through that TOML does not.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

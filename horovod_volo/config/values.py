@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
@@ -75,7 +76,7 @@ def checked(setting: Setting, value: Any, where: str) -> Any:
         if not (
             isinstance(value, list | tuple)
             and len(value) == 2
-            and all(type(v) in (int, float) for v in value)
+            and all(type(v) in (int, float) and math.isfinite(v) for v in value)
         ):
             raise UserError(f"{where} takes two numbers, not {value!r}.")
         return (float(value[0]), float(value[1]))
@@ -93,6 +94,8 @@ def checked(setting: Setting, value: Any, where: str) -> Any:
 
 
 def _check_range(setting: Setting, value: Any, where: str) -> None:
+    if setting.kind is float and not math.isfinite(value):
+        raise UserError(f"{where} takes a finite number, not {value}.")
     if setting.at_least is not None and not value >= setting.at_least:
         raise UserError(f"{where} must be at least {setting.at_least:g}, not {value}.")
     if setting.below is not None and not value < setting.below:

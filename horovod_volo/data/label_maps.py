@@ -38,8 +38,7 @@ class LabelMaps:
             raise UserError(
                 f"cannot read the label map {path}: {error}. Copy or make this file again."
             ) from error
-        _check_form(stored, path)
-        return stored[0].to(torch.float16).numpy(), stored[1].to(torch.int32).numpy()
+        return _unpacked(stored, path)
 
     def check(self, catalog: Catalog) -> None:
         """Refuse a folder that lacks the map of the first image of any class."""
@@ -68,15 +67,18 @@ def flipped(scores: Scores, ids: Ids, horizontal: bool, vertical: bool) -> tuple
     return scores[turn], ids[turn]
 
 
-def _check_form(stored: object, path: Path) -> None:
+def _unpacked(stored: object, path: Path) -> tuple[Scores, Ids]:
     if not isinstance(stored, torch.Tensor) or stored.ndim != 4 or len(stored) != 2 or stored.numel() == 0:
         found = list(stored.shape) if isinstance(stored, torch.Tensor) else type(stored).__name__
         raise UserError(
             f"the label map {path} holds {found}, not a tensor [2, k, height, width]. "
             "Make it again, or point --token-label-data at another folder."
         )
-    ids = stored[1].float()
-    if not stored.isfinite().all() or (ids < 0).any() or (ids != ids.round()).any():
+    logits, numbers = stored.float().numpy()  # (k, height, width) each
+    with np.errstate(invalid="ignore"):  # what is no number becomes an integer unequal to it
+        ids = numbers.astype(np.int32)
+    if not np.isfinite(logits).all() or (ids < 0).any() or (ids != numbers).any():
         raise UserError(
             f"the label map {path} has values that are no logits or no class numbers. Make it again."
         )
+    return logits.astype(np.float16), ids

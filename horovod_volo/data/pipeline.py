@@ -78,7 +78,7 @@ def build_eval_pipeline(
 
 
 def to_torch(images: Any) -> torch.Tensor:
-    """Copy a batch out of DALI's memory, which DALI fills again."""
+    """Copy a batch into memory that torch owns: it outlives the pipeline and obeys torch's streams."""
     return torch.utils.dlpack.from_dlpack(images.as_tensor()).clone()
 
 

@@ -23,7 +23,7 @@ from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
 from horovod_volo.data.catalog import Catalog
 from horovod_volo.data.conveyor import Conveyor, Labels, Load
-from horovod_volo.data.label_maps import Ids, LabelMaps, Scores, flipped
+from horovod_volo.data.label_maps import LabelMaps, flipped
 from horovod_volo.data.order import epoch_order, share_of_step, steps_per_epoch
 from horovod_volo.data.pipeline import build_eval_pipeline, build_train_pipeline
 from horovod_volo.data.plan import Plan, plan_batch
@@ -115,8 +115,32 @@ class TrainStream:
         inputs = (encoded, list(boxes[:, :2]), list(boxes[:, 2:]), list(flips))
         labels = None
         if self._label_maps is not None:
-            labels = _read_labels(self._label_maps, self._catalog, indices, plan, sizes)
+            labels = self._read_labels(self._label_maps, indices, plan, sizes)
         return Load(indices, files, inputs, labels)
+
+    def _read_labels(
+        self, label_maps: LabelMaps, indices: NDArray[np.int64], plan: Plan, sizes: NDArray[np.int64]
+    ) -> Labels:
+        paths = [self._catalog.paths[index] for index in indices]
+        maps = list(self._readers.map(label_maps.read, paths))
+        shapes = [ids.shape for _, ids in maps]
+        for path, shape in zip(paths, shapes, strict=True):
+            if shape != shapes[0]:
+                raise UserError(
+                    f"the label map of {path} has the shape {shape}, that of {paths[0]} has {shapes[0]}. "
+                    "Make all maps with one size."
+                )
+        turned = [
+            flipped(scores, ids, horizontal, vertical)
+            for (scores, ids), horizontal, vertical in zip(
+                maps, plan.flip_horizontal, plan.flip_vertical, strict=True
+            )
+        ]
+        return Labels(
+            scores=np.stack([scores for scores, _ in turned]),
+            ids=np.stack([ids for _, ids in turned]),
+            boxes=plan.fractions(sizes),
+        )
 
 
 class EvalStream:
@@ -175,29 +199,6 @@ class EvalStream:
 
 def _files(catalog: Catalog, indices: NDArray[np.int64]) -> list[Path]:
     return [catalog.root / catalog.paths[index] for index in indices]
-
-
-def _read_labels(
-    label_maps: LabelMaps,
-    catalog: Catalog,
-    indices: NDArray[np.int64],
-    plan: Plan,
-    sizes: NDArray[np.int64],
-) -> Labels:
-    maps: list[tuple[Scores, Ids]] = []
-    for index, horizontal, vertical in zip(indices, plan.flip_horizontal, plan.flip_vertical, strict=True):
-        scores, ids = label_maps.read(catalog.paths[index])
-        if maps and scores.shape != maps[0][0].shape:
-            raise UserError(
-                f"the label map of {catalog.paths[index]} has the shape {scores.shape}, that of "
-                f"{catalog.paths[indices[0]]} has {maps[0][0].shape}. Make all maps with one size."
-            )
-        maps.append(flipped(scores, ids, horizontal, vertical))
-    return Labels(
-        scores=np.stack([scores for scores, _ in maps]),
-        ids=np.stack([ids for _, ids in maps]),
-        boxes=plan.fractions(sizes),
-    )
 
 
 def _batch(load: Load, images: torch.Tensor, catalog: Catalog, device: torch.device) -> Batch:

@@ -1,8 +1,8 @@
 """Checkpoint folders: whole or absent.
 
 A checkpoint is written beside its place, flushed to the disk and renamed; `state.json` holds the
-checksum of every other file, so that a damaged one is told from a good one. `last` and `best`
-are links, replaced in one operation.
+checksum of every other file and of its own facts, so that a damaged one is told from a good one.
+`last` and `best` are links, replaced in one operation.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ FORMAT = 1
 
 def save_checkpoint(folder: Path, step: int, files: Files, facts: dict[str, Any]) -> Path:
     """Publish a checkpoint of `step` in `folder` and point `last` at it; return its path."""
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step_{step:08}"
     partial = folder / f".{final.name}.partial"
-    _remove(partial)
-    partial.mkdir()
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left_by_a_kill in folder.glob(".step_*.partial"):
+            shutil.rmtree(left_by_a_kill)
+        partial.mkdir()
         checksums = {name: _write_tensors(partial / f"{name}.safetensors", files[name]) for name in files}
         state = {"format": FORMAT, "step": step, **facts, "sha256": checksums}
-        _write_durably(partial / "state.json", json.dumps(state, indent=2).encode())
+        content = json.dumps(state | {"checksum": _checksum_of_facts(state)}, indent=2)
+        _write_durably(partial / "state.json", content.encode())
         _flush_folder(partial)
         _remove(final)  # of the same step in an earlier life of this run
         partial.replace(final)
         _flush_folder(folder)
-    except OSError as error:
+        point(folder / "last", final)
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
-            f"Checkpoint {final} could not be written: {error.strerror}. Earlier checkpoints are intact; "
+            f"Checkpoint {final} could not be written: {error}. Earlier checkpoints are intact; "
             "make room or mend the folder, then start again with --resume auto."
         ) from None
-    point(folder / "last", final)
     return final
 
 
@@ -58,11 +60,14 @@ def point(link: Path, checkpoint: Path) -> None:
     partial.replace(link)
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints and the one that `best` leads to."""
+def prune(saved: Path, keep: int) -> None:
+    """Remove all but the one just saved, the `keep - 1` before it, and the one that `best` leads to."""
+    folder = saved.parent
     best = (folder / "best").resolve()
-    for path in sorted(folder.glob("step_*"))[:-keep]:
-        if path.resolve() != best:
+    # A later one is damaged: the run went on from before it.
+    kept = [path for path in sorted(folder.glob("step_*")) if path.name <= saved.name][-keep:]
+    for path in folder.glob("step_*"):
+        if path not in kept and path.resolve() != best:
             shutil.rmtree(path)
 
 
@@ -98,6 +103,8 @@ def damage(path: Path) -> str | None:
     """Say what is wrong with a checkpoint, or None."""
     try:
         state = read_state(path)
+        if state.pop("checksum") != _checksum_of_facts(state):
+            return "state.json does not match its checksum"
         for name, expected in state["sha256"].items():
             if _checksum(path / f"{name}.safetensors") != expected:
                 return f"{name}.safetensors does not match its checksum"
@@ -108,7 +115,9 @@ def damage(path: Path) -> str | None:
 
 def read_state(path: Path) -> dict[str, Any]:
     """Read a checkpoint's facts."""
-    state: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    if not isinstance(state, dict):
+        raise ValueError("state.json holds no facts by name")
     return state
 
 
@@ -123,8 +132,13 @@ def read_tensors(path: Path) -> dict[str, dict[str, Tensor]]:
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     # Copies: batch-norm statistics are views of one flat tensor, and safetensors refuses to store views.
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    path.chmod(path.parent.stat().st_mode & 0o666)  # as for any new file; safetensors makes it private
     _flush(path)
     return _checksum(path)
+
+
+def _checksum_of_facts(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
 def _checksum(path: Path) -> str:

@@ -27,8 +27,8 @@ def keep(job: Job) -> None:
 def _write(job: Job) -> None:
     facts = checkpoint_facts(job.config, job.derived, len(job.images.train))
     facts["scaler"] = job.state.scaler.state_dict()
-    save_checkpoint(_folder(job), job.state.step, job.state.tensors(), facts)
-    prune(_folder(job), job.config.run.keep_checkpoints)
+    saved = save_checkpoint(_folder(job), job.state.step, job.state.tensors(), facts)
+    prune(saved, job.config.run.keep_checkpoints)
 
 
 def keep_evaluation(job: Job, scores: Scores) -> None:

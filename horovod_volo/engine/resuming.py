@@ -26,13 +26,25 @@ def _choose(config: Config) -> Path | None:
     if config.run.resume == "auto":
         return find_checkpoint(str(folder)) if has_checkpoint(folder) else None
     if config.run.resume:
-        return find_checkpoint(config.run.resume)
+        return _not_amidst(folder, find_checkpoint(config.run.resume))
     if has_checkpoint(folder):
         raise UserError(
             f"{folder} already holds a run. Add --resume auto to go on with it, or give this run another "
             "--name."
         )
     return None
+
+
+def _not_amidst(folder: Path, checkpoint: Path) -> Path:
+    """Refuse to go on in a run folder whose own checkpoints would be mixed with those to come."""
+    if has_checkpoint(folder):
+        newest = find_checkpoint(str(folder))
+        if newest.resolve() != checkpoint.resolve():
+            raise UserError(
+                f"{folder} already holds a run up to {newest.name}, which does not go on from {checkpoint}. "
+                "Give this run another --name, or remove that run's later checkpoints."
+            )
+    return checkpoint
 
 
 def restore(state: TrainState, checkpoint: Path | None, config: Config, world: World, images: int) -> None:

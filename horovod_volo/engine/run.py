@@ -10,6 +10,7 @@ from functools import partial
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive
+from horovod_volo.config.errors import UserError
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.rules import notes
 from horovod_volo.config.schema import Config
@@ -19,7 +20,7 @@ from horovod_volo.engine.job import Job, build_job, read_images, run_folder, sha
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.resuming import checkpoint_to_resume, restore
 from horovod_volo.engine.state import build_state
-from horovod_volo.monitor.tracker import Silent, Tracker
+from horovod_volo.monitor.tracker import Silent, Tracker, Tracking
 
 
 def run(config: Config, world: World) -> bool:
@@ -49,12 +50,20 @@ def prepare(config: Config, world: World) -> tuple[Job, list[str]]:
         )
     )
     restore(state, checkpoint, config, world, len(images.train))
-    tracker = (
-        Tracker(run_folder(config), first_step=state.step, total_steps=derived.total_steps)
-        if world.is_main
-        else Silent()
-    )
+    tracker = world.together(partial(_tracker, config, world, state.step, derived.total_steps))
     return build_job(config, world, images, share, state, tracker), notes(config) + remarks
+
+
+def _tracker(config: Config, world: World, first_step: int, total_steps: int) -> Tracking:
+    if not world.is_main:
+        return Silent()
+    folder = run_folder(config)
+    try:
+        return Tracker(folder, first_step=first_step, total_steps=total_steps)
+    except OSError as error:
+        raise UserError(
+            f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."
+        ) from None
 
 
 def announce(job: Job, remarks: list[str]) -> None:

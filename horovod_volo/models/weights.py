@@ -26,7 +26,7 @@ def load_weights(model: Volo, state: Mapping[str, Tensor], source: str) -> list[
     fitted = dict(state)
     if "pos_embed" in fitted and fitted["pos_embed"].shape != own["pos_embed"].shape:
         was, new = fitted["pos_embed"].shape, own["pos_embed"].shape
-        if was[-1] == new[-1]:
+        if len(was) == len(new) and was[-1] == new[-1]:
             fitted["pos_embed"] = resize_position_embedding(fitted["pos_embed"], (new[1], new[2]))
             adapted.append(f"position embedding resized from {was[1]} x {was[2]} to {new[1]} x {new[2]}")
     _raise_on_mismatch(own, fitted, source)
@@ -70,11 +70,16 @@ def read_weights(path: str) -> dict[str, Tensor]:
             return load_file(file)
         state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # each format raises its own kind; all mean the same to the user
-        raise UserError(f"{file} cannot be read as weights: {error}") from None
+        raise UserError(
+            f"{file} cannot be read as weights ({type(error).__name__}): it is damaged, or holds other "
+            "objects than tensors, which are never loaded."
+        ) from None
     for key in ("state_dict_ema", "state_dict", "model"):
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
             break
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise UserError(f"{file} holds no tensors by name. Save a model's state_dict() in it.")
     return {name.removeprefix("module."): tensor for name, tensor in state.items()}
 
 

@@ -78,7 +78,7 @@ def _windows(
 
 
 def _merged(ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum each row's logits of equal ids: the distinct ids, ascending, then zeros; their sums; their number."""
+    """Sum the logits of equal ids in each row; return distinct ids, ascending, then 0; sums; their number."""
     ids, order = ids.sort(dim=1)
     changes = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))  # (rows, entries)
     place = changes.cumsum(dim=1)  # each entry's id, counted among the distinct ones

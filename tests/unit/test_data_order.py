@@ -17,7 +17,7 @@ def test_an_epoch_is_a_permutation_fixed_by_seed_and_epoch():
 
 
 def test_the_order_never_changes_between_versions():
-    assert epoch_order(seed=42, epoch=0, length=8).tolist() == [4, 5, 1, 6, 7, 2]
+    assert epoch_order(seed=42, epoch=0, length=8).tolist() == [4, 5, 1, 6, 7, 2, 0, 3]
 
 
 def test_every_place_is_as_likely_for_every_image():

@@ -1,0 +1,157 @@
+"""Measure and tell.
+
+    python -m horovod_volo.bench loss
+    horovodrun -np 2 python -m horovod_volo.bench reduce --model volo_d1 --record
+    python -m horovod_volo.bench table
+
+Rank 0 alone prints and records. Exit status: 0 measured, 2 a mistake in the request, told in one
+message, 1 anything else, a wrong result of ours or of the peer's among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+
+from horovod_volo.bench import table
+from horovod_volo.bench.results import Result, append, read_records, record_of
+from horovod_volo.cluster.launch import promised
+from horovod_volo.config.errors import UserError
+
+# The benchmarks are imported where they are chosen: each brings in what the others need not have.
+
+
+def loss(chosen: argparse.Namespace) -> Result:
+    from horovod_volo.bench.loss import measure
+
+    return measure(
+        batch_size=chosen.batch_size,
+        classes=chosen.classes,
+        tokens_per_side=chosen.tokens_per_side,
+        pairs=chosen.pairs,
+    )
+
+
+def step(chosen: argparse.Namespace) -> Result:
+    from horovod_volo.bench.step import measure
+
+    return measure(
+        model=chosen.model,
+        img_size=chosen.img_size,
+        batch_size=chosen.batch_size,
+        precision=chosen.precision,
+        pairs=chosen.pairs,
+    )
+
+
+def reduce(chosen: argparse.Namespace) -> Result:
+    from horovod_volo.bench.reduce import measure
+
+    return measure(
+        model=chosen.model, img_size=chosen.img_size, batch_size=chosen.batch_size, pairs=chosen.pairs
+    )
+
+
+def data(chosen: argparse.Namespace) -> Result:
+    from horovod_volo.bench.data import measure
+
+    return measure(
+        data_dir=chosen.data_dir,
+        img_size=chosen.img_size,
+        batch_size=chosen.batch_size,
+        threads=chosen.threads,
+        batches=chosen.batches,
+        pairs=chosen.pairs,
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line: a word for each benchmark, and `table`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m horovod_volo.bench",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    words = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+
+    flags = _add(words, "loss", loss, "the sparse token-label loss against its dense formula")
+    _number(flags, "--batch-size", 8, "images")
+    flags.add_argument("--classes", type=int, nargs="+", default=[1000, 21841], metavar="N")
+    _number(flags, "--tokens-per-side", 14, "14 is a 224 px image")
+
+    flags = _add(words, "step", step, "the speed of a training step, and where its time goes")
+    _add_network(flags)
+    flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+
+    flags = _add(words, "reduce", reduce, "our reducer against Horovod's optimizer; start with horovodrun")
+    _add_network(flags)
+
+    flags = _add(words, "data", data, "training images a second")
+    flags.add_argument("--data-dir", default="data/demo", help="with train/CLASS/IMAGE (%(default)s)")
+    _number(flags, "--img-size", 64, "side of the images given, pixels")
+    _number(flags, "--batch-size", 32, "images")
+    _number(flags, "--threads", 0, "data threads; 0: as many as cores")
+    _number(flags, "--batches", 30, "in a block")
+
+    words.add_parser("table", help="print the recorded results as the README's table")
+    return parser
+
+
+def _add(
+    words: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    measure: Callable[[argparse.Namespace], Result],
+    help: str,
+) -> argparse.ArgumentParser:
+    flags = words.add_parser(name, help=help, description=help)
+    flags.set_defaults(measure=measure)
+    flags.add_argument("--json", action="store_true", help="print one JSON object")
+    flags.add_argument("--record", action="store_true", help="append it to docs/results.jsonl")
+    _number(flags, "--pairs", 7, "blocks of each side")
+    return flags
+
+
+def _add_network(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("--model", default="volo_d1", help="(%(default)s)")
+    _number(flags, "--img-size", 224, "pixels")
+    _number(flags, "--batch-size", 8, "images a rank")
+
+
+def _number(flags: argparse.ArgumentParser, name: str, default: int, help: str) -> None:
+    flags.add_argument(name, type=int, default=default, metavar="N", help=f"{help} (%(default)s)")
+
+
+def main(arguments: list[str]) -> int:
+    """Run one benchmark on this rank; return its exit status."""
+    chosen = build_parser().parse_args(arguments)
+    if chosen.name == "table":
+        print(table.markdown(read_records()))
+        return 0
+    load_before = os.getloadavg()[0]
+    try:
+        result = chosen.measure(chosen)
+        if promised().rank == 0:
+            record = record_of(result, _command(arguments), (load_before, os.getloadavg()[0]))
+            print(json.dumps(record) if chosen.json else table.lines(record))
+            if chosen.record:
+                append(record)
+    except UserError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _command(arguments: list[str]) -> str:
+    """Write the command as it can be typed again; that it was recorded is no part of it."""
+    ranks = promised().size
+    launcher = ["horovodrun", "-np", str(ranks)] if ranks > 1 else []
+    kept = [argument for argument in arguments if argument not in ("--json", "--record")]
+    return shlex.join([*launcher, "python", "-m", "horovod_volo.bench", *kept])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,30 @@
+"""How much memory a piece of work needs beyond what was there before it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from horovod_volo.bench.pairs import Action, wait_for
+
+
+def peak_extra_bytes(action: Action, device: torch.device) -> int:
+    """Return the most tensor memory that the action held at one moment, as the allocator counts it."""
+    if device.type == "cuda":
+        wait_for(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        action()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        action()
+    # Only the exported trace tells every allocation; the profiler's own table keeps sums by operation.
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        watched.export_chrome_trace(str(trace))
+        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    return max(int(event["args"]["Total Allocated"]) for event in events if event.get("name") == "[memory]")

@@ -1,0 +1,81 @@
+"""Real ranks for a test: the parent starts a worker script under a launcher and reads what each rank left.
+
+A worker is `tests/ranks/worker_NAME.py`; it is given an output folder and writes `rank_R.pt` there.
+A rank that dies or hangs ends the whole launch: the test fails, it never waits for ever.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+SCRIPTS = Path(sys.executable).parent
+
+
+def launcher(name: str, ranks: int) -> list[str]:
+    """Return the words that start `ranks` ranks of what follows."""
+    return {
+        "gloo": [str(SCRIPTS / "horovodrun"), "-np", str(ranks), "--gloo"],
+        "horovodrun-mpi": [str(SCRIPTS / "horovodrun"), "-np", str(ranks), "--mpi"],
+        "mpi": ["mpirun", "-np", str(ranks), "--oversubscribe", "-bind-to", "none", "-map-by", "slot"],
+        "none": [],
+    }[name]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """Return an environment for ranks that share few cores; as root, Open MPI wants to be told twice."""
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "HOROVOD_CYCLE_TIME": "5",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+        **extra,
+    }
+
+
+def run(words: list[str], *, seconds: int = 120, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in its own process group, which does not outlive the call."""
+    with subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(**extra),
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+    return subprocess.CompletedProcess(words, process.returncode, output, "")
+
+
+def ranks_of(
+    worker: str, out: Path, *arguments: str, ranks: int, start_with: str, **extra: str
+) -> list[dict[str, Any]]:
+    """Run a worker on each rank and return what each left, by rank."""
+    out.mkdir(parents=True, exist_ok=True)
+    script = str(HERE / f"worker_{worker}.py")
+    words = [*launcher(start_with, ranks), sys.executable, script, str(out), *arguments]
+    done = run(words, **extra)
+    assert done.returncode == 0, done.stdout
+    return [torch.load(out / f"rank_{rank}.pt", weights_only=True) for rank in range(ranks)]
+
+
+def train(
+    *arguments: str, ranks: int, start_with: str, seconds: int = 240, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the trainer's own entry."""
+    words = [*launcher(start_with, ranks), sys.executable, "-m", "horovod_volo.train", *arguments]
+    return run(words, seconds=seconds, **extra)

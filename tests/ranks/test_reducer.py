@@ -1,0 +1,64 @@
+"""Gradients of two ranks with half a batch each are those of one rank with the whole batch."""
+
+import functools
+
+import pytest
+import torch
+
+from tests.ranks.launching import ranks_of
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory):
+    """Return what a single rank makes of the whole batch, by worker arguments; each is computed once."""
+
+    @functools.cache
+    def compute(*arguments):
+        folder = tmp_path_factory.mktemp("alone")
+        (alone,) = ranks_of("reducer", folder, *arguments, ranks=1, start_with="none")
+        return alone
+
+    return compute
+
+
+@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_two_ranks_equal_one(tmp_path, one_rank, start_with, passes):
+    arguments = ("--passes", str(passes))
+    found = ranks_of("reducer", tmp_path, *arguments, ranks=2, start_with=start_with)
+    expected = one_rank()["gradients"]
+    assert found[0]["buckets"] > 2
+    assert expected.abs().max() > 1e-2
+    for rank in found:
+        assert torch.allclose(rank["gradients"], expected, rtol=0, atol=1e-6)
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+    assert torch.allclose(one_rank("--passes", "2")["gradients"], expected, rtol=0, atol=1e-6)
+
+
+def test_fp16_on_the_wire_rounds_and_no_more(tmp_path, one_rank):
+    found = ranks_of("reducer", tmp_path, "--compression", "fp16", ranks=2, start_with="gloo")
+    exact = one_rank()["gradients"]
+    for rank in found:
+        error = (rank["gradients"] - exact).abs()
+        # Each rank's part is rounded, their sum once more: half a unit in the last of 11 places each time,
+        # of parts that may be larger than their sum; below 2^-24 fp16 has nothing.
+        assert error.max() < 3 * 2**-11 * exact.abs().max()
+        assert error.median() < 2**-11 * exact.abs().median() * 2
+    assert torch.equal(found[0]["weights"], found[1]["weights"])
+    assert found[0]["gradients"].half().ne(exact.half()).any(), "fp16 left no trace: was it used at all?"
+
+
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path, compression):
+    arguments = ("--overflow-on", "1", "--compression", compression)
+    for rank in ranks_of("reducer", tmp_path, *arguments, ranks=2, start_with="gloo"):
+        assert not rank["gradients"].isfinite().all()
+        assert rank["moved"] == 0.0
+        assert rank["scale"] == 512.0
+    for rank in ranks_of("reducer", tmp_path, ranks=2, start_with="gloo"):
+        assert rank["moved"] > 0.0  # without an overflow the same step does move
+
+
+def test_three_ranks_stay_equal_over_steps(tmp_path):
+    first, *others = ranks_of("reducer", tmp_path, "--steps", "4", ranks=3, start_with="gloo")
+    assert all(torch.equal(first["weights"], other["weights"]) for other in others)

@@ -1,0 +1,77 @@
+"""A run that is stopped and started again ends in the bits of one that was not."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from horovod_volo.data.demo_set import make_demo_set
+from tests.ranks.launching import train
+
+SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2", "--warmup-epochs", "1")
+STEPS_PER_EPOCH = 5  # of 40 images, 4 on each of 2 ranks
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images") / "set"
+    make_demo_set(folder, train=40, val=20)
+    return folder
+
+
+def start(images: Path, output: Path, *arguments: str, start_with: str = "gloo", ranks: int = 2):
+    labels = ("--token-label-data", str(images / "token_labels"))
+    more = ("--ema-decay", "0.9", "--drop-path", "0.2", "--clip-grad", "1", "--log-every", "2")
+    where = ("--output", str(output), "--name", "run")
+    return train(str(images), *SMALL, *labels, *more, *where, *arguments, ranks=ranks, start_with=start_with)
+
+
+def last_state(output: Path):
+    folder = output / "run" / "checkpoints" / "last"
+    return {file.name: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+def metrics(output: Path):
+    lines = (output / "run" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    clocks = ("images_per_second", "data_wait")
+    return [{key: value for key, value in record.items() if key not in clocks} for record in records]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(images, tmp_path_factory):
+    output = tmp_path_factory.mktemp("uninterrupted")
+    done = start(images, output)
+    assert done.returncode == 0, done.stdout
+    return output
+
+
+@pytest.mark.parametrize("stop_at", [STEPS_PER_EPOCH, 3, STEPS_PER_EPOCH + 2])
+def test_stopped_and_resumed_is_bit_equal(images, uninterrupted, tmp_path, stop_at):
+    stopped = start(images, tmp_path, "--stop-at-step", str(stop_at), start_with="mpi")
+    assert stopped.returncode == 75, stopped.stdout
+    resumed = start(images, tmp_path, "--resume", "auto")
+    assert resumed.returncode == 0, resumed.stdout
+    assert f"at step {stop_at}" in resumed.stdout
+    expected, found = last_state(uninterrupted), last_state(tmp_path)
+    assert set(found) == {"model.safetensors", "optimizer.safetensors", "ema.safetensors"}
+    for file in expected:
+        assert expected[file].keys() == found[file].keys()
+        for name, tensor in expected[file].items():
+            assert tensor.equal(found[file][name]), (file, name)
+    by_step = {(record["step"], "top1" in record): record for record in metrics(uninterrupted)}
+    ends = [record for record in metrics(tmp_path) if "top1" in record]
+    assert len(ends) == 2
+    for record in ends:
+        assert record == by_step[record["step"], True]
+
+
+def test_a_batch_that_would_shift_the_samples_is_refused(images, uninterrupted, tmp_path):
+    stopped = start(images, tmp_path, "--stop-at-step", "3")
+    assert "stopped at step 3 and saved" in stopped.stdout
+    refused = start(images, tmp_path, "--resume", "auto", start_with="none", ranks=1)
+    assert refused.returncode == 2
+    assert "With 1 ranks, batch size x accumulation must be 8." in refused.stdout
+    allowed = start(images, tmp_path, "--resume", "auto", "--batch-size", "8", start_with="none", ranks=1)
+    assert allowed.returncode == 0, allowed.stdout

@@ -1,0 +1,48 @@
+"""What this rank was given to train on: which images, cut how, showing which pixels, with which labels."""
+
+import hashlib
+import sys
+from pathlib import Path
+
+import torch
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Data
+from horovod_volo.data.catalog import read_folder
+from horovod_volo.data.label_maps import LabelMaps
+from horovod_volo.data.stream import TrainStream
+
+
+def main(out: Path, images: Path, global_batch: int) -> None:
+    world = World.join()
+    stream = TrainStream(
+        read_folder(str(images), "train"),
+        LabelMaps(images / "token_labels"),
+        Data(batch_size=global_batch // world.size, vflip=0.3),
+        image_size=32,
+        seed=5,
+        rank=world.rank,
+        size=world.size,
+        accumulation=1,
+        device=torch.device("cpu"),
+        threads=1,
+    )
+    entries = [
+        (f"epoch {epoch} step {step}", int(index), *described)
+        for epoch in (0, 1)
+        for step, batch in enumerate(stream.passes(epoch, 0))
+        for index, *described in zip(
+            batch.indices, *map(digests, (batch.images, batch.classes, batch.scores, batch.ids, batch.boxes))
+        )
+    ]
+    stream.close()
+    torch.save({"entries": entries}, out / f"rank_{world.rank}.pt")
+
+
+def digests(samples: torch.Tensor | None) -> list[str]:
+    assert samples is not None
+    return [hashlib.sha256(sample.contiguous().numpy().tobytes()).hexdigest() for sample in samples]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

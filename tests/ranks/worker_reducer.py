@@ -1,0 +1,76 @@
+"""Gradients of one batch, computed by however many ranks there are.
+
+Batch norm is frozen: its statistics are of a rank's own images, which is not what is tested.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.world import World
+from horovod_volo.models.build import build_model
+from horovod_volo.optim.adamw import build_optimizer, set_lr
+
+IMAGES, SIDE, CLASSES = 8, 32, 7
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("out", type=Path)
+    options.add_argument("--passes", type=int, default=1)
+    options.add_argument("--compression", default="none")
+    options.add_argument("--overflow-on", type=int, default=-1)
+    options.add_argument("--steps", type=int, default=1)
+    asked = options.parse_args()
+
+    torch.set_num_threads(1)
+    world = World.join()
+    torch.manual_seed(0)
+    model = build_model("volo_demo", img_size=SIDE, num_classes=CLASSES, drop_path=0.0).eval()
+    images, classes = torch.randn(IMAGES, 3, SIDE, SIDE), torch.randint(CLASSES, (IMAGES,))
+    reducer = Reducer(
+        model.parameters(), world, bucket_bytes=2**19, compression=asked.compression, passes=asked.passes
+    )
+    optimizer = build_optimizer(model, exempt=model.no_weight_decay(), weight_decay=0.05)
+    set_lr(optimizer, 1e-2)
+    overflows = asked.overflow_on >= 0
+    scaler = torch.amp.GradScaler("cpu", enabled=overflows, init_scale=1024.0)
+    if world.rank == asked.overflow_on:
+        # What fp32 can hold and fp16 cannot, where gradients travel in fp16; else what neither can.
+        factor = 1e8 if asked.compression == "fp16" else float("inf")
+        model.head.weight.register_hook(lambda gradient: gradient * factor)
+    before = _flat(model)
+    gradients = torch.zeros_like(before)
+    for _ in range(asked.steps):
+        for number in range(asked.passes):
+            mine = slice(number * world.size + world.rank, None, world.size * asked.passes)
+            class_logits, token_logits = model.training_logits(images[mine], lambda tokens: tokens)
+            truth = classes[mine]
+            loss = F.cross_entropy(class_logits, truth) + F.cross_entropy(token_logits.mean(1), truth)
+            scaler.scale(loss / asked.passes).backward()
+        with reducer.averaged():
+            gradients = torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+    torch.save(
+        {
+            "gradients": gradients,
+            "moved": float((_flat(model) - before).abs().max()),
+            "weights": _flat(model),
+            "scale": scaler.get_scale() if overflows else 1.0,
+            "buckets": len(reducer.buckets),
+        },
+        asked.out / f"rank_{world.rank}.pt",
+    )
+
+
+def _flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+
+
+if __name__ == "__main__":
+    main()

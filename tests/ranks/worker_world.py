@@ -1,0 +1,62 @@
+"""What a rank sees of the world, and what it hears from the others."""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from horovod_volo.cluster.world import AgreedError, World
+from horovod_volo.config.errors import UserError
+
+
+def main(out: Path) -> None:
+    world = World.join()
+    mean = torch.full((3,), float(world.rank))
+    world.mean_(mean, "mean")
+    tensors = [torch.full((2, 2), float(world.rank)), torch.tensor(world.rank), torch.tensor([world.rank == 0])]
+    world.broadcast_(tensors)
+    world.assert_same(tensors[:1], "broadcast tensors")
+    channels_last = torch.full((2, 3, 4, 5), float(world.rank)).to(memory_format=torch.channels_last)
+    world.broadcast_([channels_last])
+    torch.save(
+        {
+            "facts": [world.rank, world.size, world.local_rank, world.local_size],
+            "controller": world.controller,
+            "total": world.total(world.rank, 2.0**40 + world.rank),
+            "mean": mean,
+            "broadcast": tensors,
+            "channels_last_sum": float(channels_last.sum()),
+            "gathered": world.gather(f"from {world.rank}"),
+            "shared": world.share(f"from {world.rank}"),
+            "problem": _problem_of_last_rank(world),
+            "divergence": _divergence_of_last_rank(world),
+        },
+        out / f"rank_{world.rank}.pt",
+    )
+
+
+def _problem_of_last_rank(world: World) -> str:
+    def check() -> None:
+        if world.rank == world.size - 1:
+            raise UserError("the disk is missing")
+
+    try:
+        world.together(check)
+    except AgreedError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def _divergence_of_last_rank(world: World) -> str:
+    weights = torch.ones(1000)
+    if world.rank == world.size - 1:
+        weights.view(torch.int32)[7] ^= 1
+    try:
+        world.assert_same([weights], "Weights")
+    except RuntimeError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,69 @@
+"""Every setting does something, and somebody is told of it: no flag without an effect or a use."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from settings_read import unread_settings
+
+from horovod_volo.config.recipe import RECIPES
+from horovod_volo.config.values import Setting, all_settings
+
+ROOT = Path(__file__).parents[2]
+SETTINGS = all_settings()
+
+
+def test_every_setting_is_read() -> None:
+    fields = [(setting.group, setting.name) for setting in SETTINGS]
+    assert unread_settings(ROOT / "horovod_volo", fields) == []
+
+
+def test_a_setting_that_nobody_reads_is_found(tmp_path: Path) -> None:
+    schema, loop = tmp_path / "config" / "schema.py", tmp_path / "engine" / "loop.py"
+    for path, source in (
+        (schema, "update.declared_only"),
+        (loop, "job.config.update.lr\nself._settings.scale\nupdate.written = 1\nother.elsewhere"),
+    ):
+        path.parent.mkdir()
+        path.write_text(source)
+    fields = [("update", name) for name in ("lr", "scale", "declared_only", "written", "elsewhere")]
+    unread = unread_settings(tmp_path, fields)
+    assert unread == ["update.declared_only", "update.written", "update.elsewhere"]
+
+
+def documents() -> str:
+    """Return the text of everything a user is given to read."""
+    files = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").glob("*.md"))]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def is_mentioned(setting: Setting, text: str) -> bool:
+    """Say whether a text uses a flag of the setting, the positional one by its name in the usage line."""
+    spellings = ["DATA_DIR"] if setting.positional else [*setting.flags, *setting.shorthands]
+    if setting.kind is bool:
+        spellings.append("--no-" + setting.name.replace("_", "-"))
+    return any(re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text) for flag in spellings)
+
+
+def is_in_a_recipe(setting: Setting) -> bool:
+    """Say whether a recipe of the package sets it."""
+    recipes = [tomllib.loads(path.read_text(encoding="utf-8")) for path in RECIPES.glob("*.toml")]
+    return any(setting.name in recipe.get(setting.group, {}) for recipe in recipes)
+
+
+def test_every_flag_has_a_use() -> None:
+    """What fails here wants a recipe that sets it, a use shown in README.md or docs/, or its end."""
+    text = documents()
+    unused = [item.flags[0] for item in SETTINGS if not (is_in_a_recipe(item) or is_mentioned(item, text))]
+    assert unused == []
+
+
+def test_a_mention_is_a_whole_flag() -> None:
+    lr = next(setting for setting in SETTINGS if setting.name == "lr")
+    mix_token = next(setting for setting in SETTINGS if setting.name == "mix_token")
+    assert is_mentioned(lr, "horovodrun ... --lr 1e-4")
+    assert is_mentioned(lr, "`--learning-rate`")
+    assert not is_mentioned(lr, "--lr-base 1.6e-3, --warmup-lr 1e-6")
+    assert is_mentioned(mix_token, "--no-mix-token")

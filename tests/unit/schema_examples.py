@@ -1,0 +1,71 @@
+"""The schema as plain data for tests of the command line and of recipes, and values to set."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from horovod_volo.config.schema import Config
+
+# The schema as plain data: group, field and default, read from the dataclasses themselves.
+FIELDS = [
+    (group.name, field.name, field.default)
+    for group in dataclasses.fields(Config)
+    for field in dataclasses.fields(getattr(Config(), group.name))
+]
+NAMES = [name for _, name, _ in FIELDS]
+FURTHER_FLAGS = {
+    "batch_size": ["-b"],
+    "workers": ["-j"],
+    "lr": ["--learning-rate"],
+    "precision": ["--apex-amp", "--native-amp", "--amp"],
+}
+# Per setting, two values besides the default. Where none are given, the kind of the default decides.
+EXAMPLES: dict[str, tuple[Any, Any]] = {
+    "img_size": (64, 96),
+    "epochs": (30, 40),
+    "ratio": ((0.9, 1.1), (0.5, 2.0)),
+    "precision": ("bf16", "fp16"),
+    "compression": ("none", "fp16"),
+    "label_geometry": ("reference", "corrected"),
+}
+# What a setting cannot do without.
+COMPANIONS = {
+    "token_label_data": ["--token-label"],
+    "ground_truth": ["--token-label", "--token-label-data", "maps"],
+}
+
+
+def value_of(config: Config, name: str) -> Any:
+    group = next(group for group, field, _ in FIELDS if field == name)
+    return getattr(getattr(config, group), name)
+
+
+def examples(name: str, default: Any) -> tuple[Any, Any]:
+    if name in EXAMPLES:
+        return EXAMPLES[name]
+    kinds: dict[type, tuple[Any, Any]] = {
+        bool: (not default, default),
+        int: (11, 12),
+        float: (0.25, 0.75),
+        str: ("one", "two"),
+        tuple: ((0.25, 0.5), (0.125, 0.75)),
+    }
+    return kinds[type(default)]
+
+
+def words(name: str, value: Any) -> list[str]:
+    """Spell a setting on the command line."""
+    if name == "data_dir":
+        return [value]
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", *map(repr, value)] if isinstance(value, tuple) else [f"--{flag}", str(value)]
+
+
+def recipe_of(folder: Path, text: str) -> str:
+    path = folder / "some.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)

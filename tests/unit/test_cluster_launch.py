@@ -1,0 +1,64 @@
+"""What each launcher's variables promise; the first launcher that set its own speaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from horovod_volo.cluster.launch import ALONE, Promise, promised
+
+HOROVODRUN = {
+    "HOROVOD_RANK": "5",
+    "HOROVOD_SIZE": "8",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "4",
+    "HOROVOD_CONTROLLER": "gloo",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+SRUN = {
+    "SLURM_PROCID": "6",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "promise"),
+    [
+        (HOROVODRUN, Promise("horovodrun", 5, 8, 1, 4)),
+        (OPEN_MPI, Promise("mpirun", 3, 4, 1, 2)),
+        (PMI, Promise("mpirun (PMI)", 0, 2, 0, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Promise("mpirun (PMI)", 1, 2, 0, 1)),
+        (SRUN, Promise("srun", 6, 7, 0, 2)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4,3"}, Promise("srun", 6, 7, 0, 4)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "7"}, Promise("srun", 6, 7, 0, 7)),
+        ({}, ALONE),
+        ({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_FUSION_THRESHOLD": "0"}, ALONE),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ALONE),  # a batch script, outside of any step
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, ALONE),  # a size without a rank promises no place
+    ],
+)
+def test_a_launchers_variables_are_its_promise(environment: dict[str, str], promise: Promise) -> None:
+    assert promised(environment) == promise
+
+
+def test_inside_a_slurm_step_the_inner_launcher_speaks() -> None:
+    assert promised(SRUN | OPEN_MPI).launcher == "mpirun"
+    assert promised(SRUN | OPEN_MPI | HOROVODRUN).launcher == "horovodrun"
+    assert promised(SRUN | PMI) == Promise("mpirun (PMI)", 0, 2, 0, 2)
+
+
+def test_without_a_launcher_one_rank_is_everybody() -> None:
+    assert Promise("none", 0, 1, 0, 1) == ALONE
+
+
+def test_the_process_environment_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in HOROVODRUN.items():
+        monkeypatch.setenv(name, value)
+    assert promised() == Promise("horovodrun", 5, 8, 1, 4)

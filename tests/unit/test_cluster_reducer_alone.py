@@ -1,0 +1,216 @@
+"""On one rank the reducer changes where gradients lie, and nothing about them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.world import World
+
+BUCKETS = pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20], ids=["each", "some", "one"])
+
+
+class Network(nn.Module):
+    """A convolution, batch norm, a weight used twice, a frozen one and one that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.mix = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.norm(self.stem(images)).relu().mean(dim=(2, 3))  # (batch, 8)
+        result: Tensor = self.head(self.frozen(self.mix(self.mix(features))))
+        return result
+
+
+def batch(seed: int) -> Tensor:
+    return torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def loss(model: nn.Module, seed: int) -> Tensor:
+    result: Tensor = model(batch(seed)).square().mean()
+    return result
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def reducer_of(
+    model: nn.Module,
+    *,
+    passes: int = 1,
+    bucket_bytes: int = 300,
+    compression: Literal["none", "fp16"] = "fp16",
+) -> Reducer:
+    statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    return Reducer(
+        model.parameters(),
+        World.alone(),
+        bucket_bytes=bucket_bytes,
+        compression=compression,
+        passes=passes,
+        statistics=statistics,
+    )
+
+
+@BUCKETS
+@pytest.mark.parametrize("compression", ["none", "fp16"])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_gradients_are_autograds_to_the_bit(
+    passes: int, compression: Literal["none", "fp16"], bucket_bytes: int
+) -> None:
+    plain, reduced = Network(), Network()
+    reducer = reducer_of(reduced, passes=passes, bucket_bytes=bucket_bytes, compression=compression)
+    for step in range(2):  # twice: nothing of the first step is left in the second
+        plain.zero_grad()
+        for number in range(passes):
+            loss(plain, 10 * step + number).backward()  # type: ignore[no-untyped-call]
+            loss(reduced, 10 * step + number).backward()  # type: ignore[no-untyped-call]
+        expected = gradients(plain)
+        with reducer.averaged():
+            found = gradients(reduced)
+        assert set(found) == set(expected) | {"unused"}
+        for name in expected:
+            assert torch.equal(found[name], expected[name]), name
+        assert all(parameter.any() for parameter in expected.values())
+
+
+def test_what_takes_no_part_in_the_loss_has_a_gradient_of_zeros() -> None:
+    model = Network()
+    reducer = reducer_of(model)
+    loss(model, 0).backward()  # type: ignore[no-untyped-call]
+    with reducer.averaged():
+        assert model.unused.grad is not None
+        assert model.unused.grad.tolist() == [0.0, 0.0, 0.0]
+    assert model.frozen.weight.grad is None
+
+
+@BUCKETS
+def test_gradients_stay_where_they_were_laid(bucket_bytes: int) -> None:
+    model = Network()
+    reducer = reducer_of(model, bucket_bytes=bucket_bytes)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def places() -> list[int]:
+        return [parameter.grad.data_ptr() for parameter in trained if parameter.grad is not None]
+
+    laid = places()
+    assert len(laid) == len(trained) == len(set(laid))
+    for step in range(3):
+        loss(model, step).backward()  # type: ignore[no-untyped-call]
+        assert places() == laid
+        with reducer.averaged():
+            assert places() == laid
+        assert places() == laid
+        assert not any(bucket.flat.any() for bucket in reducer.buckets)
+    storages = {bucket.flat.untyped_storage().data_ptr() for bucket in reducer.buckets}
+    assert {p.grad.untyped_storage().data_ptr() for p in trained if p.grad is not None} == storages
+
+
+def test_buckets_fill_in_the_order_of_use_and_hold_every_gradient_once() -> None:
+    model = Network()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for bucket_bytes, expected in ((1, len(trained)), (2**20, 1)):
+        buckets = reducer_of(model, bucket_bytes=bucket_bytes).buckets
+        assert len(buckets) == expected
+        assert sum(bucket.flat.numel() for bucket in buckets) == sum(map(Tensor.numel, trained))
+    # The last parameter's gradient is the first to be there.
+    assert reducer_of(model, bucket_bytes=1).buckets[0].flat.numel() == trained[-1].numel()
+
+
+def test_channels_last_weights_keep_channels_last_gradients() -> None:
+    plain = Network().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    reduced = copy.deepcopy(plain)
+    reducer = reducer_of(reduced)
+    loss(plain, 0).backward()  # type: ignore[no-untyped-call]
+    loss(reduced, 0).backward()  # type: ignore[no-untyped-call]
+    with reducer.averaged():
+        gradient = reduced.stem.weight.grad
+        assert gradient is not None
+        assert not gradient.is_contiguous()
+        assert gradient.is_contiguous(memory_format=torch.channels_last)
+        assert gradient.stride() == reduced.stem.weight.stride()
+        assert torch.equal(gradient, plain.stem.weight.grad)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_one_backward_pass_too_many_is_an_error(passes: int) -> None:
+    model = Network()
+    model.unused.requires_grad_(False)
+    reducer_of(model, passes=passes)
+    for number in range(passes):
+        loss(model, number).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="more backward passes than the reducer was built for"):
+        loss(model, passes).backward()  # type: ignore[no-untyped-call]
+
+
+def test_statistics_are_those_of_a_network_without_a_reducer() -> None:
+    plain, reduced = Network(), Network()
+    reducer = reducer_of(reduced)
+    for step in range(3):
+        for model in (plain, reduced):
+            loss(model, step).backward()  # type: ignore[no-untyped-call]
+        before = {name: buffer.clone() for name, buffer in reduced.named_buffers()}
+        with reducer.averaged():
+            pass
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(reduced.get_buffer(name), before[name]), name
+            assert torch.equal(reduced.get_buffer(name), buffer), name
+    assert reduced.norm.running_mean is not None
+    assert reduced.norm.running_mean.abs().min() > 0  # the forward pass moved them
+    reduced.load_state_dict(Network().state_dict())
+    assert not reduced.norm.running_mean.any()
+
+
+OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
+    lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+]
+
+
+@pytest.mark.parametrize("build", OPTIMIZERS, ids=["adamw", "sgd"])
+def test_an_optimizer_steps_as_without_a_reducer(
+    build: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> None:
+    plain, reduced = Network(), Network()
+    plain.unused.grad = torch.zeros(3)  # the reducer gives one to every parameter
+    optimizers = [build([p for p in m.parameters() if p.requires_grad]) for m in (plain, reduced)]
+    optimizers[1].remark = "still there"  # type: ignore[attr-defined]
+    attributes = set(vars(optimizers[1]))
+    reducer = reducer_of(reduced)
+    for step in range(4):
+        loss(plain, step).backward()  # type: ignore[no-untyped-call]
+        optimizers[0].step()
+        optimizers[0].zero_grad(set_to_none=False)
+        loss(reduced, step).backward()  # type: ignore[no-untyped-call]
+        with reducer.averaged():
+            optimizers[1].step()
+    assert set(vars(optimizers[1])) == attributes
+    for one, other in zip(plain.parameters(), reduced.parameters(), strict=True):
+        assert torch.equal(one, other)
+        states = [optimizer.state[p] for optimizer, p in zip(optimizers, (one, other), strict=True)]
+        assert states[0].keys() == states[1].keys()
+        for key, value in states[0].items():
+            assert torch.equal(value, states[1][key])
+
+
+def test_a_reducer_without_statistics_averages_all_the_same() -> None:
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model.parameters(), World.alone(), bucket_bytes=8, compression="none", passes=1)
+    model(torch.ones(1, 2)).sum().backward()
+    with reducer.averaged():
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]

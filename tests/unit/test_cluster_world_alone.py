@@ -1,0 +1,99 @@
+"""A world of one rank: every collective is the identity, and mistakes are agreed on at once."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from horovod_volo.cluster.launch import promised
+from horovod_volo.cluster.ring import NoRing
+from horovod_volo.cluster.world import AgreedError, World
+from horovod_volo.config.errors import UserError
+
+
+@pytest.fixture
+def world() -> World:
+    return World.alone()
+
+
+def test_its_facts(world: World) -> None:
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
+    assert (world.launcher, world.controller) == ("none", "none")
+    assert world.is_main
+    assert world.hosts() == [socket.gethostname()]
+
+
+def test_joining_without_a_launcher_is_being_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("HOROVOD", "OMPI_COMM_WORLD", "PMI"):
+        monkeypatch.delenv(f"{variable}_SIZE", raising=False)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
+    assert promised().size == 1
+    world = World.join()
+    assert isinstance(world.ring, NoRing)
+    assert world.size == 1
+
+
+def test_values_come_back_as_they_are(world: World) -> None:
+    value = {"any": ["thing", None]}
+    assert world.gather(value) == [value]
+    assert world.share(value) is value
+    assert world.total(1, 2.5, True, 2.0**53) == [1.0, 2.5, 1.0, 2.0**53]
+    assert world.total() == []
+
+
+def test_tensors_come_back_to_the_bit(world: World) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        tensor = torch.tensor([1.1, -0.0, float("inf"), 1e-7]).to(dtype)
+        before = tensor.clone()
+        world.mean_(tensor, "some")
+        world.broadcast_([tensor])
+        assert torch.equal(tensor, before)
+        assert torch.equal(tensor.signbit(), before.signbit())
+    world.broadcast_([torch.tensor(True), torch.zeros(0), torch.tensor(7)])
+
+
+def test_a_sum_that_is_asked_for_scaled_is_scaled(world: World) -> None:
+    tensor = torch.tensor([3.0, -1.0])
+    world.ring.start_sum(tensor, "some", 0.5)()
+    assert tensor.tolist() == [1.5, -0.5]
+
+
+def fail() -> None:
+    raise UserError("the disk is missing. Insert it.")
+
+
+@pytest.mark.parametrize("do", [World.together, World.on_main])
+def test_a_users_mistake_is_agreed_on_and_its_words_are_kept(
+    do: Callable[[World, Callable[[], None]], None], world: World
+) -> None:
+    with pytest.raises(AgreedError) as raised:
+        do(world, fail)
+    assert str(raised.value) == "the disk is missing. Insert it."
+    assert raised.value.__class__ is AgreedError  # what the entry says once for all ranks
+
+
+@pytest.mark.parametrize("do", [World.together, World.on_main])
+def test_the_results_of_actions(do: Callable[[World, Callable[[], object]], object], world: World) -> None:
+    assert do(world, lambda: 3) == 3
+    assert do(world, lambda: None) is None
+
+
+@pytest.mark.parametrize("do", [World.together, World.on_main])
+def test_a_defect_of_the_program_keeps_its_own_kind(
+    do: Callable[[World, Callable[[], object]], object], world: World
+) -> None:
+    with pytest.raises(ZeroDivisionError):
+        do(world, lambda: 1 // 0)
+
+
+def test_no_problem_is_not_raised(world: World) -> None:
+    world.raise_together(None)
+    with pytest.raises(AgreedError, match=r"^such a pity$"):
+        world.raise_together(UserError("such a pity"))
+
+
+def test_one_ranks_tensors_are_the_same(world: World) -> None:
+    world.assert_same([torch.randn(5, 3).t(), torch.tensor(4), torch.tensor(float("nan"))], "Weights")

@@ -1,0 +1,162 @@
+"""Mistakes in flags and recipes are refused in one line that says what to type instead."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from schema_examples import recipe_of
+
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.rules import notes
+from horovod_volo.config.schema import Config
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(UserError) as raised:
+        parse(list(argv))
+    text = str(raised.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--modle", "volo_d1"], "There is no flag --modle. Did you mean --model?"),
+        (["images", "--batchsize=3"], "There is no flag --batchsize. Did you mean --batch-size?"),
+        (["--token_label"], "Did you mean --token-label?"),
+        (["--epoch", "3"], "There is no flag --epoch. Did you mean --epochs?"),  # no abbreviations
+        (["--zzz"], "There is no flag --zzz."),
+        (["images", "more"], "'more' is one argument too many"),
+        (["--recipe", "dmo"], "There is no recipe 'dmo'. Did you mean demo? Recipes: "),
+        (["--recipe", "nowhere/some.toml"], "nowhere/some.toml cannot be read: No such file or directory."),
+        (["--ranks", "8"], "--ranks goes with --dry-run"),
+        (["--dry-run", "--ranks", "-2"], "--ranks must be at least 1, not -2."),
+    ],
+)
+def test_unknown_words_name_the_nearest(argv: list[str], said: str) -> None:
+    assert said in refusal(*argv)
+
+
+def test_what_is_near_to_nothing_gets_no_guess() -> None:
+    assert "Did you mean" not in refusal("--zzz")
+    assert "Did you mean" not in refusal("--recipe", "zzz")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--epochs", "ten"], "--epochs takes a whole number, not 'ten'."),
+        (["--epochs", "1.5"], "--epochs takes a whole number, not '1.5'."),
+        (["-b", "many"], "--batch-size takes a whole number, not 'many'."),
+        (["--lr", "fast"], "--lr takes a number, not 'fast'."),
+        (["--scale", "0.1", "x"], "--scale takes a number, not 'x'."),
+        (["--scale", "0.1"], "expected 2 arguments"),
+        (["--lr"], "expected one argument"),
+        (["--precision", "f16"], "--precision takes fp32 or bf16 or fp16, not 'f16'. Did you mean fp16?"),
+        (["--mix-token=yes"], "ignored explicit argument 'yes'"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, not 0."),
+        (["--drop-path", "1"], "--drop-path must be below 1, not 1.0."),
+        (["--smoothing", "-0.1"], "--smoothing must be at least 0, not -0.1."),
+        (["--ema-decay", "1.0"], "--ema-decay must be below 1"),
+        (["--bucket-mib", "0"], "--bucket-mib must be at least 0.001"),
+        (["--lr", "nan"], "--lr takes a finite number"),
+        (["--bucket-mib", "inf"], "--bucket-mib takes a finite number"),
+        (["--ratio", "0.5", "inf"], "--ratio takes two numbers"),
+    ],
+)
+def test_flags_of_the_wrong_type_or_range(argv: list[str], said: str) -> None:
+    assert said in refusal(*argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[update]\nepochs = "ten"', "update.epochs takes a whole number, not 'ten'."),
+        ("[update]\nepochs = 1.5", "update.epochs takes a whole number, not 1.5."),
+        ("[update]\nepochs = true", "update.epochs takes a whole number, not True."),
+        ('[update]\nlr = "1e-3"', "update.lr takes a number, not '1e-3'."),
+        ("[update]\nlr = true", "update.lr takes a number, not True."),
+        ("[update]\nlr = inf", "update.lr takes a finite number, not inf."),
+        ("[update]\nepochs = 0", "update.epochs must be at least 1, not 0."),
+        ("[objective]\ntoken_label = 1", "objective.token_label takes true or false, not 1."),
+        ("[data]\ndata_dir = 3", "data.data_dir takes text, not 3."),
+        ("[data]\nscale = 0.5", "data.scale takes two numbers, not 0.5."),
+        ("[data]\nscale = [0.1, 0.2, 0.3]", "data.scale takes two numbers"),
+        ("[data]\nscale = [0.1, true]", "data.scale takes two numbers"),
+        ("[exchange]\nprecision = 16", "exchange.precision takes fp32 or bf16 or fp16, not 16."),
+        ("[update]\nepoch = 3", "unknown key 'epoch' in [update]. Did you mean epochs?"),
+        ("[update]\nbatch_size = 3", "unknown key 'batch_size' in [update]. It belongs to [data]."),
+        ("[updates]\nepochs = 3", "unknown table [updates]. Did you mean update? Tables: run, model, "),
+        ("epochs = 3", "unknown table [epochs]."),
+        ("[update\n", "is not valid TOML"),
+    ],
+)
+def test_mistakes_in_a_recipe(text: str, said: str, tmp_path: Path) -> None:
+    path = recipe_of(tmp_path, text)
+    message = refusal("--recipe", path)
+    assert said in message
+    assert path in message
+
+
+def test_a_recipe_of_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "some.toml"
+    path.write_bytes(b'[run]\nname = "\xff"\n')
+    assert "is not valid TOML" in refusal("--recipe", str(path))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--img-size", "100"], "multiple of 16, not 100. The nearest is 96."),
+        (["--scale", "0.5", "0.2"], "--scale takes two numbers above 0 in rising order, not 0.5 0.2."),
+        (["--scale", "0", "1"], "--scale takes two numbers above 0"),
+        (["--scale", "0.5", "1.5"], "--scale is a share of the image's area and ends at 1, not 1.5."),
+        (["--ratio", "2", "1"], "--ratio takes two numbers above 0 in rising order, not 2 1."),
+        (["--hflip", "1.5"], "--hflip is a probability and ends at 1, not 1.5."),
+        (["--vflip", "2"], "--vflip is a probability"),
+        (["--token-label-data", "maps"], "Add --token-label, or drop the folder."),
+        (["--token-label", "--ground-truth"], "give --token-label-data, or drop it."),
+        (["--epochs", "10"], "--warmup-epochs 20 is longer than --epochs 10"),
+        (["--lr-base", "0"], "The learning rate is 0. Give --lr, or --lr-base"),
+    ],
+)
+def test_settings_that_contradict_each_other(argv: list[str], said: str) -> None:
+    assert said in refusal(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--scale", "1", "1"],
+        ["--ratio", "1", "1"],
+        ["--hflip", "1"],
+        ["--warmup-epochs", "300"],
+        ["--lr-base", "0", "--lr", "1e-3"],
+        ["--token-label", "--token-label-data", "maps", "--ground-truth"],
+    ],
+)
+def test_the_edge_of_a_rule_is_allowed(argv: list[str]) -> None:
+    assert isinstance(parse(argv).config, Config)
+
+
+def test_the_named_image_size_is_the_nearest_that_works() -> None:
+    for side in range(32, 300):
+        if side % 16:
+            match = re.search(r"The nearest is (\d+)\.$", refusal("--img-size", str(side)))
+            assert match is not None
+            assert abs(int(match[1]) - side) <= 8
+            side = int(match[1])
+        assert parse(["--img-size", str(side)]).config.model.img_size == side
+
+
+def test_a_token_label_size_that_does_not_fit_is_noted() -> None:
+    published = ["--img-size", "224", "--token-label"]
+    assert notes(parse([*published, "--token-label-size", "14"]).config) == []
+    assert notes(parse([*published]).config) == []
+    noted = notes(parse([*published, "--token-label-size", "1"]).config)
+    assert len(noted) == 1
+    assert "so 14 is used" in noted[0]

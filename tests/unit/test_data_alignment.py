@@ -1,0 +1,161 @@
+"""The cut and flipped pixels, the flipped label map and the boxes tell the same places.
+
+The pictures are coded: colours tell where in the stored image a pixel lies. The label maps are
+coded too: the number of a cell is its place. Both go through the training stream; whatever it
+does to a picture, its batch must describe.
+"""
+
+import numpy as np
+import pytest
+import torch
+from coded_images import place_coded, smooth, unnormalised, write_images
+from PIL import Image
+
+from horovod_volo.config.schema import Data
+from horovod_volo.data.catalog import read_folder
+from horovod_volo.data.label_maps import LabelMaps
+from horovod_volo.data.plan import plan_batch
+from horovod_volo.data.stream import TrainStream
+
+SIDE = 48
+ROWS, COLUMNS = 6, 9  # cells of a label map
+SIZES = [(160, 100), (97, 151), (64, 64), (210, 45)]  # width, height
+IMAGES = 32
+
+
+def one_batch(folder, label_maps=None, **settings):
+    """Return the catalog and the only batch of an epoch."""
+    catalog = read_folder(str(folder), "train")
+    stream = TrainStream(
+        catalog,
+        label_maps,
+        Data(batch_size=len(catalog), **settings),
+        image_size=SIDE,
+        seed=11,
+        rank=0,
+        size=1,
+        accumulation=1,
+        device=torch.device("cpu"),
+        threads=2,
+    )
+    (batch,) = stream.passes(0, 0)
+    stream.close()
+    return catalog, batch
+
+
+def stored_size(catalog, index):
+    with Image.open(catalog.root / catalog.paths[index]) as image:
+        return np.array([image.height, image.width])
+
+
+def coded_folder(folder, ending, **options):
+    images = {
+        f"train/a/{number:02d}.{ending}": place_coded(*SIZES[number % len(SIZES)]) for number in range(IMAGES)
+    }
+    return write_images(folder, images, **options)
+
+
+def places_shown(batch, number):
+    """Decode the colours of one image: stored row and column of each pixel, as shares of the sides."""
+    colours = unnormalised(batch.images)[number]
+    return colours[1] / 255, colours[0] / 255
+
+
+def places_boxed(box):
+    """Return row and column of each output pixel in the flipped image, as shares of the sides."""
+    top, left, height, width = box
+    steps = (np.arange(SIDE) + 0.5) / SIDE
+    return np.meshgrid(top + height * steps, left + width * steps, indexing="ij")
+
+
+@pytest.mark.parametrize(
+    ("ending", "options", "colour_steps"),
+    [("png", {}, 1), ("jpg", {"quality": 100, "subsampling": 0}, 3)],
+)
+def test_pixels_lie_where_the_plan_says(tmp_path, ending, options, colour_steps):
+    """Up to half a pixel at the edges of a cut, where colours end, and the coarseness of the colour code."""
+    catalog, batch = one_batch(coded_folder(tmp_path, ending, **options), hflip=0.5, vflip=0.5)
+    combinations = set()
+    for number, index in enumerate(batch.indices):
+        size = stored_size(catalog, index)
+        plan = plan_batch(11, 0, np.array([index]), size[None], Data(hflip=0.5, vflip=0.5))
+        horizontal, vertical = bool(plan.flip_horizontal[0]), bool(plan.flip_vertical[0])
+        combinations.add((horizontal, vertical))
+        top, left, height, width = plan.boxes[0]
+        rows = top + height * (np.arange(SIDE) + 0.5) / SIDE
+        columns = left + width * (np.arange(SIDE) + 0.5) / SIDE
+        if vertical:
+            rows = size[0] - rows
+        if horizontal:
+            columns = size[1] - columns
+        shown_rows, shown_columns = places_shown(batch, number)
+        tolerance = 0.55 + colour_steps / 255 * size  # in pixels of the stored image, rows and columns
+        assert np.abs(shown_rows * size[0] - rows[:, None]).max() < tolerance[0]
+        assert np.abs(shown_columns * size[1] - columns[None, :]).max() < tolerance[1]
+    assert combinations == {(False, False), (False, True), (True, False), (True, True)}
+
+
+def coded_label_maps(folder):
+    """Write one map for each image; the class number of a cell is row * COLUMNS + column."""
+    cells = torch.arange(ROWS * COLUMNS).reshape(1, ROWS, COLUMNS).half()
+    (folder / "a").mkdir(parents=True)
+    for number in range(IMAGES):
+        torch.save(torch.stack([cells / 8, cells]), folder / "a" / f"{number:02d}.pt")
+    return LabelMaps(folder)
+
+
+def cell_distances(cells, batch, number):
+    """Return how far each pixel's colour is from the centre of the label cell the box gives it, in cells."""
+    rows, columns = places_boxed(batch.boxes[number].numpy())
+    at_box = cells[(rows * ROWS).astype(int), (columns * COLUMNS).astype(int)]
+    shown_rows, shown_columns = places_shown(batch, number)
+    row_distance = np.abs(shown_rows * ROWS - (at_box // COLUMNS + 0.5))
+    column_distance = np.abs(shown_columns * COLUMNS - (at_box % COLUMNS + 0.5))
+    return np.maximum(row_distance, column_distance)
+
+
+@pytest.mark.parametrize(("hflip", "vflip"), [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.5, 0.5)])
+def test_labels_at_the_box_name_the_places_the_pixels_show(tmp_path, hflip, vflip):
+    folder = coded_folder(tmp_path / "images", "png")
+    label_maps = coded_label_maps(tmp_path / "maps")
+    _, batch = one_batch(folder, label_maps, hflip=hflip, vflip=vflip)
+    assert batch.scores.shape == batch.ids.shape == (IMAGES, 1, ROWS, COLUMNS)
+    assert (batch.scores == batch.ids / 8).all()
+    unflipped = np.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
+    wrong = 0
+    for number in range(IMAGES):
+        # A pixel lies within half a cell of its cell's centre, plus half a pixel and a step of the code.
+        assert cell_distances(batch.ids[number, 0].numpy(), batch, number).max() < 0.5 + 0.15
+        wrong += cell_distances(unflipped, batch, number).max() > 0.65
+    if hflip + vflip > 0:  # the same measure must notice maps that stayed behind
+        assert wrong > IMAGES / 4
+    else:
+        assert wrong == 0
+
+
+def test_without_label_maps_there_are_no_labels(tmp_path):
+    _, batch = one_batch(coded_folder(tmp_path, "png"))
+    assert batch.scores is None
+    assert batch.ids is None
+    assert batch.boxes is None
+
+
+def test_pixels_are_those_of_pil(tmp_path):
+    """Flip first, then crop, then PIL's bicubic resize; JPEG, at several scales up and down."""
+    images = {f"train/a/{n}.jpg": smooth(*SIZES[n % len(SIZES)], seed=n) for n in range(8)}
+    catalog, batch = one_batch(write_images(tmp_path, images, quality=95), hflip=0.5, vflip=0.5)
+    colours = unnormalised(batch.images)
+    for number, index in enumerate(batch.indices):
+        size = stored_size(catalog, index)
+        plan = plan_batch(11, 0, np.array([index]), size[None], Data(hflip=0.5, vflip=0.5))
+        with Image.open(catalog.root / catalog.paths[index]) as image:
+            if plan.flip_horizontal[0]:
+                image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            if plan.flip_vertical[0]:
+                image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+            top, left, height, width = plan.boxes[0].tolist()
+            cut = image.crop((left, top, left + width, top + height))
+            theirs = np.asarray(cut.resize((SIDE, SIDE), Image.Resampling.BICUBIC), dtype=float)
+        difference = np.abs(colours[number].transpose(1, 2, 0) - theirs)
+        assert difference.mean() < 0.5
+        assert difference.max() < 6

@@ -1,0 +1,147 @@
+"""Evaluation sees the pixels that timm's evaluation transform shows, black borders included."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from coded_images import smooth, unnormalised, write_images
+from PIL import Image
+
+import horovod_volo.models.timm_door  # noqa: F401  # torchvision imports only after it
+
+# isort: split
+from timm.data import create_transform
+from torchvision.transforms.functional import center_crop, resize
+
+from horovod_volo.config.schema import Data
+from horovod_volo.data.catalog import read_folder
+from horovod_volo.data.stream import EvalStream
+from horovod_volo.data.window import resized_sizes, window_corners
+
+SIZES = [
+    (300, 200),
+    (199, 301),
+    (91, 61),
+    (64, 64),
+    (40, 57),
+    (500, 375),
+    (224, 225),
+    (33, 160),
+]  # width, height
+
+
+def evaluated(folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3):
+    """Return the catalog and all batches of one rank."""
+    catalog = read_folder(str(folder), "val")
+    stream = EvalStream(
+        catalog,
+        Data(batch_size=1, eval_batch_size=batch_size),
+        image_size=image_size,
+        crop_pct=crop_pct,
+        rank=rank,
+        size=size,
+        device=torch.device("cpu"),
+        threads=2,
+    )
+    batches = list(stream)
+    stream.close()
+    return catalog, batches
+
+
+def timm_pixels(file, image_size, crop_pct):
+    """Return timm's colours (3, height, width) of a file, and where it shows none of the image."""
+    transform = create_transform(
+        image_size, is_training=False, interpolation="bicubic", crop_pct=crop_pct, normalize=False
+    )
+    with Image.open(file) as image:
+        white = Image.new("RGB", image.size, "white")
+        return transform(image.convert("RGB")).numpy().astype(float), transform(white)[0].numpy() == 0
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    images = {f"val/a/{n}.png": smooth(*size, seed=n) for n, size in enumerate(SIZES)}
+    return write_images(tmp_path_factory.mktemp("images"), images)
+
+
+@pytest.mark.parametrize("image_size", [64, 224])
+@pytest.mark.parametrize("crop_pct", [0.875, 0.96, 1.0, 1.15])
+def test_pixels_are_those_of_timm(folder, image_size, crop_pct):
+    catalog, batches = evaluated(folder, image_size=image_size, crop_pct=crop_pct)
+    ours = np.concatenate([unnormalised(batch.images) for batch in batches])
+    assert len(ours) == len(SIZES)
+    for pixels, path in zip(ours, catalog.paths, strict=True):
+        theirs, border = timm_pixels(catalog.root / path, image_size, crop_pct)
+        difference = np.abs(pixels - theirs)
+        assert difference.mean() < 0.35
+        assert difference.max() < 1.01  # rounded up where PIL rounds down, or the reverse
+        assert border.any() == (crop_pct > 1)
+        assert np.abs(pixels[:, border]).max(initial=0) < 1e-3
+
+
+def test_every_form_of_file_shows_what_pil_shows(tmp_path):
+    colours = smooth(90, 60, seed=1)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # "show turned by 90 degrees": timm does not, so we must not
+    translucent = colours.convert("RGBA")
+    translucent.putalpha(100)
+    write_images(tmp_path, {"val/a/colour.jpg": colours, "val/a/grey.jpg": colours.convert("L")}, quality=95)
+    write_images(tmp_path, {"val/a/print.jpg": colours.convert("CMYK")}, quality=95)
+    write_images(tmp_path, {"val/a/turned.jpg": colours}, exif=turned, quality=95)
+    write_images(tmp_path, {"val/a/progressive.jpeg": colours}, progressive=True, quality=95)
+    write_images(tmp_path, {"val/a/palette.png": colours.convert("P"), "val/a/translucent.png": translucent})
+    write_images(tmp_path, {"val/a/plain.bmp": colours, "val/a/plain.tiff": colours})
+    write_images(tmp_path, {"val/a/web.webp": colours}, quality=90)
+    catalog, batches = evaluated(tmp_path, image_size=48, crop_pct=0.9)
+    ours = np.concatenate([unnormalised(batch.images) for batch in batches])
+    assert len(ours) == 10
+    for pixels, path in zip(ours, catalog.paths, strict=True):
+        theirs, _ = timm_pixels(catalog.root / path, 48, 0.9)
+        assert np.abs(pixels - theirs).mean() < 0.35, path
+
+
+def test_sizes_and_windows_are_torchvisions():
+    """Against the real transform, on images whose pixels number the places."""
+    for image_size, crop_pct in itertools.product([32, 33], [0.875, 0.96, 1.0, 1.15]):
+        for height, width in itertools.product([20, 33, 47, 50], [21, 33, 48, 90]):
+            resized = resized_sizes(np.array([[height, width]]), image_size, crop_pct)
+            short = int(image_size / crop_pct)
+            wanted = resize(torch.zeros(1, height, width), short).shape[1:]
+            assert resized[0].tolist() == list(wanted)
+            numbered = 1 + torch.arange(resized.prod()).reshape(1, *resized[0])
+            theirs = center_crop(numbered, image_size)[0].numpy()
+            top, left = window_corners(resized, image_size)[0]
+            for row, column in itertools.product([0, image_size // 2, image_size - 1], repeat=2):
+                inside = 0 <= top + row < resized[0, 0] and 0 <= left + column < resized[0, 1]
+                place = 1 + (top + row) * resized[0, 1] + left + column
+                assert theirs[row, column] == (place if inside else 0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_every_image_comes_once_over_all_ranks(folder, size):
+    seen = []
+    for rank in range(size):
+        _, batches = evaluated(folder, image_size=32, crop_pct=1.0, rank=rank, size=size)
+        assert all(len(batch.images) == len(batch.classes) == len(batch.indices) for batch in batches)
+        assert [len(batch.indices) for batch in batches[:-1]] == [3] * (len(batches) - 1)
+        seen += [index for batch in batches for index in batch.indices]
+    assert sorted(seen) == list(range(len(SIZES)))
+
+
+def test_a_stream_evaluates_again_and_again(folder):
+    catalog = read_folder(str(folder), "val")
+    stream = EvalStream(
+        catalog,
+        Data(batch_size=3),
+        image_size=32,
+        crop_pct=1.0,
+        rank=0,
+        size=1,
+        device=torch.device("cpu"),
+        threads=1,
+    )
+    first, second = ([batch.images for batch in stream] for _ in range(2))
+    stream.close()
+    assert len(first) == 3
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

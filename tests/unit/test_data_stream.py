@@ -1,0 +1,242 @@
+"""A training stream is a pure function of where it starts, fails with the file's name and ends clean."""
+
+import gc
+import os
+import threading
+from time import perf_counter
+
+import numpy as np
+import pytest
+import torch
+from coded_images import smooth, write_images
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.schema import Data
+from horovod_volo.data.catalog import read_folder
+from horovod_volo.data.label_maps import LabelMaps
+from horovod_volo.data.stream import TrainStream
+
+IMAGES = 20
+
+
+@pytest.fixture
+def folder(tmp_path):
+    images = {f"train/{'ab'[n % 2]}/{n:02d}.jpg": smooth(60 + n, 90 - 2 * n, seed=n) for n in range(IMAGES)}
+    return write_images(tmp_path / "images", images)
+
+
+@pytest.fixture
+def open_stream(folder):
+    """Return a function that opens streams on the folder; all are closed at the end."""
+    opened = []
+
+    def opening(*, label_maps=None, rank=0, size=1, accumulation=1, **settings):
+        stream = TrainStream(
+            read_folder(str(folder), "train"),
+            label_maps,
+            Data(**{"batch_size": 3, **settings}),
+            image_size=32,
+            seed=5,
+            rank=rank,
+            size=size,
+            accumulation=accumulation,
+            device=torch.device("cpu"),
+            threads=2,
+        )
+        opened.append(stream)
+        return stream
+
+    yield opening
+    for stream in opened:
+        stream.close()
+
+
+def assert_same(batches, others):
+    assert len(batches) == len(others)
+    for a, b in zip(batches, others, strict=True):
+        assert (a.indices == b.indices).all()
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.classes, b.classes)
+
+
+def test_batches_carry_images_with_their_classes(open_stream, folder):
+    stream = open_stream()
+    assert stream.steps == 6
+    batches = list(stream.passes(0, 0))
+    assert len(batches) == 6
+    targets = read_folder(str(folder), "train").targets
+    for batch in batches:
+        assert batch.images.shape == (3, 3, 32, 32)
+        assert batch.images.dtype == torch.float32
+        assert batch.classes.dtype == torch.int64
+        assert batch.classes.tolist() == targets[batch.indices].tolist()
+    seen = np.concatenate([batch.indices for batch in batches])
+    assert len(set(seen)) == 18
+
+
+def test_ranks_share_a_step_without_changing_it(open_stream):
+    """One global batch of 6, shared in five ways: the same images, cut alike, pixel for pixel."""
+    ledgers = []
+    for size, batch_size, accumulation in ((1, 6, 1), (2, 3, 1), (3, 2, 1), (1, 3, 2), (3, 1, 2)):
+        steps = [set() for _ in range(3)]
+        for rank in range(size):
+            stream = open_stream(rank=rank, size=size, accumulation=accumulation, batch_size=batch_size)
+            for number, batch in enumerate(stream.passes(2, 0)):
+                for index, image in zip(batch.indices, batch.images, strict=True):
+                    steps[number // accumulation].add((int(index), image.numpy().tobytes()))
+        assert [len(step) for step in steps] == [6, 6, 6]
+        ledgers.append(steps)
+    assert all(ledger == ledgers[0] for ledger in ledgers)
+
+
+@pytest.mark.parametrize("first_step", [1, 2, 3])
+def test_an_epoch_resumed_is_the_rest_of_it(open_stream, first_step):
+    whole = list(open_stream(accumulation=2, vflip=0.5).passes(3, 0))
+    rest = list(open_stream(accumulation=2, vflip=0.5).passes(3, first_step))
+    assert len(rest) == 6 - 2 * first_step
+    assert_same(rest, whole[2 * first_step :])
+
+
+def test_an_epoch_left_midway_leaves_nothing_behind(open_stream):
+    stream = open_stream()
+    wanted = {epoch: list(stream.passes(epoch, 0)) for epoch in range(3)}
+    for taken in (0, 1, 5, 6):
+        abandoned = stream.passes(0, 0)
+        for _ in range(taken):
+            next(abandoned)
+        assert_same(list(stream.passes(1, 0)), wanted[1])
+    for batch in stream.passes(0, 0):
+        assert (batch.indices == wanted[0][0].indices).all()
+        break
+    assert_same(list(stream.passes(2, 2)), wanted[2][2:])
+
+
+def test_an_epoch_that_another_ended_refuses_to_go_on(open_stream):
+    stream = open_stream()
+    older, newer = stream.passes(0, 0), stream.passes(1, 0)
+    next(older)
+    first = next(newer)
+    with pytest.raises(RuntimeError, match="a later run began"):
+        next(older)
+    rest = list(newer)
+    assert_same([first, *rest], list(stream.passes(1, 0)))
+
+
+def test_batches_stay_as_they_were(open_stream):
+    stream = open_stream()
+    kept, copies = [], []
+    for batch in stream.passes(0, 0):
+        kept.append(batch.images)
+        copies.append(batch.images.clone())
+    list(stream.passes(1, 0))
+    stream.close()
+    assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+
+
+def test_labels_stay_with_their_images(open_stream, folder, tmp_path):
+    """Each map holds its image's number; the classes of a batch and its maps must name the same images."""
+    catalog = read_folder(str(folder), "train")
+    for index, path in enumerate(catalog.paths):
+        file = (tmp_path / "maps" / path).with_suffix(".pt")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(torch.full((2, 1, 2, 2), float(index)).half(), file)
+    stream = open_stream(label_maps=LabelMaps(tmp_path / "maps"))
+    plain = open_stream()
+    for epoch in range(2):
+        for batch, unlabelled in zip(stream.passes(epoch, 0), plain.passes(epoch, 0), strict=True):
+            assert batch.ids.shape == (3, 1, 2, 2)
+            assert (batch.ids[:, 0, 0, 0].numpy() == batch.indices).all()
+            assert batch.boxes.dtype == torch.float32
+            assert torch.equal(batch.images, unlabelled.images)
+
+
+def test_maps_of_two_sizes_are_refused(open_stream, folder, tmp_path):
+    catalog = read_folder(str(folder), "train")
+    for index, path in enumerate(catalog.paths):
+        file = (tmp_path / "maps" / path).with_suffix(".pt")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(torch.zeros(2, 1, 2, 2 + index % 2), file)
+    with pytest.raises(UserError, match=r"has the shape .* Make all maps with one size"):
+        list(open_stream(label_maps=LabelMaps(tmp_path / "maps")).passes(0, 0))
+
+
+def test_a_step_larger_than_the_data_is_refused(open_stream):
+    with pytest.raises(UserError, match="only 20"):
+        open_stream(batch_size=21)
+
+
+def spoilt(file, how):
+    whole = file.read_bytes()
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes({"empty": b"", "garbage": b"no image", "cut short": whole[: len(whole) // 2]}[how])
+    return whole
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "garbage", "cut short"])
+def test_a_spoilt_image_is_named_and_once_mended_training_goes_on(open_stream, folder, how):
+    stream = open_stream(batch_size=5)
+    wanted = list(stream.passes(1, 0))
+    file = folder / "train" / "a" / "08.jpg"
+    whole = spoilt(file, how)
+    with pytest.raises(UserError, match=r"a/08\.jpg.*(again|remove it)"):
+        list(stream.passes(0, 0))
+    file.write_bytes(whole)
+    assert_same(list(stream.passes(1, 0)), wanted)
+
+
+def test_an_abandoned_epoch_may_hold_a_spoilt_image(open_stream, folder):
+    stream = open_stream(batch_size=5)
+    wanted = {epoch: list(stream.passes(epoch, 0)) for epoch in range(2)}
+    paths = read_folder(str(folder), "train").paths
+    in_second_batch = folder / "train" / paths[wanted[0][1].indices[2]]
+    whole = spoilt(in_second_batch, "cut short")
+    abandoned = stream.passes(0, 0)
+    assert_same([next(abandoned)], wanted[0][:1])
+    in_second_batch.write_bytes(whole)
+    assert_same(list(stream.passes(1, 0)), wanted[1])
+
+
+def test_waiting_is_measured(open_stream):
+    stream = open_stream()
+    batches = stream.passes(0, 0)
+    outside = 0.0
+    for _ in range(6):
+        began = perf_counter()
+        next(batches)
+        outside += perf_counter() - began
+    assert 0.9 * outside - 0.01 < stream.waited_seconds <= outside
+
+
+def threads_of_process():
+    gc.collect()
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208  # native threads too
+
+
+def test_closing_ends_every_thread(open_stream):
+    before = {thread.ident for thread in threading.enumerate()}
+    native_before = threads_of_process()
+    streams = [open_stream(), open_stream(), open_stream()]
+    list(streams[0].passes(0, 0))
+    next(streams[1].passes(0, 0))
+    left_open = streams[2].passes(0, 0)
+    next(left_open)
+    assert threads_of_process() > native_before
+    for stream in streams:
+        stream.close()
+        stream.close()  # once more does no harm
+    assert {thread.ident for thread in threading.enumerate()} <= before
+    assert threads_of_process() <= native_before
+    with pytest.raises(RuntimeError, match="the stream was closed"):
+        next(left_open)
+
+
+def test_many_epochs_need_no_more_threads(open_stream):
+    stream = open_stream()
+    list(stream.passes(0, 0))
+    after_one = threads_of_process()
+    for epoch in range(10):
+        for _ in stream.passes(epoch, 4):
+            break
+    assert threads_of_process() <= after_one
