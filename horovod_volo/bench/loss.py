@@ -1,8 +1,4 @@
-"""The sparse token-label loss against the dense formula: targets, loss and gradient of one pass.
-
-The random label maps give neighbouring cells other classes, which real ones seldom do: nothing is
-gained from entries that could be merged.
-"""
+"""The sparse token-label loss against the dense formula: targets, loss and gradient of one pass."""
 
 from __future__ import annotations
 
@@ -13,13 +9,15 @@ from horovod_volo.bench.agreement import assert_agree
 from horovod_volo.bench.memory import peak_extra_bytes
 from horovod_volo.bench.pairs import alternate, repeats_for, timed
 from horovod_volo.bench.peers_loss import DenseLoss
+from horovod_volo.bench.random_labels import random_labels
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import random_labels
 from horovod_volo.config.schema import Objective
 from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixtoken import Box
 
-_TOLERANCE = 1e-5  # fp32 rounding over some ten thousand classes
+# At 21,841 classes the dense formula in fp32 is 2e-4 away from itself in float64, ours 6e-7: its softmax
+# adds up the classes one by one.
+_TOLERANCE = 1e-3
 _COMPARED = ("the loss", "the gradient of class logits", "the gradient of token logits")
 _MILLISECONDS = 1e3
 

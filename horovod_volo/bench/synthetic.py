@@ -1,4 +1,4 @@
-"""Work without images: random batches, random label maps, and a run of the real engine around them.
+"""Work without images: random batches, and a run of the real engine around them.
 
 The figures must not depend on a disk, so nothing here reads one.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from horovod_volo.bench.random_labels import random_labels
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.data.catalog import Catalog
@@ -18,26 +19,6 @@ from horovod_volo.data.stream import Batch
 from horovod_volo.engine.job import Images, Job, build_job, share_host
 from horovod_volo.engine.state import build_state
 from horovod_volo.monitor.tracker import Silent
-from horovod_volo.objective.loss import Labels
-
-MAP_SIDE, TOP = 18, 5  # of the published label maps
-
-
-def random_labels(batch: int, num_classes: int, device: torch.device, seed: int) -> Labels:
-    """Draw classes, label maps with distinct classes in each cell, and crops inside the image."""
-    random = torch.Generator().manual_seed(seed)
-    cells = (batch, TOP, MAP_SIDE, MAP_SIDE)
-    scores = torch.rand(cells, generator=random).mul_(12).sort(dim=1, descending=True).values
-    # Steps of at most a fifth of the classes, five in all, never come round to where they began.
-    steps = torch.randint(1, num_classes // TOP + 1, cells, generator=random)
-    extents = torch.rand(batch, 2, generator=random) * 0.8 + 0.2
-    corners = torch.rand(batch, 2, generator=random) * (1 - extents)
-    return Labels(
-        classes=torch.randint(num_classes, (batch,), generator=random).to(device),
-        scores=scores.half().to(device),
-        ids=(steps.cumsum(dim=1) % num_classes).int().to(device),
-        boxes=torch.cat([corners, extents], dim=1).to(device),
-    )
 
 
 def random_batch(config: Config, num_classes: int, device: torch.device, seed: int) -> Batch:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.config.errors import UserError
-
 ORDER_STREAM = 0x6F72646572  # keeps this use of the seed apart from every other
 
 
@@ -19,17 +17,6 @@ def epoch_order(seed: int, epoch: int, length: int) -> NDArray[np.int64]:
     source = np.random.Philox(np.random.SeedSequence([ORDER_STREAM, seed, epoch]))
     # Sorting raw words, not Generator.permutation: numpy promises the words never change between versions.
     return np.argsort(source.random_raw(length), kind="stable").astype(np.int64, copy=False)
-
-
-def steps_per_epoch(length: int, global_batch: int) -> int:
-    """Return how many whole global batches an epoch has; what remains waits for another epoch."""
-    if global_batch > length:
-        raise UserError(
-            f"one step takes {global_batch} images (ranks x batch size x accumulation), but there are "
-            f"only {length}. Lower --batch-size, --accumulation or the number of ranks until their "
-            f"product is {length} or less."
-        )
-    return length // global_batch
 
 
 def share_of_step(

@@ -23,8 +23,8 @@ from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
 from horovod_volo.data.catalog import Catalog
 from horovod_volo.data.conveyor import Conveyor, Labels, Load
-from horovod_volo.data.label_maps import LabelMaps, flipped
-from horovod_volo.data.order import epoch_order, share_of_step, steps_per_epoch
+from horovod_volo.data.label_maps import Ids, LabelMaps, flipped
+from horovod_volo.data.order import epoch_order, share_of_step
 from horovod_volo.data.pipeline import build_eval_pipeline, build_train_pipeline
 from horovod_volo.data.plan import Plan, plan_batch
 from horovod_volo.data.reading import read_images
@@ -61,7 +61,7 @@ class TrainStream:
         threads: int,
     ) -> None:
         self.waited_seconds = 0.0  # how long the caller has stood still for its batches
-        self.steps = steps_per_epoch(len(catalog), size * settings.batch_size * accumulation)
+        self.steps = len(catalog) // (size * settings.batch_size * accumulation)  # whole global batches
         self._catalog = catalog
         self._label_maps = label_maps
         self._settings = settings
@@ -123,13 +123,7 @@ class TrainStream:
     ) -> Labels:
         paths = [self._catalog.paths[index] for index in indices]
         maps = list(self._readers.map(label_maps.read, paths))
-        shapes = [ids.shape for _, ids in maps]
-        for path, shape in zip(paths, shapes, strict=True):
-            if shape != shapes[0]:
-                raise UserError(
-                    f"the label map of {path} has the shape {shape}, that of {paths[0]} has {shapes[0]}. "
-                    "Make all maps with one size."
-                )
+        self._check_maps(paths, [ids for _, ids in maps])
         turned = [
             flipped(scores, ids, horizontal, vertical)
             for (scores, ids), horizontal, vertical in zip(
@@ -141,6 +135,20 @@ class TrainStream:
             ids=np.stack([ids for _, ids in turned]),
             boxes=plan.fractions(sizes),
         )
+
+    def _check_maps(self, paths: list[str], maps: list[Ids]) -> None:
+        classes = len(self._catalog.classes)
+        for path, ids in zip(paths, maps, strict=True):
+            if ids.shape != maps[0].shape:
+                raise UserError(
+                    f"the label map of {path} has the shape {ids.shape}, that of {paths[0]} has "
+                    f"{maps[0].shape}. Make all maps with one size."
+                )
+            if ids.max() >= classes:
+                raise UserError(
+                    f"the label map of {path} names class {ids.max()}, but there are {classes} class "
+                    "folders: it was made for other classes. Make the maps for these."
+                )
 
 
 class EvalStream:

@@ -6,6 +6,7 @@ A rank that dies or hangs ends the whole launch: the test fails, it never waits 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -54,10 +55,8 @@ def run(words: list[str], *, seconds: int = 120, **extra: str) -> subprocess.Com
         try:
             output, _ = process.communicate(timeout=seconds)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
     return subprocess.CompletedProcess(words, process.returncode, output, "")
 
 

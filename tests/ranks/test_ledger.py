@@ -25,4 +25,4 @@ def test_one_two_and_three_ranks_see_the_same(tmp_path):
     for where, index, digest, *_ in ledgers[1]:
         pixels[where.split()[1]][index] = digest
     shared = pixels["0"].keys() & pixels["1"].keys()
-    assert all(pixels["0"][index] != pixels["1"][index] for index in shared), "an epoch repeats another's cuts"
+    assert all(pixels["0"][index] != pixels["1"][index] for index in shared), "an epoch repeats cuts"

@@ -26,8 +26,8 @@ def test_ranks_agree(tmp_path, start_with, ranks, controller):
         assert seen["shared"] == "from 0"
         suffix = f" (seen on rank {ranks - 1} of {ranks})" if ranks > 1 else ""
         assert seen["problem"] == "the disk is missing" + suffix
-        divergence = f"Weights on rank {ranks - 1} differ from rank 0's." if ranks > 1 else "nothing was raised"
-        assert seen["divergence"] == divergence
+        differs = f"Weights on rank {ranks - 1} differ from rank 0's."
+        assert seen["divergence"] == (differs if ranks > 1 else "nothing was raised")
 
 
 def test_ranks_that_would_train_alone_are_refused(tmp_path):

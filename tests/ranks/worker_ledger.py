@@ -32,7 +32,9 @@ def main(out: Path, images: Path, global_batch: int) -> None:
         for epoch in (0, 1)
         for step, batch in enumerate(stream.passes(epoch, 0))
         for index, *described in zip(
-            batch.indices, *map(digests, (batch.images, batch.classes, batch.scores, batch.ids, batch.boxes))
+            batch.indices,
+            *map(digests, (batch.images, batch.classes, batch.scores, batch.ids, batch.boxes)),
+            strict=True,
         )
     ]
     stream.close()

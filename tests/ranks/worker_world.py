@@ -13,7 +13,8 @@ def main(out: Path) -> None:
     world = World.join()
     mean = torch.full((3,), float(world.rank))
     world.mean_(mean, "mean")
-    tensors = [torch.full((2, 2), float(world.rank)), torch.tensor(world.rank), torch.tensor([world.rank == 0])]
+    number = torch.tensor(world.rank)
+    tensors = [torch.full((2, 2), float(world.rank)), number, torch.tensor([world.is_main])]
     world.broadcast_(tensors)
     world.assert_same(tensors[:1], "broadcast tensors")
     channels_last = torch.full((2, 3, 4, 5), float(world.rank)).to(memory_format=torch.channels_last)

@@ -27,7 +27,7 @@ from horovod_volo.config.values import all_settings, assemble
 
 
 def test_the_settings_are_the_schemas_fields() -> None:
-    assert NAMES == [setting.name for setting in all_settings()]
+    assert [setting.name for setting in all_settings()] == NAMES
     assert set(EXAMPLES) | set(COMPANIONS) | set(FURTHER_FLAGS) <= set(NAMES)
 
 

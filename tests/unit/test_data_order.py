@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.order import epoch_order, share_of_step, steps_per_epoch
+from horovod_volo.data.order import epoch_order, share_of_step
 
 
 def test_an_epoch_is_a_permutation_fixed_by_seed_and_epoch():
@@ -45,14 +44,3 @@ def test_a_step_sees_the_same_images_however_they_are_shared(size, batch, accumu
 def test_a_rank_reads_every_size_th_position_from_its_own():
     share = share_of_step(np.arange(100), 2, rank=1, size=3, batch=2, accumulation=2)
     assert share.tolist() == [[25, 28], [31, 34]]
-
-
-def test_steps_are_whole_global_batches():
-    assert steps_per_epoch(1000, 100) == 10
-    assert steps_per_epoch(1099, 100) == 10
-    assert steps_per_epoch(7, 7) == 1
-
-
-def test_a_step_larger_than_the_data_is_refused():
-    with pytest.raises(UserError, match=r"takes 8 images .* there are only 7. .* product is 7 or less"):
-        steps_per_epoch(7, 8)

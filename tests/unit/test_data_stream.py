@@ -139,13 +139,14 @@ def test_labels_stay_with_their_images(open_stream, folder, tmp_path):
     for index, path in enumerate(catalog.paths):
         file = (tmp_path / "maps" / path).with_suffix(".pt")
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(torch.full((2, 1, 2, 2), float(index)).half(), file)
+        scores = torch.full((1, 1, 2, 2), float(index))
+        torch.save(torch.cat([scores, torch.zeros_like(scores)]).half(), file)
     stream = open_stream(label_maps=LabelMaps(tmp_path / "maps"))
     plain = open_stream()
     for epoch in range(2):
         for batch, unlabelled in zip(stream.passes(epoch, 0), plain.passes(epoch, 0), strict=True):
             assert batch.ids.shape == (3, 1, 2, 2)
-            assert (batch.ids[:, 0, 0, 0].numpy() == batch.indices).all()
+            assert (batch.scores[:, 0, 0, 0].numpy() == batch.indices).all()
             assert batch.boxes.dtype == torch.float32
             assert torch.equal(batch.images, unlabelled.images)
 
@@ -160,9 +161,14 @@ def test_maps_of_two_sizes_are_refused(open_stream, folder, tmp_path):
         list(open_stream(label_maps=LabelMaps(tmp_path / "maps")).passes(0, 0))
 
 
-def test_a_step_larger_than_the_data_is_refused(open_stream):
-    with pytest.raises(UserError, match="only 20"):
-        open_stream(batch_size=21)
+def test_maps_for_other_classes_are_refused(open_stream, folder, tmp_path):
+    catalog = read_folder(str(folder), "train")
+    for path in catalog.paths:
+        file = (tmp_path / "maps" / path).with_suffix(".pt")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(torch.full((2, 1, 2, 2), float(len(catalog.classes))), file)
+    with pytest.raises(UserError, match=r"names class \d+, but there are \d+ class folders"):
+        next(open_stream(label_maps=LabelMaps(tmp_path / "maps")).passes(0, 0))
 
 
 def spoilt(file, how):

@@ -1,0 +1,175 @@
+"""A mistake ends the real entry soon, with one line that says what to do, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.smoke.conftest import HELD_OUT_IMAGES, TRAIN_IMAGES, Ended, run_entry
+
+MISTAKE, STOPPED = 2, 75
+TINY = ["--model", "volo_demo", "--img-size", "32", "-b", "8", "--epochs", "1", "--warmup-epochs", "0"]
+
+
+def files_under(folder: Path) -> dict[str, tuple[int, int]]:
+    """List what is in a folder, so that any change shows."""
+    found = sorted(folder.rglob("*"))
+    return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in found}
+
+
+def assert_refused(ended: Ended, said: str) -> None:
+    assert ended.status == MISTAKE, ended.output
+    assert len(ended.lines) == 1, ended.output
+    assert ended.lines[0].startswith("error: ")
+    assert said in ended.lines[0]
+    assert ended.cpu_seconds < 10
+
+
+def test_help_answers_at_once() -> None:
+    ended = run_entry("--help")
+    assert ended.status == 0
+    assert ended.lines[0].startswith("usage: horovodrun -np RANKS python -m horovod_volo.train DATA_DIR")
+    assert ended.cpu_seconds < 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--modle", "volo_demo"], "There is no flag --modle. Did you mean --model?"),
+        (["--epochs", "ten"], "--epochs takes a whole number, not 'ten'."),
+        (["--model", "volo_d9"], "There is no model 'volo_d9'. Did you mean volo_d"),
+        (["-b", "41"], "= 41 images, but there are 40. Use --batch-size 40 or less."),
+        (["--num-classes", "1000"], "has 10 class folders. Drop --num-classes."),
+        (["--finetune", "/nowhere/weights.pth"], "There are no weights at /nowhere/weights.pth."),
+        (["--resume", "/nowhere/run"], "There is no checkpoint at /nowhere/run."),
+        (["--token-label", "--token-label-data", "/nowhere/maps"], "/nowhere/maps"),
+    ],
+    ids=["flag", "type", "model", "batch", "classes", "finetune", "resume", "label maps"],
+)
+def test_mistakes_in_settings(arguments: list[str], said: str, demo_set: Path, tmp_path: Path) -> None:
+    ended = run_entry(str(demo_set), *TINY, "--output", str(tmp_path / "runs"), *arguments)
+    assert_refused(ended, said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_data_folder(tmp_path: Path) -> None:
+    ended = run_entry(str(tmp_path / "nowhere"), "--output", str(tmp_path / "runs"))
+    assert_refused(ended, f"there is no data folder {tmp_path}/nowhere")
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_data_folder_at_all(tmp_path: Path) -> None:
+    assert_refused(run_entry("--output", str(tmp_path / "runs")), "Give the data folder")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_class_folder(demo_set: Path, tmp_path: Path) -> None:
+    shutil.copytree(demo_set / "val", tmp_path / "data" / "val")
+    shutil.copytree(demo_set / "train", tmp_path / "data" / "train")
+    empty = sorted((tmp_path / "data" / "train").iterdir())[3]
+    shutil.rmtree(empty)
+    empty.mkdir()
+    ended = run_entry(str(tmp_path / "data"), *TINY, "--output", str(tmp_path / "runs"))
+    assert_refused(ended, f"no images in {empty}")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_key_in_a_recipe(demo_set: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.toml"
+    recipe.write_text("[update]\nepoch = 3\n")
+    ended = run_entry(str(demo_set), "--recipe", str(recipe), "--output", str(tmp_path / "runs"))
+    assert_refused(ended, f"Recipe {recipe} has an unknown key 'epoch' in [update]. Did you mean epochs?")
+    assert list(tmp_path.iterdir()) == [recipe]
+
+
+def test_an_output_that_cannot_be_written(demo_set: Path, tmp_path: Path) -> None:
+    in_the_way = tmp_path / "runs"
+    in_the_way.write_text("a file")
+    ended = run_entry(str(demo_set), *TINY, "--output", str(in_the_way))
+    assert_refused(ended, f"The run folder {in_the_way}/volo_demo cannot be written")
+    assert list(tmp_path.iterdir()) == [in_the_way]
+
+
+# Checkpoints of another run
+
+
+@pytest.fixture(scope="module")
+def stopped_run(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two steps and keep a checkpoint of each."""
+    output = tmp_path_factory.mktemp("stopped")
+    ended = run_entry(
+        *(str(demo_set), *TINY, "--output", str(output), "--name", "first"),
+        *("--checkpoint-every", "1", "--stop-at-step", "2"),
+    )
+    assert ended.status == STOPPED, ended.output
+    return output / "first"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--name", "first"], "already holds a run. Add --resume auto to go on with it, or give"),
+        (["--name", "first", "--resume", "auto", "--img-size", "64"], "has img_size 32, this run has 64"),
+        (["--name", "first", "--resume", "auto", "--model", "volo_d1"], "Give --model volo_demo."),
+        (["--name", "first", "--resume", "auto", "-b", "5"], "batch size x accumulation must be 8."),
+        (["--name", "other", "--resume", "FIRST", "--seed", "1"], "has seed 42, this run has 1"),
+        (["--name", "first", "--resume", "FIRST/checkpoints/step_00000001"], "a run up to step_00000002"),
+    ],
+    ids=["folder taken", "image size", "model", "batch", "seed", "earlier checkpoint"],
+)
+def test_a_run_that_would_not_go_on_where_another_stopped(
+    arguments: list[str], said: str, stopped_run: Path, demo_set: Path
+) -> None:
+    before = files_under(stopped_run.parent)
+    given = [argument.replace("FIRST", str(stopped_run)) for argument in arguments]
+    ended = run_entry(str(demo_set), *TINY, "--output", str(stopped_run.parent), *given)
+    assert_refused(ended, said)
+    assert files_under(stopped_run.parent) == before
+
+
+# Several ranks: the launcher adds words of its own, so only what the ranks say counts.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-b", "21"], f"= {2 * 21} images, but there are {TRAIN_IMAGES}. Use --batch-size 20 or less."),
+        (["--modle", "volo_demo"], "There is no flag --modle. Did you mean --model?"),
+    ],
+    ids=["more than there is", "flag"],
+)
+def test_several_ranks_say_it_once(arguments: list[str], said: str, demo_set: Path, tmp_path: Path) -> None:
+    ended = run_entry(
+        *(str(demo_set), *TINY, "--output", str(tmp_path / "runs"), *arguments), ranks=2, start_with="gloo"
+    )
+    assert ended.status != 0
+    spoken = [line for line in ended.lines if line.startswith("[")]  # "[0]<stderr>:error: ..."
+    assert len(spoken) == 1, ended.output
+    assert spoken[0].startswith("[0]<stderr>:error: ")
+    assert said in spoken[0]
+    assert ended.cpu_seconds < 2 * 10
+    assert not list(tmp_path.iterdir())
+
+
+def test_more_ranks_than_images(demo_set: Path, tmp_path: Path) -> None:
+    """One image a rank and pass, and still a step takes more than there is."""
+    few = tmp_path / "data"
+    for split in ("train", "val"):
+        source = sorted((demo_set / split).iterdir())[0]
+        (few / split / source.name).mkdir(parents=True)
+        shutil.copy(sorted(source.iterdir())[0], few / split / source.name)
+    ended = run_entry(
+        *(str(few), *TINY, "-b", "1", "--output", str(tmp_path / "runs")), ranks=2, start_with="gloo"
+    )
+    assert ended.status != 0
+    spoken = [line for line in ended.lines if line.startswith("[")]
+    assert len(spoken) == 1, ended.output
+    assert "there are 1. Start at most 1 ranks" in spoken[0]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_small_set_is_what_these_tests_count_on(demo_set: Path) -> None:
+    assert len(list((demo_set / "train").rglob("*.jpg"))) == TRAIN_IMAGES
+    assert len(list((demo_set / "val").rglob("*.jpg"))) == HELD_OUT_IMAGES

@@ -1,0 +1,90 @@
+"""The command lines of the published work run as they are printed; here only to tell what they would do."""
+
+from __future__ import annotations
+
+import shlex
+import tomllib
+from typing import Any
+
+import pytest
+
+from tests.smoke.conftest import Ended, run_entry
+
+PRETRAIN = r"""
+    horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet \
+      --model volo_d5 --img-size 224 -b 44 --lr 1.0e-4 --drop-path 0.75 --apex-amp \
+      --token-label --token-label-size 14 --token-label-data /path/to/token_label_data
+"""
+FINETUNE = r"""
+    horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet \
+      --model volo_d5 --img-size 512 -b 4 --lr 2.3e-5 --drop-path 0.5 --apex-amp --epochs 30 \
+      --weight-decay 1.0e-8 --warmup-epochs 5 --ground-truth \
+      --token-label --token-label-size 24 --token-label-data /path/to/token_label_data \
+      --finetune /path/to/pretrained_224_volo_d5/
+"""
+
+
+def arguments_of(command: str) -> list[str]:
+    words = shlex.split(command.replace("\\\n", " "))
+    launch = shlex.split("horovodrun -np 8 python -m horovod_volo.train")
+    assert words[: len(launch)] == launch
+    return words[len(launch) :]
+
+
+def told(lines: list[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Take apart what a dry run prints: settings as a recipe, facts, and notes."""
+    first_fact = next(number for number, line in enumerate(lines) if line.startswith("     ranks  "))
+    settings = tomllib.loads("\n".join(lines[:first_fact]))
+    facts = [(line[:10].strip(), line[12:]) for line in lines[first_fact:]]
+    return settings, dict(facts), [fact for name, fact in facts if name == "note"]
+
+
+def dry_run(command: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    ended: Ended = run_entry(*arguments_of(command), "--dry-run", "--ranks", "8")
+    assert ended.status == 0, ended.output
+    return told(ended.lines)
+
+
+def test_pretraining_of_the_largest_network() -> None:
+    settings, facts, notes = dry_run(PRETRAIN)
+    assert facts["ranks"] == "8"
+    assert facts["model"] == "volo_d5, 295,455,584 parameters, 224 px"
+    assert facts["images"] == "1,281,167 of 1,000 classes"
+    assert facts["batch"] == "352 images a step = 8 ranks x 44 x 1 passes"
+    assert facts["rate"] == "peak 0.0001, as given by --lr"
+    assert facts["length"] == "310 epochs x 3,639 steps = 1,128,090 steps (72,780 of warm-up)"
+    assert facts["precision"].startswith("fp16; ")
+    assert settings["model"]["drop_path"] == 0.75
+    assert settings["objective"]["token_label_data"] == "/path/to/token_label_data"
+    assert notes == [
+        "/path/to/imagenet is not on this machine",
+        "/path/to/token_label_data is not on this machine",
+        "counted with the images of ImageNet-1K",
+    ]
+
+
+def test_finetuning_at_512_pixels() -> None:
+    settings, facts, notes = dry_run(FINETUNE)
+    assert facts["model"] == "volo_d5, 296,091,488 parameters, 512 px"
+    assert facts["batch"] == "32 images a step = 8 ranks x 4 x 1 passes"
+    assert facts["rate"] == "peak 2.3e-05, as given by --lr"
+    assert facts["length"] == "40 epochs x 40,036 steps = 1,601,440 steps (200,180 of warm-up)"
+    assert settings["update"]["weight_decay"] == 1e-8
+    assert settings["objective"]["ground_truth"] is True
+    assert settings["model"]["finetune"] == "/path/to/pretrained_224_volo_d5/"
+    # 24 labels a side are of another input size; said, not done in silence.
+    assert notes[0].startswith("--token-label-size 24 does not fit --img-size 512")
+    assert notes[0].endswith("so 32 is used")
+    assert "/path/to/pretrained_224_volo_d5/ is not on this machine" in notes
+
+
+@pytest.mark.parametrize("command", [PRETRAIN], ids=["pretrain"])
+def test_under_its_launcher_it_is_told_once(command: str) -> None:
+    ended = run_entry(*arguments_of(command), "--dry-run", ranks=2, start_with="gloo")
+    assert ended.status == 0, ended.output
+    spoken = [line.removeprefix("[0]<stdout>:") for line in ended.lines if line.startswith("[0]<stdout>:")]
+    assert not any(line.startswith("[1]") for line in ended.lines)
+    _, facts, _ = told(spoken)
+    assert facts["ranks"] == "2"
+    assert facts["batch"] == "88 images a step = 2 ranks x 44 x 1 passes"
+    assert sum("images a step" in line for line in ended.lines) == 1

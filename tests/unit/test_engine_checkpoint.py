@@ -1,0 +1,280 @@
+"""Checkpoints: equal to the bit, whole or absent, and damage is told from health."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.engine.checkpoint import (
+    damage,
+    find_checkpoint,
+    has_checkpoint,
+    point,
+    prune,
+    read_state,
+    read_tensors,
+    save_checkpoint,
+)
+
+Files = dict[str, dict[str, Tensor]]
+FACTS = {"model": "volo_demo", "seed": 42, "scaler": {"scale": 65536.0, "_growth_tracker": 3}}
+
+
+def files(number: float = 1.0, length: int = 5) -> Files:
+    return {
+        "model": {"weight": torch.full((length,), number), "count": torch.tensor(int(number))},
+        "optimizer": {"weight/exp_avg": torch.full((2, 3), -number)},
+    }
+
+
+def save(run: Path, step: int, number: float = 1.0) -> Path:
+    return save_checkpoint(run / "checkpoints", step, files(number), FACTS)
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def weight_of(checkpoint: Path) -> float:
+    return float(read_tensors(checkpoint)["model"]["weight"][0])
+
+
+# Whole
+
+
+def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(0)
+    storage = torch.randn(100, generator=random)
+    tensors = {
+        "float": torch.randn(3, 4, 5, generator=random),
+        "odd values": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
+        "half": torch.randn(7, generator=random).half(),
+        "bf16": torch.randn(7, generator=random).bfloat16(),
+        "double": torch.randn(2, generator=random).double(),
+        "long": torch.tensor(2**62 + 1),
+        "bool": torch.tensor([True, False]),
+        "empty": torch.zeros(0, 3),
+        "view one": storage[:10],
+        "view two": storage[5:20],  # overlaps with the first
+        "again": storage[:10],
+        "transposed": storage.view(10, 10).t(),
+        "channels last": torch.randn(2, 3, 4, 4, generator=random).to(memory_format=torch.channels_last),
+        "needs gradient": torch.nn.Parameter(torch.randn(3, generator=random)),
+    }
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    checkpoint = save_checkpoint(tmp_path, 12, {"model": tensors}, {})
+    assert damage(checkpoint) is None
+    found = read_tensors(checkpoint)["model"]
+    assert found.keys() == tensors.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == before[name].dtype
+        assert tensor.shape == before[name].shape
+        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+        assert torch.equal(tensor.contiguous().view(width), before[name].contiguous().view(width)), name
+    assert torch.equal(storage[:10], before["view one"])  # what is saved is left alone
+
+
+def test_facts_come_back(tmp_path: Path) -> None:
+    state = read_state(save(tmp_path, 12))
+    assert {name: state[name] for name in FACTS} == FACTS
+    assert state["step"] == 12
+    assert set(state["sha256"]) == {"model", "optimizer"}
+
+
+def test_a_checkpoint_is_as_readable_as_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "any").touch()
+    for file in save(tmp_path, 1).iterdir():
+        assert oct(file.stat().st_mode) == oct((tmp_path / "any").stat().st_mode), file.name
+
+
+def test_the_same_step_saved_twice_is_the_second(tmp_path: Path) -> None:
+    save(tmp_path, 3, number=1)
+    (tmp_path / "checkpoints" / "step_00000003" / "evaluation.json").write_text("{}")
+    again = save(tmp_path, 3, number=2)
+    assert weight_of(again) == 2
+    assert damage(again) is None
+    assert names(tmp_path) == ["last", "step_00000003"]
+    assert not (again / "evaluation.json").exists()  # was of other weights
+
+
+# Or absent
+
+
+def test_what_a_kill_leaves_is_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:
+    whole = save(tmp_path, 1)
+    for step in (2, 7):
+        partial = tmp_path / "checkpoints" / f".step_{step:08}.partial"
+        partial.mkdir()
+        (partial / "model.safetensors").write_bytes(b"half of it")
+    assert find_checkpoint(str(tmp_path)) == whole
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["last", "step_00000001", "step_00000002"]
+
+
+def test_a_run_killed_in_its_first_save_has_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".step_00000001.partial").mkdir(parents=True)
+    assert not has_checkpoint(tmp_path)
+    with pytest.raises(UserError, match=r"There is no checkpoint at .* takes a run folder or a checkpoint"):
+        find_checkpoint(str(tmp_path))
+    save(tmp_path, 1)
+    assert has_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "."])
+def test_no_checkpoint_is_a_users_mistake(where: str, tmp_path: Path) -> None:
+    assert not has_checkpoint(tmp_path / where)
+    with pytest.raises(UserError, match="There is no checkpoint"):
+        find_checkpoint(str(tmp_path / where))
+
+
+# Damage
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_changed_file_is_told(name: str, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 20)
+    file = checkpoint / name
+    content = file.read_bytes()
+    for place in {*range(0, len(content), 7), len(content) - 1}:
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        file.write_bytes(flipped)
+        assert damage(checkpoint) is not None, place
+    for length in (0, 1, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:length])
+        assert damage(checkpoint) is not None, length
+    file.unlink()
+    assert damage(checkpoint) is not None
+    file.write_bytes(content)
+    assert damage(checkpoint) is None
+
+
+@pytest.mark.parametrize("content", ["3", "[]", "null", '"text"', "{}", '{"sha256": {}}', "\udcff"])
+def test_facts_of_another_kind_are_damage(content: str, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    (checkpoint / "state.json").write_bytes(content.encode(errors="surrogateescape"))
+    assert damage(checkpoint) is not None
+
+
+def test_a_changed_step_is_told(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 20)
+    state = read_state(checkpoint)
+    (checkpoint / "state.json").write_text(json.dumps(state | {"step": 21}, indent=2))
+    assert damage(checkpoint) == "state.json does not match its checksum"
+
+
+def test_the_newest_whole_one_is_chosen(tmp_path: Path) -> None:
+    saved = [save(tmp_path, step) for step in (9, 10, 100)]
+    assert find_checkpoint(str(tmp_path)) == saved[2]
+    (saved[2] / "model.safetensors").write_bytes(b"")
+    assert find_checkpoint(str(tmp_path)) == saved[1]
+    (saved[1] / "state.json").unlink()
+    assert find_checkpoint(str(tmp_path)) == saved[0]
+    (saved[0] / "optimizer.safetensors").unlink()
+    with pytest.raises(
+        UserError, match=r"None of the 3 checkpoints in .* is whole: model\.safetensors does not"
+    ):
+        find_checkpoint(str(tmp_path))
+    assert has_checkpoint(tmp_path)
+
+
+def test_a_damaged_one_that_is_asked_for_by_name_is_refused(tmp_path: Path) -> None:
+    saved = [save(tmp_path, step) for step in (1, 2)]
+    (saved[1] / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match=r"step_00000002 is damaged: model\.safetensors does not match"):
+        find_checkpoint(str(saved[1]))
+    with pytest.raises(UserError, match="is damaged"):
+        find_checkpoint(str(tmp_path / "checkpoints" / "last"))
+    assert find_checkpoint(str(saved[0])) == saved[0]
+
+
+# Links and room
+
+
+def test_last_and_best_lead_to_checkpoints_wherever_the_run_is_moved(tmp_path: Path) -> None:
+    saved = [save(tmp_path / "run", step) for step in (1, 2)]
+    folder = tmp_path / "run" / "checkpoints"
+    assert (folder / "last").resolve() == saved[1]
+    point(folder / "best", saved[0])
+    assert (folder / "best").resolve() == saved[0]
+    point(folder / "best", saved[1])
+    assert (folder / "best").resolve() == saved[1]
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert (tmp_path / "moved" / "checkpoints" / "best" / "state.json").is_file()
+    assert find_checkpoint(str(tmp_path / "moved" / "checkpoints" / "last")).name == "step_00000002"
+    assert sorted(path.name for path in (tmp_path / "moved" / "checkpoints").iterdir()) == [
+        "best",
+        "last",
+        "step_00000001",
+        "step_00000002",
+    ]
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+    saved = [save(tmp_path, step) for step in (1, 2, 3, 9, 10)]
+    point(tmp_path / "checkpoints" / "best", saved[1])
+    prune(saved[-1], keep=2)
+    assert names(tmp_path) == ["best", "last", "step_00000002", "step_00000009", "step_00000010"]
+    point(tmp_path / "checkpoints" / "best", saved[4])
+    prune(saved[-1], keep=2)
+    assert names(tmp_path) == ["best", "last", "step_00000009", "step_00000010"]
+    prune(saved[-1], keep=5)
+    assert names(tmp_path) == ["best", "last", "step_00000009", "step_00000010"]
+
+
+def test_pruning_never_takes_the_one_just_saved(tmp_path: Path) -> None:
+    """After damage the run goes on from an earlier step, and its next checkpoint is not the highest."""
+    damaged = [save(tmp_path, step) for step in (20, 30)]
+    for checkpoint in damaged:
+        (checkpoint / "model.safetensors").write_bytes(b"")
+    save(tmp_path, 10)
+    prune(save(tmp_path, 15), keep=2)
+    assert names(tmp_path) == ["last", "step_00000010", "step_00000015"]
+    assert find_checkpoint(str(tmp_path)).name == "step_00000015"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of one MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting is not allowed here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+# The first tensor file does not fit; or it does, and the facts behind it do not.
+@pytest.mark.parametrize("length", [10**6, 200_000], ids=["tensors", "facts"])
+def test_a_full_disk_is_told_and_earlier_checkpoints_are_intact(length: int, small_disk: Path) -> None:
+    earlier = save(small_disk, 1)
+    room = {"model": {"weight": torch.zeros(length)}}
+    facts = {} if length == 10**6 else {"padding": "x" * 2**20}
+    with pytest.raises(
+        UserError, match=r"step_00000002 could not be written: .*No space left .*--resume auto"
+    ):
+        save_checkpoint(small_disk / "checkpoints", 2, room, facts)
+    assert names(small_disk) == ["last", "step_00000001"]  # and the room is free again
+    assert damage(earlier) is None
+    assert find_checkpoint(str(small_disk)) == earlier
+    assert weight_of(save(small_disk, 2, number=3)) == 3
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    with pytest.raises(UserError, match=r"could not be written: .*checkpoints"):
+        save(tmp_path, 1)
+    assert (tmp_path / "checkpoints").read_text() == "a file where the folder should be"

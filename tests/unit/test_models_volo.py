@@ -1,0 +1,208 @@
+"""The networks are timm's VOLO to the bit, and the training forward is made of the same pieces."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
+from horovod_volo.config.errors import UserError
+from horovod_volo.models.build import build_model, check_model_name, default_crop_pct
+from horovod_volo.models.volo import Volo
+from horovod_volo.objective.mixtoken import Box
+
+timm = pytest.importorskip("timm")
+DropPath = pytest.importorskip("timm.layers").DropPath
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def on_meta(name: str, *, img_size: int, drop_path: float = 0.0) -> Volo:
+    """Build a network without the memory for its weights."""
+    with torch.device("meta"):
+        return build_model(name, img_size=img_size, num_classes=1000, drop_path=drop_path)
+
+
+def demo(drop_path: float = 0.0) -> Volo:
+    torch.manual_seed(0)
+    return perturbed(build_model("volo_demo", img_size=64, num_classes=10, drop_path=drop_path))
+
+
+def perturbed(model: Network) -> Network:
+    """Move everything that fresh weights leave at 0 or 1, so that nothing is equal by leaving it out."""
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=random))
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.add_(0.5 * torch.rand(buffer.shape, generator=random))
+    return model
+
+
+def images(batch: int, side: int) -> Tensor:
+    return torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(2))
+
+
+def unchanged(tokens: Tensor) -> Tensor:
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "img_size", "parameters"),
+    [
+        ("volo_d1", 224, 26_632_040),
+        ("volo_d2", 224, 58_678_336),
+        ("volo_d3", 224, 86_325_072),
+        ("volo_d4", 224, 192_961_520),
+        ("volo_d5", 224, 295_455_584),
+        ("volo_d1", 384, 26_777_960),
+        ("volo_d5", 512, 296_091_488),
+    ],
+)
+def test_the_networks_have_the_published_size(name: str, img_size: int, parameters: int) -> None:
+    assert sum(map(Tensor.numel, on_meta(name, img_size=img_size).parameters())) == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("volo_d1", 224), ("volo_d2", 384), ("volo_d3", 448), ("volo_d4", 448), ("volo_d5", 512)],
+)
+def test_weights_are_called_and_shaped_as_timms(name: str, side: int) -> None:
+    with torch.device("meta"):
+        theirs = timm.create_model(f"{name}_{side}")
+    shapes = {key: tensor.shape for key, tensor in theirs.state_dict().items()}
+    ours = on_meta(name, img_size=side)
+    assert {key: tensor.shape for key, tensor in ours.state_dict().items()} == shapes
+    assert ours.no_weight_decay() == theirs.no_weight_decay() == {"pos_embed", "cls_token"}
+
+
+def test_evaluation_is_timms_with_weights_of_either() -> None:
+    torch.manual_seed(0)
+    ours = perturbed(build_model("volo_d1", img_size=224, num_classes=1000, drop_path=0.1)).eval()
+    theirs = timm.create_model("volo_d1_224").eval()
+    picture = images(1, 224)
+    with torch.inference_mode():
+        expected = ours(picture)  # (1, 1000)
+        assert (theirs(picture) - expected).abs().max() > 1e-2  # other weights, other logits
+        theirs.load_state_dict(ours.state_dict(), strict=True)
+        assert torch.equal(theirs(picture), expected)
+        ours.load_state_dict(perturbed(theirs).state_dict(), strict=True)
+        assert not torch.equal(ours(picture), expected)
+        assert torch.equal(ours(picture), theirs(picture))
+
+
+def test_evaluation_adds_half_the_best_token_to_the_class() -> None:
+    model = demo().eval()
+    with torch.inference_mode():
+        class_logits, token_logits = model.training_logits(images(3, 64), unchanged)
+        assert class_logits.shape == (3, 10)
+        assert token_logits.shape == (3, 16, 10)
+        assert torch.equal(class_logits + 0.5 * token_logits.max(dim=1).values, model(images(3, 64)))
+        features = model.forward_features(images(3, 64))  # (batch, 1 + tokens, channels)
+        assert torch.equal(token_logits, model.aux_head(features[:, 1:]))
+        assert torch.equal(class_logits, model.head(features[:, 0]))
+
+
+def test_exchanging_whole_images_is_another_order_of_the_batch() -> None:
+    model = demo().eval()
+    with torch.inference_mode():
+        class_logits, token_logits = model.training_logits(images(3, 64), unchanged)
+        of_others, own = model.training_logits(images(3, 64), lambda grid: grid.flip(0))
+    assert not torch.allclose(class_logits, class_logits.flip(0), atol=1e-3)
+    torch.testing.assert_close(of_others, class_logits.flip(0), rtol=0, atol=1e-5)
+    torch.testing.assert_close(own, token_logits, rtol=0, atol=1e-5)  # undone on the token logits
+
+
+def test_the_same_box_is_exchanged_after_the_stem_and_on_the_logits() -> None:
+    model, pictures = demo().eval(), images(4, 64)
+    box = Box(top=1, left=0, height=2, width=3, grid=4)
+    seen: list[Tensor] = []
+
+    def watched(grid: Tensor) -> Tensor:
+        seen.append(grid)
+        return box.exchange(grid)
+
+    def only_before(grid: Tensor) -> Tensor:
+        return box.exchange(grid) if grid.shape[1] == 8 else grid
+
+    with torch.inference_mode():
+        class_logits, token_logits = model.training_logits(pictures, watched)
+        stem = model.patch_embed(pictures)  # (batch, channels, rows, columns)
+        class_of_mixed, tokens_of_mixed = model.training_logits(pictures, only_before)
+        unmixed, _ = model.training_logits(pictures, unchanged)
+    assert [tuple(grid.shape) for grid in seen] == [(4, 8, 8, 48), (4, 4, 4, 10)]
+    assert torch.equal(seen[0].permute(0, 3, 1, 2), stem)
+    assert torch.equal(class_logits, class_of_mixed)
+    assert not torch.allclose(class_logits, unmixed, atol=1e-3)
+    grid, mixed = token_logits.view(4, 4, 4, 10), tokens_of_mixed.view(4, 4, 4, 10)
+    for image in range(4):
+        for row in range(4):
+            for column in range(4):
+                source = 3 - image if row in (1, 2) and column < 3 else image
+                assert torch.equal(grid[image, row, column], mixed[source, row, column])
+
+
+def test_exchanging_twice_restores_tokens_and_logits() -> None:
+    model = demo().eval()
+    box = Box(top=0, left=1, height=3, width=2, grid=4)
+    with torch.inference_mode():
+        plain = model.training_logits(images(3, 64), unchanged)
+        twice = model.training_logits(images(3, 64), lambda grid: box.exchange(box.exchange(grid)))
+    assert torch.equal(plain[0], twice[0])
+    assert torch.equal(plain[1], twice[1])
+
+
+def test_every_weight_learns_from_the_training_logits() -> None:
+    model = demo().train()
+    class_logits, token_logits = model.training_logits(images(4, 64), unchanged)
+    (class_logits.square().mean() + token_logits.square().mean()).backward()
+    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+
+
+@pytest.mark.parametrize(("name", "rate"), [("volo_d1", 0.2), ("volo_d5", 0.75)])
+def test_stochastic_depth_rises_over_the_transformers_alone(name: str, rate: float) -> None:
+    outlookers, transformers = {"volo_d1": (4, 14), "volo_d5": (12, 36)}[name]
+    model = on_meta(name, img_size=224, drop_path=rate)
+    rates = {key: module.drop_prob for key, module in model.named_modules() if isinstance(module, DropPath)}
+    assert all(key.startswith("network.") and not key.startswith("network.0.") for key in rates)
+    per_branch = [rates[key] for key in rates if key.endswith("drop_path1")]
+    assert [rates[key] for key in rates if key.endswith("drop_path2")] == per_branch
+    blocks = outlookers + transformers
+    expected = [rate * block / (blocks - 1) for block in range(outlookers, blocks)]
+    assert per_branch == pytest.approx(expected)
+    if name == "volo_d1":
+        assert (per_branch[0], per_branch[-1]) == pytest.approx((0.0471, 0.2), abs=5e-5)
+
+
+def test_without_stochastic_depth_there_is_none() -> None:
+    model = on_meta("volo_d1", img_size=224)
+    assert not any(isinstance(module, DropPath) for module in model.modules())
+
+
+def test_an_unknown_network_names_the_nearest() -> None:
+    with pytest.raises(
+        UserError, match=r"no model 'vollo_d1'. Did you mean volo_d1\? Models: volo_demo, volo"
+    ):
+        check_model_name("vollo_d1")
+    with pytest.raises(UserError, match="no model 'resnet'"):
+        build_model("resnet", img_size=64, num_classes=10, drop_path=0.0)
+
+
+@pytest.mark.parametrize(("name", "crop"), [("volo_d1", 0.96), ("volo_d3", 0.96), ("volo_d5", 1.15)])
+def test_evaluation_crops_as_published(name: str, crop: float) -> None:
+    assert default_crop_pct(name) == crop
+
+
+def test_fresh_weights_follow_from_the_seed() -> None:
+    def fresh(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        model = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0)
+        return nn.utils.parameters_to_vector(model.parameters())
+
+    assert torch.equal(fresh(1), fresh(1))
+    assert not torch.equal(fresh(1), fresh(2))

@@ -1,0 +1,237 @@
+"""Weights in: every form they come in, resized to another input, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import Tensor
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.models.build import build_model
+from horovod_volo.models.volo import Volo
+from horovod_volo.models.weights import load_weights, read_weights, resize_position_embedding
+
+State = dict[str, Tensor]
+
+
+def demo(*, img_size: int = 64, num_classes: int = 10, seed: int = 0) -> Volo:
+    torch.manual_seed(seed)
+    return build_model("volo_demo", img_size=img_size, num_classes=num_classes, drop_path=0.0)
+
+
+def same(one: State, other: State) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Fitting
+
+
+def keys_cubic(distance: float) -> float:
+    """Keys' cubic convolution kernel with a = -0.75."""
+    a, x = -0.75, abs(distance)
+    if x <= 1:
+        return (a + 2) * x**3 - (a + 3) * x**2 + 1
+    return a * (x**3 - 5 * x**2 + 8 * x - 4) if x < 2 else 0.0
+
+
+def resized_slowly(grid: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
+    """Resize (rows, columns, channels) by the definition: pixel centres aligned, borders repeated."""
+    result = np.zeros((rows, columns, grid.shape[2]))
+    for row in range(rows):
+        for column in range(columns):
+            y = (row + 0.5) * grid.shape[0] / rows - 0.5
+            x = (column + 0.5) * grid.shape[1] / columns - 0.5
+            for v in range(int(np.floor(y)) - 1, int(np.floor(y)) + 3):
+                for u in range(int(np.floor(x)) - 1, int(np.floor(x)) + 3):
+                    inside = np.clip(v, 0, grid.shape[0] - 1), np.clip(u, 0, grid.shape[1] - 1)
+                    result[row, column] += keys_cubic(y - v) * keys_cubic(x - u) * grid[inside]
+    return result
+
+
+@pytest.mark.parametrize(("was", "new"), [((14, 14), (24, 24)), ((14, 14), (8, 8)), ((4, 6), (6, 9))])
+def test_position_embeddings_are_resized_bicubically(was: tuple[int, int], new: tuple[int, int]) -> None:
+    embedding = torch.randn(1, *was, 3, generator=torch.Generator().manual_seed(0))
+    resized = resize_position_embedding(embedding, new)
+    assert resized.shape == (1, *new, 3)
+    assert resized[0].numpy() == pytest.approx(resized_slowly(embedding[0].double().numpy(), *new), abs=1e-5)
+
+
+def test_a_resize_to_the_same_grid_changes_nothing() -> None:
+    embedding = torch.randn(1, 14, 14, 3, dtype=torch.float16)
+    resized = resize_position_embedding(embedding, (14, 14))
+    assert resized.dtype == torch.float16
+    assert torch.equal(resized, embedding)
+
+
+def test_weights_of_another_input_size_load_with_the_embedding_resized() -> None:
+    source, target = demo().state_dict(), demo(img_size=96, seed=1)
+    assert load_weights(target, source, "some.pth") == ["position embedding resized from 4 x 4 to 6 x 6"]
+    expected = dict(source) | {"pos_embed": resize_position_embedding(source["pos_embed"], (6, 6))}
+    assert same(target.state_dict(), expected)
+    assert source["pos_embed"].shape == (1, 4, 4, 96)  # the given weights are left alone
+    assert target.eval()(torch.zeros(1, 3, 96, 96)).shape == (1, 10)
+
+
+def test_weights_that_fit_load_as_they_are() -> None:
+    source, target = demo().state_dict(), demo(seed=1)
+    assert not same(target.state_dict(), source)
+    assert load_weights(target, source, "some.pth") == []
+    assert same(target.state_dict(), source)
+
+
+def changed(state: State, **entries: Tensor) -> State:
+    return state | {name.replace("__", "."): tensor for name, tensor in entries.items()}
+
+
+def without(state: State, name: str) -> State:
+    return {key: tensor for key, tensor in state.items() if key != name}
+
+
+def small() -> State:
+    return dict(demo().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (
+            dict(demo(num_classes=7).state_dict()),
+            "are for 7 classes, the model has 10. Give data with as many",
+        ),
+        (without(small(), "norm.weight"), r"1 missing \(first: norm.weight\). Check --model"),
+        (changed(small(), extra=torch.zeros(1)), r"1 unknown \(first: extra\)"),
+        (changed(small(), norm__weight=torch.zeros(1)), r"1 of another shape \(first: norm.weight\)"),
+        (changed(small(), pos_embed=torch.zeros(1, 4, 4, 5)), r"1 of another shape \(first: pos_embed\)"),
+        # A plain transformer of the same width: its embedding is a row of tokens, not a grid.
+        (changed(small(), pos_embed=torch.zeros(1, 17, 96)), r"1 of another shape \(first: pos_embed\)"),
+        ({}, "missing"),
+    ],
+    ids=["classes", "missing", "unknown", "shape", "width", "row of tokens", "nothing"],
+)
+def test_weights_that_do_not_fit_are_refused(state: State, said: str) -> None:
+    target = demo(seed=1)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    with pytest.raises(UserError, match=f"weights in some.pth .*{said}"):
+        load_weights(target, state, "some.pth")
+    assert same(target.state_dict(), before)
+
+
+# Reading
+
+
+STATE: State = {"head.weight": torch.arange(6.0).view(2, 3), "norm.running": torch.tensor(3)}
+PREFIXED = {f"module.{name}": tensor for name, tensor in STATE.items()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        STATE,
+        PREFIXED,
+        {"state_dict": STATE, "epoch": 3},
+        {"state_dict": PREFIXED},
+        {"model": STATE},
+        {"state_dict_ema": STATE, "state_dict": {"head.weight": torch.zeros(1)}},
+    ],
+    ids=["plain", "module", "state_dict", "both", "model", "ema"],
+)
+@pytest.mark.parametrize("name", ["weights.pth", "weights.pth.tar", "weights.pt"])
+def test_torch_files_of_every_kind(content: dict[str, Any], name: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / name)
+    assert same(read_weights(str(tmp_path / name)), STATE)
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    save_file(STATE, tmp_path / "weights.safetensors")
+    assert same(read_weights(str(tmp_path / "weights.safetensors")), STATE)
+
+
+def write(path: Path, number: float) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {"number": torch.tensor(number)}
+    save_file(tensors, path) if path.suffix == ".safetensors" else torch.save(tensors, path)
+
+
+def test_a_folder_stands_for_its_weights(tmp_path: Path) -> None:
+    """Each file written below goes before those written earlier."""
+    run = tmp_path / "run"
+    write(run / "downloaded.pth", 1)
+    assert read_weights(str(run))["number"] == 1
+    write(run / "checkpoints" / "step_00000002" / "model.safetensors", 2)
+    (run / "checkpoints" / "last").symlink_to("step_00000002")
+    assert read_weights(str(run))["number"] == 2
+    write(run / "checkpoints" / "step_00000001" / "model.safetensors", 3)
+    (run / "checkpoints" / "best").symlink_to("step_00000001")
+    assert read_weights(str(run))["number"] == 3
+    assert read_weights(str(run / "checkpoints" / "last"))["number"] == 2
+    write(run / "model.safetensors", 4)
+    assert read_weights(str(run))["number"] == 4
+
+
+def test_a_folder_of_several_or_no_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "readme.txt").write_text("nothing here")
+    with pytest.raises(UserError, match="holds 0 files of weights"):
+        read_weights(str(tmp_path))
+    write(tmp_path / "one.pth", 1)
+    write(tmp_path / "two.safetensors", 2)
+    with pytest.raises(UserError, match="holds 2 files of weights; name the one"):
+        read_weights(str(tmp_path))
+
+
+def test_a_missing_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"There are no weights at .*nowhere"):
+        read_weights(str(tmp_path / "nowhere"))
+
+
+def one_line(raised: pytest.ExceptionInfo[UserError]) -> bool:
+    return str(raised.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["broken.pth", "broken.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100], ids=["empty", "garbage"])
+def test_a_broken_file_is_refused_in_one_line(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name} cannot be read as weights") as raised:
+        read_weights(str(tmp_path / name))
+    assert one_line(raised)
+
+
+def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+    for name in ("cut.pth", "cut.safetensors"):
+        write(tmp_path / name, 1)
+        whole = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(whole[:-1])
+        with pytest.raises(UserError, match="cannot be read as weights"):
+            read_weights(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("content", [torch.zeros(3), [torch.zeros(3)], {3: torch.zeros(3)}])
+def test_a_file_without_names_is_refused(content: object, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "odd.pth")
+    with pytest.raises(UserError, match=r"odd\.pth holds no tensors by name"):
+        read_weights(str(tmp_path / "odd.pth"))
+
+
+class Malicious:
+    """Unpickled without care, it would make a folder."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.trace),)
+
+
+def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
+    torch.save({"state_dict": STATE, "args": Malicious(tmp_path / "executed")}, tmp_path / "bad.pth")
+    with pytest.raises(UserError, match="holds other objects than tensors, which are never loaded") as raised:
+        read_weights(str(tmp_path / "bad.pth"))
+    assert one_line(raised)
+    assert not (tmp_path / "executed").exists()

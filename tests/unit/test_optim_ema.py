@@ -1,0 +1,106 @@
+"""Averaged weights against their definition, step by step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.optim.ema import Ema, NoAverage, decay_at
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def train_a_little(model: nn.Module, step: int) -> None:
+    random = torch.Generator().manual_seed(step)
+    model(torch.randn(8, 3, generator=random))  # moves the batch-norm statistics
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random))
+
+
+@pytest.mark.parametrize(
+    ("step", "decay", "expected"),
+    [
+        (0, 0.9999, 0.1),
+        (8, 0.9999, 0.5),
+        (80, 0.9999, 0.9),
+        (10**9, 0.9999, 0.9999),
+        (0, 0.05, 0.05),
+        (100, 0.0, 0.0),
+    ],
+)
+def test_the_decay_of_a_step(step: int, decay: float, expected: float) -> None:
+    assert decay_at(step, decay) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_decay_never_falls() -> None:
+    decays = [decay_at(step, 0.999) for step in range(20_000)]
+    assert decays == sorted(decays)
+    assert decays[-1] == 0.999
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9999])
+def test_updates_follow_the_definition(decay: float) -> None:
+    model = network()
+    average = Ema(model, decay)
+    expected = [parameter.detach().double() for parameter in model.parameters()]
+    for step in range(30):
+        train_a_little(model, step)
+        average.update(step)
+        share = min(decay, (1 + step) / (10 + step))
+        expected = [
+            share * old + (1 - share) * new.detach()
+            for old, new in zip(expected, model.parameters(), strict=True)
+        ]
+    for found, wanted in zip(average.models()["ema"].parameters(), expected, strict=True):
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_statistics_are_copied_not_averaged() -> None:
+    model = network()
+    average = Ema(model, 0.9999)
+    for step in range(3):
+        train_a_little(model, step)
+        average.update(step)
+    for (name, found), wanted in zip(average.models()["ema"].named_buffers(), model.buffers(), strict=True):
+        assert torch.equal(found, wanted), name
+    assert int(average.tensors()["1.num_batches_tracked"]) == 3
+
+
+def test_the_average_is_apart_from_the_model() -> None:
+    model = network()
+    average = Ema(model, 0.9)
+    before = {name: tensor.clone() for name, tensor in average.tensors().items()}
+    raw = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    train_a_little(model, 0)
+    assert all(torch.equal(average.tensors()[name], before[name]) for name in before)
+    averaged = average.models()["ema"]
+    assert not averaged.training
+    assert not any(parameter.requires_grad for parameter in averaged.parameters())
+    assert model.training
+    assert not torch.equal(raw["0.weight"], model.state_dict()["0.weight"])
+
+
+def test_the_tensors_are_live() -> None:
+    """What a checkpoint restores into them is what is evaluated and updated from then on."""
+    model = network()
+    average = Ema(model, 0.5)
+    with torch.no_grad():
+        for tensor in average.tensors().values():
+            tensor.fill_(7)
+    evaluated: list[Tensor] = [*average.models()["ema"].parameters(), *average.models()["ema"].buffers()]
+    assert all((tensor == 7).all() for tensor in evaluated)
+    average.update(step=10**6)
+    weight = average.tensors()["0.weight"]
+    torch.testing.assert_close(weight, (model.state_dict()["0.weight"] + 7) / 2)
+
+
+def test_no_average_has_nothing_to_evaluate_or_store() -> None:
+    average = NoAverage()
+    average.update(3)
+    assert average.models() == {}
+    assert average.tensors() == {}
