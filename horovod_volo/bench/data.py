@@ -64,7 +64,7 @@ def measure(
         figures = _compare(stream, peer, batches, threads, device, pairs)
     finally:
         stream.close()
-    title = f"training images at {img_size} px, decoded on the {device.type}, {threads} threads"
+    title = f"training images at {img_size} px, decoded on the {device.type}, data threads: {threads}"
     return Result("data", title, figures)
 
 

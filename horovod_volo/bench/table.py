@@ -36,7 +36,7 @@ def _provenance(record: Record) -> tuple[str, str, str]:
 def _hardware(record: Record) -> str:
     where = record["hardware"]
     gpu = "" if where["gpu"] == "none" else f"{where['gpu']}, "
-    return f"{gpu}{where['cpu']}, {where['cores']} cores, {where['threads']} threads a rank"
+    return f"{gpu}{where['cpu']}, cores: {where['cores']}, compute threads a rank: {where['threads']}"
 
 
 def _value(figure: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """The "stop, please" of a scheduler: remembered here, acted on at the next log point.
 
-A handler only sets a flag; ranks agree on it where they exchange their sums anyway.
+A handler only sets a flag; ranks agree on it where they exchange their sums anyway. Asked a
+second time, the process ends at once.
 """
 
 from __future__ import annotations
@@ -21,3 +22,4 @@ class StopRequest:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.received = True
+        signal.signal(number, signal.SIG_DFL)

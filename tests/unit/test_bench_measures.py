@@ -1,0 +1,119 @@
+"""Each benchmark runs at a tiny size, tells its figures, and refuses wrong values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import published_targets as published
+import pytest
+import torch
+from coded_images import smooth, write_images
+
+from horovod_volo.bench import __main__ as command_line
+from horovod_volo.bench import data, pairs, reduce, step
+from horovod_volo.bench.agreement import WrongResultError
+from horovod_volo.bench.peers_loss import DenseLoss
+from horovod_volo.bench.random_labels import random_labels
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.schema import Objective
+from horovod_volo.objective.mixtoken import Box
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make blocks short, and put back the number of threads that a measured run sets."""
+    monkeypatch.setattr(pairs, "BLOCK_SECONDS", 0.01)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_random_label_maps_are_well_formed() -> None:
+    labels = random_labels(3, 7, CPU, seed=4)
+    assert labels.ids is not None
+    assert labels.boxes is not None
+    assert (labels.ids.sort(dim=1).values.diff(dim=1) > 0).all()  # the classes of a cell are distinct
+    assert int(labels.ids.min()) >= 0
+    assert int(labels.ids.max()) < 7
+    corners, extents = labels.boxes.split(2, dim=1)
+    assert (corners >= 0).all()
+    assert (extents > 0).all()
+    assert (corners + extents <= 1).all()
+
+
+def test_the_dense_peer_is_the_published_loss() -> None:
+    settings = Objective(token_label=True, token_label_data="maps", cls_weight=0.75, dense_weight=0.25)
+    labels = random_labels(4, 9, CPU, seed=1)
+    maps = (labels.scores, labels.ids, labels.boxes)
+    box = Box(top=0, left=1, height=2, width=1, grid=3)
+    generator = torch.Generator().manual_seed(2)
+    class_logits = torch.randn(4, 9, generator=generator)
+    token_logits = torch.randn(4, 9, 9, generator=generator)
+    crop, tokens = (
+        published.smooth(published.batch_target(*maps, side, 9, "corrected"), settings.smoothing)
+        for side in (1, 3)
+    )
+    mixed = box.kept_share * crop.squeeze(1) + (1 - box.kept_share) * crop.squeeze(1).flip(0)
+    expected = 0.75 * published.cross_entropy(class_logits.double(), mixed)
+    expected += 0.25 * published.cross_entropy(token_logits.double(), tokens)
+    found = DenseLoss(settings, 9, 3)(class_logits, token_logits, labels, box)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_loss_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "loss --classes 40 60 --batch-size 2 --tokens-per-side 3 --pairs 3 --json"
+    assert command_line.main(flags.split()) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["command"] == f"python -m horovod_volo.bench {flags.removesuffix(' --json')}"
+    assert [figure["label"] for figure in record["figures"]] == [
+        f"{classes} classes: {what}"
+        for classes in (40, 60)
+        for what in ("time", "faster than dense", "less memory than dense")
+    ]
+    assert all(figure["value"] > 0 for figure in record["figures"])
+
+
+def test_a_step_is_split_into_its_parts() -> None:
+    result = step.measure(model="volo_demo", img_size=32, batch_size=2, precision="fp32", pairs=3)
+    figures = {figure.label: figure.value for figure in result.figures}
+    parts = ["forward and loss", "backward", "exchange wait", "update"]
+    assert list(figures) == ["images a second", "whole step", *parts]
+    assert figures["images a second"] == pytest.approx(2000 / figures["whole step"])
+    assert min(figures.values()) > 0
+
+
+def test_nothing_is_reduced_on_one_rank() -> None:
+    with pytest.raises(UserError, match="horovodrun -np 2"):
+        reduce.measure(model="volo_demo", img_size=32, batch_size=2, pairs=3)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    images = {f"train/{'ab'[n % 2]}/{n:02d}.jpg": smooth(60 + n, 90 - 2 * n, seed=n) for n in range(12)}
+    return str(write_images(tmp_path, images))
+
+
+def test_data_tells_rates_of_the_streams_images(folder: str) -> None:
+    result = data.measure(data_dir=folder, img_size=32, batch_size=3, threads=2, batches=4, pairs=3)
+    figures = {figure.label: figure.value for figure in result.figures}
+    assert figures["images a second"] == pytest.approx(2 * figures["images a second and thread"])
+    assert min(figures.values()) > 0
+
+
+def test_too_few_images_are_a_mistake(folder: str) -> None:
+    with pytest.raises(UserError, match="--batches 4 or less"):
+        data.measure(data_dir=folder, img_size=32, batch_size=3, threads=1, batches=5, pairs=3)
+
+
+def test_other_images_than_pillows_are_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pillow_batch = data.pillow_batch
+    monkeypatch.setattr(
+        data, "pillow_batch", lambda *args, **settings: np.flip(pillow_batch(*args, **settings), axis=-1)
+    )
+    with pytest.raises(WrongResultError, match="differ from Pillow's"):
+        data.measure(data_dir=folder, img_size=32, batch_size=3, threads=1, batches=4, pairs=3)
