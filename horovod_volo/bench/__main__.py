@@ -25,7 +25,7 @@ from horovod_volo.config.errors import UserError
 # The benchmarks are imported where they are chosen: each brings in what the others need not have.
 
 
-def loss(chosen: argparse.Namespace) -> Result:
+def _loss(chosen: argparse.Namespace) -> Result:
     from horovod_volo.bench.loss import measure
 
     return measure(
@@ -36,7 +36,7 @@ def loss(chosen: argparse.Namespace) -> Result:
     )
 
 
-def step(chosen: argparse.Namespace) -> Result:
+def _step(chosen: argparse.Namespace) -> Result:
     from horovod_volo.bench.step import measure
 
     return measure(
@@ -48,7 +48,7 @@ def step(chosen: argparse.Namespace) -> Result:
     )
 
 
-def reduce(chosen: argparse.Namespace) -> Result:
+def _reduce(chosen: argparse.Namespace) -> Result:
     from horovod_volo.bench.reduce import measure
 
     return measure(
@@ -56,7 +56,7 @@ def reduce(chosen: argparse.Namespace) -> Result:
     )
 
 
-def data(chosen: argparse.Namespace) -> Result:
+def _data(chosen: argparse.Namespace) -> Result:
     from horovod_volo.bench.data import measure
 
     return measure(
@@ -78,19 +78,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     words = parser.add_subparsers(dest="name", required=True, metavar="NAME")
 
-    flags = _add(words, "loss", loss, "the sparse token-label loss against its dense formula")
+    flags = _add(words, "loss", _loss, "the sparse token-label loss against its dense formula")
     _number(flags, "--batch-size", 8, "images")
     flags.add_argument("--classes", type=int, nargs="+", default=[1000, 21841], metavar="N")
     _number(flags, "--tokens-per-side", 14, "14 is a 224 px image")
 
-    flags = _add(words, "step", step, "the speed of a training step, and where its time goes")
+    flags = _add(words, "step", _step, "the speed of a training step, and where its time goes")
     _add_network(flags)
     flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
 
-    flags = _add(words, "reduce", reduce, "our reducer against Horovod's optimizer; start with horovodrun")
+    flags = _add(words, "reduce", _reduce, "our reducer against Horovod's optimizer; start with horovodrun")
     _add_network(flags)
 
-    flags = _add(words, "data", data, "training images a second")
+    flags = _add(words, "data", _data, "training images a second")
     flags.add_argument("--data-dir", default="data/demo", help="with train/CLASS/IMAGE (%(default)s)")
     _number(flags, "--img-size", 64, "side of the images given, pixels")
     _number(flags, "--batch-size", 32, "images")
@@ -111,7 +111,9 @@ def _add(
     flags.set_defaults(measure=measure)
     flags.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_argument("--record", action="store_true", help="append it to docs/results.jsonl")
-    _number(flags, "--pairs", 7, "blocks of each side")
+    flags.add_argument(
+        "--pairs", type=_at_least_two, default=7, metavar="N", help="blocks of each side (%(default)s)"
+    )
     return flags
 
 
@@ -125,9 +127,17 @@ def _number(flags: argparse.ArgumentParser, name: str, default: int, help: str) 
     flags.add_argument(name, type=int, default=default, metavar="N", help=f"{help} (%(default)s)")
 
 
+def _at_least_two(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(
+            f"takes a whole number from 2 on, not {text!r}: one pair has no spread"
+        )
+    return int(text)
+
+
 def main(arguments: list[str]) -> int:
     """Run one benchmark on this rank; return its exit status."""
-    chosen = build_parser().parse_args(arguments)
+    chosen = build_parser().parse_args(arguments or ["--help"])
     if chosen.name == "table":
         print(table.markdown(read_records()))
         return 0
@@ -147,10 +157,10 @@ def main(arguments: list[str]) -> int:
 
 def _command(arguments: list[str]) -> str:
     """Write the command as it can be typed again; that it was recorded is no part of it."""
-    ranks = promised().size
-    launcher = ["horovodrun", "-np", str(ranks)] if ranks > 1 else []
+    place = promised()
+    launcher = [*place.launcher.split()[:1], "-n" if place.launcher == "srun" else "-np", str(place.size)]
     kept = [argument for argument in arguments if argument not in ("--json", "--record")]
-    return shlex.join([*launcher, "python", "-m", "horovod_volo.bench", *kept])
+    return shlex.join([*(launcher if place.size > 1 else []), "python", "-m", "horovod_volo.bench", *kept])
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ from horovod_volo.bench.agreement import assert_agree
 from horovod_volo.bench.memory import peak_extra_bytes
 from horovod_volo.bench.pairs import alternate, repeats_for, timed
 from horovod_volo.bench.peers_loss import DenseLoss
-from horovod_volo.bench.random_labels import random_labels
+from horovod_volo.bench.random_labels import TOP, random_labels
 from horovod_volo.bench.results import Figure, Result
+from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Objective
 from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixtoken import Box
@@ -24,6 +25,10 @@ _MILLISECONDS = 1e3
 
 def measure(*, batch_size: int, classes: list[int], tokens_per_side: int, pairs: int) -> Result:
     """Compare both losses for each number of classes."""
+    if min(classes) < TOP:
+        raise UserError(
+            f"--classes takes {TOP} or more: a label map names {TOP} different ones in every cell."
+        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     figures = [
         figure

@@ -21,6 +21,8 @@ def lines(record: Record) -> str:
 
 def markdown(records: list[Record]) -> str:
     """Put the newest result of each name into a Markdown table, a row a figure, in the order of names."""
+    if not records:
+        return ""
     newest = {record["name"]: record for record in records}
     rows = [_HEAD, ("---",) * len(_HEAD)]
     for _, record in sorted(newest.items()):

@@ -16,9 +16,18 @@ from horovod_volo.engine.keeping import checkpoint_facts
 from horovod_volo.engine.state import TrainState
 
 
-def checkpoint_to_resume(config: Config, world: World) -> Path | None:
+def checkpoint_to_resume(config: Config, world: World, images: int) -> Path | None:
     """Choose the checkpoint to go on from, the same on all ranks; None to begin. Collective."""
-    return world.on_main(partial(_choose, config))
+    return world.on_main(partial(_choose_own, config, world.size, images))
+
+
+def _choose_own(config: Config, ranks: int, images: int) -> Path | None:
+    """Choose a checkpoint and hold it to this run's settings: soon, before a network is built for it."""
+    checkpoint = _choose(config)
+    if checkpoint:
+        own = checkpoint_facts(config, derive(config, ranks=ranks, images=images), images)
+        _check_facts(read_state(checkpoint), own, checkpoint, ranks)
+    return checkpoint
 
 
 def _choose(config: Config) -> Path | None:
@@ -47,19 +56,17 @@ def _not_amidst(folder: Path, checkpoint: Path) -> Path:
     return checkpoint
 
 
-def restore(state: TrainState, checkpoint: Path | None, config: Config, world: World, images: int) -> None:
+def restore(state: TrainState, checkpoint: Path | None, world: World) -> None:
     """Give all ranks rank 0's state: a checkpoint's, or the fresh one. Collective: every rank calls this."""
-    world.on_main(lambda: _read(state, checkpoint, config, world, images) if checkpoint else None)
+    world.on_main(lambda: _read(state, checkpoint) if checkpoint else None)
     state.step = world.share(state.step)
     state.scaler.load_state_dict(world.share(state.scaler.state_dict()))
     world.broadcast_(state.every_tensor())
     world.assert_same(state.every_tensor(), "Weights or optimizer state")
 
 
-def _read(state: TrainState, checkpoint: Path, config: Config, world: World, images: int) -> None:
+def _read(state: TrainState, checkpoint: Path) -> None:
     facts = read_state(checkpoint)
-    derived = derive(config, ranks=world.size, images=images)
-    _check_facts(facts, checkpoint_facts(config, derived, images), checkpoint, world.size)
     state.restore(read_tensors(checkpoint))
     state.step = facts["step"]
     if facts["scaler"]:

@@ -40,7 +40,7 @@ def prepare(config: Config, world: World) -> tuple[Job, list[str]]:
     share = world.together(partial(share_host, world))
     images = world.together(partial(read_images, config))
     derived = world.together(partial(derive, config, ranks=world.size, images=len(images.train)))
-    checkpoint = checkpoint_to_resume(config, world)
+    checkpoint = checkpoint_to_resume(config, world, len(images.train))
     state, remarks = world.together(
         lambda: build_state(
             config,
@@ -49,7 +49,7 @@ def prepare(config: Config, world: World) -> tuple[Job, list[str]]:
             finetune="" if checkpoint else config.model.finetune,
         )
     )
-    restore(state, checkpoint, config, world, len(images.train))
+    restore(state, checkpoint, world)
     tracker = world.together(partial(_tracker, config, world, state.step, derived.total_steps))
     return build_job(config, world, images, share, state, tracker), notes(config) + remarks
 

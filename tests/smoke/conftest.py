@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from horovod_volo.data.demo_set import make_demo_set
+from horovod_volo.train import main
 from tests.ranks.launching import train
 
 TRAIN_IMAGES, HELD_OUT_IMAGES = 40, 20
@@ -35,6 +37,16 @@ def run_entry(*arguments: str, ranks: int = 1, start_with: str = "none") -> Ende
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Ended(done.returncode, done.stdout, seconds)
+
+
+def run_here(*arguments: str, streams: pytest.CaptureFixture[str]) -> Ended:
+    """Run the entry's function in this process, which has already paid for its imports."""
+    streams.readouterr()
+    before = time.process_time()
+    status = main(list(arguments))
+    seconds = time.process_time() - before
+    said = streams.readouterr()
+    return Ended(status, said.out + said.err, seconds)
 
 
 @pytest.fixture(scope="session")

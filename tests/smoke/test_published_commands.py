@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.smoke.conftest import Ended, run_entry
+from tests.smoke.conftest import run_entry, run_here
 
 PRETRAIN = r"""
     horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet \
@@ -39,14 +39,16 @@ def told(lines: list[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     return settings, dict(facts), [fact for name, fact in facts if name == "note"]
 
 
-def dry_run(command: str) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    ended: Ended = run_entry(*arguments_of(command), "--dry-run", "--ranks", "8")
+def dry_run(
+    command: str, streams: pytest.CaptureFixture[str]
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    ended = run_here(*arguments_of(command), "--dry-run", "--ranks", "8", streams=streams)
     assert ended.status == 0, ended.output
     return told(ended.lines)
 
 
-def test_pretraining_of_the_largest_network() -> None:
-    settings, facts, notes = dry_run(PRETRAIN)
+def test_pretraining_of_the_largest_network(capfd: pytest.CaptureFixture[str]) -> None:
+    settings, facts, notes = dry_run(PRETRAIN, capfd)
     assert facts["ranks"] == "8"
     assert facts["model"] == "volo_d5, 295,455,584 parameters, 224 px"
     assert facts["images"] == "1,281,167 of 1,000 classes"
@@ -63,8 +65,8 @@ def test_pretraining_of_the_largest_network() -> None:
     ]
 
 
-def test_finetuning_at_512_pixels() -> None:
-    settings, facts, notes = dry_run(FINETUNE)
+def test_finetuning_at_512_pixels(capfd: pytest.CaptureFixture[str]) -> None:
+    settings, facts, notes = dry_run(FINETUNE, capfd)
     assert facts["model"] == "volo_d5, 296,091,488 parameters, 512 px"
     assert facts["batch"] == "32 images a step = 8 ranks x 4 x 1 passes"
     assert facts["rate"] == "peak 2.3e-05, as given by --lr"
@@ -78,9 +80,8 @@ def test_finetuning_at_512_pixels() -> None:
     assert "/path/to/pretrained_224_volo_d5/ is not on this machine" in notes
 
 
-@pytest.mark.parametrize("command", [PRETRAIN], ids=["pretrain"])
-def test_under_its_launcher_it_is_told_once(command: str) -> None:
-    ended = run_entry(*arguments_of(command), "--dry-run", ranks=2, start_with="gloo")
+def test_under_its_launcher_it_is_told_once() -> None:
+    ended = run_entry(*arguments_of(PRETRAIN), "--dry-run", ranks=2, start_with="gloo")
     assert ended.status == 0, ended.output
     spoken = [line.removeprefix("[0]<stdout>:") for line in ended.lines if line.startswith("[0]<stdout>:")]
     assert not any(line.startswith("[1]") for line in ended.lines)

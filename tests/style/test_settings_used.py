@@ -40,8 +40,10 @@ def documents() -> str:
 
 
 def is_mentioned(setting: Setting, text: str) -> bool:
-    """Say whether a text uses a flag of the setting, the positional one by its name in the usage line."""
-    spellings = ["DATA_DIR"] if setting.positional else [*setting.flags, *setting.shorthands]
+    """Say whether a text uses a flag of the setting; the positional one stands right after the entry."""
+    if setting.positional:
+        return re.search(r"horovod_volo\.train (?!-)\S", text) is not None
+    spellings = [*setting.flags, *setting.shorthands]
     if setting.kind is bool:
         spellings.append("--no-" + setting.name.replace("_", "-"))
     return any(re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text) for flag in spellings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from horovod_volo.bench import data, pairs, reduce, step
 from horovod_volo.bench.agreement import WrongResultError
 from horovod_volo.bench.peers_loss import DenseLoss
 from horovod_volo.bench.random_labels import random_labels
+from horovod_volo.cluster.binding import Share
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Objective
 from horovod_volo.objective.mixtoken import Box
@@ -25,12 +25,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def short_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make blocks short, and put back the number of threads that a measured run sets."""
+def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make blocks short, and leave torch's threads as they are."""
     monkeypatch.setattr(pairs, "BLOCK_SECONDS", 0.01)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+    share = Share(device=CPU, threads=1, cores=1)
+    monkeypatch.setattr("horovod_volo.bench.synthetic.share_host", lambda world: share)
 
 
 def test_random_label_maps_are_well_formed() -> None:
@@ -76,6 +75,16 @@ def test_loss_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
         for what in ("time", "faster than dense", "less memory than dense")
     ]
     assert all(figure["value"] > 0 for figure in record["figures"])
+
+
+@pytest.mark.parametrize("flags", ["loss --pairs 1", "loss --pairs x", "loss --classes 4", "los"])
+def test_a_mistake_is_told(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = command_line.main(flags.split())
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    assert "error" in capsys.readouterr().err
 
 
 def test_a_step_is_split_into_its_parts() -> None:

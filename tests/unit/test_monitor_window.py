@@ -69,16 +69,31 @@ def test_opening_begins_anew() -> None:
     assert found.sums() == {"total": 1.0, "class_loss": 2.0}
 
 
+class Saved:
+    """What autograd keeps of a forward pass for its backward."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def test_adding_does_not_keep_the_graph() -> None:
-    leaf = torch.ones((), requires_grad=True)
-    loss: Tensor = leaf * 2
-    graph = weakref.ref(loss)
+    kept: list[weakref.ref[Saved]] = []
+
+    def pack(tensor: Tensor) -> Saved:
+        saved = Saved(tensor)
+        kept.append(weakref.ref(saved))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        loss = torch.full((), 2.0, requires_grad=True).square()
     found = window()
     found.add((loss, loss))
+    assert len(kept) == 1
+    assert kept[0]() is not None
     del loss
     gc.collect()
-    assert graph() is None
-    assert found.sums()["total"] == 2.0
+    assert kept[0]() is None
+    assert found.sums()["total"] == 4.0
 
 
 def test_time_and_waiting_count_from_the_opening(monkeypatch: pytest.MonkeyPatch) -> None:

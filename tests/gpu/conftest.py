@@ -1,0 +1,89 @@
+"""Each test here runs on the CPU everywhere, which proves the test, and on the GPU where there is one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from horovod_volo.cluster.binding import Share
+from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Config
+from horovod_volo.config.values import assemble
+from horovod_volo.data.demo_set import make_demo_set
+from horovod_volo.engine.job import Job
+from horovod_volo.engine.run import prepare
+
+OpenJob = Callable[..., Job]
+
+ON_GPU = pytest.param(
+    "cuda:0",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA GPU"),
+    ],
+)
+
+
+@pytest.fixture(params=["cpu", ON_GPU])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Return each device that this machine has."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of few images with their label maps."""
+    folder = tmp_path_factory.mktemp("gpu") / "images"
+    make_demo_set(folder, train=48, val=10)
+    return folder
+
+
+@pytest.fixture
+def open_job(
+    images: Path, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[OpenJob]:
+    """Return a function that prepares real runs on the device; all are closed at the end."""
+
+    def take_device(world: World) -> Share:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return Share(device=device, threads=2, cores=2)
+
+    # A run takes the GPU where there is one; here the test says which device it is.
+    monkeypatch.setattr("horovod_volo.engine.run.share_host", take_device)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    jobs: list[Job] = []
+
+    def opening(**settings: Any) -> Job:
+        job, _ = prepare(_config(images, tmp_path / f"run{len(jobs)}", settings), World.alone())
+        jobs.append(job)
+        return job
+
+    yield opening
+    for job in jobs:
+        job.close()
+    for number, handler in handlers.items():  # a run remembers these signals; pytest must obey them
+        signal.signal(number, handler)
+
+
+def _config(images: Path, output: Path, settings: dict[str, Any]) -> Config:
+    usual = {
+        "data_dir": str(images),
+        "output": str(output),
+        "model": "volo_demo",
+        "img_size": 64,
+        "batch_size": 4,
+        "workers": 2,
+        "token_label": True,
+        "token_label_data": str(images / "token_labels"),
+        "ground_truth": True,
+        "lr": 1e-3,
+        "warmup_epochs": 0,
+        "epochs": 2,
+    }
+    return assemble(usual | settings, fallback_name="")

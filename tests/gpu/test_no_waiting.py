@@ -1,0 +1,80 @@
+"""Between log points the host never waits for the device: it queues step after step.
+
+On a GPU torch itself reports every wait. On the CPU, where nothing is waited for, the operations
+that would wait on a GPU are refused instead, so that a mistake is found without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from horovod_volo.engine.job import Job
+from horovod_volo.engine.step import train_step
+
+OpenJob = Callable[..., Job]
+
+# Their results are numbers or shapes that the host must know before it can go on.
+WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2"}
+WARM_UP_STEPS, WATCHED_STEPS = 3, 3
+
+
+class NothingThatWaits(TorchDispatchMode):
+    """Inside, an operation that would wait for a GPU is an error."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if name in WAITING or by_mask:
+            raise RuntimeError(f"{func} would wait for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nothing_waits(device: torch.device) -> Iterator[None]:
+    """Make waiting for the device an error."""
+    if device.type == "cpu":
+        with NothingThatWaits():
+            yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_training_step_does_not_wait(open_job: OpenJob, device: torch.device, precision: str) -> None:
+    job = open_job(precision=precision, drop_path=0.1, clip_grad=1.0, ema_decay=0.99, accumulation=2)
+    passes = job.train_stream.passes(0, 0)
+    for _ in range(WARM_UP_STEPS):
+        train_step(job, passes)
+    with nothing_waits(device):
+        for _ in range(WATCHED_STEPS):
+            train_step(job, passes)
+    assert job.window.passes == 2 * (WARM_UP_STEPS + WATCHED_STEPS)
+    assert all(value > 0 for value in job.window.sums().values())
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda ones: ones.sum().item(),
+        lambda ones: float(ones[0]),
+        lambda ones: ones[ones > 0],
+        lambda ones: ones.nonzero(),
+        lambda ones: bool(ones.any()),
+    ],
+)
+def test_waiting_would_be_noticed(wait: Callable[[torch.Tensor], object], device: torch.device) -> None:
+    ones = torch.ones(3, device=device)
+    with pytest.raises(RuntimeError), nothing_waits(device):
+        wait(ones)

@@ -1,0 +1,98 @@
+"""The images that a device decodes are the CPU's, up to what another JPEG decoder rounds otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from horovod_volo.config.schema import Data
+from horovod_volo.data.catalog import read_folder
+from horovod_volo.data.label_maps import LabelMaps
+from horovod_volo.data.pipeline import IMAGENET_STD
+from horovod_volo.data.stream import Batch, EvalStream, TrainStream
+
+# Of 255, over all images. In training the GPU's decoder doubles the rows and columns of colour, where the
+# CPU's interpolates: 1.3 for pictures like these. Evaluation asks it to interpolate too; what remains is
+# rounding. On the CPU it is the same decoder twice.
+LARGEST_MEAN_DIFFERENCE = {
+    ("cpu", "train"): 0.0,
+    ("cpu", "val"): 0.0,
+    ("cuda", "train"): 2.0,
+    ("cuda", "val"): 1.0,
+}
+
+SETTINGS = Data(batch_size=6, vflip=0.5)
+CPU = torch.device("cpu")
+
+BatchesOf = Callable[[Path, torch.device], list[Batch]]
+
+
+def train_batches(folder: Path, device: torch.device) -> list[Batch]:
+    stream = TrainStream(
+        read_folder(str(folder), "train"),
+        LabelMaps(folder / "token_labels"),
+        SETTINGS,
+        image_size=64,
+        seed=3,
+        rank=0,
+        size=1,
+        accumulation=1,
+        device=device,
+        threads=2,
+    )
+    try:
+        return list(stream.passes(0, 0))
+    finally:
+        stream.close()
+
+
+def eval_batches(folder: Path, device: torch.device) -> list[Batch]:
+    stream = EvalStream(
+        read_folder(str(folder), "val"),
+        SETTINGS,
+        image_size=64,
+        crop_pct=0.9,
+        rank=0,
+        size=1,
+        device=device,
+        threads=2,
+    )
+    try:
+        return list(stream)
+    finally:
+        stream.close()
+
+
+def mean_difference(images: Tensor, expected: Tensor) -> float:
+    """Return the mean difference of colours, of 255; the images are (batch, 3, side, side), normalised."""
+    by_colour = (images - expected).abs().mean(dim=(0, 2, 3))  # (3,)
+    return float(255 * (by_colour * torch.tensor(IMAGENET_STD)).mean())
+
+
+@pytest.mark.parametrize(("split", "batches_of"), [("train", train_batches), ("val", eval_batches)])
+def test_images_are_those_of_the_cpu(
+    images: Path, device: torch.device, split: str, batches_of: BatchesOf
+) -> None:
+    expected = batches_of(images, CPU)
+    found = batches_of(images, device)
+    for batch, other in zip(found, expected, strict=True):
+        assert batch.images.device == batch.classes.device == device
+        assert batch.indices.tolist() == other.indices.tolist()
+        assert batch.classes.tolist() == other.classes.tolist()
+    pixels = torch.cat([batch.images.cpu() for batch in found])
+    expected_pixels = torch.cat([batch.images for batch in expected])
+    assert mean_difference(pixels, expected_pixels) <= LARGEST_MEAN_DIFFERENCE[device.type, split]
+    # Every image beside the next one: the bound says something.
+    assert mean_difference(pixels, expected_pixels.roll(1, dims=0)) > 10
+
+
+def test_labels_travel_whole(images: Path, device: torch.device) -> None:
+    for batch, other in zip(train_batches(images, device), train_batches(images, CPU), strict=True):
+        for name in ("scores", "ids", "boxes"):
+            found, expected = getattr(batch, name), getattr(other, name)
+            assert found.device == device
+            assert torch.equal(found.cpu(), expected)
