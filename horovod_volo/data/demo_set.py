@@ -38,7 +38,7 @@ TOP = 5
 
 
 def make_demo_set(
-    folder: Path, *, train: int = 4000, val: int = 1000, image_side: int = 80, seed: int = 0
+    folder: Path, *, train: int = 4000, val: int = 1000, image_side: int = 64, seed: int = 0
 ) -> None:
     """Make the demo set in `folder`; return at once if the same set is already there."""
     if min(train, val) < len(CLASSES):
