@@ -20,7 +20,7 @@ GRID = 8
 # Everything with an edge is drawn this many times larger and averaged down, which smooths the edges.
 OVERSAMPLING = 2
 # The object's area as a share of the square over the image's shorter side: least and most.
-AREA_SHARES = (0.18, 0.34)
+AREA_SHARES = (0.24, 0.45)
 
 Colour = tuple[int, int, int]
 Point = tuple[float, float]
@@ -134,10 +134,10 @@ class Placement:
 
 def _placement(random: np.random.Generator, canvas: Image.Image) -> Placement:
     return Placement(
-        x=random.uniform(0.38, 0.62) * canvas.width,
-        y=random.uniform(0.38, 0.62) * canvas.height,
+        x=random.uniform(0.43, 0.57) * canvas.width,
+        y=random.uniform(0.43, 0.57) * canvas.height,
         area=random.uniform(*AREA_SHARES) * min(canvas.size) ** 2,
-        angle=random.uniform(-pi / 4, pi / 4),
+        angle=random.uniform(-pi / 8, pi / 8),
         mirror=-1 if random.uniform() < 0.5 else 1,
     )
 

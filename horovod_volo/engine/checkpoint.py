@@ -105,6 +105,8 @@ def damage(path: Path) -> str | None:
         state = read_state(path)
         if state.pop("checksum") != _checksum_of_facts(state):
             return "state.json does not match its checksum"
+        if state["format"] != FORMAT:
+            return f"its format is {state['format']}, this trainer reads {FORMAT}"
         for name, expected in state["sha256"].items():
             if _checksum(path / f"{name}.safetensors") != expected:
                 return f"{name}.safetensors does not match its checksum"

@@ -11,6 +11,7 @@ from typing import Any
 
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
+from horovod_volo.data.catalog import Catalog
 from horovod_volo.engine.checkpoint import point, prune, save_checkpoint
 from horovod_volo.engine.evaluation import Scores
 from horovod_volo.engine.job import Job
@@ -25,7 +26,7 @@ def keep(job: Job) -> None:
 
 
 def _write(job: Job) -> None:
-    facts = checkpoint_facts(job.config, job.derived, len(job.images.train))
+    facts = checkpoint_facts(job.config, job.derived, job.images.train)
     facts["scaler"] = job.state.scaler.state_dict()
     saved = save_checkpoint(_folder(job), job.state.step, job.state.tensors(), facts)
     prune(saved, job.config.run.keep_checkpoints)
@@ -63,7 +64,10 @@ def _sentence(scores: Scores, epochs_done: int) -> str:
 
 
 def _score(checkpoint: Path) -> float:
-    scores = json.loads((checkpoint / _EVALUATION).read_text(encoding="utf-8"))
+    file = checkpoint / _EVALUATION
+    if not file.exists():  # saved anew since it was the best
+        return -1.0
+    scores = json.loads(file.read_text(encoding="utf-8"))
     return float(max(scores["top1"], scores.get("ema_top1", 0.0)))
 
 
@@ -75,13 +79,14 @@ def _checkpoint_of_step(job: Job) -> Path:
     return _folder(job) / f"step_{job.state.step:08}"
 
 
-def checkpoint_facts(config: Config, derived: Derived, images: int) -> dict[str, Any]:
+def checkpoint_facts(config: Config, derived: Derived, train: Catalog) -> dict[str, Any]:
     """Return what a run that goes on must share with the one that saved; else its samples are others."""
     return {
         "model": config.model.model,
         "img_size": config.model.img_size,
         "seed": config.run.seed,
-        "images": images,
+        "images": len(train),
+        "classes": len(train.classes),
         "global_batch": derived.global_batch,
         "precision": config.exchange.precision,
         "averaged": bool(config.update.ema_decay),

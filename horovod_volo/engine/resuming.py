@@ -10,22 +10,23 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Config
+from horovod_volo.data.catalog import Catalog
 from horovod_volo.engine.checkpoint import find_checkpoint, has_checkpoint, read_state, read_tensors
 from horovod_volo.engine.job import run_folder
 from horovod_volo.engine.keeping import checkpoint_facts
 from horovod_volo.engine.state import TrainState
 
 
-def checkpoint_to_resume(config: Config, world: World, images: int) -> Path | None:
+def checkpoint_to_resume(config: Config, world: World, train: Catalog) -> Path | None:
     """Choose the checkpoint to go on from, the same on all ranks; None to begin. Collective."""
-    return world.on_main(partial(_choose_own, config, world.size, images))
+    return world.on_main(partial(_choose_own, config, world.size, train))
 
 
-def _choose_own(config: Config, ranks: int, images: int) -> Path | None:
+def _choose_own(config: Config, ranks: int, train: Catalog) -> Path | None:
     """Choose a checkpoint and hold it to this run's settings: soon, before a network is built for it."""
     checkpoint = _choose(config)
     if checkpoint:
-        own = checkpoint_facts(config, derive(config, ranks=ranks, images=images), images)
+        own = checkpoint_facts(config, derive(config, ranks=ranks, images=len(train)), train)
         _check_facts(read_state(checkpoint), own, checkpoint, ranks)
     return checkpoint
 

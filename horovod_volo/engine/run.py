@@ -40,7 +40,7 @@ def prepare(config: Config, world: World) -> tuple[Job, list[str]]:
     share = world.together(partial(share_host, world))
     images = world.together(partial(read_images, config))
     derived = world.together(partial(derive, config, ranks=world.size, images=len(images.train)))
-    checkpoint = checkpoint_to_resume(config, world, len(images.train))
+    checkpoint = checkpoint_to_resume(config, world, images.train)
     state, remarks = world.together(
         lambda: build_state(
             config,
@@ -59,7 +59,9 @@ def _tracker(config: Config, world: World, first_step: int, total_steps: int) ->
         return Silent()
     folder = run_folder(config)
     try:
-        return Tracker(folder, first_step=first_step, total_steps=total_steps)
+        # A launcher puts its own marks before each line: one that moves in place would be torn by them.
+        live = world.launcher == "none"
+        return Tracker(folder, first_step=first_step, total_steps=total_steps, live=live)
     except OSError as error:
         raise UserError(
             f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."

@@ -11,10 +11,10 @@ Values = dict[str, float | int]
 class Progress:
     """One line, rewritten in place on a terminal and printed line by line elsewhere."""
 
-    def __init__(self, *, first_step: int, total_steps: int) -> None:
+    def __init__(self, *, first_step: int, total_steps: int, live: bool = True) -> None:
         self._first_step, self._total_steps = first_step, total_steps
         self._began = time.monotonic()
-        self._live = sys.stdout.isatty()
+        self._live = live and sys.stdout.isatty()
         self._shown = 0
 
     def line(self, step: int, values: Values) -> str:

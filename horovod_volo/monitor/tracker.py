@@ -55,9 +55,9 @@ class Silent:
 
 
 class Tracker:
-    """Writes into a run folder, from `first_step` on."""
+    """Writes into a run folder, from `first_step` on; `live` lets the progress line move in place."""
 
-    def __init__(self, folder: Path, *, first_step: int, total_steps: int) -> None:
+    def __init__(self, folder: Path, *, first_step: int, total_steps: int, live: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._metrics_path = folder / "metrics.jsonl"
@@ -65,7 +65,7 @@ class Tracker:
         self._metrics = self._metrics_path.open("a", encoding="utf-8")
         self._log = (folder / "log.txt").open("a", encoding="utf-8")
         self._board = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
-        self._progress = Progress(first_step=first_step, total_steps=total_steps)
+        self._progress = Progress(first_step=first_step, total_steps=total_steps, live=live)
 
     def say(self, text: str) -> None:
         self._progress.clear()

@@ -1,0 +1,101 @@
+"""Every command of the README does what it says, with small things in place of a cluster's.
+
+A command stands in for itself where one machine without a GPU can run it; of a cluster's command
+the hosts, ranks and paths are replaced, and its length cut by flags put behind.
+"""
+
+import contextlib
+import json
+import re
+import shlex
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.launching import environment, run
+
+ROOT = Path(__file__).parents[2]
+SHORT = (
+    "--model volo_demo --img-size 32 --batch-size 4 --epochs 1 --warmup-epochs 0 --cooldown-epochs 0 "
+    "--drop-path 0 --log-every 1"
+)
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.S)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def of_a_cluster(command: str) -> bool:
+    return "/path/to/imagenet" in command
+
+
+def shell(command: str, *, seconds: int, **extra: str) -> subprocess.CompletedProcess[str]:
+    return run(["bash", "-c", f"cd {shlex.quote(str(ROOT))} && {command}"], seconds=seconds, **extra)
+
+
+def test_the_readme_is_of_commands_that_are_tested_here():
+    alone = {"./tools/demo", "./tools/test", "source tools/activate", ".venv/bin/tensorboard --logdir runs"}
+    assert {command for command in commands() if not of_a_cluster(command)} == alone
+
+
+def test_tools_demo_learns_and_tensorboard_shows_it():
+    """The main job at its full length, in a run folder of its own."""
+    done = shell("./tools/demo", seconds=1500, DEMO_NAME="readme_test")
+    assert done.returncode == 0, done.stdout
+    accuracy = re.search(r"Held-out top-1 .*: ([\d.]+) %", done.stdout)
+    assert accuracy, done.stdout
+    assert float(accuracy[1]) >= 90.0
+    assert "tensorboard --logdir runs" in done.stdout.splitlines()[-1]
+    scalars = tensorboard_scalars(ROOT / "runs")
+    assert {"train/loss", "train/lr", "evaluation/top1"} <= set(scalars["readme_test/tensorboard"])
+
+
+def tensorboard_scalars(folder: Path) -> dict[str, dict[str, object]]:
+    """Ask a real TensorBoard server which curves it shows."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [".venv/bin/tensorboard", "--logdir", str(folder), "--port", str(port), "--load_fast=false"]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.DEVNULL, env=environment()) as server:
+        try:
+            return _ask(f"http://127.0.0.1:{port}/data/plugin/scalars/tags", seconds=90)
+        finally:
+            server.terminate()
+
+
+def _ask(address: str, seconds: float) -> dict[str, dict[str, object]]:
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5) as page:
+            found = json.loads(page.read())
+            if "readme_test/tensorboard" in found:
+                return found
+        time.sleep(0.5)
+    raise AssertionError("TensorBoard did not show the run")
+
+
+def test_tools_test_checks_the_code_and_runs_tests():
+    done = shell("./tools/test -q tests/unit/test_config_derived.py", seconds=600)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"\d+ passed", done.stdout)
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if of_a_cluster(command)])
+def test_a_clusters_command_runs_small(command, demo_set, tmp_path):
+    small = re.sub(r" -np \d+", " -np 2", command)
+    small = re.sub(r" -H \S+", "", small)
+    small = small.replace("/path/to/imagenet", str(demo_set))
+    small = small.replace("/path/to/token_label_data", str(demo_set / "token_labels"))
+    done = shell(f"source tools/activate && {small} {SHORT} --output {tmp_path} --name run", seconds=300)
+    assert done.returncode == 0, done.stdout
+    if "--dry-run" in command:
+        assert "160 images a step = 40 ranks x 4 x 1 passes" in done.stdout
+        assert not list(tmp_path.iterdir())
+    else:
+        assert "done: " in done.stdout
+        assert (tmp_path / "run" / "checkpoints" / "last" / "model.safetensors").is_file()
