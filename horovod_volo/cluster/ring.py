@@ -6,6 +6,7 @@ nobody has to ask whether there are others.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 from horovod_volo.config.errors import UserError
 
 Wait = Callable[[], None]
+_POLL_SECONDS = 1e-4
 
 
 class RankLostError(RuntimeError):
@@ -79,6 +81,10 @@ class HorovodRing:
 
         def wait() -> None:
             with self._others_there():
+                # Horovod's own wait spins: it takes the core from the threads that are waited for, and
+                # lets no signal handler run.
+                while not hvd.poll(handle):
+                    time.sleep(_POLL_SECONDS)
                 hvd.synchronize(handle)
 
         return wait
