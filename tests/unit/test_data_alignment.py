@@ -5,6 +5,8 @@ coded too: the number of a cell is its place. Both go through the training strea
 does to a picture, its batch must describe.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -24,8 +26,9 @@ IMAGES = 32
 
 
 def one_batch(folder, label_maps=None, **settings):
-    """Return the catalog and the only batch of an epoch."""
-    catalog = read_folder(str(folder), "train")
+    """Return the catalog and the only batch of an epoch; there is a class for each cell of a map."""
+    classes = tuple(f"cell {number}" for number in range(ROWS * COLUMNS))
+    catalog = replace(read_folder(str(folder), "train"), classes=classes)
     stream = TrainStream(
         catalog,
         label_maps,
