@@ -22,7 +22,19 @@ def images(tmp_path_factory):
 
 def start(images: Path, output: Path, *arguments: str, start_with: str = "gloo", ranks: int = 2):
     labels = ("--token-label-data", str(images / "token_labels"))
-    more = ("--ema-decay", "0.9", "--drop-path", "0.2", "--clip-grad", "1", "--log-every", "2")
+    more = (
+        "--ema-decay",
+        "0.9",
+        "--drop-path",
+        "0.2",
+        "--clip-grad",
+        "1",
+        "--log-every",
+        "2",
+        "--mix-token",
+        "--eval-every",
+        "1",
+    )
     where = ("--output", str(output), "--name", "run")
     return train(str(images), *SMALL, *labels, *more, *where, *arguments, ranks=ranks, start_with=start_with)
 
