@@ -31,7 +31,7 @@ DESCRIPTION = "demo_set.json"
 SPLIT_STREAMS = {"train": 0, "val": 1}
 
 # A teacher's logit where the object fills this share of a cell or more; it falls to 0 with the share.
-SURE_LOGIT = 9.0
+SURE_LOGIT = 16.0
 SURE_SHARE = 0.25
 # Classes kept per cell in the published format.
 TOP = 5

@@ -181,8 +181,8 @@ def test_label_follows_coverage() -> None:
     coverage[2, 5], coverage[2, 6] = 1.0, 0.1
     logits, ids = token_label(coverage, 7, np.random.default_rng(0)).astype(np.float32)
     assert ids[0, 2, 5] == ids[0, 2, 6] == 7
-    assert 8 < logits[0, 2, 5] <= 10
-    assert 3 < logits[0, 2, 6] < 5
+    assert 15 < logits[0, 2, 5] <= 17
+    assert 5 < logits[0, 2, 6] < 9
     background = coverage == 0
     assert logits[:, background].max() <= 1
     guesses = Counter(ids[0][background].tolist())
