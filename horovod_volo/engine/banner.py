@@ -30,8 +30,13 @@ def banner(job: Job, hosts: list[str], remarks: list[str]) -> str:
     }
     if job.state.step:
         facts["resumed"] = f"at step {job.state.step:,}: epoch {epoch}, step {step_in_epoch} of it"
-    lines = [f"{name:>10}  {fact}" for name, fact in facts.items()]
-    return "\n".join(lines + [f"{'note':>10}  {remark}" for remark in remarks])
+    return fact_lines(facts, remarks)
+
+
+def fact_lines(facts: dict[str, str], remarks: list[str]) -> str:
+    """Set facts and remarks below each other, their names in one column."""
+    named = [*facts.items(), *(("note", remark) for remark in remarks)]
+    return "\n".join(f"{name:>10}  {fact}" for name, fact in named)
 
 
 def _labels(config: Config) -> str:

@@ -27,7 +27,7 @@ FORMAT = 1
 
 def save_checkpoint(folder: Path, step: int, files: Files, facts: dict[str, Any]) -> Path:
     """Publish a checkpoint of `step` in `folder` and point `last` at it; return its path."""
-    final = folder / f"step_{step:08}"
+    final = checkpoint_path(folder, step)
     partial = folder / f".{final.name}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -50,6 +50,11 @@ def save_checkpoint(folder: Path, step: int, files: Files, facts: dict[str, Any]
             "make room or mend the folder, then start again with --resume auto."
         ) from None
     return final
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step lies, or would lie; names sort as steps do."""
+    return folder / f"step_{step:08}"
 
 
 def point(link: Path, checkpoint: Path) -> None:

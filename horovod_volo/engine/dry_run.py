@@ -14,7 +14,14 @@ from horovod_volo.config.recipe import dump
 from horovod_volo.config.rules import notes
 from horovod_volo.config.schema import Config
 from horovod_volo.data.catalog import read_folder
-from horovod_volo.engine.banner import batch_line, bucket_count, exchange_line, length_line, rate_line
+from horovod_volo.engine.banner import (
+    batch_line,
+    bucket_count,
+    exchange_line,
+    fact_lines,
+    length_line,
+    rate_line,
+)
 from horovod_volo.models.build import build_model
 
 _IMAGENET_IMAGES, _IMAGENET_CLASSES = 1_281_167, 1_000
@@ -51,9 +58,7 @@ def dry_run(config: Config, ranks: int) -> str:
         "exchange": f"{wire_bytes / _MIB:.0f} MiB of gradients a step; "
         f"{2 * (ranks - 1) / ranks * wire_bytes / _MIB:.0f} MiB through each rank's link",
     }
-    lines = [f"{name:>10}  {fact}" for name, fact in facts.items()]
-    lines += [f"{'note':>10}  {remark}" for remark in [*notes(config), *remarks]]
-    return "\n".join([dump(config), *lines])
+    return f"{dump(config)}\n{fact_lines(facts, [*notes(config), *remarks])}"
 
 
 def _images(config: Config) -> tuple[int, int, list[str]]:

@@ -12,7 +12,7 @@ from typing import Any
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
 from horovod_volo.data.catalog import Catalog
-from horovod_volo.engine.checkpoint import point, prune, save_checkpoint
+from horovod_volo.engine.checkpoint import checkpoint_path, point, prune, save_checkpoint
 from horovod_volo.engine.evaluation import Scores
 from horovod_volo.engine.job import Job
 
@@ -76,7 +76,7 @@ def _folder(job: Job) -> Path:
 
 
 def _checkpoint_of_step(job: Job) -> Path:
-    return _folder(job) / f"step_{job.state.step:08}"
+    return checkpoint_path(_folder(job), job.state.step)
 
 
 def checkpoint_facts(config: Config, derived: Derived, train: Catalog) -> dict[str, Any]:
