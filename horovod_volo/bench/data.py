@@ -41,7 +41,7 @@ def measure(
             f"{data_dir} has {len(catalog)} training images, fewer than {batches} batches of {batch_size}. "
             f"Use --batches {len(catalog) // batch_size} or less, or a smaller --batch-size."
         )
-    settings = Data(batch_size=batch_size)
+    settings = Data(batch_size=batch_size, train_interpolation="bicubic", aa="", color_jitter=0.0, reprob=0.0)
     threads = threads or len(os.sched_getaffinity(0))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     stream = TrainStream(

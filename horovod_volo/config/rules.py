@@ -29,7 +29,11 @@ def _check_image(config: Config) -> None:
         raise UserError(
             f"--scale is a share of the image's area and ends at 1, not {config.data.scale[1]:g}."
         )
-    for name, share in (("hflip", config.data.hflip), ("vflip", config.data.vflip)):
+    for name, share in (
+        ("hflip", config.data.hflip),
+        ("vflip", config.data.vflip),
+        ("reprob", config.data.reprob),
+    ):
         if share > 1:
             raise UserError(f"--{name} is a probability and ends at 1, not {share:g}.")
 

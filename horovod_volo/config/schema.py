@@ -81,6 +81,24 @@ class Data:
     ratio: tuple[float, float] = setting((3 / 4, 4 / 3), "aspect of the random crop, width over height")
     hflip: float = setting(0.5, "probability of a left-right flip", at_least=0.0)
     vflip: float = setting(0.0, "probability of an upside-down flip", at_least=0.0)
+    train_interpolation: Literal["random", "bilinear", "bicubic"] = setting(
+        "random", "how training crops are resized; random: either, drawn for each image"
+    )
+    aa: str = setting(
+        "rand-m9-mstd0.5-inc1",
+        "RandAugment in timm's spelling: m magnitude, n operations, p probability, mstd and mmax spread "
+        "and bound of the magnitude, inc1 ever stronger with it; empty: none",
+    )
+    color_jitter: float = setting(
+        0.4,
+        "largest change of brightness, contrast and saturation; without RandAugment only",
+        at_least=0.0,
+    )
+    reprob: float = setting(0.25, "probability that boxes of an image are erased", at_least=0.0)
+    remode: Literal["pixel", "rand", "const"] = setting(
+        "pixel", "an erased box holds noise, one random colour, or the mean colour"
+    )
+    recount: int = setting(1, "most boxes erased in an image", at_least=1)
     crop_pct: float = setting(
         0.0, "evaluation crop: image side over resized side; 0: the model's own", at_least=0.0
     )

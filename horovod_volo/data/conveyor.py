@@ -19,7 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from horovod_volo.config.errors import UserError
+from horovod_volo.data.erasing import Erasures
 from horovod_volo.data.pipeline import Source, first_undecodable, to_torch
+from horovod_volo.data.plan import Plan
+from horovod_volo.data.rand_augment import Operations
 
 
 class Labels(NamedTuple):
@@ -30,6 +33,14 @@ class Labels(NamedTuple):
     boxes: NDArray[np.float32]  # (batch, 4)
 
 
+class Treatment(NamedTuple):
+    """What happens to the images of a batch after decoding."""
+
+    plan: Plan
+    operations: Operations
+    erasures: Erasures
+
+
 @dataclass(frozen=True, eq=False)
 class Load:
     """One batch on its way: what DALI is fed, and what travels beside it."""
@@ -37,16 +48,25 @@ class Load:
     indices: NDArray[np.int64]  # (batch,) places in the catalog
     files: list[Path]
     inputs: tuple[list[NDArray[Any]], ...]  # the graph's inputs; the encoded bytes come first
-    labels: Labels | None  # None: there are no label maps
+    labels: Labels | None = None  # None: there are no label maps
+    treatment: Treatment | None = None  # None: the graph's output is the finished batch
+
+
+Finish = Callable[[Load, Any], torch.Tensor]  # makes the batch out of what DALI decoded
 
 
 class Conveyor:
     """Carries loads through one DALI pipeline, one run of batches after the other."""
 
     def __init__(
-        self, build_pipeline: Callable[[Source], Any], device: torch.device, reads_ahead: int
+        self,
+        build_pipeline: Callable[[Source], Any],
+        device: torch.device,
+        reads_ahead: int,
+        finish: Finish = lambda load, decoded: to_torch(decoded),  # noqa: ARG005
     ) -> None:
         self._build_pipeline = build_pipeline
+        self._finish = finish
         self._device = device
         self._reads_ahead = reads_ahead
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-reader")
@@ -63,10 +83,11 @@ class Conveyor:
         self._to_read = iter(loads)
         try:
             while True:
-                images = self._decoded()
-                if images is None:
+                decoded = self._decoded()
+                if decoded is None:
                     return
-                yield self._decoding.popleft(), images
+                load = self._decoding.popleft()
+                yield load, self._finish(load, decoded)
                 if self._run is not run:
                     raise RuntimeError("these batches ended when a later run began or the stream was closed")
         finally:
@@ -97,7 +118,7 @@ class Conveyor:
         self._reader.shutdown(cancel_futures=True)
         self._pipeline = None  # the last reference: DALI's threads end with it
 
-    def _decoded(self) -> torch.Tensor | None:
+    def _decoded(self) -> Any | None:
         on_gpu = self._device.type == "cuda"
         try:
             # Bound to the stream of the training step, the batch is waited for on the GPU, not on the host.
@@ -107,7 +128,7 @@ class Conveyor:
         except RuntimeError as error:
             self._name_the_damaged(error)
             raise
-        return to_torch(images)
+        return images
 
     def _name_the_damaged(self, cause: RuntimeError) -> None:
         files = [file for load in self._decoding for file in load.files]

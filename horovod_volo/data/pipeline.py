@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from nvidia.dali import Pipeline, fn, types
 
+from horovod_volo.data.plan import Plan
+
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 BATCHES_DECODED_AHEAD = 2
@@ -24,13 +26,20 @@ Source = Callable[[], tuple[list[NDArray[Any]], ...]]
 
 
 def build_train_pipeline(
-    source: Source, *, image_size: int, batch: int, device: torch.device, threads: int
+    source: Source, *, image_size: int, batch: int, device: torch.device, threads: int, resize: bool
 ) -> Pipeline:
-    """Build cut, resize, flip, normalise; inputs: bytes, corners, shapes, (left-right, upside-down) flips."""
+    """Build decode and cut, and with `resize` also resize and flip; uint8, height x width x 3.
+
+    Inputs: bytes, corners, shapes; with `resize` also (left-right, upside-down) flips and interpolations.
+    """
     pipeline = _empty_pipeline(batch, device, threads)
     with pipeline:
-        encoded, corners, shapes, flips = fn.external_source(
-            source=source, num_outputs=4, dtype=[types.UINT8, types.INT32, types.INT32, types.INT32], ndim=1
+        inputs = 5 if resize else 3
+        encoded, corners, shapes, *rest = fn.external_source(
+            source=source,
+            num_outputs=inputs,
+            dtype=[types.UINT8, types.INT32, types.INT32, types.INT32, types.INT32][:inputs],
+            ndim=[1, 1, 1, 1, 0][:inputs],
         )
         images = fn.decoders.image_slice(
             encoded,
@@ -41,9 +50,12 @@ def build_train_pipeline(
             output_type=types.RGB,
             adjust_orientation=False,  # boxes and label maps are those of the stored image, as PIL reads it
         )
-        images = _resized(images, [image_size, image_size])
-        images = fn.flip(images, horizontal=flips[0], vertical=flips[1])
-        pipeline.set_outputs(_normalised(images))
+        if resize:
+            flips, filters = rest
+            filtering = fn.cast(filters, dtype=types.INTERP_TYPE)
+            images = fn.resize(images, size=[image_size] * 2, interp_type=filtering, antialias=True)
+            images = fn.flip(images, horizontal=flips[0], vertical=flips[1])
+        pipeline.set_outputs(images)
     pipeline.build()
     return pipeline
 
@@ -75,6 +87,13 @@ def build_eval_pipeline(
         pipeline.set_outputs(_normalised(images))
     pipeline.build()
     return pipeline
+
+
+def resizing_inputs(plan: Plan) -> tuple[list[NDArray[Any]], ...]:
+    """Return the training graph's last two inputs for the resizing of a batch."""
+    flips = np.stack([plan.flip_horizontal, plan.flip_vertical], axis=1).astype(np.int32)  # (batch, 2)
+    filters = np.where(plan.bicubic, int(types.INTERP_CUBIC), int(types.INTERP_LINEAR)).astype(np.int32)
+    return list(flips), [np.array(number) for number in filters]
 
 
 def to_torch(images: Any) -> torch.Tensor:

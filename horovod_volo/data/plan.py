@@ -13,14 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.config.schema import Data
+from horovod_volo.data.chance import uniforms
 
 ATTEMPTS = 10
 PLAN_STREAM = 0x706C616E  # keeps this use of the seed apart from every other
-
-# The 64-bit finaliser of splitmix64: each input bit reaches every output bit.
-GOLDEN_STEP = np.uint64(0x9E3779B97F4A7C15)
-FIRST_FACTOR = np.uint64(0xBF58476D1CE4E5B9)
-SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +26,7 @@ class Plan:
     boxes: NDArray[np.int32]  # (batch, 4)
     flip_horizontal: NDArray[np.bool_]  # (batch,)
     flip_vertical: NDArray[np.bool_]  # (batch,)
+    bicubic: NDArray[np.bool_]  # (batch,) how the crop is resized; else bilinear
 
     def stored_boxes(self, sizes: NDArray[np.int64]) -> NDArray[np.int32]:
         """Mirror the boxes back into the stored image: what the decoder cuts."""
@@ -53,34 +50,24 @@ def plan_batch(
     seed: int, epoch: int, indices: NDArray[np.int64], sizes: NDArray[np.int64], settings: Data
 ) -> Plan:
     """Draw flips and crop boxes; `sizes` (batch, 2) are the images' stored heights and widths."""
-    chance = uniforms(PLAN_STREAM, seed, epoch, indices, 2 * ATTEMPTS + 4)  # (batch, draws)
+    chance = uniforms(PLAN_STREAM, seed, epoch, indices, 2 * ATTEMPTS + 5)  # (batch, draws)
     shapes = _crop_shapes(chance[:, :ATTEMPTS], chance[:, ATTEMPTS : 2 * ATTEMPTS], sizes, settings)
     found = shapes[:, 0] > 0
     shapes = np.where(found[:, None], shapes, _widest_shapes(sizes, settings.ratio))
     room = sizes - shapes
-    corners = np.where(found[:, None], np.floor(chance[:, -4:-2] * (room + 1)), room // 2)  # (batch, 2)
+    corners = np.where(found[:, None], np.floor(chance[:, -5:-3] * (room + 1)), room // 2)  # (batch, 2)
     return Plan(
         boxes=np.concatenate([corners, shapes], axis=1).astype(np.int32),
-        flip_horizontal=chance[:, -2] < settings.hflip,
-        flip_vertical=chance[:, -1] < settings.vflip,
+        flip_horizontal=chance[:, -3] < settings.hflip,
+        flip_vertical=chance[:, -2] < settings.vflip,
+        bicubic=_bicubic(chance[:, -1], settings.train_interpolation),
     )
 
 
-def uniforms(
-    stream: int, seed: int, epoch: int, indices: NDArray[np.int64], draws: int
-) -> NDArray[np.float64]:
-    """Return numbers in [0, 1), each a pure function of stream, seed, epoch, its index and its draw."""
-    state = np.zeros((1, 1), dtype=np.uint64)
-    for word in (stream, seed, epoch, indices[:, None], np.arange(draws)[None, :]):
-        state = _mixed((state ^ np.asarray(word).astype(np.uint64)) + GOLDEN_STEP)
-    high_bits = (state >> np.uint64(11)).astype(np.float64)  # (batch, draws); 53 bits, held exactly
-    return high_bits / 2**53
-
-
-def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    words = (words ^ (words >> np.uint64(30))) * FIRST_FACTOR
-    words = (words ^ (words >> np.uint64(27))) * SECOND_FACTOR
-    return words ^ (words >> np.uint64(31))
+def _bicubic(chance: NDArray[np.float64], interpolation: str) -> NDArray[np.bool_]:
+    if interpolation == "random":
+        return chance < 0.5
+    return np.full(chance.shape, interpolation == "bicubic")
 
 
 def _crop_shapes(

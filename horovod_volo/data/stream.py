@@ -22,11 +22,15 @@ from numpy.typing import NDArray
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
 from horovod_volo.data.catalog import Catalog
-from horovod_volo.data.conveyor import Conveyor, Labels, Load
+from horovod_volo.data.conveyor import Conveyor, Labels, Load, Treatment
+from horovod_volo.data.erasing import draw_erasures
+from horovod_volo.data.finishing import Finisher
 from horovod_volo.data.label_maps import Ids, LabelMaps, flipped
+from horovod_volo.data.moving import moved_maps
 from horovod_volo.data.order import epoch_order, share_of_step
-from horovod_volo.data.pipeline import build_eval_pipeline, build_train_pipeline
-from horovod_volo.data.plan import Plan, plan_batch
+from horovod_volo.data.pipeline import build_eval_pipeline, build_train_pipeline, resizing_inputs
+from horovod_volo.data.plan import plan_batch
+from horovod_volo.data.rand_augment import draw_operations
 from horovod_volo.data.reading import read_images
 from horovod_volo.data.window import resized_sizes, window_corners
 
@@ -70,7 +74,10 @@ class TrainStream:
             share_of_step, rank=rank, size=size, batch=settings.batch_size, accumulation=accumulation
         )
         self._device = device
+        self._image_size = image_size
         self._readers = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="file-reader")
+        self._cutters = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="image-cutter")
+        self._resized_by_dali = device.type == "cuda"  # on the CPU torch resizes faster
         self._conveyor = Conveyor(
             partial(
                 build_train_pipeline,
@@ -78,9 +85,18 @@ class TrainStream:
                 batch=settings.batch_size,
                 device=device,
                 threads=threads,
+                resize=self._resized_by_dali,
             ),
             device,
             settings.prefetch,
+            Finisher(
+                settings,
+                image_size=image_size,
+                seed=seed,
+                device=device,
+                resized=self._resized_by_dali,
+                cutters=self._cutters,
+            ),
         )
 
     def passes(self, epoch: int, first_step: int) -> Iterator[Batch]:
@@ -99,6 +115,7 @@ class TrainStream:
         """End all threads; batches already handed out stay valid."""
         self._conveyor.close()
         self._readers.shutdown(cancel_futures=True)
+        self._cutters.shutdown(cancel_futures=True)
 
     def _loads(self, epoch: int, first_step: int) -> Iterator[Callable[[], Load]]:
         order = epoch_order(self._seed, epoch, len(self._catalog))
@@ -111,16 +128,27 @@ class TrainStream:
         encoded, sizes = read_images(files, self._readers)
         plan = plan_batch(self._seed, epoch, indices, sizes, self._settings)
         boxes = plan.stored_boxes(sizes)
-        flips = np.stack([plan.flip_horizontal, plan.flip_vertical], axis=1).astype(np.int32)  # (batch, 2)
-        inputs = (encoded, list(boxes[:, :2]), list(boxes[:, 2:]), list(flips))
+        inputs = (encoded, list(boxes[:, :2]), list(boxes[:, 2:]))
+        if self._resized_by_dali:
+            inputs += resizing_inputs(plan)
+        treatment = Treatment(
+            plan,
+            draw_operations(self._seed, epoch, indices, self._settings),
+            draw_erasures(self._seed, epoch, indices, self._settings, self._image_size),
+        )
         labels = None
         if self._label_maps is not None:
-            labels = self._read_labels(self._label_maps, indices, plan, sizes)
-        return Load(indices, files, inputs, labels)
+            labels = self._read_labels(self._label_maps, indices, sizes, treatment)
+        return Load(indices, files, inputs, labels, treatment)
 
     def _read_labels(
-        self, label_maps: LabelMaps, indices: NDArray[np.int64], plan: Plan, sizes: NDArray[np.int64]
+        self,
+        label_maps: LabelMaps,
+        indices: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        treatment: Treatment,
     ) -> Labels:
+        plan = treatment.plan
         paths = [self._catalog.paths[index] for index in indices]
         maps = list(self._readers.map(label_maps.read, paths))
         self._check_maps(paths, [ids for _, ids in maps])
@@ -130,11 +158,10 @@ class TrainStream:
                 maps, plan.flip_horizontal, plan.flip_vertical, strict=True
             )
         ]
-        return Labels(
-            scores=np.stack([scores for scores, _ in turned]),
-            ids=np.stack([ids for _, ids in turned]),
-            boxes=plan.fractions(sizes),
-        )
+        boxes = plan.fractions(sizes)
+        scores = np.stack([scores for scores, _ in turned])  # (batch, k, height, width)
+        ids = np.stack([ids for _, ids in turned])  # same
+        return Labels(*moved_maps(scores, ids, boxes, treatment.operations), boxes)
 
     def _check_maps(self, paths: list[str], maps: list[Ids]) -> None:
         classes = len(self._catalog.classes)
@@ -202,7 +229,7 @@ class EvalStream:
         resized = resized_sizes(sizes, self._image_size, self._crop_pct)
         corners = window_corners(resized, self._image_size)
         inputs = (encoded, list(resized.astype(np.float32)), list(corners.astype(np.int32)))
-        return Load(indices, files, inputs, labels=None)
+        return Load(indices, files, inputs)
 
 
 def _files(catalog: Catalog, indices: NDArray[np.int64]) -> list[Path]:

@@ -19,6 +19,7 @@ from horovod_volo.config.rules import token_label_side
 from horovod_volo.config.schema import Config
 from horovod_volo.data.catalog import Catalog, check_same_classes, read_folder
 from horovod_volo.data.label_maps import LabelMaps
+from horovod_volo.data.rand_augment import parse
 from horovod_volo.data.stream import EvalStream, TrainStream
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import TrainState
@@ -85,6 +86,8 @@ def read_images(config: Config) -> Images:
     """Read what images there are; raise UserError where they cannot be trained on."""
     if not config.data.data_dir:
         raise UserError("Which images? Give the data folder: python -m horovod_volo.train DATA_DIR ...")
+    if config.data.aa:
+        parse(config.data.aa)  # a misspelt one is told before any image is read
     train, held_out = read_folder(config.data.data_dir, "train"), read_folder(config.data.data_dir, "val")
     check_same_classes(train, held_out)
     if config.model.num_classes not in (0, len(train.classes)):

@@ -12,6 +12,9 @@ from PIL import Image
 
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 
+# Cut, resize and flip alone: what is left when nothing recolours, moves or erases.
+PLAIN: dict[str, Any] = {"train_interpolation": "bicubic", "aa": "", "color_jitter": 0.0, "reprob": 0.0}
+
 
 def place_coded(width: int, height: int) -> Image.Image:
     """Red tells the column, green the row, each as a share of the side."""

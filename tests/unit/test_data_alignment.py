@@ -10,13 +10,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from coded_images import place_coded, smooth, unnormalised, write_images
+from coded_images import PLAIN, place_coded, smooth, unnormalised, write_images
 from PIL import Image
 
 from horovod_volo.config.schema import Data
+from horovod_volo.data import stream as stream_module
 from horovod_volo.data.catalog import read_folder
 from horovod_volo.data.label_maps import LabelMaps
+from horovod_volo.data.moving import FILL
 from horovod_volo.data.plan import plan_batch
+from horovod_volo.data.rand_augment import GEOMETRIC, Operation, draw_operations
 from horovod_volo.data.stream import TrainStream
 
 SIDE = 48
@@ -32,7 +35,7 @@ def one_batch(folder, label_maps=None, **settings):
     stream = TrainStream(
         catalog,
         label_maps,
-        Data(batch_size=len(catalog), **settings),
+        Data(batch_size=len(catalog), **(PLAIN | settings)),
         image_size=SIDE,
         seed=11,
         rank=0,
@@ -134,6 +137,38 @@ def test_labels_at_the_box_name_the_places_the_pixels_show(tmp_path, hflip, vfli
         assert wrong > IMAGES / 4
     else:
         assert wrong == 0
+
+
+def test_labels_move_with_turned_sheared_and_shifted_images(tmp_path, monkeypatch):
+    """As above, with geometric operations in both layers, and the colour-changing ones left out."""
+
+    def geometric_only(*arguments):
+        drawn = draw_operations(*arguments)
+        return replace(drawn, kinds=np.where(np.isin(drawn.kinds, GEOMETRIC), drawn.kinds, Operation.NONE))
+
+    monkeypatch.setattr(stream_module, "draw_operations", geometric_only)
+    folder = coded_folder(tmp_path / "images", "png")
+    settings = {"aa": "rand-m9-n3-p1-mstd0.5-inc1", "hflip": 0.5, "vflip": 0.5}
+    _, batch = one_batch(folder, coded_label_maps(tmp_path / "maps"), **settings)
+    filled = np.abs(unnormalised(batch.images) - np.array(FILL)[:, None, None]).max(axis=1) < 1
+    operations = geometric_only(11, 0, batch.indices, Data(**(PLAIN | settings)))
+    assert operations.moving.sum() > IMAGES / 3
+    moved_right, left_behind = [], []
+    stays = label_maps_without_moving(tmp_path, folder, monkeypatch, settings)
+    for number in np.flatnonzero(operations.moving):
+        shown = ~filled[number]
+        for batches, found in ((batch, moved_right), (stays, left_behind)):
+            distances = cell_distances(batches.ids[number, 0].numpy(), batch, number)
+            found.append((distances[shown] <= 1.0).mean())
+    # Half a cell to the centre of the cell, and up to half a cell because a map moves by whole cells.
+    assert np.mean(moved_right) > 0.95
+    assert min(moved_right) > 0.8
+    assert np.mean(left_behind) < 0.75  # the same measure must notice maps that stayed behind
+
+
+def label_maps_without_moving(tmp_path, folder, monkeypatch, settings):
+    monkeypatch.setattr(stream_module, "moved_maps", lambda scores, ids, *_: (scores, ids))
+    return one_batch(folder, LabelMaps(tmp_path / "maps"), **settings)[1]
 
 
 def test_without_label_maps_there_are_no_labels(tmp_path):

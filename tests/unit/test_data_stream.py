@@ -141,8 +141,8 @@ def test_labels_stay_with_their_images(open_stream, folder, tmp_path):
         file.parent.mkdir(parents=True, exist_ok=True)
         scores = torch.full((1, 1, 2, 2), float(index))
         torch.save(torch.cat([scores, torch.zeros_like(scores)]).half(), file)
-    stream = open_stream(label_maps=LabelMaps(tmp_path / "maps"))
-    plain = open_stream()
+    stream = open_stream(label_maps=LabelMaps(tmp_path / "maps"), aa="")
+    plain = open_stream(aa="")
     for epoch in range(2):
         for batch, unlabelled in zip(stream.passes(epoch, 0), plain.passes(epoch, 0), strict=True):
             assert batch.ids.shape == (3, 1, 2, 2)

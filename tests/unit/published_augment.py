@@ -1,0 +1,79 @@
+"""timm's own augmentation, called operation by operation, and its draws recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from horovod_volo.data.rand_augment import Operation
+from horovod_volo.models import timm_door  # noqa: F401  # lets timm in beside a CPU-only torch
+
+SPELLING = "rand-m9-mstd0.5-inc1"
+NAMES = {
+    Operation.AUTO_CONTRAST: "AutoContrast",
+    Operation.EQUALIZE: "Equalize",
+    Operation.INVERT: "Invert",
+    Operation.ROTATE: "Rotate",
+    Operation.POSTERIZE: "PosterizeIncreasing",
+    Operation.SOLARIZE: "SolarizeIncreasing",
+    Operation.SOLARIZE_ADD: "SolarizeAdd",
+    Operation.COLOR: "ColorIncreasing",
+    Operation.CONTRAST: "ContrastIncreasing",
+    Operation.BRIGHTNESS: "BrightnessIncreasing",
+    Operation.SHARPNESS: "SharpnessIncreasing",
+    Operation.SHEAR_X: "ShearX",
+    Operation.SHEAR_Y: "ShearY",
+    Operation.TRANSLATE_X: "TranslateXRel",
+    Operation.TRANSLATE_Y: "TranslateYRel",
+}
+FILL = (124, 116, 104)
+
+
+def timm_augment(
+    kind: Operation, image: NDArray[np.uint8], amount: float, *, bicubic: bool
+) -> NDArray[np.uint8]:
+    """Return what timm's function makes of an image (height, width, 3)."""
+    from timm.data.auto_augment import NAME_TO_OP
+
+    number: Any = int(amount) if kind in (Operation.POSTERIZE, Operation.SOLARIZE_ADD) else amount
+    arguments = () if kind in (Operation.AUTO_CONTRAST, Operation.EQUALIZE, Operation.INVERT) else (number,)
+    filters = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
+    changed = NAME_TO_OP[NAMES[kind]](Image.fromarray(image), *arguments, fillcolor=FILL, resample=filters)
+    return np.asarray(changed)
+
+
+def record_draws(images: int) -> dict[str, list[float]]:
+    """Return the arguments with which timm's RandAugment called each operation for so many images."""
+    from timm.data.auto_augment import rand_augment_transform
+
+    calls: dict[str, list[float]] = defaultdict(list)
+    transform = rand_augment_transform(SPELLING, {"img_mean": FILL})
+    for operation in transform.ops:
+
+        def note(image: Any, *arguments: float, _name: str = operation.name, **_: Any) -> Any:
+            calls[_name].append(float(arguments[0]) if arguments else 0.0)
+            return image
+
+        operation.aug_fn = note
+    for _ in range(images):
+        transform(None)
+    return calls
+
+
+def timm_erasing(images: int, side: int) -> NDArray[np.int64]:
+    """Return top, left, height, width of what timm's RandomErasing erased, (boxes, 4)."""
+    from timm.data.random_erasing import RandomErasing
+
+    erase = RandomErasing(probability=0.25, mode="const", device="cpu")
+    boxes = []
+    for _ in range(images):
+        mask = erase(torch.ones(1, side, side))[0] == 0
+        rows, columns = mask.any(dim=1).nonzero(), mask.any(dim=0).nonzero()
+        if len(rows):
+            boxes.append([int(rows[0]), int(columns[0]), len(rows), len(columns)])
+    return np.array(boxes)

@@ -1,0 +1,275 @@
+"""RandAugment, colour jitter and erasing: what is drawn as timm draws it, what is done as Pillow does it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from coded_images import place_coded
+from numpy.typing import NDArray
+from PIL import Image
+from published_augment import NAMES, SPELLING, record_draws, timm_augment, timm_erasing
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.schema import Data
+from horovod_volo.data.augment import augment_
+from horovod_volo.data.erasing import Eraser, draw_erasures
+from horovod_volo.data.moving import FILL, moved_maps
+from horovod_volo.data.rand_augment import GEOMETRIC, Operation, Operations, draw_operations, parse
+
+SIDE = 96
+DRAWS = 6000
+# What two samples of 6,000 of one distribution differ by at most, 999 times in a thousand.
+SAME_DISTRIBUTION = 1.95 * np.sqrt(2 / DRAWS)
+ARGUMENTS = {
+    Operation.AUTO_CONTRAST: 0.0,
+    Operation.EQUALIZE: 0.0,
+    Operation.INVERT: 0.0,
+    Operation.ROTATE: -27.0,
+    Operation.POSTERIZE: 1.0,
+    Operation.SOLARIZE: 26.0,
+    Operation.SOLARIZE_ADD: 99.0,
+    Operation.COLOR: 1.81,
+    Operation.CONTRAST: 0.19,
+    Operation.BRIGHTNESS: 1.81,
+    Operation.SHARPNESS: 1.81,
+    Operation.SHEAR_X: 0.27,
+    Operation.SHEAR_Y: -0.27,
+    Operation.TRANSLATE_X: -0.4,
+    Operation.TRANSLATE_Y: 0.4,
+}
+
+
+def photograph(seed: int) -> NDArray[np.uint8]:
+    """Return an image with a photograph's mixture of large and small, (side, side, 3)."""
+    source = np.random.default_rng(seed)
+    frequency = np.hypot(np.fft.fftfreq(SIDE)[:, None], np.fft.rfftfreq(SIDE)[None])
+    frequency[0, 0] = 1
+    channels = []
+    for _ in range(3):
+        waves = source.normal(size=frequency.shape) + 1j * source.normal(size=frequency.shape)
+        channel = np.fft.irfft2(waves / frequency, s=(SIDE, SIDE))
+        channels.append(118 + 45 * channel / channel.std())
+    return np.stack(channels, axis=-1).clip(20, 230).astype(np.uint8)
+
+
+def as_batch(images: list[NDArray[np.uint8]]) -> torch.Tensor:
+    return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
+
+
+def sequence(*steps: tuple[Operation, float], batch: int = 1, bicubic: bool = False) -> Operations:
+    kinds = np.tile(np.array([kind for kind, _ in steps], dtype=np.int64), (batch, 1))
+    arguments = np.tile(np.array([amount for _, amount in steps], dtype=np.float32), (batch, 1))
+    return Operations(kinds, arguments, np.full(kinds.shape, bicubic))
+
+
+@pytest.mark.parametrize("bicubic", [False, True])
+@pytest.mark.parametrize("kind", list(ARGUMENTS))
+def test_an_operation_does_what_pillow_does(kind: Operation, bicubic: bool) -> None:
+    amounts = [ARGUMENTS[kind]]
+    if kind in (Operation.COLOR, Operation.CONTRAST, Operation.BRIGHTNESS, Operation.SHARPNESS):
+        amounts = [0.19, 1.81]
+    photos = [photograph(seed) for seed in range(3)]
+    for amount in amounts:
+        ours = as_batch(photos)
+        augment_(ours, sequence((kind, amount), batch=len(photos), bicubic=bicubic))
+        theirs = as_batch([timm_augment(kind, photo, amount, bicubic=bicubic) for photo in photos])
+        difference = (ours.int() - theirs.int()).abs().float()
+        # Torch's bicubic filter overshoots less than Pillow's: a little on every edge.
+        allowed = (1.5 if bicubic else 0.5) if kind in GEOMETRIC else 0.01
+        assert difference.mean() <= allowed
+        assert (theirs.int() - as_batch(photos).int()).abs().float().mean() > 3  # it did something
+
+
+def test_no_bits_left_is_black() -> None:
+    ours = as_batch([photograph(0)])
+    augment_(ours, sequence((Operation.POSTERIZE, 0.0)))
+    assert not ours.any()
+
+
+def test_one_colour_has_no_contrast_to_stretch() -> None:
+    flat = torch.full((1, 3, SIDE, SIDE), 77, dtype=torch.uint8)
+    for kind in (Operation.AUTO_CONTRAST, Operation.EQUALIZE):
+        ours = flat.clone()
+        augment_(ours, sequence((kind, 0.0)))
+        assert torch.equal(ours, flat)
+
+
+def test_layers_follow_each_other() -> None:
+    photo = photograph(5)
+    steps = [(Operation.SOLARIZE, 26.0), (Operation.ROTATE, 27.0), (Operation.INVERT, 0.0)]
+    ours, expected = as_batch([photo]), photo
+    augment_(ours, sequence(*steps))
+    for kind, amount in steps:
+        expected = timm_augment(kind, expected, amount, bicubic=False)
+    assert (ours.int() - as_batch([expected]).int()).abs().float().mean() < 1
+    corner = tuple(255 - np.array(FILL))  # filled by the rotation, then inverted with the rest
+    assert tuple(ours[0, :, 0, 0].tolist()) == corner
+
+
+def test_operations_are_as_frequent_and_as_strong_as_timms() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    drawn_by_timm = record_draws(DRAWS)
+    drawn = draw_operations(3, 1, np.arange(DRAWS), Data(aa=SPELLING))
+    for kind, name in NAMES.items():
+        theirs = np.array(drawn_by_timm[name])
+        ours = drawn.arguments[drawn.kinds == kind]
+        expected = 2 * DRAWS * 0.5 / 15
+        assert abs(len(ours) - expected) < 4.5 * np.sqrt(expected)
+        assert abs(len(theirs) - expected) < 4.5 * np.sqrt(expected)
+        assert distance(ours, theirs) < 1.95 * np.sqrt(1 / len(ours) + 1 / len(theirs)), name
+    moved = np.isin(drawn.kinds, GEOMETRIC)
+    assert abs(drawn.bicubic[moved].mean() - 0.5) < 0.05
+    together = (drawn.kinds[:, 0] > 0) & (drawn.kinds[:, 1] > 0)
+    assert abs(together.mean() - 0.25) < 0.03  # the layers fire independently
+
+
+def distance(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
+    """Return the largest difference of the two cumulative distributions."""
+    points = np.unique(np.concatenate([ours, theirs]).astype(np.float32))
+    shares = [
+        np.searchsorted(np.sort(sample.astype(np.float32)), points + 1e-5) / len(sample)
+        for sample in (ours, theirs)
+    ]
+    return float(np.abs(shares[0] - shares[1]).max())
+
+
+def test_erased_boxes_are_as_timms() -> None:
+    settings = Data(reprob=0.25)
+    drawn = draw_erasures(0, 0, np.arange(4 * DRAWS), settings, 64)
+    boxes = drawn.boxes[:, 0][drawn.boxes[:, 0, 2] > 0]
+    theirs = timm_erasing(4 * DRAWS, 64)
+    for count in (len(boxes), len(theirs)):
+        assert abs(count - DRAWS) < 4.5 * np.sqrt(4 * DRAWS * 0.25 * 0.75)
+    for of_box in (
+        lambda box: box[:, 2] * box[:, 3],
+        lambda box: box[:, 2] / box[:, 3],
+        lambda box: box[:, 0],
+    ):
+        assert distance(of_box(boxes), of_box(theirs)) < SAME_DISTRIBUTION
+    assert (boxes[:, :2] + boxes[:, 2:] <= 64).all()
+
+
+def test_erased_boxes_hold_what_was_asked_for() -> None:
+    images = torch.full((64, 3, 64, 64), 9.0)
+    for mode, deviation in (("pixel", 1.0), ("rand", 1.0), ("const", 0.0)):
+        settings = Data(reprob=1.0, remode=mode)  # type: ignore[arg-type]
+        drawn, erased = draw_erasures(1, 2, np.arange(64), settings, 64), images.clone()
+        Eraser(1, settings, 64, torch.device("cpu")).erase_(erased, drawn)
+        assert int((erased != 9).sum()) == 3 * drawn.boxes[..., 2:].prod(axis=-1).sum()
+        content = erased[erased != 9]
+        assert abs(float(content.std()) - deviation) < 0.25
+        assert abs(float(content.mean())) < 0.35
+    again = images.clone()
+    Eraser(1, settings, 64, torch.device("cpu")).erase_(
+        again, draw_erasures(1, 2, np.arange(64), settings, 64)
+    )
+    assert torch.equal(again, erased)
+
+
+def test_several_boxes_share_the_area() -> None:
+    drawn = draw_erasures(0, 0, np.arange(DRAWS), Data(reprob=1.0, recount=3), 64)
+    counts = (drawn.boxes[..., 2] > 0).sum(axis=1)
+    assert set(counts) == {1, 2, 3}
+    area = drawn.boxes[..., 2:].prod(axis=-1).sum(axis=1) / 64**2
+    assert area.max() < 1 / 3 + 0.02
+
+
+def test_a_draw_does_not_depend_on_its_neighbours() -> None:
+    settings = Data()
+    whole = draw_operations(7, 3, np.arange(50), settings)
+    alone = draw_operations(7, 3, np.array([31]), settings)
+    assert (whole.kinds[31] == alone.kinds[0]).all()
+    assert (whole.arguments[31] == alone.arguments[0]).all()
+    assert (draw_operations(7, 4, np.arange(50), settings).kinds != whole.kinds).any()
+    assert (
+        draw_erasures(7, 3, np.arange(50), settings, 64).boxes[31]
+        == draw_erasures(7, 3, np.array([31]), settings, 64).boxes[0]
+    ).all()
+
+
+def test_colour_jitter_where_rand_augment_is_off() -> None:
+    drawn = draw_operations(0, 0, np.arange(DRAWS), Data(aa="", color_jitter=0.4))
+    assert (np.sort(drawn.kinds, axis=1) == [Operation.COLOR, Operation.CONTRAST, Operation.BRIGHTNESS]).all()
+    assert len(np.unique(drawn.kinds, axis=0)) == 6
+    assert distance(drawn.arguments.ravel(), np.linspace(0.6, 1.4, DRAWS)) < SAME_DISTRIBUTION
+    assert draw_operations(0, 0, np.arange(3), Data(aa="", color_jitter=0.0)).kinds.shape == (3, 0)
+
+
+def test_spellings() -> None:
+    numbers = parse("rand-m7-n3-p0.8-mstd101-mmax20-inc0")
+    assert (numbers.magnitude, numbers.layers, numbers.probability) == (7, 3, 0.8)
+    assert (numbers.spread, numbers.highest, numbers.increasing) == (101, 20, False)
+    drawn = draw_operations(0, 0, np.arange(DRAWS), Data(aa="rand-m8-n3-mstd101"))
+    degrees = np.abs(drawn.arguments[drawn.kinds == Operation.ROTATE])
+    assert drawn.kinds.shape[1] == 3
+    assert distance(degrees, np.linspace(0, 24, DRAWS)) < 0.08  # any magnitude up to 8, all alike
+    for wrong in ("augmix-m3", "rand-m9-tweights", "rand-9", "v0"):
+        with pytest.raises(UserError, match="rand-m9"):
+            parse(wrong)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        *[[(kind, ARGUMENTS[kind])] for kind in GEOMETRIC],
+        *[[(kind, -ARGUMENTS[kind])] for kind in GEOMETRIC],
+        [(Operation.ROTATE, 25.0), (Operation.SHEAR_X, 0.25)],
+        [(Operation.TRANSLATE_X, 0.3), (Operation.ROTATE, -25.0)],
+        [(Operation.SHEAR_Y, 0.25), (Operation.INVERT, 0.0), (Operation.TRANSLATE_Y, -0.3)],
+    ],
+)
+@pytest.mark.parametrize("box", [(0.0, 0.0, 1.0, 1.0), (0.2, 0.35, 0.5, 0.6)])
+def test_a_label_map_moves_as_its_image_does(
+    steps: list[tuple[Operation, float]], box: tuple[float, ...]
+) -> None:
+    """Colours and map entries both tell a place in the whole image: after moving, they agree."""
+    cells, side = 18, 180
+    whole = place_coded(400, 300)
+    top, left, tall, wide = box
+    window = (left * 400, top * 300, (left + wide) * 400, (top + tall) * 300)
+    crop = np.asarray(whole.resize((side, side), Image.Resampling.BILINEAR, box=window))
+    row, column = np.mgrid[:cells, :cells]
+    scores = np.stack([(column + 0.5) / cells, (row + 0.5) / cells])[None].astype(np.float16)
+    ids = np.stack([column, row])[None].astype(np.int32)
+    operations = sequence(*[(kind, amount) for kind, amount in steps if kind != Operation.INVERT])
+    images = as_batch([crop])
+    augment_(images, operations)
+    colours = images[0, :2].permute(1, 2, 0).numpy() / 255
+    filled = (images[0].permute(1, 2, 0).numpy() == FILL).all(axis=-1)
+    boxes = np.array([box], dtype=np.float32)
+    moved, moved_ids = moved_maps(scores, ids, boxes, operations)
+    compared = 0
+    for cell in np.ndindex(cells, cells):
+        place = ((np.array(cell) + 0.5) / cells - (top, left)) / (tall, wide) * side
+        y, x = np.floor(place).astype(int)
+        if not (0 <= y < side and 0 <= x < side):
+            continue
+        shown = moved[0, :, *cell]
+        near = filled[max(0, y - 12) : y + 13, max(0, x - 12) : x + 13]
+        if near.all():
+            assert not shown.any()
+        elif not near.any():
+            assert np.abs(shown - colours[y, x]).max() <= 1 / cells
+            assert (moved_ids[0, :, *cell] == np.floor(shown.astype(float) * cells)).all()
+            compared += 1
+    assert compared > 20
+
+
+def test_an_unmoved_map_stays() -> None:
+    scores, ids = np.ones((1, 5, 4, 4), np.float16), np.ones((1, 5, 4, 4), np.int32)
+    boxes = np.array([[0, 0, 1, 1]], np.float32)
+    kept = moved_maps(scores, ids, boxes, sequence((Operation.INVERT, 0.0), (Operation.COLOR, 1.9)))
+    assert kept[0] is scores
+    assert kept[1] is ids
+
+
+def test_one_interpolation_may_be_asked_for() -> None:
+    fixed = replace(Data(), train_interpolation="bicubic")
+    drawn = draw_operations(0, 0, np.arange(200), fixed)
+    assert drawn.bicubic.all()
