@@ -28,7 +28,7 @@ from horovod_volo.engine.job import Job
 from horovod_volo.engine.step import train_step
 from horovod_volo.monitor.window import Window
 from horovod_volo.objective.loss import Labels, LossParts
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixtoken import Mix
 
 CLASSES = 1000
 _SPLIT_STEPS = 9
@@ -84,7 +84,7 @@ def _split_steps(job: Job, passes: Iterator[Batch]) -> dict[str, list[float]]:
     """Return the seconds of each part of a step, step by step."""
     marks = _Marks(job.share.device)
 
-    def loss(class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Box) -> LossParts:
+    def loss(class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Mix) -> LossParts:
         parts = job.loss(class_logits, token_logits, labels, box)
         marks.reached("forward and loss")
         return parts

@@ -49,6 +49,20 @@ def _check_objective(config: Config) -> None:
             "--ground-truth mixes the class into label maps: give --token-label-data, or drop it."
         )
 
+    mixes = [
+        name for name, strength in (("--mixup", objective.mixup), ("--cutmix", objective.cutmix)) if strength
+    ]
+    if mixes and objective.mix_token:
+        raise UserError(f"{mixes[0]} and MixToken both mix images. Add --no-mix-token, or drop {mixes[0]}.")
+    if mixes and objective.token_label:
+        raise UserError(f"{mixes[0]} has no token labels for mixed images. Drop it, or --token-label.")
+    for name, share in (
+        ("mixup-prob", objective.mixup_prob),
+        ("mixup-switch-prob", objective.mixup_switch_prob),
+    ):
+        if share > 1:
+            raise UserError(f"--{name} is a probability and ends at 1, not {share:g}.")
+
 
 def _check_schedule(config: Config) -> None:
     update = config.update

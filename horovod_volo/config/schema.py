@@ -121,6 +121,12 @@ class Objective:
     dense_weight: float = setting(0.5, "weight of the token loss", at_least=0.0)
     smoothing: float = setting(0.1, "label smoothing", at_least=0.0, below=1.0)
     mix_token: bool = setting(True, "exchange a box of tokens between pairs of images")
+    mixup: float = setting(0.0, "blend pairs of images: parameter of the Beta distribution", at_least=0.0)
+    cutmix: float = setting(
+        0.0, "paste a box of one image into another: parameter of the Beta distribution", at_least=0.0
+    )
+    mixup_prob: float = setting(1.0, "probability that a batch is mixed by --mixup or --cutmix", at_least=0.0)
+    mixup_switch_prob: float = setting(0.5, "share of --cutmix where both are asked for", at_least=0.0)
 
 
 @dataclass(frozen=True)

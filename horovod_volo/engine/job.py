@@ -26,8 +26,9 @@ from horovod_volo.engine.state import TrainState
 from horovod_volo.models.build import default_crop_pct
 from horovod_volo.monitor.tracker import Tracking
 from horovod_volo.monitor.window import Window
+from horovod_volo.objective.image_mix import draw_image_mix
 from horovod_volo.objective.loss import Loss, LossParts, build_loss
-from horovod_volo.objective.mixtoken import NO_BOX, Box, draw_box
+from horovod_volo.objective.mixtoken import NO_BOX, Mix, draw_box
 from horovod_volo.optim.schedule import lr_at
 
 Clip = Callable[[], object]
@@ -60,7 +61,7 @@ class Job:
     window: Window
     clip: Clip
     lr: Callable[[int], float]
-    box: Callable[[int, int], Box]  # of a step and a pass
+    mix: Callable[[int, int], Mix]  # of a step and a pass
     autocast: torch.autocast
     stop: StopRequest
     tracker: Tracking
@@ -127,7 +128,7 @@ def build_job(
         window=Window(LossParts._fields, share.device, lambda: streams[0].waited_seconds),
         clip=_clip(state.model, config.update.clip_grad),
         lr=_schedule(config, derived),
-        box=_boxes(config, world),
+        mix=_mixes(config, world),
         autocast=_autocast(config, share.device),
         stop=StopRequest(),
         tracker=tracker,
@@ -189,11 +190,15 @@ def _schedule(config: Config, derived: Derived) -> Callable[[int], float]:
     )
 
 
-def _boxes(config: Config, world: World) -> Callable[[int, int], Box]:
-    if not config.objective.mix_token:
-        return lambda step, number: NO_BOX  # noqa: ARG005
-    side = token_label_side(config)
-    return lambda step, number: draw_box(config.run.seed, step, world.rank, number, side)
+def _mixes(config: Config, world: World) -> Callable[[int, int], Mix]:
+    seed, objective = config.run.seed, config.objective
+    if objective.mix_token:
+        side = token_label_side(config)
+        return lambda step, number: draw_box(seed, step, world.rank, number, side)
+    if objective.mixup or objective.cutmix:
+        pixels = config.model.img_size
+        return lambda step, number: draw_image_mix(objective, seed, step, world.rank, number, pixels)
+    return lambda step, number: NO_BOX  # noqa: ARG005
 
 
 def _autocast(config: Config, device: torch.device) -> torch.autocast:

@@ -26,11 +26,11 @@ def train_step(job: Job, passes: Iterator[Batch]) -> None:
     for number in range(accumulation):
         batch = next(passes)
         labels = Labels(batch.classes, batch.scores, batch.ids, batch.boxes)
-        box = job.box(state.step, number)
+        mix = job.mix(state.step, number)
         seed_pass(job.config.run.seed, state.step, job.world.rank, number)
         with job.autocast:
-            class_logits, token_logits = state.model.training_logits(batch.images, box.exchange)
-        parts = job.loss(class_logits, token_logits, labels, box)
+            class_logits, token_logits = state.model.training_logits(mix.images(batch.images), mix.exchange)
+        parts = job.loss(class_logits, token_logits, labels, mix)
         state.scaler.scale(parts.total / accumulation).backward()  # type: ignore[no-untyped-call]
         job.window.add(parts)
     with job.reducer.averaged():

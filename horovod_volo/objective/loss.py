@@ -17,7 +17,7 @@ from torch import Tensor
 
 from horovod_volo.config.schema import Objective
 from horovod_volo.objective.label_map import Geometry, map_target, most_probable
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixtoken import Mix
 from horovod_volo.objective.soft_target import SoftTarget, blend, cross_entropy, one_hot, smoothed
 
 
@@ -46,7 +46,7 @@ class Targets(NamedTuple):
     tokens: SoftTarget  # batch x tokens rows, row-major
 
 
-Loss = Callable[[Tensor, Tensor, Labels, Box], LossParts]
+Loss = Callable[[Tensor, Tensor, Labels, Mix], LossParts]
 
 
 def build_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
@@ -73,7 +73,7 @@ class TokenLabelLoss:
     class_weight: float
     token_weight: float
 
-    def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Box) -> LossParts:
+    def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Mix) -> LossParts:
         """Return the loss of one pass."""
         targets = self.targets(labels)
         class_loss = cross_entropy(class_logits, _mixed(targets.classes, box)).mean()
@@ -91,7 +91,7 @@ class ClassLoss:
     num_classes: int
     smoothing: float
 
-    def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Box) -> LossParts:  # noqa: ARG002
+    def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Mix) -> LossParts:  # noqa: ARG002
         """Return the loss of one pass."""
         target = one_hot(labels.classes, self.num_classes, self.smoothing)
         class_loss = cross_entropy(class_logits, _mixed(target, box)).mean()
@@ -159,5 +159,5 @@ class TeacherWithTruth:
         return Targets(blend(targets.classes, truth, share), targets.tokens)
 
 
-def _mixed(target: SoftTarget, box: Box) -> SoftTarget:
+def _mixed(target: SoftTarget, box: Mix) -> SoftTarget:
     return blend(target, target.reversed_batch(), box.kept_share)

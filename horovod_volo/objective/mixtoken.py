@@ -15,6 +15,8 @@ from math import sqrt
 import numpy as np
 from torch import Tensor
 
+from horovod_volo.objective.image_mix import ImageMix
+
 # Names this use of the seed, so that no other use draws the same numbers.
 _STREAM = 0x4D_49_58
 
@@ -33,6 +35,10 @@ class Box:
     def kept_share(self) -> float:
         """The share of the grid that stays with its own image."""
         return 1.0 - self.height * self.width / self.grid**2
+
+    def images(self, images: Tensor) -> Tensor:
+        """Leave images as they are: their tokens are mixed."""
+        return images
 
     def exchange(self, tokens: Tensor) -> Tensor:
         """Replace the box by that of the reversed batch in (batch, rows, columns, channels) tokens.
@@ -55,6 +61,7 @@ class Box:
         return mixed
 
 
+Mix = Box | ImageMix
 NO_BOX = Box(top=0, left=0, height=0, width=0, grid=1)
 
 

@@ -36,6 +36,8 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
 }
 # What a setting cannot do without.
 COMPANIONS = {
+    "mixup": ["--no-mix-token"],
+    "cutmix": ["--no-mix-token"],
     "token_label_data": ["--token-label"],
     "ground_truth": ["--token-label", "--token-label-data", "maps"],
 }

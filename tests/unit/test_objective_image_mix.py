@@ -1,0 +1,111 @@
+"""Mixup and CutMix: what is mixed, with which share, drawn as timm draws it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.schema import Objective
+from horovod_volo.models import timm_door  # noqa: F401  # lets timm in beside a CPU-only torch
+from horovod_volo.objective.image_mix import ImageMix, draw_image_mix
+from horovod_volo.objective.loss import Labels, build_loss
+from horovod_volo.objective.mixtoken import NO_BOX
+
+SIDE, DRAWS = 32, 3000
+
+
+def drawn(**settings: float) -> list[ImageMix]:
+    objective = Objective(mix_token=False, **settings)  # type: ignore[arg-type]
+    return [draw_image_mix(objective, 1, step, 0, 0, SIDE) for step in range(DRAWS)]
+
+
+def test_blended_images() -> None:
+    images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    mixed = ImageMix(kept_share=0.25).images(images)
+    assert torch.allclose(mixed[0], 0.25 * images[0] + 0.75 * images[2])
+    assert torch.allclose(mixed[1], images[1])
+
+
+def test_pasted_images() -> None:
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    mixed = ImageMix(kept_share=1 - 12 / 64, box=(1, 2, 3, 4)).images(images)
+    inside = torch.zeros(8, 8, dtype=torch.bool)
+    inside[1:4, 2:6] = True
+    assert torch.equal(mixed[0][:, inside], images[1][:, inside])
+    assert torch.equal(mixed[0][:, ~inside], images[0][:, ~inside])
+
+
+def test_neither_changes_nothing() -> None:
+    images = torch.randn(2, 3, 8, 8)
+    assert ImageMix(kept_share=1.0).images(images) is images
+    assert NO_BOX.images(images) is images
+    tokens = torch.randn(2, 4, 4, 3)
+    assert ImageMix(kept_share=0.5).exchange(tokens) is tokens
+
+
+def test_shares_and_choices_are_timms() -> None:
+    from timm.data.mixup import Mixup
+
+    np.random.seed(0)
+    theirs = Mixup(mixup_alpha=0.2, cutmix_alpha=1.0, prob=0.8, switch_prob=0.3)
+    expected = np.array([theirs._params_per_batch() for _ in range(DRAWS)])  # (draws, 2): share, pasted
+    ours = drawn(mixup=0.2, cutmix=1.0, mixup_prob=0.8, mixup_switch_prob=0.3)
+    pasted = np.array([mix.box is not None for mix in ours])
+    blended = np.array([mix.kept_share for mix in ours if mix.box is None and mix.kept_share < 1])
+    assert abs(pasted.mean() - expected[:, 1].mean()) < 0.04
+    of_theirs = np.sort(expected[(expected[:, 1] == 0) & (expected[:, 0] < 1), 0])
+    points = np.linspace(0, 1, 50)
+    shares = [np.searchsorted(np.sort(sample), points) / len(sample) for sample in (blended, of_theirs)]
+    assert np.abs(shares[0] - shares[1]).max() < 1.95 * np.sqrt(1 / len(blended) + 1 / len(of_theirs))
+
+
+def test_boxes_are_timms() -> None:
+    from timm.data.mixup import cutmix_bbox_and_lam
+
+    np.random.seed(0)
+    expected = []
+    for _ in range(DRAWS):
+        _, share = cutmix_bbox_and_lam((1, 3, SIDE, SIDE), np.random.beta(1.0, 1.0))
+        expected.append(share)
+    ours = [mix.kept_share for mix in drawn(cutmix=1.0)]
+    points = np.linspace(0, 1, 50)
+    shares = [np.searchsorted(np.sort(sample), points) / DRAWS for sample in (ours, expected)]
+    assert np.abs(shares[0] - shares[1]).max() < 1.95 * np.sqrt(2 / DRAWS)
+    for mix in drawn(cutmix=1.0)[:200]:
+        assert mix.box is not None
+        assert mix.kept_share == 1 - mix.box[2] * mix.box[3] / SIDE**2
+
+
+def test_a_mix_depends_on_its_place_alone() -> None:
+    objective = Objective(mix_token=False, mixup=0.8, cutmix=1.0)
+    assert draw_image_mix(objective, 1, 2, 3, 0, SIDE) == draw_image_mix(objective, 1, 2, 3, 0, SIDE)
+    others = [draw_image_mix(objective, *place, SIDE) for place in ((1, 2, 4, 0), (1, 3, 3, 0), (2, 2, 3, 0))]
+    assert draw_image_mix(objective, 1, 2, 3, 0, SIDE) not in others
+
+
+def test_the_class_target_is_mixed_with_the_share() -> None:
+    loss = build_loss(Objective(mix_token=False, mixup=0.8, smoothing=0.1), 5, 2)
+    logits = torch.randn(2, 5, generator=torch.Generator().manual_seed(3))
+    classes = torch.tensor([1, 4])
+    target = torch.full((2, 5), 0.02)
+    target[range(2), classes] = 0.92
+    target = 0.3 * target + 0.7 * target.flip(0)
+    expected = -(target * logits.log_softmax(dim=1)).sum(dim=1).mean()
+    total = loss(logits, torch.zeros(2, 4, 5), Labels(classes), ImageMix(kept_share=0.3)).total
+    assert torch.allclose(total, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        (["--mixup", "0.8"], "--no-mix-token"),
+        (["--cutmix", "1.0", "--no-mix-token", "--token-label"], "--token-label"),
+        (["--mixup", "0.8", "--no-mix-token", "--mixup-prob", "2"], "--mixup-prob"),
+    ],
+)
+def test_what_cannot_be_combined(flags: list[str], remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy):
+        parse(["images", *flags])
