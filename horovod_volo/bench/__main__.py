@@ -69,6 +69,18 @@ def _data(chosen: argparse.Namespace) -> Result:
     )
 
 
+def _loader(chosen: argparse.Namespace) -> Result:
+    from horovod_volo.bench.loader import measure
+
+    return measure(
+        data_dir=chosen.data_dir,
+        img_size=chosen.img_size,
+        batch_size=chosen.batch_size,
+        threads=chosen.threads,
+        pairs=chosen.pairs,
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line: a word for each benchmark, and `table`."""
     parser = argparse.ArgumentParser(
@@ -91,11 +103,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_network(flags)
 
     flags = _add(words, "data", _data, "training images a second")
-    flags.add_argument("--data-dir", default="data/demo", help="with train/CLASS/IMAGE (%(default)s)")
-    _number(flags, "--img-size", 64, "side of the images given, pixels")
-    _number(flags, "--batch-size", 32, "images")
-    _number(flags, "--threads", 0, "data threads; 0: as many as cores")
+    _add_images(flags)
     _number(flags, "--batches", 30, "in a block")
+
+    flags = _add(words, "loader", _loader, "augmented training images a second against timm's loader")
+    _add_images(flags)
 
     words.add_parser("table", help="print the recorded results as the README's table")
     return parser
@@ -121,6 +133,13 @@ def _add_network(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--model", default="volo_d1", help="(%(default)s)")
     _number(flags, "--img-size", 224, "pixels")
     _number(flags, "--batch-size", 8, "images a rank")
+
+
+def _add_images(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("--data-dir", default="data/demo", help="with train/CLASS/IMAGE (%(default)s)")
+    _number(flags, "--img-size", 64, "side of the images given, pixels")
+    _number(flags, "--batch-size", 32, "images")
+    _number(flags, "--threads", 0, "data threads; 0: as many as cores")
 
 
 def _number(flags: argparse.ArgumentParser, name: str, default: int, help: str) -> None:

@@ -8,6 +8,8 @@ package index, or imports without its operators.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -26,4 +28,17 @@ except RuntimeError:  # "operator torchvision::nms does not exist"
 
 from timm.models.volo import VOLO  # noqa: E402
 
-__all__ = ["VOLO"]
+__all__ = ["VOLO", "training_loader"]
+
+
+def training_loader(folder: str, **settings: Any) -> Any:
+    """Build timm's loader of an image folder, the peer that benchmarks measure against."""
+    from timm.data import create_dataset, create_loader
+    from timm.data.auto_augment import NAME_TO_OP, posterize
+
+    # At the top magnitude timm asks Pillow to keep no bits, which Pillow 11 and newer refuse.
+    def keep_bits(image: Any, bits: int, **others: Any) -> Any:
+        return posterize(image, bits, **others) if bits else image.point([0] * 256 * len(image.getbands()))
+
+    NAME_TO_OP["PosterizeIncreasing"] = keep_bits
+    return create_loader(create_dataset("", root=folder, is_training=True), **settings)

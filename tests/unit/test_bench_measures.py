@@ -12,7 +12,7 @@ import torch
 from coded_images import smooth, write_images
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import data, pairs, reduce, step
+from horovod_volo.bench import data, loader, pairs, reduce, step
 from horovod_volo.bench.agreement import WrongResultError
 from horovod_volo.bench.peers_loss import DenseLoss
 from horovod_volo.bench.random_labels import random_labels
@@ -126,3 +126,12 @@ def test_other_images_than_pillows_are_refused(folder: str, monkeypatch: pytest.
     )
     with pytest.raises(WrongResultError, match="differ from Pillow's"):
         data.measure(data_dir=folder, img_size=32, batch_size=3, threads=1, batches=4, pairs=3)
+
+
+def test_loader_tells_both_rates(folder: str) -> None:
+    result = loader.measure(data_dir=folder, img_size=32, batch_size=3, threads=1, pairs=2)
+    names = [figure.label for figure in result.figures]
+    assert names == ["images a second", "timm's loader", "faster than timm's loader"]
+    assert all(figure.value > 0 for figure in result.figures)
+    with pytest.raises(UserError, match="--batch-size"):
+        loader.measure(data_dir=folder, img_size=32, batch_size=1000, threads=1, pairs=2)
