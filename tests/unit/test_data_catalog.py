@@ -1,11 +1,22 @@
 """The catalog lists what is there, in an order that only names decide, and says what is wrong."""
 
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from horovod_volo.config.errors import UserError
-from horovod_volo.data.catalog import check_same_classes, read_folder
+from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.data.images.catalog import build_catalog, check_same_classes, open_catalog
+
+
+def read_folder(data_dir, split):
+    return build_catalog(data_dir, split, None)
+
+
+def names(catalog):
+    return tuple(catalog.name(index) for index in range(len(catalog)))
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -18,12 +29,13 @@ def touch(folder: Path, *names: str) -> None:
 def test_lists_images_by_class_and_name(tmp_path):
     touch(tmp_path / "train", "b/2.JPG", "b/1.png", "a/x.jpeg", "a-b/z.webp", "a-b/y.tiff")
     catalog = read_folder(str(tmp_path), "train")
-    assert catalog.root == tmp_path / "train"
+    assert catalog.source == str(tmp_path / "train")
     assert catalog.classes == ("a", "a-b", "b")
-    assert catalog.paths == ("a/x.jpeg", "a-b/y.tiff", "a-b/z.webp", "b/1.png", "b/2.JPG")
+    assert names(catalog) == ("a/x.jpeg", "a-b/y.tiff", "a-b/z.webp", "b/1.png", "b/2.JPG")
     assert catalog.targets.tolist() == [0, 1, 1, 2, 2]
-    assert catalog.targets.dtype == "int64"
+    assert catalog.targets.dtype == "int32"
     assert len(catalog) == 5
+    assert catalog.location(4) == str(tmp_path / "train/b/2.JPG")
 
 
 def test_ignores_what_is_no_image_of_a_class(tmp_path):
@@ -31,20 +43,20 @@ def test_ignores_what_is_no_image_of_a_class(tmp_path):
         tmp_path / "train", "a/1.jpg", "a/notes.txt", "a/._1.jpg", "a/deeper/2.jpg", ".cache/3.jpg", "4.jpg"
     )
     (tmp_path / "train" / "a" / "folder.jpg").mkdir()
-    assert read_folder(str(tmp_path), "train").paths == ("a/1.jpg",)
+    assert names(read_folder(str(tmp_path), "train")) == ("a/1.jpg",)
 
 
 def test_follows_linked_class_folders(tmp_path):
     touch(tmp_path, "elsewhere/1.jpg")
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "a").symlink_to(tmp_path / "elsewhere")
-    assert read_folder(str(tmp_path), "train").paths == ("a/1.jpg",)
+    assert names(read_folder(str(tmp_path), "train")) == ("a/1.jpg",)
 
 
 @pytest.mark.parametrize("name", ["val", "validation"])
 def test_finds_either_name_of_the_validation_folder(tmp_path, name):
     touch(tmp_path, f"{name}/a/1.jpg")
-    assert read_folder(str(tmp_path), "val").root == tmp_path / name
+    assert read_folder(str(tmp_path), "val").source == str(tmp_path / name)
 
 
 def test_no_data_folder(tmp_path):
@@ -88,3 +100,113 @@ def test_splits_of_different_classes_are_refused(tmp_path):
     (tmp_path / "val" / "c").rmdir()
     with pytest.raises(UserError, match=r"val lacks classes that .*train has: a. "):
         check_same_classes(train, read_folder(str(tmp_path), "val"))
+
+
+def test_names_that_are_no_text_are_read_like_any_other(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/train/a/\xff.jpg")).write_bytes(b"bytes")
+    catalog = build_catalog(str(tmp_path), "train", tmp_path / "kept")
+    assert os.fsencode(catalog.name(0)) == b"a/\xff.jpg"
+    assert catalog.read(0).tobytes() == b"bytes"
+
+
+def test_what_cannot_be_read_is_a_bad_sample_with_its_place(tmp_path):
+    touch(tmp_path / "train", "a/empty.jpg", "a/gone.jpg", "a/loop.jpg")
+    (tmp_path / "train/a/fine.jpg").write_bytes(b"bytes")
+    catalog = read_folder(str(tmp_path), "train")
+    (tmp_path / "train/a/gone.jpg").unlink()
+    (tmp_path / "train/a/loop.jpg").unlink()
+    (tmp_path / "train/a/loop.jpg").symlink_to("loop.jpg")
+    for index, message in enumerate(
+        (r"empty.jpg is empty", None, r"gone.jpg has gone", r"loop.jpg cannot be")
+    ):
+        if message:
+            with pytest.raises(BadSampleError, match=rf"{tmp_path}/train/a/{message}"):
+                catalog.read(index)
+        else:
+            assert catalog.read(index).tobytes() == b"bytes"
+
+
+def test_a_kept_catalog_is_used_until_the_folders_change(tmp_path):
+    touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg")
+    kept = tmp_path / "lists" / "kept"
+    first = build_catalog(str(tmp_path), "train", kept)
+    inode = first.path.stat().st_ino
+    assert build_catalog(str(tmp_path), "train", kept).path.stat().st_ino == inode
+    assert build_catalog(str(tmp_path), "val", kept).path != first.path
+    touch(tmp_path, "train/b/2.jpg")
+    os.utime(tmp_path / "train/b", ns=(1, 1))  # as if listed long ago: the clock's grain is no part of this
+    second = build_catalog(str(tmp_path), "train", kept)
+    assert names(second) == ("a/1.jpg", "b/1.jpg", "b/2.jpg")
+    assert second.digest != first.digest
+    assert names(first) == ("a/1.jpg", "b/1.jpg")  # whoever reads the old list goes on
+    assert sorted(path.suffix for path in kept.iterdir()) == [".catalog", ".catalog"]
+
+
+@pytest.mark.parametrize("damage", [b"", b"no catalog", None])
+def test_a_damaged_kept_catalog_is_made_anew(tmp_path, damage):
+    touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
+    catalog = build_catalog(str(tmp_path), "train", tmp_path / "kept")
+    whole = catalog.path.read_bytes()
+    catalog.path.write_bytes(whole[:-1] if damage is None else damage)
+    again = build_catalog(str(tmp_path), "train", tmp_path / "kept")
+    assert again.path.read_bytes() == whole
+    assert names(again) == ("a/1.jpg", "b/1.jpg")
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+    touch(tmp_path, "train/a/1.jpg", "taken")
+    with pytest.raises(
+        UserError, match=r"keep the list in .*taken.* another folder for the list with --catalog"
+    ):
+        build_catalog(str(tmp_path), "train", tmp_path / "taken")
+
+
+def test_other_ranks_open_the_same_list(tmp_path):
+    touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
+    made = build_catalog(str(tmp_path), "train", tmp_path / "kept")
+    opened = open_catalog(made.path, made.digest)
+    assert names(opened) == names(made)
+    assert opened.classes == made.classes
+    assert opened.targets.tolist() == [0, 1]
+    with pytest.raises(UserError, match=r"sees other images .* --catalog-dir must name a folder"):
+        open_catalog(made.path, "0" * 64)
+    with pytest.raises(UserError, match=r"does not see .* --catalog-dir must name a folder"):
+        open_catalog(tmp_path / "elsewhere", made.digest)
+
+
+def test_the_digest_tells_names_order_and_classes(tmp_path):
+    touch(tmp_path, "1/train/a/1.jpg", "1/train/b/1.jpg", "2/train/a/1.jpg", "2/train/b/1.jpg")
+    touch(tmp_path, "3/train/a/1.jpg", "3/train/b/2.jpg", "4/train/a/1.jpg", "4/train/c/1.jpg")
+    same, again, *others = (read_folder(str(tmp_path / number), "train").digest for number in "1234")
+    assert same == again
+    assert len({same, *others}) == 3
+
+
+def test_many_images_fit_their_records(tmp_path):
+    """Records, names and targets of many images are the ones that were listed, wherever one looks."""
+    for number in range(3):
+        touch(tmp_path / "train" / f"{number}", *(f"{'x' * (i % 50)}{i}.jpg" for i in range(400)))
+    catalog = read_folder(str(tmp_path), "train")
+    expected = sorted(
+        (path.parent.name, path.name) for path in (tmp_path / "train").rglob("*.jpg")
+    )  # by class, then by name
+    for index in np.random.default_rng(0).permutation(len(catalog)):
+        assert catalog.name(index) == "/".join(expected[index])
+        assert catalog.classes[catalog.targets[index]] == expected[index][0]
+
+
+def test_no_descriptor_is_left_open(tmp_path):
+    touch(tmp_path, "train/a/1.jpg")
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for folder in (None, tmp_path / "kept", tmp_path / "kept"):
+        catalog = build_catalog(str(tmp_path), "train", folder)
+        catalog.close()
+        del catalog
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_formats_side_by_side_are_refused(tmp_path):
+    touch(tmp_path, "train/a/1.jpg", "train/0.tar", "train/0.rec")
+    with pytest.raises(UserError, match=r"several formats: .*0.tar \(tar\).* and a \(folder\). Leave one"):
+        read_folder(str(tmp_path), "train")

@@ -8,7 +8,7 @@ from horovod_volo.data.order import epoch_order, share_of_step
 
 def test_an_epoch_is_a_permutation_fixed_by_seed_and_epoch():
     order = epoch_order(seed=1, epoch=2, length=1000)
-    assert order.dtype == np.int64
+    assert order.dtype == np.uint32
     assert sorted(order) == list(range(1000))
     assert (order == epoch_order(seed=1, epoch=2, length=1000)).all()
     for other in (epoch_order(1, 3, 1000), epoch_order(2, 2, 1000)):
@@ -42,5 +42,41 @@ def test_a_step_sees_the_same_images_however_they_are_shared(size, batch, accumu
 
 
 def test_a_rank_reads_every_size_th_position_from_its_own():
-    share = share_of_step(np.arange(100), 2, rank=1, size=3, batch=2, accumulation=2)
+    share = share_of_step(np.arange(100, dtype=np.uint32), 2, rank=1, size=3, batch=2, accumulation=2)
+    assert share.dtype == np.int64
     assert share.tolist() == [[25, 28], [31, 34]]
+
+
+@pytest.mark.parametrize(("length", "block", "window"), [(1000, 10, 4), (1003, 10, 4), (7, 10, 2), (1, 1, 1)])
+def test_a_block_shuffle_is_a_permutation_fixed_by_its_arguments(length, block, window):
+    order = epoch_order(1, 2, length, block=block, window=window)
+    assert order.dtype == np.uint32
+    assert sorted(order) == list(range(length))
+    assert (order == epoch_order(1, 2, length, block=block, window=window)).all()
+    if length > 100:
+        for other in (epoch_order(1, 3, length, block=block, window=window), epoch_order(1, 2, length)):
+            assert (order == other).mean() < 0.05
+
+
+def test_a_window_touches_as_many_blocks_as_it_is_wide_and_mixes_their_images():
+    order = epoch_order(3, 0, 64 * 100, block=64, window=5)
+    windows = order.reshape(20, 5 * 64)
+    blocks = windows // 64
+    assert all(len(set(row)) == 5 for row in blocks)
+    assert sorted(set(blocks.ravel())) == list(range(100))
+    # Neighbours in the order come from the same block about as often as chance has it, one time in five.
+    same = (blocks[:, 1:] == blocks[:, :-1]).mean()
+    assert 0.17 < same < 0.23
+    # Blocks are not read in the order in which they lie.
+    assert (np.diff(blocks[:, 0].astype(np.int64)) > 0).mean() < 0.8
+
+
+def test_every_place_of_a_block_shuffle_is_as_likely_for_every_image():
+    places = np.array([np.argsort(epoch_order(7, epoch, 12, block=2, window=2)) for epoch in range(4000)])
+    counts = np.stack([(places == place).sum(axis=0) for place in range(12)])
+    expected = 4000 / 12
+    assert ((counts - expected) ** 2 / expected).sum() < 121 + 4 * np.sqrt(2 * 121) * 2
+
+
+def test_the_block_order_never_changes_between_versions():
+    assert epoch_order(seed=0, epoch=0, length=8, block=2, window=2).tolist() == [4, 1, 0, 5, 2, 7, 3, 6]

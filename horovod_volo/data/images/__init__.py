@@ -1,0 +1,1 @@
+"""Which images there are and where their bytes lie, whatever their format."""

@@ -1,0 +1,172 @@
+"""Which images there are, what class each belongs to, and where its bytes lie.
+
+A class's number is its place in `classes`: weights, label maps and the evaluation all rely on it, so the
+order here must never change. A catalog is listed once, by one rank, and kept in a file that all ranks read
+from: names and places stay in that file, so that the memory a rank needs does not grow with the images.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.data.images.catalog_file import Form, map_targets, read_facts, read_header, read_record
+from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
+from horovod_volo.data.images.listing import list_images
+from horovod_volo.data.images.open_files import OpenFile, OpenFiles
+from horovod_volo.data.images.recordio import image_of_parts
+from horovod_volo.data.images.split_folder import Split, SplitFolder, find_split, shortened
+from horovod_volo.data.whole_file import whole_file
+
+SHARDS_OPEN = 64
+
+
+class Catalog:
+    """The images of one split, in a fixed order."""
+
+    def __init__(self, file: OpenFile, path: Path | None) -> None:
+        header = read_header(file.descriptor)
+        if header is None:
+            raise ValueError("not a catalog")
+        facts = read_facts(file.descriptor, header)
+        self.path = path  # None: it lives in memory only
+        self.classes: tuple[str, ...] = tuple(facts["classes"])
+        self.targets = map_targets(file.descriptor, header)  # (images,) int32
+        self.digest = header.digest  # the same digest: the same images in the same order
+        self.state = header.state  # of the split folder when it was listed
+        self.source: str = facts["source"]
+        self._file = file
+        self._header = header
+        self._shards = [Path(self.source) / shard for shard in facts["shards"]]
+        self._open_shards = OpenFiles(SHARDS_OPEN)
+
+    def __len__(self) -> int:
+        return self._header.images
+
+    def name(self, index: int) -> str:
+        """Return "CLASS/FILE", which no other image has."""
+        record = read_record(self._file.descriptor, self._header, index)
+        name = os.fsdecode(self._file.read(record.name_start, record.name_length))
+        return name if "/" in name else f"{self.classes[self.targets[index]]}/{name}"
+
+    def location(self, index: int) -> str:
+        """Return where an image lies, in words for the user."""
+        record = read_record(self._file.descriptor, self._header, index)
+        if record.form == Form.FILE:
+            return str(Path(self.source) / self.name(index))
+        last = record.offset + record.length - 1
+        return f"{self._shards[record.shard]}, bytes {record.offset} to {last} ({self.name(index)})"
+
+    def read(self, index: int) -> NDArray[np.uint8]:
+        """Return an image's encoded bytes; raise BadSampleError where they cannot be had. Any thread may."""
+        try:
+            encoded = self._encoded(index)
+        except FileNotFoundError:
+            raise BadSampleError(f"{self.location(index)} has gone since it was listed") from None
+        except OSError as error:
+            raise BadSampleError(f"{self.location(index)} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise BadSampleError(f"{self.location(index)} {error}") from error
+        if not encoded:
+            raise BadSampleError(f"{self.location(index)} is empty")
+        return np.frombuffer(encoded, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Let go of the shards; the catalog's own file closes with the last reference to the catalog."""
+        self._open_shards.clear()
+
+    def _encoded(self, index: int) -> bytes:
+        record = read_record(self._file.descriptor, self._header, index)
+        if record.form == Form.FILE:
+            return (Path(self.source) / self.name(index)).read_bytes()
+        encoded = self._open_shards.get(self._shards[record.shard]).read(record.offset, record.length)
+        if len(encoded) < record.length:
+            raise ValueError("cannot be read: the shard has been cut short")
+        if record.form == Form.PARTS:
+            encoded = image_of_parts(encoded)
+        if encoded and not ending_of(encoded[:START_BYTES]):
+            raise ValueError("does not begin as an image: the shard is damaged or has changed")
+        return encoded
+
+
+def build_catalog(data_dir: str, split: Split, folder: Path | None) -> Catalog:
+    """List the images of one split of `data_dir`, or find the list kept in `folder` if it still holds.
+
+    Without a folder nothing is written to disk.
+    """
+    try:
+        images = find_split(data_dir, split)
+        return _in_memory(images) if folder is None else _in_folder(images, folder, split)
+    except OSError as error:
+        where = "" if folder is None else f" and keep the list in {folder}"
+        raise UserError(
+            f"cannot list the images of {data_dir}{where}: {error}. Mend what is named, or name "
+            "another folder for the list with --catalog-dir."
+        ) from error
+
+
+def open_catalog(path: Path, digest: str) -> Catalog:
+    """Open the catalog that another rank has made."""
+    remedy = "--catalog-dir must name a folder that all hosts share."
+    catalog = _kept(path)
+    if catalog is None:
+        raise UserError(
+            f"this host does not see the list of images {path} that another rank has made. {remedy}"
+        )
+    if catalog.digest != digest:
+        raise UserError(f"this host sees other images in {path} than the rank that has made it. {remedy}")
+    return catalog
+
+
+def check_same_classes(train: Catalog, val: Catalog) -> None:
+    """Refuse splits whose classes differ: the same number would mean two classes."""
+    unknown = sorted(set(val.classes) - set(train.classes))
+    missing = sorted(set(train.classes) - set(val.classes))
+    if unknown:
+        raise UserError(
+            f"{val.source} has classes that {train.source} lacks: {shortened(unknown)}. "
+            "Remove these folders, or add training images of these classes."
+        )
+    if missing:
+        raise UserError(
+            f"{val.source} lacks classes that {train.source} has: {shortened(missing)}. Classes are numbered "
+            "by their folders, so both need the same folders: add validation images of these classes."
+        )
+    if train.classes != val.classes:
+        raise UserError(
+            f"{val.source} numbers its classes in another order than {train.source}. Give both the same "
+            "classes.txt."
+        )
+
+
+def _in_memory(images: SplitFolder) -> Catalog:
+    memory = OpenFile(os.memfd_create("catalog", os.MFD_CLOEXEC))
+    list_images(images, memory.descriptor)
+    return Catalog(memory, path=None)
+
+
+def _in_folder(images: SplitFolder, folder: Path, split: Split) -> Catalog:
+    path = folder / f"{split}-{images.key}.catalog"
+    kept = _kept(path)
+    if kept is not None and kept.state == images.state:
+        return kept
+    folder.mkdir(parents=True, exist_ok=True)
+    with whole_file(path) as file:
+        list_images(images, file.fileno())
+    return Catalog(_open(path), path)
+
+
+def _kept(path: Path) -> Catalog | None:
+    try:
+        return Catalog(_open(path), path)
+    except (OSError, ValueError):
+        return None
+
+
+def _open(path: Path) -> OpenFile:
+    return OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))

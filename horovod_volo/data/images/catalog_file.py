@@ -1,0 +1,179 @@
+"""The file that a catalog is kept in: its layout, how it is written and how it is opened.
+
+    header    fixed size: magic and version, number of images, places of the sections, digest, state
+    names     each image's name, ended by a zero byte
+    records   one RECORD for each image
+    targets   one int32 for each image, at a place that can be memory-mapped
+    facts     JSON: class names, shards, where the images lie
+
+Invariant: the header is written last, so a file without all the rest never passes for a catalog.
+Raise the version inside MAGIC with any change of layout: older files are then made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_volo.data.images.open_files import read_at
+
+MAGIC = b"HVVCAT01"
+HEADER = struct.Struct("<8s6Q32s32s")
+RECORD = struct.Struct("<QQIIHH")
+RECORD_FIELDS = np.dtype(
+    [
+        ("name_start", "<u8"),
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("shard", "<u4"),
+        ("name_length", "<u2"),
+        ("form", "<u2"),
+    ]
+)
+MAPPING_UNIT = 65536  # a multiple of every page size in use
+
+
+class Form(IntEnum):
+    """How an image's bytes are found."""
+
+    FILE = 0  # a file of its own
+    BYTES = 1  # a range of bytes of a shard
+    PARTS = 2  # such a range holds a RecordIO record in several parts
+
+
+class Record(NamedTuple):
+    """What the file says about one image besides its class; the fields of RECORD."""
+
+    name_start: int
+    offset: int
+    length: int
+    shard: int
+    name_length: int
+    form: int
+
+
+class Rows(NamedTuple):
+    """Some neighbouring images on their way into the file; one number stands for all of them."""
+
+    labels: int | Sequence[int]  # become class numbers at the end
+    names: Sequence[str]  # FILE, or CLASS/FILE where CLASS is not the class's name
+    shard: int = 0
+    offsets: int | Sequence[int] = 0
+    lengths: int | Sequence[int] = 0
+    forms: int | Sequence[int] = Form.FILE
+
+
+@dataclass(frozen=True)
+class Header:
+    """Where what lies, and what the catalog was made of."""
+
+    images: int
+    names_at: int
+    records_at: int
+    targets_at: int
+    facts_at: int
+    size: int
+    digest: str
+    state: str  # of the images' source when it was listed
+
+
+class CatalogWriter:
+    """Writes a catalog into an open, empty file; besides names, 32 bytes an image are held meanwhile."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._position = HEADER.size
+        self._digest = hashlib.sha256()
+        self._records: list[NDArray[Any]] = []
+        self._labels: list[NDArray[np.int32]] = []
+
+    def add(self, rows: Rows) -> None:
+        """Write the names of some images and keep their records for later."""
+        names = [os.fsencode(name) for name in rows.names]
+        records = np.zeros(len(names), dtype=RECORD_FIELDS)
+        lengths = np.fromiter(map(len, names), dtype=np.int64, count=len(names))
+        records["name_start"] = self._position + np.cumsum(lengths + 1) - lengths - 1
+        records["name_length"] = lengths
+        records["shard"] = rows.shard
+        records["offset"] = rows.offsets
+        records["length"] = rows.lengths
+        records["form"] = rows.forms
+        self._records.append(records)
+        self._labels.append(np.full(len(names), rows.labels, dtype=np.int32))
+        self._write(b"".join(name + b"\0" for name in names), digested=True)
+
+    def finish(
+        self, classes: Sequence[str], numbers: Sequence[int], shards: Sequence[str], source: str, state: str
+    ) -> None:
+        """Write the rest; the images of label i are of class numbers[i]."""
+        images = sum(map(len, self._records))
+        records_at = self._position
+        for records in self._records:
+            self._write(records.tobytes(), digested=False)
+        self._write(bytes(-self._position % MAPPING_UNIT), digested=False)
+        targets_at = self._position
+        lookup = np.array(numbers, dtype="<i4")
+        for labels in self._labels:
+            self._write(lookup[labels].tobytes(), digested=True)
+        facts_at = self._position
+        self._digest.update(json.dumps(classes).encode())
+        facts = {"classes": list(classes), "shards": list(shards), "source": source}
+        self._write(json.dumps(facts).encode(), digested=False)
+        places = (images, HEADER.size, records_at, targets_at, facts_at, self._position)
+        os.fsync(self._descriptor)  # whatever happens, no header without the rest
+        os.pwrite(
+            self._descriptor,
+            HEADER.pack(MAGIC, *places, self._digest.digest(), bytes.fromhex(state)),
+            0,
+        )
+        os.fsync(self._descriptor)
+
+    def _write(self, data: bytes, *, digested: bool) -> None:
+        if digested:
+            self._digest.update(data)
+        view = memoryview(data)
+        while view:
+            written = os.pwrite(self._descriptor, view, self._position)
+            self._position += written
+            view = view[written:]
+
+
+def read_header(descriptor: int) -> Header | None:
+    """Return the header of an open catalog; None if it is none, or one of another version, or cut short."""
+    data = os.pread(descriptor, HEADER.size, 0)
+    if len(data) < HEADER.size or not data.startswith(MAGIC):
+        return None
+    _, images, names_at, records_at, targets_at, facts_at, size, digest, state = HEADER.unpack(data)
+    header = Header(
+        images, names_at, records_at, targets_at, facts_at, size, digest=digest.hex(), state=state.hex()
+    )
+    return header if os.fstat(descriptor).st_size == header.size else None
+
+
+def read_facts(descriptor: int, header: Header) -> dict[str, Any]:
+    """Return class names, shards and source."""
+    facts: dict[str, Any] = json.loads(
+        read_at(descriptor, header.facts_at, header.size - header.facts_at).decode()
+    )
+    return facts
+
+
+def read_record(descriptor: int, header: Header, index: int) -> Record:
+    """Return what the file says about one image."""
+    return Record(*RECORD.unpack(os.pread(descriptor, RECORD.size, header.records_at + index * RECORD.size)))
+
+
+def map_targets(descriptor: int, header: Header) -> NDArray[np.int32]:
+    """Return the class numbers, (images,), memory-mapped."""
+    mapped = mmap.mmap(descriptor, 4 * header.images, access=mmap.ACCESS_READ, offset=header.targets_at)
+    return np.frombuffer(mapped, dtype="<i4")

@@ -1,0 +1,125 @@
+"""List the images of a split, whatever their format, into a catalog's file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
+from horovod_volo.data.images.folder_images import list_folders
+from horovod_volo.data.images.recordio import recordio_samples
+from horovod_volo.data.images.shard_sample import Label, ShardSample
+from horovod_volo.data.images.split_folder import CLASSES_FILE, Format, SplitFolder, shortened
+from horovod_volo.data.images.tar_shards import tar_samples
+from horovod_volo.data.images.tfrecord import tfrecord_samples
+
+SAMPLES_AT_A_TIME = 8192
+_READERS: dict[Format, Callable[[Path], Iterator[ShardSample]]] = {
+    "tar": tar_samples,
+    "tfrecord": tfrecord_samples,
+    "recordio": recordio_samples,
+}
+
+
+def list_images(images: SplitFolder, descriptor: int) -> None:
+    """Write the catalog of a split into an open, empty file."""
+    writer = CatalogWriter(descriptor)
+    if images.format == "folder":
+        list_folders(images.root, images.parts, writer.add)
+        classes, numbers, shards = images.parts, list(range(len(images.parts))), tuple[str, ...]()
+    else:
+        written = _written_classes(images)
+        labels = _list_shards(images, written, writer)
+        classes, numbers = _numbered(labels, written, images.root)
+        shards = images.parts
+    writer.finish(classes, numbers, shards, str(images.root), images.state)
+
+
+def _list_shards(images: SplitFolder, written: tuple[str, ...], writer: CatalogWriter) -> list[Label]:
+    """Add all samples; return the labels in the order of the numbers they were added under."""
+    number_of: dict[Label, int] = {}
+    hashes: list[NDArray[np.int64]] = []
+    for place, shard in enumerate(images.parts):
+        samples = _named(images, shard, written)
+        while some := list(islice(samples, SAMPLES_AT_A_TIME)):
+            labels, names, offsets, lengths, forms = zip(*some, strict=True)
+            numbers = [number_of.setdefault(label, len(number_of)) for label in labels]
+            writer.add(Rows(numbers, names, place, offsets, lengths, forms))
+            hashes.append(np.fromiter((hash(_name(sample)) for sample in some), np.int64, len(some)))
+    if not hashes:
+        raise UserError(f"no images in {images.root}: {shortened(images.parts)} hold none. Make them again.")
+    _check_unique(images, written, np.concatenate(hashes))
+    return list(number_of)
+
+
+def _named(images: SplitFolder, shard: str, written: tuple[str, ...]) -> Iterator[ShardSample]:
+    """Yield a shard's samples with classes by name where they have names."""
+    for sample in _READERS[images.format](images.root / shard):
+        label = sample.label
+        if written:
+            if not isinstance(label, int) or label >= len(written):
+                raise UserError(
+                    f"{sample.name} in {images.root / shard} is of class {label}, but {CLASSES_FILE} has "
+                    f"{len(written)} lines, numbered from 0. Mend {CLASSES_FILE}."
+                )
+            label = written[label]
+        yield sample._replace(label=label, name=sample.name.removeprefix(f"{label}/"))
+
+
+def _name(sample: ShardSample) -> str:
+    """Return the name that the catalog gives a sample."""
+    return sample.name if "/" in sample.name else f"{sample.label}/{sample.name}"
+
+
+def _check_unique(images: SplitFolder, written: tuple[str, ...], hashes: NDArray[np.int64]) -> None:
+    found, counts = np.unique(hashes, return_counts=True)
+    twice = set(found[counts > 1].tolist())
+    shard_of: dict[str, str] = {}
+    for shard in images.parts if twice else ():
+        for name in map(_name, _named(images, shard, written)):
+            if name in shard_of:
+                raise UserError(
+                    f"{images.root} has two images named {name}, in {shard_of[name]} and in {shard}. "
+                    "Label maps are found by name: make the shards again with names of their own."
+                )
+            if hash(name) in twice:
+                shard_of[name] = shard
+
+
+def _written_classes(images: SplitFolder) -> tuple[str, ...]:
+    """Return the classes that lie beside tar shards, one a line; empty if none do."""
+    path = images.root / CLASSES_FILE
+    if images.format != "tar" or not path.is_file():
+        return ()
+    names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    repeated = (
+        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    )
+    if repeated:
+        raise UserError(
+            f"{path} names classes twice: {shortened(repeated)}. Give each class a name of its own."
+        )
+    return names
+
+
+def _numbered(labels: list[Label], written: tuple[str, ...], root: Path) -> tuple[tuple[str, ...], list[int]]:
+    """Return the class names, and the class number of each label."""
+    names = [label for label in labels if isinstance(label, str)]
+    numbers = [label for label in labels if isinstance(label, int)]
+    if names and numbers:
+        raise UserError(
+            f"some images in {root} have a class by name ({names[0]}) and some only by number "
+            f"({numbers[0]}). Make the shards with one of them."
+        )
+    if names:
+        classes = written or tuple(sorted(names))
+        place_of = {name: place for place, name in enumerate(classes)}
+        return classes, [place_of[name] for name in names]
+    digits = len(str(max(numbers)))  # sorts as text as they sort as numbers
+    order = np.argsort(np.argsort(numbers))  # each label's place among the sorted ones
+    return tuple(f"{number:0{digits}d}" for number in sorted(numbers)), order.tolist()

@@ -1,0 +1,147 @@
+"""Read what a RecordIO shard (.rec) of MXNet holds.
+
+A record: magic, a word of 3 bits (which part) and 29 bits (length), the bytes, padding to 4. Where a
+record's own bytes hold the magic at a multiple of 4, the writer has cut it there and left the magic out:
+then it comes in parts, the first, middle and last of which are marked. A record is a header and an image.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from horovod_volo.data.images.catalog_file import Form
+from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
+from horovod_volo.data.images.open_files import OpenFile
+from horovod_volo.data.images.shard_sample import ShardSample, damaged, wrong_index
+from horovod_volo.data.images.split_folder import index_beside
+
+MAGIC = 0xCED7230A
+_PART = struct.Struct("<II")
+_HEADER = struct.Struct("<IfQQ")  # number of further labels, label, two numbers of the image
+_LABEL = struct.Struct("<f")
+_LENGTH_BITS = 29
+_MANTISSA_BITS = 24  # whole numbers a float holds exactly
+_WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
+_ENOUGH = 128  # bytes of a record that tell label and kind of most images
+
+
+def recordio_samples(shard: Path) -> Iterator[ShardSample]:
+    """Yield the images of a shard, in its order; a first record that holds no image is left out."""
+    file = OpenFile(os.open(shard, os.O_RDONLY | os.O_CLOEXEC))
+    stem = shard.name.split(".")[0]
+    for number, (start, end) in enumerate(_records(file, shard)):
+        mark, length = _part(file.read(start, _PART.size))
+        in_parts = mark != _WHOLE
+        content_at = start + _PART.size
+        content = (
+            _joined(file.read(start, end - start))
+            if in_parts
+            else file.read(content_at, min(length, _ENOUGH))
+        )
+        try:
+            label, image_at = _label(content)
+        except ValueError as error:
+            raise damaged(shard, f"{error} in the record at byte {start}") from None
+        begins = content[image_at : image_at + START_BYTES] or file.read(content_at + image_at, START_BYTES)
+        ending = ending_of(begins)
+        if number == 0 and not ending:
+            continue
+        name = f"{stem}-{number:08d}{ending}"
+        if in_parts:
+            yield ShardSample(label, name, start, end - start, Form.PARTS)
+        else:
+            yield ShardSample(label, name, content_at + image_at, length - image_at)
+
+
+def image_of_parts(record: bytes) -> bytes:
+    """Return the image in a record that comes in parts; raise ValueError where they do not fit together."""
+    content = _joined(record)
+    return content[_label(content)[1] :]
+
+
+def _label(content: bytes) -> tuple[int, int]:
+    """Return the class number, and where the image begins."""
+    if len(content) < _HEADER.size:
+        raise ValueError("has no label")
+    further, label, _, _ = _HEADER.unpack_from(content)
+    if further:  # labels stand behind the header, the first of them is the class
+        if len(content) < _HEADER.size + _LABEL.size:
+            raise ValueError("has no label")
+        (label,) = _LABEL.unpack_from(content, _HEADER.size)
+    if not (label >= 0 and label.is_integer() and label < 2**_MANTISSA_BITS):
+        raise ValueError(f"has {label}, not the number of a class,")
+    return int(label), _HEADER.size + _LABEL.size * further
+
+
+def _joined(record: bytes) -> bytes:
+    """Put the parts of a record together."""
+    parts = []
+    position = 0
+    while True:
+        mark, length = _part(record[position : position + _PART.size])
+        position += _PART.size
+        if position + length > len(record):
+            raise ValueError("is cut short")
+        parts.append(record[position : position + length])
+        if mark in (_WHOLE, _LAST):
+            return struct.pack("<I", MAGIC).join(parts)
+        position += _padded(length)
+
+
+def _records(file: OpenFile, shard: Path) -> Iterator[tuple[int, int]]:
+    """Yield where each record, with all its parts, starts and ends."""
+    index = index_beside(shard)
+    size = os.fstat(file.descriptor).st_size
+    if index.is_file():
+        for start in _indexed_starts(index):
+            try:
+                yield start, _end(file, start, size)
+            except ValueError as error:
+                raise wrong_index(index, f"does not fit: {error} at byte {start}") from None
+        return
+    start = 0
+    while start < size:
+        try:
+            end = _end(file, start, size)
+        except ValueError as error:
+            raise damaged(shard, f"is damaged: {error} at byte {start} of {size}") from None
+        yield start, end
+        start = end
+
+
+def _end(file: OpenFile, start: int, size: int) -> int:
+    """Return where the record that starts here ends, padding included."""
+    position, mark = start, _FIRST
+    while mark not in (_WHOLE, _LAST):
+        mark, length = _part(file.read(position, _PART.size))
+        if position == start and mark not in (_WHOLE, _FIRST):
+            raise ValueError("no record begins")
+        position += _PART.size + _padded(length)
+        if position > size:
+            raise ValueError("the record is cut short")
+    return position
+
+
+def _part(data: bytes) -> tuple[int, int]:
+    """Return the mark and the length of a part."""
+    if len(data) < _PART.size:
+        raise ValueError("the record is cut short")
+    magic, word = _PART.unpack(data)
+    if magic != MAGIC:
+        raise ValueError("no record begins")
+    return word >> _LENGTH_BITS, word & ((1 << _LENGTH_BITS) - 1)
+
+
+def _padded(length: int) -> int:
+    return -(-length // 4) * 4
+
+
+def _indexed_starts(index: Path) -> list[int]:
+    """Return the starts of records that an index lists, "NUMBER<tab>START" a line, in the shard's order."""
+    try:
+        return sorted(int(line.split("\t")[1]) for line in index.read_text().splitlines() if line.strip())
+    except (ValueError, IndexError):
+        raise wrong_index(index, "has a line that is not a number, a tab and a place") from None

@@ -1,0 +1,111 @@
+"""Read what a tar shard in WebDataset layout holds: KEY.jpg (or another image) and KEY.cls, side by side.
+
+A member's key goes up to the first dot of its file name. An index beside the shard, "v1.2 N" and then for
+each sample the ending, offset, size and name of its members, spares searching through it.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
+from horovod_volo.data.images.open_files import OpenFile
+from horovod_volo.data.images.shard_sample import ShardSample, damaged, wrong_index
+from horovod_volo.data.images.split_folder import index_beside
+
+INDEX_VERSION = "v1.2"
+BLOCK_BYTES = 512  # the unit of a tar file
+_NAME_BYTES, _MAGIC = 100, slice(257, 262)  # of a member's header
+_LARGEST_CLASS = 2**31 - 1
+
+
+class Member(NamedTuple):
+    """One file in a tar file; what it holds starts at `offset`, right after its header."""
+
+    name: str
+    offset: int
+    size: int
+
+
+def tar_samples(shard: Path) -> Iterator[ShardSample]:
+    """Yield the images of a shard, in its order."""
+    index = index_beside(shard)
+    file = OpenFile(os.open(shard, os.O_RDONLY | os.O_CLOEXEC))
+    members = _indexed(file, index) if index.is_file() else _searched(shard)
+    key, image, number = "", None, None
+    for member in members:
+        folder, _, base = member.name.removeprefix("./").rpartition("/")
+        stem, _, ending = base.partition(".")
+        is_image = f".{ending}".lower().endswith(IMAGE_ENDINGS)
+        if not is_image and ending != "cls":
+            continue
+        here = f"{folder}/{stem}"
+        if (image or number is not None) and (here != key or (is_image and image)):
+            raise damaged(shard, f"has {key.lstrip('/')} without {'its .cls' if image else 'an image'}")
+        key = here
+        if is_image:
+            image = member
+        else:
+            number = _class_number(file, shard, member)
+        if image and number is not None:
+            yield ShardSample(number, _name(image.name), image.offset, image.size)
+            image, number = None, None
+    if image or number is not None:
+        raise damaged(shard, f"has {key.lstrip('/')} without {'its .cls' if image else 'an image'}")
+
+
+def _name(member: str) -> str:
+    """Keep a member's own name, and the folder right above it."""
+    return "/".join(member.removeprefix("./").split("/")[-2:])
+
+
+def _class_number(file: OpenFile, shard: Path, member: Member) -> int:
+    text = file.read(member.offset, member.size).strip()
+    if not text.isdigit() or int(text) > _LARGEST_CLASS:
+        shown = text[:20].decode(errors="replace")
+        raise damaged(shard, f"has {member.name} with {shown!r}, not the number of a class")
+    return int(text)
+
+
+def _searched(shard: Path) -> Iterator[Member]:
+    try:
+        with tarfile.open(shard, mode="r:") as tar:
+            while (found := tar.next()) is not None:
+                tar.members = []  # type: ignore[attr-defined]  # it would keep them all
+                if found.isfile():
+                    yield Member(found.name, found.offset_data, found.size)
+    except (tarfile.TarError, OSError) as error:
+        raise damaged(shard, f"cannot be read to its end as a tar file: {error}") from error
+
+
+def _indexed(file: OpenFile, index: Path) -> Iterator[Member]:
+    size = os.fstat(file.descriptor).st_size
+    with index.open(encoding="utf-8", errors="surrogateescape") as lines:
+        version, *count = next(lines, "").split()[:2] or [""]
+        if version != INDEX_VERSION:
+            raise wrong_index(index, f"does not begin with {INDEX_VERSION}")
+        number = 0
+        for number, line in enumerate(lines, 1):
+            words = line.split()
+            if len(words) % 4 or not all(word.isdigit() for word in words[1::4] + words[2::4]):
+                raise wrong_index(index, f"has no ending, offset, size and name in line {number + 1}")
+            for _, offset, length, name in zip(*[iter(words)] * 4, strict=True):
+                member = Member(name, int(offset), int(length))
+                if member.offset + member.size > size:
+                    raise wrong_index(index, f"does not fit: {name} would lie beyond the end of the shard")
+                if name.endswith(".cls") and not _follows_its_header(file, member):
+                    raise wrong_index(index, f"does not fit: {name} is not where line {number + 1} says")
+                yield member
+    if count != [str(number)]:
+        raise wrong_index(index, f"lists {number} samples, but says {' '.join(count) or 'nothing'} of them")
+
+
+def _follows_its_header(file: OpenFile, member: Member) -> bool:
+    header = file.read(member.offset - BLOCK_BYTES, BLOCK_BYTES) if member.offset >= BLOCK_BYTES else b""
+    named = header[:_NAME_BYTES].rstrip(b"\0")  # of a long name the beginning or the end
+    name = os.fsencode(member.name)
+    return header[_MAGIC] == b"ustar" and bool(named) and (name.startswith(named) or name.endswith(named))

@@ -1,0 +1,189 @@
+"""Read what a TFRecord shard in ImageNet's layout holds.
+
+A record: its length, a checksum of the length, an Example, a checksum of it. An Example is a protocol
+buffer, a map from feature names to lists of values. Only what leads to the class, the name and the place of
+the image is read, never the image: checking the second checksum would mean to read all images at start.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
+from horovod_volo.data.images.open_files import OpenFile
+from horovod_volo.data.images.shard_sample import Label, ShardSample, damaged, wrong_index
+from horovod_volo.data.images.split_folder import index_beside
+
+_IMAGE, _LABEL, _CLASS, _NAME = (
+    b"image/encoded",
+    b"image/class/label",
+    b"image/class/synset",
+    b"image/filename",
+)
+_LENGTH = struct.Struct("<QI")  # of the Example, and the checksum of these 8 bytes
+_CHECKSUM_BYTES = 4
+_WINDOW_BYTES = 2048  # read at a time; holds all of most Examples but the image
+_LARGEST_LABEL = 2**31 - 1
+
+Place = tuple[int, int]  # where bytes start in a file, and how many they are
+
+
+def tfrecord_samples(shard: Path) -> Iterator[ShardSample]:
+    """Yield the images of a shard, in its order."""
+    file = OpenFile(os.open(shard, os.O_RDONLY | os.O_CLOEXEC))
+    window = _Window(file)
+    stem = shard.name.split(".")[0]
+    for number, (start, length) in enumerate(_examples(file, shard)):
+        try:
+            features = _features(window, start, start + length)
+            label = _label(window, features)
+            offset, size = features[_IMAGE]
+            name = window.read(*features[_NAME]).decode() if _NAME in features else ""
+        except (KeyError, ValueError) as error:
+            raise damaged(shard, f"has no image with a class at byte {start}: {error}") from error
+        if not name:
+            name = f"{stem}-{number:06d}{ending_of(file.read(offset, START_BYTES))}"
+        yield ShardSample(label, name.rpartition("/")[2], offset, size)
+
+
+def masked_checksum(data: bytes) -> int:
+    """Return TFRecord's checksum of some bytes: a CRC-32C, turned and shifted."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    crc ^= 0xFFFFFFFF
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _crc_of_byte(byte: int) -> int:
+    for _ in range(8):
+        byte = (byte >> 1) ^ (0x82F63B78 if byte & 1 else 0)  # Castagnoli's polynomial, mirrored
+    return byte
+
+
+_CRC_TABLE = [_crc_of_byte(byte) for byte in range(256)]
+
+
+def _examples(file: OpenFile, shard: Path) -> Iterator[Place]:
+    """Yield where the Examples of a shard lie."""
+    index = index_beside(shard)
+    size = os.fstat(file.descriptor).st_size
+    if index.is_file():
+        for start, _ in _indexed(index):
+            try:
+                yield start + _LENGTH.size, _length(file, start, size)
+            except ValueError as error:
+                raise wrong_index(index, f"does not fit: {error} at byte {start}") from None
+        return
+    start = 0
+    while start < size:
+        try:
+            length = _length(file, start, size)
+        except ValueError as error:
+            raise damaged(shard, f"is damaged: {error} at byte {start} of {size}") from None
+        yield start + _LENGTH.size, length
+        start += _LENGTH.size + length + _CHECKSUM_BYTES
+
+
+def _length(file: OpenFile, start: int, size: int) -> int:
+    data = file.read(start, _LENGTH.size)
+    if len(data) < _LENGTH.size:
+        raise ValueError("the record is cut short")
+    length, checksum = _LENGTH.unpack(data)
+    if masked_checksum(data[:8]) != checksum:
+        raise ValueError("the checksum is wrong")
+    if start + _LENGTH.size + length + _CHECKSUM_BYTES > size:
+        raise ValueError("the record is cut short")
+    return int(length)
+
+
+def _indexed(index: Path) -> list[Place]:
+    """Return the start and size of the records that an index lists, "START SIZE" a line."""
+    try:
+        lines = [line.split() for line in index.read_text().splitlines() if line.strip()]
+        return sorted((int(start), int(size)) for start, size in lines)
+    except ValueError:
+        raise wrong_index(index, "has a line that is not a place and a size") from None
+
+
+class _Window:
+    """A file, read in pieces that hold several small fields."""
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
+        self._start = 0
+        self._data = b""
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return the bytes at a place."""
+        at = start - self._start
+        if at < 0 or at + length > len(self._data):
+            self._start, self._data, at = start, self._file.read(start, max(length, _WINDOW_BYTES)), 0
+        return self._data[at : at + length]
+
+    def varint(self, start: int, end: int) -> tuple[int, int]:
+        """Return a number of variable length, and where it ends."""
+        value = shift = 0
+        while start < end and shift < 64:
+            (byte,) = self.read(start, 1)
+            start += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, start
+            shift += 7
+        raise ValueError("a number is cut short")
+
+
+def _fields(window: _Window, start: int, end: int) -> Iterator[tuple[int, Place]]:
+    """Yield number and place of the fields of a message."""
+    while start < end:
+        tag, start = window.varint(start, end)
+        match tag & 7:
+            case 0:
+                length = window.varint(start, end)[1] - start
+            case 1:
+                length = 8
+            case 2:
+                length, start = window.varint(start, end)
+            case 5:
+                length = 4
+            case other:
+                raise ValueError(f"a field of kind {other}")
+        if start + length > end:
+            raise ValueError("a field is cut short")
+        yield tag >> 3, (start, length)
+        start += length
+
+
+def _field(window: _Window, place: Place, number: int) -> Place:
+    """Return the first field of a number; empty where a message has none."""
+    start, length = place
+    fields = _fields(window, start, start + length)
+    return next((found for number_, found in fields if number_ == number), (start, 0))
+
+
+def _features(window: _Window, start: int, end: int) -> dict[bytes, Place]:
+    """Return the first value of each feature that matters: Example.features.feature[NAME]."""
+    found: dict[bytes, Place] = {}
+    features_start, features_length = _field(window, (start, end - start), 1)
+    for _, entry in _fields(window, features_start, features_start + features_length):
+        name = window.read(*_field(window, entry, 1))
+        if name in (_IMAGE, _LABEL, _CLASS, _NAME):
+            feature = _field(window, entry, 2)
+            values = _field(window, feature, 3 if name == _LABEL else 1)  # of numbers, or of bytes
+            found[name] = _field(window, values, 1)
+    return found
+
+
+def _label(window: _Window, features: dict[bytes, Place]) -> Label:
+    """Return the name of an image's class, or else its number."""
+    if name := window.read(*features[_CLASS]) if _CLASS in features else b"":
+        return name.decode()
+    start, length = features[_LABEL]
+    number, _ = window.varint(start, start + length)
+    if number > _LARGEST_LABEL:
+        raise ValueError(f"{number} is not the number of a class")
+    return number

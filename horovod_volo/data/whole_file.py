@@ -1,0 +1,34 @@
+"""Files that are whole or absent: written beside their place, flushed to the disk, then renamed.
+
+The file beside has a name of its own in every process, so that several may publish the same file at once.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """Give a file to write; it appears at `path` when the block ends, and never if the block raises."""
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fchmod(file.fileno(), 0o644)  # a temporary file is its maker's alone
+            os.fsync(file.fileno())
+        Path(partial).replace(path)
+    except BaseException:
+        Path(partial).unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,439 @@
+"""Each format gives the very bytes, names and classes that were put in, and names what is damaged."""
+
+import os
+import struct
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from shard_writers import (
+    RECORDIO_MAGIC,
+    crc32c,
+    example,
+    picture,
+    recordio_content,
+    recordio_parts,
+    write_recordio,
+    write_tar,
+    write_tar_index,
+    write_tfrecord,
+)
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.images.open_files import OpenFiles
+from horovod_volo.data.images.tfrecord import masked_checksum
+
+INDEX = pytest.mark.parametrize("index", [False, True], ids=["searched", "indexed"])
+
+
+def train(folder, kept=None):
+    return build_catalog(str(folder), "train", kept)
+
+
+def open_below(folder):
+    """Return how many files below a folder this process holds open."""
+    held = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+    return sum(Path(path).is_relative_to(folder) for path in held)
+
+
+def listed(catalog):
+    """Return name, class and bytes of every image."""
+    return [
+        (catalog.name(index), catalog.classes[catalog.targets[index]], catalog.read(index).tobytes())
+        for index in range(len(catalog))
+    ]
+
+
+def named(*kinds):
+    """Return pictures that differ."""
+    return [picture(number, kind) for number, kind in enumerate(kinds)]
+
+
+# Tar
+
+
+def tar_members(prefix=""):
+    one, two, three = named("JPEG", "PNG", "JPEG")
+    return [
+        (f"{prefix}x1.jpg", one),
+        (f"{prefix}x1.cls", b"2"),
+        (f"{prefix}x2.cls", b"0\n"),
+        (f"{prefix}x2.json", b"{}"),
+        (f"{prefix}x2.png", two),
+        (f"{prefix}x3.JPEG", three),
+        (f"{prefix}x3.cls", b"10"),
+    ]
+
+
+@INDEX
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_tar_shards(tmp_path, index, form):
+    prefix = f"{'deep/' * 30}n1/"  # longer than a plain header holds
+    write_tar(tmp_path / "train/b.tar", tar_members(prefix), form=form)
+    write_tar(tmp_path / "train/a.tar", [("y.jpg", picture(5)), ("y.cls", b"2")], form=form)
+    if index:
+        for name in "ab":
+            write_tar_index(tmp_path / f"train/{name}.tar")
+    catalog = train(tmp_path)
+    one, two, three = named("JPEG", "PNG", "JPEG")
+    assert catalog.classes == ("00", "02", "10")
+    assert listed(catalog) == [
+        ("02/y.jpg", "02", picture(5)),
+        ("n1/x1.jpg", "02", one),
+        ("n1/x2.png", "00", two),
+        ("n1/x3.JPEG", "10", three),
+    ]
+    start = (tmp_path / "train/a.tar").read_bytes().index(picture(5))
+    end = start + len(picture(5)) - 1
+    assert catalog.location(0) == f"{tmp_path}/train/a.tar, bytes {start} to {end} (02/y.jpg)"
+
+
+def test_classes_beside_tar_shards_keep_their_order(tmp_path):
+    write_tar(tmp_path / "train/a.tar", [("zebra/1.jpg", picture(1)), ("zebra/1.cls", b"0")])
+    write_tar(tmp_path / "train/b.tar", [("2.jpg", picture(2)), ("2.cls", b"1")])
+    (tmp_path / "train/classes.txt").write_text("zebra\nant\n")
+    catalog = train(tmp_path)
+    assert catalog.classes == ("zebra", "ant")
+    assert [entry[:2] for entry in listed(catalog)] == [("zebra/1.jpg", "zebra"), ("ant/2.jpg", "ant")]
+    (tmp_path / "train/classes.txt").write_text("zebra\n")
+    with pytest.raises(UserError, match=r"2.jpg in .*b.tar is of class 1, but classes.txt has 1 lines"):
+        train(tmp_path)
+    (tmp_path / "train/classes.txt").write_text("ant\nant\n")
+    with pytest.raises(UserError, match=r"classes.txt names classes twice: ant. Give"):
+        train(tmp_path)
+
+
+def test_the_same_images_in_the_same_order_have_one_digest_in_any_format(tmp_path):
+    for name in ("ant", "bee"):
+        (tmp_path / "plain/train" / name).mkdir(parents=True)
+        (tmp_path / "plain/train" / name / "1.jpg").write_bytes(picture(1))
+    members = [
+        (f"{name}/1.{ending}", data)
+        for name, number in (("ant", b"0"), ("bee", b"1"))
+        for ending, data in (("jpg", picture(1)), ("cls", number))
+    ]
+    write_tar(tmp_path / "packed/train/0.tar", members)
+    (tmp_path / "packed/train/classes.txt").write_text("ant\nbee\n")
+    assert train(tmp_path / "packed").digest == train(tmp_path / "plain").digest
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([("1.jpg", b"x"), ("2.jpg", b"x"), ("2.cls", b"1")], r"has 1 without its .cls"),
+        ([("1.jpg", b"x")], r"has 1 without its .cls"),
+        ([("1.cls", b"1"), ("2.jpg", b"x"), ("2.cls", b"1")], r"has 1 without an image"),
+        ([("1.jpg", b"x"), ("1.cls", b"ant")], r"has 1.cls with 'ant', not the number of a class"),
+        ([("readme.txt", b"x")], r"no images in .*train: 0.tar hold none"),
+    ],
+)
+def test_tar_shards_of_another_layout_are_refused(tmp_path, members, message):
+    write_tar(tmp_path / "train/0.tar", members)
+    with pytest.raises(UserError, match=message):
+        train(tmp_path)
+
+
+def test_two_images_of_one_name_are_refused(tmp_path):
+    write_tar(tmp_path / "train/0.tar", [("a/1.jpg", b"x"), ("a/1.cls", b"1")])
+    write_tar(
+        tmp_path / "train/1.tar", [("b/1.jpg", b"x"), ("b/1.cls", b"1"), ("a/1.jpg", b"x"), ("a/1.cls", b"1")]
+    )
+    with pytest.raises(UserError, match=r"two images named a/1.jpg, in 0.tar and in 1.tar"):
+        train(tmp_path)
+
+
+@INDEX
+def test_a_truncated_tar_shard_is_refused_at_the_start(tmp_path, index):
+    shard = tmp_path / "train/0.tar"
+    write_tar(shard, tar_members())
+    if index:
+        write_tar_index(shard)
+    os.truncate(shard, 1500)
+    with pytest.raises(UserError, match=r"0.idx does not fit|0.tar cannot be read to its end"):
+        train(tmp_path)
+
+
+def test_an_index_of_another_tar_shard_is_refused(tmp_path):
+    shard = tmp_path / "train/0.tar"
+    write_tar(shard, tar_members())
+    write_tar_index(shard)
+    index = shard.with_suffix(".idx")
+    right = index.read_text()
+    write_tar(shard, [("x0.jpg", bytes(700)), ("x0.cls", b"1"), *tar_members()])
+    with pytest.raises(
+        UserError, match=r"0.idx does not fit: x1.cls is not where line 2 says. Make this index"
+    ):
+        train(tmp_path)
+    write_tar(shard, tar_members())
+    for wrong, message in (
+        (right.replace("v1.2", "v1.1"), "does not begin with v1.2"),
+        (right.replace("v1.2 3", "v1.2 4"), "lists 3 samples, but says 4"),
+        (right.replace("x1.jpg", "x 1.jpg"), "has no ending, offset, size and name in line 2"),
+        ("", "does not begin with v1.2"),
+    ):
+        index.write_text(wrong)
+        with pytest.raises(UserError, match=message):
+            train(tmp_path)
+
+
+# TFRecord
+
+
+def imagenet_examples():
+    one, two, three = named("JPEG", "JPEG", "PNG")
+    return [
+        example(
+            {
+                "image/height": 3,
+                "image/encoded": one,
+                "image/class/label": 300,
+                "image/class/synset": "n2",
+                "image/filename": "n2_1.JPEG",
+                "image/object/bbox/xmin": 0.5,
+            }
+        ),
+        example(
+            {
+                "image/class/synset": "n1",
+                "image/filename": "n1_7.JPEG",
+                "image/class/label": 1,
+                "image/encoded": two,
+            },
+            packed=False,
+        ),
+        example(
+            {
+                "image/class/text": "t" * 5000,
+                "image/filename": "n2_3.JPEG",
+                "image/encoded": three,
+                "image/class/synset": "n2",
+                "image/class/label": 300,
+            }
+        ),
+    ]
+
+
+@INDEX
+def test_tfrecord_shards(tmp_path, index):
+    one, two, three = imagenet_examples()
+    write_tfrecord(tmp_path / "train/train-00000-of-00002", [one, two], index=index)
+    write_tfrecord(tmp_path / "train/train-00001-of-00002", [three], index=index)
+    catalog = train(tmp_path)
+    assert catalog.classes == ("n1", "n2")
+    images = named("JPEG", "JPEG", "PNG")
+    assert listed(catalog) == [
+        ("n2/n2_1.JPEG", "n2", images[0]),
+        ("n1/n1_7.JPEG", "n1", images[1]),
+        ("n2/n2_3.JPEG", "n2", images[2]),
+    ]
+
+
+def test_tfrecord_shards_without_names(tmp_path):
+    examples = [
+        example({"image/encoded": picture(number), "image/class/label": label}, packed=bool(number))
+        for number, label in enumerate((12, 3))
+    ]
+    write_tfrecord(tmp_path / "train/part.tfrecord", examples)
+    assert listed(train(tmp_path)) == [
+        ("12/part-000000.jpg", "12", picture(0)),
+        ("03/part-000001.jpg", "03", picture(1)),
+    ]
+
+
+def test_the_checksum_is_crc32c():
+    assert crc32c(b"123456789") == 0xE3069283  # the check value it is published with
+    assert masked_checksum(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) % 2**32
+
+
+@INDEX
+def test_damaged_tfrecord_shards_are_refused_at_the_start(tmp_path, index):
+    shard = tmp_path / "train/x.tfrecord"
+    write_tfrecord(shard, imagenet_examples(), index=index)
+    whole = shard.read_bytes()
+    shard.write_bytes(b"\1" + whole[1:])
+    with pytest.raises(
+        UserError, match=r"x.(idx does not fit|tfrecord is damaged): the checksum is wrong at byte 0"
+    ):
+        train(tmp_path)
+    shard.write_bytes(whole[:-50])
+    with pytest.raises(UserError, match=r"x.(idx does not fit|tfrecord is damaged): the record is cut short"):
+        train(tmp_path)
+    (tmp_path / "train/x.idx").unlink(missing_ok=True)
+    write_tfrecord(shard, [example({"image/encoded": picture(0)})])
+    with pytest.raises(UserError, match=r"x.tfrecord has no image with a class at byte 12: .*label"):
+        train(tmp_path)
+    write_tfrecord(shard, [imagenet_examples()[0], example({"image/encoded": b"x", "image/class/label": 7})])
+    with pytest.raises(UserError, match=r"some images .* by name \(n2\) and some only by number \(7\)"):
+        train(tmp_path)
+
+
+def test_an_index_of_another_tfrecord_shard_is_refused(tmp_path):
+    write_tfrecord(tmp_path / "train/x.tfrecord", imagenet_examples())
+    for text, message in (("7 100\n", "the checksum is wrong at byte 7"), ("0\n", "not a place and a size")):
+        (tmp_path / "train/x.idx").write_text(text)
+        with pytest.raises(UserError, match=rf"x.idx .*{message}.* Make this index again"):
+            train(tmp_path)
+
+
+# RecordIO
+
+
+@INDEX
+def test_recordio_shards(tmp_path, index):
+    one, two, three = named("JPEG", "PNG", "JPEG")
+    # The magic at multiples of 4 of the record, at its very end too: then the record comes in parts.
+    header = 24
+    tail = bytes(-(header + len(three)) % 4)
+    split = three + tail + RECORDIO_MAGIC + b"between." + RECORDIO_MAGIC * 2 + b"end" + b"\0" + RECORDIO_MAGIC
+    contents = [
+        recordio_content([24.0, 3.0], 0, b""),  # what some tools put first
+        recordio_content(11.0, 1, one),
+        recordio_content([2.0, 5.0], 2, two),
+        recordio_content(2.0, 3, split),
+        recordio_content(11.0, 4, picture(9)),
+    ]
+    assert len(recordio_parts(contents[3])) == 5
+    write_recordio(tmp_path / "train/data.rec", contents, index=index)
+    catalog = train(tmp_path)
+    assert catalog.classes == ("02", "11")
+    assert listed(catalog) == [
+        ("11/data-00000001.jpg", "11", one),
+        ("02/data-00000002.png", "02", two),
+        ("02/data-00000003.jpg", "02", split),
+        ("11/data-00000004.jpg", "11", picture(9)),
+    ]
+
+
+@INDEX
+def test_damaged_recordio_shards_are_refused_at_the_start(tmp_path, index):
+    shard = tmp_path / "train/x.rec"
+    write_recordio(shard, [recordio_content(1.0, n, picture(n)) for n in range(3)], index=index)
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-9])
+    with pytest.raises(
+        UserError, match=r"x.(idx does not fit|rec is damaged): the record is cut short at byte"
+    ):
+        train(tmp_path)
+    shard.write_bytes(b"\0" + whole[1:])
+    with pytest.raises(UserError, match=r"x.(idx does not fit|rec is damaged): no record begins at byte 0"):
+        train(tmp_path)
+    (tmp_path / "train/x.idx").unlink(missing_ok=True)
+    for label in (1.5, -1.0, float("nan")):
+        write_recordio(shard, [recordio_content(label, 0, picture(0))])
+        with pytest.raises(
+            UserError, match=r"x.rec has .*, not the number of a class, in the record at byte 0"
+        ):
+            train(tmp_path)
+
+
+def test_an_index_of_another_recordio_shard_is_refused(tmp_path):
+    write_recordio(tmp_path / "train/x.rec", [recordio_content(1.0, 0, picture(0))])
+    for text, message in (
+        ("0\t8\n", "no record begins at byte 8"),
+        ("0 8\n", "not a number, a tab and a place"),
+    ):
+        (tmp_path / "train/x.idx").write_text(text)
+        with pytest.raises(UserError, match=rf"x.idx .*{message}.* Make this index again"):
+            train(tmp_path)
+
+
+# All shards
+
+
+def write_shard(folder, form):
+    if form == "tar":
+        write_tar(
+            folder / "train/s.tar",
+            [(f"{n}.{e}", d) for n in range(3) for e, d in (("jpg", picture(n)), ("cls", b"1"))],
+        )
+    elif form == "tfrecord":
+        write_tfrecord(
+            folder / "train/s.tfrecord",
+            [example({"image/class/label": 1, "image/encoded": picture(n)}) for n in range(3)],
+        )
+    else:
+        split = [picture(n) + bytes(-len(picture(n)) % 4) + RECORDIO_MAGIC * 2 for n in range(3)]
+        write_recordio(
+            folder / "train/s.rec", [recordio_content(1.0, n, image) for n, image in enumerate(split)]
+        )
+    return next((folder / "train").iterdir())
+
+
+FORMS = pytest.mark.parametrize("form", ["tar", "tfrecord", "recordio"])
+
+
+@FORMS
+def test_damage_during_the_run_is_a_bad_sample_with_its_place(tmp_path, form):
+    shard = write_shard(tmp_path, form)
+    catalog = train(tmp_path)
+    first = catalog.read(0).tobytes()
+    data = shard.read_bytes()
+    place = data.index(picture(1))
+    with shard.open("r+b") as file:
+        file.seek(place)
+        file.write(b"\0\0\0\0")
+    with pytest.raises(
+        BadSampleError, match=rf"^{shard}, bytes \d+ to \d+ \(1/.*\) does not begin as an image"
+    ):
+        catalog.read(1)
+    os.truncate(shard, data.index(picture(2)) + 5)
+    with pytest.raises(
+        BadSampleError, match=rf"^{shard}, bytes .* cannot be read: the shard has been cut short"
+    ):
+        catalog.read(2)
+    assert catalog.read(0).tobytes() == first
+    shard.unlink()
+    assert catalog.read(0).tobytes() == first  # it is open
+    catalog.close()
+    with pytest.raises(BadSampleError, match=rf"^{shard}, bytes .* has gone since it was listed"):
+        catalog.read(0)
+
+
+def test_damaged_parts_of_a_record_are_a_bad_sample(tmp_path):
+    shard = write_shard(tmp_path, "recordio")
+    catalog = train(tmp_path)
+    data = bytearray(shard.read_bytes())
+    end = data.index(picture(0)) + len(picture(0)) + -len(picture(0)) % 4
+    struct.pack_into("<I", data, end, 0)  # the magic before the second part
+    shard.write_bytes(data)
+    with pytest.raises(BadSampleError, match=r"s.rec, bytes .*no record begins"):
+        catalog.read(0)
+
+
+@FORMS
+def test_a_kept_catalog_is_used_until_a_shard_changes(tmp_path, form):
+    shard = write_shard(tmp_path, form)
+    inode = train(tmp_path, tmp_path / "kept").path.stat().st_ino
+    again = train(tmp_path, tmp_path / "kept")
+    assert again.path.stat().st_ino == inode
+    assert len(listed(again)) == 3
+    os.utime(shard, ns=(1, 1))
+    assert train(tmp_path, tmp_path / "kept").path.stat().st_ino != inode
+
+
+def test_many_threads_read_more_shards_than_stay_open(tmp_path):
+    for number in range(100):
+        write_tar(
+            tmp_path / f"train/{number:03d}.tar",
+            [(f"a/{number:03d}.jpg", picture(number)), (f"a/{number:03d}.cls", b"0")],
+        )
+    catalog = train(tmp_path)
+    expected = [picture(number) for number in range(100)]
+    with ThreadPoolExecutor(8) as pool:
+        read = list(pool.map(lambda index: catalog.read(index).tobytes(), list(range(100)) * 5))
+    assert read == expected * 5
+    assert open_below(tmp_path) == 64
+    catalog.close()
+    assert open_below(tmp_path) == 0
+
+
+def test_an_evicted_file_stays_open_for_its_reader(tmp_path):
+    for name in "ab":
+        (tmp_path / name).write_text(name)
+    files = OpenFiles(limit=1)
+    first = files.get(tmp_path / "a")
+    files.get(tmp_path / "b")
+    assert first.read(0, 1) == b"a"
