@@ -1,0 +1,18 @@
+"""What the tools' command lines have in common."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+
+def whole_number(least: int, most: int | None = None, *, because: str = "") -> Callable[[str], int]:
+    """Return what argparse reads a whole number with; `because` follows the bounds in its message."""
+    bounds = f"from {least} on" if most is None else f"from {least} to {most}"
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise argparse.ArgumentTypeError(f"takes a whole number {bounds}, not {text!r}{because}")
+        return int(text)
+
+    return read

@@ -1,0 +1,1 @@
+"""Images into tar shards."""

@@ -1,0 +1,16 @@
+"""What a tool could not use, named on the error stream."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+SHOWN = 100
+
+
+def list_problems(problems: Sequence[str]) -> None:
+    """Print the first problems and how many more there are."""
+    for problem in problems[:SHOWN]:
+        print(problem, file=sys.stderr)
+    if len(problems) > SHOWN:
+        print(f"and {len(problems) - SHOWN:,} more", file=sys.stderr)
