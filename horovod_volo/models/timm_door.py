@@ -26,14 +26,26 @@ try:
 except RuntimeError:  # "operator torchvision::nms does not exist"
     _declare_missing_operators()
 
+from timm import create_model, get_pretrained_cfg, is_model, list_models  # noqa: E402
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD  # noqa: E402
 from timm.models.volo import VOLO  # noqa: E402
 
-__all__ = ["VOLO", "training_loader"]
+__all__ = [
+    "IMAGENET_DEFAULT_MEAN",
+    "IMAGENET_DEFAULT_STD",
+    "VOLO",
+    "create_model",
+    "get_pretrained_cfg",
+    "is_model",
+    "list_models",
+    "listed_images",
+    "training_loader",
+]
 
 
 def training_loader(folder: str, **settings: Any) -> Any:
     """Build timm's loader of an image folder, the peer that benchmarks measure against."""
-    from timm.data import create_dataset, create_loader
+    from timm.data import create_loader
     from timm.data.auto_augment import NAME_TO_OP, posterize
 
     # At the top magnitude timm asks Pillow to keep no bits, which Pillow 11 and newer refuse.
@@ -41,4 +53,11 @@ def training_loader(folder: str, **settings: Any) -> Any:
         return posterize(image, bits, **others) if bits else image.point([0] * 256 * len(image.getbands()))
 
     NAME_TO_OP["PosterizeIncreasing"] = keep_bits
-    return create_loader(create_dataset("", root=folder, is_training=True), **settings)
+    return create_loader(listed_images(folder), **settings)
+
+
+def listed_images(folder: str) -> Any:
+    """List a folder's images as timm's loader does when it starts."""
+    from timm.data import create_dataset
+
+    return create_dataset("", root=folder, is_training=True)

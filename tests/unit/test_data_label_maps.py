@@ -1,56 +1,53 @@
-"""Label maps come back as they were published, flip as arrays flip, and say what is wrong with them."""
+"""Published label maps come back as they were saved, flip as arrays flip, and say what is wrong with them."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from label_samples import catalog_of, publish, published_map, save
 
 from horovod_volo.config.errors import UserError
-from horovod_volo.data.catalog import Catalog
-from horovod_volo.data.label_maps import LabelMaps, flipped
-
-
-def published_map(k=5, height=6, width=9, highest=1000):
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(k, height, width, generator=generator)
-    ids = torch.randint(0, highest, (k, height, width), generator=generator)
-    return torch.stack([logits, ids.float()]).half()
-
-
-def save(content, file):
-    file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(content, file)
-
-
-def catalog_of(root, *paths):
-    classes = tuple(sorted({path.split("/")[0] for path in paths}))
-    targets = np.array([classes.index(path.split("/")[0]) for path in paths])
-    return Catalog(root, classes, paths, targets)
+from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.data.labels.keys import key_of
+from horovod_volo.data.labels.published_maps import PublishedMaps, flipped, read_published_map
 
 
 @pytest.mark.parametrize(
-    ("image", "file"),
+    ("name", "key"),
     [
-        ("n01/n01_12.JPEG", "n01/n01_12.pt"),
-        ("a.b/photo.final.png", "a.b/photo.pt"),
-        ("a/plain.jpg", "a/plain.pt"),
+        ("n01/n01_12.JPEG", "n01/n01_12"),
+        ("a.b/photo.final.png", "a.b/photo"),
+        ("a/plain.jpg", "a/plain"),
     ],
 )
-def test_reads_the_file_named_up_to_the_first_dot(tmp_path, image, file):
-    stored = published_map()
-    save(stored, tmp_path / file)
-    scores, ids = LabelMaps(str(tmp_path)).read(image)
-    assert scores.dtype == np.float16
-    assert ids.dtype == np.int32
-    assert (scores == stored[0].numpy()).all()
-    assert (ids == stored[1].numpy().astype(int)).all()
+def test_a_key_ends_at_the_files_first_dot(name, key):
+    assert key_of(name) == key
+
+
+def test_maps_are_found_by_key_and_come_back_as_saved(tmp_path):
+    catalog = catalog_of(tmp_path, "a.b/photo.final.png", "a.b/plain.jpg", "c/n01_12.JPEG")
+    maps = PublishedMaps(publish(tmp_path / "maps", catalog), catalog)
+    assert maps.size == (5, 6, 9)
+    for index in range(3):
+        stored = published_map(index, classes=2).numpy()
+        scores, ids = maps.read(index)
+        assert (scores.dtype, ids.dtype) == (np.float16, np.int32)
+        assert (scores == stored[0]).all()
+        assert (ids == stored[1].astype(int)).all()
 
 
 def test_keeps_class_numbers_that_half_precision_cannot_hold(tmp_path):
     stored = torch.stack([torch.zeros(1, 2, 2), torch.tensor([[[2049.0, 21841.0], [40001.0, 0.0]]])])
-    save(stored, tmp_path / "a" / "1.pt")
-    assert LabelMaps(tmp_path).read("a/1.jpg")[1].tolist() == [[[2049, 21841], [40001, 0]]]
+    save(stored, tmp_path / "1.pt")
+    assert read_published_map(tmp_path / "1.pt", 40002)[1].tolist() == [[[2049, 21841], [40001, 0]]]
+
+
+def test_class_numbers_that_half_precision_has_rounded_are_refused(tmp_path):
+    stored = torch.stack([torch.zeros(1, 1, 2), torch.tensor([[[2051.0, 3.0]]])]).half()
+    save(stored, tmp_path / "1.pt")
+    with pytest.raises(BadSampleError, match="in half precision, which rounds them"):
+        read_published_map(tmp_path / "1.pt", 21841)
 
 
 @pytest.mark.parametrize("horizontal", [False, True])
@@ -66,25 +63,23 @@ def test_flips_rows_and_columns(horizontal, vertical):
 
 
 def test_a_missing_map_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"no label map .*a/1\.pt\. --token-label-data names"):
-        LabelMaps(tmp_path).read("a/1.jpg")
+    with pytest.raises(BadSampleError, match=r"no label map .*a/1\.pt"):
+        read_published_map(tmp_path / "a" / "1.pt", 1000)
 
 
 @pytest.mark.parametrize("length", [0, 10, 300])
 def test_a_short_map_is_named(tmp_path, length):
-    save(published_map(), tmp_path / "a" / "1.pt")
-    whole = (tmp_path / "a" / "1.pt").read_bytes()
-    (tmp_path / "a" / "1.pt").write_bytes(whole[:length])
-    with pytest.raises(
-        UserError, match=r"cannot read the label map .*a/1\.pt: .* Copy or make this file again"
-    ):
-        LabelMaps(tmp_path).read("a/1.jpg")
+    save(published_map(), tmp_path / "1.pt")
+    whole = (tmp_path / "1.pt").read_bytes()
+    (tmp_path / "1.pt").write_bytes(whole[:length])
+    with pytest.raises(BadSampleError, match=r"label map .*1\.pt cannot be read: "):
+        read_published_map(tmp_path / "1.pt", 1000)
 
 
 def test_a_map_that_would_run_code_is_refused(tmp_path):
-    save(Path("anything"), tmp_path / "a" / "1.pt")
-    with pytest.raises(UserError, match=r"cannot read the label map .*a/1\.pt"):
-        LabelMaps(tmp_path).read("a/1.jpg")
+    save(Path("anything"), tmp_path / "1.pt")
+    with pytest.raises(BadSampleError, match=r"label map .*1\.pt cannot be read"):
+        read_published_map(tmp_path / "1.pt", 1000)
 
 
 @pytest.mark.parametrize(
@@ -97,25 +92,52 @@ def test_a_map_that_would_run_code_is_refused(tmp_path):
         (torch.full((2, 5, 6, 9), -1.0), r"no logits or no class numbers"),
         (torch.full((2, 5, 6, 9), 1.5), r"no logits or no class numbers"),
         (torch.full((2, 5, 6, 9), torch.nan), r"no logits or no class numbers"),
+        (torch.stack([torch.full((1, 2, 2), 1e6), torch.zeros(1, 2, 2)]), r"no logits or no class numbers"),
+        (torch.full((2, 5, 6, 9), 10.0), r"names class 10, but there are 10 classes"),
     ],
 )
 def test_an_odd_map_is_named(tmp_path, content, told):
-    save(content, tmp_path / "a" / "1.pt")
-    with pytest.raises(UserError, match=rf"label map .*a/1\.pt .*{told}"):
-        LabelMaps(tmp_path).read("a/1.jpg")
+    save(content, tmp_path / "1.pt")
+    with pytest.raises(BadSampleError, match=rf"label map .*1\.pt .*{told}"):
+        read_published_map(tmp_path / "1.pt", 10)
 
 
-def test_check_looks_at_one_map_of_each_class(tmp_path):
-    catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg", "b/1.jpg", "c/1.jpg")
-    for name in ("a/1.pt", "b/1.pt", "c/1.pt"):
-        save(published_map(), tmp_path / name)
-    LabelMaps(tmp_path).check(catalog)
-    (tmp_path / "b" / "1.pt").unlink()
-    with pytest.raises(UserError, match=r"no label map .*b/1\.pt"):
-        LabelMaps(tmp_path).check(catalog)
+def test_a_map_of_another_size_is_named(tmp_path):
+    catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg")
+    maps = PublishedMaps(publish(tmp_path / "maps", catalog), catalog)
+    save(published_map(height=7, classes=1), tmp_path / "maps" / "a" / "2.pt")
+    with pytest.raises(
+        BadSampleError, match=r"a/2\.pt has the shape \(5, 7, 9\), the others have \(5, 6, 9\)"
+    ):
+        maps.read(1)
 
 
-def test_check_reads_one_map(tmp_path):
-    save(torch.zeros(7), tmp_path / "a" / "1.pt")
-    with pytest.raises(UserError, match=r"holds \[7\]"):
-        LabelMaps(tmp_path).check(catalog_of(tmp_path, "a/1.jpg"))
+def test_a_class_may_lack_maps_but_not_all(tmp_path):
+    catalog = catalog_of(tmp_path, "a/1.jpg", "b/1.jpg", "b/2.jpg", "c/1.jpg")
+    folder = publish(tmp_path / "maps", catalog)
+    (folder / "b" / "1.pt").unlink()
+    maps = PublishedMaps(folder, catalog)
+    maps.read(2)
+    with pytest.raises(BadSampleError, match=r"no label map .*b/1\.pt"):
+        maps.read(1)
+    (folder / "b" / "2.pt").unlink()
+    with pytest.raises(
+        UserError, match=r"no label map .*b/1\.pt, nor one of any other image of class b\. --tok"
+    ):
+        PublishedMaps(folder, catalog)
+
+
+def test_a_damaged_first_map_does_not_hide_the_size(tmp_path):
+    catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg")
+    folder = publish(tmp_path / "maps", catalog)
+    (folder / "a" / "1.pt").write_bytes(b"")
+    assert PublishedMaps(folder, catalog).size == (5, 6, 9)
+
+
+def test_maps_for_other_classes_are_refused_at_once(tmp_path):
+    catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg")
+    save(published_map(classes=1000), tmp_path / "maps" / "a" / "1.pt")
+    with pytest.raises(
+        UserError, match=r"the first: .* but there are 1 classes: it was made for others\. Name"
+    ):
+        PublishedMaps(tmp_path / "maps", catalog)

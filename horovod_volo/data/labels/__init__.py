@@ -1,0 +1,1 @@
+"""Token-label maps: read, made, packed, checked and shown."""

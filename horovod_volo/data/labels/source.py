@@ -1,0 +1,45 @@
+"""Where label maps come from, whatever form they lie in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.making import is_unfinished
+from horovod_volo.data.labels.published_maps import PublishedMaps
+from horovod_volo.data.labels.store import LabelStore, is_store
+
+
+class LabelSource(Protocol):
+    """The label maps of a catalog's images; all are of one size."""
+
+    size: tuple[int, int, int]  # k, height, width
+
+    def read(self, index: int) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
+        """Return the scores and class numbers of image `index`; any thread. Raises BadSampleError."""
+
+    def close(self) -> None:
+        """Let go of files; maps already read stay valid."""
+
+
+def open_labels(folder: str, catalog: Catalog, cache: Path | None) -> LabelSource:
+    """Open a packed store or a folder of published maps; `cache` keeps what need not be found out twice."""
+    path = Path(folder)
+    if is_store(path):
+        return LabelStore(path, catalog, cache)
+    if is_unfinished(path):
+        raise UserError(
+            f"the label store {path} is not whole yet. Finish it by giving again the tools/labels command "
+            "that began it."
+        )
+    if not path.is_dir():
+        raise UserError(
+            f"there is no folder {path}. --token-label-data names a packed store, or a folder that holds "
+            "CLASS/IMAGE.pt for every training image."
+        )
+    return PublishedMaps(path, catalog)

@@ -1,0 +1,84 @@
+"""Show one training image with its token labels, from a store or from published maps."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from PIL import Image
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.keys import key_of
+from horovod_volo.data.labels.picture import Labelled, draw_labels
+from horovod_volo.data.labels.source import open_labels
+from horovod_volo.data.labels.store import DESCRIPTION, is_store, read_facts
+from horovod_volo.data.whole_file import whole_file
+
+CENTRE_CROP = "centre-crop"
+COVERED = {"whole": "the whole image", CENTRE_CROP: "the square in its middle"}
+PROBABILITY = (
+    "In each cell: the most probable class. Probability: softmax over all classes, unnamed ones at 0."
+)
+
+
+def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> None:
+    """Write the picture of an image, named "CLASS/IMAGE" or by its place in the catalog."""
+    index = _index_of(catalog, image)
+    source = open_labels(labels, catalog, None)
+    try:
+        scores, ids = source.read(index)
+        encoded = catalog.read(index)
+        with Image.open(io.BytesIO(encoded.tobytes())) as opened:
+            pixels = opened.convert("RGB")
+    except (BadSampleError, OSError) as problem:
+        raise UserError(f"{problem}. Choose another image, or mend this one.") from None
+    finally:
+        source.close()
+    teacher, geometry = _origin(Path(labels))
+    top, rows, columns = scores.shape
+    drawn = draw_labels(
+        Labelled(
+            image=pixels,
+            scores=scores,
+            ids=ids,
+            classes=catalog.classes,
+            title=f"{catalog.name(index)}  (image {index})",
+            notes=(
+                f"Folder: {catalog.classes[catalog.targets[index]]}, class {catalog.targets[index]}",
+                f"Map: {rows} x {columns} cells, {top} classes each. Teacher: {teacher}. Covers: "
+                f"{COVERED.get(geometry, 'not recorded')}",
+                PROBABILITY,
+            ),
+            centre_crop=geometry == CENTRE_CROP,
+        )
+    )
+    try:
+        with whole_file(picture) as file:
+            drawn.save(file, format="PNG")
+    except OSError as error:
+        raise UserError(f"{picture} cannot be written: {error.strerror}. Name another file.") from None
+
+
+def _index_of(catalog: Catalog, image: str) -> int:
+    if image.isdecimal():
+        if int(image) < len(catalog):
+            return int(image)
+        raise UserError(f"there is no image {image}: the last one is {len(catalog) - 1}.")
+    key = key_of(image)
+    for index in range(len(catalog)):
+        if key_of(catalog.name(index)) == key:
+            return index
+    raise UserError(
+        f"{catalog.source} has no image {image}. Name it as CLASS/IMAGE, for example {catalog.name(0)}, or "
+        f"by a number from 0 to {len(catalog) - 1}."
+    )
+
+
+def _origin(labels: Path) -> tuple[str, str]:
+    """Return who made the maps, and what part of an image they cover."""
+    if not is_store(labels):
+        return "unknown", "unknown"
+    facts = read_facts(labels / DESCRIPTION)
+    return facts.teacher, facts.geometry

@@ -1,0 +1,102 @@
+"""The picture of a sample shows every cell where it belongs, under words that tell its class."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from coded_images import write_images
+from label_samples import make_store
+from PIL import Image
+
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.labels.keys import keys_of
+from horovod_volo.data.labels.picture import (
+    BAR_HEIGHT,
+    MARGIN,
+    PALETTE,
+    Labelled,
+    draw_labels,
+    font_of,
+    shown_words,
+)
+from horovod_volo.labels import main
+
+
+def labelled(ids, scores, *, size=(600, 300), centre_crop=False):
+    return Labelled(
+        image=Image.new("RGB", size, "white"),
+        scores=np.array(scores, np.float16),
+        ids=np.array(ids, np.int16),
+        classes=tuple(f"class {number}" for number in range(10)),
+        title="t",
+        notes=("one", "two"),
+        centre_crop=centre_crop,
+    )
+
+
+def bars(picture, rows, columns, *, left, width, bottom, height):
+    """Return the colour at the left end of the bar at the foot of each cell."""
+    return [
+        [
+            picture.getpixel(
+                (
+                    round(left + column * width / columns) + 2,
+                    round(bottom - height + (row + 1) * height / rows) - BAR_HEIGHT + 2,
+                )
+            )
+            for column in range(columns)
+        ]
+        for row in range(rows)
+    ]
+
+
+@pytest.mark.parametrize("centre_crop", [False, True])
+def test_cells_have_the_colour_of_their_class(centre_crop):
+    ids = [[[4, 4, 7], [4, 2, 2]], [[1, 1, 1], [1, 1, 1]]]  # (k, rows, columns)
+    scores = [[[9, 9, 9], [9, 9, 9]], [[0, 0, 0], [0, 0, 0]]]
+    picture = draw_labels(labelled(ids, scores, centre_crop=centre_crop))
+    assert picture.height - MARGIN > 450  # the image is 900 x 450 now
+    covered = (MARGIN + 225, 450) if centre_crop else (MARGIN, 900)
+    found = bars(picture, 2, 3, left=covered[0], width=covered[1], bottom=picture.height - MARGIN, height=450)
+    colour = {4: PALETTE[0], 2: PALETTE[1], 7: PALETTE[2]}
+    assert found == [[colour[4], colour[4], colour[7]], [colour[4], colour[2], colour[2]]]
+
+
+def test_a_bar_is_as_long_as_the_class_is_probable():
+    scores = [[[np.log(9)]]]  # of ten classes: 9 of 18
+    picture = draw_labels(labelled([[[3]]], scores, size=(100, 100)))
+    foot = [picture.getpixel((MARGIN + x, picture.height - MARGIN - 3)) for x in range(900)]
+    assert abs(foot.count(PALETTE[0]) - 450) < 4
+
+
+def test_the_best_of_a_cells_classes_is_named_wherever_it_stands():
+    picture = draw_labels(labelled([[[3]], [[5]]], [[[1]], [[6]]], size=(100, 100)))
+    other = draw_labels(labelled([[[5]], [[3]]], [[[6]], [[1]]], size=(100, 100)))
+    assert picture.tobytes() == other.tobytes()
+
+
+def test_words_tell_classes_apart():
+    classes = ("dog", "a very long name of a dog", "a very long name of a cat", "x" * 40)
+    font = font_of(17)
+    wide = shown_words([0, 1], classes, 400, font)
+    assert wide == {0: "dog", 1: "a very long name of a dog"}
+    assert shown_words([0, 1], classes, 80, font)[1].endswith("…")
+    assert shown_words([1, 2], classes, 80, font) == {1: "1", 2: "2"}
+    assert shown_words([0, 3], classes, 20, font) == {0: "0", 3: "3"}
+
+
+def test_the_command_draws(tmp_path):
+    write_images(
+        tmp_path, {"train/a/one.x.png": Image.new("RGB", (40, 30)), "train/b/two.png": Image.new("L", (9, 9))}
+    )
+    catalog = build_catalog(str(tmp_path), "train", None)
+    ids = np.arange(2 * 1 * 4 * 4).reshape(2, 1, 4, 4) % 2
+    make_store(tmp_path / "s", keys_of(catalog), np.ones(ids.shape, np.float16), ids, classes=2)
+    pictures = []
+    for name in ("0", "a/one.x.png", "a/one", "1"):
+        out = tmp_path / "out.png"
+        assert main(["show", str(tmp_path / "s"), str(tmp_path), name, str(out)]) == 0
+        with Image.open(out) as picture:
+            assert picture.format == "PNG"
+            pictures.append(picture.convert("RGB").tobytes())
+    assert pictures[0] == pictures[1] == pictures[2] != pictures[3]

@@ -1,0 +1,187 @@
+"""A teacher labels each cell as its own head would, whatever its make; what cannot is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.models.build import build_model
+from horovod_volo.models.teacher import load_teacher, token_logits
+from horovod_volo.models.timm_door import create_model
+
+CLASSES = 7
+
+
+def network_of(name: str, **options: object) -> torch.nn.Module:
+    """Build a timm network with random weights, large enough that differences show."""
+    torch.manual_seed(0)
+    network = create_model(name, num_classes=CLASSES, **options).eval()
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            if name.startswith(("head", "fc", "aux_head")):
+                parameter.normal_()
+    return network
+
+
+def images(side: int, count: int = 2) -> torch.Tensor:
+    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(1))
+
+
+@torch.inference_mode()
+def test_a_convolutional_network_with_a_linear_head():
+    network, batch = network_of("resnet18"), images(96)
+    logits = token_logits(network, batch)
+    weight = network.fc.weight[:, :, None, None]
+    torch.testing.assert_close(logits, torch.conv2d(network.forward_features(batch), weight, network.fc.bias))
+    torch.testing.assert_close(logits.mean(dim=(2, 3)), network(batch))
+    assert logits.shape == (2, CLASSES, 3, 3)
+
+
+@torch.inference_mode()
+def test_a_convolutional_network_with_a_norm_in_its_head():
+    network, batch = network_of("convnext_atto"), images(96)
+    cells = network.forward_features(batch).permute(0, 2, 3, 1)
+    norm = network.head.norm
+    expected = network.head.fc(torch.layer_norm(cells, cells.shape[-1:], norm.weight, norm.bias, norm.eps))
+    torch.testing.assert_close(token_logits(network, batch), expected.permute(0, 3, 1, 2))
+
+
+@torch.inference_mode()
+def test_a_transformer_with_a_class_token():
+    network, batch = network_of("vit_tiny_patch16_224", img_size=64), images(64)
+    logits = token_logits(network, batch)
+    tokens = network.forward_features(batch)[:, 1:]
+    assert logits.shape == (2, CLASSES, 4, 4)
+    for row in range(4):
+        for column in range(4):
+            torch.testing.assert_close(logits[:, :, row, column], network.head(tokens[:, 4 * row + column]))
+
+
+@torch.inference_mode()
+def test_a_transformer_that_averages_its_tokens():
+    network = network_of("vit_tiny_patch16_224", img_size=64, global_pool="avg", class_token=False)
+    batch = images(64)
+    tokens = network.forward_features(batch)  # (images, 16, channels)
+    expected = network.head(network.fc_norm(tokens)).reshape(2, 4, 4, CLASSES).permute(0, 3, 1, 2)
+    torch.testing.assert_close(token_logits(network, batch), expected)
+
+
+@torch.inference_mode()
+def test_a_distilled_transformer_has_two_prefix_tokens():
+    network, batch = network_of("deit_tiny_distilled_patch16_224", img_size=32), images(32)
+    tokens = network.forward_features(batch)[:, 2:]
+    expected = (network.head(tokens) + network.head_dist(tokens)) / 2
+    torch.testing.assert_close(token_logits(network, batch).flatten(2), expected.transpose(1, 2))
+
+
+@torch.inference_mode()
+def test_a_network_whose_channels_come_last():
+    network = network_of("swin_tiny_patch4_window7_224", img_size=64, window_size=2, depths=(1, 1, 1, 1))
+    batch = images(64)
+    logits = token_logits(network, batch)
+    expected = network.head.fc(network.forward_features(batch)).permute(0, 3, 1, 2)
+    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(logits.mean(dim=(2, 3)), network(batch))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("maker", ["ours", "timm"])
+def test_a_volo_answers_with_its_token_head(maker):
+    if maker == "ours":
+        network = build_model("volo_demo", img_size=64, num_classes=CLASSES, drop_path=0.0).eval()
+    else:
+        network = network_of("volo_d1_224", img_size=64)
+    batch = images(64)
+    logits = token_logits(network, batch)
+    assert logits.shape == (2, CLASSES, 4, 4)
+    whole = network.head(network.forward_features(batch)[:, 0])
+    # Evaluation adds half of each class's highest token logit to the class token's.
+    torch.testing.assert_close(whole + 0.5 * logits.amax(dim=(2, 3)), network(batch))
+    last = network.aux_head(network.forward_features(batch)[:, -1])
+    torch.testing.assert_close(logits[:, :, 3, 3], last)
+
+
+@torch.inference_mode()
+def test_a_cell_tells_of_its_place():
+    """Bright where the top right cell looks, and only there."""
+    network = network_of("resnet18", zero_init_last=False)
+    batch = torch.zeros(1, 3, 128, 128)
+    batch[:, :, :16, 112:] = 5.0
+    change = (token_logits(network, batch) - token_logits(network, torch.zeros_like(batch))).abs().sum(dim=1)
+    assert change.flatten().argmax() == 3  # of 4 x 4 cells
+
+
+@pytest.mark.parametrize(
+    ("network", "reason"),
+    [
+        (torch.nn.Linear(3, 3), "no features and head of their own"),
+        (create_model("crossvit_tiny_240", num_classes=CLASSES), "no map and no sequence"),
+    ],
+)
+def test_what_cannot_label_cells_is_refused(network, reason):
+    with pytest.raises(UserError, match=rf"{type(network).__name__} cannot label .*{reason}.* Take a conv"):
+        token_logits(network.eval(), images(240, 1))
+
+
+def load(name: str, weights: object = "", *, side: int = 64, classes: int = CLASSES):
+    return load_teacher(name, weights=str(weights), pretrained=False, image_side=side, classes=classes)
+
+
+def test_weights_and_colours_are_the_teachers_own(tmp_path):
+    network = network_of("vit_tiny_patch16_224", img_size=64)
+    torch.save(network.state_dict(), tmp_path / "w.pth")
+    teacher = load("vit_tiny_patch16_224", tmp_path / "w.pth")
+    assert teacher.mean == teacher.std == (0.5, 0.5, 0.5)
+    assert teacher.image_side == 64
+    colours = torch.rand(2, 3, 64, 64)
+    with torch.inference_mode():
+        expected = token_logits(network, colours * 2 - 1)
+    torch.testing.assert_close(teacher.label(colours), expected)
+    again, other = (
+        load("vit_tiny_patch16_224", tmp_path / "w.pth"),
+        network_of("vit_tiny_patch16_224", img_size=64),
+    )
+    with torch.no_grad():
+        other.head.bias[0] += 1e-3
+    torch.save(other.state_dict(), tmp_path / "o.pth")
+    assert teacher.name == again.name
+    assert teacher.name != load("vit_tiny_patch16_224", tmp_path / "o.pth").name
+    assert teacher.name.startswith("vit_tiny_patch16_224 at 64 pixels, weights ")
+
+
+def test_weights_for_another_size_are_adapted_where_timm_knows_how(tmp_path):
+    torch.save(network_of("vit_tiny_patch16_224", img_size=64).state_dict(), tmp_path / "w.pth")
+    teacher = load("vit_tiny_patch16_224", tmp_path / "w.pth", side=96)
+    assert teacher.label(torch.rand(1, 3, 96, 96)).shape == (1, CLASSES, 6, 6)
+
+
+def test_a_run_folder_is_a_teacher(tmp_path):
+    from safetensors.torch import save_file
+
+    network = build_model("volo_demo", img_size=64, num_classes=CLASSES, drop_path=0.0).eval()
+    checkpoint = tmp_path / "run" / "checkpoints" / "best"
+    checkpoint.mkdir(parents=True)
+    save_file(network.state_dict(), checkpoint / "model.safetensors")
+    (tmp_path / "run" / "resolved.toml").write_text('[model]\nmodel = "volo_demo"\nimg_size = 64\n')
+    batch = torch.rand(1, 3, 64, 64)
+    labels = [load(str(folder), side=0).label(batch) for folder in (tmp_path / "run", checkpoint)]
+    named = load("volo_demo", checkpoint, side=64)
+    labels.append(named.label(batch))
+    assert named.name.startswith("volo_demo at 64")
+    for label in labels:
+        torch.testing.assert_close(label, labels[0])
+    with pytest.raises(UserError, match="is no folder of a run"):
+        load(str(tmp_path))
+
+
+def test_mistakes_carry_their_remedy(tmp_path):
+    with pytest.raises(UserError, match=r"no teacher 'resnet81'\. Did you mean"):
+        load("resnet81")
+    with pytest.raises(UserError, match=r"resnet18 has no weights yet\. Name a file .* --teacher-pretrained"):
+        load("resnet18")
+    torch.save(network_of("resnet18").state_dict(), tmp_path / "w.pth")
+    with pytest.raises(UserError, match=r"do not fit resnet18 with 9 classes: .*fc\.weight"):
+        load("resnet18", tmp_path / "w.pth", classes=9)
+    with pytest.raises(UserError, match=r"do not fit resnet34 with 7 classes: .*Missing"):
+        load("resnet34", tmp_path / "w.pth")
