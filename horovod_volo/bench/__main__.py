@@ -20,6 +20,7 @@ from collections.abc import Callable
 from horovod_volo.bench import table
 from horovod_volo.bench.results import Result, append, read_records, record_of
 from horovod_volo.cluster.launch import promised
+from horovod_volo.config.arguments import whole_number
 from horovod_volo.config.errors import UserError
 
 # The benchmarks are imported where they are chosen: each brings in what the others need not have.
@@ -74,10 +75,36 @@ def _loader(chosen: argparse.Namespace) -> Result:
 
     return measure(
         data_dir=chosen.data_dir,
+        images=chosen.images,
         img_size=chosen.img_size,
         batch_size=chosen.batch_size,
         threads=chosen.threads,
         pairs=chosen.pairs,
+    )
+
+
+def _labels(chosen: argparse.Namespace) -> Result:
+    from horovod_volo.bench.labels import measure
+
+    return measure(maps=chosen.maps, pairs=chosen.pairs)
+
+
+def _catalog(chosen: argparse.Namespace) -> Result:
+    from horovod_volo.bench.catalog import measure
+
+    return measure(images=chosen.images, classes=chosen.classes, pairs=chosen.pairs)
+
+
+def _soak(chosen: argparse.Namespace) -> Result:
+    from horovod_volo.bench.soak import measure
+
+    return measure(
+        data_dir=chosen.data_dir,
+        label_data=chosen.token_label_data,
+        img_size=chosen.img_size,
+        batch_size=chosen.batch_size,
+        threads=chosen.threads,
+        minutes=chosen.minutes,
     )
 
 
@@ -104,10 +131,26 @@ def build_parser() -> argparse.ArgumentParser:
 
     flags = _add(words, "data", _data, "training images a second")
     _add_images(flags)
+    _add_data_dir(flags)
     _number(flags, "--batches", 30, "in a block")
 
     flags = _add(words, "loader", _loader, "augmented training images a second against timm's loader")
     _add_images(flags)
+    flags.add_argument("--data-dir", default="", help="with train/CLASS/IMAGE; without it images are made")
+    _number(flags, "--images", 1024, "made like photographs of 500 x 375")
+
+    flags = _add(words, "labels", _labels, "reading a label map against torch.load")
+    _number(flags, "--maps", 2000, "made for this")
+
+    flags = _add(words, "catalog", _catalog, "start-up on many images, and the memory they hold in each rank")
+    _number(flags, "--images", 1281167, "made for this, as links")
+    _number(flags, "--classes", 1000, "class folders")
+
+    flags = _add(words, "soak", _soak, "whether memory and open files grow", in_pairs=False)
+    _add_images(flags)
+    _add_data_dir(flags)
+    flags.add_argument("--token-label-data", default="", metavar="DIR", help="label maps, if any")
+    flags.add_argument("--minutes", type=float, default=10.0, metavar="N", help="(%(default)s)")
 
     words.add_parser("table", help="print the recorded results as the README's table")
     return parser
@@ -118,14 +161,21 @@ def _add(
     name: str,
     measure: Callable[[argparse.Namespace], Result],
     help: str,
+    *,
+    in_pairs: bool = True,
 ) -> argparse.ArgumentParser:
     flags = words.add_parser(name, help=help, description=help)
     flags.set_defaults(measure=measure)
     flags.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_argument("--record", action="store_true", help="append it to docs/results.jsonl")
-    flags.add_argument(
-        "--pairs", type=_at_least_two, default=7, metavar="N", help="blocks of each side (%(default)s)"
-    )
+    if in_pairs:
+        flags.add_argument(
+            "--pairs",
+            type=whole_number(2, because=": one pair has no spread"),
+            default=7,
+            metavar="N",
+            help="blocks of each side (%(default)s)",
+        )
     return flags
 
 
@@ -135,8 +185,11 @@ def _add_network(flags: argparse.ArgumentParser) -> None:
     _number(flags, "--batch-size", 8, "images a rank")
 
 
-def _add_images(flags: argparse.ArgumentParser) -> None:
+def _add_data_dir(flags: argparse.ArgumentParser) -> None:
     flags.add_argument("--data-dir", default="data/demo", help="with train/CLASS/IMAGE (%(default)s)")
+
+
+def _add_images(flags: argparse.ArgumentParser) -> None:
     _number(flags, "--img-size", 64, "side of the images given, pixels")
     _number(flags, "--batch-size", 32, "images")
     _number(flags, "--threads", 0, "data threads; 0: as many as cores")
@@ -144,14 +197,6 @@ def _add_images(flags: argparse.ArgumentParser) -> None:
 
 def _number(flags: argparse.ArgumentParser, name: str, default: int, help: str) -> None:
     flags.add_argument(name, type=int, default=default, metavar="N", help=f"{help} (%(default)s)")
-
-
-def _at_least_two(text: str) -> int:
-    if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(
-            f"takes a whole number from 2 on, not {text!r}: one pair has no spread"
-        )
-    return int(text)
 
 
 def main(arguments: list[str]) -> int:

@@ -21,7 +21,7 @@ from horovod_volo.bench.peers_data import pillow_batch
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
-from horovod_volo.data.catalog import read_folder
+from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.pipeline import IMAGENET_STD
 from horovod_volo.data.stream import Batch, TrainStream
 
@@ -35,7 +35,7 @@ def measure(
     *, data_dir: str, img_size: int, batch_size: int, threads: int, batches: int, pairs: int
 ) -> Result:
     """Measure runs of so many batches."""
-    catalog = read_folder(data_dir, "train")
+    catalog = build_catalog(data_dir, "train", None)
     if batches * batch_size > len(catalog):
         raise UserError(
             f"{data_dir} has {len(catalog)} training images, fewer than {batches} batches of {batch_size}. "

@@ -7,26 +7,39 @@ That the pixels are right is the tests' concern: both draw their own crops and c
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
 from horovod_volo.bench.pairs import alternate, wait_for
+from horovod_volo.bench.photographs import write_photographs
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
-from horovod_volo.data.catalog import read_folder
+from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.stream import TrainStream
 from horovod_volo.models.timm_door import training_loader
 
 _SEED, _EPOCH = 0, 0
 
 
-def measure(*, data_dir: str, img_size: int, batch_size: int, threads: int, pairs: int) -> Result:
-    """Measure epochs of the training images below `data_dir`."""
-    catalog = read_folder(data_dir, "train")
+def measure(
+    *, data_dir: str, images: int, img_size: int, batch_size: int, threads: int, pairs: int
+) -> Result:
+    """Measure epochs of the training images below `data_dir`, or else of so many made for this."""
+    if data_dir:
+        return _measure(data_dir, img_size, batch_size, threads, pairs)
+    with tempfile.TemporaryDirectory() as folder:
+        write_photographs(Path(folder), images)
+        return _measure(folder, img_size, batch_size, threads, pairs)
+
+
+def _measure(data_dir: str, img_size: int, batch_size: int, threads: int, pairs: int) -> Result:
+    catalog = build_catalog(data_dir, "train", folder=None)
     if len(catalog) < batch_size:
         raise UserError(
             f"{data_dir} has {len(catalog)} training images. Use --batch-size {len(catalog)} or less."
@@ -34,7 +47,7 @@ def measure(*, data_dir: str, img_size: int, batch_size: int, threads: int, pair
     settings = Data(batch_size=batch_size)
     threads = threads or len(os.sched_getaffinity(0))
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    theirs = _timm_loader(str(catalog.root), settings, image_size=img_size, workers=threads)
+    theirs = _timm_loader(catalog.source, settings, image_size=img_size, workers=threads)
     stream = TrainStream(
         catalog,
         None,

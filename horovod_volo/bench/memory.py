@@ -1,8 +1,9 @@
-"""How much memory a piece of work needs beyond what was there before it."""
+"""How much memory a piece of work needs, and how much a process holds."""
 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -28,3 +29,9 @@ def peak_extra_bytes(action: Action, device: torch.device) -> int:
         watched.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     return max(int(event["args"]["Total Allocated"]) for event in events if event.get("name") == "[memory]")
+
+
+def resident_bytes() -> int:
+    """Return how much of this process's memory is resident, shared and mapped pages included."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.catalog import Catalog
+from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
-from horovod_volo.data.plan import plan_batch
 
 
 def pillow_batch(
     catalog: Catalog, indices: NDArray[np.int64], settings: Data, *, image_size: int, seed: int, epoch: int
 ) -> NDArray[np.float32]:
     """Read, cut, resize, flip and normalise images, (batch, 3, side, side)."""
-    images = [Image.open(catalog.root / catalog.paths[index]) for index in indices]
+    images = [Image.open(io.BytesIO(catalog.read(index).data)) for index in indices]
     sizes = np.array([(image.height, image.width) for image in images])
     plan = plan_batch(seed, epoch, indices, sizes, settings)
     pixels = []

@@ -5,8 +5,8 @@ The figures must not depend on a disk, so nothing here reads one.
 
 from __future__ import annotations
 
+import os
 import signal
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,7 +14,9 @@ import torch
 from horovod_volo.bench.random_labels import random_labels
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.data.catalog import Catalog
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
+from horovod_volo.data.images.open_files import OpenFile
 from horovod_volo.data.stream import Batch
 from horovod_volo.engine.job import Images, Job, build_job, share_host
 from horovod_volo.engine.state import build_state
@@ -42,13 +44,18 @@ def synthetic_job(config: Config, world: World, num_classes: int) -> Job:
     state, _ = build_state(config, num_classes=num_classes, device=share.device, finetune="")
     world.broadcast_(state.every_tensor())
     global_batch = world.size * config.data.batch_size * config.update.accumulation
-    catalog = Catalog(
-        root=Path("nowhere"),
-        classes=tuple(map(str, range(num_classes))),
-        paths=("0/none.jpg",) * global_batch,
-        targets=np.zeros(global_batch, dtype=np.int64),
-    )
+    catalog = images_nowhere(global_batch, num_classes)
     job = build_job(config, world, Images(catalog, catalog, label_maps=None), share, state, Silent())
     # A run saves itself when it is told to end; a benchmark has nothing to save and just ends.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return job
+
+
+def images_nowhere(images: int, num_classes: int) -> Catalog:
+    """List images that are nowhere."""
+    memory = OpenFile(os.memfd_create("catalog"))
+    writer = CatalogWriter(memory.descriptor)
+    writer.add(Rows(labels=0, names=[f"{number}.jpg" for number in range(images)]))
+    classes = [str(number) for number in range(num_classes)]
+    writer.finish(classes, range(num_classes), shards=(), source="nowhere", state="")
+    return Catalog(memory, path=None)

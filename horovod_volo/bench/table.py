@@ -45,11 +45,11 @@ def _value(figure: dict[str, Any]) -> str:
     interval = ""
     if figure["low"] is not None:
         interval = f" ({_number(figure['low'])} to {_number(figure['high'])})"
-    return f"{_number(figure['value'])} {figure['unit']}{interval}"
+    return f"{_number(figure['value'])} {figure['unit']}{interval}".rstrip()
 
 
 def _number(value: float) -> str:
-    """Write three significant digits, and no exponent."""
-    if abs(value) >= 100:
+    """Write a count in full, else three significant digits and no exponent."""
+    if abs(value) >= 100 or isinstance(value, int):
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"

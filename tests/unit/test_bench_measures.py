@@ -12,7 +12,7 @@ import torch
 from coded_images import smooth, write_images
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import data, loader, pairs, reduce, step
+from horovod_volo.bench import catalog, data, labels, loader, pairs, reduce, soak, step
 from horovod_volo.bench.agreement import WrongResultError
 from horovod_volo.bench.peers_loss import DenseLoss
 from horovod_volo.bench.random_labels import random_labels
@@ -129,9 +129,50 @@ def test_other_images_than_pillows_are_refused(folder: str, monkeypatch: pytest.
 
 
 def test_loader_tells_both_rates(folder: str) -> None:
-    result = loader.measure(data_dir=folder, img_size=32, batch_size=3, threads=1, pairs=2)
+    result = loader.measure(data_dir=folder, images=0, img_size=32, batch_size=3, threads=1, pairs=2)
     names = [figure.label for figure in result.figures]
     assert names == ["images a second", "timm's loader", "faster than timm's loader"]
     assert all(figure.value > 0 for figure in result.figures)
-    with pytest.raises(UserError, match="--batch-size"):
-        loader.measure(data_dir=folder, img_size=32, batch_size=1000, threads=1, pairs=2)
+    with pytest.raises(UserError, match=r"has 9 training images. Use --batch-size 9"):
+        loader.measure(data_dir="", images=9, img_size=32, batch_size=1000, threads=1, pairs=2)
+
+
+def test_labels_tells_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {figure.label: figure.value for figure in labels.measure(maps=20, pairs=2).figures}
+    assert list(figures) == ["packed store", "torch.load", "faster than torch.load"]
+    assert min(figures.values()) > 0
+    monkeypatch.setattr(labels, "_loaded", lambda path: np.zeros((2, 5, 18, 18), np.float16))
+    with pytest.raises(WrongResultError, match="is not that of the file"):
+        labels.measure(maps=20, pairs=2)
+
+
+def test_catalog_tells_times_and_memory() -> None:
+    figures = {
+        figure.label: figure.value for figure in catalog.measure(images=3001, classes=7, pairs=2).figures
+    }
+    assert figures["from the list that is kept"] > 0
+    assert figures["timm's"] > 0
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_soak_finds_what_is_left_open(folder: str, monkeypatch: pytest.MonkeyPatch, leaks: bool) -> None:
+    monkeypatch.setattr(soak, "_ALLOWED_GROWTH", 1.0)  # a few small images: the allocator still settles
+    opened = []
+    run = soak._run
+
+    def leaking(*given):
+        opened.append(Path(__file__).open())  # noqa: SIM115
+        return run(*given)
+
+    if leaks:
+        monkeypatch.setattr(soak, "_run", leaking)
+    given = {"data_dir": folder, "label_data": "", "img_size": 32, "batch_size": 4, "threads": 2}
+    if leaks:
+        with pytest.raises(WrongResultError, match="open files from"):
+            soak.measure(**given, minutes=0.0001)
+    else:
+        figures = {figure.label: figure.value for figure in soak.measure(**given, minutes=0.0001).figures}
+        assert figures["epochs"] == 9
+        assert figures["images"] == 9 * 12
+    for file in opened:
+        file.close()

@@ -1,0 +1,106 @@
+"""Whether a training stream's memory and open files stay as they are, epoch after epoch, start after start.
+
+The stream is closed and opened again every few epochs. Damaged images may be among the data: going on
+after them is part of what must not leak. A stream that grows is a wrong result, not a figure.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from horovod_volo.bench.agreement import WrongResultError
+from horovod_volo.bench.memory import resident_bytes
+from horovod_volo.bench.results import Figure, Result
+from horovod_volo.config.schema import Data
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.labels.source import open_labels
+from horovod_volo.data.stream import TrainStream
+
+_EPOCHS_OF_A_STREAM = 3
+_SETTLED = 0.2  # of the time: by then caches are full and the allocator has its pools
+_ALLOWED_GROWTH = 0.03  # of the memory, from then to the end
+_LEAST_STREAMS = 3
+_MIB = 2**20
+
+
+class Sample(NamedTuple):
+    """What the process held after a stream was closed."""
+
+    share: float  # of the time
+    memory: int  # resident bytes
+    files: int  # open
+
+
+def measure(
+    *, data_dir: str, label_data: str, img_size: int, batch_size: int, threads: int, minutes: float
+) -> Result:
+    """Run for so many minutes."""
+    threads = threads or len(os.sched_getaffinity(0))
+    began = perf_counter()
+    samples: list[Sample] = []
+    images = epoch = 0
+    while len(samples) < _LEAST_STREAMS or samples[-1].share < 1:
+        images += _run(data_dir, label_data, Data(batch_size=batch_size), img_size, threads, epoch)
+        epoch += _EPOCHS_OF_A_STREAM
+        share = (perf_counter() - began) / (60 * minutes)
+        samples.append(Sample(share, resident_bytes(), _open_files()))
+    settled = next(sample for sample in samples[1:] if sample.share >= _SETTLED)
+    end = samples[-1]
+    if end.memory > (1 + _ALLOWED_GROWTH) * settled.memory or end.files > settled.files:
+        raise WrongResultError(
+            f"Resident memory went from {settled.memory / _MIB:.0f} to {end.memory / _MIB:.0f} MiB and open "
+            f"files from {settled.files} to {end.files} in {epoch} epochs."
+        )
+    return Result(
+        "soak",
+        f"{minutes:g} minutes of training images at {img_size} px, a new stream every "
+        f"{_EPOCHS_OF_A_STREAM} epochs",
+        [
+            Figure("epochs", epoch, ""),
+            Figure("images", images, ""),
+            Figure("resident memory, settled", settled.memory / _MIB, "MiB"),
+            Figure("resident memory, at the end", end.memory / _MIB, "MiB"),
+            Figure("open files, settled", settled.files, ""),
+            Figure("open files, at the end", end.files, ""),
+        ],
+    )
+
+
+def _run(
+    data_dir: str, label_data: str, settings: Data, img_size: int, threads: int, first_epoch: int
+) -> int:
+    """Open a stream, go through some epochs, close it; return how many images it gave."""
+    catalog = build_catalog(data_dir, "train", folder=None)
+    labels = open_labels(label_data, catalog, None) if label_data else None
+    stream = TrainStream(
+        catalog,
+        labels,
+        settings,
+        image_size=img_size,
+        seed=0,
+        rank=0,
+        size=1,
+        accumulation=1,
+        device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
+        threads=threads,
+    )
+    images = 0
+    for epoch in range(first_epoch, first_epoch + _EPOCHS_OF_A_STREAM):
+        images += sum(len(batch.images) for batch in stream.passes(epoch, 0))
+    stream.close()
+    if labels is not None:
+        labels.close()
+    catalog.close()
+    del catalog, labels, stream
+    gc.collect()
+    return images
+
+
+def _open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
