@@ -1,0 +1,49 @@
+"""The commands of docs/data.md, one after the other, on a few images."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from horovod_volo.models.build import build_model
+from tests.ranks.launching import run
+
+ROOT = Path(__file__).parents[2]
+TEACHER = "--teacher dm_nfnet_f6 --teacher-pretrained"
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), flags=re.S)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def place(demo_set, tmp_path_factory):
+    """Return a folder for what the commands make; a teacher of its own stands in for a downloaded one."""
+    folder = tmp_path_factory.mktemp("commands")
+    torch.manual_seed(0)
+    network = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0)
+    torch.save(network.state_dict(), folder / "teacher.pt")
+    return folder
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_does_what_it_says(command, place, demo_set):
+    """In the document's order: each builds on those before."""
+    small = command.replace(" -np 8", " -np 2").replace(" --resize 320", " --resize 48")
+    small = small.replace(TEACHER, f"--teacher volo_demo --img-size 64 --teacher-weights {place}/teacher.pt")
+    small = small.replace("/path/to/imagenet", str(demo_set))
+    small = small.replace("/path/to/token_label_data", str(demo_set / "token_labels"))
+    small = small.replace("/path/to/", f"{place}/").replace("picture.png", f"{place}/picture.png")
+    done = run(
+        ["bash", "-c", f"cd {shlex.quote(str(ROOT))} && source tools/activate && {small}"], seconds=200
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_what_they_made_is_there(place):
+    assert (place / "packed" / "train" / "manifest.json").is_file()
+    for made in ("store", "own_store", "picture.png"):
+        assert (place / made).exists()
