@@ -102,6 +102,22 @@ class Data:
     crop_pct: float = setting(
         0.0, "evaluation crop: image side over resized side; 0: the model's own", at_least=0.0
     )
+    block_shuffle: int = setting(
+        0,
+        "for storage that wants long reads: shuffle blocks of so many neighbouring images, then images "
+        "within --shuffle-window blocks; 0: shuffle all images",
+        at_least=0,
+    )
+    shuffle_window: int = setting(64, "blocks whose images are shuffled among each other", at_least=1)
+    bad_samples: Literal["skip", "fail"] = setting(
+        "skip", "a damaged image or label map is replaced by another, or ends the run"
+    )
+    bad_samples_limit: int = setting(
+        100, "damaged samples on one rank that end the run all the same", at_least=0
+    )
+    catalog_dir: str = setting(
+        "", "where the list of images is kept, seen by all hosts; empty: inside --output"
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,7 @@ class Objective:
 
     token_label: bool = setting(False, "learn a label for every token besides the image's class")
     token_label_data: str = setting(
-        "", "folder of dense label maps, CLASS/IMAGE.pt; empty: the image's class on every token"
+        "", "packed label maps, or a folder of CLASS/IMAGE.pt; empty: the image's class on every token"
     )
     token_label_size: int = setting(0, "token labels per side; 0: image side / 16", at_least=0)
     label_geometry: Literal["corrected", "reference"] = setting(

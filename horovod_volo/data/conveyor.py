@@ -11,25 +11,23 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.erasing import Erasures
-from horovod_volo.data.pipeline import Source, first_undecodable, to_torch
-from horovod_volo.data.plan import Plan
-from horovod_volo.data.rand_augment import Operations
+from horovod_volo.data.augmentation.erasing import Erasures
+from horovod_volo.data.augmentation.plan import Plan
+from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.pipeline import Source, to_torch, undecodable
 
 
 class Labels(NamedTuple):
     """The label maps of a batch, flipped like the images, and where the images were cut."""
 
     scores: NDArray[np.float16]  # (batch, k, height, width)
-    ids: NDArray[np.int32]  # (batch, k, height, width)
+    ids: NDArray[np.integer[Any]]  # (batch, k, height, width)
     boxes: NDArray[np.float32]  # (batch, 4)
 
 
@@ -45,11 +43,12 @@ class Treatment(NamedTuple):
 class Load:
     """One batch on its way: what DALI is fed, and what travels beside it."""
 
-    indices: NDArray[np.int64]  # (batch,) places in the catalog
-    files: list[Path]
+    indices: NDArray[np.int64]  # (batch,) places in the catalog of what is shown
+    again: Callable[[], Load]  # makes the load anew
     inputs: tuple[list[NDArray[Any]], ...]  # the graph's inputs; the encoded bytes come first
     labels: Labels | None = None  # None: there are no label maps
     treatment: Treatment | None = None  # None: the graph's output is the finished batch
+    absent: NDArray[np.bool_] | None = None  # (batch,) images that nothing could be shown for
 
 
 Finish = Callable[[Load, Any], torch.Tensor]  # makes the batch out of what DALI decoded
@@ -63,8 +62,10 @@ class Conveyor:
         build_pipeline: Callable[[Source], Any],
         device: torch.device,
         reads_ahead: int,
+        tell: Callable[[int], object],
         finish: Finish = lambda load, decoded: to_torch(decoded),  # noqa: ARG005
     ) -> None:
+        self._tell = tell  # of the place of an image that cannot be decoded
         self._build_pipeline = build_pipeline
         self._finish = finish
         self._device = device
@@ -120,23 +121,30 @@ class Conveyor:
 
     def _decoded(self) -> Any | None:
         on_gpu = self._device.type == "cuda"
-        try:
-            # Bound to the stream of the training step, the batch is waited for on the GPU, not on the host.
-            (images,) = self._pipeline.run(torch.cuda.current_stream(self._device) if on_gpu else None)
-        except StopIteration:
-            return None
-        except RuntimeError as error:
-            self._name_the_damaged(error)
-            raise
-        return images
+        while True:
+            try:
+                # On the stream of the training step, the batch is waited for on the GPU, not on the host.
+                (images,) = self._pipeline.run(torch.cuda.current_stream(self._device) if on_gpu else None)
+            except StopIteration:
+                return None
+            except RuntimeError as error:
+                self._begin_again_without_the_damaged(error)
+            else:
+                return images
 
-    def _name_the_damaged(self, cause: RuntimeError) -> None:
-        files = [file for load in self._decoding for file in load.files]
-        place = first_undecodable([encoded for load in self._decoding for encoded in load.inputs[0]])
-        if place is not None:
-            raise UserError(
-                f"cannot decode {files[place]}. Copy this image again, save it anew as JPEG, or remove it."
-            ) from cause
+    def _begin_again_without_the_damaged(self, cause: RuntimeError) -> None:
+        """Find what DALI could not decode, and have the batches on their way made again without it."""
+        found = False
+        for load in self._decoding:
+            for place in undecodable(load.inputs[0]):
+                self._tell(int(load.indices[place]))
+                found = True
+        if not found:
+            raise cause
+        again = [self._reader.submit(load.again) for load in self._decoding]
+        self._decoding.clear()
+        self._reading.extendleft(reversed(again))
+        self._pipeline = self._build_pipeline(self._next_inputs)
 
     def _next_inputs(self) -> tuple[list[NDArray[Any]], ...]:
         self._read_ahead()

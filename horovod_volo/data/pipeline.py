@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from nvidia.dali import Pipeline, fn, types
 
-from horovod_volo.data.plan import Plan
+from horovod_volo.data.augmentation.plan import Plan
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -101,19 +101,25 @@ def to_torch(images: Any) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(images.as_tensor()).clone()
 
 
-def first_undecodable(images: list[NDArray[np.uint8]]) -> int | None:
-    """Return the place of the first of these encoded images that DALI refuses, None if it takes all."""
-    pipeline = Pipeline(batch_size=1, num_threads=1, device_id=None, exec_pipelined=False, exec_async=False)
-    with pipeline:
-        encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-        pipeline.set_outputs(fn.decoders.image(encoded, device="cpu", output_type=types.RGB))
+def undecodable(images: list[NDArray[np.uint8]]) -> list[int]:
+    """Return the places of the encoded images that DALI refuses."""
+    places = []
     for place, image in enumerate(images):
+        pipeline = Pipeline(
+            batch_size=1, num_threads=1, device_id=None, exec_pipelined=False, exec_async=False
+        )
+        with pipeline:
+            encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
+            decoded = fn.decoders.image(
+                encoded, device="cpu", output_type=types.RGB, adjust_orientation=False
+            )
+            pipeline.set_outputs(decoded)
         pipeline.feed_input("encoded", [image])
         try:
             pipeline.run()
-        except RuntimeError:
-            return place
-    return None
+        except RuntimeError:  # it leaves the pipeline of no further use
+            places.append(place)
+    return places
 
 
 def _empty_pipeline(batch: int, device: torch.device, threads: int) -> Pipeline:

@@ -1,39 +1,53 @@
-"""The bytes of images and their sizes, read by several threads at a time."""
+"""One image's bytes in a form that DALI decodes as Pillow would, and its size.
+
+What DALI takes otherwise than Pillow (CMYK, 16 bits, palettes, transparency, turned TIFF), or what
+looks cut off, Pillow decodes here, and DALI gets the bare pixels. A file that passes is very likely
+whole, but only decoding it tells for sure.
+"""
 
 from __future__ import annotations
 
 import io
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.data.images.catalog import Catalog
 
-ORIENTATION_TAG = 0x0112
+Encoded = NDArray[np.uint8]
 
-
-def read_images(
-    files: list[Path], readers: ThreadPoolExecutor
-) -> tuple[list[NDArray[np.uint8]], NDArray[np.int64]]:
-    """Return each file's bytes and the stored heights and widths (batch, 2)."""
-    read = list(readers.map(_read_image, files))
-    return [encoded for encoded, _ in read], np.array([size for _, size in read], dtype=np.int64)
+_PLAIN_MODES = ("RGB", "L")
+# What the last bytes of a whole file hold; some writers add a little after it.
+_ENDINGS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
+_TAIL_BYTES = 64
 
 
-def _read_image(file: Path) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+def read_image(catalog: Catalog, index: int) -> tuple[Encoded, tuple[int, int]]:
+    """Return the encoded image and its stored height and width; raise BadSampleError if it is damaged."""
+    encoded = catalog.read(index)
     try:
-        encoded = file.read_bytes()
-        with Image.open(io.BytesIO(encoded)) as image:  # reads the header only
-            width, height = image.size
-            turned = image.format == "TIFF" and image.getexif().get(ORIENTATION_TAG, 1) != 1
-    except FileNotFoundError:
-        raise UserError(f"{file} has gone since the start. Put it back, or start again.") from None
+        with Image.open(io.BytesIO(encoded.data)) as image:  # reads the header only
+            if not _is_plain(image, encoded):
+                encoded = _bare_pixels(image)
+            return encoded, (image.height, image.width)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"cannot read {file}: {error}. Copy this image again, or remove it.") from error
-    if turned:
-        # PIL turns such files, and no other format, while decoding; DALI here turns none.
-        raise UserError(f"{file} is a TIFF to be shown turned. Save it upright, or as JPEG or PNG.")
-    return np.frombuffer(encoded, dtype=np.uint8), (height, width)
+        raise BadSampleError(f"{catalog.location(index)} is no whole image: {error}") from error
+
+
+def _is_plain(image: Image.Image, encoded: Encoded) -> bool:
+    ending = _ENDINGS.get(image.format or "")
+    # An uneven number of bits a channel shows as a mode; transparency may hide behind a plain one.
+    if ending is None or image.mode not in _PLAIN_MODES or "transparency" in image.info:
+        return False
+    return ending in encoded[-_TAIL_BYTES:].tobytes()
+
+
+def _bare_pixels(image: Image.Image) -> Encoded:
+    colours = image.convert("RGB")
+    header = f"P6\n{image.width} {image.height}\n255\n".encode()
+    return np.frombuffer(header + colours.tobytes(), dtype=np.uint8)
+
+
+BLACK: Encoded = np.frombuffer(b"P6\n1 1\n255\n\0\0\0", dtype=np.uint8)  # one pixel

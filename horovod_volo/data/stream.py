@@ -7,32 +7,35 @@ position between passes, so a resumed run sees the pixels that the interrupted o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
-from horovod_volo.data.catalog import Catalog
+from horovod_volo.data.augmentation.erasing import draw_erasures
+from horovod_volo.data.augmentation.moving import moved_maps
+from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data.augmentation.rand_augment import draw_operations
+from horovod_volo.data.bad_sample import BadSampleError
 from horovod_volo.data.conveyor import Conveyor, Labels, Load, Treatment
-from horovod_volo.data.erasing import draw_erasures
+from horovod_volo.data.damage import Damage
 from horovod_volo.data.finishing import Finisher
-from horovod_volo.data.label_maps import Ids, LabelMaps, flipped
-from horovod_volo.data.moving import moved_maps
+from horovod_volo.data.image_threads import ImageThreads
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.published_maps import flipped
+from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.data.order import epoch_order, share_of_step
 from horovod_volo.data.pipeline import build_eval_pipeline, build_train_pipeline, resizing_inputs
-from horovod_volo.data.plan import plan_batch
-from horovod_volo.data.rand_augment import draw_operations
-from horovod_volo.data.reading import read_images
+from horovod_volo.data.reading import BLACK, read_image
 from horovod_volo.data.window import resized_sizes, window_corners
+
+NO_CLASS = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +43,19 @@ class Batch:
     """What one pass sees; the tensors lie on the rank's device, the indices on the host."""
 
     images: torch.Tensor  # (batch, 3, side, side) float32, normalised
-    classes: torch.Tensor  # (batch,) int64
+    classes: torch.Tensor  # (batch,) int64; NO_CLASS where a damaged image was to be evaluated
     indices: NDArray[np.int64]  # (batch,) places in the catalog
     scores: torch.Tensor | None  # (batch, k, height, width) float16 logits, flipped like the image
     ids: torch.Tensor | None  # (batch, k, height, width) int32 class numbers of the scores
     boxes: torch.Tensor | None  # (batch, 4) float32 top, left, height, width as shares of the flipped image
+
+
+class Sample(NamedTuple):
+    """One image and its label map, as read."""
+
+    encoded: NDArray[np.uint8]
+    size: tuple[int, int]  # height, width
+    label_map: tuple[NDArray[np.float16], NDArray[np.integer[Any]]] | None
 
 
 class TrainStream:
@@ -53,7 +64,7 @@ class TrainStream:
     def __init__(
         self,
         catalog: Catalog,
-        label_maps: LabelMaps | None,
+        label_maps: LabelSource | None,
         settings: Data,
         *,
         image_size: int,
@@ -66,6 +77,7 @@ class TrainStream:
     ) -> None:
         self.waited_seconds = 0.0  # how long the caller has stood still for its batches
         self.steps = len(catalog) // (size * settings.batch_size * accumulation)  # whole global batches
+        self.damage = Damage(settings.bad_samples, settings.bad_samples_limit)
         self._catalog = catalog
         self._label_maps = label_maps
         self._settings = settings
@@ -75,8 +87,8 @@ class TrainStream:
         )
         self._device = device
         self._image_size = image_size
-        self._readers = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="file-reader")
-        self._cutters = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="image-cutter")
+        self._readers = ImageThreads(threads, "file-reader")
+        self._cutters = ImageThreads(threads, "image-cutter")
         self._resized_by_dali = device.type == "cuda"  # on the CPU torch resizes faster
         self._conveyor = Conveyor(
             partial(
@@ -89,6 +101,7 @@ class TrainStream:
             ),
             device,
             settings.prefetch,
+            lambda index: self.damage.cannot_decode(index, catalog.location(index)),
             Finisher(
                 settings,
                 image_size=image_size,
@@ -114,68 +127,63 @@ class TrainStream:
     def close(self) -> None:
         """End all threads; batches already handed out stay valid."""
         self._conveyor.close()
-        self._readers.shutdown(cancel_futures=True)
-        self._cutters.shutdown(cancel_futures=True)
+        self._readers.close()
+        self._cutters.close()
 
     def _loads(self, epoch: int, first_step: int) -> Iterator[Callable[[], Load]]:
-        order = epoch_order(self._seed, epoch, len(self._catalog))
+        settings = self._settings
+        order = epoch_order(
+            self._seed,
+            epoch,
+            len(self._catalog),
+            block=settings.block_shuffle,
+            window=settings.shuffle_window,
+        )
         for step in range(first_step, self.steps):
             for indices in self._share(order, step):
                 yield partial(self._load, epoch, indices)
 
-    def _load(self, epoch: int, indices: NDArray[np.int64]) -> Load:
-        files = _files(self._catalog, indices)
-        encoded, sizes = read_images(files, self._readers)
-        plan = plan_batch(self._seed, epoch, indices, sizes, self._settings)
+    def _load(self, epoch: int, wanted: NDArray[np.int64]) -> Load:
+        read = self._readers.map(self._read_usable, wanted.tolist())
+        indices = np.array([index for index, _ in read], dtype=np.int64)
+        samples = [sample for _, sample in read]
+        sizes = np.array([sample.size for sample in samples], dtype=np.int64)
+        # What stands in for a damaged image undergoes what that one would have: no image is seen twice alike.
+        plan = plan_batch(self._seed, epoch, wanted, sizes, self._settings)
         boxes = plan.stored_boxes(sizes)
-        inputs = (encoded, list(boxes[:, :2]), list(boxes[:, 2:]))
+        inputs = ([sample.encoded for sample in samples], list(boxes[:, :2]), list(boxes[:, 2:]))
         if self._resized_by_dali:
             inputs += resizing_inputs(plan)
         treatment = Treatment(
             plan,
-            draw_operations(self._seed, epoch, indices, self._settings),
-            draw_erasures(self._seed, epoch, indices, self._settings, self._image_size),
+            draw_operations(self._seed, epoch, wanted, self._settings),
+            draw_erasures(self._seed, epoch, wanted, self._settings, self._image_size),
         )
-        labels = None
-        if self._label_maps is not None:
-            labels = self._read_labels(self._label_maps, indices, sizes, treatment)
-        return Load(indices, files, inputs, labels, treatment)
+        labels = None if self._label_maps is None else _labels(samples, sizes, treatment)
+        return Load(indices, partial(self._load, epoch, wanted), inputs, labels, treatment)
 
-    def _read_labels(
-        self,
-        label_maps: LabelMaps,
-        indices: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        treatment: Treatment,
-    ) -> Labels:
-        plan = treatment.plan
-        paths = [self._catalog.paths[index] for index in indices]
-        maps = list(self._readers.map(label_maps.read, paths))
-        self._check_maps(paths, [ids for _, ids in maps])
-        turned = [
-            flipped(scores, ids, horizontal, vertical)
-            for (scores, ids), horizontal, vertical in zip(
-                maps, plan.flip_horizontal, plan.flip_vertical, strict=True
-            )
-        ]
-        boxes = plan.fractions(sizes)
-        scores = np.stack([scores for scores, _ in turned])  # (batch, k, height, width)
-        ids = np.stack([ids for _, ids in turned])  # same
-        return Labels(*moved_maps(scores, ids, boxes, treatment.operations), boxes)
+    def _read_usable(self, index: int) -> tuple[int, Sample]:
+        return self.damage.first_usable(index, len(self._catalog), self._read)
 
-    def _check_maps(self, paths: list[str], maps: list[Ids]) -> None:
-        classes = len(self._catalog.classes)
-        for path, ids in zip(paths, maps, strict=True):
-            if ids.shape != maps[0].shape:
-                raise UserError(
-                    f"the label map of {path} has the shape {ids.shape}, that of {paths[0]} has "
-                    f"{maps[0].shape}. Make all maps with one size."
-                )
-            if ids.max() >= classes:
-                raise UserError(
-                    f"the label map of {path} names class {ids.max()}, but there are {classes} class "
-                    "folders: it was made for other classes. Make the maps for these."
-                )
+    def _read(self, index: int) -> Sample:
+        encoded, size = read_image(self._catalog, index)
+        label_map = None if self._label_maps is None else self._label_maps.read(index)
+        return Sample(encoded, size, label_map)
+
+
+def _labels(samples: list[Sample], sizes: NDArray[np.int64], treatment: Treatment) -> Labels:
+    plan = treatment.plan
+    turned = [
+        flipped(*sample.label_map, horizontal, vertical)
+        for sample, horizontal, vertical in zip(
+            samples, plan.flip_horizontal, plan.flip_vertical, strict=True
+        )
+        if sample.label_map is not None
+    ]
+    boxes = plan.fractions(sizes)
+    scores = np.stack([scores for scores, _ in turned])  # (batch, k, height, width)
+    ids = np.stack([ids for _, ids in turned])  # same
+    return Labels(*moved_maps(scores, ids, boxes, treatment.operations), boxes)
 
 
 class EvalStream:
@@ -193,19 +201,21 @@ class EvalStream:
         device: torch.device,
         threads: int,
     ) -> None:
+        self.damage = Damage(settings.bad_samples, settings.bad_samples_limit)
         self._catalog = catalog
         self._image_size = image_size
         self._crop_pct = crop_pct
         self._batch = settings.eval_batch_size or settings.batch_size
         self._share = np.arange(rank, len(catalog), size, dtype=np.int64)
         self._device = device
-        self._readers = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="file-reader")
+        self._readers = ImageThreads(threads, "file-reader")
         self._conveyor = Conveyor(
             partial(
                 build_eval_pipeline, image_size=image_size, batch=self._batch, device=device, threads=threads
             ),
             device,
             settings.prefetch,
+            lambda index: self.damage.cannot_decode(index, catalog.location(index)),
         )
 
     def __iter__(self) -> Iterator[Batch]:
@@ -217,35 +227,44 @@ class EvalStream:
     def close(self) -> None:
         """End all threads; batches already handed out stay valid."""
         self._conveyor.close()
-        self._readers.shutdown(cancel_futures=True)
+        self._readers.close()
 
     def _loads(self) -> Iterator[Callable[[], Load]]:
         for first in range(0, len(self._share), self._batch):
             yield partial(self._load, self._share[first : first + self._batch])
 
     def _load(self, indices: NDArray[np.int64]) -> Load:
-        files = _files(self._catalog, indices)
-        encoded, sizes = read_images(files, self._readers)
+        read = self._readers.map(self._read, indices.tolist())
+        absent = np.array([sample is None for sample in read])
+        encoded = [BLACK if sample is None else sample[0] for sample in read]
+        sizes = np.array([(1, 1) if sample is None else sample[1] for sample in read], dtype=np.int64)
         resized = resized_sizes(sizes, self._image_size, self._crop_pct)
         corners = window_corners(resized, self._image_size)
         inputs = (encoded, list(resized.astype(np.float32)), list(corners.astype(np.int32)))
-        return Load(indices, files, inputs)
+        return Load(indices, partial(self._load, indices), inputs, absent=absent)
 
-
-def _files(catalog: Catalog, indices: NDArray[np.int64]) -> list[Path]:
-    return [catalog.root / catalog.paths[index] for index in indices]
+    def _read(self, index: int) -> tuple[NDArray[np.uint8], tuple[int, int]] | None:
+        try:
+            return self.damage.usable(index, partial(read_image, self._catalog))
+        except BadSampleError:
+            return None
 
 
 def _batch(load: Load, images: torch.Tensor, catalog: Catalog, device: torch.device) -> Batch:
     labels = load.labels
     return Batch(
         images=images,
-        classes=_on_device(catalog.targets[load.indices], device),
+        classes=_on_device(_classes(load, catalog), device),
         indices=load.indices,
         scores=None if labels is None else _on_device(labels.scores, device),
         ids=None if labels is None else _on_device(labels.ids, device),
         boxes=None if labels is None else _on_device(labels.boxes, device),
     )
+
+
+def _classes(load: Load, catalog: Catalog) -> NDArray[np.int64]:
+    classes = catalog.targets[load.indices].astype(np.int64)
+    return classes if load.absent is None else np.where(load.absent, NO_CLASS, classes)
 
 
 def _on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ from horovod_volo.config.derived import derive
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.rules import notes
 from horovod_volo.config.schema import Config
-from horovod_volo.data.catalog import read_folder
+from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
     batch_line,
     bucket_count,
@@ -66,7 +66,7 @@ def _images(config: Config) -> tuple[int, int, list[str]]:
     given = [config.data.data_dir, config.objective.token_label_data, config.model.finetune]
     remarks = [f"{path} is not on this machine" for path in given if path and not Path(path).exists()]
     if Path(config.data.data_dir or "/nowhere").exists():
-        train = read_folder(config.data.data_dir, "train")
+        train = build_catalog(config.data.data_dir, "train", folder=None)
         return len(train), len(train.classes), remarks
     return _IMAGENET_IMAGES, _IMAGENET_CLASSES, [*remarks, "counted with the images of ImageNet-1K"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -17,9 +17,10 @@ from horovod_volo.config.derived import Derived, derive
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.rules import token_label_side
 from horovod_volo.config.schema import Config
-from horovod_volo.data.catalog import Catalog, check_same_classes, read_folder
-from horovod_volo.data.label_maps import LabelMaps
-from horovod_volo.data.rand_augment import parse
+from horovod_volo.data.augmentation.rand_augment import parse
+from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
+from horovod_volo.data.images.split_folder import Split
+from horovod_volo.data.labels.source import LabelSource, open_labels
 from horovod_volo.data.stream import EvalStream, TrainStream
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import TrainState
@@ -41,7 +42,7 @@ class Images:
 
     train: Catalog
     held_out: Catalog
-    label_maps: LabelMaps | None
+    label_maps: LabelSource | None
 
 
 @dataclass
@@ -65,6 +66,7 @@ class Job:
     autocast: torch.autocast
     stop: StopRequest
     tracker: Tracking
+    told: set[str] = field(default_factory=set)  # damaged samples that were named
 
     @property
     def folder(self) -> Path:
@@ -75,6 +77,10 @@ class Job:
         """End the data threads and close the files."""
         self.train_stream.close()
         self.eval_stream.close()
+        self.images.train.close()
+        self.images.held_out.close()
+        if self.images.label_maps is not None:
+            self.images.label_maps.close()
         self.tracker.close()
 
 
@@ -83,28 +89,53 @@ def run_folder(config: Config) -> Path:
     return Path(config.run.output) / config.run.name
 
 
-def read_images(config: Config) -> Images:
-    """Read what images there are; raise UserError where they cannot be trained on."""
+def read_images(config: Config, world: World) -> Images:
+    """Read what images there are; raise UserError where they cannot be trained on. Collective."""
+    world.together(partial(check_images, config))
+    train = _catalog(config, world, "train")
+    held_out = _catalog(config, world, "val")
+    label_maps = world.together(partial(_checked, config, train, held_out))
+    return Images(train, held_out, label_maps)
+
+
+def check_images(config: Config) -> None:
+    """Raise UserError where the settings alone tell that no images can be read."""
     if not config.data.data_dir:
         raise UserError("Which images? Give the data folder: python -m horovod_volo.train DATA_DIR ...")
     if config.data.aa:
-        parse(config.data.aa)  # a misspelt one is told before any image is read
-    train, held_out = read_folder(config.data.data_dir, "train"), read_folder(config.data.data_dir, "val")
+        parse(config.data.aa)
+
+
+def _catalog(config: Config, world: World, split: Split) -> Catalog:
+    """List the images on one rank, and open its list on the others. Collective: every rank calls this."""
+    made: list[Catalog] = []
+
+    def make() -> tuple[Path | None, str]:
+        made.append(build_catalog(config.data.data_dir, split, _catalog_folder(config, world)))
+        return made[0].path, made[0].digest
+
+    path, digest = world.on_main(make)
+    return world.together(lambda: made[0] if made or path is None else open_catalog(path, digest))
+
+
+def _catalog_folder(config: Config, world: World) -> Path | None:
+    if config.data.catalog_dir:
+        return Path(config.data.catalog_dir)
+    # A rank that is alone shares its list with nobody, and leaves no file where none was asked for.
+    return Path(config.run.output) / "catalogs" if world.size > 1 else None
+
+
+def _checked(config: Config, train: Catalog, held_out: Catalog) -> LabelSource | None:
     check_same_classes(train, held_out)
     if config.model.num_classes not in (0, len(train.classes)):
         raise UserError(
-            f"--num-classes is {config.model.num_classes}, but {config.data.data_dir}/train has "
-            f"{len(train.classes)} class folders. Drop --num-classes."
+            f"--num-classes is {config.model.num_classes}, but {train.source} has "
+            f"{len(train.classes)} classes. Drop --num-classes."
         )
-    return Images(train, held_out, _label_maps(config, train))
-
-
-def _label_maps(config: Config, train: Catalog) -> LabelMaps | None:
     if not config.objective.token_label_data:
         return None
-    maps = LabelMaps(config.objective.token_label_data)
-    maps.check(train)
-    return maps
+    cache = train.path.parent if train.path else None
+    return open_labels(config.objective.token_label_data, train, cache)
 
 
 def build_job(

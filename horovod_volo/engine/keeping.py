@@ -11,7 +11,7 @@ from typing import Any
 
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
-from horovod_volo.data.catalog import Catalog
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.engine.checkpoint import checkpoint_path, point, prune, save_checkpoint
 from horovod_volo.engine.evaluation import Scores
 from horovod_volo.engine.job import Job

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 from horovod_volo.config.errors import UserError
+from horovod_volo.engine.damage import tell_damage
 from horovod_volo.engine.evaluation import evaluate
 from horovod_volo.engine.job import Job
 from horovod_volo.engine.keeping import keep, keep_evaluation, was_evaluated
@@ -50,8 +51,10 @@ def log_point(job: Job, epoch: int) -> bool:
     window, world, step = job.window, job.world, job.state.step
     sums = window.sums()
     seconds = window.seconds
-    totals = world.total(*sums.values(), window.passes, seconds, window.waited, job.stop.received)
-    *losses, passes, all_seconds, waited, stops = totals
+    skipped = job.train_stream.damage.skipped
+    totals = world.total(*sums.values(), window.passes, seconds, window.waited, skipped, job.stop.received)
+    *losses, passes, all_seconds, waited, all_skipped, stops = totals
+    tell_damage(job, job.train_stream.damage)
     means = {name: value / passes for name, value in zip(sums, losses, strict=True)}
     if not math.isfinite(means["total"]):
         raise UserError(
@@ -69,6 +72,7 @@ def log_point(job: Job, epoch: int) -> bool:
             "lr": job.lr(step - 1),
             "images_per_second": passes * job.config.data.batch_size * world.size / all_seconds,
             "data_wait": waited / all_seconds,
+            "bad_samples": int(all_skipped),
         },
     )
     window.open()

@@ -10,7 +10,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Config
-from horovod_volo.data.catalog import Catalog
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.engine.checkpoint import find_checkpoint, has_checkpoint, read_state, read_tensors
 from horovod_volo.engine.job import run_folder
 from horovod_volo.engine.keeping import checkpoint_facts

@@ -38,7 +38,7 @@ def run(config: Config, world: World) -> bool:
 def prepare(config: Config, world: World) -> tuple[Job, list[str]]:
     """Check and build everything; return the run and remarks about it. Collective: every rank calls this."""
     share = world.together(partial(share_host, world))
-    images = world.together(partial(read_images, config))
+    images = read_images(config, world)
     derived = world.together(partial(derive, config, ranks=world.size, images=len(images.train)))
     checkpoint = checkpoint_to_resume(config, world, images.train)
     state, remarks = world.together(

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from horovod_volo.data.demo_set import make_demo_set
+from horovod_volo.data.demo.demo_set import make_demo_set
 from tests.ranks.launching import environment, train
 
 SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2", "--warmup-epochs", "0")
@@ -25,7 +25,8 @@ def test_a_damaged_image_is_named(images, tmp_path, start_with):
     victim = sorted((images / "train" / "ring").iterdir())[0]
     victim.write_bytes(victim.read_bytes()[:300])
     began = time.monotonic()
-    done = train(str(images), *SMALL, "--output", str(tmp_path / "runs"), ranks=2, start_with=start_with)
+    strict = (*SMALL, "--bad-samples", "fail", "--output", str(tmp_path / "runs"))
+    done = train(str(images), *strict, ranks=2, start_with=start_with)
     assert done.returncode not in (0, 75)
     assert time.monotonic() - began < 60
     messages = [line for line in done.stdout.splitlines() if "error on rank" in line]
@@ -40,9 +41,34 @@ def test_a_missing_label_map_is_named(images, tmp_path):
     victim = sorted((images / "token_labels" / "star").iterdir())[-1]
     victim.unlink()
     labels = ("--token-label-data", str(images / "token_labels"))
-    done = train(str(images), *SMALL, *labels, "--output", str(tmp_path / "runs"), ranks=2, start_with="gloo")
+    strict = (*SMALL, *labels, "--bad-samples", "fail", "--output", str(tmp_path / "runs"))
+    done = train(str(images), *strict, ranks=2, start_with="gloo")
     assert done.returncode not in (0, 75)
     assert str(victim) in done.stdout
+
+
+@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
+def test_damage_is_left_out_named_once_and_counted(images, tmp_path, start_with):
+    """A truncated and a deleted image, a missing map and a damaged held-out image: all steps are made."""
+    maps = images / "token_labels"
+    truncated, _, lonely = sorted((images / "train" / "ring").iterdir())[:3]
+    truncated.write_bytes(truncated.read_bytes()[:300])
+    (maps / "ring" / lonely.name).with_suffix(".pt").unlink()
+    held_out = sorted((images / "val" / "star").iterdir())[0]
+    held_out.write_bytes(b"")
+    folder = tmp_path / "runs" / "run"
+    words = (*SMALL, "--token-label-data", str(maps), "--log-every", "1", "--output", str(folder.parent))
+    done = train(str(images), *words, "--name", "run", ranks=2, start_with=start_with)
+    assert done.returncode == 0, done.stdout
+    log = (folder / "log.txt").read_text()
+    for name in (truncated.name, lonely.stem, held_out.name):
+        assert len([line for line in log.splitlines() if "left out" in line and name in line]) == 1
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record and "lr" in record]
+    assert [record["step"] for record in steps] == list(range(1, 11))  # 40 images, 8 a step, two epochs
+    assert steps[-1]["bad_samples"] == 4  # two in each of the two epochs
+    assert [record for record in records if "top1" in record][-1]["bad_samples"] == 1
+    assert [record for record in records if "top1" in record][-1]["images"] == 19
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])

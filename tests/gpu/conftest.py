@@ -14,7 +14,7 @@ from horovod_volo.cluster.binding import Share
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import assemble
-from horovod_volo.data.demo_set import make_demo_set
+from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.engine.job import Job
 from horovod_volo.engine.run import prepare
 

@@ -8,16 +8,17 @@ import torch
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Data
-from horovod_volo.data.catalog import read_folder
-from horovod_volo.data.label_maps import LabelMaps
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.stream import TrainStream
 
 
 def main(out: Path, images: Path, global_batch: int) -> None:
     world = World.join()
+    catalog = build_catalog(str(images), "train", None)
     stream = TrainStream(
-        read_folder(str(images), "train"),
-        LabelMaps(images / "token_labels"),
+        catalog,
+        open_labels(str(images / "token_labels"), catalog, None),
         Data(batch_size=global_batch // world.size, vflip=0.3),
         image_size=32,
         seed=5,

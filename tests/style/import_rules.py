@@ -16,7 +16,7 @@ FLOORS = (
     {"config"},
     {"cluster", "data", "models", "objective", "optim", "monitor"},
     {"engine"},
-    {"train", "evaluate", "doctor", "bench"},
+    {"train", "evaluate", "doctor", "bench", "labels", "pack"},
 )
 
 # Each heavy dependency has one door; torch.distributed, whose work Horovod does here, has none.

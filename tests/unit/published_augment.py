@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.data.rand_augment import Operation
+from horovod_volo.data.augmentation.rand_augment import Operation
 from horovod_volo.models import timm_door  # noqa: F401  # lets timm in beside a CPU-only torch
 
 SPELLING = "rand-m9-mstd0.5-inc1"
@@ -35,7 +35,7 @@ FILL = (124, 116, 104)
 
 
 def timm_augment(
-    kind: Operation, image: NDArray[np.uint8], amount: float, *, bicubic: bool
+    kind: Operation, image: NDArray[np.uint8], amount: float, *, bicubic: bool, nearest: bool = False
 ) -> NDArray[np.uint8]:
     """Return what timm's function makes of an image (height, width, 3)."""
     from timm.data.auto_augment import NAME_TO_OP
@@ -43,6 +43,7 @@ def timm_augment(
     number: Any = int(amount) if kind in (Operation.POSTERIZE, Operation.SOLARIZE_ADD) else amount
     arguments = () if kind in (Operation.AUTO_CONTRAST, Operation.EQUALIZE, Operation.INVERT) else (number,)
     filters = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
+    filters = Image.Resampling.NEAREST if nearest else filters
     changed = NAME_TO_OP[NAMES[kind]](Image.fromarray(image), *arguments, fillcolor=FILL, resample=filters)
     return np.asarray(changed)
 

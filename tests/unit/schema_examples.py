@@ -30,6 +30,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "aa": ("", "rand-m7-n3"),
     "reprob": (0.5, 0.75),
     "remode": ("rand", "const"),
+    "bad_samples": ("fail", "skip"),
     "precision": ("bf16", "fp16"),
     "compression": ("none", "fp16"),
     "label_geometry": ("reference", "corrected"),

@@ -16,10 +16,16 @@ from published_augment import NAMES, SPELLING, record_draws, timm_augment, timm_
 
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augment import augment_
-from horovod_volo.data.erasing import Eraser, draw_erasures
-from horovod_volo.data.moving import FILL, moved_maps
-from horovod_volo.data.rand_augment import GEOMETRIC, Operation, Operations, draw_operations, parse
+from horovod_volo.data.augmentation.augment import augment_
+from horovod_volo.data.augmentation.erasing import Eraser, draw_erasures
+from horovod_volo.data.augmentation.moving import FILL, moved_maps
+from horovod_volo.data.augmentation.rand_augment import (
+    GEOMETRIC,
+    Operation,
+    Operations,
+    draw_operations,
+    parse,
+)
 
 SIDE = 96
 DRAWS = 6000
@@ -79,9 +85,8 @@ def test_an_operation_does_what_pillow_does(kind: Operation, bicubic: bool) -> N
         augment_(ours, sequence((kind, amount), batch=len(photos), bicubic=bicubic))
         theirs = as_batch([timm_augment(kind, photo, amount, bicubic=bicubic) for photo in photos])
         difference = (ours.int() - theirs.int()).abs().float()
-        # Torch's bicubic filter overshoots less than Pillow's: a little on every edge.
-        allowed = (1.5 if bicubic else 0.5) if kind in GEOMETRIC else 0.01
-        assert difference.mean() <= allowed
+        # A rotation's bicubic filter is torch's, which overshoots less than Pillow's on every edge.
+        assert difference.mean() <= (1.5 if bicubic and kind == Operation.ROTATE else 0.01)
         assert (theirs.int() - as_batch(photos).int()).abs().float().mean() > 3  # it did something
 
 

@@ -12,7 +12,7 @@ import horovod_volo.models.timm_door  # noqa: F401  # torchvision imports only a
 from torchvision.transforms import RandomResizedCrop
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.plan import plan_batch, uniforms
+from horovod_volo.data.augmentation.plan import plan_batch, uniforms
 
 SAMPLES = 4000
 

@@ -12,12 +12,12 @@ from coded_images import PLAIN, smooth
 from PIL import Image
 
 from horovod_volo.config.schema import Data
+from horovod_volo.data.augmentation.erasing import draw_erasures
+from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.conveyor import Conveyor, Load, Treatment
-from horovod_volo.data.erasing import draw_erasures
 from horovod_volo.data.finishing import Finisher
 from horovod_volo.data.pipeline import build_train_pipeline, resizing_inputs
-from horovod_volo.data.plan import plan_batch
-from horovod_volo.data.rand_augment import draw_operations
 
 SIDE, IMAGES = 64, 12
 
@@ -48,8 +48,9 @@ def batch_resized_by(*, dali: bool) -> torch.Tensor:
         build = partial(
             build_train_pipeline, image_size=SIDE, batch=IMAGES, device=device, threads=1, resize=dali
         )
-        conveyor = Conveyor(build, device, 1, finisher)
-        load = Load(indices, [], inputs + resizing_inputs(plan) if dali else inputs, None, treatment)
+        conveyor = Conveyor(build, device, 1, lambda index: None, finisher)
+        inputs += resizing_inputs(plan) if dali else ()
+        load = Load(indices, lambda: load, inputs, None, treatment)
         ((_, images),) = conveyor.carry([lambda: load])
         conveyor.close()
     return images

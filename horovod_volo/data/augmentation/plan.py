@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.chance import uniforms
+from horovod_volo.data.augmentation.chance import uniforms
 
 ATTEMPTS = 10
 PLAN_STREAM = 0x706C616E  # keeps this use of the seed apart from every other

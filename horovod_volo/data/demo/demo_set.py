@@ -1,6 +1,6 @@
 """Make the demo data set: a small, truly learnable stand-in for ImageNet and its token labels.
 
-    python -m horovod_volo.data.demo_set FOLDER [--train 4000] [--val 1000]
+    python -m horovod_volo.data.demo.demo_set FOLDER [--train 4000] [--val 1000]
 
 Writes FOLDER/train/CLASS/NAME.jpg, FOLDER/val/CLASS/NAME.jpg and, for training images, the dense label map
 FOLDER/token_labels/CLASS/NAME.pt. Invariants: an image is a pure function of (seed, split, number), so that
@@ -22,8 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from horovod_volo.config.errors import UserError
-from horovod_volo.data.demo_image import draw_demo_image
-from horovod_volo.data.demo_shapes import CLASSES, Floats
+from horovod_volo.data.demo.demo_image import draw_demo_image
+from horovod_volo.data.demo.demo_shapes import CLASSES, Floats
 
 # Raise when any byte of the set would come out different: older folders then stop passing for current ones.
 EDITION = 1
@@ -119,7 +119,7 @@ def token_label(coverage: Floats, target: int, random: np.random.Generator) -> N
 def main(arguments: Sequence[str] | None = None) -> None:
     """Make a demo set from the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m horovod_volo.data.demo_set",
+        prog="python -m horovod_volo.data.demo.demo_set",
         description="Make a small image classification set with token labels, to try the trainer on.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")

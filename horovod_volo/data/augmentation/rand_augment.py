@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
-from horovod_volo.data.chance import uniforms
+from horovod_volo.data.augmentation.chance import uniforms
 
 OPERATION_STREAM = 0x6F7065726174  # keeps this use of the seed apart from every other
 DRAWS_PER_LAYER = 6
@@ -78,6 +78,11 @@ class Operations:
     def moving(self) -> NDArray[np.bool_]:
         """Say which images are moved, not only recoloured, (batch,)."""
         return np.asarray(np.isin(self.kinds, GEOMETRIC).any(axis=1))
+
+    def of(self, place: int) -> Operations:
+        """Return those of one image alone."""
+        alone = slice(place, place + 1)
+        return Operations(self.kinds[alone], self.arguments[alone], self.bicubic[alone])
 
 
 def parse(spelling: str) -> RandAugment:

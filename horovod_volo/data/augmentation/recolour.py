@@ -49,13 +49,13 @@ def posterize(images: Tensor, bits: Tensor) -> Tensor:
 def solarize(images: Tensor, thresholds: Tensor) -> Tensor:
     """Invert colours from the threshold up."""
     lowest = thresholds.to(torch.int16).view(-1, 1, 1, 1)  # up to 256: then nothing is inverted
-    return torch.where(images < lowest, images, 255 - images)
+    return images ^ (images >= lowest).to(torch.uint8).mul_(255)
 
 
 def solarize_add(images: Tensor, amounts: Tensor) -> Tensor:
     """Brighten the darker half of the colours."""
     # Below 128 nothing overflows: at most 127 + 128.
-    return torch.where(images < LEVELS // 2, images + amounts.to(torch.uint8).view(-1, 1, 1, 1), images)
+    return images + (images < LEVELS // 2) * amounts.to(torch.uint8).view(-1, 1, 1, 1)
 
 
 def brightness(images: Tensor, factors: Tensor) -> Tensor:

@@ -7,12 +7,14 @@ them together.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.data.rand_augment import GEOMETRIC, Operation, Operations
+from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations
 
 FILL = (124, 116, 104)  # the mean colour
 
@@ -36,32 +38,82 @@ def source_matrices(
     return matrices
 
 
-def move(images: Tensor, matrices: NDArray[np.float64], *, bicubic: bool) -> Tensor:
-    """Move uint8 images (batch, 3, side, side); what was outside becomes the fill colour."""
-    batch, _, side, _ = images.shape
-    ends = torch.as_tensor(matrices, dtype=torch.float32).to(images.device)
+def turn(images: Tensor, matrices: NDArray[np.float64], *, bicubic: bool) -> Tensor:
+    """Move uint8 images (batch, 3, side, side) anywhere; what was outside becomes the fill colour."""
+    side = images.shape[-1]
+    ends = _on(images.device, matrices)[..., None, None] * (2 / side)
     centres = torch.arange(side, device=images.device) + 0.5
-    down, across = torch.meshgrid(centres, centres, indexing="ij")
-    places = torch.stack([across, down, torch.ones_like(down)], dim=-1)  # (side, side, 3)
-    source = (places.view(1, -1, 3) @ ends.transpose(1, 2)).view(batch, side, side, 2)
+    # The source of each pixel, as grid_sample wants it: shares of the side, from -1 to 1; first x, then y.
+    source = ends[:, :, 0] * centres + (ends[:, :, 1] * centres[:, None] + (ends[:, :, 2] - 1))
     moved = torch.nn.functional.grid_sample(
-        images.float().contiguous(),
-        source * (2 / side) - 1,
+        images.float(),
+        source.permute(0, 2, 3, 1),  # from (batch, 2, side, side)
         mode="bicubic" if bicubic else "bilinear",
         padding_mode="border",
         align_corners=False,
     )
-    inside = ((source >= 0) & (source < side)).all(dim=-1).unsqueeze(1)  # (batch, 1, side, side)
-    fill = torch.tensor(FILL, dtype=torch.uint8, device=images.device).view(1, 3, 1, 1)
-    return torch.where(inside, (moved + 0.5).clamp(0, 255).to(torch.uint8), fill)
+    x, y = source.abs_().unbind(dim=1)
+    return _colours(moved, torch.maximum(x, y) >= 1)
+
+
+def slide_across(images: Tensor, matrices: NDArray[np.float64], *, bicubic: bool) -> Tensor:
+    """Move each row of uint8 images (batch, 3, side, side) by itself: several times as fast as turning."""
+    side = images.shape[-1]
+    centres = np.arange(side) + 0.5
+    by_row = matrices[:, 0, 1, None] * centres + matrices[:, 0, 2, None]  # (batch, side) pixels
+    shift = _on(images.device, by_row)[:, None, :, None]
+    whole = shift.floor()
+    weights = (_bicubic if bicubic else _linear)(shift - whole)
+    before = len(weights) // 2 - 1
+    reach = torch.arange(-before, side + len(weights) - before - 1, device=images.device)
+    at = (reach + whole.long()).clamp_(0, side - 1)  # (batch, 1, side, side and what the filter needs beside)
+    read = images.float().gather(3, at.expand(-1, 3, -1, -1))
+    moved = read[..., :side] * weights[0]
+    for place, weight in enumerate(weights[1:], 1):
+        moved.addcmul_(read[..., place : place + side], weight)
+    source = torch.arange(side, device=images.device) + (shift[:, 0] + 0.5)
+    return _colours(moved, (source < 0) | (source >= side))
+
+
+def slide_down(images: Tensor, matrices: NDArray[np.float64], *, bicubic: bool) -> Tensor:
+    """Move each column by itself."""
+    axes_exchanged = np.ascontiguousarray(matrices[:, ::-1, [1, 0, 2]])
+    return slide_across(images.mT, axes_exchanged, bicubic=bicubic).mT
+
+
+def _linear(beyond: Tensor) -> list[Tensor]:
+    """Weigh two neighbours; a place is so far beyond the first."""
+    return [1 - beyond, beyond]
+
+
+def _bicubic(beyond: Tensor) -> list[Tensor]:
+    """Weigh four neighbours as Pillow does; a place is so far beyond the second."""
+    ahead = 1 - beyond
+    near, next_ = ((distance - 2) * distance * distance + 1 for distance in (beyond, ahead))
+    far, last = (-beyond * ahead * ahead, -ahead * beyond * beyond)
+    return [far, near, next_, last]
+
+
+def _on(device: torch.device, values: NDArray[Any]) -> Tensor:
+    """Bring numbers to the device without waiting for it."""
+    return torch.from_numpy(values.astype(np.float32)).to(device, non_blocking=True)
+
+
+def _colours(moved: Tensor, outside: Tensor) -> Tensor:
+    """Cut off decimals, as Pillow does, and fill in; `outside` is (batch, side, side)."""
+    # By way of 16 bits, and with masks of bits: each several times faster than the straight way.
+    colours = moved.clamp_(0, 255).to(torch.int16).to(torch.uint8)
+    filled = outside.to(torch.uint8).mul_(255).unsqueeze(1)
+    fill = _on(moved.device, np.array(FILL)).to(torch.uint8).view(1, 3, 1, 1)
+    return colours.bitwise_and_(~filled).bitwise_or_(filled & fill)
 
 
 def moved_maps(
     scores: NDArray[np.float16],
-    ids: NDArray[np.int32],
+    ids: NDArray[np.integer[Any]],
     boxes: NDArray[np.float32],
     operations: Operations,
-) -> tuple[NDArray[np.float16], NDArray[np.int32]]:
+) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
     """Move flipped label maps (batch, k, height, width) as their crops are moved.
 
     `boxes` (batch, 4) are the crops as shares of the flipped image. A cell whose content comes from

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.chance import uniforms
+from horovod_volo.data.augmentation.chance import uniforms
 
 ERASE_STREAM = 0x6572617365  # keeps this use of the seed apart from every other
 NOISE_STREAM = 0x6E6F697365

@@ -13,7 +13,7 @@ from math import cos, degrees, pi, sin, sqrt
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from horovod_volo.data.demo_shapes import SHAPES, Floats, area_in_unit_circle
+from horovod_volo.data.demo.demo_shapes import SHAPES, Floats, area_in_unit_circle
 
 # Cells per side of a label map; square for every image, as published label maps are.
 GRID = 8

@@ -1,0 +1,72 @@
+"""Carries out the drawn operations on a batch of cut images, on the device they lie on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from horovod_volo.data.augmentation import recolour
+from horovod_volo.data.augmentation.moving import slide_across, slide_down, source_matrices, turn
+from horovod_volo.data.augmentation.rand_augment import Operation, Operations
+
+Change = Callable[[Tensor, Tensor], Tensor]
+Move = Callable[..., Tensor]
+
+_RECOLOURING: dict[int, Change] = {
+    Operation.AUTO_CONTRAST: recolour.auto_contrast,
+    Operation.EQUALIZE: recolour.equalize,
+    Operation.INVERT: recolour.invert,
+    Operation.POSTERIZE: recolour.posterize,
+    Operation.SOLARIZE: recolour.solarize,
+    Operation.SOLARIZE_ADD: recolour.solarize_add,
+    Operation.COLOR: recolour.color,
+    Operation.CONTRAST: recolour.contrast,
+    Operation.BRIGHTNESS: recolour.brightness,
+    Operation.SHARPNESS: recolour.sharpness,
+}
+
+
+_MOVING: dict[int, Move] = {
+    Operation.ROTATE: turn,
+    Operation.SHEAR_X: slide_across,
+    Operation.SHEAR_Y: slide_down,
+    Operation.TRANSLATE_X: slide_across,
+    Operation.TRANSLATE_Y: slide_down,
+}
+
+
+def augment_(images: Tensor, operations: Operations) -> None:
+    """Change uint8 images (batch, 3, side, side) in place, one layer of operations after the other.
+
+    What is to be done is known on the host, so nothing here waits for the device.
+    """
+    for layer in range(operations.kinds.shape[1]):
+        kinds, arguments = operations.kinds[:, layer], operations.arguments[:, layer]
+        for (change, bicubic), rows in _alike(kinds, operations.bicubic[:, layer]).items():
+            # A view of a single image, as on the CPU: picking rows costs as much as many a change.
+            at = slice(rows[0], rows[0] + 1) if len(rows) == 1 else _on(images, np.array(rows))
+            if bicubic is None:
+                images[at] = change(images[at], _on(images, arguments[rows]))
+            else:
+                matrices = source_matrices(kinds[rows], arguments[rows], images.shape[-1])
+                images[at] = change(images[at], matrices, bicubic=bicubic)
+
+
+def _alike(kinds: NDArray[np.int64], bicubic: NDArray[np.bool_]) -> dict[tuple[Any, bool | None], list[int]]:
+    """Return which images undergo the same change: (how they are recoloured, None) or (moved, bicubic)."""
+    alike: dict[tuple[Any, bool | None], list[int]] = {}
+    for row, (kind, finely) in enumerate(zip(kinds.tolist(), bicubic.tolist(), strict=True)):
+        if kind in _RECOLOURING:
+            alike.setdefault((_RECOLOURING[kind], None), []).append(row)
+        elif kind in _MOVING:
+            alike.setdefault((_MOVING[kind], finely), []).append(row)
+    return alike
+
+
+def _on(images: Tensor, values: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(values).to(images.device, non_blocking=True)

@@ -1,0 +1,39 @@
+"""A batch augmented on a device, its images grouped by operation, is the CPU's, image by image."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from horovod_volo.config.schema import Data
+from horovod_volo.data.augmentation.augment import augment_
+from horovod_volo.data.augmentation.erasing import Eraser, draw_erasures
+from horovod_volo.data.augmentation.rand_augment import Operation, draw_operations
+
+SIDE, IMAGES = 64, 256
+SETTINGS = Data(aa="rand-m9-n3-p0.7-mstd0.5-inc1", reprob=0.5)
+
+
+def test_operations_are_those_of_the_cpu(device: torch.device) -> None:
+    waves = torch.rand(IMAGES, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+    images = torch.nn.functional.interpolate(255 * waves, (SIDE, SIDE), mode="bilinear").to(torch.uint8)
+    operations = draw_operations(1, 0, np.arange(IMAGES), SETTINGS)
+    assert set(np.unique(operations.kinds)) == set(Operation)
+    together = images.clone().to(device)
+    augment_(together, operations)
+    alone = images.clone()
+    for place in range(IMAGES):
+        augment_(alone[place : place + 1], operations.of(place))
+    difference = (together.cpu().int() - alone.int()).abs().float()
+    assert difference.mean() <= (0.0 if device.type == "cpu" else 0.5)
+    assert (alone.int() - images.int()).abs().float().mean() > 20
+
+
+def test_erased_boxes_are_those_of_the_cpu(device: torch.device) -> None:
+    drawn = draw_erasures(1, 0, np.arange(IMAGES), SETTINGS, SIDE)
+    expected = torch.zeros(IMAGES, 3, SIDE, SIDE)
+    Eraser(1, SETTINGS, SIDE, torch.device("cpu")).erase_(expected, drawn)
+    found = torch.zeros(IMAGES, 3, SIDE, SIDE, device=device)
+    Eraser(1, SETTINGS, SIDE, device).erase_(found, drawn)
+    assert expected.any()
+    assert torch.equal(found.cpu(), expected)

@@ -1,0 +1,106 @@
+"""A run that is killed and resumed, also on another number of ranks, takes each sample of an epoch once.
+
+The trainer runs as users run it, from every format that images may lie in.
+"""
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.pack import main as pack
+from tests.ranks.launching import HERE, launcher, run
+from tests.unit.shard_writers import example, recordio_content, write_recordio, write_tfrecord
+
+IMAGES, GLOBAL_BATCH, EPOCHS = 48, 12, 2
+STEPS = IMAGES // GLOBAL_BATCH
+SAVED_AT, KILLED_AT, STOPPED_AT = 2, 3, 5
+BETWEEN_SHARDS = 20  # images; the last shard of a split is shorter
+SHUFFLES = {"tar": ("--block-shuffle", "5", "--shuffle-window", "3")}  # else the whole list is shuffled
+NEVER = -1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images") / "set"
+    make_demo_set(folder, train=IMAGES, val=10)
+    return folder
+
+
+@pytest.fixture(params=["folder", "tar", "tfrecord", "recordio"])
+def form(request):
+    return request.param
+
+
+@pytest.fixture
+def images(folder, form, tmp_path):
+    written = tmp_path / form
+    if form == "folder":
+        return folder
+    if form == "tar":
+        assert pack([str(folder), str(written), "--shard-images", str(BETWEEN_SHARDS), "--workers", "1"]) == 0
+        return written
+    for split in ("train", "val"):
+        catalog = build_catalog(str(folder), split, None)
+        for first in range(0, len(catalog), BETWEEN_SHARDS):
+            numbers = range(first, min(first + BETWEEN_SHARDS, len(catalog)))
+            samples = [(int(catalog.targets[n]), catalog.read(n).tobytes()) for n in numbers]
+            if form == "tfrecord":
+                contents = [
+                    example({"image/encoded": data, "image/class/label": target + 1})
+                    for target, data in samples
+                ]
+                write_tfrecord(written / split / f"{split}-{first:05}-of-{len(catalog):05}", contents)
+            else:
+                contents = [recordio_content(float(target), 0, data) for target, data in samples]
+                write_recordio(written / split / f"{first:03}.rec", contents, index=True)
+    return written
+
+
+def test_each_sample_of_an_epoch_is_taken_once(images, form, tmp_path):
+    def attempt(*more: str, ranks: int, start_with: str, killed_at: int = NEVER):
+        batch = str(GLOBAL_BATCH // ranks)
+        settings = ("--recipe", "demo", "--img-size", "32", "--epochs", str(EPOCHS), "--warmup-epochs", "0")
+        often = ("--checkpoint-every", str(SAVED_AT), "--log-every", "1", "--batch-size", batch)
+        where = ("--output", str(tmp_path / "runs"), "--name", "run", "--resume", "auto")
+        script = (sys.executable, str(HERE / "worker_consumed.py"), str(notes), str(killed_at), str(images))
+        words = (*launcher(start_with, ranks), *script, *settings, *often, *where, *SHUFFLES.get(form, ()))
+        return run([*words, *more], seconds=200)
+
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    killed = attempt(ranks=2, start_with="gloo", killed_at=KILLED_AT)
+    assert killed.returncode not in (0, 75), killed.stdout
+    stopped = attempt("--stop-at-step", str(STOPPED_AT), ranks=2, start_with="mpi")
+    assert stopped.returncode == 75, stopped.stdout
+    assert f"at step {SAVED_AT}" in stopped.stdout
+    ended = attempt(ranks=3, start_with="mpi")
+    assert ended.returncode == 0, ended.stdout
+    assert f"at step {STOPPED_AT}" in ended.stdout
+
+    taken = [read_notes(notes, ranks) for ranks in ([0, 1], [0, 1], [0, 1, 2])]
+    # What an attempt did beyond the state it left is lost with it, and done again by the next.
+    lasting = {step: taken[0][step] for step in range(SAVED_AT)}
+    lasting |= {step: taken[1][step] for step in range(SAVED_AT, STOPPED_AT)}
+    lasting |= {step: taken[2][step] for step in range(STOPPED_AT, EPOCHS * STEPS)}
+    assert KILLED_AT in taken[0]
+    assert taken[0][SAVED_AT] == taken[1][SAVED_AT]
+    for epoch in range(EPOCHS):
+        counts = sum((lasting[step] for step in range(epoch * STEPS, (epoch + 1) * STEPS)), Counter())
+        assert counts == dict.fromkeys(range(IMAGES), 1)
+
+
+def read_notes(notes: Path, ranks: list[int]) -> dict[int, Counter]:
+    """Return which images each step was given by all ranks of one attempt, the earliest not yet read."""
+    taken: dict[int, Counter] = {}
+    for rank in ranks:
+        file = min(notes.glob(f"*_{rank}.jsonl"))
+        for line in file.read_text().splitlines():
+            step, indices = json.loads(line)
+            taken.setdefault(step, Counter()).update(indices)
+        file.unlink()
+    return taken

@@ -1,0 +1,329 @@
+"""Each kind of odd or damaged sample: what is done with it, by rule."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from coded_images import PLAIN, smooth, unnormalised, write_images
+from PIL import Image
+from shard_writers import write_tar
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.schema import Data
+from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.data.damage import Damage
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.labels.source import open_labels
+from horovod_volo.data.reading import read_image
+from horovod_volo.data.stream import NO_CLASS, EvalStream, TrainStream
+
+IMAGES, SIDE, SPOILT = 12, 32, 5
+FILE = f"train/a/{SPOILT:02d}.jpg"
+NOBODY = 65534
+STRIDE = 7  # the golden section of 12, and coprime to it
+INSTEAD = (SPOILT + STRIDE) % IMAGES
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    images = {f"train/a/{n:02d}.jpg": smooth(60 + n, 90 - 2 * n, seed=n) for n in range(IMAGES)}
+    return write_images(tmp_path / "images", images)
+
+
+def stream_of(folder: Path, maps: Path | None = None, **settings: object) -> TrainStream:
+    catalog = build_catalog(str(folder), "train", None)
+    return TrainStream(
+        catalog,
+        None if maps is None else open_labels(str(maps), catalog, None),
+        Data(batch_size=4, **(PLAIN | settings)),  # type: ignore[arg-type]
+        image_size=SIDE,
+        seed=5,
+        rank=0,
+        size=1,
+        accumulation=1,
+        device=torch.device("cpu"),
+        threads=2,
+    )
+
+
+def seen(stream: TrainStream) -> list[int]:
+    return sorted(int(index) for batch in stream.passes(0, 0) for index in batch.indices)
+
+
+def spoil(file: Path, how: str) -> None:
+    whole = file.read_bytes()
+    match how:
+        case "deleted":
+            file.unlink()
+        case "a folder":
+            file.unlink()
+            file.mkdir()
+        case "empty":
+            file.write_bytes(b"")
+        case "no image":
+            file.write_bytes(b"these are words, and no image at all")
+        case "truncated":
+            file.write_bytes(whole[: len(whole) // 2])
+        case "header only":
+            file.write_bytes(whole[:30])
+        case "too large":
+            header = bytearray(whole)
+            place = header.index(b"\xff\xc0")  # start of frame: length, bits, height, width
+            header[place + 5 : place + 9] = b"\xff\xff\xff\xff"
+            file.write_bytes(bytes(header))
+
+
+DAMAGES = ["deleted", "a folder", "empty", "no image", "truncated", "header only", "too large"]
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_image_is_replaced_by_rule(folder: Path, how: str) -> None:
+    stream = stream_of(folder)
+    spoil(folder / FILE, how)
+    for _ in range(2):  # each time by the same rule
+        expected = sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
+        assert seen(stream) == expected
+    assert stream.damage.skipped == 2
+    (told,) = stream.damage.untold()  # named once
+    assert FILE in told
+    assert stream.damage.untold() == []
+    stream.close()
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_image_ends_a_run_that_wants_none(folder: Path, how: str) -> None:
+    stream = stream_of(folder, bad_samples="fail")
+    spoil(folder / FILE, how)
+    with pytest.raises(UserError, match=r"05\.jpg.*--bad-samples skip"):
+        list(stream.passes(0, 0))
+    stream.close()
+
+
+def test_what_would_replace_it_may_be_damaged_too(folder: Path) -> None:
+    stream = stream_of(folder)
+    for number in (SPOILT, INSTEAD):
+        spoil(folder / f"train/a/{number:02d}.jpg", "empty")
+    left = [n for n in range(IMAGES) if n not in (SPOILT, INSTEAD)]
+    after = (INSTEAD + STRIDE) % IMAGES
+    assert seen(stream) == sorted([*left, after, after])
+    stream.close()
+
+
+def test_a_lost_shard_is_replaced_by_many_others() -> None:
+    damage = Damage("skip", limit=1000)
+
+    def read(index: int) -> int:
+        if 300 <= index < 400:
+            raise BadSampleError(f"{index} is lost")
+        return index
+
+    found = [damage.first_usable(index, 1000, read)[0] for index in range(300, 400)]
+    assert len(set(found)) == 100
+    assert damage.skipped == 100
+    for images in range(1, 40):  # whatever their number, the last that can be read is found
+        last = Damage("skip", limit=1000)
+
+        def only_the_last(index: int, end: int = images - 1) -> int:
+            if index != end:
+                raise BadSampleError("lost")
+            return index
+
+        assert last.first_usable(0, images, only_the_last)[0] == images - 1
+
+
+def test_a_limit_ends_the_run(folder: Path) -> None:
+    stream = stream_of(folder, bad_samples_limit=2)
+    for number in (1, 3, 5):
+        spoil(folder / f"train/a/{number:02d}.jpg", "empty")
+    with pytest.raises(UserError, match=r"3 samples are damaged.*--bad-samples-limit"):
+        list(stream.passes(0, 0))
+    stream.close()
+
+
+def test_an_image_that_only_decoding_finds_out(folder: Path) -> None:
+    """A file whose header and end are whole and whose middle DALI refuses: the batches are made again."""
+    stream = stream_of(folder)
+    png = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(png, "PNG")
+    broken = bytearray(png.getvalue())
+    broken[200:5000] = bytes(4800)
+    (folder / FILE).write_bytes(bytes(broken))
+    assert seen(stream) == sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
+    (told,) = stream.damage.untold()
+    assert "05.jpg cannot be decoded" in told
+    assert len(seen(stream)) == IMAGES  # and the stream goes on
+    stream.close()
+
+
+@pytest.mark.parametrize("kind", ["missing", "short", "of another size", "of other classes"])
+def test_a_damaged_label_map(folder: Path, tmp_path: Path, kind: str) -> None:
+    maps = tmp_path / "maps" / "a"
+    maps.mkdir(parents=True)
+    for number in range(IMAGES):
+        torch.save(torch.zeros(2, 1, 3, 3), maps / f"{number:02d}.pt")
+    file = maps / f"{SPOILT:02d}.pt"
+    stream = stream_of(folder, maps.parent)
+    match kind:
+        case "missing":
+            file.unlink()
+        case "short":
+            file.write_bytes(file.read_bytes()[:200])
+        case "of another size":
+            torch.save(torch.zeros(2, 1, 4, 3), file)
+        case _:
+            torch.save(torch.full((2, 1, 3, 3), 9.0), file)
+    assert seen(stream) == sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
+    (told,) = stream.damage.untold()
+    assert "05" in told
+    stream.close()
+
+
+def odd_images() -> dict[str, Image.Image]:
+    colours = smooth(70, 50, seed=3)
+    sixteen = Image.fromarray((np.arange(70 * 50).reshape(50, 70) * 18 % 65536).astype(np.uint16))
+    alpha = colours.copy()
+    alpha.putalpha(Image.linear_gradient("L").resize((70, 50)))
+    return {
+        "cmyk.jpg": colours.convert("CMYK"),
+        "gray.jpg": colours.convert("L"),
+        "gray.png": colours.convert("L"),
+        "sixteen.png": sixteen,
+        "alpha.png": alpha,
+        "palette.png": colours.convert("P"),
+        "gray_alpha.png": alpha.convert("LA"),
+        "bits.png": colours.convert("1"),
+        "picture.webp": colours,
+        "picture.bmp": colours,
+        "picture.tif": colours,
+        "wrong_ending.jpg": colours,
+        "one_pixel.png": colours.resize((1, 1)),
+    }
+
+
+@pytest.mark.parametrize("name", [*odd_images(), "turned.jpg", "turned.tif"])
+def test_odd_images_are_seen_as_pillow_sees_them(tmp_path: Path, name: str) -> None:
+    """Evaluation pixels of the image, resized to a square as timm would after its convert("RGB")."""
+    file = tmp_path / "val" / "a" / name
+    file.parent.mkdir(parents=True)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    if name.startswith("turned"):
+        smooth(70, 50, seed=3).save(file, exif=exif)
+    else:
+        picture = odd_images()[name]
+        picture.save(
+            file,
+            "PNG" if name.startswith("wrong") else None,
+            **({"lossless": True} if "webp" in name else {}),
+        )
+    with Image.open(file) as image:
+        expected = np.asarray(image.convert("RGB"))
+        size = (image.height, image.width)
+    catalog = build_catalog(str(tmp_path), "val", None)
+    assert read_image(catalog, 0)[1] == size
+    if name == "turned.jpg":
+        assert size == (50, 70)  # as stored, as timm has it
+    stream = EvalStream(
+        catalog,
+        Data(batch_size=1),
+        image_size=SIDE,
+        crop_pct=1.0,
+        rank=0,
+        size=1,
+        device=torch.device("cpu"),
+        threads=1,
+    )
+    (batch,) = stream
+    stream.close()
+    short = [SIDE, SIDE]
+    height, width = size
+    short[width > height] = int(SIDE * max(size) / min(size))
+    resized = Image.fromarray(expected).resize((short[1], short[0]), Image.Resampling.BICUBIC)
+    top, left = round((short[0] - SIDE) / 2), round((short[1] - SIDE) / 2)
+    theirs = np.asarray(resized)[top : top + SIDE, left : left + SIDE].astype(float)
+    difference = np.abs(unnormalised(batch.images)[0].transpose(1, 2, 0) - theirs)
+    assert difference.mean() < 1.5
+
+
+def test_a_huge_image_is_trained_on(folder: Path) -> None:
+    Image.new("RGB", (9000, 6000), (10, 200, 30)).save(folder / FILE)
+    stream = stream_of(folder)
+    assert seen(stream) == list(range(IMAGES))
+    stream.close()
+
+
+def test_evaluation_leaves_out_what_cannot_be_read(folder: Path) -> None:
+    shutil.copytree(folder / "train", folder / "val")
+    catalog = build_catalog(str(folder), "val", None)
+    (folder / "val" / "a" / "03.jpg").write_bytes(b"")
+    stream = EvalStream(
+        catalog,
+        Data(batch_size=5),
+        image_size=SIDE,
+        crop_pct=1.0,
+        rank=0,
+        size=1,
+        device=torch.device("cpu"),
+        threads=1,
+    )
+    batches = list(stream)
+    stream.close()
+    classes = torch.cat([batch.classes for batch in batches])
+    assert len(classes) == IMAGES
+    assert (classes == NO_CLASS).nonzero().flatten().tolist() == [3]
+    assert "03.jpg" in stream.damage.untold()[0]
+
+
+def test_an_image_without_the_right_to_read() -> None:
+    """Nobody may read it; where root runs the tests, which may read all, the reading is nobody's."""
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to others
+        Path(place).chmod(0o755)
+        images = {f"train/a/{n:02d}.jpg": smooth(60, 90, seed=n) for n in range(IMAGES)}
+        folder = write_images(Path(place), images)
+        (folder / FILE).chmod(0)
+        stream = stream_of(folder)
+        is_root = os.geteuid() == 0
+        try:
+            if is_root:
+                os.seteuid(NOBODY)
+            indices = seen(stream)
+        finally:
+            if is_root:
+                os.seteuid(0)
+        assert indices == sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
+        assert "Permission denied" in stream.damage.untold()[0]
+        stream.close()
+
+
+@pytest.mark.parametrize("how", ["overwritten", "cut short"])
+def test_a_shard_that_is_damaged_while_it_is_read(folder: Path, tmp_path: Path, how: str) -> None:
+    """All that lies in the damaged part is replaced."""
+    members = []
+    for number, file in enumerate(sorted((folder / "train" / "a").iterdir())):
+        members += [(f"a/{number:02d}.jpg", file.read_bytes()), (f"a/{number:02d}.cls", b"0")]
+    shard = tmp_path / "packed" / "train" / "0.tar"
+    write_tar(shard, members)
+    stream = stream_of(tmp_path / "packed")
+    catalog = build_catalog(str(tmp_path / "packed"), "train", None)
+    start = shard.read_bytes().index(catalog.read(SPOILT).tobytes())
+    with shard.open("r+b") as file:
+        if how == "cut short":
+            file.truncate(start)
+        else:
+            file.seek(start)
+            file.write(bytes(2000))
+    found = seen(stream)
+    lost = range(SPOILT, IMAGES if how == "cut short" else SPOILT + 1)
+    assert len(found) == IMAGES
+    assert set(found) == set(range(IMAGES)) - set(lost)
+    told = stream.damage.untold()
+    assert len(told) == len(lost)
+    assert all(str(shard) in one for one in told)
+    stream.close()

@@ -1,0 +1,111 @@
+"""Everything a training image undergoes, beside the same plan carried out by Pillow alone, image by image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from coded_images import smooth, unnormalised, write_images
+from numpy.typing import NDArray
+from PIL import Image
+from published_augment import FILL, NAMES, timm_augment
+
+from horovod_volo.config.schema import Data
+from horovod_volo.data.augmentation.erasing import draw_erasures
+from horovod_volo.data.augmentation.moving import moved_maps
+from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
+from horovod_volo.data.images.catalog import Catalog, build_catalog
+from horovod_volo.data.stream import TrainStream
+
+SEED, EPOCH, SIDE, IMAGES = 3, 2, 64, 60
+SETTINGS = Data(batch_size=IMAGES, hflip=0.5, vflip=0.3)  # the rest as published
+SIZES = [(160, 110), (97, 151), (64, 64), (210, 145)]  # width, height
+
+
+def by_pillow(path: str, index: int) -> NDArray[np.uint8]:
+    """Return the image (side, side, 3) that the plan of one sample makes, before anything is erased."""
+    alone = np.array([index])
+    with Image.open(path) as opened:
+        image = opened.convert("RGB")
+    plan = plan_batch(SEED, EPOCH, alone, np.array([[image.height, image.width]]), SETTINGS)
+    if plan.flip_horizontal[0]:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if plan.flip_vertical[0]:
+        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    top, left, height, width = plan.boxes[0].tolist()
+    chosen = Image.Resampling.BICUBIC if plan.bicubic[0] else Image.Resampling.BILINEAR
+    cut = image.crop((left, top, left + width, top + height)).resize((SIDE, SIDE), chosen)
+    colours = np.asarray(cut)
+    drawn = draw_operations(SEED, EPOCH, alone, SETTINGS)
+    for kind, amount, bicubic in zip(drawn.kinds[0], drawn.arguments[0], drawn.bicubic[0], strict=True):
+        if kind != Operation.NONE:
+            colours = timm_augment(Operation(kind), colours, float(amount), bicubic=bool(bicubic))
+    return colours
+
+
+def stream_batch(catalog: Catalog) -> Any:
+    stream = TrainStream(
+        catalog,
+        None,
+        SETTINGS,
+        image_size=SIDE,
+        seed=SEED,
+        rank=0,
+        size=1,
+        accumulation=1,
+        device=torch.device("cpu"),
+        threads=2,
+    )
+    (batch,) = stream.passes(EPOCH, 0)
+    stream.close()
+    return batch
+
+
+def test_a_plan_makes_what_pillow_makes_of_it(tmp_path: Path) -> None:
+    images = {f"train/a/{n:02d}.jpg": smooth(*SIZES[n % len(SIZES)], seed=n) for n in range(IMAGES)}
+    catalog = build_catalog(str(write_images(tmp_path, images, quality=95)), "train", None)
+    batch = stream_batch(catalog)
+    boxes = draw_erasures(SEED, EPOCH, batch.indices, SETTINGS, SIDE).boxes
+    colours = unnormalised(batch.images)
+    differences, erased = [], 0
+    for place, index in enumerate(batch.indices):
+        theirs = by_pillow(catalog.location(index), int(index)).astype(float)
+        kept = np.ones((SIDE, SIDE), dtype=np.bool_)
+        for top, left, height, width in boxes[place]:
+            kept[top : top + height, left : left + width] = False
+        difference = np.abs(colours[place].transpose(1, 2, 0) - theirs)
+        differences.append(difference[kept].mean())
+        erased += not kept.all()
+        if not kept.all():  # noise, unlike any image
+            assert np.abs(colours[place][:, ~kept].std() - 57) < 15
+    assert 0.1 < erased / IMAGES < 0.45
+    operated = draw_operations(SEED, EPOCH, batch.indices, SETTINGS).kinds
+    assert len(np.unique(operated)) > len(NAMES) - 3  # nearly all operations took part
+    assert np.mean(differences) < 1.0  # of 255
+    assert max(differences) < 8  # where colours are stretched, small differences are too
+
+
+@pytest.mark.parametrize("amount", [0.35, -0.23])
+@pytest.mark.parametrize("kind", GEOMETRIC)
+def test_a_label_map_moves_as_pillow_moves_a_picture_of_it(kind: Operation, amount: float) -> None:
+    """Of whole images, so that the map is the picture's size; the number of a cell is its colour."""
+    cells = 14
+    argument = 70 * amount if kind == Operation.ROTATE else amount
+    numbers = np.arange(1, cells**2 + 1).reshape(cells, cells)
+    operations = Operations(np.array([[kind]]), np.array([[argument]], np.float32), np.array([[False]]))
+    whole = np.array([[0, 0, 1, 1]], np.float32)
+    scores = numbers[None, None].astype(np.float16)
+    moved, ids = moved_maps(scores, numbers[None, None].astype(np.int32), whole, operations)
+    picture = np.repeat(numbers[:, :, None], 3, axis=2).astype(np.uint8)
+    theirs = timm_augment(kind, picture, argument, bicubic=False, nearest=True)
+    known = ~(theirs == FILL).all(axis=-1)
+    assert 0.3 < known.mean() < 1
+    shown = moved[0, 0] != 0
+    assert shown[known].all()
+    assert (shown & ~known).sum() <= cells  # a cell that the image's edge cuts belongs to it
+    assert (ids[0, 0][known] == theirs[:, :, 0][known]).all()
+    assert (moved[0, 0][shown] == ids[0, 0][shown]).all()
