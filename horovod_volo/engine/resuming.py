@@ -90,4 +90,6 @@ def _remedy(name: str, wanted: Any, ranks: int) -> str:
         return f"With {ranks} ranks, batch size x accumulation must be {wanted // ranks}."
     if name == "global_batch":
         return f"Start a number of ranks that divides {wanted}."
+    if name in ("images", "image_list"):
+        return "Bring the training images back as they were, or begin a new run with --finetune."
     return "Give the settings of its resolved.toml, or begin a new run with --finetune."

@@ -115,9 +115,10 @@ def stopped_run(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         (["--name", "first", "--resume", "auto", "--img-size", "64"], "has img_size 32, this run has 64"),
         (["--name", "first", "--resume", "auto", "-b", "5"], "batch size x accumulation must be 8."),
         (["--name", "other", "--resume", "FIRST", "--seed", "1"], "has seed 42, this run has 1"),
+        (["--name", "first", "--resume", "auto", "--block-shuffle", "4"], "block_shuffle 0, this run has 4"),
         (["--name", "first", "--resume", "FIRST/checkpoints/step_00000001"], "a run up to step_00000002"),
     ],
-    ids=["image size", "batch", "seed", "earlier checkpoint"],
+    ids=["image size", "batch", "seed", "order", "earlier checkpoint"],
 )
 def test_a_run_that_would_not_go_on_where_another_stopped(
     arguments: list[str], said: str, stopped_run: Path, demo_set: Path, capfd: pytest.CaptureFixture[str]
@@ -127,6 +128,17 @@ def test_a_run_that_would_not_go_on_where_another_stopped(
     given = [str(demo_set), *TINY, "--output", str(stopped_run.parent), *changed]
     assert_refused(run_here(*given, streams=capfd), said)
     assert files_under(stopped_run.parent) == before
+
+
+def test_other_images_than_those_that_were_stopped(
+    stopped_run: Path, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As many of each class, but one has another name: from there on the order would be another."""
+    changed = shutil.copytree(demo_set, tmp_path / "set")
+    image = sorted((changed / "train" / "ring").iterdir())[0]
+    image.rename(image.with_name("another.jpg"))
+    given = [str(changed), *TINY, "--output", str(stopped_run.parent), "--name", "first", "--resume", "auto"]
+    assert_refused(run_here(*given, streams=capfd), "Bring the training images back as they were")
 
 
 @pytest.mark.parametrize(

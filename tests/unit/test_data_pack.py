@@ -148,6 +148,26 @@ def test_a_killed_pack_goes_on(tmp_path):
     assert pack(*command[3:]) == 0  # there is nothing to do
 
 
+def test_a_killed_worker_is_told_at_once(tmp_path):
+    write_images(tmp_path / "images", 3000)
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "horovod_volo.pack", tmp_path / "images", out]
+    command += ["--workers", "2", "--shard-images", "10"]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list((out / ".packing").glob("train-0*.json")):
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    worker = next(child for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text())
+    os.kill(int(worker), signal.SIGKILL)
+    _, said = running.communicate(timeout=20)
+    assert running.returncode == 2
+    assert "a packing process was killed" in said
+    assert "Traceback" not in said
+
+
 def test_another_pack_in_the_same_place_is_refused(images, packed, tmp_path, capsys):
     assert pack(images, packed, "--shard-images", 16, "--seed", 1) == 2
     assert "train is of other images, or of other settings. Give the same command" in capsys.readouterr().err
