@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
@@ -23,7 +25,9 @@ from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.stream import TrainStream
 
 _EPOCHS_OF_A_STREAM = 3
-_SETTLED = 0.2  # of the time: by then caches are full and the allocator has its pools
+# Parts of the time. By the first, caches are full and the allocator has its pools; still it keeps now more,
+# now less of what is free, so that a middle of several samples is taken.
+_SETTLED, _END = (0.2, 0.4), (0.8, 1.0)
 _ALLOWED_GROWTH = 0.03  # of the memory, from then to the end
 _LEAST_STREAMS = 3
 _MIB = 2**20
@@ -50,8 +54,7 @@ def measure(
         epoch += _EPOCHS_OF_A_STREAM
         share = (perf_counter() - began) / (60 * minutes)
         samples.append(Sample(share, resident_bytes(), _open_files()))
-    settled = next(sample for sample in samples[1:] if sample.share >= _SETTLED)
-    end = samples[-1]
+    settled, end = _middle(samples, *_SETTLED), _middle(samples, *_END)
     if end.memory > (1 + _ALLOWED_GROWTH) * settled.memory or end.files > settled.files:
         raise WrongResultError(
             f"Resident memory went from {settled.memory / _MIB:.0f} to {end.memory / _MIB:.0f} MiB and open "
@@ -69,6 +72,17 @@ def measure(
             Figure("open files, settled", settled.files, ""),
             Figure("open files, at the end", end.files, ""),
         ],
+    )
+
+
+def _middle(samples: Sequence[Sample], first: float, last: float) -> Sample:
+    """Return the medians of a part of the time."""
+    whole = samples[-1].share
+    chosen = [sample for sample in samples[1:] if first <= sample.share / whole <= last] or samples[1:]
+    return Sample(
+        share=last,
+        memory=int(median(sample.memory for sample in chosen)),
+        files=int(median(sample.files for sample in chosen)),
     )
 
 
