@@ -83,7 +83,9 @@ class Catalog:
     def _encoded(self, index: int) -> bytes:
         record = read_record(self._file.descriptor, self._header, index)
         if record.form == Form.FILE:
-            return (Path(self.source) / self.name(index)).read_bytes()
+            # As text: a Path keeps every name it has seen in the interpreter's table of strings.
+            with open(f"{self.source}/{self.name(index)}", "rb", buffering=0) as file:  # noqa: PTH123
+                return file.read()
         encoded = self._open_shards.get(self._shards[record.shard]).read(record.offset, record.length)
         if len(encoded) < record.length:
             raise ValueError("cannot be read: the shard has been cut short")

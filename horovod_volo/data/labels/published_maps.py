@@ -52,17 +52,18 @@ class PublishedMaps:
     def close(self) -> None:
         """Nothing is kept open between reads."""
 
-    def _path(self, index: int) -> Path:
-        return self._root / f"{key_of(self._catalog.name(index))}.pt"
+    def _path(self, index: int) -> str:
+        # As text: a Path keeps every name it has seen in the interpreter's table of strings.
+        return f"{self._root}/{key_of(self._catalog.name(index))}.pt"
 
     def _check_classes(self) -> None:
         """Refuse a folder that has no map for any image of some class."""
         targets = self._catalog.targets
         present, firsts = np.unique(targets, return_index=True)
         for target, first in zip(present.tolist(), firsts.tolist(), strict=True):
-            if self._path(first).is_file():
+            if Path(self._path(first)).is_file():
                 continue
-            if not any(self._path(int(index)).is_file() for index in np.flatnonzero(targets == target)):
+            if not any(Path(self._path(int(index))).is_file() for index in np.flatnonzero(targets == target)):
                 raise UserError(
                     f"there is no label map {self._path(first)}, nor one of any other image of class "
                     f"{self._catalog.classes[target]}. --token-label-data names a packed store, or the "
@@ -71,7 +72,7 @@ class PublishedMaps:
                 )
 
 
-def first_size(paths: Iterable[Path], classes: int) -> tuple[int, int, int]:
+def first_size(paths: Iterable[str | Path], classes: int) -> tuple[int, int, int]:
     """Return k, height and width of the first of these maps that can be used: what all must have."""
     first_problem = ""
     for path in paths:
@@ -88,7 +89,7 @@ def first_size(paths: Iterable[Path], classes: int) -> tuple[int, int, int]:
     )
 
 
-def read_published_map(path: Path, classes: int) -> tuple[Scores, Ids]:
+def read_published_map(path: str | Path, classes: int) -> tuple[Scores, Ids]:
     """Read one file; raise BadSampleError unless it holds logits and numbers of `classes` classes."""
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
@@ -117,7 +118,7 @@ def flipped(scores: Scores, ids: Ids, horizontal: bool, vertical: bool) -> tuple
     return scores[turn], ids[turn]
 
 
-def _unpacked(stored: object, path: Path) -> tuple[Scores, Ids]:
+def _unpacked(stored: object, path: str | Path) -> tuple[Scores, Ids]:
     if not isinstance(stored, torch.Tensor) or stored.ndim != 4 or len(stored) != 2 or stored.numel() == 0:
         found = list(stored.shape) if isinstance(stored, torch.Tensor) else type(stored).__name__
         raise BadSampleError(f"the label map {path} holds {found}, not a tensor [2, k, height, width]")
