@@ -97,7 +97,9 @@ def test_a_shard_that_has_changed_since_is_made_again(tmp_path, catalog, source)
     shard = tmp_path / "s" / "maps-00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     publish(source, catalog)
+    (tmp_path / "s" / ".maps-00000.safetensors.x.partial").touch()  # what a killed attempt leaves
     assert packed(source, tmp_path / "s", catalog)[1][0] == (4, 12)
+    assert not list((tmp_path / "s").glob(".*"))
     assert np.array_equal(LabelStore(tmp_path / "s", catalog, None).read(3)[0], published_map(3)[0].numpy())
 
 

@@ -111,6 +111,8 @@ class Making:
         for number in range(self.shards):
             self._record_path(number).unlink()
         (self.folder / PLAN).unlink()
+        for left in self.folder.glob(".*.partial"):  # by an attempt that was killed
+            left.unlink(missing_ok=True)
         return facts
 
     def _record_path(self, number: int) -> Path:
