@@ -15,7 +15,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from importlib import import_module
 
 from horovod_volo.bench import table
 from horovod_volo.bench.results import Result, append, read_records, record_of
@@ -23,89 +23,7 @@ from horovod_volo.cluster.launch import promised
 from horovod_volo.config.arguments import whole_number
 from horovod_volo.config.errors import UserError
 
-# The benchmarks are imported where they are chosen: each brings in what the others need not have.
-
-
-def _loss(chosen: argparse.Namespace) -> Result:
-    from horovod_volo.bench.loss import measure
-
-    return measure(
-        batch_size=chosen.batch_size,
-        classes=chosen.classes,
-        tokens_per_side=chosen.tokens_per_side,
-        pairs=chosen.pairs,
-    )
-
-
-def _step(chosen: argparse.Namespace) -> Result:
-    from horovod_volo.bench.step import measure
-
-    return measure(
-        model=chosen.model,
-        img_size=chosen.img_size,
-        batch_size=chosen.batch_size,
-        precision=chosen.precision,
-        pairs=chosen.pairs,
-    )
-
-
-def _reduce(chosen: argparse.Namespace) -> Result:
-    from horovod_volo.bench.reduce import measure
-
-    return measure(
-        model=chosen.model, img_size=chosen.img_size, batch_size=chosen.batch_size, pairs=chosen.pairs
-    )
-
-
-def _data(chosen: argparse.Namespace) -> Result:
-    from horovod_volo.bench.data import measure
-
-    return measure(
-        data_dir=chosen.data_dir,
-        img_size=chosen.img_size,
-        batch_size=chosen.batch_size,
-        threads=chosen.threads,
-        batches=chosen.batches,
-        pairs=chosen.pairs,
-    )
-
-
-def _loader(chosen: argparse.Namespace) -> Result:
-    from horovod_volo.bench.loader import measure
-
-    return measure(
-        data_dir=chosen.data_dir,
-        images=chosen.images,
-        img_size=chosen.img_size,
-        batch_size=chosen.batch_size,
-        threads=chosen.threads,
-        pairs=chosen.pairs,
-    )
-
-
-def _labels(chosen: argparse.Namespace) -> Result:
-    from horovod_volo.bench.labels import measure
-
-    return measure(maps=chosen.maps, pairs=chosen.pairs)
-
-
-def _catalog(chosen: argparse.Namespace) -> Result:
-    from horovod_volo.bench.catalog import measure
-
-    return measure(images=chosen.images, classes=chosen.classes, pairs=chosen.pairs)
-
-
-def _soak(chosen: argparse.Namespace) -> Result:
-    from horovod_volo.bench.soak import measure
-
-    return measure(
-        data_dir=chosen.data_dir,
-        label_data=chosen.token_label_data,
-        img_size=chosen.img_size,
-        batch_size=chosen.batch_size,
-        threads=chosen.threads,
-        minutes=chosen.minutes,
-    )
+_OF_EVERY_BENCHMARK = ("name", "json", "record")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -117,36 +35,36 @@ def build_parser() -> argparse.ArgumentParser:
     )
     words = parser.add_subparsers(dest="name", required=True, metavar="NAME")
 
-    flags = _add(words, "loss", _loss, "the sparse token-label loss against its dense formula")
+    flags = _add(words, "loss", "the sparse token-label loss against its dense formula")
     _number(flags, "--batch-size", 8, "images")
     flags.add_argument("--classes", type=int, nargs="+", default=[1000, 21841], metavar="N")
     _number(flags, "--tokens-per-side", 14, "14 is a 224 px image")
 
-    flags = _add(words, "step", _step, "the speed of a training step, and where its time goes")
+    flags = _add(words, "step", "the speed of a training step, and where its time goes")
     _add_network(flags)
     flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
 
-    flags = _add(words, "reduce", _reduce, "our reducer against Horovod's optimizer; start with horovodrun")
+    flags = _add(words, "reduce", "our reducer against Horovod's optimizer; start with horovodrun")
     _add_network(flags)
 
-    flags = _add(words, "data", _data, "training images a second")
+    flags = _add(words, "data", "training images a second")
     _add_images(flags)
     _add_data_dir(flags)
     _number(flags, "--batches", 30, "in a block")
 
-    flags = _add(words, "loader", _loader, "augmented training images a second against timm's loader")
+    flags = _add(words, "loader", "augmented training images a second against timm's loader")
     _add_images(flags)
     flags.add_argument("--data-dir", default="", help="with train/CLASS/IMAGE; without it images are made")
     _number(flags, "--images", 1024, "made like photographs of 500 x 375")
 
-    flags = _add(words, "labels", _labels, "reading a label map against torch.load")
+    flags = _add(words, "labels", "reading a label map against torch.load")
     _number(flags, "--maps", 2000, "made for this")
 
-    flags = _add(words, "catalog", _catalog, "start-up on many images, and the memory they hold in each rank")
+    flags = _add(words, "catalog", "start-up on many images, and the memory they hold in each rank")
     _number(flags, "--images", 1281167, "made for this, as links")
     _number(flags, "--classes", 1000, "class folders")
 
-    flags = _add(words, "soak", _soak, "whether memory and open files grow", in_pairs=False)
+    flags = _add(words, "soak", "whether memory and open files grow", in_pairs=False)
     _add_images(flags)
     _add_data_dir(flags)
     flags.add_argument("--token-label-data", default="", metavar="DIR", help="label maps, if any")
@@ -159,13 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
 def _add(
     words: argparse._SubParsersAction[argparse.ArgumentParser],
     name: str,
-    measure: Callable[[argparse.Namespace], Result],
     help: str,
     *,
     in_pairs: bool = True,
 ) -> argparse.ArgumentParser:
     flags = words.add_parser(name, help=help, description=help)
-    flags.set_defaults(measure=measure)
     flags.add_argument("--json", action="store_true", help="print one JSON object")
     flags.add_argument("--record", action="store_true", help="append it to docs/results.jsonl")
     if in_pairs:
@@ -207,7 +123,7 @@ def main(arguments: list[str]) -> int:
         return 0
     load_before = os.getloadavg()[0]
     try:
-        result = chosen.measure(chosen)
+        result = _measured(chosen)
         if promised().rank == 0:
             record = record_of(result, _command(arguments), (load_before, os.getloadavg()[0]))
             print(json.dumps(record) if chosen.json else table.lines(record))
@@ -217,6 +133,14 @@ def main(arguments: list[str]) -> int:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     return 0
+
+
+def _measured(chosen: argparse.Namespace) -> Result:
+    """Run `measure` of the module that is named as the benchmark; its settings are named as the flags."""
+    settings = {name: value for name, value in vars(chosen).items() if name not in _OF_EVERY_BENCHMARK}
+    # Imported where it is chosen: each brings in what the others need not have.
+    result: Result = import_module(f"horovod_volo.bench.{chosen.name}").measure(**settings)
+    return result
 
 
 def _command(arguments: list[str]) -> str:

@@ -19,13 +19,14 @@ from horovod_volo.bench.agreement import WrongResultError
 from horovod_volo.bench.pairs import alternate, wait_for
 from horovod_volo.bench.peers_data import pillow_batch
 from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.stream_alone import SEED, device_here, stream_alone
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.pipeline import IMAGENET_STD
 from horovod_volo.data.stream import Batch, TrainStream
 
-_SEED, _EPOCH = 0, 0
+_EPOCH = 0
 _ALLOWED_DIFFERENCE = 2 / 255  # of the range of colours, on average: decoders and filters round differently
 
 Peer = Callable[[NDArray[np.int64]], NDArray[np.float32]]  # from places in the catalog to images
@@ -43,22 +44,11 @@ def measure(
         )
     settings = Data(batch_size=batch_size, train_interpolation="bicubic", aa="", color_jitter=0.0, reprob=0.0)
     threads = threads or len(os.sched_getaffinity(0))
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    stream = TrainStream(
-        catalog,
-        None,
-        settings,
-        image_size=img_size,
-        seed=_SEED,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=device,
-        threads=threads,
-    )
+    device = device_here()
+    stream = stream_alone(catalog, settings, image_size=img_size, threads=threads)
 
     def peer(indices: NDArray[np.int64]) -> NDArray[np.float32]:
-        return pillow_batch(catalog, indices, settings, image_size=img_size, seed=_SEED, epoch=_EPOCH)
+        return pillow_batch(catalog, indices, settings, image_size=img_size, seed=SEED, epoch=_EPOCH)
 
     try:
         figures = _compare(stream, peer, batches, threads, device, pairs)

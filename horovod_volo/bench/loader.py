@@ -18,13 +18,13 @@ import torch
 from horovod_volo.bench.pairs import alternate, wait_for
 from horovod_volo.bench.photographs import write_photographs
 from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.stream_alone import device_here, stream_alone
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.stream import TrainStream
 from horovod_volo.models.timm_door import training_loader
 
-_SEED, _EPOCH = 0, 0
+_EPOCH = 0
 
 
 def measure(
@@ -46,20 +46,9 @@ def _measure(data_dir: str, img_size: int, batch_size: int, threads: int, pairs:
         )
     settings = Data(batch_size=batch_size)
     threads = threads or len(os.sched_getaffinity(0))
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = device_here()
     theirs = _timm_loader(catalog.source, settings, image_size=img_size, workers=threads)
-    stream = TrainStream(
-        catalog,
-        None,
-        settings,
-        image_size=img_size,
-        seed=_SEED,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=device,
-        threads=threads,
-    )
+    stream = stream_alone(catalog, settings, image_size=img_size, threads=threads)
 
     def our_epoch() -> float:
         began = perf_counter()

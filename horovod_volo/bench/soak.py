@@ -14,15 +14,13 @@ from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
-import torch
-
 from horovod_volo.bench.agreement import WrongResultError
 from horovod_volo.bench.memory import resident_bytes
 from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.stream_alone import stream_alone
 from horovod_volo.config.schema import Data
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.stream import TrainStream
 
 _EPOCHS_OF_A_STREAM = 3
 # Parts of the time. By the first, caches are full and the allocator has its pools; still it keeps now more,
@@ -42,7 +40,7 @@ class Sample(NamedTuple):
 
 
 def measure(
-    *, data_dir: str, label_data: str, img_size: int, batch_size: int, threads: int, minutes: float
+    *, data_dir: str, token_label_data: str, img_size: int, batch_size: int, threads: int, minutes: float
 ) -> Result:
     """Run for so many minutes."""
     threads = threads or len(os.sched_getaffinity(0))
@@ -50,15 +48,16 @@ def measure(
     samples: list[Sample] = []
     images = epoch = 0
     while len(samples) < _LEAST_STREAMS or samples[-1].share < 1:
-        images += _run(data_dir, label_data, Data(batch_size=batch_size), img_size, threads, epoch)
+        images += _run(data_dir, token_label_data, Data(batch_size=batch_size), img_size, threads, epoch)
         epoch += _EPOCHS_OF_A_STREAM
         share = (perf_counter() - began) / (60 * minutes)
         samples.append(Sample(share, resident_bytes(), _open_files()))
-    settled, end = _middle(samples, *_SETTLED), _middle(samples, *_END)
-    if end.memory > (1 + _ALLOWED_GROWTH) * settled.memory or end.files > settled.files:
+    settled, end = _usual_memory(samples, *_SETTLED), _usual_memory(samples, *_END)
+    files = (samples[1].files, samples[-1].files)
+    if end > (1 + _ALLOWED_GROWTH) * settled or files[1] > files[0]:
         raise WrongResultError(
-            f"Resident memory went from {settled.memory / _MIB:.0f} to {end.memory / _MIB:.0f} MiB and open "
-            f"files from {settled.files} to {end.files} in {epoch} epochs."
+            f"Resident memory went from {settled / _MIB:.0f} to {end / _MIB:.0f} MiB and open files from "
+            f"{files[0]} to {files[1]} in {epoch} epochs."
         )
     return Result(
         "soak",
@@ -67,43 +66,28 @@ def measure(
         [
             Figure("epochs", epoch, ""),
             Figure("images", images, ""),
-            Figure("resident memory, settled", settled.memory / _MIB, "MiB"),
-            Figure("resident memory, at the end", end.memory / _MIB, "MiB"),
-            Figure("open files, settled", settled.files, ""),
-            Figure("open files, at the end", end.files, ""),
+            Figure("resident memory, settled", settled / _MIB, "MiB"),
+            Figure("resident memory, at the end", end / _MIB, "MiB"),
+            Figure("open files, settled", files[0], ""),
+            Figure("open files, at the end", files[1], ""),
         ],
     )
 
 
-def _middle(samples: Sequence[Sample], first: float, last: float) -> Sample:
-    """Return the medians of a part of the time."""
+def _usual_memory(samples: Sequence[Sample], first: float, last: float) -> float:
+    """Return the median of a part of the time."""
     whole = samples[-1].share
     chosen = [sample for sample in samples[1:] if first <= sample.share / whole <= last] or samples[1:]
-    return Sample(
-        share=last,
-        memory=int(median(sample.memory for sample in chosen)),
-        files=int(median(sample.files for sample in chosen)),
-    )
+    return median(sample.memory for sample in chosen)
 
 
 def _run(
-    data_dir: str, label_data: str, settings: Data, img_size: int, threads: int, first_epoch: int
+    data_dir: str, token_label_data: str, settings: Data, img_size: int, threads: int, first_epoch: int
 ) -> int:
     """Open a stream, go through some epochs, close it; return how many images it gave."""
     catalog = build_catalog(data_dir, "train", folder=None)
-    labels = open_labels(label_data, catalog, None) if label_data else None
-    stream = TrainStream(
-        catalog,
-        labels,
-        settings,
-        image_size=img_size,
-        seed=0,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"),
-        threads=threads,
-    )
+    labels = open_labels(token_label_data, catalog, None) if token_label_data else None
+    stream = stream_alone(catalog, settings, image_size=img_size, threads=threads, labels=labels)
     images = 0
     for epoch in range(first_epoch, first_epoch + _EPOCHS_OF_A_STREAM):
         images += sum(len(batch.images) for batch in stream.passes(epoch, 0))

@@ -50,6 +50,11 @@ class Load:
     treatment: Treatment | None = None  # None: the graph's output is the finished batch
     absent: NDArray[np.bool_] | None = None  # (batch,) images that nothing could be shown for
 
+    @property
+    def present(self) -> NDArray[np.int64]:
+        """Return the places in the batch of the images that are shown."""
+        return np.flatnonzero(np.ones(len(self.indices)) if self.absent is None else ~self.absent)
+
 
 Finish = Callable[[Load, Any], torch.Tensor]  # makes the batch out of what DALI decoded
 

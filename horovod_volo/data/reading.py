@@ -8,12 +8,15 @@ whole, but only decoding it tells for sure.
 from __future__ import annotations
 
 import io
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.data.damage import Damage
+from horovod_volo.data.image_threads import ImageThreads
 from horovod_volo.data.images.catalog import Catalog
 
 Encoded = NDArray[np.uint8]
@@ -48,6 +51,23 @@ def _bare_pixels(image: Image.Image) -> Encoded:
     colours = image.convert("RGB")
     header = f"P6\n{image.width} {image.height}\n255\n".encode()
     return np.frombuffer(header + colours.tobytes(), dtype=np.uint8)
+
+
+def read_present(
+    indices: NDArray[np.int64], catalog: Catalog, damage: Damage, readers: ImageThreads
+) -> tuple[list[Encoded], NDArray[np.int64], NDArray[np.bool_]]:
+    """Return a batch's images, their sizes (batch, 2) and which are absent; black stands for those."""
+
+    def read(index: int) -> tuple[Encoded, tuple[int, int]] | None:
+        try:
+            return damage.usable(index, partial(read_image, catalog))
+        except BadSampleError:
+            return None
+
+    found = readers.map(read, indices.tolist())
+    shown = [(BLACK, (1, 1)) if sample is None else sample for sample in found]
+    sizes = np.array([size for _, size in shown], dtype=np.int64)
+    return [encoded for encoded, _ in shown], sizes, np.array([sample is None for sample in found])
 
 
 BLACK: Encoded = np.frombuffer(b"P6\n1 1\n255\n\0\0\0", dtype=np.uint8)  # one pixel

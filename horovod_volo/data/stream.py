@@ -22,7 +22,6 @@ from horovod_volo.data.augmentation.erasing import draw_erasures
 from horovod_volo.data.augmentation.moving import moved_maps
 from horovod_volo.data.augmentation.plan import plan_batch
 from horovod_volo.data.augmentation.rand_augment import draw_operations
-from horovod_volo.data.bad_sample import BadSampleError
 from horovod_volo.data.conveyor import Conveyor, Labels, Load, Treatment
 from horovod_volo.data.damage import Damage
 from horovod_volo.data.finishing import Finisher
@@ -32,7 +31,7 @@ from horovod_volo.data.labels.published_maps import flipped
 from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.data.order import epoch_order, share_of_step
 from horovod_volo.data.pipeline import build_eval_pipeline, build_train_pipeline, resizing_inputs
-from horovod_volo.data.reading import BLACK, read_image
+from horovod_volo.data.reading import read_image, read_present
 from horovod_volo.data.window import resized_sizes, window_corners
 
 NO_CLASS = -1
@@ -234,20 +233,11 @@ class EvalStream:
             yield partial(self._load, self._share[first : first + self._batch])
 
     def _load(self, indices: NDArray[np.int64]) -> Load:
-        read = self._readers.map(self._read, indices.tolist())
-        absent = np.array([sample is None for sample in read])
-        encoded = [BLACK if sample is None else sample[0] for sample in read]
-        sizes = np.array([(1, 1) if sample is None else sample[1] for sample in read], dtype=np.int64)
+        encoded, sizes, absent = read_present(indices, self._catalog, self.damage, self._readers)
         resized = resized_sizes(sizes, self._image_size, self._crop_pct)
         corners = window_corners(resized, self._image_size)
         inputs = (encoded, list(resized.astype(np.float32)), list(corners.astype(np.int32)))
         return Load(indices, partial(self._load, indices), inputs, absent=absent)
-
-    def _read(self, index: int) -> tuple[NDArray[np.uint8], tuple[int, int]] | None:
-        try:
-            return self.damage.usable(index, partial(read_image, self._catalog))
-        except BadSampleError:
-            return None
 
 
 def _batch(load: Load, images: torch.Tensor, catalog: Catalog, device: torch.device) -> Batch:

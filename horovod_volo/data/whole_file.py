@@ -13,6 +13,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def remove_partials(folder: Path) -> None:
+    """Remove what killed processes were writing in a folder; nobody may be writing there now."""
+    for left in folder.glob(".*.partial"):
+        left.unlink(missing_ok=True)
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Give a file to write; it appears at `path` when the block ends, and never if the block raises."""

@@ -18,11 +18,11 @@ from horovod_volo.config.errors import UserError
 from horovod_volo.config.rules import token_label_side
 from horovod_volo.config.schema import Config
 from horovod_volo.data.augmentation.rand_augment import parse
-from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
-from horovod_volo.data.images.split_folder import Split
+from horovod_volo.data.images.catalog import Catalog, check_same_classes
 from horovod_volo.data.labels.source import LabelSource, open_labels
 from horovod_volo.data.stream import EvalStream, TrainStream
 from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.engine.state import TrainState
 from horovod_volo.models.build import default_crop_pct
 from horovod_volo.monitor.tracker import Tracking
@@ -92,8 +92,9 @@ def run_folder(config: Config) -> Path:
 def read_images(config: Config, world: World) -> Images:
     """Read what images there are; raise UserError where they cannot be trained on. Collective."""
     world.together(partial(check_images, config))
-    train = _catalog(config, world, "train")
-    held_out = _catalog(config, world, "val")
+    folder = _catalog_folder(config, world)
+    train = shared_catalog(config.data.data_dir, "train", folder, world)
+    held_out = shared_catalog(config.data.data_dir, "val", folder, world)
     label_maps = world.together(partial(_checked, config, train, held_out))
     return Images(train, held_out, label_maps)
 
@@ -104,18 +105,6 @@ def check_images(config: Config) -> None:
         raise UserError("Which images? Give the data folder: python -m horovod_volo.train DATA_DIR ...")
     if config.data.aa:
         parse(config.data.aa)
-
-
-def _catalog(config: Config, world: World, split: Split) -> Catalog:
-    """List the images on one rank, and open its list on the others. Collective: every rank calls this."""
-    made: list[Catalog] = []
-
-    def make() -> tuple[Path | None, str]:
-        made.append(build_catalog(config.data.data_dir, split, _catalog_folder(config, world)))
-        return made[0].path, made[0].digest
-
-    path, digest = world.on_main(make)
-    return world.together(lambda: made[0] if made or path is None else open_catalog(path, digest))
 
 
 def _catalog_folder(config: Config, world: World) -> Path | None:

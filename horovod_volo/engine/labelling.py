@@ -16,14 +16,15 @@ from pathlib import Path
 
 import torch
 
-from horovod_volo.cluster.binding import share_of_host
 from horovod_volo.cluster.world import World
 from horovod_volo.config.errors import UserError
-from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalog
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.keys import keys_of
 from horovod_volo.data.labels.making import SHARD_ROWS, Making, begin, check_free
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.squashed_images import SquashedImages
+from horovod_volo.engine.job import share_host
+from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.models.teacher import Teacher, load_teacher
 
 Progress = Callable[[int, int], None]  # images done by this rank, of how many
@@ -47,13 +48,11 @@ class Order:
 
 def label_images(order: Order, world: World, progress: Progress) -> tuple[int, list[str]]:
     """Make the store; return its number of rows and what was left out. Collective: every rank calls this."""
-    share = share_of_host(world)
-    torch.set_num_threads(share.threads)
+    share = share_host(world)
     if share.device.type == "cuda":
-        torch.cuda.set_device(share.device)
         torch.set_float32_matmul_precision("high")  # the labels are kept in half precision
     world.on_main(lambda: check_free(order.store))
-    catalog = _shared_catalog(order, world)
+    catalog = shared_catalog(order.data_dir, "train", order.store / CATALOG_FOLDER, world)
     teacher = world.together(lambda: _teacher(order, len(catalog.classes), share.device))
     making: Making = world.on_main(lambda: _begin(order, catalog, teacher, share.device))
     images = SquashedImages(
@@ -66,19 +65,6 @@ def label_images(order: Order, world: World, progress: Progress) -> tuple[int, l
         making.finish()
         shutil.rmtree(order.store / CATALOG_FOLDER)
     return len(catalog), [problem for of_rank in everyones for problem in of_rank]
-
-
-def _shared_catalog(order: Order, world: World) -> Catalog:
-    """List the images on rank 0 alone; the others open the list."""
-    folder = order.store / CATALOG_FOLDER
-
-    def build() -> Catalog:
-        folder.mkdir(parents=True, exist_ok=True)
-        return build_catalog(order.data_dir, "train", folder)
-
-    built = world.together(build if world.is_main else lambda: None)
-    path, digest = world.share(None if built is None else (built.path, built.digest))
-    return built if built is not None else open_catalog(path, digest)
 
 
 def _teacher(order: Order, classes: int, device: torch.device) -> Teacher:

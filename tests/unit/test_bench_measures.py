@@ -166,7 +166,7 @@ def test_soak_finds_what_is_left_open(folder: str, monkeypatch: pytest.MonkeyPat
 
     if leaks:
         monkeypatch.setattr(soak, "_run", leaking)
-    given = {"data_dir": folder, "label_data": "", "img_size": 32, "batch_size": 4, "threads": 2}
+    given = {"data_dir": folder, "token_label_data": "", "img_size": 32, "batch_size": 4, "threads": 2}
     if leaks:
         with pytest.raises(WrongResultError, match="open files from"):
             soak.measure(**given, minutes=0.0001)

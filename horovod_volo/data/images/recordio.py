@@ -15,8 +15,7 @@ from pathlib import Path
 from horovod_volo.data.images.catalog_file import Form
 from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.images.shard_sample import ShardSample, damaged, wrong_index
-from horovod_volo.data.images.split_folder import index_beside
+from horovod_volo.data.images.shard_sample import ShardSample, damaged, placed_records, wrong_index
 
 MAGIC = 0xCED7230A
 _PART = struct.Struct("<II")
@@ -92,24 +91,9 @@ def _joined(record: bytes) -> bytes:
 
 
 def _records(file: OpenFile, shard: Path) -> Iterator[tuple[int, int]]:
-    """Yield where each record, with all its parts, starts and ends."""
-    index = index_beside(shard)
+    """Return where each record, with all its parts, starts and ends."""
     size = os.fstat(file.descriptor).st_size
-    if index.is_file():
-        for start in _indexed_starts(index):
-            try:
-                yield start, _end(file, start, size)
-            except ValueError as error:
-                raise wrong_index(index, f"does not fit: {error} at byte {start}") from None
-        return
-    start = 0
-    while start < size:
-        try:
-            end = _end(file, start, size)
-        except ValueError as error:
-            raise damaged(shard, f"is damaged: {error} at byte {start} of {size}") from None
-        yield start, end
-        start = end
+    return placed_records(shard, size, _indexed_starts, lambda start: _end(file, start, size))
 
 
 def _end(file: OpenFile, start: int, size: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from horovod_volo.config.errors import UserError
 from horovod_volo.data.images.catalog_file import Form
+from horovod_volo.data.images.split_folder import index_beside
 
 Label = int | str  # a class's number, or its name
 
@@ -19,6 +21,31 @@ class ShardSample(NamedTuple):
     offset: int
     length: int
     form: Form = Form.BYTES
+
+
+def placed_records(
+    shard: Path, size: int, starts_in: Callable[[Path], Iterable[int]], end_of: Callable[[int], int]
+) -> Iterator[tuple[int, int]]:
+    """Yield where each record starts and ends: as the index beside lists them, or else one after the other.
+
+    `end_of` raises ValueError where no whole record starts.
+    """
+    index = index_beside(shard)
+    if index.is_file():
+        for start in starts_in(index):
+            try:
+                yield start, end_of(start)
+            except ValueError as error:
+                raise wrong_index(index, f"does not fit: {error} at byte {start}") from None
+        return
+    start = 0
+    while start < size:
+        try:
+            end = end_of(start)
+        except ValueError as error:
+            raise damaged(shard, f"is damaged: {error} at byte {start} of {size}") from None
+        yield start, end
+        start = end
 
 
 def damaged(shard: Path, what: str) -> UserError:

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.images.shard_sample import Label, ShardSample, damaged, wrong_index
-from horovod_volo.data.images.split_folder import index_beside
+from horovod_volo.data.images.shard_sample import Label, ShardSample, damaged, placed_records, wrong_index
 
 _IMAGE, _LABEL, _CLASS, _NAME = (
     b"image/encoded",
@@ -68,24 +67,13 @@ _CRC_TABLE = [_crc_of_byte(byte) for byte in range(256)]
 
 
 def _examples(file: OpenFile, shard: Path) -> Iterator[Place]:
-    """Yield where the Examples of a shard lie."""
-    index = index_beside(shard)
+    """Return where the Examples of a shard lie."""
     size = os.fstat(file.descriptor).st_size
-    if index.is_file():
-        for start, _ in _indexed(index):
-            try:
-                yield start + _LENGTH.size, _length(file, start, size)
-            except ValueError as error:
-                raise wrong_index(index, f"does not fit: {error} at byte {start}") from None
-        return
-    start = 0
-    while start < size:
-        try:
-            length = _length(file, start, size)
-        except ValueError as error:
-            raise damaged(shard, f"is damaged: {error} at byte {start} of {size}") from None
-        yield start + _LENGTH.size, length
-        start += _LENGTH.size + length + _CHECKSUM_BYTES
+    around = _LENGTH.size + _CHECKSUM_BYTES
+    records = placed_records(
+        shard, size, _indexed_starts, lambda start: start + around + _length(file, start, size)
+    )
+    return ((start + _LENGTH.size, end - start - around) for start, end in records)
 
 
 def _length(file: OpenFile, start: int, size: int) -> int:
@@ -100,11 +88,11 @@ def _length(file: OpenFile, start: int, size: int) -> int:
     return int(length)
 
 
-def _indexed(index: Path) -> list[Place]:
-    """Return the start and size of the records that an index lists, "START SIZE" a line."""
+def _indexed_starts(index: Path) -> list[int]:
+    """Return the starts of the records that an index lists, "START SIZE" a line, in the shard's order."""
     try:
         lines = [line.split() for line in index.read_text().splitlines() if line.strip()]
-        return sorted((int(start), int(size)) for start, size in lines)
+        return [start for start, _ in sorted((int(start), int(size)) for start, size in lines)]
     except ValueError:
         raise wrong_index(index, "has a line that is not a place and a size") from None
 

@@ -30,7 +30,7 @@ from horovod_volo.data.labels.store import (
     is_store,
     read_facts,
 )
-from horovod_volo.data.whole_file import whole_file
+from horovod_volo.data.whole_file import remove_partials, whole_file
 
 PLAN = "making.json"
 SHARD_ROWS = 8192
@@ -111,8 +111,7 @@ class Making:
         for number in range(self.shards):
             self._record_path(number).unlink()
         (self.folder / PLAN).unlink()
-        for left in self.folder.glob(".*.partial"):  # by an attempt that was killed
-            left.unlink(missing_ok=True)
+        remove_partials(self.folder)
         return facts
 
     def _record_path(self, number: int) -> Path:

@@ -1,0 +1,19 @@
+"""One list of images for all ranks: made by one, opened by the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from horovod_volo.cluster.world import World
+from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalog
+from horovod_volo.data.images.split_folder import Split
+
+
+def shared_catalog(data_dir: str, split: Split, folder: Path | None, world: World) -> Catalog:
+    """List a split's images on rank 0, into `folder`; open that list on the others. Collective.
+
+    Without a folder the list is in memory: for a rank that is alone.
+    """
+    built = world.together(lambda: build_catalog(data_dir, split, folder) if world.is_main else None)
+    path, digest = world.share(None if built is None else (built.path, built.digest))
+    return world.together(lambda: open_catalog(path, digest) if built is None else built)
