@@ -23,8 +23,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Exchange
 from horovod_volo.engine.job import share_host
-from horovod_volo.models.build import build_model
-from horovod_volo.models.volo import Volo
+from horovod_volo.models.build import build_model, training_forward
 
 CLASSES = 1000
 # Plain gradient descent: an adaptive optimizer would blow a gradient's rounding up to a whole step.
@@ -64,7 +63,11 @@ def measure(*, model: str, img_size: int, batch_size: int, pairs: int) -> Result
 
 
 def _compare(
-    network: Volo, loss: Callable[[Volo], Tensor], world: World, compression: Compression, pairs: int
+    network: nn.Module,
+    loss: Callable[[nn.Module], Tensor],
+    world: World,
+    compression: Compression,
+    pairs: int,
 ) -> list[Figure]:
     ours, stock = copy.deepcopy(network), copy.deepcopy(network)
     our_step = _our_step(ours, loss, world, compression)
@@ -94,16 +97,11 @@ def _compare(
     ]
 
 
-def _our_step(model: Volo, loss: Callable[[Volo], Tensor], world: World, compression: Compression) -> Step:
+def _our_step(
+    model: nn.Module, loss: Callable[[nn.Module], Tensor], world: World, compression: Compression
+) -> Step:
     optimizer = SGD(model.parameters(), lr=LEARNING_RATE)
-    reducer = Reducer(
-        model.parameters(),
-        world,
-        bucket_bytes=round(Exchange().bucket_mib * _MIB),
-        compression=compression,
-        passes=1,
-        statistics=[buffer for buffer in model.buffers() if buffer.is_floating_point()],
-    )
+    reducer = Reducer(model, world, Exchange(compression=compression), passes=1)
 
     def step() -> None:
         loss(model).backward()  # type: ignore[no-untyped-call]
@@ -113,7 +111,7 @@ def _our_step(model: Volo, loss: Callable[[Volo], Tensor], world: World, compres
     return step
 
 
-def _stock_step(model: Volo, loss: Callable[[Volo], Tensor], compression: Compression) -> Step:
+def _stock_step(model: nn.Module, loss: Callable[[nn.Module], Tensor], compression: Compression) -> Step:
     # Horovod may be missing where there is one rank only, and then nobody comes here.
     from horovod_volo.bench.peers_reduce import distributed_optimizer
 
@@ -127,9 +125,9 @@ def _stock_step(model: Volo, loss: Callable[[Volo], Tensor], compression: Compre
     return step
 
 
-def _loss(model: Volo, images: Tensor, classes: Tensor) -> Tensor:
+def _loss(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
     """Return a loss that every parameter takes part in."""
-    class_logits, token_logits = model.training_logits(images, lambda tokens: tokens)
+    class_logits, token_logits = training_forward(model)(images, lambda tokens: tokens)
     token_classes = classes.repeat_interleave(token_logits.shape[1])
     token_loss = F.cross_entropy(token_logits.flatten(0, 1), token_classes)
     return F.cross_entropy(class_logits, classes) + 0.5 * token_loss

@@ -41,8 +41,8 @@ def random_batch(config: Config, num_classes: int, device: torch.device, seed: i
 def synthetic_job(config: Config, world: World, num_classes: int) -> Job:
     """Build a run whose streams are never asked for a batch. Collective: every rank calls this."""
     share = share_host(world)
-    state, _ = build_state(config, num_classes=num_classes, device=share.device, finetune="")
-    world.broadcast_(state.every_tensor())
+    state, _ = build_state(config, world, num_classes=num_classes, device=share.device, finetune="")
+    state.restore({}, world)
     global_batch = world.size * config.data.batch_size * config.update.accumulation
     catalog = images_nowhere(global_batch, num_classes)
     job = build_job(config, world, Images(catalog, catalog, label_maps=None), share, state, Silent())

@@ -1,23 +1,27 @@
 """Gradients averaged over ranks while backward runs, and batch-norm statistics with them.
 
-Each parameter's gradient is a view of a flat bucket. The last gradient to land in a bucket
-sends it to the ring. Autograd must add into the views, never replace them: nobody may set
-`parameter.grad`, and `averaged()` zeroes the buckets itself.
+The last gradient to land in a bucket sends it to the ring. Autograd must add into the buckets, never replace
+what lies there: nobody may set `parameter.grad`, and `averaged()` zeroes the buckets itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
+from horovod_volo.cluster.buckets import Bucket, fill_buckets
 from horovod_volo.cluster.ring import Wait
 from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Exchange
+
+Compression = Literal["none", "fp16"]
+_MIB = 2**20
 
 
 class Reducer:
@@ -25,21 +29,31 @@ class Reducer:
 
     def __init__(
         self,
-        parameters: Iterable[Parameter],
+        model: nn.Module,
         world: World,
+        settings: Exchange,
         *,
-        bucket_bytes: int,
-        compression: Literal["none", "fp16"],
         passes: int,
-        statistics: Iterable[Tensor] = (),
     ) -> None:
-        # The last parameter used is the first to have its gradient: buckets fill in reverse order.
-        trained = [parameter for parameter in parameters if parameter.requires_grad][::-1]
-        wire = _Half if compression == "fp16" and world.size > 1 else _Plain
-        groups = _split(trained, bucket_bytes)
-        self.buckets = [_Bucket(group, passes, wire(world, f"bucket.{i}")) for i, group in enumerate(groups)]
-        self._statistics = _joined(list(statistics))
-        self._send_statistics = _Plain(world, "statistics").send
+        parameters = dict(model.named_parameters())
+        self.buckets = fill_buckets(parameters, round(settings.bucket_mib * _MIB), self._parts(world))
+        self.owned = self._own(parameters, world)  # what this rank's optimizer updates, by name
+        self._world = world
+        self._departures = [
+            _Departure(bucket, passes, self._wire(bucket, world, settings.compression, f"bucket.{number}"))
+            for number, bucket in enumerate(self.buckets)
+        ]
+        self._statistics = _joined([buffer for buffer in model.buffers() if buffer.is_floating_point()])
+
+    def _parts(self, world: World) -> int:  # noqa: ARG002
+        return 1
+
+    def _own(self, parameters: Mapping[str, Parameter], world: World) -> dict[str, Parameter]:  # noqa: ARG002
+        return dict(parameters)
+
+    def _wire(self, bucket: Bucket, world: World, compression: Compression, name: str) -> Wire:
+        form = Half if compression == "fp16" and world.size > 1 else Plain
+        return form(bucket.gradients, world, name)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -47,34 +61,51 @@ class Reducer:
 
         Running statistics are averaged too: every rank evaluates, and saves, the same network.
         """
-        statistics_arrived = self._send_statistics(self._statistics)
-        for bucket in self.buckets:
-            bucket.send()  # whatever has not left by itself: parameters that took no part in the loss
-        for bucket in self.buckets:
-            bucket.receive()
+        scale = 1.0 / self._world.size
+        statistics_arrived = self._world.ring.start_sum(self._statistics, "statistics", scale)
+        for departure in self._departures:
+            departure.send()  # whatever has not left by itself: parameters that took no part in the loss
+        for departure in self._departures:
+            departure.receive()
         statistics_arrived()
         yield
-        for bucket in self.buckets:
-            bucket.clear()
+        for departure in self._departures:
+            departure.clear()
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of all gradients from that of the owned ones. Collective: every rank calls this."""
+        return norm
+
+    def common(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return that part of the optimizer's state that is the same on all ranks."""
+        return state
+
+    def gather_state(self, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the optimizer's state whole, by PARAMETER/KEY. Collective: every rank calls this."""
+        return state
+
+    def scatter_state(
+        self,
+        state: dict[str, Tensor],
+        keys: Iterable[str],  # noqa: ARG002
+        saved: Mapping[str, Tensor],
+    ) -> None:
+        """Give every rank its part of a whole state that rank 0 has. Collective: every rank calls this."""
+        for name, tensor in saved.items():
+            state[name].copy_(tensor)
+        self._world.broadcast_(state.values())
 
 
-class _Bucket:
-    """Some parameters' gradients in one flat tensor, and how far their exchange is."""
+class _Departure:
+    """How far a bucket's gradients are on their way."""
 
-    def __init__(self, parameters: list[Parameter], passes: int, wire: _Wire) -> None:
-        self.flat = torch.zeros(
-            sum(map(Tensor.numel, parameters)), dtype=parameters[0].dtype, device=parameters[0].device
-        )
-        self._gradients_due = passes * len(parameters)
-        self._missing = self._gradients_due
+    def __init__(self, bucket: Bucket, passes: int, wire: Wire) -> None:
+        self._gradients = bucket.gradients
+        self._due = passes * len(bucket.parameters)
+        self._missing = self._due
         self._wire = wire
         self._wait: Wait | None = None
-        offset = 0
-        for parameter in parameters:
-            # The parameter's own strides: channels-last weights keep channels-last gradients.
-            parameter.grad = self.flat.as_strided(parameter.size(), parameter.stride(), offset)
-            parameter.register_post_accumulate_grad_hook(self._landed)  # type: ignore[no-untyped-call]
-            offset += parameter.numel()
+        bucket.on_landed(self._landed)
 
     def _landed(self, _: Tensor) -> None:
         self._missing -= 1
@@ -87,15 +118,15 @@ class _Bucket:
 
     def send(self) -> None:
         if self._wait is None:
-            self._wait = self._wire.send(self.flat)
+            self._wait = self._wire.send()
 
     def receive(self) -> None:
         if self._wait is not None:
             self._wait()
 
     def clear(self) -> None:
-        self.flat.zero_()
-        self._missing = self._gradients_due
+        self._gradients.zero_()
+        self._missing = self._due
         self._wait = None
 
 
@@ -111,54 +142,42 @@ def _joined(tensors: list[Tensor]) -> Tensor:
     return flat
 
 
-def _split(parameters: list[Parameter], bucket_bytes: int) -> list[list[Parameter]]:
-    """Cut the list where a bucket is full; one parameter may be larger than a bucket."""
-    groups: list[list[Parameter]] = []
-    room = 0
-    for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if not groups or size > room:
-            groups.append([])
-            room = bucket_bytes
-        groups[-1].append(parameter)
-        room -= size
-    return groups
+class Wire(Protocol):
+    """The form in which a bucket's gradients travel."""
+
+    def send(self) -> Wait:
+        """Begin the exchange; the result waits until the average has arrived."""
 
 
-class _Wire(Protocol):
-    """The form in which a bucket travels."""
+class Plain:
+    """As they are."""
 
-    def __init__(self, world: World, name: str) -> None: ...
+    def __init__(self, gradients: Tensor, world: World, name: str) -> None:
+        self._gradients, self._world, self._name = gradients, world, name
 
-    def send(self, flat: Tensor) -> Wait: ...
-
-
-class _Plain:
-    """As it is."""
-
-    def __init__(self, world: World, name: str) -> None:
-        self._world, self._name = world, name
-
-    def send(self, flat: Tensor) -> Wait:
-        return self._world.ring.start_sum(flat, self._name, 1.0 / self._world.size)
+    def send(self) -> Wait:
+        return self._world.ring.start_sum(self._gradients, self._name, 1.0 / self._world.size)
 
 
-class _Half:
+class Half:
     """In fp16, half of the division by the ranks done before the sum: neither end of fp16's range is near."""
 
-    def __init__(self, world: World, name: str) -> None:
-        self._world, self._name = world, name
-        self._divisor = 2.0 ** math.ceil(math.log2(world.size) / 2)  # a power of two: exact
-        self._half = torch.empty(0, dtype=torch.float16)
+    def __init__(self, gradients: Tensor, world: World, name: str) -> None:
+        self._gradients, self._world, self._name = gradients, world, name
+        self._half = torch.empty_like(gradients, dtype=torch.float16)
 
-    def send(self, flat: Tensor) -> Wait:
-        if self._half.numel() == 0:
-            self._half = torch.empty_like(flat, dtype=torch.float16)
-        torch.mul(flat, 1.0 / self._divisor, out=self._half)
+    def send(self) -> Wait:
+        divisor = predivisor(self._world.size)
+        torch.mul(self._gradients, 1.0 / divisor, out=self._half)
         wait = self._world.ring.start_sum(self._half, self._name, 1.0)
 
         def receive() -> None:
             wait()
-            flat.copy_(self._half).mul_(self._divisor / self._world.size)
+            self._gradients.copy_(self._half).mul_(divisor / self._world.size)
 
         return receive
+
+
+def predivisor(ranks: int) -> float:
+    """Return by what gradients are divided before they are summed in fp16: a power of two, so exactly."""
+    return float(2.0 ** math.ceil(math.log2(ranks) / 2))

@@ -17,6 +17,7 @@ from torch import Tensor
 from horovod_volo.config.errors import UserError
 
 Wait = Callable[[], None]
+Arrive = Callable[[], Tensor]  # waits, and returns what has arrived
 _POLL_SECONDS = 1e-4
 
 
@@ -29,6 +30,12 @@ class Ring(Protocol):
 
     def start_sum(self, tensor: Tensor, name: str, scale: float) -> Wait:
         """Begin to replace `tensor` by `scale` times its sum over ranks; the result waits for its end."""
+
+    def start_scatter(self, tensor: Tensor, name: str) -> Arrive:
+        """Begin to sum a flat tensor over ranks, of which each receives its own of equal parts."""
+
+    def start_join(self, part: Tensor, name: str) -> Arrive:
+        """Begin to join every rank's flat tensor, of any length, in the order of ranks."""
 
     def broadcast(self, tensor: Tensor, name: str) -> None:
         """Replace `tensor` by rank 0's."""
@@ -47,6 +54,12 @@ class NoRing:
         if scale != 1.0:
             tensor.mul_(scale)
         return lambda: None
+
+    def start_scatter(self, tensor: Tensor, name: str) -> Arrive:  # noqa: ARG002
+        return lambda: tensor
+
+    def start_join(self, part: Tensor, name: str) -> Arrive:  # noqa: ARG002
+        return lambda: part
 
     def broadcast(self, tensor: Tensor, name: str) -> None:
         pass
@@ -80,14 +93,29 @@ class HorovodRing:
             handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, postscale_factor=scale)
 
         def wait() -> None:
-            with self._others_there():
-                # Horovod's own wait spins: it takes the core from the threads that are waited for, and
-                # lets no signal handler run.
-                while not hvd.poll(handle):
-                    time.sleep(_POLL_SECONDS)
-                hvd.synchronize(handle)
+            self._arrived(handle)
 
         return wait
+
+    def start_scatter(self, tensor: Tensor, name: str) -> Arrive:
+        hvd = self._hvd
+        with self._others_there():
+            handle = hvd.reducescatter_async(tensor, name=name, op=hvd.Sum)
+        return lambda: self._arrived(handle)
+
+    def start_join(self, part: Tensor, name: str) -> Arrive:
+        with self._others_there():
+            handle = self._hvd.allgather_async(part, name=name)
+        return lambda: self._arrived(handle)
+
+    def _arrived(self, handle: int) -> Tensor:
+        with self._others_there():
+            # Horovod's own wait spins: it takes the core from the threads that are waited for, and
+            # lets no signal handler run.
+            while not self._hvd.poll(handle):
+                time.sleep(_POLL_SECONDS)
+            result: Tensor = self._hvd.synchronize(handle)
+        return result
 
     def broadcast(self, tensor: Tensor, name: str) -> None:
         # Horovod wants contiguous memory and knows neither bool nor bf16: bytes travel instead.

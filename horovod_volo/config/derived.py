@@ -17,10 +17,11 @@ class Derived:
     ranks: int
     global_batch: int
     steps_per_epoch: int
-    epochs: int  # cool-down included
+    epochs: int  # with the cool-down, and with a warm-up that comes before
     total_steps: int
-    cosine_steps: int  # warm-up and cosine, without the cool-down
+    cosine_steps: int  # of the cosine; a warm-up inside counts among them
     warmup_steps: int
+    prefix_steps: int  # of a warm-up that comes before the cosine
     peak_lr: float
 
     def epoch_of(self, step: int) -> tuple[int, int]:
@@ -38,7 +39,8 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
             f"= {global_batch} images, but there are {images}. {_smaller(images, ranks, update.accumulation)}"
         )
     steps_per_epoch = images // global_batch
-    epochs = update.epochs + update.cooldown_epochs
+    prefix_epochs = update.warmup_epochs if update.warmup_prefix else 0
+    epochs = prefix_epochs + update.epochs + update.cooldown_epochs
     return Derived(
         ranks=ranks,
         global_batch=global_batch,
@@ -47,6 +49,7 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
         total_steps=steps_per_epoch * epochs,
         cosine_steps=steps_per_epoch * update.epochs,
         warmup_steps=steps_per_epoch * update.warmup_epochs,
+        prefix_steps=steps_per_epoch * prefix_epochs,
         peak_lr=update.lr or update.lr_base * global_batch / REFERENCE_BATCH,
     )
 

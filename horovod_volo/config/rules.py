@@ -5,6 +5,7 @@ from __future__ import annotations
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Config
 
+SHARDED_OPTIMIZERS = ("adamw", "sgd")
 OUTPUT_STRIDE = 16  # pixels per token label: VOLO's stem divides by 8, its first stage's end by 2
 
 
@@ -13,11 +14,13 @@ def check(config: Config) -> None:
     _check_image(config)
     _check_objective(config)
     _check_schedule(config)
+    _check_update(config)
 
 
 def _check_image(config: Config) -> None:
     side = config.model.img_size
-    if side % OUTPUT_STRIDE:
+    tokens = config.objective.token_label or config.objective.mix_token
+    if tokens and side % OUTPUT_STRIDE:
         near = max(2, round(side / OUTPUT_STRIDE)) * OUTPUT_STRIDE
         raise UserError(
             f"--img-size must be a multiple of {OUTPUT_STRIDE}, not {side}. The nearest is {near}."
@@ -66,13 +69,31 @@ def _check_objective(config: Config) -> None:
 
 def _check_schedule(config: Config) -> None:
     update = config.update
-    if update.warmup_epochs > update.epochs:
+    if update.warmup_epochs > update.epochs and not update.warmup_prefix:
         raise UserError(
             f"--warmup-epochs {update.warmup_epochs} is longer than --epochs {update.epochs}, which contain "
-            f"it. Use --warmup-epochs {update.epochs // 10}."
+            f"it. Use --warmup-epochs {update.epochs // 10}, or --warmup-prefix."
         )
     if not update.lr and not update.lr_base:
         raise UserError("The learning rate is 0. Give --lr, or --lr-base for a global batch of 1024.")
+
+
+def _check_update(config: Config) -> None:
+    update = config.update
+    if update.layer_decay > 1:
+        raise UserError(f"--layer-decay is a share and ends at 1, not {update.layer_decay:g}.")
+    if update.shard_optimizer and update.opt not in SHARDED_OPTIMIZERS:
+        raise UserError(
+            f"--shard-optimizer cuts tensors between ranks, and --opt {update.opt} wants them whole. Use "
+            f"--opt {' or '.join(SHARDED_OPTIMIZERS)}, or drop --shard-optimizer."
+        )
+    if update.shard_optimizer and update.clip_grad and update.clip_mode == "agc":
+        raise UserError(
+            "--shard-optimizer cuts tensors between ranks, and --clip-mode agc wants them whole. Use "
+            "--clip-mode norm."
+        )
+    if config.model.allow_mismatch and not config.model.finetune:
+        raise UserError("--allow-mismatch is about the weights of --finetune. Give those, or drop it.")
 
 
 def token_label_side(config: Config) -> int:

@@ -59,11 +59,25 @@ class Run:
 class Model:
     """the network"""
 
-    model: str = setting("volo_d1", "volo_d1 to volo_d5, or volo_demo")
+    model: str = setting(
+        "volo_d1",
+        "volo_d1 to volo_d5, lvvit_t, lvvit_s, lvvit_m, lvvit_l, volo_demo, or a classification model of "
+        "timm",
+    )
     img_size: int = setting(224, "side of the square training and evaluation images, pixels", at_least=32)
     num_classes: int = setting(0, "classes; 0: as many as the training set has folders", at_least=0)
     drop_path: float = setting(0.0, "stochastic depth rate of the last block", at_least=0.0, below=1.0)
-    finetune: str = setting("", "start from these weights: a file, a checkpoint or a run folder")
+    grad_checkpoint: bool = setting(
+        False, "keep no activations inside blocks, compute them again in backward: slower, far less memory"
+    )
+    finetune: str = setting(
+        "", "start from these weights: a run folder, a checkpoint, a file, or timm:NAME for timm's own"
+    )
+    allow_mismatch: str = setting(
+        "",
+        "parameters that --finetune may leave fresh or drop, by the beginnings of their names, with commas "
+        "between; heads of another number of classes need no leave",
+    )
 
 
 @dataclass(frozen=True)
@@ -149,6 +163,16 @@ class Objective:
 class Update:
     """optimizer and schedule"""
 
+    opt: Literal["adamw", "lamb", "lars", "sgd", "fusedadam", "fusedlamb"] = setting(
+        "adamw", "optimizer; fusedadam and fusedlamb are NVIDIA Apex's"
+    )
+    momentum: float = setting(0.9, "momentum of lars and sgd", at_least=0.0, below=1.0)
+    layer_decay: float = setting(
+        1.0, "rate of each layer as a share of that of the layer above it; 1: all alike", at_least=0.001
+    )
+    shard_optimizer: bool = setting(
+        False, "each rank keeps and updates its share of the optimizer's state: memory divided by the ranks"
+    )
     lr: float = setting(
         0.0,
         "peak learning rate as it is; 0: --lr-base times global batch / 1024",
@@ -160,15 +184,26 @@ class Update:
     warmup_lr: float = setting(1e-6, "learning rate at the first step of the warm-up", at_least=0.0)
     epochs: int = setting(300, "epochs of warm-up and cosine", at_least=1)
     warmup_epochs: int = setting(20, "epochs of linear warm-up, inside --epochs", at_least=0)
+    warmup_prefix: bool = setting(False, "warm up before --epochs, which are longer by it, instead of inside")
+    lr_changes: Literal["step", "epoch"] = setting(
+        "step", "the learning rate moves with every step, or, as published, at each epoch's begin only"
+    )
     cooldown_epochs: int = setting(10, "further epochs at --min-lr", at_least=0)
     weight_decay: float = setting(
         0.05, "decay of matrices and filters; biases, norms, tokens are exempt", at_least=0.0
     )
-    clip_grad: float = setting(0.0, "largest norm of the averaged gradient; 0: no clipping", at_least=0.0)
+    clip_grad: float = setting(
+        0.0, "bound of the averaged gradient, of what --clip-mode says; 0: no clipping", at_least=0.0
+    )
+    clip_mode: Literal["norm", "value", "agc"] = setting(
+        "norm",
+        "bound the whole gradient's norm, each value, or each unit's norm as a share of its weights' norm",
+    )
     accumulation: int = setting(1, "passes averaged into one step", at_least=1)
     ema_decay: float = setting(
         0.0,
         "decay per step of averaged weights, evaluated beside the raw ones; 0: none",
+        shorthands={"--model-ema": 0.99992},
         at_least=0.0,
         below=1.0,
     )

@@ -25,7 +25,7 @@ def banner(job: Job, hosts: list[str], remarks: list[str]) -> str:
         "batch": batch_line(job.config, job.derived),
         "rate": rate_line(job.config, job.derived),
         "length": length_line(job.derived),
-        "precision": exchange_line(job.config, len(job.reducer.buckets)),
+        "precision": exchange_line(job.config, len(job.state.reducer.buckets)),
         "results": f"{job.folder}  (watch: tensorboard --logdir {job.folder.parent})",
     }
     if job.state.step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,53 +23,101 @@ from horovod_volo.engine.banner import (
     length_line,
     rate_line,
 )
-from horovod_volo.models.build import build_model
+from horovod_volo.models.build import build_model, check_model, training_forward
+from horovod_volo.models.weights import TIMM
 
-_IMAGENET_IMAGES, _IMAGENET_CLASSES = 1_281_167, 1_000
-_STATE_BYTES = 16  # a parameter, its gradient and AdamW's two averages, fp32
+# Taken where the data is on another machine: name, images, classes.
+_IMAGENET_1K = ("ImageNet-1K", 1_281_167, 1_000)
+_IMAGENET_22K = ("ImageNet-22K", 14_197_122, 21_841)
+
+_FP32 = 4  # bytes of a weight, of its gradient and of each of the optimizer's averages
+_AVERAGES = {"adamw": 2, "lamb": 2, "fusedadam": 2, "fusedlamb": 2, "lars": 1, "sgd": 1}
 _PROBE_BATCH = 2  # batch norm wants more than one value
 _GIB, _MIB = 2**30, 2**20
 
 
+@dataclass(frozen=True)
+class Need:
+    """What a run needs whatever the number of ranks."""
+
+    images: int
+    classes: int
+    parameters: int
+    activation_bytes: float  # of one image
+    remarks: list[str]
+
+
 def dry_run(config: Config, ranks: int) -> str:
     """Word what a run on so many ranks would be."""
+    return describe(config, ranks, need_of(config))
+
+
+def need_of(config: Config) -> Need:
+    """Count the images and measure the network, which is built without memory for its weights."""
+    settings = config.model
+    tokens = config.objective.token_label or config.objective.mix_token
+    check_model(settings.model, img_size=settings.img_size, tokens=tokens)
     images, classes, remarks = _images(config)
-    derived = derive(config, ranks=ranks, images=images)
     with torch.device("meta"):
         model = build_model(
-            config.model.model,
-            img_size=config.model.img_size,
-            num_classes=config.model.num_classes or classes,
-            drop_path=config.model.drop_path,
+            settings.model,
+            img_size=settings.img_size,
+            num_classes=settings.num_classes or classes,
+            drop_path=settings.drop_path,
+            grad_checkpoint=settings.grad_checkpoint,
         )
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    activations = _activation_bytes(model, config) * config.data.batch_size
-    averages = 4 * parameters if config.update.ema_decay else 0
-    wire_bytes = parameters * (2 if config.exchange.compression == "fp16" else 4)
+    return Need(
+        images=images,
+        classes=classes,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        activation_bytes=_activation_bytes(model, config),
+        remarks=remarks,
+    )
+
+
+def describe(config: Config, ranks: int, need: Need) -> str:
+    """Word settings, numbers and estimates of a run on so many ranks."""
+    derived = derive(config, ranks=ranks, images=need.images)
+    state = state_bytes(config, ranks) * need.parameters
+    activations = need.activation_bytes * config.data.batch_size
+    wire_bytes = need.parameters * (2 if config.exchange.compression == "fp16" else 4)
     facts = {
         "ranks": f"{ranks}",
-        "model": f"{config.model.model}, {parameters:,} parameters, {config.model.img_size} px",
-        "images": f"{images:,} of {classes:,} classes",
+        "model": f"{config.model.model}, {need.parameters:,} parameters, {config.model.img_size} px",
+        "images": f"{need.images:,} of {need.classes:,} classes",
         "batch": batch_line(config, derived),
         "rate": rate_line(config, derived),
         "length": length_line(derived),
-        "precision": exchange_line(config, bucket_count(parameters, config)),
-        "memory": f"about {(_STATE_BYTES * parameters + averages) / _GIB:.1f} GiB of state and "
+        "precision": exchange_line(config, bucket_count(need.parameters, config)),
+        "memory": f"about {state / _GIB:.1f} GiB of state and "
         f"{activations / _GIB:.1f} GiB of activations a rank",
         "exchange": f"{wire_bytes / _MIB:.0f} MiB of gradients a step; "
         f"{2 * (ranks - 1) / ranks * wire_bytes / _MIB:.0f} MiB through each rank's link",
     }
-    return f"{dump(config)}\n{fact_lines(facts, [*notes(config), *remarks])}"
+    return f"{dump(config)}\n{fact_lines(facts, [*notes(config), *need.remarks])}"
+
+
+def state_bytes(config: Config, ranks: int) -> float:
+    """Return what one rank holds for each parameter: weight, gradient, optimizer's state, averaged weight."""
+    update = config.update
+    state = float(_AVERAGES[update.opt] * _FP32)
+    if update.shard_optimizer:
+        state = (state + _FP32) / ranks  # and a copy of the gradients of its share
+    averaged = _FP32 if update.ema_decay else 0
+    return _FP32 + _FP32 + state + averaged
 
 
 def _images(config: Config) -> tuple[int, int, list[str]]:
-    """Count the images, or take ImageNet-1K's numbers where the data is on another machine."""
+    """Count the images, or take ImageNet's numbers where the data is on another machine."""
     given = [config.data.data_dir, config.objective.token_label_data, config.model.finetune]
-    remarks = [f"{path} is not on this machine" for path in given if path and not Path(path).exists()]
+    places = [path for path in given if path and not path.startswith(TIMM)]
+    remarks = [f"{path} is not on this machine" for path in places if not Path(path).exists()]
     if Path(config.data.data_dir or "/nowhere").exists():
         train = build_catalog(config.data.data_dir, "train", folder=None)
         return len(train), len(train.classes), remarks
-    return _IMAGENET_IMAGES, _IMAGENET_CLASSES, [*remarks, "counted with the images of ImageNet-1K"]
+    assumed = _IMAGENET_22K if config.model.num_classes == _IMAGENET_22K[2] else _IMAGENET_1K
+    name, images, classes = assumed
+    return images, classes, [*remarks, f"counted with the images of {name}"]
 
 
 def _activation_bytes(model: torch.nn.Module, config: Config) -> float:
@@ -76,7 +125,7 @@ def _activation_bytes(model: torch.nn.Module, config: Config) -> float:
     side = config.model.img_size
     images = torch.zeros(_PROBE_BATCH, 3, side, side, device="meta")
     with _saved_bytes(list(model.parameters())) as saved:
-        model.training_logits(images, lambda tokens: tokens)  # type: ignore[operator]
+        training_forward(model)(images, lambda tokens: tokens)
     width = 1.0 if config.exchange.precision == "fp32" else 0.5
     return width * saved[0] / _PROBE_BATCH
 

@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from horovod_volo.cluster.binding import Share, share_of_host
-from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive
 from horovod_volo.config.errors import UserError
@@ -20,20 +18,19 @@ from horovod_volo.config.schema import Config
 from horovod_volo.data.augmentation.rand_augment import parse
 from horovod_volo.data.images.catalog import Catalog, check_same_classes
 from horovod_volo.data.labels.source import LabelSource, open_labels
+from horovod_volo.data.pipeline import Colours
 from horovod_volo.data.stream import EvalStream, TrainStream
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.engine.state import TrainState
-from horovod_volo.models.build import default_crop_pct
+from horovod_volo.models.build import Forward, facts_of, heads_of, training_forward
 from horovod_volo.monitor.tracker import Tracking
 from horovod_volo.monitor.window import Window
 from horovod_volo.objective.image_mix import draw_image_mix
 from horovod_volo.objective.loss import Loss, LossParts, build_loss
 from horovod_volo.objective.mixtoken import NO_BOX, Mix, draw_box
+from horovod_volo.optim.clip import Clip, build_clip
 from horovod_volo.optim.schedule import lr_at
-
-Clip = Callable[[], object]
-_MIB = 2**20
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,9 @@ class Job:
     derived: Derived
     images: Images
     state: TrainState
-    reducer: Reducer
     train_stream: TrainStream
     eval_stream: EvalStream
+    forward: Forward
     loss: Loss
     window: Window
     clip: Clip
@@ -141,12 +138,12 @@ def build_job(
         derived=derived,
         images=images,
         state=state,
-        reducer=_reducer(config, world, state.model),
         train_stream=streams[0],
         eval_stream=streams[1],
+        forward=training_forward(state.model),
         loss=loss,
         window=Window(LossParts._fields, share.device, lambda: streams[0].waited_seconds),
-        clip=_clip(state.model, config.update.clip_grad),
+        clip=_clip(config, state),
         lr=_schedule(config, derived),
         mix=_mixes(config, world),
         autocast=_autocast(config, share.device),
@@ -157,6 +154,8 @@ def build_job(
 
 def _streams(config: Config, world: World, images: Images, share: Share) -> tuple[TrainStream, EvalStream]:
     threads = config.data.workers or share.threads
+    facts = facts_of(config.model.model)
+    colours = Colours(facts.mean, facts.std)
     train = TrainStream(
         images.train,
         images.label_maps,
@@ -168,35 +167,30 @@ def _streams(config: Config, world: World, images: Images, share: Share) -> tupl
         accumulation=config.update.accumulation,
         device=share.device,
         threads=threads,
+        colours=colours,
     )
     held_out = EvalStream(
         images.held_out,
         config.data,
         image_size=config.model.img_size,
-        crop_pct=config.data.crop_pct or default_crop_pct(config.model.model),
+        crop_pct=config.data.crop_pct or facts.crop_pct,
         rank=world.rank,
         size=world.size,
         device=share.device,
         threads=threads,
+        colours=colours,
     )
     return train, held_out
 
 
-def _reducer(config: Config, world: World, model: nn.Module) -> Reducer:
-    return Reducer(
-        model.parameters(),
-        world,
-        bucket_bytes=round(config.exchange.bucket_mib * _MIB),
-        compression=config.exchange.compression,
-        passes=config.update.accumulation,
-        statistics=[buffer for buffer in model.buffers() if buffer.is_floating_point()],
+def _clip(config: Config, state: TrainState) -> Clip:
+    return build_clip(
+        config.update.clip_mode,
+        config.update.clip_grad,
+        state.reducer.owned,
+        heads=heads_of(config.model.model),
+        whole_norm=state.reducer.whole_norm,
     )
-
-
-def _clip(model: nn.Module, largest_norm: float) -> Clip:
-    if not largest_norm:
-        return lambda: None
-    return partial(nn.utils.clip_grad_norm_, list(model.parameters()), largest_norm)
 
 
 def _schedule(config: Config, derived: Derived) -> Callable[[int], float]:
@@ -207,6 +201,8 @@ def _schedule(config: Config, derived: Derived) -> Callable[[int], float]:
         floor=config.update.min_lr,
         warmup=derived.warmup_steps,
         cosine=derived.cosine_steps,
+        prefix=derived.prefix_steps,
+        stride=derived.steps_per_epoch if config.update.lr_changes == "epoch" else 1,
     )
 
 

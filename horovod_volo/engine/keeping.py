@@ -12,7 +12,7 @@ from typing import Any
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.engine.checkpoint import checkpoint_path, point, prune, save_checkpoint
+from horovod_volo.engine.checkpoint import Files, checkpoint_path, point, prune, save_checkpoint
 from horovod_volo.engine.evaluation import Scores
 from horovod_volo.engine.job import Job
 
@@ -21,14 +21,15 @@ _EVALUATION = "evaluation.json"
 
 def keep(job: Job) -> None:
     """Save the state of the step it stands at. Collective: every rank calls this."""
-    job.world.assert_same(job.state.every_tensor(), "Weights or optimizer state")
-    job.world.on_main(lambda: _write(job))
+    job.world.assert_same(job.state.common(), "Weights or optimizer state")
+    files = job.state.whole()
+    job.world.on_main(lambda: _write(job, files))
 
 
-def _write(job: Job) -> None:
+def _write(job: Job, files: Files) -> None:
     facts = checkpoint_facts(job.config, job.derived, job.images.train)
     facts["scaler"] = job.state.scaler.state_dict()
-    saved = save_checkpoint(_folder(job), job.state.step, job.state.tensors(), facts)
+    saved = save_checkpoint(_folder(job), job.state.step, files, facts)
     prune(saved, job.config.run.keep_checkpoints)
 
 
@@ -93,4 +94,5 @@ def checkpoint_facts(config: Config, derived: Derived, train: Catalog) -> dict[s
         "global_batch": derived.global_batch,
         "precision": config.exchange.precision,
         "averaged": bool(config.update.ema_decay),
+        "optimizer": config.update.opt,
     }

@@ -59,19 +59,14 @@ def _not_amidst(folder: Path, checkpoint: Path) -> Path:
 
 def restore(state: TrainState, checkpoint: Path | None, world: World) -> None:
     """Give all ranks rank 0's state: a checkpoint's, or the fresh one. Collective: every rank calls this."""
-    world.on_main(lambda: _read(state, checkpoint) if checkpoint else None)
-    state.step = world.share(state.step)
-    state.scaler.load_state_dict(world.share(state.scaler.state_dict()))
-    world.broadcast_(state.every_tensor())
-    world.assert_same(state.every_tensor(), "Weights or optimizer state")
-
-
-def _read(state: TrainState, checkpoint: Path) -> None:
-    facts = read_state(checkpoint)
-    state.restore(read_tensors(checkpoint))
-    state.step = facts["step"]
-    if facts["scaler"]:
+    # Only rank 0 reads: a checkpoint's tensors are too many to be shared as one object.
+    saved = world.together(lambda: read_tensors(checkpoint) if checkpoint and world.is_main else {})
+    facts = world.share(read_state(checkpoint) if checkpoint and world.is_main else {})
+    state.step = facts.get("step", 0)
+    if facts.get("scaler"):
         state.scaler.load_state_dict(facts["scaler"])
+    state.restore(saved, world)
+    world.assert_same(state.common(), "Weights or optimizer state")
 
 
 def _check_facts(saved: dict[str, Any], own: dict[str, Any], checkpoint: Path, ranks: int) -> None:

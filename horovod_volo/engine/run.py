@@ -20,6 +20,7 @@ from horovod_volo.engine.job import Job, build_job, read_images, run_folder, sha
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.resuming import checkpoint_to_resume, restore
 from horovod_volo.engine.state import build_state
+from horovod_volo.models.build import check_model
 from horovod_volo.monitor.tracker import Silent, Tracker, Tracking
 
 
@@ -38,12 +39,14 @@ def run(config: Config, world: World) -> bool:
 def prepare(config: Config, world: World) -> tuple[Job, list[str]]:
     """Check and build everything; return the run and remarks about it. Collective: every rank calls this."""
     share = world.together(partial(share_host, world))
+    world.together(partial(_check_model, config))
     images = read_images(config, world)
     derived = world.together(partial(derive, config, ranks=world.size, images=len(images.train)))
     checkpoint = checkpoint_to_resume(config, world, images.train)
     state, remarks = world.together(
         lambda: build_state(
             config,
+            world,
             num_classes=len(images.train.classes),
             device=share.device,
             finetune="" if checkpoint else config.model.finetune,
@@ -52,6 +55,11 @@ def prepare(config: Config, world: World) -> tuple[Job, list[str]]:
     restore(state, checkpoint, world)
     tracker = world.together(partial(_tracker, config, world, state.step, derived.total_steps))
     return build_job(config, world, images, share, state, tracker), notes(config) + remarks
+
+
+def _check_model(config: Config) -> None:
+    tokens = config.objective.token_label or config.objective.mix_token
+    check_model(config.model.model, img_size=config.model.img_size, tokens=tokens)
 
 
 def _tracker(config: Config, world: World, first_step: int, total_steps: int) -> Tracking:

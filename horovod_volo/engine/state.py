@@ -6,66 +6,101 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.optim import AdamW
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.sharding import ShardedReducer
+from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.models.build import build_model
-from horovod_volo.models.volo import Volo
+from horovod_volo.engine.checkpoint import Files
+from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name
 from horovod_volo.models.weights import load_weights, read_weights
-from horovod_volo.optim.adamw import build_optimizer, state_tensors
+from horovod_volo.optim.build import STATE_KEYS, build_optimizer, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
+from horovod_volo.optim.groups import parameter_groups
 
 
 @dataclass
 class TrainState:
-    """The network, its optimizer, its averaged weights, the loss scale, and the number of steps taken."""
+    """The network, its optimizer, its averaged weights, the loss scale, and the number of steps taken.
 
-    model: Volo
-    optimizer: AdamW
+    The reducer holds the gradients, and knows which rank keeps which part of the optimizer's state.
+    """
+
+    model: nn.Module
+    reducer: Reducer
+    optimizer: Optimizer
+    optimizer_keys: tuple[str, ...]
     average: Average
     scaler: torch.amp.GradScaler
     step: int = 0
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the live tensors by file and name; files without tensors are left out."""
+    def common(self) -> Iterator[Tensor]:
+        """Go through the live tensors that are the same on all ranks, in the same order on each."""
+        yield from self.model.state_dict().values()
+        yield from self.reducer.common(self._optimizer_state()).values()
+        yield from self.average.tensors().values()
+
+    def whole(self) -> dict[str, dict[str, Tensor]]:
+        """Return all tensors whole; files without tensors are left out. Collective: every rank calls this."""
         files = {
             "model": self.model.state_dict(),
-            "optimizer": state_tensors(self.optimizer, self.model),
+            "optimizer": self.reducer.gather_state(self._optimizer_state(), self.optimizer_keys),
             "ema": self.average.tensors(),
         }
         return {file: tensors for file, tensors in files.items() if tensors}
 
-    def every_tensor(self) -> Iterator[Tensor]:
-        """Go through the live tensors in an order that is the same on every rank."""
-        for tensors in self.tensors().values():
-            yield from tensors.values()
-
     @torch.no_grad()
-    def restore(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Copy saved tensors of the same names into the live ones."""
-        for file, tensors in self.tensors().items():
-            for name, tensor in tensors.items():
-                tensor.copy_(saved[file][name])
+    def restore(self, saved: Files, world: World) -> None:
+        """Give all ranks what rank 0 has saved, or else what it has. Collective: every rank calls this."""
+        for file, tensors in (("model", self.model.state_dict()), ("ema", self.average.tensors())):
+            for name, tensor in saved.get(file, {}).items():
+                tensors[name].copy_(tensor)
+            world.broadcast_(tensors.values())
+        self.reducer.scatter_state(self._optimizer_state(), self.optimizer_keys, saved.get("optimizer", {}))
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        return state_tensors(self.optimizer, self.reducer.owned)
 
 
 def build_state(
-    config: Config, *, num_classes: int, device: torch.device, finetune: str
+    config: Config, world: World, *, num_classes: int, device: torch.device, finetune: str
 ) -> tuple[TrainState, list[str]]:
     """Build the network and its optimizer as they are before the first step; return remarks with them."""
     torch.manual_seed(config.run.seed)
+    settings, update = config.model, config.update
     model = build_model(
-        config.model.model,
-        img_size=config.model.img_size,
+        settings.model,
+        img_size=settings.img_size,
         num_classes=num_classes,
-        drop_path=config.model.drop_path,
+        drop_path=settings.drop_path,
+        grad_checkpoint=settings.grad_checkpoint,
     )
     remarks: list[str] = []
     if finetune:
-        remarks = [f"weights from {finetune}", *load_weights(model, read_weights(finetune), finetune)]
+        state = read_weights(finetune)
+        taken = load_weights(
+            model, our_name(settings.model), state, finetune, allowed=settings.allow_mismatch
+        )
+        remarks = [f"weights from {finetune}", *taken]
     model.to(device).train()
-    update = config.update
-    optimizer = build_optimizer(model, exempt=model.no_weight_decay(), weight_decay=update.weight_decay)
-    average = Ema(model, update.ema_decay) if update.ema_decay else NoAverage()
+    reducer = _reducer(config, world, model)
+    groups = parameter_groups(
+        dict(model.named_parameters()),
+        reducer.owned,
+        exempt=exempt_from_decay(model),
+        weight_decay=update.weight_decay,
+        layers=layer_numbers(model) if update.layer_decay != 1.0 else {},
+        layer_decay=update.layer_decay,
+    )
+    optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
+    average = Ema(model, reducer.buckets, update.ema_decay) if update.ema_decay else NoAverage()
     scaler = torch.amp.GradScaler(device.type, enabled=config.exchange.precision == "fp16")
-    return TrainState(model, optimizer, average, scaler), remarks
+    keys = STATE_KEYS[update.opt]
+    return TrainState(model, reducer, optimizer, keys, average, scaler), remarks
+
+
+def _reducer(config: Config, world: World, model: nn.Module) -> Reducer:
+    kind = ShardedReducer if config.update.shard_optimizer else Reducer
+    return kind(model, world, config.exchange, passes=config.update.accumulation)

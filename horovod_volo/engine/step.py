@@ -14,7 +14,7 @@ import torch
 from horovod_volo.data.stream import Batch
 from horovod_volo.engine.job import Job
 from horovod_volo.objective.loss import Labels
-from horovod_volo.optim.adamw import set_lr
+from horovod_volo.optim.groups import set_lr
 
 _STREAM = 0x64_72_6F_70  # keeps stochastic depth apart from every other use of the seed
 
@@ -29,11 +29,11 @@ def train_step(job: Job, passes: Iterator[Batch]) -> None:
         mix = job.mix(state.step, number)
         seed_pass(job.config.run.seed, state.step, job.world.rank, number)
         with job.autocast:
-            class_logits, token_logits = state.model.training_logits(mix.images(batch.images), mix.exchange)
+            class_logits, token_logits = job.forward(mix.images(batch.images), mix.exchange)
         parts = job.loss(class_logits, token_logits, labels, mix)
         state.scaler.scale(parts.total / accumulation).backward()  # type: ignore[no-untyped-call]
         job.window.add(parts)
-    with job.reducer.averaged():
+    with state.reducer.averaged():
         state.scaler.unscale_(state.optimizer)
         job.clip()
         state.scaler.step(state.optimizer)

@@ -8,9 +8,14 @@ package index, or imports without its operators.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.values import nearest
 
 
 def _declare_missing_operators() -> None:
@@ -28,14 +33,18 @@ except RuntimeError:  # "operator torchvision::nms does not exist"
 
 from timm import create_model, get_pretrained_cfg, is_model, list_models  # noqa: E402
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD  # noqa: E402
+from timm.models import group_parameters  # noqa: E402
 from timm.models.volo import VOLO  # noqa: E402
 
 __all__ = [
     "IMAGENET_DEFAULT_MEAN",
     "IMAGENET_DEFAULT_STD",
     "VOLO",
+    "adapted_by_timm",
     "create_model",
+    "downloaded_weights",
     "get_pretrained_cfg",
+    "group_parameters",
     "is_model",
     "list_models",
     "listed_images",
@@ -61,3 +70,24 @@ def listed_images(folder: str) -> Any:
     from timm.data import create_dataset
 
     return create_dataset("", root=folder, is_training=True)
+
+
+def adapted_by_timm(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Bring another release's or another size's weights into the form of one of timm's networks."""
+    adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    return state if adapt is None else dict(adapt(state, model))
+
+
+def downloaded_weights(name: str) -> dict[str, Tensor]:
+    """Return the weights that timm publishes under a name, from its cache or from where they are."""
+    if not is_model(name):
+        hint = nearest(name.split(".")[0], list_models())
+        raise UserError(f"timm knows no model {name!r}.{hint}")
+    try:
+        model: nn.Module = create_model(name, pretrained=True)
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"timm has no weights of {name} in its cache and cannot fetch them "
+            f"({' '.join(str(error).split())[:300]}). Copy a file of weights here and name that."
+        ) from None
+    return model.state_dict()

@@ -1,7 +1,7 @@
 """VOLO with a forward pass for training: class logits and token logits, tokens mixed after the stem.
 
 Modules and parameter names are timm's, so checkpoints of either load in the other. Evaluation
-is timm's own forward.
+is timm's own forward, and so is each block; only which blocks are recomputed in backward differs.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from horovod_volo.models.timm_door import VOLO
 
 TokenExchange = Callable[[Tensor], Tensor]  # of a (batch, rows, columns, channels) grid; its own inverse
+
+BlockRunner = Callable[[nn.Module, Tensor], Tensor]
 
 # layers and widths of the outlooker stage and the three transformer stages that follow it
 SIZES: dict[str, dict[str, Any]] = {
@@ -37,6 +41,22 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+def runner_of_blocks(model: Any) -> BlockRunner:
+    """Return how the model runs each block: plainly, or recomputed in backward from its input alone."""
+    return _recomputed if model.grad_checkpointing and model.training else _plain
+
+
+def _plain(block: nn.Module, tokens: Tensor) -> Tensor:
+    result: Tensor = block(tokens)
+    return result
+
+
+def _recomputed(block: nn.Module, tokens: Tensor) -> Tensor:
+    # The random state is set back, so that stochastic depth leaves out the same branches again.
+    result: Tensor = checkpoint(block, tokens, use_reentrant=False, preserve_rng_state=True)
+    return result
+
+
 class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
     """timm's VOLO, trained with token labels."""
 
@@ -50,3 +70,24 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         _, rows, columns, _ = self.pos_embed.shape
         grid = token_logits.unflatten(1, (rows, columns))
         return class_logits, exchange(grid).flatten(1, 2)
+
+    def forward_tokens(self, tokens: Tensor) -> Tensor:
+        """Return (batch, tokens, channels) of the stem's (batch, rows, columns, channels)."""
+        run = runner_of_blocks(self)
+        for index, stage in enumerate(self.network):
+            if index == 2:  # behind the outlookers and the downsampling
+                tokens = self.pos_drop(tokens + self.pos_embed)
+            if isinstance(stage, nn.Sequential):
+                for block in stage:
+                    tokens = run(block, tokens)
+            else:
+                tokens = stage(tokens)
+        return tokens.flatten(1, 2)
+
+    def forward_cls(self, tokens: Tensor) -> Tensor:
+        """Return (batch, 1 + tokens, channels): a class token that has looked at the others comes first."""
+        run = runner_of_blocks(self)
+        features = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
+        for block in self.post_network:
+            features = run(block, features)
+        return features

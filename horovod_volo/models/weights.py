@@ -1,74 +1,150 @@
 """Weights in: from files of ours, timm's or the published ones, fitted to another input size.
 
-Nothing is executed on load, and nothing is dropped in silence: what does not fit is an error.
+Nothing is executed on load, and nothing is dropped in silence: what does not fit is an error, unless it was
+allowed by name, or is a head of another number of classes, which begins anew.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from horovod_volo.config.errors import UserError
+from horovod_volo.models.build import heads_of
+from horovod_volo.models.lvvit import LvVit
+from horovod_volo.models.timm_door import adapted_by_timm, downloaded_weights
 from horovod_volo.models.volo import Volo
 
-_HEADS = ("head.weight", "head.bias", "aux_head.weight", "aux_head.bias")
+State = Mapping[str, Tensor]
+
+TIMM = "timm:"
+_FILES_OF_A_FOLDER = (
+    "model.safetensors",
+    "checkpoints/best/model.safetensors",
+    "checkpoints/last/model.safetensors",
+)
 
 
-def load_weights(model: Volo, state: Mapping[str, Tensor], source: str) -> list[str]:
-    """Load `state`, its position embedding resized to the model's; return what was adapted, in words."""
+def load_weights(model: nn.Module, name: str, state: State, source: str, *, allowed: str = "") -> list[str]:
+    """Load `state` into a network called `name`; return what was taken, adapted and left out, in words.
+
+    `allowed` are beginnings of parameters' names, with commas between, that may stay fresh or be left out.
+    """
     own = model.state_dict()
-    adapted: list[str] = []
-    fitted = dict(state)
-    if "pos_embed" in fitted and fitted["pos_embed"].shape != own["pos_embed"].shape:
-        was, new = fitted["pos_embed"].shape, own["pos_embed"].shape
-        if len(was) == len(new) and was[-1] == new[-1]:
-            fitted["pos_embed"] = resize_position_embedding(fitted["pos_embed"], (new[1], new[2]))
-            adapted.append(f"position embedding resized from {was[1]} x {was[2]} to {new[1]} x {new[2]}")
-    _raise_on_mismatch(own, fitted, source)
-    model.load_state_dict(fitted)
-    return adapted
-
-
-def resize_position_embedding(embedding: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Resize a (1, rows, columns, channels) embedding bicubically, as the published fine-tuning does."""
-    channels_first = embedding.permute(0, 3, 1, 2).float()  # (1, channels, rows, columns)
-    resized = F.interpolate(channels_first, size=grid, mode="bicubic", align_corners=False)
-    return resized.permute(0, 2, 3, 1).to(embedding.dtype)
-
-
-def _raise_on_mismatch(own: Mapping[str, Tensor], given: Mapping[str, Tensor], source: str) -> None:
-    missing = [name for name in own if name not in given]
-    surplus = [name for name in given if name not in own]
-    shapes = [name for name in own if name in given and own[name].shape != given[name].shape]
-    if not (missing or surplus or shapes):
-        return
-    if shapes and set(shapes) <= set(_HEADS) and not (missing or surplus):
-        raise UserError(
-            f"The weights in {source} are for {given['head.weight'].shape[0]} classes, the model has "
-            f"{own['head.weight'].shape[0]}. Give data with as many classes, or other weights."
+    given, remarks = _adapted(model, own, state)
+    left = _other_heads(own, given, name)
+    if left:
+        remarks.append(
+            f"{', '.join(sorted({key.rsplit('.', 1)[0] for key in left}))} begin anew: the weights are for "
+            f"{len(given[left[0]])} classes, the images have {len(own[left[0]])}"
         )
-    facts = [
-        f"{len(names)} {what} (first: {names[0]})"
-        for names, what in ((missing, "missing"), (surplus, "unknown"), (shapes, "of another shape"))
-        if names
-    ]
-    raise UserError(
-        f"The weights in {source} are of another model: parameters {', '.join(facts)}. Check --model."
+    beginnings = tuple(part.strip() for part in allowed.split(",") if part.strip())
+    misfits = _misfits(own, given, left)
+    _raise_on(
+        {what: [k for k in keys if not k.startswith(beginnings)] for what, keys in misfits.items()}, source
     )
+    # From here on every misfit is an allowed one.
+    remarks += [
+        f"{len(keys)} tensors {what}, as allowed: {_few(keys)}" for what, keys in misfits.items() if keys
+    ]
+    out = {*left, *misfits["unknown"], *misfits["of another shape"]}
+    taken = {key: tensor for key, tensor in given.items() if key not in out}
+    model.load_state_dict(taken, strict=False)  # what it lacks was judged above
+    return [f"{len(taken)} of {len(own)} tensors taken", *remarks]
 
 
-def read_weights(path: str) -> dict[str, Tensor]:
-    """Read a file of weights; of a folder, the weights of that checkpoint or run, or its only file."""
-    file = _weights_file(Path(path))
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+
+
+def _adapted(model: nn.Module, own: State, state: State) -> tuple[dict[str, Tensor], list[str]]:
+    """Bring names and the position embedding into the model's form where that is known to be right."""
+    given = dict(state)
+    if not isinstance(model, Volo | LvVit):
+        alike = {key: tensor.shape for key, tensor in given.items()} == {k: t.shape for k, t in own.items()}
+        return (given if alike else adapted_by_timm(model, given)), []
+    was, new = given.get("pos_embed"), own["pos_embed"]
+    if was is None or was.shape == new.shape:
+        return given, []
+    old_grid, grid = _grid(was), _grid(new)
+    if was.ndim != new.ndim or was.shape[-1] != new.shape[-1] or not (old_grid and grid):
+        return given, []
+    given["pos_embed"] = resize_position_embedding(was, old_grid, grid)
+    sizes = (f"{rows} x {columns}" for rows, columns in (old_grid, grid))
+    return given, [f"position embedding resized from {' to '.join(sizes)}"]
+
+
+def _grid(embedding: Tensor) -> tuple[int, int] | None:
+    """Return the rows and columns of a position embedding; None where it has no grid."""
+    if embedding.ndim == 4:
+        return embedding.shape[1], embedding.shape[2]
+    side = math.isqrt(embedding.shape[1] - 1)  # the first one is the class token's
+    return (side, side) if side * side == embedding.shape[1] - 1 else None
+
+
+def resize_position_embedding(embedding: Tensor, was: tuple[int, int], grid: tuple[int, int]) -> Tensor:
+    """Resize the grid of an embedding bicubically, as the published fine-tuning does.
+
+    It is (1, rows, columns, channels), or (1, 1 + rows * columns, channels) of which the first stays.
+    """
+    channels = embedding.shape[-1]
+    prefix = embedding[:, :0] if embedding.ndim == 4 else embedding[:, :1]
+    cells = embedding if embedding.ndim == 4 else embedding[:, 1:]
+    channels_first = cells.reshape(1, *was, channels).permute(0, 3, 1, 2).float()
+    resized = F.interpolate(channels_first, size=grid, mode="bicubic", align_corners=False)
+    cells = resized.permute(0, 2, 3, 1).to(embedding.dtype)  # (1, rows, columns, channels)
+    return cells if embedding.ndim == 4 else torch.cat([prefix, cells.flatten(1, 2)], dim=1)
+
+
+def _other_heads(own: State, given: State, name: str) -> list[str]:
+    """Name the heads' tensors if they are for another number of classes."""
+    keys = [f"{head}.{part}" for head in heads_of(name) for part in ("weight", "bias")]
+    present = [key for key in keys if key in own and key in given]
+    others = [key for key in present if len(own[key]) != len(given[key])]
+    alike = all(own[key].shape[1:] == given[key].shape[1:] for key in present)
+    return others if others == present and alike else []
+
+
+def _misfits(own: State, given: State, left: list[str]) -> dict[str, list[str]]:
+    return {
+        "missing": [key for key in own if key not in given and key not in left],
+        "unknown": [key for key in given if key not in own],
+        "of another shape": [
+            key for key in own if key in given and key not in left and own[key].shape != given[key].shape
+        ],
+    }
+
+
+def _raise_on(misfits: dict[str, list[str]], source: str) -> None:
+    facts = [f"{len(keys)} {what} (first: {keys[0]})" for what, keys in misfits.items() if keys]
+    if facts:
+        raise UserError(
+            f"The weights in {source} are of another model: parameters {', '.join(facts)}. Check --model, or "
+            "name what may differ with --allow-mismatch."
+        )
+
+
+def read_weights(source: str) -> dict[str, Tensor]:
+    """Read a file of weights; of a folder, the weights of that checkpoint or run, or its only file.
+
+    `timm:NAME` stands for the weights that timm publishes under that name.
+    """
+    if source.startswith(TIMM):
+        return downloaded_weights(source.removeprefix(TIMM))
+    file = weights_file(Path(source))
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        state = torch.load(file, map_location="cpu", weights_only=True)
+        # The published training code keeps its parsed arguments beside the weights: plain values.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # each format raises its own kind; all mean the same to the user
         raise UserError(
             f"{file} cannot be read as weights ({type(error).__name__}): it is damaged, or holds other "
@@ -83,21 +159,19 @@ def read_weights(path: str) -> dict[str, Tensor]:
     return {name.removeprefix("module."): tensor for name, tensor in state.items()}
 
 
-def _weights_file(path: Path) -> Path:
+def weights_file(path: Path) -> Path:
+    """Return the file of weights that a path means."""
     if path.is_file():
         return path
     if not path.is_dir():
         raise UserError(
-            f"There are no weights at {path}. --finetune takes a file, a checkpoint or a run folder."
+            f"There are no weights at {path}. Name a run folder, a checkpoint, a file, or timm:NAME for "
+            "timm's own."
         )
-    for inside in (
-        "model.safetensors",
-        "checkpoints/best/model.safetensors",
-        "checkpoints/last/model.safetensors",
-    ):
+    for inside in _FILES_OF_A_FOLDER:
         if (path / inside).is_file():
             return path / inside
     files = [file for file in path.iterdir() if file.suffix in (".safetensors", ".pth", ".pt", ".tar")]
     if len(files) != 1:
-        raise UserError(f"{path} holds {len(files)} files of weights; name the one to --finetune from.")
+        raise UserError(f"{path} holds {len(files)} files of weights; name one of them.")
     return files[0]

@@ -1,8 +1,9 @@
-"""Weights averaged over steps, kept beside the raw ones."""
+"""Weights averaged over steps, kept beside the raw ones in the same flat layout."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -27,20 +28,34 @@ class Average(Protocol):
         """Return the live tensors to store and restore."""
 
 
-class Ema:
-    """An exponential moving average of a model's parameters; buffers are copied."""
+class Flat(Protocol):
+    """Some parameters in one flat tensor."""
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    weights: Tensor  # all of them; it stays the same tensor
+    parameters: dict[str, nn.Parameter]
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """Return a parameter's place in a flat tensor of the same layout."""
+
+
+class Ema:
+    """An exponential moving average of a model's parameters, which lie in `flats`; buffers are copied."""
+
+    def __init__(self, model: nn.Module, flats: Iterable[Flat], decay: float) -> None:
         self._decay = decay
         self._source = model
         self._average = copy.deepcopy(model).eval().requires_grad_(False)
+        own = dict(self._average.named_parameters())
+        sources = list(flats)
+        self._sources = [flat.weights for flat in sources]
+        self._averages = [flat.weights.clone() for flat in sources]
+        for flat, average in zip(sources, self._averages, strict=True):
+            for name in flat.parameters:
+                own[name].data = flat.view(average, name)
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        weight = 1.0 - decay_at(step, self._decay)
-        averages: list[Tensor] = list(self._average.parameters())
-        sources: list[Tensor] = list(self._source.parameters())
-        torch._foreach_lerp_(averages, sources, weight)
+        torch._foreach_lerp_(self._averages, self._sources, 1.0 - decay_at(step, self._decay))
         for average, source in zip(self._average.buffers(), self._source.buffers(), strict=True):
             average.copy_(source)
 

@@ -10,9 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Exchange
 from horovod_volo.models.build import build_model
-from horovod_volo.optim.adamw import build_optimizer, set_lr
+from horovod_volo.optim.build import STATE_KEYS, build_optimizer, state_tensors
+from horovod_volo.optim.clip import build_clip
+from horovod_volo.optim.groups import parameter_groups, set_lr
 
 IMAGES, SIDE, CLASSES = 8, 32, 7
 
@@ -24,6 +28,11 @@ def main() -> None:
     options.add_argument("--compression", default="none")
     options.add_argument("--overflow-on", type=int, default=-1)
     options.add_argument("--steps", type=int, default=1)
+    options.add_argument("--shard", action="store_true")
+    options.add_argument("--clip", type=float, default=0.0)
+    options.add_argument("--lr", type=float, default=1e-2)
+    options.add_argument("--opt", default="adamw")
+    options.add_argument("--double", action="store_true")
     asked = options.parse_args()
 
     torch.set_num_threads(1)
@@ -31,11 +40,21 @@ def main() -> None:
     torch.manual_seed(0)
     model = build_model("volo_demo", img_size=SIDE, num_classes=CLASSES, drop_path=0.0).eval()
     images, classes = torch.randn(IMAGES, 3, SIDE, SIDE), torch.randint(CLASSES, (IMAGES,))
-    reducer = Reducer(
-        model.parameters(), world, bucket_bytes=2**19, compression=asked.compression, passes=asked.passes
+    if asked.double:
+        model, images = model.double(), images.double()
+    kind = ShardedReducer if asked.shard else Reducer
+    reducer = kind(model, world, Exchange(compression=asked.compression, bucket_mib=0.5), passes=asked.passes)
+    groups = parameter_groups(
+        dict(model.named_parameters()),
+        reducer.owned,
+        exempt=model.no_weight_decay(),
+        weight_decay=0.05,
+        layers={},
+        layer_decay=1.0,
     )
-    optimizer = build_optimizer(model, exempt=model.no_weight_decay(), weight_decay=0.05)
-    set_lr(optimizer, 1e-2)
+    optimizer = build_optimizer(asked.opt, groups, momentum=0.9)
+    set_lr(optimizer, asked.lr)
+    clip = build_clip("norm", asked.clip, reducer.owned, heads=(), whole_norm=reducer.whole_norm)
     overflows = asked.overflow_on >= 0
     scaler = torch.amp.GradScaler("cpu", enabled=overflows, init_scale=1024.0)
     if world.rank == asked.overflow_on:
@@ -54,6 +73,7 @@ def main() -> None:
         with reducer.averaged():
             gradients = torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
             scaler.unscale_(optimizer)
+            clip()
             scaler.step(optimizer)
         scaler.update()
     torch.save(
@@ -63,6 +83,10 @@ def main() -> None:
             "weights": _flat(model),
             "scale": scaler.get_scale() if overflows else 1.0,
             "buckets": len(reducer.buckets),
+            "state_elements": sum(
+                t.numel() for t in state_tensors(optimizer, reducer.owned).values() if t.ndim
+            ),
+            "state": reducer.gather_state(state_tensors(optimizer, reducer.owned), STATE_KEYS[asked.opt]),
         },
         asked.out / f"rank_{world.rank}.pt",
     )

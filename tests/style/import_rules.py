@@ -16,7 +16,7 @@ FLOORS = (
     {"config"},
     {"cluster", "data", "models", "objective", "optim", "monitor"},
     {"engine"},
-    {"train", "evaluate", "doctor", "bench", "labels", "pack"},
+    {"train", "evaluate", "doctor", "bench", "export", "labels", "pack"},
 )
 
 # Each heavy dependency has one door; torch.distributed, whose work Horovod does here, has none.
@@ -24,7 +24,11 @@ DOORS = {
     "horovod": "cluster",
     "nvidia.dali": "data",
     "apex": "optim",
+    "amp_C": "optim",
     "timm": "models",
+    "onnx": "models",
+    "onnxruntime": "models",
+    "onnxscript": "models",
     "tensorboard": "monitor",
     "tensorboardX": "monitor",
     "torch.utils.tensorboard": "monitor",

@@ -20,6 +20,7 @@ FURTHER_FLAGS = {
     "workers": ["-j"],
     "lr": ["--learning-rate"],
     "precision": ["--apex-amp", "--native-amp", "--amp"],
+    "ema_decay": ["--model-ema"],
 }
 # Per setting, two values besides the default. Where none are given, the kind of the default decides.
 EXAMPLES: dict[str, tuple[Any, Any]] = {
@@ -33,6 +34,10 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "bad_samples": ("fail", "skip"),
     "precision": ("bf16", "fp16"),
     "compression": ("none", "fp16"),
+    "opt": ("sgd", "lars"),
+    "clip_mode": ("value", "agc"),
+    "lr_changes": ("epoch", "step"),
+    "layer_decay": (0.75, 0.5),
     "label_geometry": ("reference", "corrected"),
 }
 # What a setting cannot do without.
@@ -40,6 +45,7 @@ COMPANIONS = {
     "mixup": ["--no-mix-token"],
     "cutmix": ["--no-mix-token"],
     "token_label_data": ["--token-label"],
+    "allow_mismatch": ["--finetune", "weights.pth"],
     "ground_truth": ["--token-label", "--token-label-data", "maps"],
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Exchange
 
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20], ids=["each", "some", "one"])
 
@@ -55,15 +56,8 @@ def reducer_of(
     bucket_bytes: int = 300,
     compression: Literal["none", "fp16"] = "fp16",
 ) -> Reducer:
-    statistics = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    return Reducer(
-        model.parameters(),
-        World.alone(),
-        bucket_bytes=bucket_bytes,
-        compression=compression,
-        passes=passes,
-        statistics=statistics,
-    )
+    settings = Exchange(compression=compression, bucket_mib=bucket_bytes / 2**20)
+    return Reducer(model, World.alone(), settings, passes=passes)
 
 
 @BUCKETS
@@ -115,8 +109,8 @@ def test_gradients_stay_where_they_were_laid(bucket_bytes: int) -> None:
         with reducer.averaged():
             assert places() == laid
         assert places() == laid
-        assert not any(bucket.flat.any() for bucket in reducer.buckets)
-    storages = {bucket.flat.untyped_storage().data_ptr() for bucket in reducer.buckets}
+        assert not any(bucket.gradients.any() for bucket in reducer.buckets)
+    storages = {bucket.gradients.untyped_storage().data_ptr() for bucket in reducer.buckets}
     assert {p.grad.untyped_storage().data_ptr() for p in trained if p.grad is not None} == storages
 
 
@@ -126,9 +120,11 @@ def test_buckets_fill_in_the_order_of_use_and_hold_every_gradient_once() -> None
     for bucket_bytes, expected in ((1, len(trained)), (2**20, 1)):
         buckets = reducer_of(model, bucket_bytes=bucket_bytes).buckets
         assert len(buckets) == expected
-        assert sum(bucket.flat.numel() for bucket in buckets) == sum(map(Tensor.numel, trained))
+        assert [id(p) for bucket in buckets for p in bucket.parameters.values()] == [
+            id(p) for p in trained[::-1]
+        ]
     # The last parameter's gradient is the first to be there.
-    assert reducer_of(model, bucket_bytes=1).buckets[0].flat.numel() == trained[-1].numel()
+    assert reducer_of(model, bucket_bytes=1).buckets[0].parameters.keys() == {"head.bias"}
 
 
 def test_channels_last_weights_keep_channels_last_gradients() -> None:
@@ -209,7 +205,7 @@ def test_an_optimizer_steps_as_without_a_reducer(
 
 def test_a_reducer_without_statistics_averages_all_the_same() -> None:
     model = nn.Linear(2, 2)
-    reducer = Reducer(model.parameters(), World.alone(), bucket_bytes=8, compression="none", passes=1)
+    reducer = Reducer(model, World.alone(), Exchange(compression="none"), passes=1)
     model(torch.ones(1, 2)).sum().backward()
     with reducer.averaged():
         assert model.weight.grad is not None

@@ -7,6 +7,7 @@ import torch
 
 from horovod_volo.config.errors import UserError
 from horovod_volo.models.build import build_model
+from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.teacher import load_teacher, token_logits
 from horovod_volo.models.timm_door import create_model
 
@@ -103,6 +104,23 @@ def test_a_volo_answers_with_its_token_head(maker):
 
 
 @torch.inference_mode()
+def test_an_lvvit_answers_with_its_token_head():
+    torch.manual_seed(0)
+    settings = LVVIT_SIZES["lvvit_t"] | {"layers": 2}
+    network = LvVit(img_size=64, num_classes=CLASSES, drop_path_rate=0.0, **settings).eval()
+    batch = images(64)
+    features = network.forward_features(batch)  # (images, 1 + 16, channels)
+    logits = token_logits(network, batch)
+    assert logits.shape == (2, CLASSES, 4, 4)
+    for row in range(4):
+        for column in range(4):
+            expected = network.aux_head(features[:, 1 + 4 * row + column])
+            torch.testing.assert_close(logits[:, :, row, column], expected)
+    whole = network.head(features[:, 0])
+    torch.testing.assert_close(whole + 0.5 * logits.amax(dim=(2, 3)), network(batch))
+
+
+@torch.inference_mode()
 def test_a_cell_tells_of_its_place():
     """Bright where the top right cell looks, and only there."""
     network = network_of("resnet18", zero_init_last=False)
@@ -171,17 +189,17 @@ def test_a_run_folder_is_a_teacher(tmp_path):
     assert named.name.startswith("volo_demo at 64")
     for label in labels:
         torch.testing.assert_close(label, labels[0])
-    with pytest.raises(UserError, match="is no folder of a run"):
+    with pytest.raises(UserError, match=r"There is no resolved\.toml of a run above"):
         load(str(tmp_path))
 
 
 def test_mistakes_carry_their_remedy(tmp_path):
-    with pytest.raises(UserError, match=r"no teacher 'resnet81'\. Did you mean"):
+    with pytest.raises(UserError, match=r"no model 'resnet81'\. Did you mean"):
         load("resnet81")
     with pytest.raises(UserError, match=r"resnet18 has no weights yet\. Name a file .* --teacher-pretrained"):
         load("resnet18")
     torch.save(network_of("resnet18").state_dict(), tmp_path / "w.pth")
-    with pytest.raises(UserError, match=r"do not fit resnet18 with 9 classes: .*fc\.weight"):
+    with pytest.raises(UserError, match="resnet18 knows 7 classes, the images have 9 class folders"):
         load("resnet18", tmp_path / "w.pth", classes=9)
-    with pytest.raises(UserError, match=r"do not fit resnet34 with 7 classes: .*Missing"):
+    with pytest.raises(UserError, match=r"of another model: parameters \d+ missing \(first: layer1\.2\."):
         load("resnet34", tmp_path / "w.pth")

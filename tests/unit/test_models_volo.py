@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.config.errors import UserError
-from horovod_volo.models.build import build_model, check_model_name, default_crop_pct
+from horovod_volo.models.build import build_model, check_model, facts_of
 from horovod_volo.models.volo import Volo
 from horovod_volo.objective.mixtoken import Box
 
@@ -188,14 +188,14 @@ def test_an_unknown_network_names_the_nearest() -> None:
     with pytest.raises(
         UserError, match=r"no model 'vollo_d1'. Did you mean volo_d1\? Models: volo_demo, volo"
     ):
-        check_model_name("vollo_d1")
+        check_model("vollo_d1", img_size=224, tokens=True)
     with pytest.raises(UserError, match="no model 'resnet'"):
         build_model("resnet", img_size=64, num_classes=10, drop_path=0.0)
 
 
 @pytest.mark.parametrize(("name", "crop"), [("volo_d1", 0.96), ("volo_d3", 0.96), ("volo_d5", 1.15)])
 def test_evaluation_crops_as_published(name: str, crop: float) -> None:
-    assert default_crop_pct(name) == crop
+    assert facts_of(name).crop_pct == crop
 
 
 def test_fresh_weights_follow_from_the_seed() -> None:

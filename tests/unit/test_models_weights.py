@@ -19,6 +19,8 @@ from horovod_volo.models.volo import Volo
 from horovod_volo.models.weights import load_weights, read_weights, resize_position_embedding
 
 State = dict[str, Tensor]
+ALL_TAKEN = f"{len(build_model('volo_demo', img_size=32, num_classes=2, drop_path=0.0).state_dict())} of "
+ALL_TAKEN += ALL_TAKEN.removesuffix(" of ") + " tensors taken"
 
 
 def demo(*, img_size: int = 64, num_classes: int = 10, seed: int = 0) -> Volo:
@@ -58,22 +60,25 @@ def resized_slowly(grid: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
 @pytest.mark.parametrize(("was", "new"), [((14, 14), (24, 24)), ((14, 14), (8, 8)), ((4, 6), (6, 9))])
 def test_position_embeddings_are_resized_bicubically(was: tuple[int, int], new: tuple[int, int]) -> None:
     embedding = torch.randn(1, *was, 3, generator=torch.Generator().manual_seed(0))
-    resized = resize_position_embedding(embedding, new)
+    resized = resize_position_embedding(embedding, was, new)
     assert resized.shape == (1, *new, 3)
     assert resized[0].numpy() == pytest.approx(resized_slowly(embedding[0].double().numpy(), *new), abs=1e-5)
 
 
 def test_a_resize_to_the_same_grid_changes_nothing() -> None:
     embedding = torch.randn(1, 14, 14, 3, dtype=torch.float16)
-    resized = resize_position_embedding(embedding, (14, 14))
+    resized = resize_position_embedding(embedding, (14, 14), (14, 14))
     assert resized.dtype == torch.float16
     assert torch.equal(resized, embedding)
 
 
 def test_weights_of_another_input_size_load_with_the_embedding_resized() -> None:
     source, target = demo().state_dict(), demo(img_size=96, seed=1)
-    assert load_weights(target, source, "some.pth") == ["position embedding resized from 4 x 4 to 6 x 6"]
-    expected = dict(source) | {"pos_embed": resize_position_embedding(source["pos_embed"], (6, 6))}
+    assert load_weights(target, "volo_demo", source, "some.pth") == [
+        ALL_TAKEN,
+        "position embedding resized from 4 x 4 to 6 x 6",
+    ]
+    expected = dict(source) | {"pos_embed": resize_position_embedding(source["pos_embed"], (4, 4), (6, 6))}
     assert same(target.state_dict(), expected)
     assert source["pos_embed"].shape == (1, 4, 4, 96)  # the given weights are left alone
     assert target.eval()(torch.zeros(1, 3, 96, 96)).shape == (1, 10)
@@ -82,7 +87,7 @@ def test_weights_of_another_input_size_load_with_the_embedding_resized() -> None
 def test_weights_that_fit_load_as_they_are() -> None:
     source, target = demo().state_dict(), demo(seed=1)
     assert not same(target.state_dict(), source)
-    assert load_weights(target, source, "some.pth") == []
+    assert load_weights(target, "volo_demo", source, "some.pth") == [ALL_TAKEN]
     assert same(target.state_dict(), source)
 
 
@@ -101,10 +106,6 @@ def small() -> State:
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        (
-            dict(demo(num_classes=7).state_dict()),
-            "are for 7 classes, the model has 10. Give data with as many",
-        ),
         (without(small(), "norm.weight"), r"1 missing \(first: norm.weight\). Check --model"),
         (changed(small(), extra=torch.zeros(1)), r"1 unknown \(first: extra\)"),
         (changed(small(), norm__weight=torch.zeros(1)), r"1 of another shape \(first: norm.weight\)"),
@@ -113,14 +114,72 @@ def small() -> State:
         (changed(small(), pos_embed=torch.zeros(1, 17, 96)), r"1 of another shape \(first: pos_embed\)"),
         ({}, "missing"),
     ],
-    ids=["classes", "missing", "unknown", "shape", "width", "row of tokens", "nothing"],
+    ids=["missing", "unknown", "shape", "width", "row of tokens", "nothing"],
 )
 def test_weights_that_do_not_fit_are_refused(state: State, said: str) -> None:
     target = demo(seed=1)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     with pytest.raises(UserError, match=f"weights in some.pth .*{said}"):
-        load_weights(target, state, "some.pth")
+        load_weights(target, "volo_demo", state, "some.pth")
     assert same(target.state_dict(), before)
+
+
+def test_heads_of_other_classes_begin_anew() -> None:
+    source, target = demo(num_classes=7).state_dict(), demo(seed=1)
+    fresh = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    remarks = load_weights(target, "volo_demo", source, "some.pth")
+    assert remarks[1:] == ["aux_head, head begin anew: the weights are for 7 classes, the images have 10"]
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, fresh[name] if "head" in name else source[name]), name
+    # One head of other classes is no other data set: something else is wrong.
+    odd = small() | {"head.weight": torch.zeros(7, 96), "head.bias": torch.zeros(7)}
+    with pytest.raises(UserError, match=r"2 of another shape \(first: head.weight\)"):
+        load_weights(target, "volo_demo", odd, "some.pth")
+
+
+def test_what_may_differ_is_allowed_by_name() -> None:
+    target = demo(seed=1)
+    fresh = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    state = changed(without(small(), "norm.weight"), extra=torch.zeros(1), norm__bias=torch.zeros(5))
+    with pytest.raises(
+        UserError, match=r"1 unknown .*Check --model, or name what may differ with --allow-mis"
+    ):
+        load_weights(target, "volo_demo", state, "some.pth", allowed="norm")
+    assert same(target.state_dict(), fresh)
+    remarks = load_weights(target, "volo_demo", state, "some.pth", allowed="norm, extra")
+    assert remarks[1:] == [
+        "1 tensors missing, as allowed: norm.weight",
+        "1 tensors unknown, as allowed: extra",
+        "1 tensors of another shape, as allowed: norm.bias",
+    ]
+    for name, tensor in target.state_dict().items():
+        assert torch.equal(tensor, fresh[name] if name.startswith("norm.") else state[name]), name
+
+
+def test_a_row_of_tokens_is_resized_as_its_grid() -> None:
+    """LV-ViT's embedding is a row: the class token's place first, then the cells."""
+    torch.manual_seed(0)
+    source = build_model("lvvit_t", img_size=64, num_classes=10, drop_path=0.0).state_dict()
+    target = build_model("lvvit_t", img_size=96, num_classes=10, drop_path=0.0)
+    remarks = load_weights(target, "lvvit_t", source, "some.pth")
+    assert remarks[1:] == ["position embedding resized from 4 x 4 to 6 x 6"]
+    was, new = source["pos_embed"], target.state_dict()["pos_embed"]
+    assert torch.equal(new[:, 0], was[:, 0])
+    cells = resize_position_embedding(was[:, 1:].reshape(1, 4, 4, -1), (4, 4), (6, 6))
+    assert torch.equal(new[:, 1:], cells.flatten(1, 2))
+
+
+def test_timms_networks_are_adapted_as_timm_does() -> None:
+    name = "vit_tiny_patch16_224"
+    source = build_model(name, img_size=64, num_classes=7, drop_path=0.0).state_dict()
+    target = build_model(name, img_size=96, num_classes=10, drop_path=0.0)
+    remarks = load_weights(target, name, source, "some.pth")
+    assert remarks[1:] == ["head begin anew: the weights are for 7 classes, the images have 10"]
+    assert torch.equal(target.state_dict()["blocks.3.mlp.fc1.weight"], source["blocks.3.mlp.fc1.weight"])
+    expected = build_model(name, img_size=64, num_classes=7, drop_path=0.0)
+    expected.load_state_dict(source)
+    expected.set_input_size(img_size=(96, 96))
+    torch.testing.assert_close(target.state_dict()["pos_embed"], expected.state_dict()["pos_embed"])
 
 
 # Reading
@@ -181,7 +240,7 @@ def test_a_folder_of_several_or_no_weights_is_refused(tmp_path: Path) -> None:
         read_weights(str(tmp_path))
     write(tmp_path / "one.pth", 1)
     write(tmp_path / "two.safetensors", 2)
-    with pytest.raises(UserError, match="holds 2 files of weights; name the one"):
+    with pytest.raises(UserError, match="holds 2 files of weights; name one of"):
         read_weights(str(tmp_path))
 
 

@@ -6,12 +6,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from horovod_volo.cluster.buckets import Bucket, fill_buckets
 from horovod_volo.optim.ema import Ema, NoAverage, decay_at
 
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def flats(model: nn.Module) -> list[Bucket]:
+    return fill_buckets(dict(model.named_parameters()), bucket_bytes=40, parts=1)
 
 
 def train_a_little(model: nn.Module, step: int) -> None:
@@ -46,7 +51,7 @@ def test_the_decay_never_falls() -> None:
 @pytest.mark.parametrize("decay", [0.5, 0.9999])
 def test_updates_follow_the_definition(decay: float) -> None:
     model = network()
-    average = Ema(model, decay)
+    average = Ema(model, flats(model), decay)
     expected = [parameter.detach().double() for parameter in model.parameters()]
     for step in range(30):
         train_a_little(model, step)
@@ -60,9 +65,19 @@ def test_updates_follow_the_definition(decay: float) -> None:
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_averages_lie_in_as_few_tensors_as_the_weights() -> None:
+    model = network()
+    buckets = flats(model)
+    average = Ema(model, buckets, 0.9)
+    storages = {p.untyped_storage().data_ptr() for p in average.models()["ema"].parameters()}
+    assert len(storages) == len(buckets) > 1
+    for name, parameter in average.models()["ema"].named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
+
+
 def test_statistics_are_copied_not_averaged() -> None:
     model = network()
-    average = Ema(model, 0.9999)
+    average = Ema(model, flats(model), 0.9999)
     for step in range(3):
         train_a_little(model, step)
         average.update(step)
@@ -73,7 +88,7 @@ def test_statistics_are_copied_not_averaged() -> None:
 
 def test_the_average_is_apart_from_the_model() -> None:
     model = network()
-    average = Ema(model, 0.9)
+    average = Ema(model, flats(model), 0.9)
     before = {name: tensor.clone() for name, tensor in average.tensors().items()}
     raw = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     train_a_little(model, 0)
@@ -88,7 +103,7 @@ def test_the_average_is_apart_from_the_model() -> None:
 def test_the_tensors_are_live() -> None:
     """What a checkpoint restores into them is what is evaluated and updated from then on."""
     model = network()
-    average = Ema(model, 0.5)
+    average = Ema(model, flats(model), 0.5)
     with torch.no_grad():
         for tensor in average.tensors().values():
             tensor.fill_(7)

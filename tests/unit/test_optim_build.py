@@ -1,20 +1,24 @@
-"""AdamW: timm's groups, torch's steps to the bit, and a state that is there before the first step."""
+"""Optimizers: timm's groups and steps, torch's to the bit, and a state that is there from the start."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
-from horovod_volo.models.build import build_model
+from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers
 from horovod_volo.models.volo import Volo
-from horovod_volo.optim.adamw import build_optimizer, parameter_groups, set_lr, state_tensors
+from horovod_volo.optim.build import STATE_KEYS, Name, build_optimizer, state_tensors
+from horovod_volo.optim.groups import parameter_groups, set_lr
 
-param_groups_weight_decay = pytest.importorskip("timm.optim").param_groups_weight_decay
+timm_optim = pytest.importorskip("timm.optim")
+param_groups_weight_decay = timm_optim.param_groups_weight_decay
+param_groups_layer_decay = timm_optim.param_groups_layer_decay
 DECAY = 0.05
 
 
@@ -24,8 +28,20 @@ def model() -> Volo:
     return build_model("volo_demo", img_size=32, num_classes=5, drop_path=0.0)
 
 
-def build(model: Volo) -> AdamW:
-    return build_optimizer(model, exempt=model.no_weight_decay(), weight_decay=DECAY)
+def owned(model: nn.Module) -> dict[str, nn.Parameter]:
+    return dict(model.named_parameters())
+
+
+def groups(model: Volo, layer_decay: float = 1.0) -> list[dict[str, Any]]:
+    layers = layer_numbers(model) if layer_decay != 1 else {}
+    exempt = model.no_weight_decay()
+    return parameter_groups(
+        owned(model), owned(model), exempt=exempt, weight_decay=DECAY, layers=layers, layer_decay=layer_decay
+    )
+
+
+def build(model: Volo, name: Name = "adamw") -> Optimizer:
+    return build_optimizer(name, groups(model), momentum=0.9)
 
 
 def set_gradients(model: nn.Module, step: int) -> None:
@@ -36,7 +52,7 @@ def set_gradients(model: nn.Module, step: int) -> None:
 
 def test_groups_are_timms(model: Volo) -> None:
     theirs = param_groups_weight_decay(model, DECAY, no_weight_decay_list=model.no_weight_decay())
-    ours = parameter_groups(model, exempt=model.no_weight_decay(), weight_decay=DECAY)
+    ours = groups(model)
     assert (
         [group["weight_decay"] for group in ours]
         == [group["weight_decay"] for group in theirs]
@@ -47,6 +63,91 @@ def test_groups_are_timms(model: Volo) -> None:
             id(parameter) for parameter in their["params"]
         ]
     assert sum(len(group["params"]) for group in ours) == len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t", "vit_tiny_patch16_224"])
+def test_layers_learn_as_timms(name: str) -> None:
+    model = build_model(name, img_size=32, num_classes=5, drop_path=0.0)
+    theirs = param_groups_layer_decay(
+        model, DECAY, no_weight_decay_list=exempt_from_decay(model), layer_decay=0.7
+    )
+    expected = {id(p): (g["lr_scale"], g["weight_decay"]) for g in theirs for p in g["params"]}
+    ours = parameter_groups(
+        owned(model),
+        owned(model),
+        exempt=exempt_from_decay(model),
+        weight_decay=DECAY,
+        layers=layer_numbers(model),
+        layer_decay=0.7,
+    )
+    found = {id(p): (g["lr_scale"], g["weight_decay"]) for g in ours for p in g["params"]}
+    assert found.keys() == expected.keys()
+    for key, (scale, decay) in found.items():
+        assert (scale, decay) == (pytest.approx(expected[key][0]), expected[key][1])
+    assert len({scale for scale, _ in found.values()}) > 3
+    optimizer = build_optimizer("adamw", ours, momentum=0.9)
+    set_lr(optimizer, 0.5)
+    assert {group["lr"] / group["lr_scale"] for group in optimizer.param_groups} == {0.5}
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars", "sgd"])
+def test_steps_are_timms_and_torchs(name: Name, model: Volo) -> None:
+    """LAMB without timm's built-in clipping, LARS with its trust of a thousandth, SGD with momentum."""
+    other = copy.deepcopy(model)
+    ours = build(model, name)
+    undecayed, decayed = groups(other)
+    plain = [{**undecayed, "lr": 0.0}, {**decayed, "lr": 0.0}]
+    theirs: Optimizer = {
+        "lamb": lambda: timm_optim.Lamb(plain, eps=1e-6, max_grad_norm=None),
+        "lars": lambda: timm_optim.Lars(plain, momentum=0.9, trust_coeff=1e-3, eps=0.0),
+        "sgd": lambda: torch.optim.SGD(plain, momentum=0.9),
+    }[name]()
+    start = nn.utils.parameters_to_vector(other.parameters()).clone()
+    for step in range(5):
+        lr = (step + 1) * {"lamb": 1e-3, "lars": 1.0, "sgd": 1e-3}[name]
+        set_lr(ours, lr)
+        for group in theirs.param_groups:
+            group["lr"] = lr
+        set_gradients(model, step)
+        set_gradients(other, step)
+        ours.step()
+        theirs.step()
+    assert (nn.utils.parameters_to_vector(other.parameters()) - start).abs().max() > 1e-3
+    for (key, found), wanted in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(
+            found, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "sgd"])
+def test_no_optimizer_makes_state_later(name: Name, model: Volo) -> None:
+    optimizer = build(model, name)
+    before = state_tensors(optimizer, owned(model))
+    assert {key.rsplit("/", 1)[1] for key in before} == set(STATE_KEYS[name])
+    set_lr(optimizer, 1e-3)
+    set_gradients(model, 0)
+    optimizer.step()
+    after = state_tensors(optimizer, owned(model))
+    assert after.keys() == before.keys()
+    assert all(after[key] is before[key] for key in after)
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+def test_what_is_zero_stays_finite(name: Name) -> None:
+    """Weights or gradients of nothing but zeros have no norm to be a share of."""
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        model.weight.zero_()
+    group = {"params": [model.weight], "weight_decay": 0.1, "lr_scale": 1.0}
+    optimizer = build_optimizer(name, [group], momentum=0.9)
+    set_lr(optimizer, 1.0)
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    assert not model.weight.any()
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert model.weight.isfinite().all()
+    assert model.weight.any()
 
 
 def test_what_is_exempt_from_decay(model: Volo) -> None:
@@ -107,7 +208,7 @@ def test_steps_are_those_of_the_definition(model: Volo) -> None:
 def test_the_state_is_there_before_the_first_step_and_stays_the_same_tensors(model: Volo) -> None:
     before = copy.deepcopy(model.state_dict())
     optimizer = build(model)
-    tensors = state_tensors(optimizer, model)
+    tensors = state_tensors(optimizer, owned(model))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert set(tensors) == {
         f"{name}/{key}" for name, _ in model.named_parameters() for key in ("step", "exp_avg", "exp_avg_sq")
@@ -116,7 +217,7 @@ def test_the_state_is_there_before_the_first_step_and_stays_the_same_tensors(mod
     set_lr(optimizer, 1e-3)
     set_gradients(model, 0)
     optimizer.step()
-    after = state_tensors(optimizer, model)
+    after = state_tensors(optimizer, owned(model))
     assert all(after[name] is tensors[name] for name in tensors)
     assert {float(after[name]) for name in after if name.endswith("/step")} == {1.0}
     assert all(tensor.any() for tensor in tensors.values())
@@ -132,7 +233,7 @@ def test_a_fresh_optimizer_changes_no_weight_until_a_rate_is_set(model: Volo) ->
 
 def test_state_keeps_the_strides_of_channels_last_weights(model: Volo) -> None:
     model.to(memory_format=torch.channels_last)
-    tensors = state_tensors(build(model), model)
+    tensors = state_tensors(build(model), owned(model))
     name = "patch_embed.conv.0.weight"
     assert not model.get_parameter(name).is_contiguous()
     assert tensors[f"{name}/exp_avg"].stride() == model.get_parameter(name).stride()

@@ -1,0 +1,67 @@
+"""A network's weights and gradients in a few flat tensors of the same layout.
+
+Each parameter and its gradient become views of a bucket's two flat tensors: exchanges and averages run over
+whole buckets. From then on nobody may replace a parameter's data or gradient; all write into them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+_ALIGNED = 64  # elements: each tensor begins where a kernel can load whole lines
+
+
+class Bucket:
+    """Some parameters and their gradients."""
+
+    def __init__(self, parameters: Mapping[str, Parameter], parts: int) -> None:
+        """Lay the parameters out, in a length that can be cut into so many equal parts."""
+        first = next(iter(parameters.values()))
+        self.offsets: dict[str, int] = {}
+        end = 0
+        for name, parameter in parameters.items():
+            self.offsets[name] = end
+            end += _rounded_up(parameter.numel(), _ALIGNED)
+        length = _rounded_up(end, parts * _ALIGNED)
+        self.parameters = dict(parameters)
+        self.weights = torch.zeros(length, dtype=first.dtype, device=first.device)
+        self.gradients = torch.zeros_like(self.weights)
+        for name, parameter in parameters.items():
+            view = self.view(self.weights, name)
+            view.copy_(parameter.detach())
+            parameter.data = view
+            parameter.grad = self.view(self.gradients, name)
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """Return a parameter's place in a flat tensor of this bucket's layout, shaped like the parameter."""
+        parameter = self.parameters[name]
+        # The parameter's own strides: channels-last weights keep channels-last gradients.
+        return flat.as_strided(parameter.size(), parameter.stride(), self.offsets[name])
+
+    def on_landed(self, call: Callable[[Tensor], None]) -> None:
+        """Call with each parameter whose gradient has been added to."""
+        for parameter in self.parameters.values():
+            parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+
+
+def fill_buckets(parameters: Mapping[str, Parameter], bucket_bytes: int, parts: int) -> list[Bucket]:
+    """Lay parameters out in buckets, in the order in which backward is done with them."""
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    groups: list[dict[str, Parameter]] = []
+    room = 0
+    for name, parameter in reversed(trained.items()):  # the last one used has its gradient first
+        size = parameter.numel() * parameter.element_size()
+        if not groups or size > room:  # one parameter may be larger than a bucket
+            groups.append({})
+            room = bucket_bytes
+        groups[-1][name] = parameter
+        room -= size
+    return [Bucket(group, parts) for group in groups]
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

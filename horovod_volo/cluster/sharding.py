@@ -1,0 +1,157 @@
+"""Each rank updates its share of the weights, and alone keeps the optimizer's state of it (ZeRO, stage 1).
+
+Gradients are summed by reduce-scatter: a rank receives the average of its share of each bucket only. Its
+optimizer sees the pieces of parameters that lie there, updates them, and the ranks join their shares again.
+A piece may begin and end amidst a parameter: only updates that treat each element alone can be shared out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from horovod_volo.cluster.buckets import Bucket
+from horovod_volo.cluster.reducer import Compression, Reducer, Wire, predivisor
+from horovod_volo.cluster.ring import Wait
+from horovod_volo.cluster.world import World
+
+SCALAR = "step"  # the one key of an optimizer's state that has a single value for each parameter
+
+
+class ShardedReducer(Reducer):
+    """A reducer of which every rank keeps one share."""
+
+    def _parts(self, world: World) -> int:
+        return world.size
+
+    def _own(self, parameters: Mapping[str, Parameter], world: World) -> dict[str, Parameter]:
+        self._shares = [_Share(bucket, world) for bucket in self.buckets]
+        pieces = {name: piece for share in self._shares for name, piece in share.pieces.items()}
+        return {name: pieces[name] for name in parameters if name in pieces}
+
+    def _wire(self, bucket: Bucket, world: World, compression: Compression, name: str) -> Wire:
+        share = self._shares[self.buckets.index(bucket)]
+        dtype = torch.float16 if compression == "fp16" and world.size > 1 else bucket.gradients.dtype
+        return _Scattered(bucket.gradients, share.gradients, dtype, world, name)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, owned gradients are the average over ranks; after it, weights are whole. Collective."""
+        with super().averaged():
+            self._spread_overflow()
+            yield
+            ring = self._world.ring
+            joins = [ring.start_join(share.weights, f"weights.{n}") for n, share in enumerate(self._shares)]
+            for bucket, join in zip(self.buckets, joins, strict=True):
+                bucket.weights.copy_(join())
+
+    def _spread_overflow(self) -> None:
+        """Make one rank's overflow every rank's: all must skip the same step."""
+        flags = [share.gradients.abs().amax() * 0 for share in self._shares]  # 0, or nan
+        overflow = torch.stack(flags).sum()
+        self._world.ring.start_sum(overflow, "overflow", 1.0)()
+        for share in self._shares:
+            share.gradients[0] += overflow
+
+    def whole_norm(self, norm: Tensor) -> Tensor:
+        """Return the norm of all gradients from that of the owned ones. Collective: every rank calls this."""
+        squared = norm.square()
+        self._world.ring.start_sum(squared, "norm", 1.0)()
+        return squared.sqrt()
+
+    def common(self, state: dict[str, Tensor]) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return nothing: no two ranks have the same state."""
+        return {}
+
+    def gather_state(self, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:
+        """Return the optimizer's state whole, by PARAMETER/KEY. Collective: every rank calls this."""
+        return {
+            f"{name}/{key}": self._gathered(state.get(f"{name}/{key}"), bucket, name, key)
+            for bucket, name, key in self._entries(keys)
+        }
+
+    def _gathered(self, piece: Tensor | None, bucket: Bucket, name: str, key: str) -> Tensor:
+        part = bucket.weights.new_empty(0) if piece is None else piece.to(bucket.weights).reshape(-1)
+        whole = self._world.ring.start_join(part, f"state.{key}")()
+        if key == SCALAR:
+            return whole[0].cpu()
+        parameter = bucket.parameters[name]
+        return whole.as_strided(parameter.size(), parameter.stride())
+
+    def scatter_state(
+        self, state: dict[str, Tensor], keys: Iterable[str], saved: Mapping[str, Tensor]
+    ) -> None:
+        """Give every rank its part of a whole state that rank 0 has. Collective: every rank calls this."""
+        if not self._world.share(bool(saved)):
+            return  # a fresh state is the same everywhere
+        for bucket, name, key in self._entries(keys):
+            whole = (
+                torch.zeros((), device="cpu") if key == SCALAR else torch.zeros_like(bucket.parameters[name])
+            )
+            if f"{name}/{key}" in saved:
+                whole.detach().copy_(saved[f"{name}/{key}"])
+            self._world.ring.broadcast(whole, f"state.{key}")
+            if f"{name}/{key}" in state:
+                share = self._shares[self.buckets.index(bucket)]
+                state[f"{name}/{key}"].copy_(whole if key == SCALAR else share.cut(whole.detach(), name))
+
+    def _entries(self, keys: Iterable[str]) -> list[tuple[Bucket, str, str]]:
+        """List what the whole state consists of, in the same order on every rank."""
+        wanted = list(keys)
+        return [
+            (bucket, name, key) for bucket in self.buckets for name in bucket.parameters for key in wanted
+        ]
+
+
+class _Share:
+    """This rank's part of a bucket: weights that are views of it, and gradients of its own."""
+
+    def __init__(self, bucket: Bucket, world: World) -> None:
+        length = len(bucket.weights) // world.size
+        self._bucket = bucket
+        self._begin, self._end = world.rank * length, (world.rank + 1) * length
+        self.weights = bucket.weights[self._begin : self._end]
+        self.gradients = torch.zeros_like(self.weights)
+        self.pieces: dict[str, Parameter] = {}
+        for name in bucket.parameters:
+            begin, end = self._span(name)
+            if begin < end:
+                piece = Parameter(bucket.weights[begin:end])
+                piece.grad = self.gradients[begin - self._begin : end - self._begin]
+                self.pieces[name] = piece
+
+    def _span(self, name: str) -> tuple[int, int]:
+        """Return where this rank's piece of a parameter begins and ends in the bucket."""
+        offset = self._bucket.offsets[name]
+        end = offset + self._bucket.parameters[name].numel()
+        return max(offset, self._begin), min(end, self._end)
+
+    def cut(self, whole: Tensor, name: str) -> Tensor:
+        """Return this rank's piece of a tensor that is laid out like a parameter."""
+        offset = self._bucket.offsets[name]
+        begin, end = self._span(name)
+        return whole.as_strided((whole.numel(),), (1,))[begin - offset : end - offset]
+
+
+class _Scattered:
+    """Gradients on their way to the rank whose share they are."""
+
+    def __init__(self, gradients: Tensor, own: Tensor, dtype: torch.dtype, world: World, name: str) -> None:
+        self._gradients, self._own, self._world, self._name = gradients, own, world, name
+        self._divisor = predivisor(world.size) if dtype == torch.float16 else 1.0
+        self._dtype = dtype
+
+    def send(self) -> Wait:
+        travelling = self._gradients
+        if self._dtype != travelling.dtype:
+            travelling = travelling.div(self._divisor).to(self._dtype)
+        arrive = self._world.ring.start_scatter(travelling, self._name)
+
+        def receive() -> None:
+            self._own.copy_(arrive()).mul_(self._divisor / self._world.size)
+
+        return receive

@@ -1,0 +1,204 @@
+"""LV-ViT, the plain transformer that token labels were made for, with the training forward of our VOLO.
+
+Every token, the class token among them, passes the same blocks; residual branches are divided by a
+constant. Modules and parameters are called as in the published code, so published checkpoints load.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from horovod_volo.models.volo import TokenExchange, runner_of_blocks
+
+LVVIT_SIZES: dict[str, dict[str, Any]] = {
+    "lvvit_t": {"layers": 12, "embed_dim": 240, "num_heads": 4, "stem_width": 64, "residual_divisor": 1.0},
+    "lvvit_s": {"layers": 16, "embed_dim": 384, "num_heads": 6, "stem_width": 64, "residual_divisor": 2.0},
+    "lvvit_m": {"layers": 20, "embed_dim": 512, "num_heads": 8, "stem_width": 64, "residual_divisor": 2.0},
+    "lvvit_l": {"layers": 24, "embed_dim": 768, "num_heads": 12, "stem_width": 128, "residual_divisor": 3.0},
+}
+
+_PATCH = 16  # pixels a side of what becomes one token
+
+
+class Stem(nn.Module):
+    """Three convolutions at half the resolution, then one token from each 8 x 8 of their cells."""
+
+    def __init__(self, width: int, embed_dim: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(width)
+        self.proj = nn.Conv2d(width, embed_dim, _PATCH // 2, stride=_PATCH // 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return tokens (batch, rows, columns, channels)."""
+        cells = F.relu(self.bn1(self.conv1(images)), inplace=True)
+        cells = F.relu(self.bn2(self.conv2(cells)), inplace=True)
+        cells = F.relu(self.bn3(self.conv3(cells)), inplace=True)
+        tokens: Tensor = self.proj(cells)
+        return tokens.permute(0, 2, 3, 1)
+
+
+class Attention(nn.Module):
+    """Self-attention of several heads, without biases on queries, keys and values."""
+
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
+        self.proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return tokens of the same shape (batch, tokens, channels)."""
+        joint = self.qkv(tokens).unflatten(2, (3, self.num_heads, -1))
+        queries, keys, values = joint.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, tokens, width)
+        heads = F.scaled_dot_product_attention(queries, keys, values)
+        attended: Tensor = self.proj(heads.transpose(1, 2).flatten(2))
+        return attended
+
+
+class Perceptron(nn.Module):
+    """Two layers with a GELU between them, of each token alone."""
+
+    def __init__(self, embed_dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(embed_dim, hidden)
+        self.fc2 = nn.Linear(hidden, embed_dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return tokens of the same shape."""
+        mapped: Tensor = self.fc2(F.gelu(self.fc1(tokens)))
+        return mapped
+
+
+class StochasticDepth(nn.Module):
+    """In training, leaves a branch out for a random share of the images and scales up the others'."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, branch: Tensor) -> Tensor:
+        """Return the branch (batch, tokens, channels), zero for the images it is left out for."""
+        if not self.training or self.rate == 0.0:
+            return branch
+        kept_share = 1.0 - self.rate
+        kept = branch.new_empty(branch.shape[0], 1, 1).bernoulli_(kept_share)
+        return branch * kept.div_(kept_share)
+
+
+class Block(nn.Module):
+    """Attention, then the perceptron, each added to its input after a norm and a division."""
+
+    def __init__(self, embed_dim: int, num_heads: int, mlp_ratio: float, drop: float, divisor: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(embed_dim)
+        self.attn = Attention(embed_dim, num_heads)
+        self.norm2 = nn.LayerNorm(embed_dim)
+        self.mlp = Perceptron(embed_dim, int(embed_dim * mlp_ratio))
+        self.drop_path = StochasticDepth(drop)
+        self.divisor = divisor
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return tokens of the same shape (batch, tokens, channels)."""
+        attended: Tensor = tokens + self.drop_path(self.attn(self.norm1(tokens))) / self.divisor
+        mapped: Tensor = self.drop_path(self.mlp(self.norm2(attended))) / self.divisor
+        return attended + mapped
+
+
+class LvVit(nn.Module):
+    """LV-ViT, trained with token labels."""
+
+    def __init__(
+        self,
+        *,
+        img_size: int,
+        num_classes: int,
+        drop_path_rate: float,
+        layers: int,
+        embed_dim: int,
+        num_heads: int,
+        stem_width: int,
+        residual_divisor: float,
+        mlp_ratio: float = 3.0,
+    ) -> None:
+        super().__init__()
+        side = img_size // _PATCH
+        self.num_classes = num_classes
+        self.grid = (side, side)  # tokens
+        self.grad_checkpointing = False
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + side * side, embed_dim))
+        self.patch_embed = Stem(stem_width, embed_dim)
+        # The rates stay numbers where everything else is built without memory.
+        rates = torch.linspace(0, drop_path_rate, layers, device="cpu").tolist()
+        self.blocks = nn.ModuleList(
+            Block(embed_dim, num_heads, mlp_ratio, rate, residual_divisor) for rate in rates
+        )
+        self.norm = nn.LayerNorm(embed_dim)
+        self.head = nn.Linear(embed_dim, num_classes)
+        self.aux_head = nn.Linear(embed_dim, num_classes)
+        self._draw_weights()
+
+    def _draw_weights(self) -> None:
+        """Draw fresh weights; convolutions and norms keep torch's."""
+        for parameter in (self.pos_embed, self.cls_token):
+            nn.init.trunc_normal_(parameter, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def training_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
+        """Return class and token logits; what `exchange` does to the tokens is undone on the logits."""
+        grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
+        class_logits, token_logits = self._logits(self._transformed(grid.flatten(1, 2)))
+        logits_grid = token_logits.reshape(*grid.shape[:3], -1)
+        return class_logits, exchange(logits_grid).flatten(1, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits evaluation goes by, (batch, classes): half the best token's are added."""
+        class_logits, token_logits = self._logits(self.forward_features(images))
+        return class_logits + 0.5 * token_logits.amax(dim=1)
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """Return normed features (batch, 1 + tokens, channels), the class token's first."""
+        return self._transformed(self.patch_embed(images).flatten(1, 2))
+
+    def _transformed(self, tokens: Tensor) -> Tensor:
+        first = self.cls_token.expand(tokens.shape[0], -1, -1)
+        tokens = torch.cat([first, tokens], dim=1) + self.pos_embed  # (batch, 1 + tokens, channels)
+        run = runner_of_blocks(self)
+        for block in self.blocks:
+            tokens = run(block, tokens)
+        features: Tensor = self.norm(tokens)
+        return features
+
+    def _logits(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(features[:, 0]), self.aux_head(features[:, 1:])
+
+    def no_weight_decay(self) -> set[str]:
+        """Name the matrices that weight decay leaves alone."""
+        return {"pos_embed", "cls_token"}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:  # noqa: ARG002  # timm's signature
+        """Return which parameters are one layer, in timm's form: stem, blocks, heads."""
+        with_the_last_block = (99999,)  # timm's constant
+        blocks = [(r"^blocks\.(\d+)", None), (r"^norm", with_the_last_block)]
+        return {"stem": r"^cls_token|pos_embed|patch_embed", "blocks": blocks}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Choose whether training keeps only the blocks' inputs and computes the rest again in backward."""
+        self.grad_checkpointing = enable
+
+    def get_classifier(self) -> nn.Module:
+        """Return the class token's head."""
+        return self.head

@@ -1,0 +1,130 @@
+"""The published code, loaded from checkouts of it beside today's timm.
+
+Nothing of it is copied here: the checkouts' folder is named by an environment variable. What the
+published files import from timm's old places is put there while they load, and taken away again.
+numpy's former `int` is not brought back: only the drawing of the MixToken box asks for it, and that
+is replaced by a given box anyway.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
+from horovod_volo.objective.mixtoken import Box
+
+VARIABLE = "HOROVOD_VOLO_PUBLISHED"
+HOW_TO = (
+    f"set {VARIABLE} to a folder with checkouts of sail-sg/volo, named volo, and of "
+    "zihangJiang/TokenLabeling, named TokenLabeling"
+)
+_CHANNELS_AT_ONCE = 100  # torchvision's Python form of RoIAlign keeps map-sized tensors for every token
+
+
+@dataclass(frozen=True)
+class Published:
+    """The published modules."""
+
+    volo: ModuleType
+    volo_losses: ModuleType
+    lvvit: ModuleType
+    lvvit_losses: ModuleType
+    targets: ModuleType  # label maps to dense targets; the training of both repositories uses these
+
+    def networks(self, name: str) -> ModuleType:
+        """Return the module that a network is in."""
+        return self.lvvit if name.startswith("lvvit") else self.volo
+
+    def network(self, name: str, *, drop_path: float = 0.0) -> Any:
+        """Build a network for 224 pixels and 1000 classes, as its training script does."""
+        return getattr(self.networks(name), name)(img_size=224, drop_path_rate=drop_path)
+
+    @contextmanager
+    def given_box(self, name: str, box: Box) -> Iterator[None]:
+        """Let a network in training mode take this box instead of a random one."""
+        corners = (box.top, box.left, box.top + box.height, box.left + box.width)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.networks(name), "rand_bbox", lambda *_, **__: corners)
+            yield
+
+
+def named_folder() -> Path:
+    """Return the folder with the checkouts; skip the test or the module where none is named."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        pytest.skip(HOW_TO, allow_module_level=True)
+    return Path(folder)
+
+
+def load(folder: Path) -> Published:
+    """Load the published modules from the folder that holds both checkouts."""
+    labelling = folder / "TokenLabeling" / "tlt"
+    with _old_timm():
+        found = Published(
+            volo=_module("published_volo", folder / "volo" / "models", "volo"),
+            volo_losses=_module("published_volo_loss", folder / "volo" / "loss", "cross_entropy"),
+            lvvit=_module("published_lvvit", labelling / "models", "lvvit"),
+            lvvit_losses=_module("published_lvvit_loss", labelling / "loss", "cross_entropy"),
+            # The rest of this package reads images, by functions that timm no longer has.
+            targets=_file("published_targets_of_maps", labelling / "data" / "mixup.py"),
+        )
+    found.targets.roi_align = _roi_align
+    return found
+
+
+@contextmanager
+def _old_timm() -> Iterator[None]:
+    import timm.layers
+
+    places: dict[str, dict[str, Any]] = {
+        "timm.models.layers": vars(timm.layers),
+        # Not registered: the names would come up among timm's own.
+        "timm.models.registry": {"register_model": lambda build: build},
+        "timm.models.helpers": {"load_pretrained": None},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for place, names in places.items():
+            module = ModuleType(place)
+            vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
+            patch.setitem(sys.modules, place, module)
+        yield
+
+
+def _module(package: str, folder: Path, name: str) -> ModuleType:
+    _file(package, folder / "__init__.py")
+    return importlib.import_module(f"{package}.{name}")
+
+
+def _file(name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}: {HOW_TO}")
+    folders = [str(path.parent)] if path.name == "__init__.py" else None
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=folders)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _roi_align(input: Tensor, boxes: Tensor, output_size: tuple[int, int]) -> Tensor:  # noqa: A002, RUF100
+    """Call torchvision's RoIAlign in its Python form, which needs no compiled operators."""
+    from torchvision.ops.roi_align import _roi_align as lazily_compiled
+
+    plain = lazily_compiled.__wrapped__
+    groups = input.split(_CHANNELS_AT_ONCE, dim=1)
+    return torch.cat([plain(group, boxes, 1.0, *output_size, -1, False) for group in groups], dim=1)

@@ -1,0 +1,146 @@
+"""Dense targets and losses against the published ones, of the same label maps and logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from horovod_volo.config.schema import Objective
+from horovod_volo.objective.loss import Labels, Teacher, build_loss
+from horovod_volo.objective.mixtoken import NO_BOX, Box
+from horovod_volo.objective.soft_target import SoftTarget, cross_entropy
+from tests.published.checkouts import Published, named_folder
+from tests.published.conftest import Compare
+from tests.published.examples import BOX, CLASSES, SIDE, labels_of, published_target
+
+named_folder()  # or this module is skipped
+
+BATCH, SEED = 4, 3
+MAPS = Objective(token_label=True, token_label_data="maps", label_geometry="reference", dense_weight=0.5)
+
+# The published loss, its settings, and ours.
+LOSSES = [
+    pytest.param("volo_losses", "TokenLabelGTCrossEntropy", {}, {"ground_truth": True}, id="volo-with-truth"),
+    pytest.param("volo_losses", "TokenLabelCrossEntropy", {}, {}, id="volo"),
+    pytest.param(
+        "lvvit_losses",
+        "TokenLabelCrossEntropy",
+        {"ground_truth": True},
+        {"ground_truth": True},
+        id="lvvit-truth",
+    ),
+    pytest.param("lvvit_losses", "TokenLabelCrossEntropy", {}, {}, id="lvvit"),
+]
+
+
+def corners(box: Box) -> tuple[int, int, int, int]:
+    """Return a box as the published networks hand it on."""
+    return box.top, box.left, box.top + box.height, box.left + box.width
+
+
+def random_logits() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    class_logits = 2 * torch.randn(BATCH, CLASSES, generator=generator)
+    token_logits = 2 * torch.randn(BATCH, SIDE * SIDE, CLASSES, generator=generator)
+    return class_logits.requires_grad_(), token_logits.requires_grad_()
+
+
+def written_out(target: SoftTarget) -> Tensor:
+    """Return a soft target's rows over all classes."""
+    rows = target.uniform.unsqueeze(1).repeat(1, CLASSES)
+    return rows.scatter_add(1, target.ids, target.weights)
+
+
+def half_right(labels: Labels, target: Tensor) -> tuple[Labels, Tensor]:
+    """Make the teacher right about every other image, in ours and in the published form."""
+    best = target[:, :, 1].argmax(dim=1)
+    classes = torch.where(torch.arange(BATCH) % 2 == 0, best, (best + 1) % CLASSES)
+    target = target.clone()
+    target[:, :, 0] = torch.nn.functional.one_hot(classes, CLASSES) * 0.9 + 0.1 / CLASSES
+    return replace(labels, classes=classes), target
+
+
+def assert_equal(
+    compare: Compare, what: str, settings: Objective, labels: Labels, box: Box, loss: Any, target: Tensor
+) -> None:
+    """Compare a loss and its gradients with a published one."""
+    own, other = random_logits(), random_logits()
+    ours = build_loss(settings, CLASSES, SIDE)(*own, labels, box).total
+    theirs = loss((*other, corners(box)), target)
+    compare(f"{what}, kept share {box.kept_share:.2f}, loss", ours, theirs)
+    ours.backward()
+    theirs.backward()
+    for one, another in zip(own, other, strict=True):
+        torch.testing.assert_close(one.grad, another.grad, rtol=1e-4, atol=1e-8)
+
+
+def test_targets_of_the_image_and_of_every_token(published: Published, compare: Compare) -> None:
+    target = published_target(published, BATCH, SEED)
+    image, tokens = Teacher(CLASSES, SIDE, 0.1, "reference")(labels_of(BATCH, SEED))
+    compare("target of the image", written_out(image), target[:, :, 1])
+    compare("targets of the tokens", written_out(tokens), target[:, :, 2:].transpose(1, 2).flatten(0, 1))
+
+
+def test_the_corrected_geometry_is_another(published: Published) -> None:
+    target = published_target(published, BATCH, SEED)
+    _, tokens = Teacher(CLASSES, SIDE, 0.1, "corrected")(labels_of(BATCH, SEED))
+    apart = written_out(tokens) - target[:, :, 2:].transpose(1, 2).flatten(0, 1)
+    assert apart.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("box", [BOX, NO_BOX], ids=["mixed", "unmixed"])
+@pytest.mark.parametrize(("module", "name", "their_settings", "our_settings"), LOSSES)
+def test_losses_of_label_maps(
+    published: Published,
+    compare: Compare,
+    box: Box,
+    module: str,
+    name: str,
+    their_settings: dict[str, Any],
+    our_settings: dict[str, Any],
+) -> None:
+    loss = getattr(getattr(published, module), name)(dense_weight=0.5, cls_weight=0.75, **their_settings)
+    labels, target = half_right(labels_of(BATCH, SEED), published_target(published, BATCH, SEED))
+    settings = replace(MAPS, cls_weight=0.75, **our_settings)
+    assert_equal(compare, f"{module}.{name} {our_settings}", settings, labels, box, loss, target)
+
+
+@pytest.mark.parametrize("box", [BOX, NO_BOX], ids=["mixed", "unmixed"])
+@pytest.mark.parametrize(("module", "name", "their_settings", "our_settings"), LOSSES)
+def test_losses_without_maps(
+    published: Published,
+    compare: Compare,
+    box: Box,
+    module: str,
+    name: str,
+    their_settings: dict[str, Any],
+    our_settings: dict[str, Any],
+) -> None:
+    loss = getattr(getattr(published, module), name)(dense_weight=0.5, cls_weight=0.75, **their_settings)
+    classes = labels_of(BATCH, SEED).classes
+    target = published.targets.mixup_target(classes, CLASSES, smoothing=0.1, device="cpu")
+    settings = replace(MAPS, cls_weight=0.75, token_label_data="", **our_settings)
+    what = f"{module}.{name} {our_settings} without maps"
+    assert_equal(compare, what, settings, Labels(classes), box, loss, target)
+
+
+def test_the_loss_without_token_labels(published: Published, compare: Compare) -> None:
+    classes, (class_logits, token_logits) = labels_of(BATCH, SEED).classes, random_logits()
+    target = published.targets.mixup_target(classes, CLASSES, smoothing=0.1, device="cpu")
+    theirs = published.volo_losses.SoftTargetCrossEntropy()(class_logits, target)
+    parts = build_loss(Objective(), CLASSES, SIDE)(class_logits, token_logits, Labels(classes), NO_BOX)
+    compare("loss without token labels", parts.total, theirs)
+
+
+@pytest.mark.parametrize("module", ["volo_losses", "lvvit_losses"])
+def test_one_label_of_a_map_for_the_whole_image(published: Published, compare: Compare, module: str) -> None:
+    """No setting of ours asks for it, but it is the image's target and cross-entropy."""
+    class_logits, _ = random_logits()
+    target = published_target(published, BATCH, SEED, side=1)  # (batch, classes, 2)
+    theirs = getattr(published, module).TokenLabelSoftTargetCrossEntropy()(class_logits, target)
+    image = Teacher(CLASSES, 1, 0.1, "reference")(labels_of(BATCH, SEED)).classes
+    compare(f"{module}, label size 1", cross_entropy(class_logits, image).mean(), theirs)

@@ -1,0 +1,40 @@
+"""Loads the last checkpoint of a run on however many ranks there are, and leaves its state whole."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.recipe import load_recipe
+from horovod_volo.config.values import assemble
+from horovod_volo.engine.checkpoint import find_checkpoint
+from horovod_volo.engine.resuming import restore
+from horovod_volo.engine.state import build_state
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("out", type=Path)
+    options.add_argument("run", type=Path)
+    options.add_argument("--shard-optimizer", action="store_true")
+    asked = options.parse_args()
+    torch.set_num_threads(1)
+    world = World.join()
+    settings = load_recipe(str(asked.run / "resolved.toml")) | {"shard_optimizer": asked.shard_optimizer}
+    config = assemble(settings, fallback_name="")
+    state, _ = build_state(config, world, num_classes=10, device=torch.device("cpu"), finetune="")
+    # Every rank but the first begins with something else than what was saved.
+    if world.rank:
+        for tensor in state.common():
+            tensor.fill_(world.rank)
+    restore(state, find_checkpoint(str(asked.run)), world)
+    whole = {
+        file: {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        for file, tensors in state.whole().items()
+    }
+    torch.save({**whole, "step": state.step}, asked.out / f"rank_{world.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()

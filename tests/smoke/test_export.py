@@ -1,0 +1,165 @@
+"""The export as its users run it, and the commands and programs of its document."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from horovod_volo import export
+from horovod_volo.models import onnx_file, timm_folder
+from horovod_volo.models.build import build_model
+from tests.ranks.launching import run
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+WRITTEN = ["config.json", "model.safetensors"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT, flags=re.S)
+
+
+def commands() -> list[str]:
+    return [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
+
+
+def run_folder(folder: Path, name: str, side: int) -> Path:
+    """Make the folder of a run with a best and a last checkpoint, of which the last has averaged weights."""
+    torch.manual_seed(0)
+    state = build_model(name, img_size=side, num_classes=10, drop_path=0.0).state_dict()
+    for checkpoint in ("best", "last"):
+        place = folder / "checkpoints" / checkpoint
+        place.mkdir(parents=True)
+        save_file(state, place / "model.safetensors")
+    save_file({key: 2 * tensor for key, tensor in state.items()}, place / "ema.safetensors")
+    (folder / "resolved.toml").write_text(f'[model]\nmodel = "{name}"\nimg_size = {side}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_folder(tmp_path_factory.mktemp("runs") / "demo", "volo_demo", 64)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make what the document's commands start from; a small network of timm's stands in for VOLO-D1."""
+    folder = tmp_path_factory.mktemp("commands")
+    run_folder(folder / "run", "resnet18", 64)
+    torch.save(load_file(folder / "run/checkpoints/best/model.safetensors"), folder / "weights.pth")
+    return folder
+
+
+def here(text: str, place: Path) -> str:
+    small = text.replace("runs/volo_d1", f"{place}/run").replace("--model volo_d1", "--model resnet18")
+    return small.replace("--img-size 384", "--img-size 96").replace("/path/to/", f"{place}/")
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_does_what_the_document_says(command: str, place: Path) -> None:
+    program = f"cd {shlex.quote(str(ROOT))} && {here(command, place)}"
+    done = run(["bash", "-c", program], seconds=200)
+    assert done.returncode == 0, done.stdout
+    assert "timm: logits differ by 0.0e+00 at most" in done.stdout
+    assert ("onnxruntime: logits differ" in done.stdout) == ("--onnx" in command)
+
+
+def test_what_the_commands_made_is_there(place: Path) -> None:
+    made = {path.name: sorted(file.name for file in path.iterdir()) for path in place.glob("*export*")}
+    assert made == {"export": ["config.json", "model.onnx", "model.safetensors"], "export384": WRITTEN}
+    best = load_file(place / "export" / "model.safetensors")["fc.weight"]
+    assert torch.equal(load_file(place / "averaged" / "model.safetensors")["fc.weight"], 2 * best)
+
+
+@pytest.mark.parametrize("program", blocks("python"), ids=["timm", "onnxruntime"])
+def test_a_program_of_the_document_runs(program: str, place: Path) -> None:
+    names: dict[str, object] = {}
+    exec(here(program, place), names)
+    assert "prepare" in names or names["logits"].shape == (5, 10)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Return the one line in which the entry refuses a request."""
+    capsys.readouterr()
+    assert export.main([str(argument) for argument in arguments]) == export.MISTAKE
+    said = capsys.readouterr()
+    assert not said.out
+    lines = said.err.splitlines()
+    assert len(lines) == 1, said.err
+    return lines[0]
+
+
+def test_an_export_is_replaced_by_force_alone(demo_run: Path, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "export"
+    assert export.main([str(demo_run), str(folder)]) == export.DONE
+    said = capsys.readouterr().out.splitlines()
+    assert said[1] == "timm: logits differ by 0.0e+00 at most"
+    assert "timm has no volo_demo; timm.models.volo.VOLO can" in said[-1]
+    before = (folder / "config.json").stat()
+    assert "There is an export in" in refused(capsys, demo_run, folder)
+    assert (folder / "config.json").stat() == before
+    assert export.main([str(demo_run), str(folder), "--force", "--img-size", "32"]) == export.DONE
+    assert (folder / "config.json").stat() != before
+    assert sorted(path.name for path in folder.iterdir()) == WRITTEN
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    (folder / "notes.txt").touch()
+    assert "holds other things than an export (notes.txt)" in refused(capsys, demo_run, folder, "--force")
+
+
+def test_an_lvvit_is_written_and_timm_said_not_to_know_it(tmp_path: Path, capsys) -> None:
+    source = run_folder(tmp_path / "run", "lvvit_t", 32)
+    assert export.main([str(source), str(tmp_path / "export")]) == export.DONE
+    assert "timm.create_model cannot load it, as timm has no lvvit_t." in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == WRITTEN
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["{run}/nowhere", "--model", "volo_demo"], "There are no weights at"),
+        (["{weights}"], "Which network are the weights in"),
+        (["{run}", "--model", "volo_dmeo"], "Did you mean volo_demo?"),
+        (["{run}", "--img-size", "65"], "--img-size must be a multiple of 16"),
+        (["{run}", "--averaged"], "There are no averaged weights of"),
+    ],
+    ids=["source", "model missing", "model unknown", "size", "averaged"],
+)
+def test_a_mistake_is_told_in_one_line(arguments, said, demo_run: Path, tmp_path: Path, capsys) -> None:
+    weights = tmp_path / "weights.pt"
+    torch.save({"head.bias": torch.zeros(3)}, weights)
+    source, *flags = (argument.format(run=demo_run, weights=weights) for argument in arguments)
+    assert said in refused(capsys, source, tmp_path / "export", *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
+
+
+def test_a_place_that_cannot_be_written_is_told_in_one_line(demo_run: Path, capsys) -> None:
+    export.main([str(demo_run), "/dev/null/export"])
+    assert "cannot export to /dev/null/export" in capsys.readouterr().err
+
+
+def test_missing_packages_are_told_before_anything_is_read(demo_run, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None)
+    assert "--onnx needs onnx and onnxscript." in refused(capsys, demo_run, tmp_path / "export", "--onnx")
+
+
+@pytest.mark.parametrize("difference", [2e-5, float("nan")])
+def test_other_logits_are_an_error_and_leave_nothing(
+    difference: float, demo_run: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timm_folder, "timm_difference", lambda trained, folder: difference)
+    assert export.main([str(demo_run), str(tmp_path / "export")]) == export.DIFFERS
+    assert f"error: timm gives logits that differ by {difference:.1e}" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_flags_that_do_not_fit_are_refused(demo_run: Path, tmp_path: Path, capsys) -> None:
+    for flags, said in ((["--batch", "0"], "or dynamic"), (["--opset", "11"], "from 18 to 23")):
+        with pytest.raises(SystemExit) as ended:
+            export.main([str(demo_run), str(tmp_path / "export"), *flags])
+        assert ended.value.code == export.MISTAKE
+        assert said in capsys.readouterr().err

@@ -1,0 +1,90 @@
+"""A share of everything is everything: on one rank sharding changes nothing, however tensors are cut."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.ring import NoRing
+from horovod_volo.cluster.sharding import ShardedReducer
+from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Exchange
+from horovod_volo.optim.build import STATE_KEYS, build_optimizer, state_tensors
+from horovod_volo.optim.groups import parameter_groups, set_lr
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 30), nn.ReLU(), nn.Linear(30, 3))
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
+def trained(kind: type[Reducer], steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    model = network()
+    settings = Exchange(compression="none", bucket_mib=1e-3)
+    reducer = kind(model, World.alone(), settings, passes=1)
+    assert len(reducer.buckets) > 1
+    optimizer = optimizer_of(model, reducer)
+    random = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        model(torch.randn(4, 3, 3, 3, generator=random)).square().mean().backward()
+        with reducer.averaged():
+            optimizer.step()
+    return model, reducer.gather_state(state_tensors(optimizer, reducer.owned), STATE_KEYS["adamw"])
+
+
+def optimizer_of(model: nn.Module, reducer: Reducer) -> Any:
+    parameters = dict(model.named_parameters())
+    groups = parameter_groups(
+        parameters, reducer.owned, exempt=(), weight_decay=0.1, layers={}, layer_decay=1.0
+    )
+    optimizer = build_optimizer("adamw", groups, momentum=0.0)
+    set_lr(optimizer, 0.01)
+    return optimizer
+
+
+def test_one_rank_alone_makes_the_same_steps() -> None:
+    (plain, state), (sharded, gathered) = trained(Reducer, 5), trained(ShardedReducer, 5)
+    assert not torch.equal(plain[0].weight, network()[0].weight)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, sharded.get_parameter(name)), name
+    assert state.keys() == gathered.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor, gathered[name]), name
+        assert tensor.stride() == gathered[name].stride()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_pieces_of_all_ranks_are_the_parameters(ranks: int) -> None:
+    expected = {name: p.detach().clone() for name, p in network().named_parameters()}
+    pieces: dict[str, list[Tensor]] = {name: [] for name in expected}
+    elements = []
+    for rank in range(ranks):
+        model = network()
+        world = World(rank=rank, size=ranks, ring=NoRing())
+        reducer = ShardedReducer(model, world, Exchange(compression="none", bucket_mib=1e-3), passes=1)
+        elements.append(sum(piece.numel() for piece in reducer.owned.values()))
+        for name, piece in reducer.owned.items():
+            pieces[name].append(piece.detach())
+    for name, whole in expected.items():
+        in_memory_order = whole.as_strided((whole.numel(),), (1,))
+        assert torch.equal(torch.cat(pieces[name]), in_memory_order), name
+    assert sum(elements) == sum(tensor.numel() for tensor in expected.values())
+
+
+def test_a_copy_of_the_state_restores_it() -> None:
+    model = network()
+    reducer = ShardedReducer(model, World.alone(), Exchange(compression="none"), passes=1)
+    optimizer = optimizer_of(model, reducer)
+    state, keys = state_tensors(optimizer, reducer.owned), STATE_KEYS["adamw"]
+    _, saved = trained(Reducer, 3)
+    saved = copy.deepcopy(saved)
+    reducer.scatter_state(state, keys, saved)
+    for name, tensor in reducer.gather_state(state, keys).items():
+        assert torch.equal(tensor, saved[name]), name
+    assert float(state["0.weight/step"]) == 3.0

@@ -1,0 +1,77 @@
+"""Images are normalised with the colours of their network, and with ImageNet's where none are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from coded_images import PLAIN, smooth, unnormalised, write_images
+
+from horovod_volo.cluster.binding import Share
+from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Config, Data, Model, Run
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.pipeline import IMAGENET_COLOURS, Colours
+from horovod_volo.data.stream import EvalStream, TrainStream
+from horovod_volo.engine.job import Images, _streams
+
+SIDE = 32
+CPU = torch.device("cpu")
+OTHERS = Colours((0.5, 0.25, 0.0), (0.5, 0.125, 1.0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    names = [f"{split}/a/{number}.png" for split in ("train", "val") for number in range(4)]
+    return write_images(tmp_path, {name: smooth(60, 50, seed=number) for number, name in enumerate(names)})
+
+
+def batch_of(folder: Path, split: str, **colours: Any) -> torch.Tensor:
+    settings = Data(batch_size=4, **PLAIN)
+    place = {"rank": 0, "size": 1, "device": CPU, "threads": 1}
+    stream: TrainStream | EvalStream
+    if split == "train":
+        catalog = build_catalog(str(folder), "train", None)
+        stream = TrainStream(
+            catalog, None, settings, image_size=SIDE, seed=Run().seed, accumulation=1, **place, **colours
+        )
+        batches = stream.passes(0, 0)
+    else:
+        catalog = build_catalog(str(folder), "val", None)
+        stream = EvalStream(catalog, settings, image_size=SIDE, crop_pct=0.9, **place, **colours)
+        batches = iter(stream)
+    (batch,) = batches
+    stream.close()
+    return batch.images
+
+
+def normalised(images: torch.Tensor, colours: Colours) -> torch.Tensor:
+    """Normalise anew what was normalised with ImageNet's colours."""
+    shown = torch.from_numpy(unnormalised(images)) / 255
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in colours)
+    return (shown - mean) / std
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_stream_shows_the_colours_that_are_asked_for(folder: Path, split: str) -> None:
+    usual, others = batch_of(folder, split), batch_of(folder, split, colours=OTHERS)
+    assert torch.equal(usual, batch_of(folder, split, colours=IMAGENET_COLOURS))
+    torch.testing.assert_close(others.double(), normalised(usual, OTHERS).double(), atol=1e-5, rtol=1e-5)
+    assert (others - usual).abs().mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("model", "half"), [("volo_demo", False), ("volo_d1", False), ("vit_tiny_patch16_224", True)]
+)
+def test_a_run_shows_its_networks_colours(folder: Path, model: str, half: bool) -> None:
+    images = Images(*(build_catalog(str(folder), split, None) for split in ("train", "val")), None)
+    config = Config(model=Model(model=model, img_size=SIDE), data=Data(batch_size=4, crop_pct=0.9, **PLAIN))
+    train, held_out = _streams(config, World.alone(), images, Share(CPU, 1, 1))
+    (trained,), (evaluated,) = train.passes(0, 0), held_out
+    train.close()
+    held_out.close()
+    colours = Colours((0.5,) * 3, (0.5,) * 3) if half else IMAGENET_COLOURS
+    assert torch.equal(evaluated.images, batch_of(folder, "val", colours=colours))
+    assert torch.equal(trained.images, batch_of(folder, "train", colours=colours))

@@ -1,0 +1,311 @@
+"""What is exported is the network: to the bit for timm, to rounding in ONNX, by widely known operations."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.models import onnx_file
+from horovod_volo.models.build import build_model
+from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
+from horovod_volo.models.onnx_file import check_packages, onnx_difference, write_onnx
+from horovod_volo.models.outlook_export import exportable, fold_windows, place_weights, unfold_windows
+from horovod_volo.models.timm_folder import (
+    CONFIG,
+    WEIGHTS,
+    check_folder,
+    config_of,
+    timm_difference,
+    whole_folder,
+    write_timm_folder,
+)
+from horovod_volo.models.trained import Trained, load_trained
+
+# kernel, padding, stride, rows, columns: VOLO's own, then odd ones and windows that do not reach the end
+GEOMETRIES = [(3, 1, 2, 28, 28), (3, 1, 2, 7, 9), (3, 1, 1, 5, 6), (2, 0, 2, 6, 7), (5, 2, 3, 11, 8)]
+
+REFUSED = {"Col2Im", "GatherND", "GatherElements", "ScatterND", "ScatterElements"}
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def with_telling_weights(network: nn.Module) -> nn.Module:
+    """Move all that fresh weights leave at 0 or 1, so that nothing is equal by being left out."""
+    draw = torch.Generator().manual_seed(4)
+    for parameter in network.parameters():
+        parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
+    for buffer in network.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(0.5 * torch.rand(buffer.shape, generator=draw))
+    return network.eval().requires_grad_(False)
+
+
+def built(name: str, side: int, classes: int = 10) -> nn.Module:
+    torch.manual_seed(0)
+    return with_telling_weights(build_model(name, img_size=side, num_classes=classes, drop_path=0.0))
+
+
+def trained(folder: Path, name: str, side: int, classes: int = 10) -> Trained:
+    torch.save(built(name, side, classes).state_dict(), folder / "weights.pt")
+    return load_trained(str(folder / "weights.pt"), name=name, image_side=side)
+
+
+def exported(folder: Path, network: Trained) -> Path:
+    made = folder / "export"
+    made.mkdir()
+    write_timm_folder(network, made, "weights.pt")
+    return made
+
+
+def operations(file: Path) -> Counter[str]:
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(file)
+    onnx.checker.check_model(model)
+    assert not model.functions
+    return Counter(node.op_type for node in model.graph.node)
+
+
+@pytest.mark.parametrize(("kernel", "padding", "stride", "rows", "columns"), GEOMETRIES)
+def test_windows_are_taken_as_by_unfold(kernel, padding, stride, rows, columns) -> None:
+    cells = random(2, 6, rows, columns)
+    windows = unfold_windows(cells, place_weights(6, kernel), padding=padding, stride=stride)
+    expected = F.unfold(cells, kernel, padding=padding, stride=stride)
+    torch.testing.assert_close(windows.flatten(2), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kernel", "padding", "stride", "rows", "columns"), GEOMETRIES)
+def test_windows_are_added_up_as_by_fold(kernel, padding, stride, rows, columns) -> None:
+    grid = [(side + 2 * padding - kernel) // stride + 1 for side in (rows, columns)]
+    windows = random(2, 6 * kernel**2, *grid)
+    size = (rows, columns)
+    folded = fold_windows(windows, place_weights(6, kernel), size, padding=padding, stride=stride)
+    expected = F.fold(windows.flatten(2), size, kernel, padding=padding, stride=stride)
+    torch.testing.assert_close(folded, expected, rtol=0, atol=1e-6)
+
+
+@torch.inference_mode()
+def test_the_copy_to_export_gives_the_same_and_shares_nothing() -> None:
+    network = built("volo_demo", 96)
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    copy, images = exportable(network.train()), random(2, 3, 96, 96)
+    assert network.training
+    assert not copy.training
+    torch.testing.assert_close(copy(images), network.eval()(images), rtol=0, atol=1e-5)
+    assert [sum(isinstance(m, nn.Unfold) for m in model.modules()) for model in (network, copy)] == [1, 0]
+    for parameter in copy.parameters():
+        parameter.zero_()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
+
+
+@torch.inference_mode()
+def test_evaluation_adds_half_the_best_token_logit() -> None:
+    copy, images = exportable(built("volo_demo", 64)), random(2, 3, 64, 64)
+    features = copy.forward_features(images)
+    best = copy.aux_head(features[:, 1:]).amax(dim=1)
+    torch.testing.assert_close(copy(images), copy.head(features[:, 0]) + 0.5 * best)
+
+
+def small_lvvit() -> nn.Module:
+    torch.manual_seed(0)
+    settings = LVVIT_SIZES["lvvit_t"] | {"layers": 2}
+    network = LvVit(img_size=64, num_classes=10, drop_path_rate=0.0, **settings)
+    return with_telling_weights(network)
+
+
+@pytest.mark.parametrize(
+    ("name", "side"), [("volo_demo", 64), ("volo_d1", 224), ("lvvit_t", 64), ("resnet18", 64)]
+)
+def test_onnx_gives_the_same_logits_for_any_batch(name: str, side: int, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    network = small_lvvit() if name == "lvvit_t" else built(name, side)
+    file = tmp_path / "model.onnx"
+    write_onnx(network, file, image_side=side, batch=0, opset=18)
+    difference = onnx_difference(network, file, image_side=side, batches=(1, 3))
+    print(f"{name}: {difference:.1e}, {dict(operations(file))}")
+    assert difference is not None
+    assert difference <= 1e-4
+    assert not REFUSED & set(operations(file))
+    other = with_telling_weights(network)  # moved in place: the same measure has to see it
+    assert onnx_difference(other, file, image_side=side, batches=(1,)) > 1e-3
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+class Folding(nn.Module):
+    """What outlook attention does to its windows, left to the exporter."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        windows = F.unfold(images, 3, padding=1, stride=2)
+        return F.fold(windows, images.shape[2:], 3, padding=1, stride=2).mean(dim=(2, 3))
+
+
+def test_the_operations_that_are_looked_for_are_found(tmp_path: Path) -> None:
+    write_onnx(Folding(), tmp_path / "model.onnx", image_side=16, batch=0, opset=18)
+    assert "Col2Im" in REFUSED & set(operations(tmp_path / "model.onnx"))
+
+
+def tiny() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 8), nn.ReLU(), nn.Flatten(), nn.Linear(4, 5)).requires_grad_(False)
+
+
+def test_a_fixed_batch_and_a_newer_opset(tmp_path: Path) -> None:
+    runtime, onnx = pytest.importorskip("onnxruntime"), pytest.importorskip("onnx")
+    file, network = tmp_path / "model.onnx", tiny()
+    write_onnx(network, file, image_side=8, batch=4, opset=21)
+    assert onnx_difference(network, file, image_side=8, batches=[4]) <= 1e-5
+    assert onnx.load(file).opset_import[0].version == 21
+    assert runtime.InferenceSession(file).get_inputs()[0].shape == [4, 3, 8, 8]
+
+
+def test_weights_of_a_large_network_lie_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(onnx_file, "_LARGEST_FILE_BYTES", 100)
+    network = tiny()
+    write_onnx(network, tmp_path / "model.onnx", image_side=8, batch=0, opset=18)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
+    moved = (tmp_path / "model.onnx").parent.rename(tmp_path.parent / "elsewhere")
+    assert onnx_difference(network, moved / "model.onnx", image_side=8, batches=(1, 3)) <= 1e-5
+
+
+class Undecided(nn.Module):
+    """A network whose course depends on the images, which no graph can hold."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.mean(dim=(2, 3)) if images.sum() > 0 else images.amax(dim=(2, 3))
+
+
+def test_what_torch_cannot_export_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"torch cannot write Undecided as ONNX \(.*Drop --onnx\."):
+        write_onnx(Undecided(), tmp_path / "model.onnx", image_side=8, batch=1, opset=18)
+
+
+def test_missing_packages_are_named_with_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"--onnx needs onnx and onnxscript\. Install: .*\[export\]"):
+        check_packages()
+    assert onnx_difference(tiny(), Path("model.onnx"), image_side=8, batches=(1,)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "architecture", "arguments"),
+    [
+        ("volo_demo", 64, "volo_demo", {"img_size", "layers", "embed_dims", "num_heads", "stem_hidden_dim"}),
+        ("test_vit", 96, "test_vit", {"img_size"}),
+        ("resnet18", 64, "resnet18", set()),
+    ],
+)
+def test_timm_makes_the_same_network_of_a_folder(name, side, architecture, arguments, tmp_path) -> None:
+    network = trained(tmp_path, name, side)
+    made = exported(tmp_path, network)
+    config = json.loads((made / CONFIG).read_text())
+    assert (config["architecture"], set(config.get("model_args", ()))) == (architecture, arguments)
+    facts = config["pretrained_cfg"]
+    assert facts["input_size"] == [3, side, side]
+    assert (facts["mean"], facts["std"]) == (list(network.mean), list(network.std))
+    assert (facts["crop_pct"], facts["num_classes"]) == (network.crop_pct, 10)
+    assert timm_difference(network, made) == 0.0
+    state = load_file(made / WEIGHTS)
+    head = next(key for key in state if key.split(".")[0] in ("head", "fc") and key.endswith("bias"))
+    save_file(state | {head: state[head] + 0.5}, made / WEIGHTS)
+    assert timm_difference(network, made) == pytest.approx(0.5, abs=1e-3)
+
+
+def test_images_are_resized_as_the_weights_were_scored(tmp_path: Path) -> None:
+    network = dataclasses.replace(trained(tmp_path, "resnet18", 64), name="vgg11.tv_in1k")
+    asked = [config_of(network, source)["pretrained_cfg"] for source in ("timm:vgg11.tv_in1k", "runs/vgg11")]
+    assert [facts["interpolation"] for facts in asked] == ["bilinear", "bicubic"]
+
+
+def test_what_timm_does_not_know_is_written_under_its_own_name(tmp_path: Path) -> None:
+    network = trained(tmp_path, "lvvit_t", 32)
+    made = exported(tmp_path, network)
+    assert json.loads((made / CONFIG).read_text())["architecture"] == "lvvit_t"
+    assert timm_difference(network, made) is None
+    again = load_trained(str(made), name="lvvit_t", image_side=32)
+    assert torch.equal(again.network(random(1, 3, 32, 32)), network.network(random(1, 3, 32, 32)))
+
+
+PLAIN_TIMM = """
+import json, sys, torch
+try:
+    import torchvision
+except RuntimeError:  # beside a CPU-only torch
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float least) -> Tensor")
+import timm
+folder, images = sys.argv[1], torch.load(sys.argv[2])
+config = json.load(open(f"{folder}/config.json"))
+settings = {"num_classes": config["num_classes"], **config["model_args"]}
+networks = [
+    timm.create_model(f"local-dir:{folder}", pretrained=True),
+    timm.create_model(config["architecture"], checkpoint_path=f"{folder}/model.safetensors", **settings),
+]
+assert not any(name.startswith("horovod") for name in sys.modules)
+with torch.inference_mode():
+    torch.save([network.eval().requires_grad_(False)(images) for network in networks], sys.argv[3])
+"""
+
+
+def test_timm_needs_nothing_of_ours(tmp_path: Path) -> None:
+    network, images = trained(tmp_path, "volo_d1", 64, classes=7), random(2, 3, 64, 64)
+    made = exported(tmp_path, network)
+    config = json.loads((made / CONFIG).read_text())
+    assert (config["architecture"], config["model_args"]) == ("volo_d1_224", {"img_size": 64})
+    torch.save(images, tmp_path / "images.pt")
+    words = [sys.executable, "-c", PLAIN_TIMM, made, tmp_path / "images.pt", tmp_path / "logits.pt"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with torch.inference_mode():
+        expected = network.network(images)
+    for logits in torch.load(tmp_path / "logits.pt"):
+        assert logits.shape == (2, 7)
+        assert torch.equal(logits, expected)
+
+
+def test_a_folder_is_whole_or_absent(tmp_path: Path) -> None:
+    place = tmp_path / "new" / "export"
+    with contextlib.suppress(KeyboardInterrupt), whole_folder(place, replace=False) as made:
+        (made / WEIGHTS).write_text("half")
+        raise KeyboardInterrupt
+    assert not list(place.parent.iterdir())
+    for text, replace in (("first", False), ("second", True)):
+        with whole_folder(place, replace=replace) as made:
+            (made / CONFIG).write_text(text)
+            assert [path.name for path in place.parent.iterdir() if path == place] == ["export"] * replace
+        assert (place / CONFIG).read_text() == text
+        assert [path.name for path in place.parent.iterdir()] == ["export"]
+    assert (place / CONFIG).stat().st_mode & 0o444 == place.parent.stat().st_mode & 0o444
+
+
+def test_two_exports_at_once_do_not_replace_each_other(tmp_path: Path) -> None:
+    place = tmp_path / "export"
+    with contextlib.ExitStack() as slower:
+        (slower.enter_context(whole_folder(place, replace=False)) / CONFIG).write_text("slower")
+        with whole_folder(place, replace=False) as faster:
+            (faster / CONFIG).write_text("faster")
+        with pytest.raises(UserError, match="There is an export in"):
+            slower.close()
+    assert (place / CONFIG).read_text() == "faster"
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_places_that_are_no_place_for_an_export(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file"):
+        check_folder(tmp_path / "file", replace=True)
+    with pytest.raises(UserError, match=r"holds other things than an export \(file\)"):
+        check_folder(tmp_path, replace=True)

@@ -1,0 +1,204 @@
+"""LV-ViT: the published sizes, names, fresh weights and formula, and the training forward's contract."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
+from horovod_volo.models.lvvit import LVVIT_SIZES, Block, LvVit, StochasticDepth
+from horovod_volo.objective.mixtoken import Box
+
+timm_layers = pytest.importorskip("timm.layers")
+timm_optim = pytest.importorskip("timm.optim")
+
+DEMO: dict[str, Any] = {
+    "layers": 3,
+    "embed_dim": 48,
+    "num_heads": 4,
+    "stem_width": 8,
+    "residual_divisor": 2.0,
+}
+
+
+def on_meta(name: str, *, img_size: int = 224, drop_path: float = 0.0) -> LvVit:
+    """Build a network without the memory for its weights."""
+    with torch.device("meta"):
+        return LvVit(img_size=img_size, num_classes=1000, drop_path_rate=drop_path, **LVVIT_SIZES[name])
+
+
+def demo(drop_path: float = 0.0) -> LvVit:
+    """Build a small network none of whose weights is left at 0 or 1."""
+    torch.manual_seed(0)
+    model = LvVit(img_size=64, num_classes=10, drop_path_rate=drop_path, **DEMO)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape))
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.add_(0.5 * torch.rand(buffer.shape))
+    return model
+
+
+def images(batch: int) -> Tensor:
+    return torch.randn(batch, 3, 64, 64, generator=torch.Generator().manual_seed(2))
+
+
+def unchanged(tokens: Tensor) -> Tensor:
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "img_size", "parameters"),
+    [
+        ("lvvit_t", 224, 8_534_720),
+        ("lvvit_s", 224, 26_151_824),
+        ("lvvit_m", 224, 55_830_544),
+        ("lvvit_l", 224, 150_021_968),
+        ("lvvit_s", 384, 26_297_744),
+        ("lvvit_l", 448, 150_473_552),
+    ],
+)
+def test_the_networks_have_the_published_size(name: str, img_size: int, parameters: int) -> None:
+    model = on_meta(name, img_size=img_size)
+    assert sum(map(Tensor.numel, model.parameters())) == parameters
+
+
+def test_weights_are_called_and_shaped_as_published() -> None:
+    linear = {"attn.proj": (240, 240), "mlp.fc1": (720, 240), "mlp.fc2": (240, 720)}
+    expected = {"cls_token": (1, 1, 240), "pos_embed": (1, 197, 240)}
+    expected |= {"patch_embed.conv1.weight": (64, 3, 7, 7), "patch_embed.proj.weight": (240, 64, 8, 8)}
+    expected |= {f"patch_embed.conv{number}.weight": (64, 64, 3, 3) for number in (2, 3)}
+    for number, part in itertools.product((1, 2, 3), ("weight", "bias", "running_mean", "running_var")):
+        expected[f"patch_embed.bn{number}.{part}"] = (64,)
+        expected[f"patch_embed.bn{number}.num_batches_tracked"] = ()
+    for block in (f"blocks.{number}" for number in range(12)):
+        expected[f"{block}.attn.qkv.weight"] = (720, 240)
+        expected |= {f"{block}.{name}.weight": shape for name, shape in linear.items()}
+        expected |= {f"{block}.{name}.bias": shape[:1] for name, shape in linear.items()}
+        expected |= {f"{block}.norm{n}.{part}": (240,) for n in (1, 2) for part in ("weight", "bias")}
+    expected |= {"patch_embed.proj.bias": (240,), "norm.weight": (240,), "norm.bias": (240,)}
+    expected |= {f"{head}.weight": (1000, 240) for head in ("head", "aux_head")}
+    expected |= {f"{head}.bias": (1000,) for head in ("head", "aux_head")}
+    assert {name: tuple(value.shape) for name, value in on_meta("lvvit_t").state_dict().items()} == expected
+
+
+def test_fresh_weights_are_drawn_as_published() -> None:
+    torch.manual_seed(0)
+    model = LvVit(img_size=64, num_classes=10, drop_path_rate=0.0, **DEMO | {"embed_dim": 192})
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert len(linear) == 3 * 4 + 2
+    drawn = torch.cat([module.weight.flatten() for module in linear])
+    assert drawn.std().item() == pytest.approx(0.02, rel=0.01)
+    assert drawn.abs().max() > 0.08  # normal, not cut at two deviations
+    assert all(not module.bias.any() for module in linear if module.bias is not None)
+    assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.2)
+    bound = (3 * 7 * 7) ** -0.5  # torch's own for convolutions, uniform
+    assert 0.95 * bound < model.patch_embed.conv1.weight.abs().max() <= bound
+    assert model.patch_embed.conv1.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
+
+
+@pytest.mark.parametrize("divisor", [1.0, 3.0])
+def test_a_block_is_the_published_formula(divisor: float) -> None:
+    torch.manual_seed(3)
+    block = Block(12, 3, 3.0, 0.0, divisor).double()
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
+
+    def normed(values: Tensor, norm: nn.LayerNorm) -> Tensor:
+        centred = values - values.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
+
+    joint = normed(x, block.norm1) @ block.attn.qkv.weight.T  # queries, keys, values side by side
+    heads = []
+    for head in range(3):
+        q, k, v = (joint[..., part + 4 * head : part + 4 * head + 4] for part in (0, 12, 24))
+        heads.append(((q @ k.transpose(1, 2)) / 4**0.5).softmax(-1) @ v)
+    x_attended = x + (torch.cat(heads, -1) @ block.attn.proj.weight.T + block.attn.proj.bias) / divisor
+    hidden = normed(x_attended, block.norm2) @ block.mlp.fc1.weight.T + block.mlp.fc1.bias
+    hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2
+    expected = x_attended + (hidden @ block.mlp.fc2.weight.T + block.mlp.fc2.bias) / divisor
+    torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-12)
+
+
+@torch.inference_mode()
+def test_evaluation_adds_half_the_best_token_to_the_class() -> None:
+    model = demo().eval()
+    class_logits, token_logits = model.training_logits(images(3), unchanged)
+    assert class_logits.shape == (3, 10)
+    assert token_logits.shape == (3, 16, 10)
+    assert torch.equal(class_logits + 0.5 * token_logits.max(dim=1).values, model(images(3)))
+    features = model.forward_features(images(3))  # (batch, 1 + tokens, channels)
+    assert torch.equal(token_logits, model.aux_head(features[:, 1:]))
+    assert torch.equal(class_logits, model.get_classifier()(features[:, 0]))
+
+
+@torch.inference_mode()
+def test_the_same_box_is_exchanged_after_the_stem_and_on_the_logits() -> None:
+    model, pictures = demo().eval(), images(4)
+    box = Box(top=1, left=0, height=2, width=3, grid=4)
+    seen: list[Tensor] = []
+
+    def watched(grid: Tensor) -> Tensor:
+        seen.append(grid)
+        return box.exchange(grid)
+
+    def only_before(grid: Tensor) -> Tensor:
+        return box.exchange(grid) if grid.shape[-1] == 48 else grid
+
+    class_logits, token_logits = model.training_logits(pictures, watched)
+    class_of_mixed, tokens_of_mixed = model.training_logits(pictures, only_before)
+    unmixed, _ = model.training_logits(pictures, unchanged)
+    assert [tuple(grid.shape) for grid in seen] == [(4, 4, 4, 48), (4, 4, 4, 10)]
+    assert torch.equal(class_logits, class_of_mixed)
+    assert not torch.allclose(class_logits, unmixed, atol=1e-3)
+    assert not torch.allclose(token_logits, tokens_of_mixed, atol=1e-3)
+    assert torch.equal(box.exchange(tokens_of_mixed.view(4, 4, 4, 10)).flatten(1, 2), token_logits)
+
+
+def test_every_weight_learns_from_the_training_logits() -> None:
+    model = demo().train()
+    class_logits, token_logits = model.training_logits(images(4), unchanged)
+    (class_logits.square().mean() + token_logits.square().mean()).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_stochastic_depth_rises_over_all_blocks() -> None:
+    model = on_meta("lvvit_s", drop_path=0.3)
+    assert [block.drop_path.rate for block in model.blocks] == pytest.approx([0.02 * n for n in range(16)])
+
+
+def test_stochastic_depth_leaves_out_whole_images_as_timms() -> None:
+    branch = torch.randn(64, 5, 3)
+    ours, theirs = StochasticDepth(0.25).train(), timm_layers.DropPath(0.25).train()
+    torch.manual_seed(7)
+    dropped = ours(branch)
+    torch.manual_seed(7)
+    assert torch.equal(dropped, theirs(branch))
+    left_out = (dropped == 0).flatten(1).all(dim=1)
+    assert 0 < left_out.sum() < 32
+    torch.testing.assert_close(dropped[~left_out], branch[~left_out] / 0.75)
+    assert torch.equal(ours.eval()(branch), branch)
+
+
+def test_layers_are_told_apart_from_the_stem_up_to_the_heads() -> None:
+    model = demo()
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = timm_optim.param_groups_layer_decay(
+        model, weight_decay=0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5
+    )
+    scales = {names[id(p)]: group["lr_scale"] for group in groups for p in group["params"]}
+    decays = {names[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
+    assert {scales[name] for name in ("cls_token", "pos_embed", "patch_embed.conv1.weight")} == {0.5**4}
+    assert {scales[f"blocks.0.{part}"] for part in ("norm1.weight", "attn.qkv.weight")} == {0.5**3}
+    assert scales["blocks.2.mlp.fc2.bias"] == scales["norm.weight"] == 0.5
+    assert {scales[name] for name in ("head.weight", "head.bias", "aux_head.weight")} == {1.0}
+    assert len(set(scales.values())) == 5
+    assert decays["pos_embed"] == decays["cls_token"] == decays["head.bias"] == 0.0
+    assert decays["aux_head.weight"] == 0.05
