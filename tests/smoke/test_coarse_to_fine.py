@@ -1,0 +1,154 @@
+"""Low resolution, then high, as one command: stopped in either half it goes on, and ends in the same bits."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.ranks.launching import environment, run
+
+SCRIPT = str(Path(__file__).parents[2] / "jobs" / "coarse_to_fine")
+STOPPED = 75
+STEPS = 10  # of each half: one epoch of 40 images, 4 in a step
+SHORT = ("--epochs", "1", "--warmup-epochs", "0", "--drop-path", "0.2", "--log-every", "1", "--mix-token")
+COARSE, FINE = ("--coarse", "--img-size", "32"), ("--fine", "--img-size", "64", "--lr", "1e-3")
+GLOO = "horovodrun -np 2 --gloo"
+
+
+def words_of(images: Path, output: Path, batch: int) -> list[str]:
+    place = ("--output", str(output), "--name", "chain")
+    return [SCRIPT, str(images), "demo", "demo", *SHORT, *place, "--batch-size", str(batch)]
+
+
+def chain(
+    images: Path, output: Path, *, coarse: tuple[str, ...] = (), fine: tuple[str, ...] = (), launch: str = ""
+) -> subprocess.CompletedProcess[str]:
+    batch = 2 if launch else 4
+    return run([*words_of(images, output, batch), *COARSE, *coarse, *FINE, *fine], seconds=240, LAUNCH=launch)
+
+
+def log_of(output: Path, half: str) -> str:
+    file = output / "chain" / half / "log.txt"
+    return file.read_text(encoding="utf-8") if file.exists() else ""
+
+
+def files_under(folder: Path) -> dict[str, int]:
+    return {str(path): path.lstat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def assert_same_weights(first: Path, second: Path, half: str) -> None:
+    weights = [
+        load_file(output / "chain" / half / "checkpoints" / "last" / "model.safetensors")
+        for output in (first, second)
+    ]
+    assert weights[0].keys() == weights[1].keys()
+    assert [name for name in weights[0] if not weights[0][name].equal(weights[1][name])] == []
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("uninterrupted")
+    done = chain(demo_set, output)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(f"done: {STEPS} steps") == 2
+    assert "Both halves are finished" in done.stdout.splitlines()[-1]
+    return output
+
+
+def test_interrupted_in_both_halves_it_ends_in_the_same_bits(
+    demo_set: Path, uninterrupted: Path, tmp_path: Path
+) -> None:
+    first = chain(demo_set, tmp_path, coarse=("--stop-at-step", "3"))
+    assert first.returncode == STOPPED, first.stdout
+    assert not (tmp_path / "chain" / "fine").exists()
+
+    # A failure is none to start again after, also where the log tells of an earlier stop.
+    refused = chain(demo_set, tmp_path, coarse=("--seed", "7"))
+    assert refused.returncode == 2
+    assert "has seed 42, this run has 7" in refused.stdout
+
+    second = chain(demo_set, tmp_path, fine=("--stop-at-step", "4"))
+    assert second.returncode == STOPPED, second.stdout
+    assert "resumed  at step 3: epoch 0" in log_of(tmp_path, "coarse")
+    assert f"weights from {tmp_path}/chain/coarse" in log_of(tmp_path, "fine")
+
+    third = chain(demo_set, tmp_path)
+    assert third.returncode == 0, third.stdout
+    assert "resumed  at step 4: epoch 0" in log_of(tmp_path, "fine")
+    assert log_of(tmp_path, "coarse").count("done: ") == 1
+    for half in ("coarse", "fine"):
+        assert_same_weights(uninterrupted, tmp_path, half)
+
+
+def test_the_fine_half_begins_with_what_the_coarse_one_learned(uninterrupted: Path) -> None:
+    """At a rate of 1e-3 it moves little from there; a fresh network would be elsewhere."""
+    last = [
+        load_file(uninterrupted / "chain" / half / "checkpoints" / "last" / "model.safetensors")
+        for half in ("coarse", "fine")
+    ]
+    weight = "network.0.0.mlp.fc1.weight"
+    moved = (last[0][weight] - last[1][weight]).norm() / last[0][weight].norm()
+    assert 0 < moved < 0.5
+    assert last[1]["pos_embed"].shape == (1, 4, 4, 96)
+
+
+def test_what_is_finished_is_said_at_once(demo_set: Path, uninterrupted: Path) -> None:
+    before = files_under(uninterrupted)
+    began = time.monotonic()
+    again = chain(demo_set, uninterrupted)
+    assert again.returncode == 0
+    assert again.stdout.splitlines() == [
+        f"Both halves are finished; the best weights are in {uninterrupted}/chain/fine/checkpoints/best"
+    ]
+    assert time.monotonic() - began < 5
+    assert files_under(uninterrupted) == before
+
+
+def test_a_signal_to_the_script_reaches_the_ranks(demo_set: Path, tmp_path: Path) -> None:
+    """Of far more epochs than there is time for; it comes when steps are seen in the log."""
+    words = [*words_of(demo_set, tmp_path, 2), *COARSE, "--epochs", "500", *FINE]
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(words, env=environment(LAUNCH=GLOO), stdout=said, stderr=said)
+        try:
+            limit = time.monotonic() + 120
+            while "after epoch 2" not in log_of(tmp_path, "coarse"):
+                assert process.poll() is None, (tmp_path / "said").read_text()
+                assert time.monotonic() < limit
+                time.sleep(0.2)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=60) == STOPPED
+        finally:
+            process.kill()
+    assert log_of(tmp_path, "coarse").splitlines()[-1].startswith("stopped at step ")
+    assert not (tmp_path / "chain" / "fine").exists()
+
+
+def test_under_horovodrun(demo_set: Path, tmp_path: Path) -> None:
+    """Its own status is 1 whatever the ranks' is."""
+    stopped = chain(demo_set, tmp_path, fine=("--stop-at-step", "2"), launch=GLOO)
+    assert stopped.returncode == STOPPED, stopped.stdout
+    done = chain(demo_set, tmp_path, launch=GLOO)
+    assert done.returncode == 0, done.stdout
+    assert "resumed  at step 2: epoch 0" in log_of(tmp_path, "fine")
+    assert f"done: {STEPS} steps" in log_of(tmp_path, "fine")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["data", "demo"], "usage: coarse_to_fine DATA_DIR COARSE_RECIPE FINE_RECIPE"),
+        (["data", "demo", "demo", "--resume", "auto"], "--resume is set here"),
+        (["data", "demo", "demo", "--fine", "--name", "x"], "--name VALUE is for both halves"),
+        (["data", "demo", "demo", "--output=x"], "Write --output x, with a space."),
+    ],
+)
+def test_its_own_flags_are_checked(words: list[str], said: str) -> None:
+    done = run([SCRIPT, *words])
+    assert done.returncode == 2
+    assert len(done.stdout.splitlines()) == 1
+    assert said in done.stdout

@@ -1,0 +1,213 @@
+"""Every recipe of the package: what a dry run says of it, and what its header says of itself.
+
+What must come out is worked out here from the TOML and from parameter counts written down below.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from functools import cache
+from typing import Any
+
+import pytest
+
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.recipe import RECIPES, recipe_names
+from horovod_volo.config.schema import Config
+from horovod_volo.engine.dry_run import Need, describe, dry_run, need_of
+
+RANKS = (1, 8, 40, 256)
+IN_1K, IN_22K = (1_281_167, 1_000), (14_197_122, 21_841)
+GIB = 2**30
+PARAMETERS = {
+    "demo": 725_666,
+    "imagenet22k_volo_d1": 26_632_040 + 2 * (384 + 1) * (21_841 - 1_000),  # two heads, with biases
+    "lvvit_l": 150_021_968,
+    "lvvit_m": 55_830_544,
+    "lvvit_s": 26_151_824,
+    "lvvit_t": 8_534_720,
+    "resnet101_22k": 44_549_160 + (2_048 + 1) * (21_841 - 1_000),
+    "resnet50_1k": 25_557_032,
+    "vit_base": 86_615_272,
+    "volo_d1": 26_632_040,
+    "volo_d1_384": 26_777_960,
+    "volo_d2": 58_678_336,
+    "volo_d2_384": 58_872_896,
+    "volo_d3": 86_325_072,
+    "volo_d3_448": 86_626_128,
+    "volo_d4": 192_961_520,
+    "volo_d4_448": 193_413_104,
+    "volo_d5": 295_455_584,
+    "volo_d5_448": 295_907_168,
+    "volo_d5_512": 296_091_488,
+}
+# Peak and batch as published or, where nothing was, as the header has them.
+PEAKS = {
+    "imagenet22k_volo_d1": (1.6e-3, 1024),
+    "lvvit_l": (1e-3, 1024),
+    "lvvit_m": (1.6e-3, 1024),
+    "lvvit_s": (1.6e-3, 1024),
+    "lvvit_t": (1.6e-3, 1024),
+    "resnet101_22k": (6.25, 5120),
+    "resnet50_1k": (10.0, 8192),
+    "vit_base": (5e-4 * 1024 / 512, 1024),
+    "volo_d1": (1.6e-3, 1024),
+    "volo_d1_384": (8e-6, 512),
+    "volo_d2": (1e-3, 1024),
+    "volo_d2_384": (8e-6, 384),
+    "volo_d3": (1e-3, 1024),
+    "volo_d3_448": (8e-6, 240),
+    "volo_d4": (1e-3, 1024),
+    "volo_d4_448": (5e-6, 512),
+    "volo_d5": (8e-4, 1024),
+    "volo_d5_448": (5e-6, 512),
+    "volo_d5_512": (5e-6, 512),
+}
+OF_A_CLUSTER = [name for name in recipe_names() if name != "demo"]
+
+
+@cache
+def configured(name: str) -> tuple[Config, Need]:
+    """Read a recipe and measure its network, once for all ranks."""
+    config = parse(["--recipe", name]).config
+    return config, need_of(config)
+
+
+def facts(text: str) -> dict[str, str]:
+    """Take the facts out of what a dry run prints, which begin behind the last table of settings."""
+    lines = text[text.index("     ranks  ") :].splitlines()
+    return {line[:10].strip(): line[12:] for line in lines}
+
+
+def toml_of(name: str) -> dict[str, dict[str, Any]]:
+    return tomllib.loads((RECIPES / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def header_of(name: str) -> dict[str, str]:
+    """Read a recipe's header into its lines by name; what goes on in the next line is joined."""
+    found: dict[str, str] = {}
+    last = ""
+    for line in (RECIPES / f"{name}.toml").read_text(encoding="utf-8").split("\n\n")[0].splitlines():
+        named = re.match(r"# (\w[\w -]*): +(.*)", line)
+        if named:
+            last = named[1]
+            found[last] = named[2]
+        else:
+            found[last] = f"{found[last].removesuffix(chr(92)).rstrip()} {line.lstrip('# ')}"
+    return found
+
+
+def test_every_recipe_is_told_of_here() -> None:
+    assert sorted(PARAMETERS) == recipe_names()
+    assert sorted(PEAKS) == OF_A_CLUSTER
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_dry_run_tells_what_follows_from_the_recipe(name: str) -> None:
+    recipe = toml_of(name)
+    update = recipe["update"]
+    images, classes = IN_22K if "22k" in name else IN_1K
+    averages = {"adamw": 2, "lars": 1}[update.get("opt", "adamw")]
+    floats = 2 + averages + ("ema_decay" in update)  # weights, gradients, optimizer, averaged weights
+    config, need = configured(name)
+    for ranks in RANKS:
+        told = facts(describe(config, ranks, need))
+        batch = ranks * recipe["data"]["batch_size"]
+        steps = images // batch * (update["epochs"] + update["cooldown_epochs"])
+        assert told["ranks"] == str(ranks)
+        assert told["model"].split(", ")[1] == f"{PARAMETERS[name]:,} parameters"
+        assert told["images"] == f"{images:,} of {classes:,} classes"
+        assert told["batch"].startswith(f"{batch:,} images a step = {ranks} ranks x ")
+        assert told["rate"].split(" = ")[0] == f"peak {update['lr_base'] * batch / 1024:.3g}"
+        assert f" = {steps:,} steps (" in told["length"]
+        state, activations = re.findall(r"([\d.]+) GiB", told["memory"])
+        assert state == f"{4 * floats * PARAMETERS[name] / GIB:.1f}"
+        assert name == "demo" or 1 < float(activations) < 60
+
+
+@pytest.mark.parametrize("name", OF_A_CLUSTER)
+def test_the_published_batch_has_the_published_peak(name: str) -> None:
+    peak, batch = PEAKS[name]
+    ranks = batch // toml_of(name)["data"]["batch_size"]
+    told = facts(describe(configured(name)[0], ranks, configured(name)[1]))
+    assert told["batch"].startswith(f"{batch:,} images a step")
+    assert told["rate"].split(" = ")[0] == f"peak {peak:.3g}"
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_header_says_what_one_must_know(name: str) -> None:
+    assert {"What", "Published", "Source", "Command", "Cost"} <= header_of(name).keys()
+
+
+@pytest.mark.parametrize("name", OF_A_CLUSTER)
+def test_a_headers_command_is_the_run_it_speaks_of(name: str) -> None:
+    header = header_of(name)
+    words = shlex.split(header["Command"])
+    ranks = int(words[words.index("-np") + 1])
+    assert words[: words.index("horovod_volo.train") + 1] == shlex.split(
+        f"horovodrun -np {ranks} python -m horovod_volo.train"
+    )
+    request = parse([*words[words.index("horovod_volo.train") + 1 :], "--dry-run"])
+    assert request.config.run.name == name
+    assert (RECIPES / f"{name}.toml").is_file()
+    recipe = toml_of(name)
+    assert request.config.model.img_size == recipe["model"]["img_size"]
+    assert bool(request.config.model.finetune) == (recipe["update"]["weight_decay"] == 1e-8)
+    batch = recipe["data"]["batch_size"]
+    assert header["Batch"].startswith(f"{ranks} ranks x {batch} = {ranks * batch}")
+    assert ranks * batch == PEAKS[name][1]
+
+
+@pytest.mark.parametrize("name", OF_A_CLUSTER)
+def test_hours_are_images_over_images_a_second(name: str) -> None:
+    cost, update = header_of(name)["Cost"], toml_of(name)["update"]
+    epochs = update["epochs"] + update["cooldown_epochs"]
+    images = (IN_22K if "22k" in name else IN_1K)[0]
+    told = re.search(r"([\d,]+) hours of one RTX", cost)
+    rate = re.search(r"([\d.]+)\s+images/s", cost)
+    work = re.search(r"([\d.]+) GFLOP an image .* ([\d.]+) TFLOP/s", cost)
+    assert told, cost
+    assert rate or work, cost
+    seconds = 1 / float(rate[1]) if rate else float(work[1]) / float(work[2]) / 1000  # type: ignore[index]
+    assert f"{epochs} epochs" in cost
+    assert "an estimate" in cost
+    assert float(told[1].replace(",", "")) == pytest.approx(images * epochs * seconds / 3600, rel=0.02)
+
+
+def test_the_whole_dry_run_is_the_sum_of_its_halves() -> None:
+    config, need = configured("demo")
+    assert dry_run(config, 8) == describe(config, 8, need)
+
+
+# Memory, in bytes a parameter
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "bytes_a_parameter"),
+    [
+        (["--opt", "adamw"], 8, 16),
+        (["--opt", "fusedlamb"], 8, 16),
+        (["--opt", "lars"], 8, 12),
+        (["--opt", "sgd"], 8, 12),
+        (["--opt", "sgd", "--ema-decay", "0.9"], 8, 16),
+        (["--shard-optimizer"], 1, 20),
+        (["--shard-optimizer"], 8, 8 + (8 + 4) / 8),
+        (["--opt", "sgd", "--shard-optimizer", "--ema-decay", "0.9"], 4, 8 + (4 + 4) / 4 + 4),
+    ],
+)
+def test_memory_follows_optimizer_and_ranks(flags: list[str], ranks: int, bytes_a_parameter: float) -> None:
+    config = parse(["--recipe", "volo_d5", *flags]).config
+    told = facts(describe(config, ranks, configured("volo_d5")[1]))
+    expected = bytes_a_parameter * PARAMETERS["volo_d5"] / GIB
+    assert told["memory"].startswith(f"about {expected:.1f} GiB of state and ")
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("volo_d1", 20), ("lvvit_s", 16)])
+def test_checkpointed_blocks_keep_their_input_alone(name: str, blocks: int) -> None:
+    """Kept of a block: one tensor of its input's size; it would be ten and more."""
+    plain = configured(name)[1].activation_bytes
+    kept = need_of(parse(["--recipe", name, "--grad-checkpoint"]).config).activation_bytes
+    tokens = 196 * 384 * 2  # bytes of the smallest input of a block, in 16 bits
+    assert blocks * tokens < kept < plain / 2.5
