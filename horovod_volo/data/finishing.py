@@ -19,7 +19,7 @@ from horovod_volo.data.augmentation.augment import augment_
 from horovod_volo.data.augmentation.erasing import Eraser
 from horovod_volo.data.conveyor import Load, Treatment
 from horovod_volo.data.image_threads import ImageThreads
-from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD, to_torch
+from horovod_volo.data.pipeline import IMAGENET_COLOURS, Colours, to_torch
 
 
 class Finisher:
@@ -34,13 +34,14 @@ class Finisher:
         device: torch.device,
         resized: bool,
         cutters: ImageThreads,
+        colours: Colours = IMAGENET_COLOURS,
     ) -> None:
         self._side = image_size
         self._resized = resized
         self._cutters = cutters
         self._eraser = Eraser(seed, settings, image_size, device)
-        self._mean = 255 * torch.tensor(IMAGENET_MEAN, device=device).view(3, 1, 1)
-        self._std = 255 * torch.tensor(IMAGENET_STD, device=device).view(3, 1, 1)
+        self._mean = 255 * torch.tensor(colours.mean, device=device).view(3, 1, 1)
+        self._std = 255 * torch.tensor(colours.std, device=device).view(3, 1, 1)
 
     def __call__(self, load: Load, decoded: Any) -> Tensor:
         """Return images (batch, 3, side, side) float32, normalised."""

@@ -8,7 +8,7 @@ box, flip and size comes in with the bytes, so a batch depends on nothing but it
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,16 @@ from horovod_volo.data.augmentation.plan import Plan
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 BATCHES_DECODED_AHEAD = 2
+
+
+class Colours(NamedTuple):
+    """What a network's images are normalised with: mean and spread of colours from 0 to 1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+IMAGENET_COLOURS = Colours(IMAGENET_MEAN, IMAGENET_STD)
 
 # Returns one list of arrays for each input of the graph; raises StopIteration where a run of batches ends.
 Source = Callable[[], tuple[list[NDArray[Any]], ...]]
@@ -61,7 +71,13 @@ def build_train_pipeline(
 
 
 def build_eval_pipeline(
-    source: Source, *, image_size: int, batch: int, device: torch.device, threads: int
+    source: Source,
+    *,
+    image_size: int,
+    batch: int,
+    device: torch.device,
+    threads: int,
+    colours: Colours = IMAGENET_COLOURS,
 ) -> Pipeline:
     """Build resize, window, normalise; inputs: bytes, resized sizes, window corners."""
     pipeline = _empty_pipeline(batch, device, threads)
@@ -84,7 +100,7 @@ def build_eval_pipeline(
             out_of_bounds_policy="pad",
             fill_values=0,  # black before the normalisation, as torchvision pads
         )
-        pipeline.set_outputs(_normalised(images))
+        pipeline.set_outputs(_normalised(images, colours))
     pipeline.build()
     return pipeline
 
@@ -140,11 +156,11 @@ def _resized(images: Any, size: Any) -> Any:
     return fn.resize(images, size=size, interp_type=types.INTERP_CUBIC, antialias=True)
 
 
-def _normalised(images: Any) -> Any:
+def _normalised(images: Any, colours: Colours) -> Any:
     return fn.crop_mirror_normalize(
         images,
         dtype=types.FLOAT,
         output_layout="CHW",
-        mean=[255 * value for value in IMAGENET_MEAN],
-        std=[255 * value for value in IMAGENET_STD],
+        mean=[255 * value for value in colours.mean],
+        std=[255 * value for value in colours.std],
     )

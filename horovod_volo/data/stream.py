@@ -30,7 +30,13 @@ from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.published_maps import flipped
 from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.data.order import epoch_order, share_of_step
-from horovod_volo.data.pipeline import build_eval_pipeline, build_train_pipeline, resizing_inputs
+from horovod_volo.data.pipeline import (
+    IMAGENET_COLOURS,
+    Colours,
+    build_eval_pipeline,
+    build_train_pipeline,
+    resizing_inputs,
+)
 from horovod_volo.data.reading import read_image, read_present
 from horovod_volo.data.window import resized_sizes, window_corners
 
@@ -73,6 +79,7 @@ class TrainStream:
         accumulation: int,
         device: torch.device,
         threads: int,
+        colours: Colours = IMAGENET_COLOURS,
     ) -> None:
         self.waited_seconds = 0.0  # how long the caller has stood still for its batches
         self.steps = len(catalog) // (size * settings.batch_size * accumulation)  # whole global batches
@@ -108,6 +115,7 @@ class TrainStream:
                 device=device,
                 resized=self._resized_by_dali,
                 cutters=self._cutters,
+                colours=colours,
             ),
         )
 
@@ -199,6 +207,7 @@ class EvalStream:
         size: int,
         device: torch.device,
         threads: int,
+        colours: Colours = IMAGENET_COLOURS,
     ) -> None:
         self.damage = Damage(settings.bad_samples, settings.bad_samples_limit)
         self._catalog = catalog
@@ -210,7 +219,12 @@ class EvalStream:
         self._readers = ImageThreads(threads, "file-reader")
         self._conveyor = Conveyor(
             partial(
-                build_eval_pipeline, image_size=image_size, batch=self._batch, device=device, threads=threads
+                build_eval_pipeline,
+                image_size=image_size,
+                batch=self._batch,
+                device=device,
+                threads=threads,
+                colours=colours,
             ),
             device,
             settings.prefetch,

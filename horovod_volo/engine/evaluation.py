@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from horovod_volo.cluster.world import World
 from horovod_volo.config.errors import UserError
-from horovod_volo.data.stream import NO_CLASS, EvalStream
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.stream import NO_CLASS, Batch, EvalStream
 from horovod_volo.engine.damage import tell_damage
 from horovod_volo.engine.job import Job
 
 Scores = dict[str, float | int]
+Note = Callable[[Batch, Tensor], object]  # of a batch and the class each image is taken for (batch,)
+
+
+class Counts(NamedTuple):
+    """What was counted on all ranks."""
+
+    top1: int  # right at first
+    top5: int  # right among five
+    loss: float  # summed
+    seen: int
+    absent: int  # damaged
+
+    def scores(self) -> Scores:
+        """Return top-1 and top-5 in per cent, the mean loss, and the images counted."""
+        means = {"top1": 100 * self.top1, "top5": 100 * self.top5, "loss": self.loss}
+        images = {"images": self.seen, "bad_samples": self.absent}
+        return {name: value / self.seen for name, value in means.items()} | images
 
 
 def evaluate(job: Job) -> Scores:
@@ -32,17 +54,27 @@ def evaluate_model(job: Job, model: nn.Module) -> Scores:
     model.eval()
     with torch.inference_mode(), job.autocast:
         counts = count_right(model, job.eval_stream, job.share.device)
-    top1, top5, loss, seen, absent = job.world.total(*counts.tolist())
-    if seen + absent != len(job.images.held_out):
-        raise RuntimeError(f"evaluation saw {seen + absent:.0f} images of {len(job.images.held_out)}")
-    if not seen:
-        raise UserError(f"none of the images in {job.images.held_out.source} can be read.")
+    totals = total(counts, job.images.held_out, job.world)
     tell_damage(job, job.eval_stream.damage)
-    scores = {"top1": 100 * top1 / seen, "top5": 100 * top5 / seen, "loss": loss / seen}
-    return scores | {"images": int(seen), "bad_samples": int(absent)}
+    return totals.scores()
 
 
-def count_right(model: nn.Module, stream: EvalStream, device: torch.device) -> Tensor:
+def total(counts: Tensor, catalog: Catalog, world: World) -> Counts:
+    """Add every rank's counts; each image of the catalog must be among them. Collective."""
+    top1, top5, loss, seen, absent = world.total(*counts.tolist())
+    if seen + absent != len(catalog):
+        raise RuntimeError(f"evaluation saw {seen + absent:.0f} images of {len(catalog)}")
+    if not seen:
+        raise UserError(f"none of the images in {catalog.source} can be read.")
+    return Counts(int(top1), int(top5), loss, int(seen), int(absent))
+
+
+def count_right(
+    model: nn.Module,
+    stream: EvalStream,
+    device: torch.device,
+    note: Note = lambda batch, taken: None,  # noqa: ARG005
+) -> Tensor:
     """Count over this rank's images: right at first, right among five, summed loss, seen, damaged."""
     counts = torch.zeros(5, dtype=torch.float64, device=device)
     for batch in stream:
@@ -52,4 +84,5 @@ def count_right(model: nn.Module, stream: EvalStream, device: torch.device) -> T
         loss = F.cross_entropy(logits, batch.classes, reduction="sum", ignore_index=NO_CLASS)
         absent = (batch.classes == NO_CLASS).sum()
         counts += torch.stack([hits[:, 0].sum(), hits.any(dim=1).sum(), loss, len(logits) - absent, absent])
+        note(batch, best[:, 0])
     return counts

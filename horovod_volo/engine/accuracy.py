@@ -1,0 +1,174 @@
+"""The accuracy of a trained network, on as many ranks as there are.
+
+Each rank notes what its own share of the images is taken for; the notes of all meet once, at the end. What
+can be refused is refused before the first image is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from horovod_volo.cluster.binding import Share
+from horovod_volo.cluster.world import World
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.schema import Data
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.images.split_folder import Split
+from horovod_volo.data.pipeline import Colours
+from horovod_volo.data.stream import NO_CLASS, Batch, EvalStream
+from horovod_volo.engine.class_table import ClassScore, class_scores
+from horovod_volo.engine.evaluation import Counts, count_right, total
+from horovod_volo.engine.imagenet_v2 import numbered_catalog
+from horovod_volo.engine.job import share_host
+from horovod_volo.engine.real_labels import RealScore, read_real, score_real
+from horovod_volo.engine.shared_catalog import shared_catalog
+from horovod_volo.models.trained import Trained, load_trained
+
+Progress = Callable[[int, int], None]  # images done by this rank, of how many
+_PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Question:
+    """Which network is to be asked about which images, and how."""
+
+    data_dir: str
+    weights: str
+    model: str  # empty: the weights tell
+    image_side: int  # 0: the one it was trained at
+    crop_pct: float  # 0: the network's own
+    batch: int
+    workers: int  # 0: the rank's share of the cores
+    precision: str
+    split: Split
+    catalog_dir: str  # empty: beside the runs, where several ranks share the list
+    real: str  # empty: not asked for
+    v2: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was found, the same on every rank."""
+
+    network: Trained
+    crop_pct: float
+    images: str  # where they lie
+    counts: Counts
+    real: RealScore | None
+    classes: list[ClassScore]  # the worst first
+    damage: list[str]  # images that were left out, in words
+
+
+def measure_accuracy(question: Question, world: World, progress: Progress) -> Answer:
+    """Show the network every image once; return what it took them for. Collective: every rank calls this."""
+    share = world.together(partial(share_host, world))
+    catalog = _list_images(question, world)
+    network = world.together(partial(_load, question, catalog))
+    world.assert_same(network.network.parameters(), "The weights")
+    real = world.together(partial(_real, question, catalog, network)) if question.real else None
+    network.network.to(share.device)
+    crop_pct = question.crop_pct or network.crop_pct
+    stream = _stream(question, catalog, network, crop_pct, share, world)
+    notes = Notes(len(range(world.rank, len(catalog), world.size)), progress)
+    with closing(stream), torch.inference_mode(), _autocast(question.precision, share.device):
+        counts = count_right(network.network, stream, share.device, notes)
+    totals = world.together(partial(total, counts, catalog, world))
+    taken = notes.of_all_ranks(world, len(catalog))
+    return Answer(
+        network,
+        crop_pct,
+        catalog.source,
+        totals,
+        None if real is None else score_real(real, taken),
+        class_scores(catalog.classes, catalog.targets, taken),
+        [text for of_rank in world.gather(stream.damage.untold()) for text in of_rank],
+    )
+
+
+class Notes:
+    """What this rank's images were taken for, without waiting for the device."""
+
+    def __init__(self, images: int, progress: Progress) -> None:
+        self._images = images
+        self._done = 0
+        self._progress = progress
+        self._places: list[NDArray[np.int64]] = []
+        self._taken: list[Tensor] = []
+
+    def __call__(self, batch: Batch, taken: Tensor) -> None:
+        """Note the class that each image of a batch is taken for (batch,); of damaged ones, none."""
+        self._places.append(batch.indices)
+        self._taken.append(torch.where(batch.classes == NO_CLASS, NO_CLASS, taken))
+        self._done += len(batch.indices)
+        self._progress(self._done, self._images)
+
+    def of_all_ranks(self, world: World, images: int) -> NDArray[np.int64]:
+        """Return the class that each image of the catalog is taken for. Collective: every rank calls this."""
+        mine = torch.cat(self._taken).cpu().numpy() if self._taken else np.empty(0, np.int64)
+        places = np.concatenate(self._places) if self._places else np.empty(0, np.int64)
+        everyones = np.full(images, NO_CLASS)
+        for where, what in world.gather((places, mine)):
+            everyones[where] = what
+        return everyones
+
+
+def check_writable(file: str) -> None:
+    """Raise UserError where a file could not be made: before the work, not after it."""
+    folder = Path(file).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
+        raise UserError(f"--json cannot write {file}. Name a file in a folder that is there.")
+
+
+def _list_images(question: Question, world: World) -> Catalog:
+    if question.v2:
+        return numbered_catalog(question.data_dir, world)
+    # A rank that is alone shares its list with nobody, and leaves no file where none was asked for.
+    folder = question.catalog_dir or ("runs/catalogs" if world.size > 1 else "")
+    return shared_catalog(question.data_dir, question.split, Path(folder) if folder else None, world)
+
+
+def _load(question: Question, catalog: Catalog) -> Trained:
+    network = load_trained(question.weights, name=question.model, image_side=question.image_side)
+    if network.num_classes != len(catalog.classes):
+        raise UserError(
+            f"{catalog.source} has {len(catalog.classes)} class folders, but the network of "
+            f"{question.weights} knows {network.num_classes} classes. Give images of the classes that it was "
+            "trained on."
+        )
+    return network
+
+
+def _real(question: Question, catalog: Catalog, network: Trained) -> list[frozenset[int]]:
+    return read_real(question.real, catalog, network.num_classes)
+
+
+def _stream(
+    question: Question, catalog: Catalog, network: Trained, crop_pct: float, share: Share, world: World
+) -> EvalStream:
+    return EvalStream(
+        catalog,
+        # Every damaged image is told and counted: how many are too many is for the reader to say.
+        Data(batch_size=question.batch, bad_samples="skip", bad_samples_limit=len(catalog)),
+        image_size=network.image_side,
+        crop_pct=crop_pct,
+        rank=world.rank,
+        size=world.size,
+        device=share.device,
+        threads=question.workers or share.threads,
+        colours=Colours(network.mean, network.std),
+    )
+
+
+def _autocast(precision: str, device: torch.device) -> torch.autocast:
+    dtype = _PRECISIONS[precision]
+    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
