@@ -13,10 +13,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from horovod_volo.cluster.launch import promised
 from horovod_volo.config.arguments import whole_number
 from horovod_volo.config.errors import UserError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from horovod_volo.engine.accuracy import Answer, Question
     from horovod_volo.engine.class_table import ClassScore
 
-DONE, FAILED, MISTAKE = 0, 1, 2
+DONE = 0
 STDOUT = "-"
 ALL_CLASSES = sys.maxsize
 WORST_CLASSES = 20
@@ -38,26 +38,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         chosen = build_parser().parse_args(arguments)
     except UserError as problem:
-        return _refuse(problem)
-    return _evaluate(chosen)
+        from horovod_volo.engine.agreed import refuse
 
+        return refuse(problem)
+    from horovod_volo.engine.agreed import on_all_ranks
 
-def _evaluate(chosen: argparse.Namespace) -> int:
-    from horovod_volo.cluster.ring import RankLostError
-    from horovod_volo.cluster.world import AgreedError, World
-
-    rank = promised().rank
-    try:
-        world = World.join()
-        return _measure(chosen, world)
-    except AgreedError as problem:
-        return _say_once(problem, world)
-    except UserError as problem:
-        print(f"error on rank {rank}: {problem}", file=sys.stderr, flush=True)
-        return MISTAKE
-    except RankLostError as problem:
-        print(f"rank {rank} stops: {problem}", file=sys.stderr, flush=True)
-        return FAILED
+    return on_all_ranks(partial(_measure, chosen))
 
 
 def _measure(chosen: argparse.Namespace, world: World) -> int:
@@ -155,20 +141,6 @@ def _write(file: str, text: str) -> None:
                 opened.write(f"{text}\n".encode())
         except OSError as error:
             raise UserError(f"--json cannot write {file}: {error.strerror}. Name another file.") from None
-
-
-def _refuse(problem: UserError) -> int:
-    """Say what is wrong with a command line that all ranks were given alike."""
-    from horovod_volo.cluster.world import World
-
-    return _say_once(problem, World.join())
-
-
-def _say_once(problem: UserError, world: World) -> int:
-    if world.is_main:
-        print(f"error: {problem}", file=sys.stderr, flush=True)
-    world.share(None)  # a rank that left before the message is out would make the launcher end it
-    return MISTAKE
 
 
 class Parser(argparse.ArgumentParser):

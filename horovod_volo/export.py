@@ -106,7 +106,7 @@ def _export(chosen: argparse.Namespace) -> None:
     for remark in trained.remarks:
         print(remark)
     with timm_folder.whole_folder(chosen.folder, replace=chosen.force) as made:
-        timm_folder.write_timm_folder(trained, made, source)
+        timm_folder.write_timm_folder(trained, made)
         _compare_with_timm(trained, made)
         if chosen.onnx:
             _write_onnx(trained, made, chosen)

@@ -15,6 +15,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,25 +73,9 @@ def _import(chosen: argparse.Namespace) -> int:
 
 
 def _generate(chosen: argparse.Namespace) -> int:
-    from horovod_volo.cluster.launch import promised
-    from horovod_volo.cluster.ring import RankLostError
-    from horovod_volo.cluster.world import AgreedError, World
+    from horovod_volo.engine.agreed import on_all_ranks
 
-    rank = promised().rank
-    try:
-        world = World.join()
-        return _label(chosen, world)
-    except AgreedError as problem:
-        if world.is_main:
-            print(f"error: {problem}", file=sys.stderr, flush=True)
-        world.share(None)  # a rank that left before the message is out would make the launcher end it
-        return MISTAKE
-    except UserError as problem:
-        print(f"error on rank {rank}: {problem}", file=sys.stderr, flush=True)
-        return MISTAKE
-    except RankLostError as problem:
-        print(f"rank {rank} stops: {problem}", file=sys.stderr, flush=True)
-        return FAILED
+    return on_all_ranks(partial(_label, chosen))
 
 
 def _label(chosen: argparse.Namespace, world: World) -> int:

@@ -9,17 +9,13 @@ in one message; 1 any other failure.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.launch import promised
 from horovod_volo.config.command_line import Request, parse
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Config
 
-if TYPE_CHECKING:
-    from horovod_volo.cluster.world import World
-
-DONE, FAILED, MISTAKE, STOPPED = 0, 1, 2, 75
+DONE, MISTAKE, STOPPED = 0, 2, 75
 
 
 def main(arguments: list[str]) -> int:
@@ -28,7 +24,9 @@ def main(arguments: list[str]) -> int:
     try:
         request = parse(arguments)
     except UserError as problem:
-        return _refuse(problem)
+        from horovod_volo.engine.agreed import refuse
+
+        return refuse(problem)
     return _tell(request) if request.dry_run else _train(request.config)
 
 
@@ -48,36 +46,10 @@ def _tell(request: Request) -> int:
 
 
 def _train(config: Config) -> int:
-    from horovod_volo.cluster.ring import RankLostError
-    from horovod_volo.cluster.world import AgreedError, World
+    from horovod_volo.engine.agreed import on_all_ranks
     from horovod_volo.engine.run import run
 
-    place = promised()
-    try:
-        world = World.join()
-        return DONE if run(config, world) else STOPPED
-    except AgreedError as problem:
-        return _say_once(problem, world)
-    except UserError as problem:
-        print(f"error on rank {place.rank}: {problem}", file=sys.stderr, flush=True)
-        return MISTAKE
-    except RankLostError as problem:
-        print(f"rank {place.rank} stops: {problem}", file=sys.stderr, flush=True)
-        return FAILED
-
-
-def _refuse(problem: UserError) -> int:
-    """Say what is wrong with a command line that all ranks were given alike."""
-    from horovod_volo.cluster.world import World
-
-    return _say_once(problem, World.join())
-
-
-def _say_once(problem: UserError, world: World) -> int:
-    if world.is_main:
-        print(f"error: {problem}", file=sys.stderr, flush=True)
-    world.share(None)  # a rank that left before the message is out would make the launcher end it
-    return MISTAKE
+    return on_all_ranks(lambda world: DONE if run(config, world) else STOPPED)
 
 
 if __name__ == "__main__":

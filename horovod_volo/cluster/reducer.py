@@ -81,7 +81,7 @@ class Reducer:
         return state
 
     def gather_state(self, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:  # noqa: ARG002
-        """Return the optimizer's state whole, by PARAMETER/KEY. Collective: every rank calls this."""
+        """Return the optimizer's state by PARAMETER/KEY, whole on rank 0. Collective: every rank calls."""
         return state
 
     def scatter_state(

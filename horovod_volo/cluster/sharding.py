@@ -68,17 +68,22 @@ class ShardedReducer(Reducer):
         return {}
 
     def gather_state(self, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:
-        """Return the optimizer's state whole, by PARAMETER/KEY. Collective: every rank calls this."""
-        return {
-            f"{name}/{key}": self._gathered(state.get(f"{name}/{key}"), bucket, name, key)
-            for bucket, name, key in self._entries(keys)
-        }
+        """Return the optimizer's state by PARAMETER/KEY, whole on rank 0. Collective: every rank calls.
+
+        It is whole on no other rank, and on no device: it may be shared out for want of room.
+        """
+        whole: dict[str, Tensor] = {}
+        for bucket, name, key in self._entries(keys):
+            gathered = self._gathered(state.get(f"{name}/{key}"), bucket, name, key)
+            if self._world.is_main:
+                whole[f"{name}/{key}"] = gathered.cpu()
+        return whole
 
     def _gathered(self, piece: Tensor | None, bucket: Bucket, name: str, key: str) -> Tensor:
         part = bucket.weights.new_empty(0) if piece is None else piece.to(bucket.weights).reshape(-1)
         whole = self._world.ring.start_join(part, f"state.{key}")()
         if key == SCALAR:
-            return whole[0].cpu()
+            return whole[0]
         parameter = bucket.parameters[name]
         return whole.as_strided(parameter.size(), parameter.stride())
 

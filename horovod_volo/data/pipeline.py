@@ -78,6 +78,7 @@ def build_eval_pipeline(
     device: torch.device,
     threads: int,
     colours: Colours = IMAGENET_COLOURS,
+    interpolation: str = "bicubic",
 ) -> Pipeline:
     """Build resize, window, normalise; inputs: bytes, resized sizes, window corners."""
     pipeline = _empty_pipeline(batch, device, threads)
@@ -93,7 +94,7 @@ def build_eval_pipeline(
             jpeg_fancy_upsampling=True,  # the GPU decoder's faster default gives other pixels than PIL
         )
         images = fn.slice(
-            _resized(images, sizes),
+            _resized(images, sizes, interpolation),
             start=corners,
             shape=[image_size, image_size],
             axis_names="HW",
@@ -151,9 +152,10 @@ def _decoder(device: torch.device) -> str:
     return "mixed" if device.type == "cuda" else "cpu"
 
 
-def _resized(images: Any, size: Any) -> Any:
-    # PIL's bicubic: the filter widens when the image shrinks.
-    return fn.resize(images, size=size, interp_type=types.INTERP_CUBIC, antialias=True)
+def _resized(images: Any, size: Any, interpolation: str) -> Any:
+    # PIL's filters: they widen when the image shrinks.
+    filtering = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}[interpolation]
+    return fn.resize(images, size=size, interp_type=filtering, antialias=True)
 
 
 def _normalised(images: Any, colours: Colours) -> Any:

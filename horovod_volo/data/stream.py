@@ -208,6 +208,7 @@ class EvalStream:
         device: torch.device,
         threads: int,
         colours: Colours = IMAGENET_COLOURS,
+        interpolation: str = "bicubic",
     ) -> None:
         self.damage = Damage(settings.bad_samples, settings.bad_samples_limit)
         self._catalog = catalog
@@ -220,6 +221,7 @@ class EvalStream:
         self._conveyor = Conveyor(
             partial(
                 build_eval_pipeline,
+                interpolation=interpolation,
                 image_size=image_size,
                 batch=self._batch,
                 device=device,

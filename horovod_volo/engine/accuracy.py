@@ -30,12 +30,12 @@ from horovod_volo.engine.class_table import ClassScore, class_scores
 from horovod_volo.engine.evaluation import Counts, count_right, total
 from horovod_volo.engine.imagenet_v2 import numbered_catalog
 from horovod_volo.engine.job import share_host
+from horovod_volo.engine.precision import autocast
 from horovod_volo.engine.real_labels import RealScore, read_real, score_real
 from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.models.trained import Trained, load_trained
 
 Progress = Callable[[int, int], None]  # images done by this rank, of how many
-_PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def measure_accuracy(question: Question, world: World, progress: Progress) -> An
     crop_pct = question.crop_pct or network.crop_pct
     stream = _stream(question, catalog, network, crop_pct, share, world)
     notes = Notes(len(range(world.rank, len(catalog), world.size)), progress)
-    with closing(stream), torch.inference_mode(), _autocast(question.precision, share.device):
+    with closing(stream), torch.inference_mode(), autocast(question.precision, share.device):
         counts = count_right(network.network, stream, share.device, notes)
     totals = world.together(partial(total, counts, catalog, world))
     taken = notes.of_all_ranks(world, len(catalog))
@@ -166,9 +166,5 @@ def _stream(
         device=share.device,
         threads=question.workers or share.threads,
         colours=Colours(network.mean, network.std),
+        interpolation=network.interpolation,
     )
-
-
-def _autocast(precision: str, device: torch.device) -> torch.autocast:
-    dtype = _PRECISIONS[precision]
-    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)

@@ -57,9 +57,13 @@ def batch_line(config: Config, derived: Derived) -> str:
 
 def rate_line(config: Config, derived: Derived) -> str:
     """Tell the learning rate's peak and where it comes from."""
-    if config.update.lr:
-        return f"peak {derived.peak_lr:.3g}, as given by --lr"
-    return f"peak {derived.peak_lr:.3g} = {config.update.lr_base:.3g} x {derived.global_batch} / 1024"
+    update, peak = config.update, derived.peak_lr
+    source = ", as given by --lr" if update.lr else f" = {update.lr_base:.3g} x {derived.global_batch} / 1024"
+    # A small batch scales the peak down and leaves --min-lr where it is.
+    rising = (
+        f"; below --min-lr {update.min_lr:.3g}, to which it rises: lower that" if peak < update.min_lr else ""
+    )
+    return f"peak {peak:.3g}{source}{rising}"
 
 
 def length_line(derived: Derived) -> str:

@@ -80,7 +80,9 @@ def describe(config: Config, ranks: int, need: Need) -> str:
     derived = derive(config, ranks=ranks, images=need.images)
     state = state_bytes(config, ranks) * need.parameters
     activations = need.activation_bytes * config.data.batch_size
-    wire_bytes = need.parameters * (2 if config.exchange.compression == "fp16" else 4)
+    wire_bytes = need.parameters * (2 if config.exchange.compression == "fp16" else _FP32)
+    # What comes back is the summed gradients, or, of a shared-out optimizer, the new weights.
+    back_bytes = need.parameters * _FP32 if config.update.shard_optimizer else wire_bytes
     facts = {
         "ranks": f"{ranks}",
         "model": f"{config.model.model}, {need.parameters:,} parameters, {config.model.img_size} px",
@@ -92,7 +94,7 @@ def describe(config: Config, ranks: int, need: Need) -> str:
         "memory": f"about {state / _GIB:.1f} GiB of state and "
         f"{activations / _GIB:.1f} GiB of activations a rank",
         "exchange": f"{wire_bytes / _MIB:.0f} MiB of gradients a step; "
-        f"{2 * (ranks - 1) / ranks * wire_bytes / _MIB:.0f} MiB through each rank's link",
+        f"{(ranks - 1) / ranks * (wire_bytes + back_bytes) / _MIB:.0f} MiB through each rank's link",
     }
     return f"{dump(config)}\n{fact_lines(facts, [*notes(config), *need.remarks])}"
 

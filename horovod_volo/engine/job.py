@@ -21,6 +21,7 @@ from horovod_volo.data.labels.source import LabelSource, open_labels
 from horovod_volo.data.pipeline import Colours
 from horovod_volo.data.stream import EvalStream, TrainStream
 from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.precision import autocast
 from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.engine.state import TrainState
 from horovod_volo.models.build import Forward, facts_of, heads_of, training_forward
@@ -146,7 +147,7 @@ def build_job(
         clip=_clip(config, state),
         lr=_schedule(config, derived),
         mix=_mixes(config, world),
-        autocast=_autocast(config, share.device),
+        autocast=autocast(config.exchange.precision, share.device),
         stop=StopRequest(),
         tracker=tracker,
     )
@@ -174,6 +175,7 @@ def _streams(config: Config, world: World, images: Images, share: Share) -> tupl
         config.data,
         image_size=config.model.img_size,
         crop_pct=config.data.crop_pct or facts.crop_pct,
+        interpolation=facts.interpolation,
         rank=world.rank,
         size=world.size,
         device=share.device,
@@ -215,11 +217,6 @@ def _mixes(config: Config, world: World) -> Callable[[int, int], Mix]:
         pixels = config.model.img_size
         return lambda step, number: draw_image_mix(objective, seed, step, world.rank, number, pixels)
     return lambda step, number: NO_BOX  # noqa: ARG005
-
-
-def _autocast(config: Config, device: torch.device) -> torch.autocast:
-    dtype = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.exchange.precision]
-    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def share_host(world: World) -> Share:

@@ -43,7 +43,7 @@ class TrainState:
         yield from self.average.tensors().values()
 
     def whole(self) -> dict[str, dict[str, Tensor]]:
-        """Return all tensors whole; files without tensors are left out. Collective: every rank calls this."""
+        """Return all tensors by file, the optimizer's on rank 0 alone. Collective: every rank calls this."""
         files = {
             "model": self.model.state_dict(),
             "optimizer": self.reducer.gather_state(self._optimizer_state(), self.optimizer_keys),

@@ -46,6 +46,7 @@ class Facts:
     crop_pct: float
     mean: tuple[float, ...]  # of colours from 0 to 1
     std: tuple[float, ...]
+    interpolation: str  # by which they are resized: "bicubic" or "bilinear"
 
 
 def check_model(name: str, *, img_size: int, tokens: bool) -> None:
@@ -148,9 +149,10 @@ def facts_of(name: str) -> Facts:
     timms = None if name in OUR_MODELS else get_pretrained_cfg(name)
     if timms is None:
         crop = _CROP_PCT.get(name, _USUAL_CROP_PCT)
-        return Facts(_USUAL_SIDE, crop, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD)
+        return Facts(_USUAL_SIDE, crop, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, "bicubic")
     side = (timms.test_input_size or timms.input_size)[-1]
-    return Facts(side, timms.test_crop_pct or timms.crop_pct, timms.mean, timms.std)
+    interpolation = "bilinear" if timms.interpolation == "bilinear" else "bicubic"
+    return Facts(side, timms.test_crop_pct or timms.crop_pct, timms.mean, timms.std, interpolation)
 
 
 def heads_of(name: str) -> tuple[str, ...]:

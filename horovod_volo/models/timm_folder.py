@@ -24,13 +24,12 @@ from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.timm_door import VOLO, create_model, get_pretrained_cfg, is_model
 from horovod_volo.models.trained import Trained
 from horovod_volo.models.volo import SIZES
-from horovod_volo.models.weights import TIMM
 
 WEIGHTS, CONFIG, ONNX = "model.safetensors", "config.json", "model.onnx"
 _OF_AN_EXPORT = {WEIGHTS, CONFIG, ONNX, f"{ONNX}.data"}
 
 _TIMMS_SIDE = 224  # of timm's architectures that ours are made from
-_FACTS_OF_TIMM = ("interpolation", "crop_mode", "fixed_input_size", "pool_size", "first_conv", "classifier")
+_FACTS_OF_TIMM = ("crop_mode", "fixed_input_size", "pool_size", "first_conv", "classifier")
 
 
 def check_folder(folder: Path, *, replace: bool) -> None:
@@ -81,16 +80,16 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_timm_folder(trained: Trained, folder: Path, source: str) -> None:
-    """Write the weights and config.json of a network that came from `source`."""
+def write_timm_folder(trained: Trained, folder: Path) -> None:
+    """Write the weights and config.json of a network."""
     # Copies: safetensors refuses to store views of one tensor.
     state = {name: tensor.contiguous().clone() for name, tensor in trained.network.state_dict().items()}
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-    text = json.dumps(config_of(trained, source), indent=2)
+    text = json.dumps(config_of(trained), indent=2)
     (folder / CONFIG).write_text(f"{text}\n", encoding="utf-8")
 
 
-def config_of(trained: Trained, source: str) -> dict[str, Any]:
+def config_of(trained: Trained) -> dict[str, Any]:
     """Describe a network as timm's config.json does."""
     facts = {
         "input_size": (3, trained.image_side, trained.image_side),
@@ -107,7 +106,7 @@ def config_of(trained: Trained, source: str) -> dict[str, Any]:
     arguments = _arguments(trained)
     if arguments:
         config["model_args"] = arguments
-    return config | {"pretrained_cfg": _published_facts(trained, source) | facts}
+    return config | {"pretrained_cfg": _published_facts(trained) | facts}
 
 
 def architecture_of(name: str) -> str:
@@ -137,7 +136,7 @@ def _arguments(trained: Trained) -> dict[str, Any]:
     return {"img_size": trained.image_side}
 
 
-def _published_facts(trained: Trained, source: str) -> dict[str, Any]:
+def _published_facts(trained: Trained) -> dict[str, Any]:
     """Return what timm wants to know beside the facts of `trained`: mostly first and last layers."""
     if trained.name in OUR_MODELS:
         stem = "patch_embed.conv.0" if trained.name in SIZES else "patch_embed.conv1"
@@ -148,12 +147,7 @@ def _published_facts(trained: Trained, source: str) -> dict[str, Any]:
         side = timms["input_size"][-1]
         timms = timms if side == trained.image_side else {**timms, "pool_size": None}
     facts = {key: timms[key] for key in _FACTS_OF_TIMM if key in timms}
-    # The trainer evaluates every network so; timm's own scores were measured with what timm says.
-    return (
-        facts
-        if source.startswith(TIMM) and "interpolation" in facts
-        else facts | {"interpolation": "bicubic"}
-    )
+    return facts | {"interpolation": trained.interpolation}
 
 
 def how_timm_loads(name: str, folder: Path) -> str:

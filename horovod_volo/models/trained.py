@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.recipe import load_recipe
 from horovod_volo.models.build import build_model, check_model, facts_of, heads_of, our_name
-from horovod_volo.models.weights import TIMM, load_weights, read_weights
+from horovod_volo.models.weights import TIMM, load_weights, read_weights, weights_file
 
 SETTINGS_OF_RUN = "resolved.toml"
 
@@ -28,6 +28,7 @@ class Trained:
     crop_pct: float
     mean: tuple[float, ...]  # of colours from 0 to 1, as it was trained on
     std: tuple[float, ...]
+    interpolation: str
     remarks: list[str]
 
 
@@ -36,6 +37,8 @@ def load_trained(source: str, *, name: str = "", image_side: int = 0) -> Trained
 
     `name` says which network it is where the source does not; `image_side` 0: the one it was trained at.
     """
+    if not source.startswith(TIMM):
+        weights_file(Path(source))  # a path that leads nowhere is told before anything else
     run = _settings_of_run(source)
     name = name or str(run.get("model", "")) or _timms_name(source)
     if not name:
@@ -53,7 +56,9 @@ def load_trained(source: str, *, name: str = "", image_side: int = 0) -> Trained
     remarks = load_weights(network, name, state, source)
     network.eval().requires_grad_(False)
     crop_pct = float(run.get("crop_pct", 0.0)) or facts.crop_pct
-    return Trained(network, name, side, classes, crop_pct, facts.mean, facts.std, remarks)
+    return Trained(
+        network, name, side, classes, crop_pct, facts.mean, facts.std, facts.interpolation, remarks
+    )
 
 
 def _settings_of_run(source: str) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What a tool could not use, named on the error stream."""
+"""What went wrong, or could not be used, on the error stream."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import sys
 from collections.abc import Sequence
 
 SHOWN = 100
+
+
+def tell(message: str) -> None:
+    """Print a message at once."""
+    print(message, file=sys.stderr, flush=True)
 
 
 def list_problems(problems: Sequence[str]) -> None:

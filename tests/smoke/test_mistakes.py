@@ -10,6 +10,7 @@ import pytest
 from tests.smoke.conftest import HELD_OUT_IMAGES, TRAIN_IMAGES, Ended, run_entry, run_here
 
 MISTAKE, STOPPED = 2, 75
+PLAIN = ["--no-mix-token"]
 TINY = ["--model", "volo_demo", "--img-size", "32", "-b", "8", "--epochs", "1", "--warmup-epochs", "0"]
 
 
@@ -58,8 +59,23 @@ def test_mistakes_in_settings(arguments: list[str], said: str, demo_set: Path, t
         (["--resume", "/nowhere/run"], "There is no checkpoint at /nowhere/run."),
         (["--token-label", "--token-label-data", "/nowhere/maps"], "/nowhere/maps"),
         (["--output", "/dev/null"], "The run folder /dev/null/volo_demo cannot be written: Not a directory."),
+        (
+            ["--model", "resnet18"],
+            "resnet18 is timm's and gives no logits of its tokens. Add --no-token-label",
+        ),
+        (["--model", "volo_d1_224"], "Take --model volo_d1: its parameters are the same and it gives them."),
+        (["--img-size", "72"], "--img-size must be a multiple of 16, not 72. The nearest is 64."),
+        (["--no-mix-token", "--img-size", "72"], "must be a multiple of 16 for volo_demo, not 72."),
+        (["--opt", "fusedadam"], "--opt fusedadam: NVIDIA Apex is not installed."),
+        (["--opt", "lars", "--shard-optimizer"], "--opt lars wants them whole. Use --opt adamw or sgd"),
+        (["--shard-optimizer", "--clip-mode", "agc", "--clip-grad", "1"], "Use --clip-mode norm."),
+        (["--layer-decay", "1.5"], "--layer-decay is a share and ends at 1, not 1.5."),
+        (["--allow-mismatch", "head"], "--allow-mismatch is about the weights of --finetune."),
+        (["--model", "vgg11", *PLAIN, "--drop-path", "0.1"], "timm does not build vgg11 with these settings"),
+        (["--model", "vgg11", *PLAIN, "--grad-checkpoint"], "vgg11 has no activation checkpointing."),
+        (["--model", "test_resnet", *PLAIN, "--finetune", "timm:resnet1"], "timm knows no model 'resnet1'."),
     ],
-    ids=["model", "classes", "finetune", "resume", "label maps", "output"],
+    ids=lambda value: " ".join(value[-3:]) if isinstance(value, list) else "",
 )
 def test_further_mistakes_in_settings(
     arguments: list[str], said: str, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]

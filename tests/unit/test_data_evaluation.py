@@ -31,7 +31,7 @@ SIZES = [
 ]  # width, height
 
 
-def evaluated(folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3):
+def evaluated(folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3, interpolation="bicubic"):
     """Return the catalog and all batches of one rank."""
     catalog = build_catalog(str(folder), "val", None)
     stream = EvalStream(
@@ -39,6 +39,7 @@ def evaluated(folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3):
         Data(batch_size=1, eval_batch_size=batch_size),
         image_size=image_size,
         crop_pct=crop_pct,
+        interpolation=interpolation,
         rank=rank,
         size=size,
         device=torch.device("cpu"),
@@ -49,10 +50,10 @@ def evaluated(folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3):
     return catalog, batches
 
 
-def timm_pixels(file, image_size, crop_pct):
+def timm_pixels(file, image_size, crop_pct, interpolation):
     """Return timm's colours (3, height, width) of a file, and where it shows none of the image."""
     transform = create_transform(
-        image_size, is_training=False, interpolation="bicubic", crop_pct=crop_pct, normalize=False
+        image_size, is_training=False, interpolation=interpolation, crop_pct=crop_pct, normalize=False
     )
     with Image.open(file) as image:
         white = Image.new("RGB", image.size, "white")
@@ -67,12 +68,15 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("image_size", [64, 224])
 @pytest.mark.parametrize("crop_pct", [0.875, 0.96, 1.0, 1.15])
-def test_pixels_are_those_of_timm(folder, image_size, crop_pct):
-    catalog, batches = evaluated(folder, image_size=image_size, crop_pct=crop_pct)
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+def test_pixels_are_those_of_timm(folder, image_size, crop_pct, interpolation):
+    catalog, batches = evaluated(
+        folder, image_size=image_size, crop_pct=crop_pct, interpolation=interpolation
+    )
     ours = np.concatenate([unnormalised(batch.images) for batch in batches])
     assert len(ours) == len(SIZES)
     for index, pixels in enumerate(ours):
-        theirs, border = timm_pixels(catalog.location(index), image_size, crop_pct)
+        theirs, border = timm_pixels(catalog.location(index), image_size, crop_pct, interpolation)
         difference = np.abs(pixels - theirs)
         assert difference.mean() < 0.35
         assert difference.max() < 1.01  # rounded up where PIL rounds down, or the reverse
@@ -97,7 +101,7 @@ def test_every_form_of_file_shows_what_pil_shows(tmp_path):
     ours = np.concatenate([unnormalised(batch.images) for batch in batches])
     assert len(ours) == 10
     for index, pixels in enumerate(ours):
-        theirs, _ = timm_pixels(catalog.location(index), 48, 0.9)
+        theirs, _ = timm_pixels(catalog.location(index), 48, 0.9, "bicubic")
         assert np.abs(pixels - theirs).mean() < 0.35, catalog.location(index)
 
 

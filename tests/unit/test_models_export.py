@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from horovod_volo.config.errors import UserError
 from horovod_volo.models import onnx_file
-from horovod_volo.models.build import build_model
+from horovod_volo.models.build import build_model, facts_of
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.onnx_file import check_packages, onnx_difference, write_onnx
 from horovod_volo.models.outlook_export import exportable, fold_windows, place_weights, unfold_windows
@@ -68,7 +68,7 @@ def trained(folder: Path, name: str, side: int, classes: int = 10) -> Trained:
 def exported(folder: Path, network: Trained) -> Path:
     made = folder / "export"
     made.mkdir()
-    write_timm_folder(network, made, "weights.pt")
+    write_timm_folder(network, made)
     return made
 
 
@@ -224,10 +224,12 @@ def test_timm_makes_the_same_network_of_a_folder(name, side, architecture, argum
     assert timm_difference(network, made) == pytest.approx(0.5, abs=1e-3)
 
 
-def test_images_are_resized_as_the_weights_were_scored(tmp_path: Path) -> None:
-    network = dataclasses.replace(trained(tmp_path, "resnet18", 64), name="vgg11.tv_in1k")
-    asked = [config_of(network, source)["pretrained_cfg"] for source in ("timm:vgg11.tv_in1k", "runs/vgg11")]
-    assert [facts["interpolation"] for facts in asked] == ["bilinear", "bicubic"]
+def test_images_are_resized_as_the_weights_were_trained(tmp_path: Path) -> None:
+    network = trained(tmp_path, "resnet18", 64)
+    for interpolation in ("bilinear", "bicubic"):
+        asked = config_of(dataclasses.replace(network, interpolation=interpolation))["pretrained_cfg"]
+        assert asked["interpolation"] == interpolation
+    assert facts_of("vgg11.tv_in1k").interpolation == "bilinear"
 
 
 def test_what_timm_does_not_know_is_written_under_its_own_name(tmp_path: Path) -> None:

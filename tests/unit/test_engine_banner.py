@@ -1,0 +1,31 @@
+"""What a run says of its rate: where the peak comes from, and that it may lie below the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from horovod_volo.config.derived import derive
+from horovod_volo.config.values import assemble
+from horovod_volo.engine.banner import rate_line
+
+
+def line(**chosen: Any) -> str:
+    config = assemble(chosen, fallback_name="")
+    return rate_line(config, derive(config, ranks=8, images=10_000))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"lr": 1e-4}, "peak 0.0001, as given by --lr"),
+        ({"lr_base": 2e-3, "batch_size": 64}, "peak 0.001 = 0.002 x 512 / 1024"),
+        (
+            {"lr_base": 1e-5, "batch_size": 40, "min_lr": 4e-6},
+            "peak 3.12e-06 = 1e-05 x 320 / 1024; below --min-lr 4e-06, to which it rises: lower that",
+        ),
+    ],
+)
+def test_the_peak_tells_where_it_comes_from(chosen: dict[str, Any], said: str) -> None:
+    assert line(**chosen) == said
