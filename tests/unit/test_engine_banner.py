@@ -23,7 +23,7 @@ def line(**chosen: Any) -> str:
         ({"lr_base": 2e-3, "batch_size": 64}, "peak 0.001 = 0.002 x 512 / 1024"),
         (
             {"lr_base": 1e-5, "batch_size": 40, "min_lr": 4e-6},
-            "peak 3.12e-06 = 1e-05 x 320 / 1024; below --min-lr 4e-06, to which it rises: lower that",
+            "peak 3.13e-06 = 1e-05 x 320 / 1024; below --min-lr 4e-06, to which it rises: lower that",
         ),
     ],
 )
