@@ -131,7 +131,7 @@ def _record(question: Question, answer: Answer, ranks: int, rows: Sequence[Class
 
 
 def _write(file: str, text: str) -> None:
-    from horovod_volo.data.whole_file import whole_file
+    from horovod_volo.files.whole import whole_file
 
     if file == STDOUT:
         print(text, flush=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from horovod_volo.config.errors import UserError
+from horovod_volo.files.whole import flush
 
 Files = Mapping[str, Mapping[str, Tensor]]
 FORMAT = 1
@@ -38,10 +38,10 @@ def save_checkpoint(folder: Path, step: int, files: Files, facts: dict[str, Any]
         state = {"format": FORMAT, "step": step, **facts, "sha256": checksums}
         content = json.dumps(state | {"checksum": _checksum_of_facts(state)}, indent=2)
         _write_durably(partial / "state.json", content.encode())
-        _flush_folder(partial)
+        flush(partial)
         _remove(final)  # of the same step in an earlier life of this run
         partial.replace(final)
-        _flush_folder(folder)
+        flush(folder)
         point(folder / "last", final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -140,7 +140,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     # Copies: batch-norm statistics are views of one flat tensor, and safetensors refuses to store views.
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
     path.chmod(path.parent.stat().st_mode & 0o666)  # as for any new file; safetensors makes it private
-    _flush(path)
+    flush(path)
     return _checksum(path)
 
 
@@ -155,18 +155,7 @@ def _checksum(path: Path) -> str:
 
 def _write_durably(path: Path, content: bytes) -> None:
     path.write_bytes(content)
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-_flush_folder = _flush  # a folder's names are flushed the same way
+    flush(path)
 
 
 def _remove(path: Path) -> None:

@@ -15,6 +15,7 @@ from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.engine.checkpoint import Files, checkpoint_path, point, prune, save_checkpoint
 from horovod_volo.engine.evaluation import Scores
 from horovod_volo.engine.job import Job
+from horovod_volo.files.whole import whole_file
 
 _EVALUATION = "evaluation.json"
 
@@ -43,9 +44,8 @@ def keep_evaluation(job: Job, scores: Scores) -> None:
     job.tracker.say(_sentence(scores, epochs_done))
     if job.world.is_main:
         checkpoint = _checkpoint_of_step(job)
-        partial = checkpoint / f".{_EVALUATION}.partial"
-        partial.write_text(json.dumps(scores), encoding="utf-8")
-        partial.replace(checkpoint / _EVALUATION)
+        with whole_file(checkpoint / _EVALUATION) as file:
+            file.write(json.dumps(scores).encode())
         best = _folder(job) / "best"
         if not best.exists() or _score(checkpoint) > _score(best):
             point(best, checkpoint)

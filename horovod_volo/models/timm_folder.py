@@ -6,7 +6,6 @@ Invariant: what timm makes of the folder gives the same logits to the bit; `timm
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from horovod_volo.config.errors import UserError
+from horovod_volo.files.whole import flush
 from horovod_volo.models.build import OUR_MODELS, heads_of
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.timm_door import VOLO, create_model, get_pretrained_cfg, is_model
@@ -60,24 +60,16 @@ def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
         yield beside
         for file in beside.iterdir():
             file.chmod(mode & 0o666 | 0o600)
-            _flush(file)
-        _flush(beside)
+            flush(file)
+        flush(beside)
         check_folder(folder, replace=replace)  # again: somebody else may have been faster
         if folder.exists() and replace:
             folder.replace(beside.with_suffix(".replaced"))
         beside.replace(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
         shutil.rmtree(beside.with_suffix(".replaced"), ignore_errors=True)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_timm_folder(trained: Trained, folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
+from horovod_volo.files.whole import whole_file
 from horovod_volo.monitor.progress import Progress
 
 Values = dict[str, float | int]
@@ -73,9 +74,8 @@ class Tracker:
         print(text, file=self._log, flush=True)
 
     def write_file(self, name: str, content: str) -> None:
-        partial = self._folder / f".{name}.partial"
-        partial.write_text(content, encoding="utf-8")
-        partial.replace(self._folder / name)
+        with whole_file(self._folder / name) as file:
+            file.write(content.encode())
 
     def train(self, step: int, values: Values) -> None:
         self._record("train", step, values)
@@ -105,9 +105,8 @@ def _forget_after(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    partial.replace(path)
+    with whole_file(path) as file:
+        file.write("".join(f"{line}\n" for line in kept).encode())
 
 
 def _step_of(line: str) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 # From the ground up. A room imports rooms on floors below its own, and itself.
 FLOORS = (
-    {"config"},
+    {"config", "files"},
     {"cluster", "data", "models", "objective", "optim", "monitor"},
     {"engine"},
     {"train", "evaluate", "doctor", "bench", "export", "labels", "pack"},

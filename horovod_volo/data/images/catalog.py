@@ -21,7 +21,7 @@ from horovod_volo.data.images.listing import list_images
 from horovod_volo.data.images.open_files import OpenFile, OpenFiles
 from horovod_volo.data.images.recordio import image_of_parts
 from horovod_volo.data.images.split_folder import Split, SplitFolder, find_split, shortened
-from horovod_volo.data.whole_file import whole_file
+from horovod_volo.files.whole import whole_file
 
 SHARDS_OPEN = 64
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from horovod_volo.config.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.whole_file import whole_file
+from horovod_volo.files.whole import whole_file
 
 NO_ROW = -1
 

@@ -30,7 +30,7 @@ from horovod_volo.data.labels.store import (
     is_store,
     read_facts,
 )
-from horovod_volo.data.whole_file import remove_partials, whole_file
+from horovod_volo.files.whole import remove_partials, whole_file
 
 PLAN = "making.json"
 SHARD_ROWS = 8192

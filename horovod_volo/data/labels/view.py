@@ -14,7 +14,7 @@ from horovod_volo.data.labels.keys import key_of
 from horovod_volo.data.labels.picture import Labelled, draw_labels
 from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.labels.store import DESCRIPTION, is_store, read_facts
-from horovod_volo.data.whole_file import whole_file
+from horovod_volo.files.whole import whole_file
 
 CENTRE_CROP = "centre-crop"
 COVERED = {"whole": "the whole image", CENTRE_CROP: "the square in its middle"}

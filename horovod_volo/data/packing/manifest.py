@@ -12,7 +12,7 @@ from typing import Any
 
 from horovod_volo.config.errors import UserError
 from horovod_volo.data.images.split_folder import CLASSES_FILE, index_beside
-from horovod_volo.data.whole_file import whole_file
+from horovod_volo.files.whole import whole_file
 
 MANIFEST = "manifest.json"
 

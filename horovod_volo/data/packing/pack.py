@@ -32,7 +32,7 @@ from horovod_volo.data.order import epoch_order
 from horovod_volo.data.packing.manifest import Manifest, PackedShard, read_manifest, shard_of, write_json
 from horovod_volo.data.packing.packed_image import packed_image
 from horovod_volo.data.packing.tar_writer import TarWriter, member_bytes
-from horovod_volo.data.whole_file import remove_partials, whole_file
+from horovod_volo.files.whole import remove_partials, whole_file
 
 WORK = ".packing"  # folder beside the splits; gone when all is packed
 _PROBED_IMAGES = 256  # tell how many images fill a shard

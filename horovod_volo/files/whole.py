@@ -33,8 +33,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         Path(partial).unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    flush(path.parent)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file's content, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""The ground, beside config: how anything is put on disk so that it is whole or absent."""
