@@ -10,14 +10,16 @@ from torch import Tensor
 
 from horovod_volo.engine.job import Job
 from horovod_volo.engine.step import train_step
-from horovod_volo.optim.adamw import state_tensors
+from horovod_volo.optim.build import state_tensors
 
 OpenJob = Callable[..., Job]
 
 
 def weights_with_optimizer_state(job: Job) -> dict[str, Tensor]:
     """Copy what an optimizer step changes."""
-    live = dict(job.state.model.named_parameters()) | state_tensors(job.state.optimizer, job.state.model)
+    live = dict(job.state.model.named_parameters()) | state_tensors(
+        job.state.optimizer, job.state.reducer.owned
+    )
     return {name: tensor.detach().clone() for name, tensor in live.items()}
 
 
