@@ -53,14 +53,37 @@ def nothing_waits(device: torch.device) -> Iterator[None]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_training_step_does_not_wait(open_job: OpenJob, device: torch.device, precision: str) -> None:
-    job = open_job(precision=precision, drop_path=0.1, clip_grad=1.0, ema_decay=0.99, accumulation=2)
+    take_steps(
+        open_job(precision=precision, drop_path=0.1, clip_grad=1.0, ema_decay=0.99, accumulation=2), device
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"opt": "lamb"},
+        {"opt": "lars"},
+        {"opt": "sgd"},
+        {"shard_optimizer": True, "clip_grad": 1.0, "precision": "fp16"},
+        {"clip_grad": 0.1, "clip_mode": "agc"},
+        {"clip_grad": 0.1, "clip_mode": "value"},
+        {"grad_checkpoint": True, "layer_decay": 0.9},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_no_other_update_waits(open_job: OpenJob, device: torch.device, settings: dict[str, Any]) -> None:
+    take_steps(open_job(**{"precision": "bf16", **settings}), device)
+
+
+def take_steps(job: Job, device: torch.device) -> None:
+    """Take a few steps, the later ones under watch."""
     passes = job.train_stream.passes(0, 0)
     for _ in range(WARM_UP_STEPS):
         train_step(job, passes)
     with nothing_waits(device):
         for _ in range(WATCHED_STEPS):
             train_step(job, passes)
-    assert job.window.passes == 2 * (WARM_UP_STEPS + WATCHED_STEPS)
+    assert job.window.passes == job.config.update.accumulation * (WARM_UP_STEPS + WATCHED_STEPS)
     assert all(value > 0 for value in job.window.sums().values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from pathlib import Path
 from typing import Any
@@ -198,8 +199,15 @@ PREFIXED = {f"module.{name}": tensor for name, tensor in STATE.items()}
         {"state_dict": PREFIXED},
         {"model": STATE},
         {"state_dict_ema": STATE, "state_dict": {"head.weight": torch.zeros(1)}},
+        # As the published training code saves: with its settings and the optimizer's state.
+        {
+            "arch": "volo_d1",
+            "args": argparse.Namespace(lr=1e-3),
+            "optimizer": {"state": {}},
+            "state_dict": STATE,
+        },
     ],
-    ids=["plain", "module", "state_dict", "both", "model", "ema"],
+    ids=["plain", "module", "state_dict", "both", "model", "ema", "published"],
 )
 @pytest.mark.parametrize("name", ["weights.pth", "weights.pth.tar", "weights.pt"])
 def test_torch_files_of_every_kind(content: dict[str, Any], name: str, tmp_path: Path) -> None:
