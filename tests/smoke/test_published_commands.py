@@ -22,6 +22,18 @@ FINETUNE = r"""
       --token-label --token-label-size 24 --token-label-data /path/to/token_label_data \
       --finetune /path/to/pretrained_224_volo_d5/
 """
+# Of the work on token labels, whose launcher and its words for ranks are replaced.
+LVVIT = r"""
+    horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet \
+      --model lvvit_s -b 128 --apex-amp --img-size 224 --drop-path 0.1 \
+      --token-label --token-label-data /path/to/label_data --token-label-size 14 --model-ema
+"""
+LVVIT_FINETUNE = r"""
+    horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet \
+      --model lvvit_s -b 64 --apex-amp --img-size 384 --drop-path 0.1 \
+      --token-label --token-label-data /path/to/label_data --token-label-size 24 \
+      --lr 5.e-6 --min-lr 5.e-6 --weight-decay 1.e-8 --finetune /path/to/checkpoint
+"""
 
 
 def arguments_of(command: str) -> list[str]:
@@ -89,3 +101,14 @@ def test_under_its_launcher_it_is_told_once() -> None:
     assert facts["ranks"] == "2"
     assert facts["batch"] == "88 images a step = 2 ranks x 44 x 1 passes"
     assert sum("images a step" in line for line in ended.lines) == 1
+
+
+def test_the_plain_transformer_of_token_labels(capfd: pytest.CaptureFixture[str]) -> None:
+    settings, facts, _ = dry_run(LVVIT, capfd)
+    assert facts["model"] == "lvvit_s, 26,151,824 parameters, 224 px"
+    assert facts["rate"] == "peak 0.0016 = 0.0016 x 1024 / 1024"
+    assert settings["update"]["ema_decay"] == 0.99992
+    settings, facts, _ = dry_run(LVVIT_FINETUNE, capfd)
+    assert facts["model"] == "lvvit_s, 26,297,744 parameters, 384 px"
+    assert facts["rate"] == "peak 5e-06, as given by --lr"
+    assert settings["objective"]["token_label_size"] == 24
