@@ -1,10 +1,11 @@
-"""Gradients of one batch, computed by however many ranks there are.
+"""Gradients of one batch, computed by however many ranks there are; with --shard once more with shares.
 
 Batch norm is frozen: its statistics are of a rank's own images, which is not what is tested.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +38,18 @@ def main() -> None:
 
     torch.set_num_threads(1)
     world = World.join()
+    result = trained(asked, world, Reducer)
+    if asked.shard:
+        result["sharded"] = trained(asked, world, ShardedReducer)
+    torch.save(result, asked.out / f"rank_{world.rank}.pt")
+
+
+def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dict[str, Any]:
     torch.manual_seed(0)
     model = build_model("volo_demo", img_size=SIDE, num_classes=CLASSES, drop_path=0.0).eval()
     images, classes = torch.randn(IMAGES, 3, SIDE, SIDE), torch.randint(CLASSES, (IMAGES,))
     if asked.double:
         model, images = model.double(), images.double()
-    kind = ShardedReducer if asked.shard else Reducer
     reducer = kind(model, world, Exchange(compression=asked.compression, bucket_mib=0.5), passes=asked.passes)
     groups = parameter_groups(
         dict(model.named_parameters()),
@@ -76,20 +83,16 @@ def main() -> None:
             clip()
             scaler.step(optimizer)
         scaler.update()
-    torch.save(
-        {
-            "gradients": gradients,
-            "moved": float((_flat(model) - before).abs().max()),
-            "weights": _flat(model),
-            "scale": scaler.get_scale() if overflows else 1.0,
-            "buckets": len(reducer.buckets),
-            "state_elements": sum(
-                t.numel() for t in state_tensors(optimizer, reducer.owned).values() if t.ndim
-            ),
-            "state": reducer.gather_state(state_tensors(optimizer, reducer.owned), STATE_KEYS[asked.opt]),
-        },
-        asked.out / f"rank_{world.rank}.pt",
-    )
+    state = state_tensors(optimizer, reducer.owned)
+    return {
+        "gradients": gradients,
+        "moved": float((_flat(model) - before).abs().max()),
+        "weights": _flat(model),
+        "scale": scaler.get_scale() if overflows else 1.0,
+        "buckets": len(reducer.buckets),
+        "state_elements": sum(tensor.numel() for tensor in state.values() if tensor.ndim),
+        "state": reducer.gather_state(state, STATE_KEYS[asked.opt]),
+    }
 
 
 def _flat(model: torch.nn.Module) -> torch.Tensor:

@@ -189,7 +189,7 @@ def test_a_run_folder_is_a_teacher(tmp_path):
     assert named.name.startswith("volo_demo at 64")
     for label in labels:
         torch.testing.assert_close(label, labels[0])
-    with pytest.raises(UserError, match=r"There is no resolved\.toml of a run above"):
+    with pytest.raises(UserError, match="holds 0 files of weights; name one of them"):
         load(str(tmp_path))
 
 
