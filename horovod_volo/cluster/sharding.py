@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from horovod_volo.cluster.buckets import Bucket
 from horovod_volo.cluster.reducer import Compression, Reducer, Wire, predivisor
 from horovod_volo.cluster.ring import Wait
 from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Exchange
 
 SCALAR = "step"  # the one key of an optimizer's state that has a single value for each parameter
 
@@ -27,6 +28,11 @@ class ShardedReducer(Reducer):
 
     def _parts(self, world: World) -> int:
         return world.size
+
+    def __init__(self, model: nn.Module, world: World, settings: Exchange, *, passes: int) -> None:
+        super().__init__(model, world, settings, passes=passes)
+        # Without a loss scale no step is skipped, and nothing is to be agreed on.
+        self._agree = self._spread_overflow if settings.precision == "fp16" else lambda: None
 
     def _own(self, parameters: Mapping[str, Parameter], world: World) -> dict[str, Parameter]:
         self._shares = [_Share(bucket, world) for bucket in self.buckets]
@@ -42,7 +48,7 @@ class ShardedReducer(Reducer):
     def averaged(self) -> Iterator[None]:
         """Inside, owned gradients are the average over ranks; after it, weights are whole. Collective."""
         with super().averaged():
-            self._spread_overflow()
+            self._agree()
             yield
             ring = self._world.ring
             joins = [ring.start_join(share.weights, f"weights.{n}") for n, share in enumerate(self._shares)]

@@ -50,7 +50,10 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
     images, classes = torch.randn(IMAGES, 3, SIDE, SIDE), torch.randint(CLASSES, (IMAGES,))
     if asked.double:
         model, images = model.double(), images.double()
-    reducer = kind(model, world, Exchange(compression=asked.compression, bucket_mib=0.5), passes=asked.passes)
+    overflows = asked.overflow_on >= 0
+    precision = "fp16" if overflows else "fp32"  # what asks for a loss scale
+    settings = Exchange(precision=precision, compression=asked.compression, bucket_mib=0.5)
+    reducer = kind(model, world, settings, passes=asked.passes)
     groups = parameter_groups(
         dict(model.named_parameters()),
         reducer.owned,
@@ -62,7 +65,6 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
     optimizer = build_optimizer(asked.opt, groups, momentum=0.9)
     set_lr(optimizer, asked.lr)
     clip = build_clip("norm", asked.clip, reducer.owned, heads=(), whole_norm=reducer.whole_norm)
-    overflows = asked.overflow_on >= 0
     scaler = torch.amp.GradScaler("cpu", enabled=overflows, init_scale=1024.0)
     if world.rank == asked.overflow_on:
         # What fp32 can hold and fp16 cannot, where gradients travel in fp16; else what neither can.
