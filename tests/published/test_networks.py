@@ -15,6 +15,7 @@ from horovod_volo.objective.loss import build_loss
 from tests.published.checkouts import Published, named_folder
 from tests.published.conftest import Compare
 from tests.published.examples import BOX, CLASSES, SIDE, labels_of, published_target
+from tests.unit.network_samples import perturbed, random_images
 
 named_folder()  # or this module is skipped
 
@@ -45,7 +46,7 @@ class Pair:
     @property
     def images(self) -> Tensor:
         """Return a batch."""
-        return torch.randn(self.batch, 3, 224, 224, generator=torch.Generator().manual_seed(2))
+        return random_images(self.batch, 224)
 
     @property
     def batch(self) -> int:
@@ -53,23 +54,11 @@ class Pair:
         return 2 if self.name in LARGE else 4
 
 
-def perturb(model: torch.nn.Module) -> None:
-    """Move everything that fresh weights leave at 0 or 1, so that nothing is equal by leaving it out."""
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=random))
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                buffer.add_(0.5 * torch.rand(buffer.shape, generator=random))
-
-
 @pytest.fixture(scope="module", params=NAMES)
 def pair(request: pytest.FixtureRequest, published: Published) -> Pair:
     """Return each network beside the published one."""
     torch.manual_seed(0)
-    ours = build_model(request.param, img_size=224, num_classes=CLASSES, drop_path=0.0)
-    perturb(ours)
+    ours = perturbed(build_model(request.param, img_size=224, num_classes=CLASSES, drop_path=0.0))
     theirs = published.network(request.param)
     theirs.load_state_dict(ours.state_dict(), strict=True)
     return Pair(request.param, ours, theirs)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from network_samples import perturbed, random_images, unchanged
 from torch import Tensor, nn
 
 import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
@@ -35,21 +36,11 @@ def demo(drop_path: float = 0.0) -> LvVit:
     """Build a small network none of whose weights is left at 0 or 1."""
     torch.manual_seed(0)
     model = LvVit(img_size=64, num_classes=10, drop_path_rate=drop_path, **DEMO)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape))
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                buffer.add_(0.5 * torch.rand(buffer.shape))
-    return model
+    return perturbed(model, strength=0.05)
 
 
 def images(batch: int) -> Tensor:
-    return torch.randn(batch, 3, 64, 64, generator=torch.Generator().manual_seed(2))
-
-
-def unchanged(tokens: Tensor) -> Tensor:
-    return tokens
+    return random_images(batch, 64)
 
 
 @pytest.mark.parametrize(

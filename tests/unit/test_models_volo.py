@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import pytest
 import torch
+from network_samples import perturbed, random_images, unchanged
 from torch import Tensor, nn
 
 import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
@@ -17,8 +16,6 @@ from horovod_volo.objective.mixtoken import Box
 timm = pytest.importorskip("timm")
 DropPath = pytest.importorskip("timm.layers").DropPath
 
-Network = TypeVar("Network", bound=nn.Module)
-
 
 def on_meta(name: str, *, img_size: int, drop_path: float = 0.0) -> Volo:
     """Build a network without the memory for its weights."""
@@ -29,26 +26,6 @@ def on_meta(name: str, *, img_size: int, drop_path: float = 0.0) -> Volo:
 def demo(drop_path: float = 0.0) -> Volo:
     torch.manual_seed(0)
     return perturbed(build_model("volo_demo", img_size=64, num_classes=10, drop_path=drop_path))
-
-
-def perturbed(model: Network) -> Network:
-    """Move everything that fresh weights leave at 0 or 1, so that nothing is equal by leaving it out."""
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=random))
-        for buffer in model.buffers():
-            if buffer.is_floating_point():
-                buffer.add_(0.5 * torch.rand(buffer.shape, generator=random))
-    return model
-
-
-def images(batch: int, side: int) -> Tensor:
-    return torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(2))
-
-
-def unchanged(tokens: Tensor) -> Tensor:
-    return tokens
 
 
 @pytest.mark.parametrize(
@@ -84,7 +61,7 @@ def test_evaluation_is_timms_with_weights_of_either() -> None:
     torch.manual_seed(0)
     ours = perturbed(build_model("volo_d1", img_size=224, num_classes=1000, drop_path=0.1)).eval()
     theirs = timm.create_model("volo_d1_224").eval()
-    picture = images(1, 224)
+    picture = random_images(1, 224)
     with torch.inference_mode():
         expected = ours(picture)  # (1, 1000)
         assert (theirs(picture) - expected).abs().max() > 1e-2  # other weights, other logits
@@ -98,11 +75,11 @@ def test_evaluation_is_timms_with_weights_of_either() -> None:
 def test_evaluation_adds_half_the_best_token_to_the_class() -> None:
     model = demo().eval()
     with torch.inference_mode():
-        class_logits, token_logits = model.training_logits(images(3, 64), unchanged)
+        class_logits, token_logits = model.training_logits(random_images(3, 64), unchanged)
         assert class_logits.shape == (3, 10)
         assert token_logits.shape == (3, 16, 10)
-        assert torch.equal(class_logits + 0.5 * token_logits.max(dim=1).values, model(images(3, 64)))
-        features = model.forward_features(images(3, 64))  # (batch, 1 + tokens, channels)
+        assert torch.equal(class_logits + 0.5 * token_logits.max(dim=1).values, model(random_images(3, 64)))
+        features = model.forward_features(random_images(3, 64))  # (batch, 1 + tokens, channels)
         assert torch.equal(token_logits, model.aux_head(features[:, 1:]))
         assert torch.equal(class_logits, model.head(features[:, 0]))
 
@@ -110,15 +87,15 @@ def test_evaluation_adds_half_the_best_token_to_the_class() -> None:
 def test_exchanging_whole_images_is_another_order_of_the_batch() -> None:
     model = demo().eval()
     with torch.inference_mode():
-        class_logits, token_logits = model.training_logits(images(3, 64), unchanged)
-        of_others, own = model.training_logits(images(3, 64), lambda grid: grid.flip(0))
+        class_logits, token_logits = model.training_logits(random_images(3, 64), unchanged)
+        of_others, own = model.training_logits(random_images(3, 64), lambda grid: grid.flip(0))
     assert not torch.allclose(class_logits, class_logits.flip(0), atol=1e-3)
     torch.testing.assert_close(of_others, class_logits.flip(0), rtol=0, atol=1e-5)
     torch.testing.assert_close(own, token_logits, rtol=0, atol=1e-5)  # undone on the token logits
 
 
 def test_the_same_box_is_exchanged_after_the_stem_and_on_the_logits() -> None:
-    model, pictures = demo().eval(), images(4, 64)
+    model, pictures = demo().eval(), random_images(4, 64)
     box = Box(top=1, left=0, height=2, width=3, grid=4)
     seen: list[Tensor] = []
 
@@ -150,15 +127,15 @@ def test_exchanging_twice_restores_tokens_and_logits() -> None:
     model = demo().eval()
     box = Box(top=0, left=1, height=3, width=2, grid=4)
     with torch.inference_mode():
-        plain = model.training_logits(images(3, 64), unchanged)
-        twice = model.training_logits(images(3, 64), lambda grid: box.exchange(box.exchange(grid)))
+        plain = model.training_logits(random_images(3, 64), unchanged)
+        twice = model.training_logits(random_images(3, 64), lambda grid: box.exchange(box.exchange(grid)))
     assert torch.equal(plain[0], twice[0])
     assert torch.equal(plain[1], twice[1])
 
 
 def test_every_weight_learns_from_the_training_logits() -> None:
     model = demo().train()
-    class_logits, token_logits = model.training_logits(images(4, 64), unchanged)
+    class_logits, token_logits = model.training_logits(random_images(4, 64), unchanged)
     (class_logits.square().mean() + token_logits.square().mean()).backward()
     without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert without == []
