@@ -31,7 +31,6 @@ LEARNING_RATE = 1e-3
 _COMPARED_STEPS = 3
 _TOLERANCES = {"none": 1e-4, "fp16": 1e-2}  # of the way the weights have gone
 _MILLISECONDS = 1e3
-_MIB = 2**20
 
 Compression = Literal["none", "fp16"]
 Step = Callable[[], None]

@@ -19,12 +19,8 @@ def check(config: Config) -> None:
 
 def _check_image(config: Config) -> None:
     side = config.model.img_size
-    tokens = config.objective.token_label or config.objective.mix_token
-    if tokens and side % OUTPUT_STRIDE:
-        near = max(2, round(side / OUTPUT_STRIDE)) * OUTPUT_STRIDE
-        raise UserError(
-            f"--img-size must be a multiple of {OUTPUT_STRIDE}, not {side}. The nearest is {near}."
-        )
+    if uses_tokens(config):
+        check_side(side)
     for name, (low, high) in (("scale", config.data.scale), ("ratio", config.data.ratio)):
         if not 0 < low <= high:
             raise UserError(f"--{name} takes two numbers above 0 in rising order, not {low:g} {high:g}.")
@@ -76,6 +72,20 @@ def _check_schedule(config: Config) -> None:
         )
     if not update.lr and not update.lr_base:
         raise UserError("The learning rate is 0. Give --lr, or --lr-base for a global batch of 1024.")
+
+
+def uses_tokens(config: Config) -> bool:
+    """Say whether the run learns from tokens or mixes them: not every network has some."""
+    return config.objective.token_label or config.objective.mix_token
+
+
+def check_side(side: int, whose: str = "") -> None:
+    """Raise UserError where an image cannot be cut into whole tokens; `whose` says for what network."""
+    if side % OUTPUT_STRIDE:
+        near = max(2, round(side / OUTPUT_STRIDE)) * OUTPUT_STRIDE
+        raise UserError(
+            f"--img-size must be a multiple of {OUTPUT_STRIDE}{whose}, not {side}. The nearest is {near}."
+        )
 
 
 def _check_update(config: Config) -> None:

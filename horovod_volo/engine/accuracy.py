@@ -21,7 +21,7 @@ from torch import Tensor
 from horovod_volo.cluster.binding import Share
 from horovod_volo.cluster.world import World
 from horovod_volo.config.errors import UserError
-from horovod_volo.config.schema import Data
+from horovod_volo.config.schema import Data, Run
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.data.pipeline import Colours
@@ -32,7 +32,7 @@ from horovod_volo.engine.imagenet_v2 import numbered_catalog
 from horovod_volo.engine.job import share_host
 from horovod_volo.engine.precision import autocast
 from horovod_volo.engine.real_labels import RealScore, read_real, score_real
-from horovod_volo.engine.shared_catalog import shared_catalog
+from horovod_volo.engine.shared_catalog import folder_for_lists, shared_catalog
 from horovod_volo.models.trained import Trained, load_trained
 
 Progress = Callable[[int, int], None]  # images done by this rank, of how many
@@ -132,9 +132,8 @@ def check_writable(file: str) -> None:
 def _list_images(question: Question, world: World) -> Catalog:
     if question.v2:
         return numbered_catalog(question.data_dir, world)
-    # A rank that is alone shares its list with nobody, and leaves no file where none was asked for.
-    folder = question.catalog_dir or ("runs/catalogs" if world.size > 1 else "")
-    return shared_catalog(question.data_dir, question.split, Path(folder) if folder else None, world)
+    folder = folder_for_lists(question.catalog_dir, Run().output, world)
+    return shared_catalog(question.data_dir, question.split, folder, world)
 
 
 def _load(question: Question, catalog: Catalog) -> Trained:

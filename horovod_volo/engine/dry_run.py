@@ -12,7 +12,7 @@ from torch import Tensor
 
 from horovod_volo.config.derived import derive
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.rules import notes
+from horovod_volo.config.rules import notes, uses_tokens
 from horovod_volo.config.schema import Config
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
@@ -25,13 +25,13 @@ from horovod_volo.engine.banner import (
 )
 from horovod_volo.models.build import build_model, check_model, training_forward
 from horovod_volo.models.weights import TIMM
+from horovod_volo.optim.build import STATE_KEYS
 
 # Taken where the data is on another machine: name, images, classes.
 _IMAGENET_1K = ("ImageNet-1K", 1_281_167, 1_000)
 _IMAGENET_22K = ("ImageNet-22K", 14_197_122, 21_841)
 
 _FP32 = 4  # bytes of a weight, of its gradient and of each of the optimizer's averages
-_AVERAGES = {"adamw": 2, "lamb": 2, "fusedadam": 2, "fusedlamb": 2, "lars": 1, "sgd": 1}
 _PROBE_BATCH = 2  # batch norm wants more than one value
 _GIB, _MIB = 2**30, 2**20
 
@@ -55,8 +55,7 @@ def dry_run(config: Config, ranks: int) -> str:
 def need_of(config: Config) -> Need:
     """Count the images and measure the network, which is built without memory for its weights."""
     settings = config.model
-    tokens = config.objective.token_label or config.objective.mix_token
-    check_model(settings.model, img_size=settings.img_size, tokens=tokens)
+    check_model(settings.model, img_size=settings.img_size, tokens=uses_tokens(config))
     images, classes, remarks = _images(config)
     with torch.device("meta"):
         model = build_model(
@@ -102,7 +101,8 @@ def describe(config: Config, ranks: int, need: Need) -> str:
 def state_bytes(config: Config, ranks: int) -> float:
     """Return what one rank holds for each parameter: weight, gradient, optimizer's state, averaged weight."""
     update = config.update
-    state = float(_AVERAGES[update.opt] * _FP32)
+    averages = [key for key in STATE_KEYS[update.opt] if key != "step"]  # which is one number
+    state = float(len(averages) * _FP32)
     if update.shard_optimizer:
         state = (state + _FP32) / ranks  # and a copy of the gradients of its share
     averaged = _FP32 if update.ema_decay else 0

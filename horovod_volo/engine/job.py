@@ -22,7 +22,7 @@ from horovod_volo.data.pipeline import Colours
 from horovod_volo.data.stream import EvalStream, TrainStream
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.precision import autocast
-from horovod_volo.engine.shared_catalog import shared_catalog
+from horovod_volo.engine.shared_catalog import folder_for_lists, shared_catalog
 from horovod_volo.engine.state import TrainState
 from horovod_volo.models.build import Forward, facts_of, heads_of, training_forward
 from horovod_volo.monitor.tracker import Tracking
@@ -90,7 +90,7 @@ def run_folder(config: Config) -> Path:
 def read_images(config: Config, world: World) -> Images:
     """Read what images there are; raise UserError where they cannot be trained on. Collective."""
     world.together(partial(check_images, config))
-    folder = _catalog_folder(config, world)
+    folder = folder_for_lists(config.data.catalog_dir, config.run.output, world)
     train = shared_catalog(config.data.data_dir, "train", folder, world)
     held_out = shared_catalog(config.data.data_dir, "val", folder, world)
     label_maps = world.together(partial(_checked, config, train, held_out))
@@ -103,13 +103,6 @@ def check_images(config: Config) -> None:
         raise UserError("Which images? Give the data folder: python -m horovod_volo.train DATA_DIR ...")
     if config.data.aa:
         parse(config.data.aa)
-
-
-def _catalog_folder(config: Config, world: World) -> Path | None:
-    if config.data.catalog_dir:
-        return Path(config.data.catalog_dir)
-    # A rank that is alone shares its list with nobody, and leaves no file where none was asked for.
-    return Path(config.run.output) / "catalogs" if world.size > 1 else None
 
 
 def _checked(config: Config, train: Catalog, held_out: Catalog) -> LabelSource | None:

@@ -61,7 +61,7 @@ def restore(state: TrainState, checkpoint: Path | None, world: World) -> None:
     """Give all ranks rank 0's state: a checkpoint's, or the fresh one. Collective: every rank calls this."""
     # Only rank 0 reads: a checkpoint's tensors are too many to be shared as one object.
     saved = world.together(lambda: read_tensors(checkpoint) if checkpoint and world.is_main else {})
-    facts = world.share(read_state(checkpoint) if checkpoint and world.is_main else {})
+    facts = world.on_main(lambda: read_state(checkpoint) if checkpoint else {})
     state.step = facts.get("step", 0)
     if facts.get("scaler"):
         state.scaler.load_state_dict(facts["scaler"])

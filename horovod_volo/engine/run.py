@@ -12,7 +12,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.rules import notes
+from horovod_volo.config.rules import notes, uses_tokens
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.banner import banner
 from horovod_volo.engine.environment import environment_facts
@@ -58,8 +58,7 @@ def prepare(config: Config, world: World) -> tuple[Job, list[str]]:
 
 
 def _check_model(config: Config) -> None:
-    tokens = config.objective.token_label or config.objective.mix_token
-    check_model(config.model.model, img_size=config.model.img_size, tokens=tokens)
+    check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
 
 
 def _tracker(config: Config, world: World, first_step: int, total_steps: int) -> Tracking:

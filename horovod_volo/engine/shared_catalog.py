@@ -9,6 +9,14 @@ from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalo
 from horovod_volo.data.images.split_folder import Split
 
 
+def folder_for_lists(chosen: str, output: str, world: World) -> Path | None:
+    """Return where lists of images are kept: as chosen, else beside the runs in `output`."""
+    if chosen:
+        return Path(chosen)
+    # A rank that is alone shares its list with nobody, and leaves no file where none was asked for.
+    return Path(output) / "catalogs" if world.size > 1 else None
+
+
 def shared_catalog(data_dir: str, split: Split, folder: Path | None, world: World) -> Catalog:
     """List a split's images on rank 0, into `folder`; open that list on the others. Collective.
 

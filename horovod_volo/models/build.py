@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from horovod_volo.config.errors import UserError
+from horovod_volo.config.rules import check_side
 from horovod_volo.config.values import nearest
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.timm_door import (
@@ -27,7 +28,6 @@ from horovod_volo.models.volo import SIZES, TokenExchange, Volo
 # (batch, tokens, classes), of which a network without them has none.
 Forward = Callable[[Tensor, TokenExchange], tuple[Tensor, Tensor]]
 
-OUTPUT_STRIDE = 16  # pixels per token of our networks
 OUR_MODELS = (*SIZES, *LVVIT_SIZES)
 
 # Side of the evaluation crop over side of the resized image. Above 1 the crop is larger than the
@@ -52,12 +52,7 @@ class Facts:
 def check_model(name: str, *, img_size: int, tokens: bool) -> None:
     """Raise UserError where no network has this name and size, or it has no tokens to learn labels for."""
     if name in OUR_MODELS:
-        if img_size % OUTPUT_STRIDE:
-            near = max(2, round(img_size / OUTPUT_STRIDE)) * OUTPUT_STRIDE
-            raise UserError(
-                f"--img-size must be a multiple of {OUTPUT_STRIDE} for {name}, not {img_size}. "
-                f"The nearest is {near}."
-            )
+        check_side(img_size, f" for {name}")
     elif not is_model(name):
         hint = nearest(name, [*OUR_MODELS, *list_models()])
         raise UserError(f"There is no model {name!r}.{hint} Models: {', '.join(OUR_MODELS)}, and timm's.")
