@@ -1,7 +1,8 @@
 """The "stop, please" of a scheduler: remembered here, acted on at the next log point.
 
-A handler only sets a flag; ranks agree on it where they exchange their sums anyway. Asked a
-second time, the process ends at once.
+A handler only sets a flag; ranks agree on it where they exchange their sums anyway. A second
+SIGTERM ends the process at once. A second SIGUSR1 does not: schedulers and launchers pass it on
+each in its own way, so that one request may arrive twice.
 """
 
 from __future__ import annotations
@@ -22,4 +23,5 @@ class StopRequest:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.received = True
-        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGTERM:
+            signal.signal(number, signal.SIG_DFL)

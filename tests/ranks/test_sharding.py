@@ -15,6 +15,8 @@ from tests.ranks.launching import ranks_of, train
 STEPS = ("--steps", "50")
 # Two ranks have one sum; three have several, by their order, and a norm has one for each way to cut it.
 # At a rate of 1e-2 training doubles what rounding leaves every few steps: a lower one, or double precision.
+# The averages are of gradients, which the network's curvature puts further apart than the weights.
+FP32_OF_THREE = 1e-5
 CASES = {
     "2-gloo": (2, "gloo", ()),
     "2-gloo-fp16": (2, "gloo", ("--compression", "fp16")),
@@ -40,7 +42,8 @@ def test_fifty_steps_end_at_the_same_weights(
         assert (rank["weights"] - expected).abs().max() <= 1e-6
     assert sharded[0]["state"].keys() == plain[0]["state"].keys()
     for name, tensor in plain[0]["state"].items():
-        assert (sharded[0]["state"][name] - tensor).abs().max() <= 1e-6, name
+        bound = 1e-6 if ranks == 2 or "--double" in more else FP32_OF_THREE
+        assert (sharded[0]["state"][name] - tensor).abs().max() <= bound, name
     # Each has its part of the two averages; no rank much more than another.
     elements = [rank["state_elements"] for rank in sharded]
     assert sum(elements) == plain[0]["state_elements"]
