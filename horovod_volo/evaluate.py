@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from horovod_volo.config.arguments import whole_number
+from horovod_volo.config.arguments import add_binding, whole_number
 from horovod_volo.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,9 +41,12 @@ def main(arguments: Sequence[str]) -> int:
         from horovod_volo.engine.agreed import refuse
 
         return refuse(problem)
+    from horovod_volo.cluster.pinning import bind
+
+    bound = bind(chosen.binding)
     from horovod_volo.engine.agreed import on_all_ranks
 
-    return on_all_ranks(partial(_measure, chosen))
+    return on_all_ranks(partial(_measure, chosen), bound)
 
 
 def _measure(chosen: argparse.Namespace, world: World) -> int:
@@ -186,6 +189,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"tell of so many classes, the worst first, or of 'all'; without a number {WORST_CLASSES}",
     )
+    add_binding(parser)
     add("--json", default="", metavar="FILE", help="write all this to a file; - instead of the text")
     add(
         "--catalog-dir",

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from horovod_volo.config.arguments import whole_number
+from horovod_volo.config.arguments import add_binding, whole_number
 from horovod_volo.config.errors import UserError
 from horovod_volo.monitor.pace import Pace
 from horovod_volo.monitor.problems import list_problems
@@ -73,9 +73,12 @@ def _import(chosen: argparse.Namespace) -> int:
 
 
 def _generate(chosen: argparse.Namespace) -> int:
+    from horovod_volo.cluster.pinning import bind
+
+    bound = bind(chosen.binding)
     from horovod_volo.engine.agreed import on_all_ranks
 
-    return on_all_ranks(partial(_label, chosen))
+    return on_all_ranks(partial(_label, chosen), bound)
 
 
 def _label(chosen: argparse.Namespace, world: World) -> int:
@@ -187,6 +190,7 @@ def build_parser() -> argparse.ArgumentParser:
     flags.add_argument(
         "--top", type=whole_number(1), default=5, metavar="N", help="classes kept in a cell (%(default)s)"
     )
+    add_binding(flags)
 
     flags = words.add_parser("verify", help="check that a store is whole, and whether its teacher is right")
     flags.add_argument("store", type=Path, metavar="STORE")

@@ -46,10 +46,18 @@ def _tell(request: Request) -> int:
 
 
 def _train(config: Config) -> int:
+    from horovod_volo.engine.interrupts import StopRequest
+
+    stop = StopRequest.listening()  # a request may come while torch is still being imported
+    from horovod_volo.cluster.pinning import bind
+    from horovod_volo.cluster.variables import Switches
+
+    # Before torch: threads that start later inherit what is bound here.
+    bound = bind(config.launch.binding, Switches(config.launch.autotune, config.launch.timeline))
     from horovod_volo.engine.agreed import on_all_ranks
     from horovod_volo.engine.run import run
 
-    return on_all_ranks(lambda world: DONE if run(config, world) else STOPPED)
+    return on_all_ranks(lambda world: DONE if run(config, world, stop) else STOPPED, bound)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from horovod_volo.bench.agreement import assert_agree
 from horovod_volo.bench.pairs import Block, alternate, repeats_for, timed
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.share import share_of_host
 from horovod_volo.cluster.world import World
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Exchange
-from horovod_volo.engine.job import share_host
 from horovod_volo.models.build import build_model, training_forward
 
 CLASSES = 1000
@@ -44,7 +44,7 @@ def measure(*, model: str, img_size: int, batch_size: int, pairs: int) -> Result
             "There is nothing to reduce on one rank. Start several: "
             "horovodrun -np 2 python -m horovod_volo.bench reduce"
         )
-    device = share_host(world).device
+    device = share_of_host(world).device
     torch.manual_seed(0)
     network = build_model(model, img_size=img_size, num_classes=CLASSES, drop_path=0.0).to(device).train()
     random = torch.Generator().manual_seed(world.rank)

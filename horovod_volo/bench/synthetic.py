@@ -6,19 +6,20 @@ The figures must not depend on a disk, so nothing here reads one.
 from __future__ import annotations
 
 import os
-import signal
 
 import numpy as np
 import torch
 
 from horovod_volo.bench.random_labels import random_labels
+from horovod_volo.cluster.share import share_of_host
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.open_files import OpenFile
 from horovod_volo.data.stream import Batch
-from horovod_volo.engine.job import Images, Job, build_job, share_host
+from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.job import Images, Job, build_job
 from horovod_volo.engine.state import build_state
 from horovod_volo.monitor.tracker import Silent
 
@@ -40,15 +41,13 @@ def random_batch(config: Config, num_classes: int, device: torch.device, seed: i
 
 def synthetic_job(config: Config, world: World, num_classes: int) -> Job:
     """Build a run whose streams are never asked for a batch. Collective: every rank calls this."""
-    share = share_host(world)
+    share = share_of_host(world)
     state, _ = build_state(config, world, num_classes=num_classes, device=share.device, finetune="")
     state.restore({}, world)
     global_batch = world.size * config.data.batch_size * config.update.accumulation
     catalog = images_nowhere(global_batch, num_classes)
-    job = build_job(config, world, Images(catalog, catalog, label_maps=None), share, state, Silent())
-    # A run saves itself when it is told to end; a benchmark has nothing to save and just ends.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return job
+    images = Images(catalog, catalog, label_maps=None)
+    return build_job(config, world, images, share, state, Silent(), StopRequest())
 
 
 def images_nowhere(images: int, num_classes: int) -> Catalog:

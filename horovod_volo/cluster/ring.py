@@ -77,8 +77,13 @@ class HorovodRing:
     def __init__(self) -> None:
         try:
             import horovod.torch as hvd
-        except ImportError:
-            raise UserError("Horovod is not installed in this Python. Run ./tools/setup.") from None
+        except ModuleNotFoundError as error:
+            raise UserError(f"Horovod cannot be imported: {error}. Run ./tools/setup.") from None
+        except ImportError as error:
+            raise UserError(
+                f"Horovod was built without PyTorch, or for another one: {error}. Build it again: "
+                'python -m pip install --force-reinstall "$(./tools/build_horovod)"'
+            ) from None
         hvd.init()
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()

@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.launch import Promise, promised
+from horovod_volo.cluster.pinning import unbound
 from horovod_volo.cluster.ring import HorovodRing, NoRing, Ring
 from horovod_volo.config.errors import UserError
 
@@ -32,14 +34,16 @@ class World:
     local_size: int = 1
     launcher: str = "none"
     controller: str = "none"
+    bound: Binding = field(default_factory=unbound)
     ring: Ring = field(default_factory=NoRing, repr=False)
 
     @classmethod
-    def join(cls) -> World:
+    def join(cls, bound: Binding | None = None) -> World:
         """Meet the other ranks that the launcher started. Collective: every rank calls this."""
+        bound = bound or unbound()
         promise = promised()
         if promise.size == 1:
-            return cls.alone()
+            return cls(bound=bound)
         ring = HorovodRing()
         _hold_to(promise, ring)
         return cls(
@@ -49,6 +53,7 @@ class World:
             local_size=ring.local_size,
             launcher=promise.launcher,
             controller=ring.controller,
+            bound=bound,
             ring=ring,
         )
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import get_args
+
+from horovod_volo.config.values import all_settings
 
 
 def whole_number(least: int, most: int | None = None, *, because: str = "") -> Callable[[str], int]:
@@ -16,3 +19,12 @@ def whole_number(least: int, most: int | None = None, *, because: str = "") -> C
         return int(text)
 
     return read
+
+
+def add_binding(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that says how ranks are bound to their host; the trainer has it as a setting."""
+    binding = next(setting for setting in all_settings() if setting.name == "binding")
+    modes = get_args(binding.kind)
+    parser.add_argument(
+        "--binding", choices=modes, default=binding.default, help="as for training (%(default)s)"
+    )

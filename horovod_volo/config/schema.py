@@ -56,6 +56,19 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Launch:
+    """the hosts: how ranks use them"""
+
+    binding: Literal["numa", "core", "none"] = setting(
+        "numa",
+        "each rank runs on its share of the cores of the NUMA node next to its GPU, and takes memory there; "
+        "core: on one hardware thread of each of these cores; none: anywhere",
+    )
+    autotune: str = setting("", "let Horovod tune itself while it trains; file for what it tried")
+    timeline: str = setting("", "file for Horovod's timeline of all messages; slows training")
+
+
+@dataclass(frozen=True)
 class Model:
     """the network"""
 
@@ -227,6 +240,7 @@ class Config:
     """All settings of one run."""
 
     run: Run = field(default_factory=Run)
+    launch: Launch = field(default_factory=Launch)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     objective: Objective = field(default_factory=Objective)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.cluster.binding import Share
+from horovod_volo.cluster.share import Share, share_of_host
 from horovod_volo.cluster.world import World
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data, Run
@@ -29,7 +29,6 @@ from horovod_volo.data.stream import NO_CLASS, Batch, EvalStream
 from horovod_volo.engine.class_table import ClassScore, class_scores
 from horovod_volo.engine.evaluation import Counts, count_right, total
 from horovod_volo.engine.imagenet_v2 import numbered_catalog
-from horovod_volo.engine.job import share_host
 from horovod_volo.engine.precision import autocast
 from horovod_volo.engine.real_labels import RealScore, read_real, score_real
 from horovod_volo.engine.shared_catalog import folder_for_lists, shared_catalog
@@ -71,7 +70,7 @@ class Answer:
 
 def measure_accuracy(question: Question, world: World, progress: Progress) -> Answer:
     """Show the network every image once; return what it took them for. Collective: every rank calls this."""
-    share = world.together(partial(share_host, world))
+    share = share_of_host(world)
     catalog = _list_images(question, world)
     network = world.together(partial(_load, question, catalog))
     world.assert_same(network.network.parameters(), "The weights")

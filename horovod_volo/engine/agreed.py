@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.launch import promised
 from horovod_volo.cluster.ring import RankLostError
 from horovod_volo.cluster.world import AgreedError, World
@@ -13,11 +14,11 @@ from horovod_volo.monitor.problems import tell
 FAILED, MISTAKE = 1, 2
 
 
-def on_all_ranks(work: Callable[[World], int]) -> int:
+def on_all_ranks(work: Callable[[World], int], bound: Binding) -> int:
     """Meet the other ranks and do `work`; return its status, or that of what went wrong."""
     rank = promised().rank
     try:
-        world = World.join()
+        world = World.join(bound)
         return work(world)
     except AgreedError as problem:
         return _say_once(problem, world)

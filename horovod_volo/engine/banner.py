@@ -18,7 +18,7 @@ def banner(job: Job, hosts: list[str], remarks: list[str]) -> str:
     epoch, step_in_epoch = job.derived.epoch_of(job.state.step)
     facts = {
         "world": f"{world.size} ranks on {places}, launcher {world.launcher}, {world.controller} controller",
-        "binding": str(job.share),
+        "binding": f"rank 0: {job.share}" if world.size > 1 else str(job.share),
         "model": f"{job.config.model.model}, {parameters:,} parameters, {job.config.model.img_size} px",
         "data": f"{len(images.train):,} training and {len(images.held_out):,} held-out images, "
         f"{len(images.train.classes):,} classes; {_labels(job.config)}",

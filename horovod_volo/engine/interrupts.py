@@ -18,8 +18,14 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received = False
+
+    @classmethod
+    def listening(cls) -> StopRequest:
+        """Return one that hears of signals from now on."""
+        request = cls()
         for number in _SIGNALS:
-            signal.signal(number, self._remember)
+            signal.signal(number, request._remember)
+        return request
 
     def _remember(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.received = True

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from horovod_volo.cluster.binding import Share, share_of_host
+from horovod_volo.cluster.share import Share
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive
 from horovod_volo.config.errors import UserError
@@ -119,7 +119,13 @@ def _checked(config: Config, train: Catalog, held_out: Catalog) -> LabelSource |
 
 
 def build_job(
-    config: Config, world: World, images: Images, share: Share, state: TrainState, tracker: Tracking
+    config: Config,
+    world: World,
+    images: Images,
+    share: Share,
+    state: TrainState,
+    tracker: Tracking,
+    stop: StopRequest,
 ) -> Job:
     """Put a run together around its state."""
     derived = derive(config, ranks=world.size, images=len(images.train))
@@ -141,7 +147,7 @@ def build_job(
         lr=_schedule(config, derived),
         mix=_mixes(config, world),
         autocast=autocast(config.exchange.precision, share.device),
-        stop=StopRequest(),
+        stop=stop,
         tracker=tracker,
     )
 
@@ -210,12 +216,3 @@ def _mixes(config: Config, world: World) -> Callable[[int, int], Mix]:
         pixels = config.model.img_size
         return lambda step, number: draw_image_mix(objective, seed, step, world.rank, number, pixels)
     return lambda step, number: NO_BOX  # noqa: ARG005
-
-
-def share_host(world: World) -> Share:
-    """Take this rank's share of the host and keep torch's threads within it."""
-    share = share_of_host(world)
-    torch.set_num_threads(share.threads)
-    if share.device.type == "cuda":
-        torch.cuda.set_device(share.device)
-    return share

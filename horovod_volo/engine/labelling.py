@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from horovod_volo.cluster.share import share_of_host
 from horovod_volo.cluster.world import World
 from horovod_volo.config.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
@@ -23,7 +24,6 @@ from horovod_volo.data.labels.keys import keys_of
 from horovod_volo.data.labels.making import SHARD_ROWS, Making, begin, check_free
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.squashed_images import SquashedImages
-from horovod_volo.engine.job import share_host
 from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.models.teacher import Teacher, load_teacher
 
@@ -48,7 +48,7 @@ class Order:
 
 def label_images(order: Order, world: World, progress: Progress) -> tuple[int, list[str]]:
     """Make the store; return its number of rows and what was left out. Collective: every rank calls this."""
-    share = share_host(world)
+    share = share_of_host(world)
     if share.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # the labels are kept in half precision
     world.on_main(lambda: check_free(order.store))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 
+from horovod_volo.cluster.share import share_of_host
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive
 from horovod_volo.config.errors import UserError
@@ -16,7 +18,8 @@ from horovod_volo.config.rules import notes, uses_tokens
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.banner import banner
 from horovod_volo.engine.environment import environment_facts
-from horovod_volo.engine.job import Job, build_job, read_images, run_folder, share_host
+from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.job import Job, build_job, read_images, run_folder
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.resuming import checkpoint_to_resume, restore
 from horovod_volo.engine.state import build_state
@@ -24,9 +27,9 @@ from horovod_volo.models.build import check_model
 from horovod_volo.monitor.tracker import Silent, Tracker, Tracking
 
 
-def run(config: Config, world: World) -> bool:
+def run(config: Config, world: World, stop: StopRequest) -> bool:
     """Train; return whether it came to its end, or was asked to stop and is saved. Collective."""
-    job, remarks = prepare(config, world)
+    job, remarks = prepare(config, world, stop)
     try:
         announce(job, remarks)
         finished = fit(job)
@@ -36,9 +39,10 @@ def run(config: Config, world: World) -> bool:
         job.close()
 
 
-def prepare(config: Config, world: World) -> tuple[Job, list[str]]:
+def prepare(config: Config, world: World, stop: StopRequest) -> tuple[Job, list[str]]:
     """Check and build everything; return the run and remarks about it. Collective: every rank calls this."""
-    share = world.together(partial(share_host, world))
+    share = share_of_host(world)
+    world.together(partial(_check_files, config))
     world.together(partial(_check_model, config))
     images = read_images(config, world)
     derived = world.together(partial(derive, config, ranks=world.size, images=len(images.train)))
@@ -54,7 +58,14 @@ def prepare(config: Config, world: World) -> tuple[Job, list[str]]:
     )
     restore(state, checkpoint, world)
     tracker = world.together(partial(_tracker, config, world, state.step, derived.total_steps))
-    return build_job(config, world, images, share, state, tracker), notes(config) + remarks
+    job = build_job(config, world, images, share, state, tracker, stop)
+    return job, notes(config) + remarks
+
+
+def _check_files(config: Config) -> None:
+    for flag, file in (("autotune", config.launch.autotune), ("timeline", config.launch.timeline)):
+        if file and not Path(file).parent.is_dir():
+            raise UserError(f"--{flag} {file}: there is no folder {Path(file).parent}. Make it first.")
 
 
 def _check_model(config: Config) -> None:
@@ -78,7 +89,9 @@ def _tracker(config: Config, world: World, first_step: int, total_steps: int) ->
 def announce(job: Job, remarks: list[str]) -> None:
     """Say what runs and keep with what it was made. Collective: every rank calls this."""
     hosts, bindings = job.world.hosts(), job.world.gather(str(job.share))
-    job.tracker.say(banner(job, hosts, remarks))
+    of_ranks = job.world.gather(job.world.bound.remarks)
+    bound = dict.fromkeys(remark for of_rank in of_ranks for remark in of_rank)  # each once
+    job.tracker.say(banner(job, hosts, [*bound, *remarks]))
     job.tracker.write_file("resolved.toml", dump(job.config))
     facts = environment_facts() | {"hosts": hosts, "bindings": bindings}
     job.tracker.write_file("environment.json", json.dumps(facts, indent=2))

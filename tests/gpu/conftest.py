@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from horovod_volo.cluster.binding import Share
+from horovod_volo.cluster.share import Share
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import assemble
 from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.job import Job
 from horovod_volo.engine.run import prepare
 
@@ -52,23 +52,22 @@ def open_job(
     def take_device(world: World) -> Share:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        return Share(device=device, threads=2, cores=2)
+        return Share(device=device, threads=2, binding="test")
 
     # A run takes the GPU where there is one; here the test says which device it is.
-    monkeypatch.setattr("horovod_volo.engine.run.share_host", take_device)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    monkeypatch.setattr("horovod_volo.engine.run.share_of_host", take_device)
     jobs: list[Job] = []
 
     def opening(**settings: Any) -> Job:
-        job, _ = prepare(_config(images, tmp_path / f"run{len(jobs)}", settings), World.alone())
+        job, _ = prepare(
+            _config(images, tmp_path / f"run{len(jobs)}", settings), World.alone(), StopRequest()
+        )
         jobs.append(job)
         return job
 
     yield opening
     for job in jobs:
         job.close()
-    for number, handler in handlers.items():  # a run remembers these signals; pytest must obey them
-        signal.signal(number, handler)
 
 
 def _config(images: Path, output: Path, settings: dict[str, Any]) -> Config:

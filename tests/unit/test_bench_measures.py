@@ -16,7 +16,7 @@ from horovod_volo.bench import catalog, data, labels, loader, pairs, reduce, soa
 from horovod_volo.bench.agreement import WrongResultError
 from horovod_volo.bench.peers_loss import DenseLoss
 from horovod_volo.bench.random_labels import random_labels
-from horovod_volo.cluster.binding import Share
+from horovod_volo.cluster.share import Share
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Objective
 from horovod_volo.objective.mixtoken import Box
@@ -28,8 +28,8 @@ CPU = torch.device("cpu")
 def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks short, and leave torch's threads as they are."""
     monkeypatch.setattr(pairs, "BLOCK_SECONDS", 0.01)
-    share = Share(device=CPU, threads=1, cores=1)
-    monkeypatch.setattr("horovod_volo.bench.synthetic.share_host", lambda world: share)
+    share = Share(device=CPU, threads=1, binding="test")
+    monkeypatch.setattr("horovod_volo.bench.synthetic.share_of_host", lambda world: share)
 
 
 def test_random_label_maps_are_well_formed() -> None:

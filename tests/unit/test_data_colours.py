@@ -9,7 +9,7 @@ import pytest
 import torch
 from coded_images import PLAIN, smooth, unnormalised, write_images
 
-from horovod_volo.cluster.binding import Share
+from horovod_volo.cluster.share import Share
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config, Data, Model, Run
 from horovod_volo.data.images.catalog import build_catalog

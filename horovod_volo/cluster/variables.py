@@ -1,0 +1,87 @@
+"""The variables that Horovod, NCCL, MPI and the thread libraries read: what is set, and why.
+
+One table. A variable that is set already is left alone: the user, the site or the launcher knows better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from horovod_volo.cluster.binding import Binding
+
+
+@dataclass(frozen=True)
+class Switches:
+    """What the user may have Horovod do besides: file names, or empty."""
+
+    autotune: str = ""
+    timeline: str = ""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One line of the table; an empty value leaves the variable alone."""
+
+    name: str
+    reason: str
+    value: Callable[[Binding, Switches], str]
+
+
+TABLE = (
+    Variable(
+        "OMP_NUM_THREADS",
+        "torch's threads: the rank's share. Left alone, each rank takes one for every core of the host.",
+        lambda binding, _: str(binding.threads),
+    ),
+    Variable(
+        "MKL_NUM_THREADS",
+        "the same for MKL, which counts for itself.",
+        lambda binding, _: str(binding.threads),
+    ),
+    Variable(
+        "OPENBLAS_NUM_THREADS",
+        "NumPy draws and sorts here and multiplies nothing: its pool of threads would only lie about.",
+        lambda *_: "1",
+    ),
+    Variable(
+        "CUDA_DEVICE_ORDER",
+        "CUDA's own order is fastest first. By PCI address, GPU 3 is the driver's GPU 3 on mixed hosts too.",
+        lambda binding, _: "PCI_BUS_ID" if binding.gpu else "",
+    ),
+    Variable(
+        "NCCL_IB_HCA",
+        "the cards next to this host's GPUs, not those for storage. The same on all ranks of a host: NCCL "
+        "takes the nearest to each GPU by itself, and builds broken rings where ranks see different cards.",
+        lambda binding, _: "=" + ",".join(map(str, binding.cards)) if binding.gpu and binding.cards else "",
+    ),
+    Variable(
+        "UCX_NET_DEVICES",
+        "MPI over UCX: this rank's card alone. UCX would spread each rank over several.",
+        lambda binding, _: str(binding.card or ""),
+    ),
+    Variable(
+        "HOROVOD_GLOO_IFACE",
+        "gloo over this rank's card, where horovodrun has not chosen by its --network-interface.",
+        lambda binding, _: binding.card.interface if binding.card else "",
+    ),
+    Variable(
+        "HOROVOD_THREAD_AFFINITY",
+        "Horovod's own thread on the last CPU of each rank's part, out of the way of the first, where the "
+        "training loop tends to run. Not where a rank has too few to spare one.",
+        lambda binding, _: ",".join(map(str, binding.service_cpus)),
+    ),
+    Variable(
+        "HOROVOD_AUTOTUNE",
+        "--autotune: Horovod tries fusion sizes and cycle times while it trains.",
+        lambda _, switches: "1" if switches.autotune else "",
+    ),
+    Variable("HOROVOD_AUTOTUNE_LOG", "where --autotune writes what it tried.", lambda _, s: s.autotune),
+    Variable("HOROVOD_TIMELINE", "--timeline: what each message waited for.", lambda _, s: s.timeline),
+)
+
+
+def variables_of(binding: Binding, switches: Switches) -> dict[str, str]:
+    """Return the variables of a rank."""
+    values = {variable.name: variable.value(binding, switches) for variable in TABLE}
+    return {name: value for name, value in values.items() if value}

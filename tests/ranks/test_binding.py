@@ -1,0 +1,162 @@
+"""What a run promises of its ranks' CPUs and memory is what the kernel says of the live processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from horovod_volo.cluster.topology import cpu_list, cpu_ranges
+from horovod_volo.data.demo.demo_set import make_demo_set
+from tests.ranks.launching import environment, launcher, ranks_of
+
+MINE = sorted(os.sched_getaffinity(0))
+two_cpus = pytest.mark.skipif(len(MINE) < 2, reason="two ranks need a CPU each")
+
+
+def two_nodes(root: Path) -> Path:
+    """Describe this machine's first two CPUs as a NUMA node each."""
+    node, cpu = root / "sys/devices/system/node", root / "sys/devices/system/cpu"
+    files = {node / f"node{number}/cpulist": str(MINE[number]) for number in range(2)}
+    files |= {node / f"node{number}/distance": ("10 20", "20 10")[number] for number in range(2)}
+    files[cpu / "online"] = cpu_ranges(MINE[:2])
+    for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+@two_cpus
+@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
+def test_each_rank_has_its_node(tmp_path: Path, start_with: str) -> None:
+    root = two_nodes(tmp_path / "host")
+    found = ranks_of("binding", tmp_path, "numa", str(root), ranks=2, start_with=start_with)
+    for rank, left in enumerate(found):
+        assert left["cpus"] == [MINE[rank]]
+        assert left["cpus_of_threads"] == [str(MINE[rank])]  # of every thread, Horovod's among them
+        assert left["threads"] >= 3
+        assert left["threads_of_torch"] == 1
+        assert left["nodes"] == [rank]
+    assert found[0]["memory"] == [0]
+    assert found[0]["policy"] == ["prefer:0"]
+    assert found[0]["remarks"] == []
+    if not Path("/sys/devices/system/node/node1").is_dir():
+        # What the system refuses is said, and nothing else happens.
+        assert found[1]["memory"] == []
+        assert found[1]["policy"] == ["default"]
+        assert found[1]["remarks"] == ["memory is not bound to NUMA node 1: Invalid argument"]
+
+
+@two_cpus
+def test_not_bound_where_that_is_asked_for(tmp_path: Path) -> None:
+    root = two_nodes(tmp_path / "host")
+    for left in ranks_of("binding", tmp_path, "none", str(root), ranks=2, start_with="gloo"):
+        assert left["cpus_of_threads"] == [cpu_ranges(MINE)]
+        assert left["memory"] == []
+
+
+@two_cpus
+def test_a_launchers_own_placement_is_kept(tmp_path: Path) -> None:
+    words = ["mpirun", "-np", "2", "-bind-to", "core", "-map-by", "slot"]
+    script = str(Path(__file__).parent / "worker_binding.py")
+    subprocess.run(
+        [*words, sys.executable, script, str(tmp_path), "core", "/"],
+        check=True,
+        env=environment(),
+        timeout=120,
+    )
+    import torch
+
+    found = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+    assert {left["cpus_of_threads"][0] for left in found} == {str(cpu) for cpu in MINE[:2]}
+    for left in found:
+        cpus = cpu_ranges(left["cpus"])
+        assert left["cpus_of_threads"] == [cpus]
+        assert left["remarks"] == [f"the launcher gave this rank CPUs {cpus}: they are kept"]
+
+
+@two_cpus
+@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
+def test_a_run_keeps_what_it_says(tmp_path: Path, start_with: str) -> None:
+    """A real training, looked at from outside while it runs."""
+    images = tmp_path / "images"
+    make_demo_set(images, train=64, val=16)
+    words = [*launcher(start_with, 2), sys.executable, "-m", "horovod_volo.train", str(images)]
+    words += [
+        "--recipe",
+        "demo",
+        "--img-size",
+        "32",
+        "--batch-size",
+        "8",
+        "--epochs",
+        "500",
+        "--log-every",
+        "1",
+    ]
+    words += ["--output", str(tmp_path), "--name", "run"]
+    log = (tmp_path / "output").open("w")
+    with subprocess.Popen(
+        words, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+    ) as run:
+        try:
+            promised = json.loads(first_text(tmp_path / "run" / "environment.json", run, seconds=90))[
+                "bindings"
+            ]
+            first_text(tmp_path / "run" / "metrics.jsonl", run, seconds=60)
+            ranks = trainers(str(images))
+            assert sorted(ranks) == [0, 1]
+            for rank, process in ranks.items():
+                threads = list((process / "task").iterdir())
+                assert len(threads) > 3
+                assert {cpus_of(thread) for thread in threads} == {str(MINE[rank])}
+                assert promised[rank] == f"cpu; 1 thread on CPU {MINE[rank]}"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+
+
+def first_text(file: Path, run: subprocess.Popen[bytes], *, seconds: float) -> str:
+    """Wait until a file has text and return it."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and run.poll() is None:
+        if file.exists() and (text := file.read_text()):
+            return text
+        time.sleep(0.1)
+    pytest.fail(f"{file.name} did not come: {(file.parents[1] / 'output').read_text()}")
+
+
+def trainers(images: str) -> dict[int, Path]:
+    """Find the live ranks that train on these images, by rank."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (process / "cmdline").read_bytes().decode().split("\0")
+            if images in words and "horovod_volo.train" in words and Path(words[0]).name.startswith("python"):
+                of_process = dict(
+                    line.partition("=")[::2]
+                    for line in (process / "environ").read_bytes().decode().split("\0")
+                )
+                rank = of_process.get("HOROVOD_RANK") or of_process.get("OMPI_COMM_WORLD_RANK")
+                if rank is not None:
+                    found[int(rank)] = process
+    return found
+
+
+def cpus_of(thread: Path) -> str:
+    """Return the CPUs that the kernel lets a thread run on."""
+    lines = (thread / "status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith("Cpus_allowed_list"))
+
+
+def test_numbers_are_written_as_the_kernel_does() -> None:
+    assert cpu_list("0-3,8\n") == (0, 1, 2, 3, 8)
+    assert cpu_ranges((8, 0, 1, 2, 3)) == "0-3,8"
+    assert cpu_list("") == ()

@@ -1,0 +1,45 @@
+"""Binds itself as the trainer does, starts threads, and leaves what the kernel says of each of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from horovod_volo.cluster.launch import promised
+from horovod_volo.cluster.pinning import bind, memory_nodes
+
+out, mode, root = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+bound = bind(mode, root=root)
+
+import torch  # noqa: E402  bound first: this is what is tested
+
+from horovod_volo.cluster.share import share_of_host  # noqa: E402
+from horovod_volo.cluster.world import World  # noqa: E402
+
+world = World.join(bound)
+share = share_of_host(world)
+held = threading.Event()
+threading.Thread(target=held.wait).start()
+torch.randn(512, 512) @ torch.randn(512, 512)
+status = [(task / "status").read_text() for task in Path("/proc/self/task").iterdir()]
+allowed = {
+    line.split()[1] for text in status for line in text.splitlines() if line.startswith("Cpus_allowed_list")
+}
+left = {
+    "cpus": list(bound.cpus),
+    "nodes": list(bound.nodes),
+    "remarks": list(bound.remarks),
+    "threads_of_torch": torch.get_num_threads(),
+    "cpus_of_threads": sorted(allowed),
+    "threads": len(status),
+    "memory": list(memory_nodes()),
+    "policy": [
+        line.split()[1] for line in Path("/proc/self/numa_maps").read_text().splitlines() if "heap" in line
+    ],
+    "variables": {name: os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "HOROVOD_THREAD_AFFINITY")},
+}
+held.set()
+torch.save(left, out / f"rank_{promised().rank}.pt")
+world.gather(None)
