@@ -27,6 +27,7 @@ status = [(task / "status").read_text() for task in Path("/proc/self/task").iter
 allowed = {
     line.split()[1] for text in status for line in text.splitlines() if line.startswith("Cpus_allowed_list")
 }
+maps = Path("/proc/self/numa_maps").read_text().splitlines()
 left = {
     "cpus": list(bound.cpus),
     "nodes": list(bound.nodes),
@@ -35,9 +36,7 @@ left = {
     "cpus_of_threads": sorted(allowed),
     "threads": len(status),
     "memory": list(memory_nodes()),
-    "policy": [
-        line.split()[1] for line in Path("/proc/self/numa_maps").read_text().splitlines() if "heap" in line
-    ],
+    "policy": sorted({words[1] for words in map(str.split, maps) if words[2:3] == ["heap"]}),
     "variables": {name: os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "HOROVOD_THREAD_AFFINITY")},
 }
 held.set()
