@@ -57,7 +57,9 @@ def _train(config: Config) -> int:
     from horovod_volo.engine.agreed import on_all_ranks
     from horovod_volo.engine.run import run
 
-    return on_all_ranks(lambda world: DONE if run(config, world, stop) else STOPPED, bound)
+    status = on_all_ranks(lambda world: DONE if run(config, world, stop) else STOPPED, bound)
+    stop.come_too_late()
+    return status
 
 
 if __name__ == "__main__":

@@ -25,7 +25,14 @@ class StopRequest:
         request = cls()
         for number in _SIGNALS:
             signal.signal(number, request._remember)
+        # Whoever starts ranks may have them begin with these blocked, so that no early request is lost.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return request
+
+    @staticmethod
+    def come_too_late() -> None:
+        """Let SIGUSR1 change nothing any more: Python's own end would make it deadly again."""
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.received = True

@@ -100,6 +100,24 @@ def test_asked_to_stop_it_saves_and_goes_on_later(images, tmp_path, number):
     assert f"at step {step}:" in resumed.stdout
 
 
+def test_asked_too_early_and_too_often_it_stops_once(images, tmp_path):
+    words = [sys.executable, "-m", "horovod_volo.train", str(images), *SMALL, "--output", str(tmp_path)]
+    words += ["--epochs", "400", "--eval-every", "400", "--log-every", "2", "--name", "run"]
+    blocked = ["env", "--block-signal=USR1", *words]  # as jobs start their ranks
+    with subprocess.Popen(blocked, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+        try:
+            limit = time.monotonic() + 90
+            time.sleep(0.05)  # `env` blocks it now, Python comes later
+            while process.poll() is None and time.monotonic() < limit:
+                process.send_signal(signal.SIGUSR1)
+                time.sleep(0.02)
+            output = process.stdout.read()
+        finally:
+            process.kill()
+    assert process.returncode == 75, output
+    assert "stopped at step 2 and saved" in output
+
+
 def _wait_for_a_line(path, seconds=60.0):
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:

@@ -1,0 +1,150 @@
+"""What surrounds the plan: the GPUs a driver lists, who placed a process, the variables that follow."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from horovod_volo.cluster.binding import Binding
+from horovod_volo.cluster.nvml import list_gpus, visible
+from horovod_volo.cluster.pinning import placed_by_launcher, set_variables
+from horovod_volo.cluster.topology import Card, Gpu
+from horovod_volo.cluster.variables import TABLE, Switches, variables_of
+
+GPUS = [(f"00000000:{bus}:00.0", f"GPU-{bus}{bus}-aaaa") for bus in ("07", "0F", "47", "4E")]
+CARDS = tuple(Card(f"mlx5_{number}", (), 0, interface=f"ib{number}") for number in range(2))
+
+
+def binding(gpu: Gpu | None = None, cards: tuple[Card, ...] = (), service: tuple[int, ...] = ()) -> Binding:
+    card = cards[-1] if cards else None
+    return Binding("numa", (4, 5, 6, 7), (1,), gpu, card, cards, service, threads=4)
+
+
+def test_variables_of_a_rank_with_a_gpu_and_a_card() -> None:
+    chosen = binding(Gpu("0000:07:00.0", (), 1), CARDS, service=(3, 7))
+    assert variables_of(chosen, Switches()) == {
+        "OMP_NUM_THREADS": "4",
+        "MKL_NUM_THREADS": "4",
+        "OPENBLAS_NUM_THREADS": "1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1",
+        "UCX_NET_DEVICES": "mlx5_1:1",
+        "HOROVOD_GLOO_IFACE": "ib1",
+        "HOROVOD_THREAD_AFFINITY": "3,7",
+    }
+
+
+def test_variables_of_a_rank_without() -> None:
+    switches = Switches(autotune="tried.csv", timeline="line.json")
+    assert variables_of(binding(), switches) == {
+        "OMP_NUM_THREADS": "4",
+        "MKL_NUM_THREADS": "4",
+        "OPENBLAS_NUM_THREADS": "1",
+        "HOROVOD_AUTOTUNE": "1",
+        "HOROVOD_AUTOTUNE_LOG": "tried.csv",
+        "HOROVOD_TIMELINE": "line.json",
+    }
+
+
+def test_every_variable_says_why() -> None:
+    assert [variable.name for variable in TABLE if len(variable.reason.split()) < 4] == []
+
+
+def test_what_is_set_already_stays() -> None:
+    environment = {"OMP_NUM_THREADS": "7"}
+    set_variables(environment, {"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"})
+    assert environment == {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "shown"),
+    [
+        (None, None),
+        ("", ()),
+        ("2,0", (2, 0)),
+        ("GPU-4747-aaaa", (2,)),
+        ("GPU-07", (0,)),
+        ("GPU-0,1", ()),  # several begin so: CUDA stops reading there
+        ("1,7,2", (1,)),  # and at a number that does not exist
+        ("MIG-1234", None),
+    ],
+)
+def test_the_gpus_that_cuda_shows(wanted: str | None, shown: tuple[int, ...] | None) -> None:
+    assert visible(GPUS, {} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}) == shown
+
+
+def process(proc: Path, number: str, name: str, parent: str, cpus: str) -> None:
+    folder = proc / number
+    folder.mkdir(parents=True)
+    (folder / "status").write_text(f"Name:\t{name}\nPPid:\t{parent}\nCpus_allowed_list:\t{cpus}\n")
+
+
+@pytest.mark.parametrize(
+    ("launcher", "its_cpus", "mine", "placed"),
+    [
+        ("orted", "0-63", "0-7", True),
+        ("mpirun.openmpi", "0-63", "0-7", True),
+        ("slurmstepd", "0-63", "0-7", True),
+        ("orted", "0-7", "0-7", False),  # a job's cgroup, or taskset: all ranks have these
+        ("bash", "0-63", "0-7", False),  # taskset before horovodrun
+    ],
+)
+def test_who_placed_a_process(tmp_path: Path, launcher: str, its_cpus: str, mine: str, placed: bool) -> None:
+    process(tmp_path, "self", "python3", "30", mine)
+    process(tmp_path, "30", "bash", "20", mine)  # a wrapper script between launcher and rank
+    process(tmp_path, "20", launcher, "1", its_cpus)
+    process(tmp_path, "1", "systemd", "0", "0-127")
+    assert placed_by_launcher(tmp_path) is placed
+
+
+def test_a_process_without_a_proc_is_not_placed(tmp_path: Path) -> None:
+    assert placed_by_launcher(tmp_path) is False
+
+
+# What the driver's library does for these calls, with two GPUs; the struct is laid out as in nvml.h.
+DRIVER = r"""
+#include <string.h>
+typedef struct { char legacy[16]; unsigned domain, bus, device, ids, subsystem; char address[32]; } Pci;
+static int started;
+int nvmlInit_v2(void) { started = 1; return 0; }
+int nvmlShutdown(void) { started = 0; return 0; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return started ? 0 : 1; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device)
+{
+    *device = (void *)(8ul * (index + 1));
+    return 0;
+}
+int nvmlDeviceGetPciInfo_v3(void *device, Pci *pci)
+{
+    memset(pci, 'x', sizeof *pci);
+    strcpy(pci->address, device == (void *)8 ? "00000000:07:00.0" : "00000000:0F:00.0");
+    return 0;
+}
+int nvmlDeviceGetUUID(void *device, char *uuid, unsigned size)
+{
+    strncpy(uuid, device == (void *)8 ? "GPU-first" : "GPU-second", size);
+    return 0;
+}
+"""
+
+
+def test_gpus_are_read_from_the_drivers_library(tmp_path: Path) -> None:
+    (tmp_path / "nvml.c").write_text(DRIVER)
+    library = str(tmp_path / "libnvidia-ml.so.1")
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", library, str(tmp_path / "nvml.c")], check=True, timeout=60
+    )
+    words = [sys.executable, "-c", "from horovod_volo.cluster.nvml import list_gpus; print(list_gpus())"]
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[('00000000:07:00.0', 'GPU-first'), ('00000000:0F:00.0', 'GPU-second')]"
+
+
+def test_without_a_driver_there_are_no_gpus() -> None:
+    if Path("/proc/driver/nvidia").exists():
+        pytest.skip("this machine has NVIDIA's driver")
+    assert list_gpus() == []
