@@ -53,7 +53,9 @@ def _train(config: Config) -> int:
     from horovod_volo.cluster.variables import Switches
 
     # Before torch: threads that start later inherit what is bound here.
-    bound = bind(config.launch.binding, Switches(config.launch.autotune, config.launch.timeline))
+    bound = bind(
+        config.launch.binding, Switches(config.launch.horovod_autotune, config.launch.horovod_timeline)
+    )
     from horovod_volo.engine.agreed import on_all_ranks
     from horovod_volo.engine.run import run
 

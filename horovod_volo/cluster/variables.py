@@ -73,11 +73,15 @@ TABLE = (
     ),
     Variable(
         "HOROVOD_AUTOTUNE",
-        "--autotune: Horovod tries fusion sizes and cycle times while it trains.",
+        "--horovod-autotune: Horovod tries fusion sizes and cycle times while it trains.",
         lambda _, switches: "1" if switches.autotune else "",
     ),
-    Variable("HOROVOD_AUTOTUNE_LOG", "where --autotune writes what it tried.", lambda _, s: s.autotune),
-    Variable("HOROVOD_TIMELINE", "--timeline: what each message waited for.", lambda _, s: s.timeline),
+    Variable(
+        "HOROVOD_AUTOTUNE_LOG", "where --horovod-autotune writes what it tried.", lambda _, s: s.autotune
+    ),
+    Variable(
+        "HOROVOD_TIMELINE", "--horovod-timeline: what each message waited for.", lambda _, s: s.timeline
+    ),
 )
 
 

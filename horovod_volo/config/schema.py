@@ -64,8 +64,8 @@ class Launch:
         "each rank runs on its share of the cores of the NUMA node next to its GPU, and takes memory there; "
         "core: on one hardware thread of each of these cores; none: anywhere",
     )
-    autotune: str = setting("", "let Horovod tune itself while it trains; file for what it tried")
-    timeline: str = setting("", "file for Horovod's timeline of all messages; slows training")
+    horovod_autotune: str = setting("", "let Horovod tune itself while it trains; file for what it tried")
+    horovod_timeline: str = setting("", "file for Horovod's timeline of all messages; slows training")
 
 
 @dataclass(frozen=True)

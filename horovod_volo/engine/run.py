@@ -63,9 +63,14 @@ def prepare(config: Config, world: World, stop: StopRequest) -> tuple[Job, list[
 
 
 def _check_files(config: Config) -> None:
-    for flag, file in (("autotune", config.launch.autotune), ("timeline", config.launch.timeline)):
+    for flag, file in (
+        ("autotune", config.launch.horovod_autotune),
+        ("timeline", config.launch.horovod_timeline),
+    ):
         if file and not Path(file).parent.is_dir():
-            raise UserError(f"--{flag} {file}: there is no folder {Path(file).parent}. Make it first.")
+            raise UserError(
+                f"--horovod-{flag} {file}: there is no folder {Path(file).parent}. Make it first."
+            )
 
 
 def _check_model(config: Config) -> None:

@@ -102,6 +102,12 @@ def test_a_run_keeps_what_it_says(tmp_path: Path, start_with: str) -> None:
         "1",
     ]
     words += ["--output", str(tmp_path), "--name", "run"]
+    words += [
+        "--horovod-timeline",
+        str(tmp_path / "line.json"),
+        "--horovod-autotune",
+        str(tmp_path / "tried.csv"),
+    ]
     log = (tmp_path / "output").open("w")
     with subprocess.Popen(
         words, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
@@ -118,6 +124,8 @@ def test_a_run_keeps_what_it_says(tmp_path: Path, start_with: str) -> None:
                 assert len(threads) > 3
                 assert {cpus_of(thread) for thread in threads} == {str(MINE[rank])}
                 assert promised[rank] == f"cpu; 1 thread on CPU {MINE[rank]}"
+            assert "allreduce" in (tmp_path / "line.json").read_text()
+            assert "tensor_fusion_threshold" in (tmp_path / "tried.csv").read_text()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(run.pid, signal.SIGKILL)
