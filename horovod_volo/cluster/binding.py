@@ -72,7 +72,7 @@ def plan(host: Host, seat: Seat, mode: str = "numa") -> Binding:
     parts = [_part(host, usable, homes, rank, mode) for rank in range(len(company))]
     cpus, sharing = parts[mine]
     known = mine == seat.local_rank and len(company) == seat.local_size
-    spare = known and all(len(part) >= _CPUS_TO_SPARE for part, _ in parts)
+    spare = known and all(len(part) >= _CPUS_TO_SPARE and alone == 1 for part, alone in parts)
     return Binding(
         mode=mode,
         cpus=cpus,
@@ -82,7 +82,7 @@ def plan(host: Host, seat: Seat, mode: str = "numa") -> Binding:
         cards=cards,
         service_cpus=tuple(part[-1] for part, _ in parts) if spare else (),
         threads=max(1, len(cpus) // sharing),
-        remarks=_remarks(company[mine], homes[mine], cpus, sharing),
+        remarks=_remarks(company, mine, homes, cpus, sharing),
     )
 
 
@@ -98,9 +98,12 @@ def _unmoved(
     return Binding(mode, cpus, _memory(host, cpus), gpu, card, cards, (), threads, (kept,))
 
 
-def _remarks(gpu: Gpu | None, home: tuple[int, ...], cpus: tuple[int, ...], sharing: int) -> tuple[str, ...]:
+def _remarks(
+    company: list[Gpu | None], mine: int, homes: list[tuple[int, ...]], cpus: tuple[int, ...], sharing: int
+) -> tuple[str, ...]:
     remarks = []
-    if gpu is not None and gpu.node not in (UNKNOWN, *home):
+    gpu, home = company[mine], homes[mine]
+    if gpu is not None and _all_at_nodes(company) and gpu.node not in home:
         remarks.append(
             f"GPU {gpu.name} is at NUMA node {gpu.node}, of which this process may use no CPU: "
             f"node {cpu_ranges(home)} is the nearest"
@@ -115,9 +118,15 @@ def _company(host: Host, seat: Seat) -> tuple[list[Gpu | None], int]:
     shown = tuple(range(len(host.gpus))) if seat.visible is None else seat.visible
     if len(shown) >= seat.local_size:
         return [host.gpus[number] for number in shown[: seat.local_size]], seat.local_rank
-    if len(shown) == 1:  # each sees its own alone: the others are taken to have the host's others
-        return list(host.gpus), shown[0]
-    return [None] * seat.local_size, seat.local_rank
+    if len(shown) != 1:
+        return [None] * seat.local_size, seat.local_rank
+    # Each rank sees its own alone. The others' are taken to stand beside it, in the order of ranks.
+    first = shown[0] - seat.local_rank
+    if first >= 0 and first + seat.local_size <= len(host.gpus):
+        return list(host.gpus[first : first + seat.local_size]), seat.local_rank
+    if seat.local_size > len(host.gpus):
+        return [host.gpus[shown[0]]] * seat.local_size, seat.local_rank
+    return list(host.gpus), shown[0]
 
 
 def _usable(host: Host, seat: Seat) -> dict[int, set[int]]:
@@ -129,13 +138,17 @@ def _usable(host: Host, seat: Seat) -> dict[int, set[int]]:
 def _homes(host: Host, company: list[Gpu | None], usable: dict[int, set[int]]) -> list[tuple[int, ...]]:
     """Return each rank's NUMA nodes: the one nearest its GPU, or an equal share of them."""
     nodes, ranks = tuple(usable), len(company)
-    at = [gpu.node for gpu in company if gpu is not None and gpu.node != UNKNOWN]
-    if len(at) == ranks:
+    if _all_at_nodes(company):
+        at = [gpu.node for gpu in company if gpu is not None]
         return [(min(nodes, key=lambda node: node_distance(host, home, node)),) for home in at]
     if ranks >= len(nodes):
         return [(nodes[rank * len(nodes) // ranks],) for rank in range(ranks)]
     cuts = [rank * len(nodes) // ranks for rank in range(ranks + 1)]
     return [nodes[first:last] for first, last in pairwise(cuts)]
+
+
+def _all_at_nodes(company: list[Gpu | None]) -> bool:
+    return all(gpu is not None and gpu.node != UNKNOWN for gpu in company)
 
 
 def _part(
@@ -144,7 +157,9 @@ def _part(
     """Return a rank's CPUs, and how many ranks share them."""
     home = homes[rank]
     there = set().union(*(usable[node] for node in home))
-    cores = [threads for core in host.cores if (threads := [cpu for cpu in core if cpu in there])]
+    unlisted = there.difference(*host.cores)
+    every = sorted([*host.cores, *((cpu,) for cpu in unlisted)])
+    cores = [threads for core in every if (threads := [cpu for cpu in core if cpu in there])]
     at_home = [other for other, its in enumerate(homes) if its == home]
     place, sharing = at_home.index(rank), 1
     if len(cores) < len(at_home):

@@ -9,14 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from horovod_volo.cluster.binding import Binding, Seat, plan
 from horovod_volo.cluster.launch import promised
 from horovod_volo.cluster.nvml import list_gpus, visible
-from horovod_volo.cluster.topology import cpu_list, cpu_ranges, read_host
+from horovod_volo.cluster.topology import Host, address_of, cpu_list, cpu_ranges, read_host
 from horovod_volo.cluster.variables import Switches, variables_of
 
 # (set_mempolicy, get_mempolicy): the C library has no functions for them.
@@ -37,15 +37,28 @@ def bind(mode: str, switches: Switches | None = None, root: Path = Path("/")) ->
 
 def planned(mode: str, root: Path = Path("/")) -> Binding:
     """Work out this rank's part of the host described below `root`, and touch nothing."""
-    place, gpus = promised(), list_gpus()
+    place, listed = promised(), list_gpus()
+    host = read_host(root, listed)
     seat = Seat(
         local_rank=place.local_rank,
         local_size=place.local_size,
         allowed=frozenset(os.sched_getaffinity(0)),
         placed=placed_by_launcher(),
-        visible=visible(gpus, os.environ),
+        visible=shown(host, listed, os.environ),
     )
-    return plan(read_host(root, gpus), seat, mode)
+    return plan(host, seat, mode)
+
+
+def shown(
+    host: Host, listed: Sequence[tuple[str, str]], environment: Mapping[str, str]
+) -> tuple[int, ...] | None:
+    """Return which of the host's GPUs CUDA shows this process; None: all."""
+    numbers = visible(listed, environment)
+    if numbers is None and len(listed) == len(host.gpus):
+        return None
+    names = [gpu.name for gpu in host.gpus]
+    chosen = listed if numbers is None else [listed[number] for number in numbers]
+    return tuple(names.index(address_of(address)) for address, _ in chosen)
 
 
 def unbound() -> Binding:

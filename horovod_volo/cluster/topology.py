@@ -14,9 +14,12 @@ from pathlib import Path
 UNKNOWN = -1
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
+_DEVICES = "sys/bus/pci/devices"
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # a vendor, and how the classes of what draws or computes begin
 _CARDS = "sys/class/infiniband"
+_BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 _LOCAL, _FAR = 10, 255  # how the kernel writes the distance of a node to itself, and to one out of reach
-_OTHER_BRIDGE = 1000  # farther than any way below one root bridge
+_ROOT_BRIDGE, _OTHER_BRIDGE = 100, 1000  # farther than any way below one switch, below one bridge
 
 
 @dataclass(frozen=True)
@@ -59,14 +62,15 @@ class Host:
 
 def read_host(root: Path = Path("/"), gpus: Sequence[tuple[str, str]] = ()) -> Host:
     """Read the host whose files lie below `root`; `gpus`: addresses and UUIDs, as the driver lists them."""
-    online = cpu_list(_read(root / _CPUS / "online")) or (0,)
     numbers = sorted(int(folder.name[4:]) for folder in (root / _NODES).glob("node[0-9]*"))
     nodes = {number: cpu_list(_read(root / _NODES / f"node{number}/cpulist")) for number in numbers}
+    listed = tuple(sorted(cpu for cpus in nodes.values() for cpu in cpus))
+    online = cpu_list(_read(root / _CPUS / "online")) or listed
     return Host(
         cores=_cores(root, online),
-        nodes=nodes if any(nodes.values()) else {0: online},
+        nodes=nodes if listed else {0: online},
         distances=_distances(root, numbers),
-        gpus=tuple(_gpu(root, address, uuid) for address, uuid in gpus),
+        gpus=_gpus(root, gpus),
         cards=_cards(root),
     )
 
@@ -79,7 +83,8 @@ def distance(host: Host, one: Device, other: Device) -> int:
             break
         shared += 1
     if shared:
-        return len(one.path) + len(other.path) - 2 * shared
+        steps = len(one.path) + len(other.path) - 2 * shared
+        return steps if shared > 1 else _ROOT_BRIDGE + steps
     return _OTHER_BRIDGE + node_distance(host, one.node, other.node)
 
 
@@ -131,12 +136,26 @@ def _distances(root: Path, numbers: list[int]) -> dict[int, dict[int, int]]:
     return {number: dict(zip(numbers, map(int, row), strict=False)) for number, row in rows.items() if row}
 
 
-def _gpu(root: Path, address: str, uuid: str) -> Gpu:
-    # The driver writes the domain with eight digits, the kernel with four.
-    domain, _, rest = address.lower().partition(":")
-    name = f"{int(domain, 16):04x}:{rest}"
-    folder = (root / "sys/bus/pci/devices" / name).resolve()
-    return Gpu(name, _path(folder), _node(folder), uuid)
+def address_of(text: str) -> str:
+    """Write a PCI address as the kernel does: the driver gives the domain eight digits, the kernel four."""
+    domain, _, rest = text.lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"
+
+
+def _gpus(root: Path, listed: Sequence[tuple[str, str]]) -> tuple[Gpu, ...]:
+    """Return the GPUs that the driver lists, and those that a cgroup hides from it but not from us."""
+    uuids = {address_of(address): uuid for address, uuid in listed}
+    devices = root / _DEVICES
+    hidden = {
+        folder.name
+        for folder in (devices.iterdir() if uuids and devices.is_dir() else ())
+        if _read(folder / "vendor") == _NVIDIA and _read(folder / "class").startswith(_DISPLAY)
+    } - uuids.keys()
+    found = []
+    for name in sorted({*uuids, *hidden}) if hidden else uuids:
+        folder = (devices / name).resolve()
+        found.append(Gpu(name, _path(folder), _node(folder), uuids.get(name, "")))
+    return tuple(found)
 
 
 def _cards(root: Path) -> tuple[Card, ...]:
@@ -144,19 +163,25 @@ def _cards(root: Path) -> tuple[Card, ...]:
     found: dict[str, list[Card]] = {"InfiniBand": [], "Ethernet": []}
     for card in sorted((root / _CARDS).glob("*"), key=lambda folder: _natural(folder.name)):
         folder = (card / "device").resolve()
-        interfaces = sorted(interface.name for interface in (card / "device/net").glob("*"))
+        # The kernel counts the ports of a card from 0 here, from 1 there.
+        interfaces = {
+            int(_read(interface / "dev_port") or 0) + 1: interface.name
+            for interface in sorted((card / "device/net").glob("*"), reverse=True)
+        }
         for port in sorted((card / "ports").glob("[0-9]*"), key=lambda folder: int(folder.name)):
             link = _read(port / "link_layer")
-            if "ACTIVE" in _read(port / "state").split() and link in found:
-                interface = interfaces[0] if interfaces else ""
-                found[link].append(Card(card.name, _path(folder), _node(folder), int(port.name), interface))
+            path, number = _path(folder), int(port.name)
+            # Without a way on the bus it is a program that plays a card.
+            if path and "ACTIVE" in _read(port / "state").split() and link in found:
+                interface = interfaces.get(number, "")
+                found[link].append(Card(card.name, path, _node(folder), number, interface))
     return tuple(found["InfiniBand"] or found["Ethernet"])
 
 
 def _path(folder: Path) -> tuple[str, ...]:
     """Cut a device's folder, .../devices/pci0000:00/0000:00:01.1/0000:07:00.0, down to the PCI bus."""
     parts = folder.parts
-    bridge = next((place for place, part in enumerate(parts) if part.startswith("pci")), len(parts))
+    bridge = next((place for place, part in enumerate(parts) if _BRIDGE.fullmatch(part)), len(parts))
     return parts[bridge:]
 
 

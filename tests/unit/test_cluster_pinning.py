@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from topologies_on_disk import lay_out
 
-from horovod_volo.cluster.binding import Binding
+from horovod_volo.cluster.binding import Binding, Seat, plan
 from horovod_volo.cluster.nvml import list_gpus, visible
-from horovod_volo.cluster.pinning import placed_by_launcher, set_variables
-from horovod_volo.cluster.topology import Card, Gpu
+from horovod_volo.cluster.pinning import placed_by_launcher, set_variables, shown
+from horovod_volo.cluster.topology import Card, Gpu, cpu_ranges, read_host
 from horovod_volo.cluster.variables import TABLE, Switches, variables_of
 
 GPUS = [(f"00000000:{bus}:00.0", f"GPU-{bus}{bus}-aaaa") for bus in ("07", "0F", "47", "4E")]
@@ -75,6 +76,19 @@ def test_what_is_set_already_stays() -> None:
 )
 def test_the_gpus_that_cuda_shows(wanted: str | None, shown: tuple[int, ...] | None) -> None:
     assert visible(GPUS, {} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}) == shown
+
+
+def test_gpus_that_a_cgroup_hides_are_still_neighbours(tmp_path: Path) -> None:
+    """Slurm shows the driver of each task one GPU; the others are on the bus all the same."""
+    root, gpus = lay_out("dgx_a100", tmp_path)
+    host = read_host(root, gpus[5:6])
+    assert [gpu.name for gpu in host.gpus] == [gpu.name for gpu in read_host(root, gpus).gpus]
+    assert [gpu.uuid for gpu in host.gpus if gpu.uuid] == [gpus[5][1]]
+    assert shown(host, gpus[5:6], {}) == (5,)
+    assert shown(host, gpus[5:6], {"CUDA_VISIBLE_DEVICES": "0"}) == (5,)
+    seat = Seat(local_rank=5, local_size=8, allowed=frozenset(range(256)), visible=(5,))
+    assert cpu_ranges(plan(host, seat).cpus) == "120-127,248-255"  # the second half of node 7
+    assert shown(read_host(root, gpus), gpus, {}) is None
 
 
 def process(proc: Path, number: str, name: str, parent: str, cpus: str) -> None:

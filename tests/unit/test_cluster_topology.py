@@ -1,0 +1,322 @@
+"""What is read of a machine: its cores, nodes, GPUs and cards, and which card is near."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from topologies_on_disk import MACHINES, host_of, lay_out
+
+from horovod_volo.cluster.topology import Card, Device, Gpu, Host, cpu_list, cpu_ranges, distance, read_host
+
+
+def card(host: Host, name: str) -> Card:
+    return next(card for card in host.cards if card.name == name)
+
+
+@pytest.mark.parametrize(
+    ("text", "cpus"),
+    [
+        ("0-3,8", (0, 1, 2, 3, 8)),
+        ("5", (5,)),
+        ("0,2,4", (0, 2, 4)),
+        ("0-1,48-49\n", (0, 1, 48, 49)),
+        ("\n", ()),
+        ("", ()),
+    ],
+)
+def test_cpus_are_read_as_the_kernel_lists_them(text: str, cpus: tuple[int, ...]) -> None:
+    assert cpu_list(text) == cpus
+
+
+@pytest.mark.parametrize(
+    ("cpus", "text"),
+    [
+        ((0, 1, 2, 3, 8), "0-3,8"),
+        ((5,), "5"),
+        ((0, 2, 4), "0,2,4"),
+        ((0, 1, 48, 49), "0-1,48-49"),
+        ((), ""),
+    ],
+)
+def test_cpus_are_written_as_the_kernel_lists_them(cpus: tuple[int, ...], text: str) -> None:
+    assert cpu_ranges(cpus) == text
+
+
+@pytest.mark.parametrize(
+    ("machine", "cores", "cpus", "first", "last"),
+    [
+        ("dgx_a100", 128, 256, (0, 128), (127, 255)),
+        ("dgx_2", 48, 96, (0, 48), (47, 95)),
+        ("workstation", 8, 16, (0, 1), (14, 15)),
+        ("cpu_vm", 8, 8, (0,), (7,)),
+        ("container", 32, 64, (0, 32), (31, 63)),
+        ("bare", 4, 4, (0,), (3,)),
+        ("virtual_gpus", 8, 16, (0, 8), (7, 15)),
+        ("separate_domains", 24, 24, (0,), (23,)),
+        ("roce", 16, 16, (0,), (15,)),
+        ("two_ports", 4, 7, (0, 4), (3, 7)),
+        ("memory_node", 8, 8, (0,), (7,)),
+    ],
+)
+def test_cores_hold_their_threads(
+    machine: str, cores: int, cpus: int, first: tuple[int, ...], last: tuple[int, ...]
+) -> None:
+    found = host_of(machine).cores
+    assert (len(found), found[0], found[-1]) == (cores, first, last)
+    assert list(found) == sorted(found)
+    threads = [cpu for core in found for cpu in core]
+    assert len(threads) == len(set(threads)) == cpus
+
+
+def test_a_core_has_the_threads_that_are_switched_on() -> None:
+    assert host_of("two_ports").cores == ((0, 4), (1,), (2, 6), (3, 7))
+
+
+@pytest.mark.parametrize(
+    ("machine", "nodes"),
+    [
+        (
+            "dgx_a100",
+            {
+                0: "0-15,128-143",
+                1: "16-31,144-159",
+                2: "32-47,160-175",
+                3: "48-63,176-191",
+                4: "64-79,192-207",
+                5: "80-95,208-223",
+                6: "96-111,224-239",
+                7: "112-127,240-255",
+            },
+        ),
+        ("dgx_2", {0: "0-23,48-71", 1: "24-47,72-95"}),
+        ("workstation", {0: "0-15"}),
+        ("cpu_vm", {0: "0-3", 1: "4-7"}),
+        ("container", {0: "0-15,32-47", 1: "16-31,48-63"}),
+        ("bare", {0: "0-3"}),
+        ("virtual_gpus", {0: "0-15"}),
+        ("separate_domains", {0: "0-11", 1: "12-23"}),
+        ("roce", {0: "0-3", 1: "4-7", 2: "8-11", 3: "12-15"}),
+        ("two_ports", {0: "0-4,6-7"}),
+        ("memory_node", {0: "0-7", 1: ""}),
+    ],
+)
+def test_nodes_have_their_cpus(machine: str, nodes: dict[int, str]) -> None:
+    assert {node: cpu_ranges(cpus) for node, cpus in host_of(machine).nodes.items()} == nodes
+
+
+def test_nodes_are_as_far_apart_as_the_firmware_says() -> None:
+    assert host_of("dgx_2").distances == {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}
+    assert host_of("roce").distances[1] == {0: 12, 1: 10, 2: 32, 3: 32}
+    assert host_of("dgx_a100").distances[5] == {0: 32, 1: 32, 2: 32, 3: 32, 4: 12, 5: 10, 6: 12, 7: 12}
+
+
+@pytest.mark.parametrize(
+    ("machine", "gpus"),
+    [
+        ("dgx_a100", "07@3 0f@3 47@1 4e@1 87@7 90@7 b7@5 bd@5"),
+        (
+            "dgx_2",
+            "34@0 36@0 39@0 3b@0 57@0 59@0 5c@0 5e@0 b7@1 b9@1 bc@1 be@1 e0@1 e2@1 e5@1 e7@1",
+        ),
+        ("workstation", "01@0"),
+        ("cpu_vm", ""),
+        ("container", "17@0 65@0 ca@1 e3@1"),
+        ("roce", "23@0 c1@3"),
+    ],
+)
+def test_gpus_are_in_driver_order_and_know_their_node(machine: str, gpus: str) -> None:
+    expected = [gpu.split("@") for gpu in gpus.split()]
+    assert [(gpu.name, gpu.uuid, gpu.node) for gpu in host_of(machine).gpus] == [
+        (f"0000:{bus}:00.0", f"GPU-{bus}", int(node)) for bus, node in expected
+    ]
+
+
+def test_gpus_whose_place_is_not_told_have_node_minus_one() -> None:
+    assert [(gpu.name, gpu.node) for gpu in host_of("virtual_gpus").gpus] == [
+        ("0000:00:04.0", -1),
+        ("0000:00:05.0", -1),
+        ("0000:00:06.0", -1),
+        ("0000:00:07.0", -1),
+    ]
+
+
+def test_pci_domains_keep_four_digits() -> None:
+    gpus = host_of("separate_domains").gpus
+    assert [gpu.name for gpu in gpus] == ["0001:00:00.0", "0002:00:00.0", "000b:00:00.0", "000c:00:00.0"]
+
+
+def test_a_path_begins_at_the_root_bridge() -> None:
+    bridges = ("pci0000:b0", "0000:b0:01.1", "0000:b1:00.0")
+    assert host_of("dgx_a100").gpus[7].path == (*bridges, "0000:b2:08.0", "0000:bd:00.0")
+    assert card(host_of("dgx_a100"), "mlx5_9").path == (*bridges, "0000:b2:0c.0", "0000:cc:00.0")
+    assert host_of("separate_domains").gpus[2].path == ("pci000b:00", "000b:00:00.0")
+
+
+@pytest.mark.parametrize(
+    ("machine", "cards"),
+    [
+        ("dgx_a100", "mlx5_0@3 mlx5_1@3 mlx5_2@1 mlx5_3@1 mlx5_6@7 mlx5_7@7 mlx5_8@5 mlx5_9@5"),
+        ("dgx_2", "mlx5_0@0 mlx5_1@0 mlx5_2@0 mlx5_3@0 mlx5_6@1 mlx5_7@1 mlx5_8@1 mlx5_9@1"),
+        ("workstation", ""),
+        ("bare", ""),
+        ("separate_domains", "mlx5_ib0@0 mlx5_ib1@0 mlx5_ib2@1 mlx5_ib3@1"),
+        ("roce", "mlx5_1@2 mlx5_2@0 mlx5_3@0 mlx5_4@1 mlx5_10@0"),
+        ("two_ports", "mlx4_0@0 mlx4_2@0"),
+    ],
+)
+def test_cards_are_those_that_carry_traffic_in_natural_order(machine: str, cards: str) -> None:
+    """InfiniBand alone where any of it is active; Ethernet cards where none is."""
+    assert [f"{card.name}@{card.node}" for card in host_of(machine).cards] == cards.split()
+
+
+def test_cards_know_their_port_and_interface() -> None:
+    dgx = host_of("dgx_a100")
+    assert (card(dgx, "mlx5_6").port, card(dgx, "mlx5_6").interface) == (1, "ib6")
+    assert card(host_of("roce"), "mlx5_10").interface == "enp39s0np0"
+    old = host_of("two_ports")
+    assert (card(old, "mlx4_0").port, card(old, "mlx4_0").interface) == (2, "ib1")
+    assert (card(old, "mlx4_2").port, card(old, "mlx4_2").interface) == (1, "")
+
+
+def test_a_shared_switch_is_nearer_than_a_root_bridge_a_node_a_socket() -> None:
+    host = host_of("roce")
+    names = ("mlx5_10", "mlx5_3", "mlx5_2", "mlx5_4", "mlx5_1")
+    far = [distance(host, host.gpus[0], card(host, name)) for name in names]
+    assert far == sorted(set(far))
+
+
+def test_what_hangs_below_one_switch_is_equally_near() -> None:
+    host = host_of("dgx_a100")
+    for gpu in host.gpus[:2]:
+        assert distance(host, gpu, card(host, "mlx5_0")) == distance(host, gpu, card(host, "mlx5_1"))
+
+
+def test_a_leaf_switch_is_nearer_than_the_one_above_it() -> None:
+    """On a DGX-2 all four GPUs of an upper switch share it; only two of them share the card's own."""
+    host = host_of("dgx_2")
+    own, next_to_it, elsewhere = (card(host, f"mlx5_{number}") for number in (1, 0, 2))
+    for gpu in host.gpus[2:4]:
+        assert distance(host, gpu, own) < distance(host, gpu, next_to_it) < distance(host, gpu, elsewhere)
+
+
+def test_without_shared_bridges_the_node_decides() -> None:
+    host = host_of("separate_domains")
+    near, also_near, far = (card(host, f"mlx5_ib{number}") for number in (2, 3, 0))
+    assert distance(host, host.gpus[0], near) == distance(host, host.gpus[0], also_near)
+    assert distance(host, host.gpus[0], near) < distance(host, host.gpus[0], far)
+
+
+@pytest.mark.parametrize("machine", ["dgx_a100", "dgx_2", "roce", "separate_domains", "virtual_gpus"])
+def test_a_distance_is_the_same_both_ways(machine: str) -> None:
+    host = host_of(machine)
+    devices: list[Device] = [*host.gpus, *host.cards]
+    for one in devices:
+        for other in devices:
+            assert distance(host, one, other) == distance(host, other, one)
+            assert one is other or distance(host, one, one) < distance(host, one, other)
+
+
+@pytest.mark.parametrize("file", sorted(MACHINES.glob("*.txt")), ids=lambda file: file.stem)
+def test_every_machine_is_read(file: Path) -> None:
+    assert host_of(file.stem).cores != ()
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder that must be there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        "sys/devices/system/cpu/online",
+        "sys/devices/system/node",
+        "sys/devices/system/node/node1/cpulist",
+        "sys/devices/system/node/node1/distance",
+        "sys/devices/system/cpu/cpu3/topology",
+        "sys/bus",
+        "sys/bus/pci/devices/0000:23:00.0",
+        "sys/devices/pci0000:20/0000:20:01.1/0000:21:00.0/0000:22:00.0/0000:23:00.0/numa_node",
+        "sys/class",
+        "sys/class/infiniband/mlx5_2/device",
+        "sys/class/infiniband/mlx5_2/ports",
+        "sys/class/infiniband/mlx5_2/ports/1/state",
+        "sys/class/infiniband/mlx5_2/ports/1/link_layer",
+        "sys/class/infiniband/mlx5_2/ports/1/rate",
+        "sys/devices/pci0000:00/0000:00:03.1/0000:01:00.0/net",
+    ],
+)
+def test_whatever_is_missing_the_rest_is_read(tmp_path: Path, gone: str) -> None:
+    root, gpus = lay_out("roce", tmp_path)
+    remove(root / gone)
+    host = read_host(root, gpus)
+    assert host.cores == tuple((cpu,) for cpu in range(16))
+    assert [(gpu.name, gpu.uuid) for gpu in host.gpus] == [
+        ("0000:23:00.0", "GPU-23"),
+        ("0000:c1:00.0", "GPU-c1"),
+    ]
+
+
+def test_a_gpu_that_linux_does_not_show_has_no_place(tmp_path: Path) -> None:
+    root, _ = lay_out("bare", tmp_path)
+    (gpu,) = read_host(root, [("00000000:AF:00.0", "GPU-af")]).gpus
+    assert isinstance(gpu, Gpu)
+    assert (gpu.name, gpu.uuid, gpu.node, gpu.path) == ("0000:af:00.0", "GPU-af", -1, ())
+
+
+def test_a_gpu_without_a_node_file_has_no_node(tmp_path: Path) -> None:
+    root, gpus = lay_out("workstation", tmp_path)
+    remove(root / "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/numa_node")
+    assert [gpu.node for gpu in read_host(root, gpus).gpus] == [-1]
+
+
+def test_a_card_without_an_interface_is_still_a_card(tmp_path: Path) -> None:
+    root, gpus = lay_out("roce", tmp_path)
+    remove(root / "sys/devices/pci0000:00/0000:00:03.1/0000:01:00.0/net")
+    host = read_host(root, gpus)
+    assert (card(host, "mlx5_2").interface, card(host, "mlx5_3").interface) == ("", "enp42s0np0")
+
+
+def test_a_card_whose_state_is_not_told_is_not_used(tmp_path: Path) -> None:
+    root, gpus = lay_out("roce", tmp_path)
+    remove(root / "sys/class/infiniband/mlx5_2/ports/1/state")
+    assert [card.name for card in read_host(root, gpus).cards] == ["mlx5_1", "mlx5_3", "mlx5_4", "mlx5_10"]
+
+
+def test_without_any_of_it_nothing_is_wrong(tmp_path: Path) -> None:
+    """Elsewhere than on Linux there is no /sys, and a dry run is to work there too."""
+    host = read_host(tmp_path)
+    assert (host.gpus, host.cards) == ((), ())
+
+
+@pytest.mark.skipif(not shutil.which("lscpu"), reason="lscpu is not installed")
+def test_this_machine_is_as_lscpu_sees_it() -> None:
+    table = subprocess.run(
+        ["lscpu", "--parse=CPU,SOCKET,CORE,NODE"], capture_output=True, text=True, check=True, timeout=20
+    ).stdout
+    cores: dict[tuple[str, str], list[int]] = defaultdict(list)
+    nodes: dict[int, list[int]] = defaultdict(list)
+    for row in (line.split(",") for line in table.splitlines() if line and not line.startswith("#")):
+        cores[row[1], row[2]].append(int(row[0]))
+        nodes[int(row[3] or 0)].append(int(row[0]))
+    host = read_host()
+    assert sorted(host.cores) == sorted(tuple(sorted(core)) for core in cores.values())
+    assert {node: set(cpus) for node, cpus in host.nodes.items() if cpus} == {
+        node: set(cpus) for node, cpus in nodes.items()
+    }
+
+
+@pytest.mark.parametrize("module", ["topology", "binding"])
+def test_what_decides_the_binding_needs_no_torch(module: str) -> None:
+    """A rank binds itself before it loads what starts threads."""
+    words = f"import sys, horovod_volo.cluster.{module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr

@@ -1,0 +1,94 @@
+"""Which GPUs, drivers and builds do not go together, and which MPI is another one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from horovod_volo.doctor.gpus import Seen, gpus_on_bus, judge_gpus
+from horovod_volo.doctor.installation import compare_mpi
+
+WELL = Seen(on_bus=8, driver="550.54", driver_cuda=12040, torch_cuda="12.8", to_torch=8, names="NVIDIA H100")
+OPEN_MPI = "Open MPI v4.1.4"
+
+
+@pytest.mark.parametrize(
+    ("seen", "level", "said"),
+    [
+        (WELL, "ok", "8 x NVIDIA H100, driver 550.54"),
+        (Seen(on_bus=0), "ok", "compute on the CPU"),
+        (Seen(on_bus=0, torch_cuda="12.8"), "ok", "compute on the CPU"),
+        (Seen(on_bus=2, torch_cuda="12.8"), "failure", "no driver answers"),
+        (
+            Seen(on_bus=1, driver="550.54", driver_cuda=12040),
+            "failure",
+            "1 NVIDIA GPU, but torch is built without",
+        ),
+        (
+            Seen(on_bus=1, driver="450.80", driver_cuda=11000, torch_cuda="12.8"),
+            "failure",
+            "driver 450.80 is for CUDA up to 11.0, torch is built with 12.8",
+        ),
+        (
+            Seen(on_bus=1, driver="550.54", driver_cuda=12040, torch_cuda="12.8", hidden=""),
+            "failure",
+            "torch sees none (CUDA_VISIBLE_DEVICES='')",
+        ),
+        (Seen(on_bus=0, driver="550.54", torch_cuda="12.8", to_torch=1, names="A100"), "ok", "1 x A100"),
+    ],
+    ids=["well", "none", "CUDA for none", "no driver", "CPU build", "old driver", "hidden", "not on the bus"],
+)
+def test_the_first_cause_is_named(seen: Seen, level: str, said: str) -> None:
+    (found,) = judge_gpus(seen)
+    assert found.level == level
+    assert said in found.text
+    assert bool(found.remedy) == (level != "ok")
+
+
+def test_gpus_are_counted_on_the_bus(tmp_path: Path) -> None:
+    devices = {
+        "0000:07:00.0": ("0x10de", "0x030200"),
+        "0000:0f:00.0": ("0x10de", "0x030000"),
+        "0000:c4:00.0": ("0x10de", "0x068000"),  # a switch between GPUs
+        "0000:00:02.0": ("0x8086", "0x030000"),
+    }
+    for address, (vendor, kind) in devices.items():
+        folder = tmp_path / "sys/bus/pci/devices" / address
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    assert gpus_on_bus(tmp_path) == 2
+
+
+@pytest.mark.parametrize(
+    ("library", "program", "level", "said"),
+    [
+        (OPEN_MPI, "mpirun (Open MPI) 4.1.4", "ok", "Horovod's own"),
+        (OPEN_MPI, "mpirun (Open MPI) 4.0.2", "ok", "Horovod's own"),
+        (OPEN_MPI, "mpirun (Open MPI) 5.0.1", "warning", "4.1.4"),
+        (OPEN_MPI, "HYDRA build details: Version: 4.0.2", "warning", "do not find each other"),
+        (OPEN_MPI, "", "warning", "is not on PATH"),
+        ("", "mpirun (Open MPI) 4.1.4", "ok", "without MPI"),
+        ("", "", "ok", "none; not needed"),
+    ],
+)
+def test_another_mpi_is_told(library: str, program: str, level: str, said: str) -> None:
+    (found,) = compare_mpi(library, program)
+    assert found.level == level
+    assert said in found.text
+    assert bool(found.remedy) == (level != "ok")
+
+
+def test_a_missing_horovod_is_told_from_one_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod_volo.cluster.horovod_build import read_build
+    from horovod_volo.config.errors import UserError
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(sys, "meta_path", [])
+    monkeypatch.setattr(sys, "path_hooks", [])
+    with pytest.raises(UserError, match=r"Horovod is not installed in this Python\. Run \./tools/setup\."):
+        read_build()

@@ -1,0 +1,110 @@
+"""Findings of several ranks become one report: what is wrong first, and whose it is."""
+
+from __future__ import annotations
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.doctor.finding import Level, attempt, failure, merged, ok, warning
+from horovod_volo.doctor.report import Report
+
+SLOW = warning("disk", "is slow", "Buy another.")
+BROKEN = failure("network", "is down", "Plug it in.")
+
+
+def report(*by_rank: list, ranks: int = 0) -> Report:
+    hosts = tuple(f"h{rank // 2}" for rank in range(len(by_rank)))
+    return Report(ranks or len(by_rank), hosts, "mpirun", "MPI", tuple(merged(by_rank)))
+
+
+def test_equal_findings_of_ranks_are_one() -> None:
+    told = merged([[ok("a", "1"), SLOW], [ok("a", "2"), SLOW], [ok("a", "1"), BROKEN]])
+    assert [(one.finding, one.ranks) for one in told] == [
+        (BROKEN, (2,)),
+        (SLOW, (0, 1)),
+        (ok("a", "1"), (0, 2)),
+        (ok("a", "2"), (1,)),
+    ]
+
+
+def test_findings_of_a_subject_stay_together() -> None:
+    told = merged([[ok("a", "1"), ok("b", "1")], [ok("a", "2"), ok("b", "1")]])
+    assert [one.finding.subject for one in told] == ["a", "a", "b"]
+
+
+def test_a_rank_that_says_it_twice_is_named_once() -> None:
+    assert [one.ranks for one in merged([[SLOW, SLOW], [SLOW]])] == [(0, 1)]
+
+
+def test_the_text_is_aligned_and_says_whose() -> None:
+    by_rank = [[ok("disk", "there")], [ok("disk", "there"), BROKEN], [ok("disk", "there"), BROKEN, SLOW]]
+    assert report(*by_rank).text().splitlines() == [
+        "3 ranks on 2 hosts, mpirun (MPI)",
+        "",
+        "FAILURE  network  is down (ranks 1-2 of 3)",
+        "                  -> Plug it in.",
+        "",
+        "warning  disk     is slow (rank 2 of 3)",
+        "                  -> Buy another.",
+        "",
+        "ok       disk     there",
+        "",
+        "1 failure, 1 warning.",
+    ]
+
+
+def test_long_text_stays_in_its_column() -> None:
+    lines = (
+        report([warning("disk", "very " * 40 + "slow", "Buy " + "another " * 30)]).text().splitlines()[2:-2]
+    )
+    assert len(lines) > 4
+    assert all(len(line) <= 110 for line in lines)
+    assert all(line.startswith(" " * 15) for line in lines[1:])
+
+
+def test_one_rank_is_not_told_from_others() -> None:
+    assert "(rank" not in report([SLOW]).text()
+
+
+def test_the_summary_counts() -> None:
+    assert report([ok("a", "1")]).text().endswith("\nEverything is well.")
+    assert report([SLOW]).text().endswith("\nNothing failed; 1 warning.")
+    assert report([BROKEN, SLOW], [SLOW]).text().endswith("\n1 failure, 1 warning.")
+    assert [report([one]).failed for one in (ok("a", "1"), SLOW, BROKEN)] == [False, False, True]
+
+
+def test_ranks_that_were_not_heard_are_counted() -> None:
+    lines = report([ok("a", "1")], ranks=4).text().splitlines()
+    assert lines[0] == "only rank 0 of 4 was heard, mpirun (MPI)"
+    assert lines[2] == "ok       a  1"
+
+
+def test_the_record_has_everything() -> None:
+    assert report([BROKEN], [SLOW]).record() == {
+        "failures": 1,
+        "warnings": 1,
+        "ranks": 2,
+        "hosts": ["h0", "h0"],
+        "launcher": "mpirun",
+        "controller": "MPI",
+        "findings": [
+            {"level": level, "subject": subject, "text": text, "remedy": remedy, "ranks": [rank]}
+            for level, rank, subject, text, remedy in (
+                ("failure", 0, "network", "is down", "Plug it in."),
+                ("warning", 1, "disk", "is slow", "Buy another."),
+            )
+        ],
+    }
+
+
+def test_what_goes_wrong_while_looking_is_a_finding() -> None:
+    def mistaken() -> list:
+        raise UserError("It is missing. Install it. Then run again.")
+
+    def broken() -> list:
+        raise ImportError("libsomething.so: not found\nand more")
+
+    assert attempt("thing", lambda: [SLOW]) == [SLOW]
+    assert attempt("thing", mistaken) == [failure("thing", "It is missing", "Install it. Then run again.")]
+    (found,) = attempt("thing", broken)
+    assert found.level == Level.FAILURE
+    assert found.text == "cannot be looked at: ImportError: libsomething.so: not found"
+    assert found.remedy

@@ -1,0 +1,108 @@
+"""Machines as files: lays out below a folder what Linux shows of a machine in /sys.
+
+`topologies/NAME.txt` describes a machine, one line a fact; no path begins with a slash:
+
+    # comment
+    sys/devices/system/node/node0/cpulist = 0-15            a file and its content
+    sys/devices/system/cpu/cpu{0..7}/siblings = {n},{n+8}   one for each n from 0 to 7
+    sys/bus/pci/devices/0000:01:00.0 -> ../../../devices/pci0000:00/0000:00:01.0/0000:01:00.0
+    gpu = 00000000:01:00.0 GPU-1                            address and uuid, in NVML's order
+
+Two lines stand for all that /sys says of a device, and of one port of a network card:
+
+    pci pci0000:00/0000:00:01.0/0000:01:00.0 = 0 0x030200 0x10de    NUMA node, class, vendor
+    port mlx5_0 1 0000:02:00.0 = ib0; 4: ACTIVE; InfiniBand; 200 Gb/sec (4X HDR)
+
+The pci line of a card stands above its ports.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from horovod_volo.cluster.topology import Host, read_host
+
+MACHINES = Path(__file__).parent / "topologies"
+RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+NUMBER = re.compile(r"\{n([+-]\d+)?\}")
+
+
+@cache
+def host_of(machine: str) -> Host:
+    """Return what the package reads of a machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        return read_host(*lay_out(machine, Path(folder)))
+
+
+def lay_out(machine: str, folder: Path) -> tuple[Path, list[tuple[str, str]]]:
+    """Write a machine's files below an empty folder; return it, and each GPU's address and uuid."""
+    gpus = []
+    for left, sign, right in _facts((MACHINES / f"{machine}.txt").read_text(encoding="utf-8")):
+        if left == "gpu":
+            address, uuid = right.split()
+            gpus.append((address, uuid))
+        elif sign == "->":
+            _link(folder / left, right)
+        elif left.startswith("pci "):
+            _device(folder, left.split()[1], *right.split())
+        elif left.startswith("port "):
+            _port(folder, left.split()[1:], right.split("; "))
+        else:
+            _files(folder, left, right)
+    return folder, gpus
+
+
+def _facts(text: str) -> Iterator[tuple[str, str, str]]:
+    for line in filter(None, map(str.strip, text.splitlines())):
+        if not line.startswith("#"):
+            left, sign, right = re.split(r"\s*(=|->)\s*", line, maxsplit=1)
+            yield left, sign, right
+
+
+def _device(folder: Path, path: str, node: str, kind: str, vendor: str) -> None:
+    for name, content in (("numa_node", node), ("class", kind), ("vendor", vendor)):
+        _write(folder / "sys/devices" / path / name, content)
+    _link(folder / "sys/bus/pci/devices" / path.split("/")[-1], f"../../../devices/{path}")
+
+
+def _port(folder: Path, place: list[str], facts: list[str]) -> None:
+    card, number, address = place
+    interface, state, layer, rate = facts
+    device = (folder / "sys/bus/pci/devices" / address).resolve(strict=True)
+    port = device / "infiniband" / card / "ports" / number
+    for name, content in (("state", state), ("link_layer", layer), ("rate", rate)):
+        _write(port / name, content)
+    if interface:
+        _write(device / "net" / interface / "dev_port", str(int(number) - 1))
+    seen = folder / "sys/class/infiniband" / card
+    if not seen.is_symlink():  # a card's second port finds both links there
+        inside = device.relative_to((folder / "sys").resolve())
+        _link(device / "infiniband" / card / "device", f"../../../{address}")
+        _link(seen, f"../../{inside}/infiniband/{card}")
+
+
+def _files(folder: Path, path: str, content: str) -> None:
+    found = RANGE.search(path)
+    if found is None:
+        _write(folder / path, content)
+        return
+    for n in range(int(found[1]), int(found[2]) + 1):
+        _write(folder / RANGE.sub(str(n), path, count=1), _spelled(content, n))
+
+
+def _spelled(content: str, n: int) -> str:
+    return NUMBER.sub(lambda found: str(n + int(found[1] or 0)), content)
+
+
+def _write(path: Path, content: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"{content}\n", encoding="utf-8")
+
+
+def _link(path: Path, target: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.symlink_to(target)
