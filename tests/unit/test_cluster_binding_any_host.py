@@ -49,7 +49,7 @@ def random_path(draw: random.Random, address: str) -> tuple[str, ...]:
 
 def random_seats(draw: random.Random, host: Host) -> list[Seat]:
     """Return the seats of all local ranks: any number, any cpus, any GPUs, or one GPU for each."""
-    cpus = sorted(every_cpu(host))
+    cpus = sorted(cpu for cpus in host.nodes.values() for cpu in cpus)
     if draw.random() < 0.5:
         cpus = draw.sample(cpus, draw.randint(1, len(cpus)))
     allowed, gpus = frozenset(cpus), len(host.gpus)
