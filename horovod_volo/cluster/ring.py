@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.cluster.horovod_build import read_build
 
 Wait = Callable[[], None]
 Arrive = Callable[[], Tensor]  # waits, and returns what has arrived
@@ -75,15 +75,9 @@ class HorovodRing:
     """Horovod's collectives, as started by the launcher."""
 
     def __init__(self) -> None:
-        try:
-            import horovod.torch as hvd
-        except ModuleNotFoundError as error:
-            raise UserError(f"Horovod cannot be imported: {error}. Run ./tools/setup.") from None
-        except ImportError as error:
-            raise UserError(
-                f"Horovod was built without PyTorch, or for another one: {error}. Build it again: "
-                'python -m pip install --force-reinstall "$(./tools/build_horovod)"'
-            ) from None
+        read_build()  # an unfit Horovod is imported without an error
+        import horovod.torch as hvd
+
         hvd.init()
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()

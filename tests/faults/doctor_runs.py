@@ -1,0 +1,61 @@
+"""The doctor run for a test, alone or by many ranks, and what it told."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.ranks.launching import launcher, run
+
+SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one run of the doctor told."""
+
+    status: int
+    output: str  # of all ranks, both streams
+    record: dict[str, Any]
+
+    def of(self, subject: str) -> list[dict[str, Any]]:
+        """Return the findings on a subject."""
+        return [finding for finding in self.record["findings"] if finding["subject"] == subject]
+
+    def at(self, level: str) -> list[dict[str, Any]]:
+        """Return the findings of a level."""
+        return [finding for finding in self.record["findings"] if finding["level"] == level]
+
+    def only(self, subject: str, level: str) -> dict[str, Any]:
+        """Return the one finding on a subject at a level; it stands in the text too, with its remedy."""
+        found = [finding for finding in self.of(subject) if finding["level"] == level]
+        assert len(found) == 1, self.output
+        words = " ".join(line.partition("<stdout>:")[2] or line for line in self.output.splitlines())
+        told = " ".join(words.split())
+        assert found[0]["text"] in told
+        assert level == "ok" or f"-> {found[0]['remedy']}" in told
+        return found[0]
+
+
+def examine(
+    folder: Path,
+    *flags: str,
+    ranks: int = 1,
+    start_with: str = "none",
+    before: str = "",
+    inside: Sequence[str] = (),
+    **extra: str,
+) -> Told:
+    """Run the doctor in a folder, each rank after the shell commands `before`, which $RANK tells its rank."""
+    file = folder / "told.json"
+    doctor = shlex.join([sys.executable, "-m", "horovod_volo.doctor", "--json", str(file), *flags])
+    script = f"RANK=${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-0}}}}; {before}\nexec {doctor} $MORE"
+    words = ["env", "-C", str(folder), *launcher(start_with, ranks), *inside, "bash", "-ec", script]
+    done = run(words, seconds=SECONDS, **extra)
+    assert file.exists(), done.stdout
+    return Told(done.returncode, done.stdout, json.loads(file.read_text()))
