@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 CLUSTER_TESTS = "".join(file.read_text() for file in sorted((ROOT / "tests/cluster").glob("test_*.py")))
 SCRIPT = re.compile(r"jobs/[\w.]+\.(?:sbatch|sh)")
 MARK = "# on the cluster"
+SOURCED = ("env.sh", "over_ssh.sh", "under_slurm.sh")
 
 
 def commands() -> list[str]:
@@ -41,7 +42,7 @@ def test_every_command_is_run_or_marked() -> None:
 def test_every_job_script_is_run_or_marked() -> None:
     for script in sorted((ROOT / "jobs").glob("*")):
         if script.suffix in (".sbatch", ".sh") and "not run" not in script.read_text():
-            assert script.name in CLUSTER_TESTS or script.name in ("env.sh", "under_slurm.sh"), script.name
+            assert script.name in CLUSTER_TESTS or script.name in ("env.sh", "over_ssh.sh", "under_slurm.sh"), script.name
 
 
 @pytest.mark.parametrize("command", OF_THE_DOCTOR)

@@ -1,0 +1,235 @@
+"""Several hosts, each with a name, an address, processes and a CPU of its own, train what one host trains."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from horovod_volo.data.demo.demo_set import make_demo_set
+from tests.cluster.hosts import INTERFACE, SSH_PORT, Network, network
+from tests.ranks.launching import SCRIPTS, environment, launcher, run
+
+pytestmark = pytest.mark.needs("ip", "sshd", "ssh", "unshare")
+
+GLOBAL_BATCH = 12
+IMAGES = 60  # 5 steps an epoch
+SETTINGS = ("--img-size", "32", "--warmup-epochs", "1", "--eval-every", "8", "--name", "run")
+EPOCHS, STEPS = ("--epochs", "8"), 40
+FEW_EPOCHS, FEW_STEPS = ("--epochs", "2"), 10
+OFTEN = ("--log-every", "1", "--checkpoint-every", "1", "--keep-checkpoints", "3")
+# What Open MPI notices by itself after minutes.
+SOON = " ".join(f"-mca oob_tcp_keepalive_{name}" for name in ("time 2", "intvl 1", "probes 3"))
+PATIENCE_SECONDS = 120
+ENDED_SECONDS = 30  # twice 6 of gloo's patience, and for processes to leave
+# A sum of two has one order; of four there are several. Each library keeps to one, wherever its ranks are, if
+# what it sums together does not depend on the moment.
+ONE_BY_ONE = {"HOROVOD_FUSION_THRESHOLD": "0"}
+FP32_OF_FOUR = 1e-5
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Network]:
+    with network(4) as made:
+        yield made
+
+
+@pytest.fixture
+def net(hosts: Network) -> Iterator[Network]:
+    """Give the hosts to one test, which leaves them as it found them, also where it fails."""
+    yield hosts
+    for host in hosts.hosts:
+        host.plug_in()
+        for process in host.running("horovod"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images") / "set"
+    make_demo_set(folder, train=IMAGES, val=20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train two ranks on one host."""
+    output = tmp_path_factory.mktemp("alone")
+    finish([*launcher("gloo", 2), *trainer(images, output, 2), *EPOCHS])
+    return output
+
+
+@pytest.fixture(scope="module")
+def four_alone(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train four ranks on one host, for a few epochs."""
+    output = tmp_path_factory.mktemp("four_alone")
+    finish([*launcher("gloo", 4), *trainer(images, output, 4), *FEW_EPOCHS], **ONE_BY_ONE)
+    return output
+
+
+def trainer(images: Path, output: Path, ranks: int) -> list[str]:
+    start = (sys.executable, "-m", "horovod_volo.train", str(images), "--recipe", "demo")
+    return [*start, *SETTINGS, "--batch-size", str(GLOBAL_BATCH // ranks), "--output", str(output)]
+
+
+def job(script: str) -> tuple[str, ...]:
+    return (f"jobs/{script}.sh", "demo", *SETTINGS, *EPOCHS, *OFTEN, "--batch-size", str(GLOBAL_BATCH // 2))
+
+
+def finish(words: list[str], **extra: str) -> str:
+    """Run a command that must succeed; return what it said."""
+    done = run(words, seconds=PATIENCE_SECONDS, **extra)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def site(net: Network, images: Path, output: Path) -> dict[str, str]:
+    """Return the variables that a job on two hosts is told by."""
+    return {
+        "HOSTS": net.slots(2),
+        "SSH_PORT": str(SSH_PORT),
+        "SSH_KEY": str(net.key),
+        "DATA_DIR": str(images),
+        "OUTPUT_DIR": str(output),
+        "NETWORK_INTERFACE": INTERFACE,
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "6",
+        "MPI_FLAGS": f"-mca pml ob1 -mca btl ^openib {SOON}",
+    }
+
+
+@contextlib.contextmanager
+def started(words: list[str], **extra: str) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(**extra),
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for_step(process: subprocess.Popen[str], output: Path, step: int) -> None:
+    """Wait until a run has come to a step and saved it."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    saved = output / "run" / "checkpoints"
+    while not any(int(folder.name.removeprefix("step_")) >= step for folder in saved.glob("step_????????")):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "training did not begin"
+        time.sleep(0.02)
+
+
+def saved_step(output: Path) -> int:
+    state = json.loads((output / "run" / "checkpoints" / "last" / "state.json").read_text())
+    return int(state["step"])
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    folder = output / "run" / "checkpoints" / "last"
+    files = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
+    assert "model" in files
+    return {f"{file}: {name}": tensor for file, tensors in files.items() for name, tensor in tensors.items()}
+
+
+def assert_same_bits(output: Path, expected: Path) -> None:
+    found, wanted = weights(output), weights(expected)
+    assert found.keys() == wanted.keys()
+    assert [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)] == []
+
+
+def assert_trained_on(net: Network, number: int, output: Path) -> None:
+    facts = json.loads((output / "run" / "environment.json").read_text())
+    assert facts["hosts"] == [host.name for host in net.hosts[:number]]
+
+
+def gradient_bytes(output: Path) -> int:
+    return sum(4 * tensor.numel() for name, tensor in weights(output).items() if name.startswith("model:"))
+
+
+@pytest.mark.parametrize(("script", "number"), [("horovodrun", signal.SIGUSR1), ("mpirun", signal.SIGTERM)])
+def test_two_hosts_stop_and_go_on_and_end_in_the_bits_of_one(
+    script: str, number: int, net: Network, images: Path, alone: Path, tmp_path: Path
+) -> None:
+    told = site(net, images, tmp_path)
+    before = [host.received_bytes() for host in net.hosts]
+    login = net.hosts[2]  # which has no rank
+    with started(login.here(*job(script)), **told) as process:
+        wait_for_step(process, tmp_path, 2)
+        os.kill(min(login.running(f"jobs/{script}.sh")), number)
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 75, output
+    step = saved_step(tmp_path)
+    assert 2 <= step < STEPS
+    assert f"stopped at step {step} and saved" in output
+
+    said = finish(net.hosts[0].here(*job(script)), **told)
+    assert said.startswith("commit ")
+    assert f"at step {step}:" in said
+    assert saved_step(tmp_path) == STEPS
+    assert_trained_on(net, 2, tmp_path)
+    assert_same_bits(tmp_path, alone)
+    # Each of the two ranks needs the other's gradients in each step; the other hosts are not concerned.
+    came = [host.received_bytes() - old for host, old in zip(net.hosts, before, strict=True)]
+    assert min(came[:2]) > STEPS * gradient_bytes(alone), came
+    assert max(came[2:]) < gradient_bytes(alone), came
+    assert net.running("horovod") == []
+
+
+@pytest.mark.parametrize("library", ["gloo", "mpi"])
+def test_four_hosts_end_where_four_ranks_of_one_end(
+    library: str, net: Network, images: Path, four_alone: Path, tmp_path: Path
+) -> None:
+    before = [host.received_bytes() for host in net.hosts]
+    launch = (str(SCRIPTS / "horovodrun"), f"--{library}", "-np", "4", "-H", net.slots(4))
+    by_ssh = ("-p", str(SSH_PORT), "-i", str(net.key), "--network-interface", INTERFACE)
+    words = net.hosts[0].here(*launch, *by_ssh, *trainer(images, tmp_path, 4), *FEW_EPOCHS)
+    finish(words, **ONE_BY_ONE)
+    assert_trained_on(net, 4, tmp_path)
+    assert saved_step(tmp_path) == FEW_STEPS
+    if library == "gloo":
+        assert_same_bits(tmp_path, four_alone)
+    expected, found = weights(four_alone), weights(tmp_path)
+    for name, tensor in expected.items():
+        if name.startswith("model:"):
+            assert (found[name] - tensor).abs().max() <= FP32_OF_FOUR, name
+    came = [host.received_bytes() - old for host, old in zip(net.hosts, before, strict=True)]
+    assert min(came) > FEW_STEPS * gradient_bytes(four_alone), came
+
+
+@pytest.mark.parametrize("script", ["horovodrun", "mpirun"])
+def test_a_run_whose_host_is_cut_off_ends_and_can_go_on(
+    script: str, net: Network, images: Path, alone: Path, tmp_path: Path
+) -> None:
+    told = site(net, images, tmp_path)
+    with started(net.hosts[0].here(*job(script)), **told) as process:
+        wait_for_step(process, tmp_path, 3)
+        net.hosts[1].unplug()
+        cut = time.monotonic()
+        output, _ = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode not in (0, 75), output
+    while net.running("horovod"):
+        assert time.monotonic() < cut + ENDED_SECONDS, net.running("horovod")
+        time.sleep(0.1)
+    assert time.monotonic() < cut + ENDED_SECONDS
+
+    net.hosts[1].plug_in()
+    step = saved_step(tmp_path)
+    assert 3 <= step < STEPS
+    assert f"at step {step}:" in finish(net.hosts[0].here(*job(script)), **told)
+    assert_same_bits(tmp_path, alone)
