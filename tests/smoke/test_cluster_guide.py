@@ -42,7 +42,11 @@ def test_every_command_is_run_or_marked() -> None:
 def test_every_job_script_is_run_or_marked() -> None:
     for script in sorted((ROOT / "jobs").glob("*")):
         if script.suffix in (".sbatch", ".sh") and "not run" not in script.read_text():
-            assert script.name in CLUSTER_TESTS or script.name in ("env.sh", "over_ssh.sh", "under_slurm.sh"), script.name
+            assert script.name in CLUSTER_TESTS or script.name in (
+                "env.sh",
+                "over_ssh.sh",
+                "under_slurm.sh",
+            ), script.name
 
 
 @pytest.mark.parametrize("command", OF_THE_DOCTOR)

@@ -34,13 +34,28 @@ def of_a_cluster(command: str) -> bool:
     return "/path/to/imagenet" in command
 
 
+DOCTOR = "horovodrun -np 2 python -m horovod_volo.doctor"
+
+
 def shell(command: str, *, seconds: int, **extra: str) -> subprocess.CompletedProcess[str]:
     return run(["bash", "-c", f"cd {shlex.quote(str(ROOT))} && {command}"], seconds=seconds, **extra)
 
 
 def test_the_readme_is_of_commands_that_are_tested_here():
-    alone = {"./tools/demo", "./tools/test", "source tools/activate", ".venv/bin/tensorboard --logdir runs"}
+    alone = {
+        DOCTOR,
+        "./tools/demo",
+        "./tools/test",
+        "source tools/activate",
+        ".venv/bin/tensorboard --logdir runs",
+    }
     assert {command for command in commands() if not of_a_cluster(command)} == alone
+
+
+def test_the_doctor_finds_nothing_wrong():
+    done = shell(f"source tools/activate && {DOCTOR}", seconds=120)
+    assert done.returncode == 0, done.stdout
+    assert "Everything is well." in done.stdout or "Nothing failed; " in done.stdout
 
 
 def test_tools_demo_learns_and_tensorboard_shows_it():
