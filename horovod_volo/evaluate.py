@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from horovod_volo.config.arguments import add_binding, whole_number
+from horovod_volo.config.arguments import Parser, add_binding, whole_number
 from horovod_volo.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -144,14 +144,6 @@ def _write(file: str, text: str) -> None:
                 opened.write(f"{text}\n".encode())
         except OSError as error:
             raise UserError(f"--json cannot write {file}: {error.strerror}. Name another file.") from None
-
-
-class Parser(argparse.ArgumentParser):
-    """A command line whose mistakes can be said by one rank for all."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what is wrong, instead of printing it on every rank."""
-        raise UserError(f"{message}. `python -m horovod_volo.evaluate --help` tells every flag.")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import get_args
+from typing import NoReturn, get_args
 
+from horovod_volo.config.errors import UserError
 from horovod_volo.config.values import all_settings
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose mistakes can be said by one rank for all."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong, instead of printing it on every rank."""
+        command = self.prog[self.prog.index("python ") :]
+        raise UserError(f"{message}. `{command} --help` tells every flag.")
 
 
 def whole_number(least: int, most: int | None = None, *, because: str = "") -> Callable[[str], int]:

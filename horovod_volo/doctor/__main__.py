@@ -19,9 +19,9 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from horovod_volo.config.arguments import add_binding
+from horovod_volo.config.arguments import Parser, add_binding
 from horovod_volo.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -133,14 +133,6 @@ def _refuse(problem: UserError) -> int:
             return refuse(problem)
     print(f"error: {problem}", file=sys.stderr, flush=True)
     return MISTAKE
-
-
-class Parser(argparse.ArgumentParser):
-    """A command line whose mistakes can be said by one rank for all."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise what is wrong, instead of printing it on every rank."""
-        raise UserError(f"{message}. `python -m horovod_volo.doctor --help` tells every flag.")
 
 
 def build_parser() -> argparse.ArgumentParser:
