@@ -84,7 +84,7 @@ def trainer(images: Path, output: Path, ranks: int) -> list[str]:
 
 
 def job(script: str) -> tuple[str, ...]:
-    return (f"jobs/{script}.sh", "demo", *SETTINGS, *EPOCHS, *OFTEN, "--batch-size", str(GLOBAL_BATCH // 2))
+    return (f"jobs/{script}", "demo", *SETTINGS, *EPOCHS, *OFTEN, "--batch-size", str(GLOBAL_BATCH // 2))
 
 
 def finish(words: list[str], **extra: str) -> str:
@@ -162,7 +162,9 @@ def gradient_bytes(output: Path) -> int:
     return sum(4 * tensor.numel() for name, tensor in weights(output).items() if name.startswith("model:"))
 
 
-@pytest.mark.parametrize(("script", "number"), [("horovodrun", signal.SIGUSR1), ("mpirun", signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("script", "number"), [("horovodrun.sh", signal.SIGUSR1), ("mpirun.sh", signal.SIGTERM)]
+)
 def test_two_hosts_stop_and_go_on_and_end_in_the_bits_of_one(
     script: str, number: int, net: Network, images: Path, alone: Path, tmp_path: Path
 ) -> None:
@@ -171,7 +173,7 @@ def test_two_hosts_stop_and_go_on_and_end_in_the_bits_of_one(
     login = net.hosts[2]  # which has no rank
     with started(login.here(*job(script)), **told) as process:
         wait_for_step(process, tmp_path, 2)
-        os.kill(min(login.running(f"jobs/{script}.sh")), number)
+        os.kill(min(login.running(f"jobs/{script}")), number)
         output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 75, output
     step = saved_step(tmp_path)
@@ -212,7 +214,7 @@ def test_four_hosts_end_where_four_ranks_of_one_end(
     assert min(came) > FEW_STEPS * gradient_bytes(four_alone), came
 
 
-@pytest.mark.parametrize("script", ["horovodrun", "mpirun"])
+@pytest.mark.parametrize("script", ["horovodrun.sh", "mpirun.sh"])
 def test_a_run_whose_host_is_cut_off_ends_and_can_go_on(
     script: str, net: Network, images: Path, alone: Path, tmp_path: Path
 ) -> None:
