@@ -1,0 +1,267 @@
+"""A real Slurm of three nodes on one machine, for a test: munge, slurmctld, and a slurmd a node.
+
+A node has a host name and processes of its own, so it can be powered off: whatever runs on it is gone at
+once. Nothing outlives the test, not even where the test is killed, and no other Slurm or munge is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.cluster.conftest import PATH
+from tests.ranks.launching import environment
+
+CHECKOUT = Path(__file__).parents[2]
+NODES = ("n1", "n2", "n3")
+
+# Requeued jobs wait for the credentials of their former start to expire; a site's two minutes are too long.
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost=localhost
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=1,sched_interval=1
+ReturnToService=2
+MpiDefault=none
+KillWait=5
+SlurmctldPort={port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool_%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd_%n.pid
+{nodes}
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SIGNALING", "REQUEUED")
+NODE_LINE = "NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=1000"
+
+
+class Slurm:
+    """Three nodes, and the commands that a user and an administrator type."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        # The system's own Slurm, and a job that the tests may run in, are not to be seen.
+        kept = {key: value for key, value in environment().items() if not key.startswith(("SLURM", "SBATCH"))}
+        # More ranks than cores: one that waits for another must not keep it from running.
+        kept |= {"OMPI_MCA_mpi_yield_when_idle": "1"}
+        self.environment = kept | {"PATH": f"{kept['PATH']}:{PATH}", "SLURM_CONF": f"{folder}/slurm.conf"}
+
+    def start(self) -> None:
+        """Start all daemons and wait until all nodes can work."""
+        for name in ("munge", "state"):
+            (self.folder / name).mkdir()
+        own, *ports = free_ports(1 + len(NODES))
+        lines = "\n".join(
+            NODE_LINE.format(node=node, port=port) for node, port in zip(NODES, ports, strict=True)
+        )
+        text = SLURM_CONF.format(folder=self.folder, port=own, nodes=lines)
+        (self.folder / "slurm.conf").write_text(text, encoding="utf-8")
+        self._start_munge()
+        self._run("slurmctld", "slurmctld", "-D", "-i")
+        for node in NODES:
+            self.power_on(node)
+
+    def stop(self) -> None:
+        """End every daemon and all that runs on the nodes."""
+        for name in reversed(list(self._daemons)):
+            self.power_off(name)
+
+    def _start_munge(self) -> None:
+        place = self.folder / "munge"
+        key = place / "key"
+        key.write_bytes(secrets.token_bytes(1024))
+        key.chmod(0o400)
+        files = {
+            "socket": "socket",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+            "key-file": "key",
+        }
+        words = [f"--{flag}={place / file}" for flag, file in files.items()]
+        # By force: folders of tests are not as closed as munge likes them.
+        self._run("munged", "munged", "--foreground", "--force", *words)
+        wait_until((place / "socket").exists, 20, "munge's socket")
+
+    def power_on(self, node: str) -> None:
+        """Boot a node, as a host of its own name and its own processes."""
+        cores = sorted(os.sched_getaffinity(0))
+        core = cores[NODES.index(node) % len(cores)]  # its ranks are not to take the others'
+        # bash stays and reaps, as an init does.
+        boot = f"hostname {node}; taskset -c {core} slurmd -D -N {node} & wait"
+        words = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", boot)
+        self._run(node, *words)
+        wait_until(lambda: self.state_of(node) == "idle", 60, f"node {node} to be idle")
+
+    def power_off(self, name: str) -> None:
+        """Kill a node with all that runs there, or a daemon."""
+        daemon = self._daemons.pop(name)
+        daemon.kill()
+        daemon.wait(timeout=20)
+
+    def _all_run(self) -> None:
+        for name, daemon in self._daemons.items():
+            if daemon.poll() is not None:
+                raise RuntimeError(
+                    f"{name} ended:\n{(self.folder / f'{name}.log').read_text(errors='replace')}"
+                )
+
+    def _run(self, name: str, *words: str) -> None:
+        # What started a daemon ends it: with this process goes all that it has started.
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self.environment,
+                cwd=self.folder,
+            )
+
+    def call(
+        self, *words: str, seconds: int = 30, cwd: Path = CHECKOUT, **extra: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one of Slurm's commands to its end."""
+        return subprocess.run(
+            words,
+            env=self.environment | extra,
+            cwd=cwd,
+            timeout=seconds,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def submit(self, place: Path, *words: str, nodes: int, cwd: Path = CHECKOUT, **extra: str) -> Job:
+        """Submit a job with one task a node; what it says goes to a file in `place`."""
+        output = place / "job.txt"
+        size = (f"--nodes={nodes}", "--ntasks-per-node=1", f"--output={output}")
+        done = self.call("sbatch", "--parsable", *size, *words, cwd=cwd, **extra)
+        assert done.returncode == 0, done.stdout
+        return Job(self, done.stdout.strip(), output)
+
+    def cancel_all(self) -> None:
+        """End all jobs, boot nodes that are off, and wait until all are free."""
+        self.call("scancel", "--user=root")
+        for node in NODES:
+            if node not in self._daemons:
+                self.power_on(node)
+        wait_until(lambda: {self.state_of(node) for node in NODES} == {"idle"}, 60, "all nodes to be idle")
+
+    def state_of(self, node: str) -> str:
+        """Return a node's state in a word."""
+        self._all_run()
+        return self.call("sinfo", "-h", "-n", node, "-o", "%T").stdout.strip()
+
+    def processes_on(self, node: str, words: str) -> list[int]:
+        """Return the processes of a node that have these words in their command line."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if words in line and self._is_on(node, process):
+                    found.append(int(process.name))
+        return found
+
+    def _is_on(self, node: str, process: Path) -> bool:
+        [child] = self._children_of(self._daemons[node].pid)
+        return (process / "ns" / "pid").readlink() == Path(f"/proc/{child}/ns/pid").readlink()
+
+    @staticmethod
+    def _children_of(pid: int) -> list[int]:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was submitted: what it says and what Slurm says of it."""
+
+    slurm: Slurm
+    number: str
+    output: Path
+
+    def text(self) -> str:
+        """Return what the job has said so far."""
+        return self.output.read_text(encoding="utf-8") if self.output.exists() else ""
+
+    def facts(self) -> dict[str, str]:
+        """Return what Slurm knows of the job."""
+        words = self.slurm.call("scontrol", "--oneliner", "show", "job", self.number).stdout.split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def story(self) -> str:
+        """Return all that a failed test should show."""
+        facts = self.facts()
+        return f"{facts['JobState']}, reason {facts['Reason']}, exit {facts['ExitCode']}\n{self.text()}"
+
+    def says(self, what: str, *, times: int = 1, seconds: float = 180) -> None:
+        """Wait until a line of the job matches an expression, for the nth time."""
+
+        def found() -> bool:
+            if len(re.findall(what, self.text(), re.MULTILINE)) >= times:
+                return True
+            state = self.facts()["JobState"]
+            assert state in UNDER_WAY, self.story()
+            return False
+
+        wait_until(found, seconds, f"{what!r} in what the job says", self.story)
+
+    def ends(self, state: str, *, seconds: float = 180) -> None:
+        """Wait for the job's end, which must be in this state."""
+        wait_until(lambda: self.facts()["JobState"] not in UNDER_WAY, seconds, "the job's end", self.story)
+        assert self.facts()["JobState"] == state, self.story()
+
+
+@contextlib.contextmanager
+def running_slurm(folder: Path) -> Iterator[Slurm]:
+    """Give a Slurm that is ready, and end it."""
+    slurm = Slurm(folder)
+    try:
+        slurm.start()
+        yield slurm
+    finally:
+        slurm.stop()
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def wait_until(
+    holds: Callable[[], bool], seconds: float, what: str, context: Callable[[], str] = lambda: ""
+) -> None:
+    """Wait for what another process does, but no longer than this."""
+    end = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {seconds:.0f} seconds for {what}\n{context()}")
+        time.sleep(0.2)
+
+
+def kill(pids: list[int], number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to processes."""
+    for pid in pids:
+        os.kill(pid, number)
