@@ -28,13 +28,13 @@ mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 echo "commit $(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown), job $SLURM_JOB_ID, start" \
     "$((${SLURM_RESTART_COUNT:-0} + 1)), $SLURM_NTASKS ranks on ${nodes[*]}"
 
-# Set `mpirun` to the words that start this many ranks. More flags of mpirun may follow.
+# Set `starter` to the words that start this many ranks. More flags of mpirun may follow.
 ranks() {
     local transport
     read -r -a transport <<<"$MPI_FLAGS"
     # Ranks bind themselves (--binding), so mpirun must not. One that is asked to stop while it is starting hears
     # of it when it listens; without `env` it would die of it.
-    mpirun=(mpirun -np "$@" -bind-to none -map-by slot "${transport[@]}" env --block-signal=USR1)
+    starter=(mpirun -np "$@" -bind-to none -map-by slot "${transport[@]}" env --block-signal=USR1)
 }
 
 asked=""
@@ -80,7 +80,7 @@ train() {
     local status=0 reader
     exec 4> >(read_to_the_end) # who else keeps this open lets the reader wait
     reader=$!
-    launch "${mpirun[@]}" python -m horovod_volo.train "$DATA_DIR" --output "$OUTPUT_DIR" --resume auto \
+    launch "${starter[@]}" python -m horovod_volo.train "$DATA_DIR" --output "$OUTPUT_DIR" --resume auto \
         ${TOKEN_LABELS:+--token-label-data "$TOKEN_LABELS"} "$@" >&4 || status=$?
     exec 4>&-
     # Where a daemon of mpirun is ended on its node, mpirun ends all ranks and returns 0.

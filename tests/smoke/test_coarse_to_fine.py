@@ -109,6 +109,14 @@ def test_what_is_finished_is_said_at_once(demo_set: Path, uninterrupted: Path) -
     assert files_under(uninterrupted) == before
 
 
+def test_a_launcher_that_ends_before_training_has_is_not_believed(demo_set: Path, tmp_path: Path) -> None:
+    """mpirun may return 0 where a host was lost."""
+    done = chain(demo_set, tmp_path, launch="true")
+    assert done.returncode == 1, done.stdout
+    assert "ended before training has" in done.stdout
+    assert not list(tmp_path.rglob("finished"))
+
+
 def test_a_signal_to_the_script_reaches_the_ranks(demo_set: Path, tmp_path: Path) -> None:
     """Of far more epochs than there is time for; it comes when steps are seen in the log."""
     words = [*words_of(demo_set, tmp_path, 2), *COARSE, "--epochs", "500", *FINE]
