@@ -21,7 +21,6 @@ from horovod_volo.cluster.topology import (
     node_distance,
 )
 
-MODES = ("numa", "core", "none")
 _CPUS_TO_SPARE = 4  # from so many on, a rank can leave one to Horovod's own thread
 
 
@@ -32,7 +31,7 @@ class Seat:
     local_rank: int = 0
     local_size: int = 1
     allowed: frozenset[int] = frozenset()  # CPUs that the process may use
-    placed: bool = False  # the launcher gave this very rank its CPUs
+    placed: int = 0  # ranks to which the launcher gave these very CPUs, as far as is known; 0: it gave none
     visible: tuple[int, ...] | None = None  # GPUs that CUDA shows the process; None: all of the host
 
 
@@ -49,6 +48,7 @@ class Binding:
     service_cpus: tuple[int, ...]  # for Horovod's thread, one for each rank of the host; empty: any
     threads: int
     remarks: tuple[str, ...] = ()
+    placed: bool = False  # where the launcher put the rank
 
     def __str__(self) -> str:
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
@@ -91,11 +91,11 @@ def _unmoved(
 ) -> Binding:
     """Return the part of a rank that stays on the CPUs it was started on."""
     cpus = tuple(sorted(seat.allowed))
-    threads = len(cpus) if seat.placed else max(1, len(cpus) // seat.local_size)
+    threads = max(1, len(cpus) // (seat.placed or seat.local_size))
     if mode == "none":
         return Binding(mode, cpus, (), gpu, card, cards, (), threads)
     kept = f"the launcher gave this rank CPUs {cpu_ranges(cpus)}: they are kept"
-    return Binding(mode, cpus, _memory(host, cpus), gpu, card, cards, (), threads, (kept,))
+    return Binding(mode, cpus, _memory(host, cpus), gpu, card, cards, (), threads, (kept,), placed=True)
 
 
 def _remarks(

@@ -7,6 +7,7 @@ system does not permit is said, and the run goes on without it.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -43,7 +44,7 @@ def planned(mode: str, root: Path = Path("/")) -> Binding:
         local_rank=place.local_rank,
         local_size=place.local_size,
         allowed=frozenset(os.sched_getaffinity(0)),
-        placed=placed_by_launcher(),
+        placed=placed_by_launcher(place.local_size, os.environ),
         visible=shown(host, listed, os.environ),
     )
     return plan(host, seat, mode)
@@ -72,15 +73,21 @@ def set_variables(environment: MutableMapping[str, str], variables: dict[str, st
         environment.setdefault(name, value)
 
 
-def placed_by_launcher(proc: Path = Path("/proc")) -> bool:
-    """Say whether the launcher gave this process CPUs of its own: fewer than it has itself."""
+def placed_by_launcher(local_size: int, environment: Mapping[str, str], proc: Path = Path("/proc")) -> int:
+    """Return among how many ranks the launcher shared out this process's CPUs; 0: it gave all of its own.
+
+    One rank has a core or a part of the host to itself; several have a socket, if there are more ranks.
+    """
     mine = _cpus_of(proc / "self")
     process = _parent(proc / "self")
     while process not in ("", "0"):
         if _name(proc / process).partition(".")[0] in _LAUNCHERS:
-            return mine < _cpus_of(proc / process)
+            theirs = len(_cpus_of(proc / process))
+            # Slurm's own process is not held to the CPUs of its job.
+            theirs = min(theirs, int(environment.get("SLURM_CPUS_ON_NODE", theirs)))
+            return math.ceil(local_size * len(mine) / theirs) if len(mine) < theirs else 0
         process = _parent(proc / process)
-    return False
+    return 0
 
 
 def memory_nodes() -> tuple[int, ...]:
@@ -103,13 +110,15 @@ def _pin(binding: Binding) -> list[str]:
     for thread in Path("/proc/self/task").iterdir():  # one, unless a library was imported before
         try:
             os.sched_setaffinity(int(thread.name), binding.cpus)
+        except ProcessLookupError:
+            continue  # it has ended
         except OSError as error:
             problems.append(f"CPUs {cpu_ranges(binding.cpus)} could not be taken: {error.strerror}")
     if binding.nodes and not memory_nodes():  # a policy from the launcher stays
         problem = _prefer(binding.nodes)
         if problem:
             problems.append(f"memory is not bound to NUMA node {cpu_ranges(binding.nodes)}: {problem}")
-    return problems[:2]
+    return list(dict.fromkeys(problems))  # each once
 
 
 def _prefer(nodes: tuple[int, ...]) -> str:

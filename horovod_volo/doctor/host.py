@@ -10,7 +10,6 @@ from pathlib import Path
 from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.launch import Promise
 from horovod_volo.cluster.nvml import list_gpus
-from horovod_volo.cluster.pinning import placed_by_launcher
 from horovod_volo.cluster.topology import Host, read_host
 from horovod_volo.doctor.finding import Finding, attempt, failure, ok, warning
 
@@ -52,10 +51,9 @@ def _described(host: Host) -> str:
 
 def _binding(bound: Binding) -> Iterator[Finding]:
     gpu = f", GPU {bound.gpu.name}" if bound.gpu else ""
-    placed = placed_by_launcher()
-    kept = "".join(f"; {remark}" for remark in bound.remarks) if placed else ""
+    kept = "".join(f"; {remark}" for remark in bound.remarks) if bound.placed else ""
     yield ok("binding", f"{bound.mode}: {bound}{gpu}{kept}")
-    if not placed:
+    if not bound.placed:
         remedy = "Give the job these CPUs, or start fewer ranks; --binding none takes what there is."
         yield from (warning("binding", remark, remedy) for remark in bound.remarks)
 

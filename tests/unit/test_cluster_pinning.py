@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from topologies_on_disk import lay_out
+from topologies_on_disk import host_of, lay_out
 
 from horovod_volo.cluster.binding import Binding, Seat, plan
 from horovod_volo.cluster.nvml import list_gpus, visible
-from horovod_volo.cluster.pinning import placed_by_launcher, set_variables, shown
+from horovod_volo.cluster.pinning import bind, placed_by_launcher, set_variables, shown
 from horovod_volo.cluster.topology import Card, Gpu, cpu_ranges, read_host
 from horovod_volo.cluster.variables import TABLE, Switches, variables_of
 
@@ -100,23 +100,42 @@ def process(proc: Path, number: str, name: str, parent: str, cpus: str) -> None:
 @pytest.mark.parametrize(
     ("launcher", "its_cpus", "mine", "placed"),
     [
-        ("orted", "0-63", "0-7", True),
-        ("mpirun.openmpi", "0-63", "0-7", True),
-        ("slurmstepd", "0-63", "0-7", True),
-        ("orted", "0-7", "0-7", False),  # a job's cgroup, or taskset: all ranks have these
-        ("bash", "0-63", "0-7", False),  # taskset before horovodrun
+        ("orted", "0-63", "0-7", 1),
+        ("mpirun.openmpi", "0-63", "0-7", 1),
+        ("orted", "0-63", "0-31", 4),  # by socket: four of the eight ranks have this one
+        ("orted", "0-7", "0-7", 0),  # a job's cgroup, or taskset: all ranks have these
+        ("bash", "0-63", "0-7", 0),  # taskset before horovodrun
+        ("slurmstepd", "0-63", "0-1", 1),
+        ("slurmstepd", "0-63", "0-15", 0),  # the 16 CPUs of the job, which stepd is not held to
     ],
 )
-def test_who_placed_a_process(tmp_path: Path, launcher: str, its_cpus: str, mine: str, placed: bool) -> None:
+def test_who_placed_a_process(tmp_path: Path, launcher: str, its_cpus: str, mine: str, placed: int) -> None:
     process(tmp_path, "self", "python3", "30", mine)
     process(tmp_path, "30", "bash", "20", mine)  # a wrapper script between launcher and rank
     process(tmp_path, "20", launcher, "1", its_cpus)
     process(tmp_path, "1", "systemd", "0", "0-127")
-    assert placed_by_launcher(tmp_path) is placed
+    slurm = {"SLURM_CPUS_ON_NODE": "16"} if launcher == "slurmstepd" else {}
+    assert placed_by_launcher(8, slurm, tmp_path) == placed
 
 
 def test_a_process_without_a_proc_is_not_placed(tmp_path: Path) -> None:
-    assert placed_by_launcher(tmp_path) is False
+    assert placed_by_launcher(2, {}, tmp_path) == 0
+
+
+def test_threads_are_divided_among_the_ranks_of_a_socket() -> None:
+    host = host_of("cpu_vm")
+    bound = plan(host, Seat(1, 4, frozenset(range(4)), placed=2))
+    assert (bound.cpus, bound.threads, bound.nodes) == ((0, 1, 2, 3), 2, (0,))
+
+
+def test_without_the_right_to_pin_a_rank_goes_on_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    bound = bind("numa")
+    assert bound.remarks == (f"CPUs {cpu_ranges(bound.cpus)} could not be taken: Operation not permitted",)
 
 
 # What the driver's library does for these calls, with two GPUs; the struct is laid out as in nvml.h.
