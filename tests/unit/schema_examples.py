@@ -24,6 +24,7 @@ FURTHER_FLAGS = {
 }
 # Per setting, two values besides the default. Where none are given, the kind of the default decides.
 EXAMPLES: dict[str, tuple[Any, Any]] = {
+    "binding": ("core", "none"),
     "img_size": (64, 96),
     "epochs": (30, 40),
     "ratio": ((0.9, 1.1), (0.5, 2.0)),
