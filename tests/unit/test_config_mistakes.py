@@ -90,7 +90,10 @@ def test_flags_of_the_wrong_type_or_range(argv: list[str], said: str) -> None:
         ("[exchange]\nprecision = 16", "exchange.precision takes fp32 or bf16 or fp16, not 16."),
         ("[update]\nepoch = 3", "unknown key 'epoch' in [update]. Did you mean epochs?"),
         ("[update]\nbatch_size = 3", "unknown key 'batch_size' in [update]. It belongs to [data]."),
-        ("[updates]\nepochs = 3", "unknown table [updates]. Did you mean update? Tables: run, launch, model, "),
+        (
+            "[updates]\nepochs = 3",
+            "unknown table [updates]. Did you mean update? Tables: run, launch, model, ",
+        ),
         ("epochs = 3", "unknown table [epochs]."),
         ("[update\n", "is not valid TOML"),
     ],
