@@ -81,7 +81,8 @@ class Host:
     def here(self, *words: str) -> list[str]:
         """Return the words that run others on this host."""
         cpu = ("taskset", "--cpu-list", str(self.cpu))
-        entered = ("--target", str(self.pid), "--net", "--uts", "--mount", "--pid", f"--wd={Path.cwd()}")
+        spaces = ("--net", "--uts", "--pid", "--mount", "--root")  # the root too: tests may run in a chroot
+        entered = ("--target", str(self.pid), *spaces, f"--wd={Path.cwd()}")
         own = (f"HOME={self.folder.parent}", f"TMPDIR={self.folder}")
         return [*cpu, "nsenter", *entered, "--", "env", *own, *words]
 
