@@ -48,6 +48,12 @@ SlurmdPidFile={folder}/slurmd_%n.pid
 {nodes}
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
+# slurmd does not start without control groups, though these jobs use none; a chroot may lack them.
+CONTROL_GROUPS = """mountpoint -q /sys/fs/cgroup || {
+    mount -t tmpfs none /sys/fs/cgroup
+    mkdir /sys/fs/cgroup/systemd
+    mount -t cgroup -o none,name=systemd none /sys/fs/cgroup/systemd
+}"""
 UNDER_WAY = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SIGNALING", "REQUEUED")
 NODE_LINE = "NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port} CPUs=1 RealMemory=1000"
 
@@ -106,7 +112,7 @@ class Slurm:
         cores = sorted(os.sched_getaffinity(0))
         core = cores[NODES.index(node) % len(cores)]  # its ranks are not to take the others'
         # bash stays and reaps, as an init does.
-        boot = f"hostname {node}; taskset -c {core} slurmd -D -N {node} & wait"
+        boot = f"hostname {node}; {CONTROL_GROUPS}; taskset -c {core} slurmd -D -N {node} & wait"
         words = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", boot)
         self._run(node, *words)
         wait_until(lambda: self.state_of(node) == "idle", 60, f"node {node} to be idle")
