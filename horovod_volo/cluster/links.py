@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from horovod_volo.cluster.world import World
+from horovod_volo.files.facts import fact
 
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 _UP = 0x1  # IFF_UP
@@ -71,12 +72,12 @@ def _timed_sum(world: World, tensor: torch.Tensor) -> float:
 
 
 def _interface(folder: Path) -> Interface:
-    speed = _read(folder / "speed")  # -1, or no answer, where the interface does not know
+    speed = fact(folder / "speed")  # -1, or no answer, where the interface does not know
     return Interface(
         name=folder.name,
         address=_address(folder.name),
         megabits=max(0, int(speed)) if speed.removeprefix("-").isdecimal() else 0,
-        up=bool(int(_read(folder / "flags") or "0", 16) & _UP),
+        up=bool(int(fact(folder / "flags") or "0", 16) & _UP),
     )
 
 
@@ -87,10 +88,3 @@ def _address(name: str) -> str:
         except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

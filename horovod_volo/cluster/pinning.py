@@ -19,6 +19,7 @@ from horovod_volo.cluster.launch import promised
 from horovod_volo.cluster.nvml import list_gpus, visible
 from horovod_volo.cluster.topology import Host, address_of, cpu_list, cpu_ranges, read_host
 from horovod_volo.cluster.variables import Switches, variables_of
+from horovod_volo.files.facts import fact
 
 # (set_mempolicy, get_mempolicy): the C library has no functions for them.
 _SYSTEM_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
@@ -151,8 +152,5 @@ def _name(process: Path) -> str:
 
 
 def _status(process: Path, field: str) -> str:
-    try:
-        lines = (process / "status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
+    lines = fact(process / "status").splitlines()
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{field}:")), "")

@@ -26,13 +26,13 @@ SCALAR = "step"  # the one key of an optimizer's state that has a single value f
 class ShardedReducer(Reducer):
     """A reducer of which every rank keeps one share."""
 
-    def _parts(self, world: World) -> int:
-        return world.size
-
     def __init__(self, model: nn.Module, world: World, settings: Exchange, *, passes: int) -> None:
         super().__init__(model, world, settings, passes=passes)
         # Without a loss scale no step is skipped, and nothing is to be agreed on.
         self._agree = self._spread_overflow if settings.precision == "fp16" else lambda: None
+
+    def _parts(self, world: World) -> int:
+        return world.size
 
     def _own(self, parameters: Mapping[str, Parameter], world: World) -> dict[str, Parameter]:
         self._shares = [_Share(bucket, world) for bucket in self.buckets]

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from horovod_volo.files.facts import fact
+
 UNKNOWN = -1
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
@@ -63,9 +65,9 @@ class Host:
 def read_host(root: Path = Path("/"), gpus: Sequence[tuple[str, str]] = ()) -> Host:
     """Read the host whose files lie below `root`; `gpus`: addresses and UUIDs, as the driver lists them."""
     numbers = sorted(int(folder.name[4:]) for folder in (root / _NODES).glob("node[0-9]*"))
-    nodes = {number: cpu_list(_read(root / _NODES / f"node{number}/cpulist")) for number in numbers}
+    nodes = {number: cpu_list(fact(root / _NODES / f"node{number}/cpulist")) for number in numbers}
     listed = tuple(sorted(cpu for cpus in nodes.values() for cpu in cpus))
-    online = cpu_list(_read(root / _CPUS / "online")) or listed
+    online = cpu_list(fact(root / _CPUS / "online")) or listed
     return Host(
         cores=_cores(root, online),
         nodes=nodes if listed else {0: online},
@@ -115,23 +117,16 @@ def cpu_ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
 def _cores(root: Path, online: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     cores = set()
     for cpu in online:
-        siblings = cpu_list(_read(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list"))
+        siblings = cpu_list(fact(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list"))
         cores.add(tuple(sorted(set(siblings) & set(online))) or (cpu,))
     return tuple(sorted(cores))
 
 
 def _distances(root: Path, numbers: list[int]) -> dict[int, dict[int, int]]:
-    rows = {number: _read(root / _NODES / f"node{number}/distance").split() for number in numbers}
+    rows = {number: fact(root / _NODES / f"node{number}/distance").split() for number in numbers}
     # A row has one number for each node that is online, in their order.
     return {number: dict(zip(numbers, map(int, row), strict=False)) for number, row in rows.items() if row}
 
@@ -142,18 +137,22 @@ def address_of(text: str) -> str:
     return f"{int(domain, 16):04x}:{rest}"
 
 
+def gpus_on_bus(root: Path = Path("/")) -> set[str]:
+    """Return the addresses of NVIDIA's GPUs, without asking any driver."""
+    return {
+        folder.name
+        for folder in (root / _DEVICES).glob("*")
+        if fact(folder / "vendor") == _NVIDIA and fact(folder / "class").startswith(_DISPLAY)
+    }
+
+
 def _gpus(root: Path, listed: Sequence[tuple[str, str]]) -> tuple[Gpu, ...]:
     """Return the GPUs that the driver lists, and those that a cgroup hides from it but not from us."""
     uuids = {address_of(address): uuid for address, uuid in listed}
-    devices = root / _DEVICES
-    hidden = {
-        folder.name
-        for folder in (devices.iterdir() if uuids and devices.is_dir() else ())
-        if _read(folder / "vendor") == _NVIDIA and _read(folder / "class").startswith(_DISPLAY)
-    } - uuids.keys()
+    hidden = gpus_on_bus(root) - uuids.keys() if uuids else set()
     found = []
     for name in sorted({*uuids, *hidden}) if hidden else uuids:
-        folder = (devices / name).resolve()
+        folder = (root / _DEVICES / name).resolve()
         found.append(Gpu(name, _path(folder), _node(folder), uuids.get(name, "")))
     return tuple(found)
 
@@ -165,14 +164,14 @@ def _cards(root: Path) -> tuple[Card, ...]:
         folder = (card / "device").resolve()
         # The kernel counts the ports of a card from 0 here, from 1 there.
         interfaces = {
-            int(_read(interface / "dev_port") or 0) + 1: interface.name
+            int(fact(interface / "dev_port") or 0) + 1: interface.name
             for interface in sorted((card / "device/net").glob("*"), reverse=True)
         }
         for port in sorted((card / "ports").glob("[0-9]*"), key=lambda folder: int(folder.name)):
-            link = _read(port / "link_layer")
+            link = fact(port / "link_layer")
             path, number = _path(folder), int(port.name)
             # Without a way on the bus it is a program that plays a card.
-            if path and "ACTIVE" in _read(port / "state").split() and link in found:
+            if path and "ACTIVE" in fact(port / "state").split() and link in found:
                 interface = interfaces.get(number, "")
                 found[link].append(Card(card.name, path, _node(folder), number, interface))
     return tuple(found["InfiniBand"] or found["Ethernet"])
@@ -186,7 +185,7 @@ def _path(folder: Path) -> tuple[str, ...]:
 
 
 def _node(folder: Path) -> int:
-    text = _read(folder / "numa_node")
+    text = fact(folder / "numa_node")
     return int(text) if text else UNKNOWN
 
 

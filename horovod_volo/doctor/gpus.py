@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
+from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.doctor.finding import Finding, attempt, failure, ok
-
-_NVIDIA = "0x10de"
-_DISPLAY = "0x03"  # the PCI class of display controllers, which GPUs without a display have too
 
 
 @dataclass(frozen=True)
@@ -73,14 +70,6 @@ def judge_gpus(seen: Seen) -> list[Finding]:
     return [ok("gpu", f"{seen.to_torch} x {seen.names}, driver {seen.driver}")]
 
 
-def gpus_on_bus(root: Path = Path("/")) -> int:
-    """Count NVIDIA's GPUs without asking any driver."""
-    devices = [
-        folder for folder in (root / "sys/bus/pci/devices").glob("*") if _read(folder / "vendor") == _NVIDIA
-    ]
-    return sum(_read(folder / "class").startswith(_DISPLAY) for folder in devices)
-
-
 def _see() -> Seen:
     import torch
 
@@ -89,7 +78,7 @@ def _see() -> Seen:
     count = torch.cuda.device_count()
     names = dict.fromkeys(torch.cuda.get_device_name(number) for number in range(count))
     return Seen(
-        on_bus=gpus_on_bus(),
+        on_bus=len(gpus_on_bus()),
         driver=driver_version(),
         driver_cuda=_driver_cuda(),
         torch_cuda=torch.version.cuda or "",
@@ -106,10 +95,3 @@ def _driver_cuda() -> int:
         return 0
     number = ctypes.c_int()
     return 0 if library.cuDriverGetVersion(ctypes.byref(number)) else number.value
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""

@@ -120,16 +120,13 @@ def _apex() -> Iterator[Finding]:
     if importlib.util.find_spec("apex") is None:
         yield ok("apex", "not installed; torch's own fused AdamW serves")
         return
-    import torch
+    from horovod_volo.optim.apex_door import check_apex
 
-    from horovod_volo.optim.apex_door import fused_adam
-
-    weight = torch.nn.Parameter(torch.zeros(1))
     try:
-        fused_adam([{"params": [weight]}], betas=(0.9, 0.999), eps=1e-8)
+        check_apex(instead="adamw")
     except UserError as problem:
         found = from_error("apex", problem)
-        yield warning("apex", found.text.removeprefix("--opt fusedadam: "), found.remedy)
+        yield warning("apex", found.text, found.remedy)
     else:
         yield ok("apex", "NVIDIA's, with its CUDA kernels")
 

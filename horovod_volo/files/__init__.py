@@ -1,1 +1,1 @@
-"""The ground, beside config: how anything is put on disk so that it is whole or absent."""
+"""The ground, beside config: files that are whole or absent, and files in which the system tells facts."""

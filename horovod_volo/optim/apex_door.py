@@ -34,19 +34,26 @@ def _counted(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _apex(name: str, *, instead: str) -> Any:
+def check_apex(instead: str) -> None:
+    """Raise UserError where NVIDIA's Apex cannot be used; `instead` is the optimizer that serves as well."""
     remedy = _INSTALL.format(instead=instead)
     try:
-        import apex.optimizers
+        import apex.optimizers  # noqa: F401
     except ModuleNotFoundError as error:
         missing = "NVIDIA Apex is not installed"
         impostor = "the installed package called apex is not NVIDIA's. Uninstall it"
-        told = missing if error.name == "apex" else impostor
-        raise UserError(f"--opt {name.lower()}: {told}. {remedy}") from None
+        raise UserError(f"{missing if error.name == 'apex' else impostor}. {remedy}") from None
     try:
         import amp_C  # noqa: F401  # its kernels, which a build without CUDA leaves out
     except ModuleNotFoundError:
-        raise UserError(
-            f"--opt {name.lower()}: Apex is installed without its CUDA kernels. {remedy}"
-        ) from None
+        raise UserError(f"Apex is installed without its CUDA kernels. {remedy}") from None
+
+
+def _apex(name: str, *, instead: str) -> Any:
+    try:
+        check_apex(instead)
+    except UserError as problem:
+        raise UserError(f"--opt {name.lower()}: {problem}") from None
+    import apex.optimizers
+
     return getattr(apex.optimizers, name)

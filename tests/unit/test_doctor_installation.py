@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.doctor.gpus import Seen, gpus_on_bus, judge_gpus
+from horovod_volo.cluster.topology import gpus_on_bus
+from horovod_volo.doctor.gpus import Seen, judge_gpus
 from horovod_volo.doctor.installation import compare_mpi
 
 WELL = Seen(on_bus=8, driver="550.54", driver_cuda=12040, torch_cuda="12.8", to_torch=8, names="NVIDIA H100")
@@ -59,7 +60,7 @@ def test_gpus_are_counted_on_the_bus(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "vendor").write_text(f"{vendor}\n")
         (folder / "class").write_text(f"{kind}\n")
-    assert gpus_on_bus(tmp_path) == 2
+    assert gpus_on_bus(tmp_path) == {"0000:07:00.0", "0000:0f:00.0"}
 
 
 @pytest.mark.parametrize(
