@@ -13,7 +13,7 @@ from pathlib import Path
 
 # From the ground up. A room imports rooms on floors below its own, and itself.
 FLOORS = (
-    {"config", "files"},
+    {"config", "files", "kernels"},
     {"cluster", "data", "models", "objective", "optim", "monitor"},
     {"engine"},
     {"train", "evaluate", "doctor", "bench", "export", "labels", "pack"},
@@ -26,6 +26,7 @@ DOORS = {
     "apex": "optim",
     "amp_C": "optim",
     "timm": "models",
+    "triton": "kernels",
     "onnx": "models",
     "onnxruntime": "models",
     "onnxscript": "models",
