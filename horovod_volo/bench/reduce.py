@@ -1,146 +1,186 @@
-"""Our reducer against Horovod's DistributedOptimizer: whole steps of one model, on the same ranks.
+"""How much of the exchange of gradients is left to wait for: whole steps, ours and those of others.
 
-Both sides run the same forward, backward and update; they differ in how gradients meet, and only
-ours averages the batch-norm statistics as well.
+Ranks that train each for itself are the floor. What a step takes longer than theirs is the exposed part of
+its exchange, the work that this takes from the cores included. A round has a block of each way, forwards and
+backwards in turn, and every rank ends a block when the last one does.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Literal
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean, median
+from time import perf_counter, process_time
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim import SGD
+from torch import Tensor
 
+from horovod_volo.bench import exchanges
 from horovod_volo.bench.agreement import assert_agree
-from horovod_volo.bench.pairs import Block, alternate, repeats_for, timed
+from horovod_volo.bench.exchanges import Compression, Way, Work, weights
+from horovod_volo.bench.pairs import BLOCK_SECONDS, Action, wait_for
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.launch import promised
+from horovod_volo.cluster.pinning import bind
 from horovod_volo.cluster.share import share_of_host
 from horovod_volo.cluster.world import World
 from horovod_volo.config.errors import UserError
-from horovod_volo.config.schema import Exchange
-from horovod_volo.models.build import build_model, training_forward
+from horovod_volo.models.build import build_model
 
 CLASSES = 1000
-# Plain gradient descent: an adaptive optimizer would blow a gradient's rounding up to a whole step.
-LEARNING_RATE = 1e-3
+OURS, STOCK, DDP, LATE, FLOOR = "ours", "stock Horovod", "torch DDP", "after backward", "no exchange"
 _COMPARED_STEPS = 3
-_TOLERANCES = {"none": 1e-4, "fp16": 1e-2}  # of the way the weights have gone
+_TOLERANCES: dict[Compression, float] = {"none": 1e-4, "fp16": 1e-2}  # of the way the weights have gone
 _MILLISECONDS = 1e3
+_HOROVODS_FUSION = 128 * 2**20
 
-Compression = Literal["none", "fp16"]
-Step = Callable[[], None]
+
+@dataclass
+class Times:
+    """Seconds a step, round by round: until the last rank was through, and of the processor, a rank."""
+
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
 
 
 def measure(*, model: str, img_size: int, batch_size: int, pairs: int) -> Result:
-    """Compare both on all ranks, gradients as they are and in fp16. Collective: every rank calls this."""
-    world = World.join()
-    if world.size == 1:
+    """Measure so many rounds of every way on all ranks. Collective: every rank calls this."""
+    if promised().size == 1:
         raise UserError(
             "There is nothing to reduce on one rank. Start several: "
             "horovodrun -np 2 python -m horovod_volo.bench reduce"
         )
+    # The trainer lets Horovod fuse nothing; stock Horovod lives by it, and has it here.
+    os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(_HOROVODS_FUSION))
+    cpus = os.sched_getaffinity(0)
+    world = World.join(bind("numa"))  # as the trainer does
+    try:
+        return _measured(world, model, img_size, batch_size, pairs)
+    finally:
+        os.sched_setaffinity(0, cpus)  # what is told of the hardware counts them
+
+
+def _measured(world: World, model: str, img_size: int, batch_size: int, rounds: int) -> Result:
+    # Imported here: it brings in what one rank alone need not have.
+    from horovod_volo.bench.peers_reduce import torch_ranks
+
     device = share_of_host(world).device
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     network = build_model(model, img_size=img_size, num_classes=CLASSES, drop_path=0.0).to(device).train()
     random = torch.Generator().manual_seed(world.rank)
     images = torch.randn(batch_size, 3, img_size, img_size, generator=random).to(device)
     classes = torch.randint(CLASSES, (batch_size,), generator=random).to(device)
-
-    figures: list[Figure] = []
-    compressions: tuple[Compression, ...] = ("none", "fp16")
-    for compression in compressions:
-        figures += _compare(network, lambda other: _loss(other, images, classes), world, compression, pairs)
-    title = (
-        f"step, {img_size} px, {world.size} x {batch_size} images ({world.controller}), against stock Horovod"
-    )
+    work = Work(network, images, classes)
+    clock = _Clock(world, device)
+    with torch_ranks(world, device):
+        ways = _fit_ways(work, clock)
+        figures = _figures(ways, work, clock, rounds)
+    forms = ", ".join(f"{name}: {ways[name].form}" for name in (OURS, STOCK, DDP))
+    title = f"step, {img_size} px, {world.size} x {batch_size} images ({world.controller}); {forms}"
     return Result(f"reduce {model}", title, figures)
 
 
-def _compare(
-    network: nn.Module,
-    loss: Callable[[nn.Module], Tensor],
-    world: World,
-    compression: Compression,
-    pairs: int,
-) -> list[Figure]:
-    ours, stock = copy.deepcopy(network), copy.deepcopy(network)
-    our_step = _our_step(ours, loss, world, compression)
-    stock_step = _stock_step(stock, loss, compression)
-    for _ in range(_COMPARED_STEPS):
-        our_step()
-        stock_step()
-    start = _weights(network)
-    assert_agree(
-        f"weights after {_COMPARED_STEPS} steps, compression {compression}",
-        _weights(ours) - start,
-        _weights(stock) - start,
-        _TOLERANCES[compression],
-    )
+class _Clock:
+    """Times blocks of steps that all ranks begin and end together."""
 
-    device = start.device
-    # Every rank takes part in every step, so rank 0 says how many a block has.
-    repeats = world.share(repeats_for(our_step, device))
-    world.share(repeats_for(stock_step, device))  # warm as ours is; then all ranks begin together
-    our_block = _together(timed(our_step, repeats, device), world)
-    stock_block = _together(timed(stock_step, repeats, device), world)
-    result = alternate(our_block, stock_block, pairs)
-    wire = {"none": "fp32", "fp16": "fp16"}[compression]
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.world, self._device = world, device
+
+    def block(self, action: Action, repeats: int) -> tuple[float, float]:
+        """Return seconds of a call until the last rank is through, and of the processor, a rank."""
+        self.world.share(None)
+        began, cpu_before = perf_counter(), process_time()
+        for _ in range(repeats):
+            action()
+        wait_for(self._device)
+        taken = (perf_counter() - began) / repeats, (process_time() - cpu_before) / repeats
+        walls, cpus = zip(*self.world.gather(taken), strict=True)
+        return max(walls), fmean(cpus)
+
+
+def _fit_ways(work: Work, clock: _Clock) -> dict[str, Way]:
+    """Build every way in the fastest of its forms, having seen that all forms end at the same weights."""
+    start = weights(work.network)
+    late = exchanges.after_backward(work, clock.world)
+    for _ in range(_COMPARED_STEPS):
+        late.step()
+    fastest = partial(_fastest, start=start, moved=weights(late.lesson) - start, clock=clock)
+    floor = exchanges.no_exchange(work)
+    floor.step()
+    return {
+        OURS: fastest(exchanges.ours(work, clock.world)),
+        STOCK: fastest(exchanges.stock_horovod(work)),
+        DDP: fastest(exchanges.torch_ddp(work)),
+        LATE: late,
+        FLOOR: floor,
+    }
+
+
+def _fastest(forms: Sequence[Way], start: Tensor, moved: Tensor, clock: _Clock) -> Way:
+    """Return the form that has the shortest step; all must have moved the weights as `moved` says."""
+    seconds = []
+    for way in forms:
+        taken = [clock.block(way.step, 1)[0] for _ in range(_COMPARED_STEPS)]
+        what = f"weights after {_COMPARED_STEPS} steps, {way.form}"
+        assert_agree(what, weights(way.lesson) - start, moved, _TOLERANCES[way.compression])
+        clock.world.assert_same(way.lesson.parameters(), what)
+        seconds.append(min(taken[1:]))  # the first builds what is built once
+    return forms[seconds.index(min(seconds))]
+
+
+def _figures(ways: Mapping[str, Way], work: Work, clock: _Clock, rounds: int) -> list[Figure]:
+    before = ways[OURS].messages()
+    seconds, _ = clock.block(ways[OURS].step, 1)
+    messages = ways[OURS].messages() - before
+    repeats = clock.world.share(max(1, math.ceil(BLOCK_SECONDS / seconds)))
+    times = {name: Times() for name in ways}
+    backward, alone = [], []
+    for number in range(rounds):
+        for name in list(ways)[:: -1 if number % 2 else 1]:
+            wall, cpu = clock.block(ways[name].step, repeats)
+            times[name].wall.append(wall)
+            times[name].cpu.append(cpu)
+        alone.append(clock.block(ways[OURS].exchange, repeats)[0])
+        backward.append(_backward_seconds(ways[FLOOR], work, clock))
+    return [*_of_times(times), *_of_parts(backward, alone, messages)]
+
+
+def _backward_seconds(way: Way, work: Work, clock: _Clock) -> float:
+    loss = work.loss(way.lesson)
+    return clock.block(loss.backward, 1)[0]
+
+
+def _of_times(times: Mapping[str, Times]) -> list[Figure]:
+    floor = times[FLOOR]
+    exposed = {name: _longer(times[name].wall, floor.wall) for name in times if name != FLOOR}
+    worked = {name: _longer(times[name].cpu, floor.cpu) for name in exposed}
+    efficiency = [100 * alone / taken for alone, taken in zip(floor.wall, times[OURS].wall, strict=True)]
+    left = median(exposed[OURS])
     return [
-        Figure.of(f"{wire} on the wire: step", [_MILLISECONDS * seconds for seconds in result.ours], "ms"),
-        Figure.of_estimate(f"{wire} on the wire: faster than stock", result.times_faster, "x"),
+        Figure.of("efficiency against no exchange", efficiency, "%"),
+        *(Figure.of(f"{name}: step", _milliseconds(times[name].wall), "ms") for name in times),
+        *(Figure.of(f"{name}: exposed", _milliseconds(exposed[name]), "ms") for name in exposed),
+        *(Figure.of(f"{name}: processor time", _milliseconds(worked[name]), "ms") for name in worked),
+        Figure("exposed, as a share of stock Horovod's", left / median(exposed[STOCK]), "x"),
+        Figure("exposed, as a share of DDP's", left / median(exposed[DDP]), "x"),
     ]
 
 
-def _our_step(
-    model: nn.Module, loss: Callable[[nn.Module], Tensor], world: World, compression: Compression
-) -> Step:
-    optimizer = SGD(model.parameters(), lr=LEARNING_RATE)
-    reducer = Reducer(model, world, Exchange(compression=compression), passes=1)
-
-    def step() -> None:
-        loss(model).backward()  # type: ignore[no-untyped-call]
-        with reducer.averaged():
-            optimizer.step()
-
-    return step
+def _of_parts(backward: Sequence[float], alone: Sequence[float], messages: int) -> list[Figure]:
+    return [
+        Figure.of("backward", _milliseconds(backward), "ms"),
+        Figure.of("our exchange by itself", _milliseconds(alone), "ms"),
+        Figure("our messages a step", messages, ""),
+    ]
 
 
-def _stock_step(model: nn.Module, loss: Callable[[nn.Module], Tensor], compression: Compression) -> Step:
-    # Horovod may be missing where there is one rank only, and then nobody comes here.
-    from horovod_volo.bench.peers_reduce import distributed_optimizer
-
-    optimizer = distributed_optimizer(SGD(model.parameters(), lr=LEARNING_RATE), model, compression)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(model).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    return step
+def _longer(values: Sequence[float], floor: Sequence[float]) -> list[float]:
+    return [value - least for value, least in zip(values, floor, strict=True)]
 
 
-def _loss(model: nn.Module, images: Tensor, classes: Tensor) -> Tensor:
-    """Return a loss that every parameter takes part in."""
-    class_logits, token_logits = training_forward(model)(images, lambda tokens: tokens)
-    token_classes = classes.repeat_interleave(token_logits.shape[1])
-    token_loss = F.cross_entropy(token_logits.flatten(0, 1), token_classes)
-    return F.cross_entropy(class_logits, classes) + 0.5 * token_loss
-
-
-def _weights(model: nn.Module) -> Tensor:
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
-
-
-def _together(block: Block, world: World) -> Block:
-    """Let a block begin when every rank has come to it."""
-
-    def begin() -> float:
-        world.share(None)
-        return block()
-
-    return begin
+def _milliseconds(seconds: Sequence[float]) -> list[float]:
+    return [_MILLISECONDS * value for value in seconds]

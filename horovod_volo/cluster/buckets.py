@@ -48,19 +48,25 @@ class Bucket:
             parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
-def fill_buckets(parameters: Mapping[str, Parameter], bucket_bytes: int, parts: int) -> list[Bucket]:
-    """Lay parameters out in buckets, in the order in which backward is done with them."""
+def fill_buckets(
+    parameters: Mapping[str, Parameter], bucket_bytes: int, parts: int, last_bytes: int = 2**20
+) -> list[Bucket]:
+    """Lay parameters out in buckets, in the order in which backward is done with them.
+
+    What backward is done with last travels while nothing is left to compute: the last bucket is small, and
+    each may be four times as large as the one after it, so that none holds up the next.
+    """
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     groups: list[dict[str, Parameter]] = []
-    room = 0
-    for name, parameter in reversed(trained.items()):  # the last one used has its gradient first
+    room, size_of_next = 0, min(last_bytes, bucket_bytes)
+    for name, parameter in trained.items():  # the first one used has its gradient last
         size = parameter.numel() * parameter.element_size()
         if not groups or size > room:  # one parameter may be larger than a bucket
             groups.append({})
-            room = bucket_bytes
+            room, size_of_next = size_of_next, min(4 * size_of_next, bucket_bytes)
         groups[-1][name] = parameter
         room -= size
-    return [Bucket(group, parts) for group in groups]
+    return [Bucket(dict(reversed(group.items())), parts) for group in reversed(groups)]
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -36,7 +36,12 @@ class Reducer:
         passes: int,
     ) -> None:
         parameters = dict(model.named_parameters())
-        self.buckets = fill_buckets(parameters, round(settings.bucket_mib * _MIB), self._parts(world))
+        self.buckets = fill_buckets(
+            parameters,
+            round(settings.bucket_mib * _MIB),
+            self._parts(world),
+            round(settings.last_bucket_mib * _MIB),
+        )
         self.owned = self._own(parameters, world)  # what this rank's optimizer updates, by name
         self._world = world
         self._departures = [
@@ -165,17 +170,27 @@ class Half:
     def __init__(self, gradients: Tensor, world: World, name: str) -> None:
         self._gradients, self._world, self._name = gradients, world, name
         self._half = torch.empty_like(gradients, dtype=torch.float16)
+        self._divisor = predivisor(world.size)
 
     def send(self) -> Wait:
-        divisor = predivisor(self._world.size)
-        torch.mul(self._gradients, 1.0 / divisor, out=self._half)
+        scale_into(self._half, self._gradients, 1.0 / self._divisor)
         wait = self._world.ring.start_sum(self._half, self._name, 1.0)
 
         def receive() -> None:
             wait()
-            self._gradients.copy_(self._half).mul_(divisor / self._world.size)
+            scale_into(self._gradients, self._half, self._divisor / self._world.size)
 
         return receive
+
+
+def scale_into(target: Tensor, source: Tensor, factor: float) -> None:
+    """Write `factor` times `source` in one pass over both, multiplied in the wider of their types."""
+    if factor == 1.0:
+        target.copy_(source)
+        return
+    # A plain number would leave an fp16 source's product in fp16, whatever it is written to.
+    wider = torch.promote_types(source.dtype, target.dtype)
+    torch.mul(source, torch.full((1,), factor, dtype=wider, device=source.device), out=target)
 
 
 def predivisor(ranks: int) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from horovod_volo.cluster.buckets import Bucket
-from horovod_volo.cluster.reducer import Compression, Reducer, Wire, predivisor
+from horovod_volo.cluster.reducer import Compression, Reducer, Wire, predivisor, scale_into
 from horovod_volo.cluster.ring import Wait
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
@@ -153,16 +153,16 @@ class _Scattered:
 
     def __init__(self, gradients: Tensor, own: Tensor, dtype: torch.dtype, world: World, name: str) -> None:
         self._gradients, self._own, self._world, self._name = gradients, own, world, name
-        self._divisor = predivisor(world.size) if dtype == torch.float16 else 1.0
-        self._dtype = dtype
+        in_form = dtype == gradients.dtype
+        self._travelling = gradients if in_form else torch.empty_like(gradients, dtype=dtype)
+        self._divisor = 1.0 if in_form else predivisor(world.size)
 
     def send(self) -> Wait:
-        travelling = self._gradients
-        if self._dtype != travelling.dtype:
-            travelling = travelling.div(self._divisor).to(self._dtype)
-        arrive = self._world.ring.start_scatter(travelling, self._name)
+        if self._travelling is not self._gradients:
+            scale_into(self._travelling, self._gradients, 1.0 / self._divisor)
+        arrive = self._world.ring.start_scatter(self._travelling, self._name)
 
         def receive() -> None:
-            self._own.copy_(arrive()).mul_(self._divisor / self._world.size)
+            scale_into(self._own, arrive(), self._divisor / self._world.size)
 
         return receive

@@ -72,6 +72,26 @@ TABLE = (
         lambda binding, _: ",".join(map(str, binding.service_cpus)),
     ),
     Variable(
+        "HOROVOD_CYCLE_TIME",
+        "milliseconds between Horovod's rounds of asking who has what. Rounds take from a rank that computes "
+        "on one core: a tenth of it with Horovod's own choice of 1, a twentieth with 10, and a step waits "
+        "some 6 ms more. With a GPU there are cores to spare: Horovod's choice stays.",
+        lambda binding, switches: "" if binding.gpu or switches.autotune else "10",
+    ),
+    Variable(
+        "HOROVOD_FUSION_THRESHOLD",
+        "nothing is fused: buckets travel from where they lie. Horovod would copy those that meet by chance "
+        "into one message, and more than two ranks would round differently from run to run.",
+        lambda _, switches: "" if switches.autotune else "0",
+    ),
+    Variable(
+        "OMPI_MCA_mpi_yield_when_idle",
+        "Open MPI waits by spinning, and Horovod's thread waits for the slowest rank in every round: with "
+        "5 ms between rounds it took 85 % as much time as the computing thread on its core, and 4 % where it "
+        "yields.",
+        lambda *_: "1",
+    ),
+    Variable(
         "HOROVOD_AUTOTUNE",
         "--horovod-autotune: Horovod tries fusion sizes and cycle times while it trains.",
         lambda _, switches: "1" if switches.autotune else "",

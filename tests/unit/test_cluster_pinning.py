@@ -36,6 +36,8 @@ def test_variables_of_a_rank_with_a_gpu_and_a_card() -> None:
         "UCX_NET_DEVICES": "mlx5_1:1",
         "HOROVOD_GLOO_IFACE": "ib1",
         "HOROVOD_THREAD_AFFINITY": "3,7",
+        "HOROVOD_FUSION_THRESHOLD": "0",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
     }
 
 
@@ -45,10 +47,16 @@ def test_variables_of_a_rank_without() -> None:
         "OMP_NUM_THREADS": "4",
         "MKL_NUM_THREADS": "4",
         "OPENBLAS_NUM_THREADS": "1",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
         "HOROVOD_AUTOTUNE": "1",
         "HOROVOD_AUTOTUNE_LOG": "tried.csv",
         "HOROVOD_TIMELINE": "line.json",
     }
+
+
+def test_on_cpus_horovod_asks_less_often_unless_it_tunes_itself() -> None:
+    assert variables_of(binding(), Switches())["HOROVOD_CYCLE_TIME"] == "10"
+    assert "HOROVOD_CYCLE_TIME" not in variables_of(binding(), Switches(autotune="tried.csv"))
 
 
 def test_every_variable_says_why() -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.buckets import fill_buckets
+from horovod_volo.cluster.reducer import Reducer, scale_into
+from horovod_volo.cluster.ring import NoRing, Wait
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 
@@ -125,6 +127,65 @@ def test_buckets_fill_in_the_order_of_use_and_hold_every_gradient_once() -> None
         ]
     # The last parameter's gradient is the first to be there.
     assert reducer_of(model, bucket_bytes=1).buckets[0].parameters.keys() == {"head.bias"}
+
+
+@pytest.mark.parametrize("last_bytes", [64, 300, 2**20])
+def test_buckets_grow_from_a_small_last_one(last_bytes: int) -> None:
+    sizes = [40, 25, 30, 60, 35, 10, 50, 20, 45, 15, 55, 70, 5]  # elements of 4 bytes
+    names = [f"layer{number}" for number in range(len(sizes))]
+    parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in zip(names, sizes, strict=True)}
+    buckets = fill_buckets(parameters, bucket_bytes=600, parts=1, last_bytes=last_bytes)
+    assert [name for bucket in buckets for name in bucket.parameters] == names[::-1]
+    bound = min(last_bytes, 600)
+    for number, bucket in enumerate(reversed(buckets)):
+        used = sum(4 * parameter.numel() for parameter in bucket.parameters.values())
+        assert used <= bound or len(bucket.parameters) == 1
+        bound = min(4 * bound, 600)
+        if number + 1 < len(buckets):  # and what goes before would not have fitted in
+            ahead = list(buckets[-2 - number].parameters.values())[-1]
+            assert used + 4 * ahead.numel() > min(last_bytes * 4**number, 600)
+
+
+class Departures(NoRing):
+    """A ring of one rank that remembers what left."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def start_sum(self, tensor: Tensor, name: str, scale: float) -> Wait:
+        self.names.append(name)
+        return super().start_sum(tensor, name, scale)
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("layers", [4, 40])
+def test_a_message_a_bucket_and_one_more_whatever_the_passes_and_parameters(layers: int, passes: int) -> None:
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)), nn.BatchNorm1d(6))
+    ring = Departures()
+    settings = Exchange(bucket_mib=1200 / 2**20, last_bucket_mib=200 / 2**20)
+    reducer = Reducer(model, World(ring=ring), settings, passes=passes)
+    in_order = [f"bucket.{number}" for number in range(len(reducer.buckets))]
+    assert len(in_order) < layers
+    for _ in range(2):
+        for _ in range(passes):
+            assert ring.names == [], "nothing leaves before the last pass"
+            model(torch.randn(5, 6)).square().sum().backward()
+        assert ring.names == in_order, "all have left when backward ends"
+        with reducer.averaged():
+            assert ring.names == [*in_order, "statistics"]
+        ring.names.clear()
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.5, 2 / 3])
+@pytest.mark.parametrize("types", [(torch.float16, torch.float32), (torch.float32, torch.float16)])
+def test_scaling_rounds_once(types: tuple[torch.dtype, torch.dtype], factor: float) -> None:
+    source, target = torch.randn(1000).to(types[0]), torch.zeros(1000, dtype=types[1])
+    scale_into(target, source, factor)
+    assert torch.equal(target, (source.float() * factor).to(types[1]))
+    large = torch.tensor([98_304.0])
+    half = torch.zeros(1, dtype=torch.float16)
+    scale_into(half, large, 0.5)
+    assert half.item() == 49_152.0, "fp16 holds what is scaled, not what comes in"
 
 
 def test_channels_last_weights_keep_channels_last_gradients() -> None:

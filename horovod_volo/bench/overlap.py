@@ -1,0 +1,94 @@
+"""How much of the exchange backward hides where the network is slow, on one machine.
+
+The benchmark `reduce` runs on two ranks inside a network namespace of its own, whose only link, the loopback,
+passes so many bits a second and no more. Namespaces end with their first process, and all that runs there
+with them: nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from horovod_volo.bench.reduce import DDP, LATE, OURS, STOCK
+from horovod_volo.bench.results import Figure, Result
+from horovod_volo.cluster.launch import promised
+from horovod_volo.config.errors import UserError
+
+_RANKS = 2
+_SECONDS = 1200
+_TOOLS = {"setpriv": "util-linux", "unshare": "util-linux", "ip": "iproute2", "tc": "iproute2"}
+# Ends with this process, however that ends; and the process namespace ends all that was started inside.
+_NAMESPACE = (
+    *("setpriv", "--pdeathsig", "KILL"),
+    *("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"),
+)
+
+
+def measure(*, model: str, img_size: int, batch_size: int, link: int, pairs: int) -> Result:
+    """Measure on a link of so many megabits a second, which all ranks share for both directions."""
+    _check()
+    flags = {"--model": model, "--img-size": img_size, "--batch-size": batch_size, "--pairs": pairs}
+    words = [str(word) for pair in flags.items() for word in pair]
+    found = _reduce_behind(link, words)
+    value = {figure["label"]: figure["value"] for figure in found["figures"]}
+    backward, alone = value["backward"], value["our exchange by itself"]
+    exposed = {name: value[f"{name}: exposed"] for name in (OURS, DDP, STOCK, LATE)}
+    hideable = min(backward, alone)
+    return Result(
+        f"overlap {model}",
+        f"{found['title']}; link of {link:,} Mbit/s",
+        [
+            Figure("backward", backward, "ms"),
+            Figure("our exchange by itself", alone, "ms"),
+            *(Figure(f"{name}: exposed", exposed[name], "ms") for name in exposed),
+            *(Figure(f"{name}: hidden", 100 * (1 - exposed[name] / hideable), "%") for name in exposed),
+        ],
+    )
+
+
+def _check() -> None:
+    """Say in one error all that is missing."""
+    missing = [f"{tool} (of {package})" for tool, package in _TOOLS.items() if not shutil.which(tool)]
+    if os.geteuid() != 0:
+        missing.append("root, to make a network namespace")
+    if promised().size > 1:
+        missing.append("a start without a launcher: it starts its own ranks")
+    if missing:
+        raise UserError(f"A slow network cannot be made here. Missing: {'; '.join(missing)}.")
+
+
+def _reduce_behind(link: int, words: list[str]) -> dict[str, Any]:
+    """Run the benchmark `reduce` in a namespace with such a link and return its record."""
+    horovodrun = str(Path(sys.executable).parent / "horovodrun")
+    launch = [horovodrun, "-np", str(_RANKS), "--gloo", "--network-interface", "lo", sys.executable]
+    inside = [
+        "ip link set lo up",
+        f"tc qdisc add dev lo root tbf rate {link}mbit burst 1mb latency 100ms",
+        "exec " + shlex.join([*launch, "-m", "horovod_volo.bench", "reduce", "--json", *words]),
+    ]
+    with subprocess.Popen(
+        [*_NAMESPACE, "sh", "-ec", "\n".join(inside)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=_SECONDS)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise UserError(f"The ranks behind the slow link ended with an error:\n{output}{errors}".rstrip())
+    line = next(line for line in output.splitlines() if '"figures"' in line)
+    record: dict[str, Any] = json.loads(line[line.index("{") :])  # after the launcher's name of the rank
+    return record
