@@ -106,8 +106,10 @@ def _set_checkpointing(model: nn.Module, name: str) -> None:
         raise UserError(f"{name} has no activation checkpointing. Drop --grad-checkpoint.") from None
 
 
-def training_forward(model: nn.Module) -> Forward:
-    """Return the network's forward pass for training."""
+def training_forward(model: nn.Module, *, tokens: bool = True) -> Forward:
+    """Return the network's forward pass for training; without `tokens` theirs may have no logits."""
+    if isinstance(model, Volo) and not tokens:
+        return model.class_logits
     if isinstance(model, Volo | LvVit):
         return model.training_logits
     return partial(_class_logits, model)

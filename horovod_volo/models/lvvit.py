@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from horovod_volo.models.stochastic_depth import ALL, Kept, draw_kept
 from horovod_volo.models.volo import TokenExchange, runner_of_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
@@ -78,39 +79,21 @@ class Perceptron(nn.Module):
         return mapped
 
 
-class StochasticDepth(nn.Module):
-    """In training, leaves a branch out for a random share of the images and scales up the others'."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate = rate
-
-    def forward(self, branch: Tensor) -> Tensor:
-        """Return the branch (batch, tokens, channels), zero for the images it is left out for."""
-        if not self.training or self.rate == 0.0:
-            return branch
-        kept_share = 1.0 - self.rate
-        kept = branch.new_empty(branch.shape[0], 1, 1).bernoulli_(kept_share)
-        return branch * kept.div_(kept_share)
-
-
 class Block(nn.Module):
     """Attention, then the perceptron, each added to its input after a norm and a division."""
 
-    def __init__(self, embed_dim: int, num_heads: int, mlp_ratio: float, drop: float, divisor: float) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, mlp_ratio: float, divisor: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(embed_dim)
         self.attn = Attention(embed_dim, num_heads)
         self.norm2 = nn.LayerNorm(embed_dim)
         self.mlp = Perceptron(embed_dim, int(embed_dim * mlp_ratio))
-        self.drop_path = StochasticDepth(drop)
-        self.divisor = divisor
+        self.weight = 1.0 / divisor
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, first: Kept = ALL, second: Kept = ALL) -> Tensor:
         """Return tokens of the same shape (batch, tokens, channels)."""
-        attended: Tensor = tokens + self.drop_path(self.attn(self.norm1(tokens))) / self.divisor
-        mapped: Tensor = self.drop_path(self.mlp(self.norm2(attended))) / self.divisor
-        return attended + mapped
+        tokens = first.added(tokens, lambda kept: self.attn(self.norm1(kept)), self.weight)
+        return second.added(tokens, lambda kept: self.mlp(self.norm2(kept)), self.weight)
 
 
 class LvVit(nn.Module):
@@ -138,9 +121,9 @@ class LvVit(nn.Module):
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + side * side, embed_dim))
         self.patch_embed = Stem(stem_width, embed_dim)
         # The rates stay numbers where everything else is built without memory.
-        rates = torch.linspace(0, drop_path_rate, layers, device="cpu").tolist()
+        self.rates: list[float] = torch.linspace(0, drop_path_rate, layers, device="cpu").tolist()
         self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, mlp_ratio, rate, residual_divisor) for rate in rates
+            Block(embed_dim, num_heads, mlp_ratio, residual_divisor) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, num_classes)
@@ -158,11 +141,11 @@ class LvVit(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def training_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
-        """Return class and token logits; what `exchange` does to the tokens is undone on the logits."""
+        """Return class and token logits; what `exchange` does to the tokens is undone before the head."""
         grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
-        class_logits, token_logits = self._logits(self._transformed(grid.flatten(1, 2)))
-        logits_grid = token_logits.reshape(*grid.shape[:3], -1)
-        return class_logits, exchange(logits_grid).flatten(1, 2)
+        features = self._transformed(grid.flatten(1, 2))  # (batch, 1 + tokens, channels)
+        own = exchange(features[:, 1:].reshape(grid.shape))
+        return self.head(features[:, 0]), self.aux_head(own).flatten(1, 2)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits evaluation goes by, (batch, classes): half the best token's are added."""
@@ -177,8 +160,10 @@ class LvVit(nn.Module):
         first = self.cls_token.expand(tokens.shape[0], -1, -1)
         tokens = torch.cat([first, tokens], dim=1) + self.pos_embed  # (batch, 1 + tokens, channels)
         run = runner_of_blocks(self)
+        rates = [rate if self.training else 0.0 for rate in self.rates for _ in range(2)]
+        kept = iter(draw_kept(rates, len(tokens), tokens.device))
         for block in self.blocks:
-            tokens = run(block, tokens)
+            tokens = run(block, tokens, next(kept), next(kept))
         features: Tensor = self.norm(tokens)
         return features
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from horovod_volo.models.outlook import Outlook
 from horovod_volo.models.timm_door import VOLO
 
 
@@ -87,7 +88,8 @@ def exportable(network: nn.Module) -> nn.Module:
     if isinstance(own, VOLO):
         for block in list(own.modules()):
             attention = getattr(block, "attn", None)
-            # Only outlook attention unfolds; timm's other attentions have the same place and name.
-            if isinstance(getattr(attention, "unfold", None), nn.Unfold):
+            # Of timm's attentions, all in this place and of this name, only outlook attention unfolds.
+            unfolds = isinstance(getattr(attention, "unfold", None), nn.Unfold)
+            if unfolds or isinstance(attention, Outlook):
                 block.attn = ConvolvedOutlook(attention)
     return own

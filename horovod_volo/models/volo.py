@@ -1,23 +1,25 @@
 """VOLO with a forward pass for training: class logits and token logits, tokens mixed after the stem.
 
-Modules and parameter names are timm's, so checkpoints of either load in the other. Evaluation
-is timm's own forward, and so is each block; only which blocks are recomputed in backward differs.
+Parameter names and what evaluation computes are timm's, so checkpoints of either load in the other; the
+blocks are ours, made of timm's modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from horovod_volo.models.blocks import Block, outlooker, transformer
+from horovod_volo.models.stochastic_depth import Kept, draw_kept
 from horovod_volo.models.timm_door import VOLO
 
 TokenExchange = Callable[[Tensor], Tensor]  # of a (batch, rows, columns, channels) grid; its own inverse
 
-BlockRunner = Callable[[nn.Module, Tensor], Tensor]
+BlockRunner = Callable[..., Tensor]  # of a block, its tokens and what else it takes
 
 # layers and widths of the outlooker stage and the three transformer stages that follow it
 SIZES: dict[str, dict[str, Any]] = {
@@ -46,43 +48,74 @@ def runner_of_blocks(model: Any) -> BlockRunner:
     return _recomputed if model.grad_checkpointing and model.training else _plain
 
 
-def _plain(block: nn.Module, tokens: Tensor) -> Tensor:
-    result: Tensor = block(tokens)
+def _plain(block: nn.Module, tokens: Tensor, *kept: Kept) -> Tensor:
+    result: Tensor = block(tokens, *kept)
     return result
 
 
-def _recomputed(block: nn.Module, tokens: Tensor) -> Tensor:
-    # The random state is set back, so that stochastic depth leaves out the same branches again.
-    result: Tensor = checkpoint(block, tokens, use_reentrant=False, preserve_rng_state=True)
+def _recomputed(block: nn.Module, tokens: Tensor, *kept: Kept) -> Tensor:
+    # Blocks draw nothing themselves: the same branches are left out again.
+    result: Tensor = checkpoint(block, tokens, *kept, use_reentrant=False, preserve_rng_state=False)
     return result
 
 
 class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
     """timm's VOLO, trained with token labels."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for number, stage in enumerate(self.network):
+            if isinstance(stage, nn.Sequential):
+                remake = outlooker if number == 0 else transformer
+                self.network[number] = nn.Sequential(*map(remake, stage))
+
     def training_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
-        """Return class and token logits; what `exchange` does to the tokens is undone on the logits."""
-        tokens = self.patch_embed(images).permute(0, 2, 3, 1)  # (batch, rows, columns, channels)
-        tokens = self.forward_tokens(exchange(tokens))  # (batch, tokens, channels), a quarter as many
-        features = self.norm(self.forward_cls(tokens))  # (batch, 1 + tokens, channels)
+        """Return class and token logits; what `exchange` does to the tokens is undone before the head."""
+        features = self.body(exchange(self.stem(images)))
         class_logits = self.head(self.head_drop(features[:, 0]))  # (batch, classes)
-        token_logits = self.aux_head(features[:, 1:])  # (batch, tokens, classes)
-        _, rows, columns, _ = self.pos_embed.shape
-        grid = token_logits.unflatten(1, (rows, columns))
-        return class_logits, exchange(grid).flatten(1, 2)
+        grid = exchange(features[:, 1:].reshape(-1, *self.pos_embed.shape[1:]))
+        return class_logits, self.aux_head(grid).flatten(1, 2)  # the latter (batch, tokens, classes)
+
+    def class_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
+        """Return class logits of images whose tokens `exchange` mixes, and no token logits."""
+        features = self.body(exchange(self.stem(images)))
+        logits: Tensor = self.head(self.head_drop(features[:, 0]))
+        return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """Return normed features (batch, 1 + tokens, channels), the class token's first."""
+        return self.body(self.stem(images))
+
+    def stem(self, images: Tensor) -> Tensor:
+        """Return tokens (batch, rows, columns, channels)."""
+        tokens: Tensor = self.patch_embed(images).permute(0, 2, 3, 1)
+        # Otherwise the convolution's order of memory would go with the tokens into every block.
+        return tokens.contiguous()
+
+    def body(self, tokens: Tensor) -> Tensor:
+        """Return normed features (batch, 1 + tokens, channels) of the stem's tokens, four times as many."""
+        features: Tensor = self.norm(self.forward_cls(self.forward_tokens(tokens)))
+        return features
 
     def forward_tokens(self, tokens: Tensor) -> Tensor:
         """Return (batch, tokens, channels) of the stem's (batch, rows, columns, channels)."""
         run = runner_of_blocks(self)
+        kept = self._draw_kept(tokens)
         for index, stage in enumerate(self.network):
             if index == 2:  # behind the outlookers and the downsampling
                 tokens = self.pos_drop(tokens + self.pos_embed)
             if isinstance(stage, nn.Sequential):
                 for block in stage:
-                    tokens = run(block, tokens)
+                    tokens = run(block, tokens, next(kept), next(kept))
             else:
                 tokens = stage(tokens)
         return tokens.flatten(1, 2)
+
+    def _draw_kept(self, tokens: Tensor) -> Iterator[Kept]:
+        """Yield who keeps each branch of each block."""
+        rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
+        in_use = rates if self.training else [0.0] * len(rates)
+        yield from draw_kept(in_use, len(tokens), tokens.device)
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
         """Return (batch, 1 + tokens, channels): a class token that has looked at the others comes first."""

@@ -1,4 +1,4 @@
-"""The networks are timm's VOLO to the bit, and the training forward is made of the same pieces."""
+"""The networks are timm's VOLO up to rounding, and the training forward is made of the same pieces."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def test_evaluation_is_timms_with_weights_of_either() -> None:
         expected = ours(picture)  # (1, 1000)
         assert (theirs(picture) - expected).abs().max() > 1e-2  # other weights, other logits
         theirs.load_state_dict(ours.state_dict(), strict=True)
-        assert torch.equal(theirs(picture), expected)
+        torch.testing.assert_close(theirs(picture), expected, rtol=0, atol=1e-5)
         ours.load_state_dict(perturbed(theirs).state_dict(), strict=True)
-        assert not torch.equal(ours(picture), expected)
-        assert torch.equal(ours(picture), theirs(picture))
+        assert (ours(picture) - expected).abs().max() > 1e-2
+        torch.testing.assert_close(ours(picture), theirs(picture), rtol=0, atol=1e-5)
 
 
 def test_evaluation_adds_half_the_best_token_to_the_class() -> None:
@@ -78,9 +78,10 @@ def test_evaluation_adds_half_the_best_token_to_the_class() -> None:
         class_logits, token_logits = model.training_logits(random_images(3, 64), unchanged)
         assert class_logits.shape == (3, 10)
         assert token_logits.shape == (3, 16, 10)
-        assert torch.equal(class_logits + 0.5 * token_logits.max(dim=1).values, model(random_images(3, 64)))
+        both = class_logits + 0.5 * token_logits.max(dim=1).values
+        torch.testing.assert_close(both, model(random_images(3, 64)), rtol=0, atol=1e-6)
         features = model.forward_features(random_images(3, 64))  # (batch, 1 + tokens, channels)
-        assert torch.equal(token_logits, model.aux_head(features[:, 1:]))
+        torch.testing.assert_close(token_logits, model.aux_head(features[:, 1:]), rtol=0, atol=1e-6)
         assert torch.equal(class_logits, model.head(features[:, 0]))
 
 
@@ -91,10 +92,10 @@ def test_exchanging_whole_images_is_another_order_of_the_batch() -> None:
         of_others, own = model.training_logits(random_images(3, 64), lambda grid: grid.flip(0))
     assert not torch.allclose(class_logits, class_logits.flip(0), atol=1e-3)
     torch.testing.assert_close(of_others, class_logits.flip(0), rtol=0, atol=1e-5)
-    torch.testing.assert_close(own, token_logits, rtol=0, atol=1e-5)  # undone on the token logits
+    torch.testing.assert_close(own, token_logits, rtol=0, atol=1e-5)  # undone for the token logits
 
 
-def test_the_same_box_is_exchanged_after_the_stem_and_on_the_logits() -> None:
+def test_the_same_box_is_exchanged_after_the_stem_and_before_the_head() -> None:
     model, pictures = demo().eval(), random_images(4, 64)
     box = Box(top=1, left=0, height=2, width=3, grid=4)
     seen: list[Tensor] = []
@@ -111,7 +112,7 @@ def test_the_same_box_is_exchanged_after_the_stem_and_on_the_logits() -> None:
         stem = model.patch_embed(pictures)  # (batch, channels, rows, columns)
         class_of_mixed, tokens_of_mixed = model.training_logits(pictures, only_before)
         unmixed, _ = model.training_logits(pictures, unchanged)
-    assert [tuple(grid.shape) for grid in seen] == [(4, 8, 8, 48), (4, 4, 4, 10)]
+    assert [tuple(grid.shape) for grid in seen] == [(4, 8, 8, 48), (4, 4, 4, 96)]
     assert torch.equal(seen[0].permute(0, 3, 1, 2), stem)
     assert torch.equal(class_logits, class_of_mixed)
     assert not torch.allclose(class_logits, unmixed, atol=1e-3)
@@ -120,10 +121,12 @@ def test_the_same_box_is_exchanged_after_the_stem_and_on_the_logits() -> None:
         for row in range(4):
             for column in range(4):
                 source = 3 - image if row in (1, 2) and column < 3 else image
-                assert torch.equal(grid[image, row, column], mixed[source, row, column])
+                torch.testing.assert_close(
+                    grid[image, row, column], mixed[source, row, column], rtol=0, atol=1e-6
+                )
 
 
-def test_exchanging_twice_restores_tokens_and_logits() -> None:
+def test_exchanging_twice_restores_tokens() -> None:
     model = demo().eval()
     box = Box(top=0, left=1, height=3, width=2, grid=4)
     with torch.inference_mode():

@@ -1,0 +1,188 @@
+"""Outlook attention on a CPU: neither windows are unfolded nor results folded, rows are looked up.
+
+A target pixel is the sum, over the windows that cover it and the sources of each, of a share times the
+source's values. That is what an embedding bag computes, and the same bags with the two sides exchanged give
+the gradient of the values. Image by image, so that what lies between stays in the processor's cache.
+Invariant: a pair of pixels that lies outside of the image is in no table, as its values are zeros.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# PyTorch says so once in every process, of the one sparse product below.
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+
+
+@dataclass(frozen=True)
+class Bags:
+    """For every row of one side, which shares of an image times which rows of the other side it sums."""
+
+    shares: Tensor  # in an image's (sources, windows * heads * targets)
+    rows: Tensor
+    starts: Tensor  # one more than rows: the last is the end
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Where everything of one image lies; a row is one head of one pixel."""
+
+    to_targets: Bags
+    to_sources: Bags
+    starts: Tensor  # of each target's sources, each named once
+    sources: Tensor
+    pairs: Tensor  # of every share its pair of target and source, or one past the last
+
+
+@lru_cache(maxsize=32)  # a few MB each at 224 px
+def tables_of(
+    height: int, width: int, rows: int, columns: int, heads: int, kernel: int, padding: int, stride: int
+) -> Tables:
+    """Work out the tables of an image of height x width pixels with rows x columns windows."""
+    across = torch.arange(kernel) - padding
+    down = (torch.arange(rows) * stride)[:, None] + across  # (rows, kernel)
+    right = (torch.arange(columns) * stride)[:, None] + across
+    inside = ((down >= 0) & (down < height))[:, None, :, None] & ((right >= 0) & (right < width))[:, None]
+    pixels = (down * width)[:, None, :, None] + right[:, None]  # (rows, columns, kernel, kernel)
+    pixels, inside = pixels.reshape(rows * columns, -1), inside.reshape(rows * columns, -1)
+    first_rows = pixels[:, None] * heads + torch.arange(heads)[:, None]  # (windows, heads, places)
+    shape = (kernel * kernel, *first_rows.shape)  # of shares: (sources, windows, heads, targets)
+    targets = first_rows.expand(shape).flatten()
+    sources = first_rows.permute(2, 0, 1)[..., None].expand(shape).flatten()
+    kept = (inside[:, None] & inside.T[..., None, None]).expand(shape).flatten()
+    shares = kept.nonzero().flatten()
+    targets, sources, all_rows = targets[kept], sources[kept], height * width * heads
+    names, pair_of = torch.unique(targets * all_rows + sources, return_inverse=True)
+    pairs = torch.full(kept.shape, len(names))
+    pairs[shares] = pair_of
+    return Tables(
+        _bags(shares, targets, sources, all_rows),
+        _bags(shares, sources, targets, all_rows),
+        _starts(names // all_rows, all_rows),
+        (names % all_rows).int(),
+        pairs.int(),
+    )
+
+
+def _bags(shares: Tensor, owners: Tensor, others: Tensor, rows: int) -> Bags:
+    order = torch.argsort(owners * rows + others)
+    return Bags(shares[order].int(), others[order].int(), _starts(owners, rows))
+
+
+def _starts(owners: Tensor, rows: int) -> Tensor:
+    return F.pad(torch.bincount(owners, minlength=rows).cumsum(0), (1, 0)).int()
+
+
+@torch.library.custom_op("horovod_volo::outlook_gather", mutates_args=(), device_types="cpu")
+def outlook_gather(
+    values: Tensor, scores: Tensor, geometry: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the mixed values and, for the gradient, the shares (batch, sources, the rest).
+
+    The geometry is rows and columns of windows, heads, kernel, padding, stride.
+    """
+    tables = tables_of(*values.shape[1:3], *geometry)
+    heads, places = geometry[2], geometry[3] ** 2
+    values, scores, mixed = values.contiguous(), scores.contiguous(), _like(values)
+    shares = _exact(scores.new_empty(0)).new_empty(len(values), places, scores[:1].numel() // places)
+    transposed = shares.new_empty(shares.shape[1:])
+    gathered = shares.new_empty(len(tables.to_targets.shares))
+    for number in range(len(values)):
+        # The sources go first: a softmax over the innermost nine takes three times as long.
+        torch.mul(_exact(scores[number]).view(-1, places).T, scale, out=transposed)
+        torch.softmax(transposed, 0, out=shares[number])
+        mixed[number] = _summed(tables.to_targets, shares[number], values[number], heads, gathered)
+    return mixed, shares
+
+
+@torch.library.custom_op("horovod_volo::outlook_gather_backward", mutates_args=(), device_types="cpu")
+def outlook_gather_backward(
+    gradient: Tensor, values: Tensor, shares: Tensor, geometry: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the values and of the scores."""
+    tables = tables_of(*values.shape[1:3], *geometry)
+    heads, places = geometry[2], geometry[3] ** 2
+    gradient, values = gradient.contiguous(), values.contiguous()
+    of_values, of_scores = _like(values), _like_scores(values, geometry)
+    of_shares = shares.new_empty(shares.shape[1:])
+    gathered = shares.new_empty(len(tables.to_sources.shares))
+    products = shares.new_empty(len(tables.sources) + 1)  # what lies outside finds the zero at the end
+    rows = len(tables.starts) - 1
+    sampled = torch.sparse_csr_tensor(
+        tables.starts, tables.sources, products[:-1], size=(rows, rows), check_invariants=False
+    )
+    for number in range(len(values)):
+        targets, sources = _rows(gradient[number], heads), _rows(values[number], heads)
+        of_values[number] = _summed(tables.to_sources, shares[number], gradient[number], heads, gathered)
+        products.zero_()  # even times beta=0 the last image's NaN would stay
+        torch.sparse.sampled_addmm(sampled, targets, sources.T, beta=0, alpha=scale, out=sampled)
+        torch.index_select(products, 0, tables.pairs, out=of_shares.view(-1))
+        of_softmax = torch._softmax_backward_data(of_shares, shares[number], 0, shares.dtype)
+        of_scores[number].view(-1, places).T.copy_(of_softmax)
+    return of_values, of_scores
+
+
+def _summed(bags: Bags, shares: Tensor, image: Tensor, heads: int, gathered: Tensor) -> Tensor:
+    """Return the sums of the bags in the form of the image."""
+    torch.index_select(shares.view(-1), 0, bags.shares, out=gathered)
+    sums = F.embedding_bag(
+        bags.rows,
+        _rows(image, heads),
+        bags.starts,
+        mode="sum",
+        per_sample_weights=gathered,
+        include_last_offset=True,
+    )
+    return sums.view(image.shape)
+
+
+def _rows(image: Tensor, heads: int) -> Tensor:
+    return _exact(image).view(-1, image.shape[-1] // heads)
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    """Return what is summed up without loss; half precision is for keeping alone."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _like_scores(values: Tensor, geometry: list[int]) -> Tensor:
+    rows, columns, heads, kernel = geometry[:4]
+    return values.new_empty((len(values), rows, columns, heads * kernel**4))
+
+
+@outlook_gather.register_fake
+def _form(values: Tensor, scores: Tensor, geometry: list[int], _: float) -> tuple[Tensor, Tensor]:
+    rows, columns, heads, kernel = geometry[:4]
+    shape = (len(values), kernel**2, rows * columns * heads * kernel**2)
+    return _like(values), _exact(scores.new_empty(0)).new_empty(shape)
+
+
+@outlook_gather_backward.register_fake
+def _backward_form(
+    _: Tensor, values: Tensor, _shares: Tensor, geometry: list[int], _scale: float
+) -> tuple[Tensor, Tensor]:
+    return _like(values), _like_scores(values, geometry)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    values, _, ctx.geometry, ctx.scale = inputs
+    ctx.save_for_backward(values, output[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    of_both = outlook_gather_backward(gradient, *ctx.saved_tensors, ctx.geometry, ctx.scale)
+    return *of_both, None, None
+
+
+outlook_gather.register_autograd(_backward, setup_context=_keep)

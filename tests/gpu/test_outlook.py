@@ -1,0 +1,99 @@
+"""The fused outlook attention: on a GPU, or in Triton's interpreter, against the plain form."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import outlook_passes
+import pytest
+import torch
+from outlook_passes import Case, Pass, run
+
+from horovod_volo.models.outlook import plain_outlook
+
+pytest.importorskip("triton")
+
+SCALE = 0.7
+# batch, height, width, heads, width of a head: more cells than one program has, then odd and small sizes
+CASES = [
+    (torch.float32, 1e-5, (2, 9, 8, 1, 6)),
+    (torch.bfloat16, 1e-2, (1, 3, 4, 2, 4)),
+    (torch.float16, 1e-3, (2, 1, 1, 1, 8)),
+]
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from horovod_volo.kernels.outlook_programs import differentiate_scores, gather
+
+def compiled(program, **constants):
+    sizes = dict.fromkeys(("count", "heads", "rows", "columns", "height", "width"), "i32")
+    pointers = dict.fromkeys(("taken", "given", "scores", "gradient", "values", "of_scores"), "*bf16")
+    types = sizes | pointers | {"logarithms": "*fp32", "scale": "fp32"}
+    signature = {name: types.get(name, "constexpr") for name in program.arg_names}
+    source = ASTSource(program, signature, constants | {"depth": 32, "lanes": 32, "cells": 32})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+compiled(differentiate_scores)
+for backward in (False, True):
+    exchanging = [word for word in ("shfl", "bar.sync") if word in compiled(gather, backward=backward)]
+    assert not exchanging, f"threads exchange data by {exchanging}, which is slow"
+"""
+
+
+def case(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Case:
+    batch, height, width, heads, depth = shape
+    draw = torch.Generator().manual_seed(1)
+    values = torch.randn(batch, height, width, heads * depth, generator=draw)
+    scores = torch.randn(batch, -(-height // 2), -(-width // 2), heads * 81, generator=draw)
+    above = torch.randn(values.shape, generator=draw)
+    return *(tensor.to(device, dtype) for tensor in (values, scores, above)), heads, SCALE
+
+
+def passes(cases: list[Case], device: torch.device, folder: Path) -> list[Pass]:
+    """Run the kernels on the GPU, or in the interpreter."""
+    if device.type == "cuda":
+        return run(cases)
+    torch.save(cases, folder / "cases")
+    started([outlook_passes.__file__, str(folder / "cases"), str(folder / "passes")], TRITON_INTERPRET="1")
+    found: list[Pass] = torch.load(folder / "passes")
+    return found
+
+
+def started(arguments: list[str], **variables: str) -> None:
+    """Run Python to its end, in an environment that says of Triton's interpreter what is given here."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(
+        command, env=environment | variables, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_values_and_gradients_are_those_of_the_plain_form(device: torch.device, tmp_path: Path) -> None:
+    cases = [case(shape, dtype, device) for dtype, _, shape in CASES]
+    for (dtype, tolerance, _), given, (runs, found) in zip(
+        CASES, cases, passes(cases, device, tmp_path), strict=True
+    ):
+        assert runs == ["gather", "differentiate_scores", "gather"]
+        assert [tensor.dtype for tensor in found] == [dtype] * 3
+        values, scores, above, heads, scale = given
+        exact = [tensor.double().requires_grad_() for tensor in (values, scores)]
+        plain = plain_outlook(*exact, [*scores.shape[1:3], heads, 3, 1, 2], scale)
+        expected = [plain, *torch.autograd.grad(plain, exact, above.double())]
+        for ours, right in zip(found, expected, strict=True):
+            assert (ours - right).abs().max() <= tolerance * right.abs().max()
+
+
+def test_the_same_inputs_give_the_same_bits(device: torch.device, tmp_path: Path) -> None:
+    shape = (1, 2, 2, 1, 4) if device.type == "cpu" else (32, 28, 28, 6, 32)
+    (_, first), (_, second) = passes([case(shape, torch.float32, device)] * 2, device, tmp_path)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_the_kernels_compile_for_a_hopper_gpu_wherever_triton_is() -> None:
+    started(["-c", COMPILE])

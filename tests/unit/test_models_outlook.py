@@ -1,0 +1,138 @@
+"""Outlook attention gives timm's values and gradients, of every size, in every form."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.models import timm_door
+from horovod_volo.models.outlook import Outlook, outlook, plain_outlook
+
+# timm's own module is the reference; its door has made it importable.
+assert timm_door
+from timm.models.volo import OutlookAttention  # noqa: E402
+
+SIZES = [(8, 8), (7, 9), (4, 11), (1, 1), (1, 6), (2, 3)]
+GEOMETRIES = [(3, 1, 2), (3, 1, 1), (5, 2, 3), (1, 0, 1), (5, 2, 2)]  # kernel, padding, stride
+
+
+def pair(heads: int, kernel: int, padding: int, stride: int, dtype: torch.dtype) -> tuple[nn.Module, Outlook]:
+    torch.manual_seed(0)
+    theirs = OutlookAttention(6 * heads, heads, kernel, padding, stride, qkv_bias=True).to(dtype)
+    return theirs, Outlook(copy.deepcopy(theirs))
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
+
+
+def value_and_gradients(module: nn.Module, pixels: Tensor) -> list[Tensor]:
+    value = module(pixels)
+    weights = drawn(*value.shape, dtype=value.dtype, seed=2).detach()
+    return [value, *torch.autograd.grad(value, [pixels, *module.parameters()], weights)]
+
+
+@pytest.mark.parametrize(("height", "width"), SIZES)
+@pytest.mark.parametrize(("kernel", "padding", "stride"), GEOMETRIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values_and_gradients_are_timms(height, width, kernel, padding, stride, dtype) -> None:
+    for heads in (1, 3):
+        theirs, ours = pair(heads, kernel, padding, stride, dtype)
+        pixels = drawn(2, height, width, 6 * heads, dtype=dtype)
+        tolerance = {"rtol": 1e-5, "atol": 1e-5 if dtype == torch.float32 else 1e-12}
+        expected, found = value_and_gradients(theirs, pixels), value_and_gradients(ours, pixels)
+        torch.testing.assert_close(found, expected, **tolerance)
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (3, 2)])
+def test_gradients_are_those_of_small_steps(height: int, width: int) -> None:
+    values = drawn(1, height, width, 4)
+    scores = drawn(1, -(-height // 2), -(-width // 2), 2 * 81)
+
+    def mixed(values: Tensor, scores: Tensor) -> Tensor:
+        return outlook(values, scores, heads=2, kernel=3, padding=1, stride=2, scale=0.7)
+
+    assert torch.autograd.gradcheck(mixed, (values, scores))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_half_precision_loses_no_more_than_its_own_rounding(dtype: torch.dtype, tolerance: float) -> None:
+    values, scores = drawn(2, 6, 5, 8).to(dtype), drawn(2, 3, 3, 2 * 81).to(dtype)
+    found = outlook(values, scores, heads=2, kernel=3, padding=1, stride=2, scale=0.7)
+    exact = plain_outlook(values.double(), scores.double(), [3, 3, 2, 3, 1, 2], 0.7)
+    assert found.dtype == dtype
+    assert (found - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+def test_large_scores_do_not_overflow() -> None:
+    values, scores = drawn(1, 4, 4, 8), 1e4 * drawn(1, 2, 2, 2 * 81)
+    found = outlook(values.float(), scores.float(), heads=2, kernel=3, padding=1, stride=2, scale=0.7)
+    exact = plain_outlook(values, scores.float().double(), [2, 2, 2, 3, 1, 2], 0.7)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_one_image_does_not_reach_into_another() -> None:
+    _, ours = pair(2, 3, 1, 2, torch.float32)
+    pixels = drawn(3, 5, 6, 12, dtype=torch.float32)
+    spoilt = pixels.detach().clone()
+    spoilt[0] = float("nan")
+    found = value_and_gradients(ours, spoilt.requires_grad_())[:2]
+    expected = value_and_gradients(ours, pixels)[:2]
+    for damaged, whole in zip(found, expected, strict=True):
+        torch.testing.assert_close(damaged[1:], whole[1:], rtol=0, atol=1e-6)
+
+
+def test_the_same_pixels_give_the_same_bits() -> None:
+    _, ours = pair(2, 3, 1, 2, torch.float32)
+    pixels = drawn(2, 7, 9, 12, dtype=torch.float32)
+    first, second = value_and_gradients(ours, pixels), value_and_gradients(ours, pixels)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def test_tensors_that_are_views_of_others() -> None:
+    theirs, ours = pair(2, 3, 1, 2, torch.float32)
+    pixels = drawn(2, 12, 6, 5, dtype=torch.float32).permute(0, 2, 3, 1)
+    torch.testing.assert_close(ours(pixels), theirs(pixels), rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_keep_timms_names_and_order() -> None:
+    theirs, ours = pair(2, 3, 1, 2, torch.float32)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
+    _, other = pair(2, 3, 1, 2, torch.float32)
+    with torch.no_grad():
+        other.v.weight.add_(1)
+    theirs.load_state_dict(other.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours.v.weight, other.v.weight)
+
+
+def test_taking_over_draws_nothing() -> None:
+    theirs, _ = pair(2, 3, 1, 2, torch.float32)
+    before = torch.get_rng_state()
+    ours = Outlook(theirs)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert ours.v is theirs.v
+    assert ours.attn is theirs.attn
+
+
+def test_dropped_shares_are_refused() -> None:
+    with pytest.raises(ValueError, match="attn_drop_rate=0"):
+        Outlook(OutlookAttention(8, 2, 3, 1, 2, attn_drop=0.1))
+
+
+def test_compiling_passes_through() -> None:
+    # The backend that generates no code shows that the graph is whole; another would only take longer.
+    _, ours = pair(2, 3, 1, 2, torch.float32)
+    pixels = drawn(2, 5, 6, 12, dtype=torch.float32)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(value_and_gradients(compiled, pixels), value_and_gradients(ours, pixels))
+
+
+def test_the_operations_keep_what_the_compiler_is_told_of_them() -> None:
+    values, scores = drawn(2, 4, 5, 4, dtype=torch.float32), drawn(2, 2, 3, 2 * 81, dtype=torch.float32)
+    operation = torch.ops.horovod_volo.outlook_gather.default
+    torch.library.opcheck(operation, (values, scores, [2, 3, 2, 3, 1, 2], 0.7))

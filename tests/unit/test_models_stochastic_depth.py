@@ -1,0 +1,103 @@
+"""What stochastic depth leaves out is not computed, and the result is that of the form that computes it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from network_samples import random_images, unchanged
+from torch import Tensor, nn
+
+from horovod_volo.models.build import build_model
+from horovod_volo.models.stochastic_depth import ALL, Kept, draw_kept
+
+CPU = torch.device("cpu")
+
+
+def rows_of(kept: Kept, batch: int) -> list[int]:
+    return list(range(batch)) if kept.rows is None else kept.rows.tolist()
+
+
+@pytest.mark.parametrize("rows", [[0, 2, 3], [4], [3, 1, 4, 0, 2], []])
+def test_it_is_the_masked_form(rows: list[int]) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 6)
+    tokens = torch.randn(5, 3, 6, requires_grad=True)
+    sent = torch.randn(5, 3, 6)
+    mask = torch.zeros(5, 1, 1).index_fill_(0, torch.tensor(rows, dtype=torch.int64), 1.0)
+    usual = tokens + layer(tokens) * mask * 4.0
+    ours = Kept(torch.tensor(rows, dtype=torch.int64), 4.0).added(tokens, layer)
+    torch.testing.assert_close(ours, usual)
+    wanted = torch.autograd.grad((usual * sent).sum(), [tokens, *layer.parameters()])
+    found = torch.autograd.grad((ours * sent).sum(), [tokens, *layer.parameters()], allow_unused=not rows)
+    for ours_of, wanted_of in zip(found, wanted, strict=True):
+        torch.testing.assert_close(torch.zeros_like(wanted_of) if ours_of is None else ours_of, wanted_of)
+
+
+def test_the_left_out_are_not_computed() -> None:
+    seen: list[int] = []
+
+    def branch(tokens: Tensor) -> Tensor:
+        seen.append(len(tokens))
+        return tokens
+
+    Kept(torch.tensor([1, 3]), 2.0).added(torch.ones(5, 2), branch)
+    Kept(torch.tensor([], dtype=torch.int64), 2.0).added(torch.ones(5, 2), branch)
+    ALL.added(torch.ones(5, 2), branch)
+    assert seen == [2, 5]
+
+
+def test_each_image_keeps_a_branch_as_often_as_asked() -> None:
+    batch, rates, draws = 6, [0.0, 0.1, 0.45, 0.9], 4000
+    times = np.zeros((len(rates), batch))
+    for seed in range(draws):
+        torch.manual_seed(seed)
+        for number, kept in enumerate(draw_kept(rates, batch, CPU)):
+            times[number, rows_of(kept, batch)] += 1
+    for rate, of_images in zip(rates, times / draws, strict=True):
+        spread = np.sqrt(rate * (1 - rate) / draws)
+        assert np.abs(of_images - (1 - rate)).max() <= 4.5 * spread
+
+
+def test_ranks_leave_out_nearly_as_many() -> None:
+    counts = []
+    for seed in range(200):
+        torch.manual_seed(seed)
+        counts.append([len(rows_of(kept, 7)) for kept in draw_kept([0.3] * 5, 7, CPU)])
+    assert {count for row in counts for count in row} == {4, 5}  # 4.9 on average
+
+
+def test_draws_follow_from_torchs_seed_alone() -> None:
+    def drawn(seed: int) -> list[list[int]]:
+        torch.manual_seed(seed)
+        torch.rand(seed)  # what else was drawn does not matter
+        return [rows_of(kept, 16) for kept in draw_kept([0.5] * 8, 16, CPU)]
+
+    assert drawn(3) == drawn(3)
+    assert drawn(3) != drawn(4)
+    assert all(first != second for first, second in pairwise(drawn(3)))
+
+
+def test_what_is_kept_is_scaled_up() -> None:
+    (kept,) = draw_kept([0.75], 8, CPU)
+    assert kept.scale == pytest.approx(4.0)
+    assert len(rows_of(kept, 8)) == 2
+    assert draw_kept([0.0, 0.0], 8, CPU) == [ALL, ALL]
+
+
+def test_the_network_leaves_out_in_training_alone() -> None:
+    torch.manual_seed(0)
+    model = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.6)
+    pictures = random_images(4, 64)
+
+    def logits(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return model.training_logits(pictures, unchanged)[0]
+
+    model.train()
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.equal(logits(1), logits(2))
+    model.eval()
+    assert torch.equal(logits(1), logits(2))
