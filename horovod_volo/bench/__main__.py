@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     words = parser.add_subparsers(dest="name", required=True, metavar="NAME")
 
-    flags = _add(words, "loss", "the sparse token-label loss against its dense formula")
+    flags = _add(words, "loss", "the sparse token-label loss against its published and its dense form")
     _number(flags, "--batch-size", 8, "images")
     flags.add_argument("--classes", type=int, nargs="+", default=[1000, 21841], metavar="N")
     _number(flags, "--tokens-per-side", 14, "14 is a 224 px image")
@@ -44,8 +44,33 @@ def build_parser() -> argparse.ArgumentParser:
     _add_network(flags)
     flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
 
-    flags = _add(words, "reduce", "our reducer against Horovod's optimizer; start with horovodrun")
+    flags = _add(words, "peers", "a training step against the loops that people train VOLO with")
     _add_network(flags)
+    flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    flags.add_argument("--drop-path", type=float, default=0.1, metavar="RATE", help="(%(default)s)")
+    flags.add_argument(
+        "--against",
+        nargs="+",
+        choices=("eager", "channels-last", "compile", "published"),
+        default=["eager", "channels-last", "published"],
+    )
+
+    flags = _add(words, "growth", "a step's cost as resolution, classes and batch grow", in_pairs=False)
+    flags.add_argument("--model", default="volo_d1", help="(%(default)s)")
+    flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    flags.add_argument("--sides", type=int, nargs="+", default=[128, 160, 192, 288], metavar="N")
+    flags.add_argument("--classes", type=int, nargs="+", default=[21841], metavar="N")
+    flags.add_argument("--batches", type=int, nargs="+", default=[2, 4], metavar="N")
+    _number(flags, "--rounds", 5, "of all cases")
+
+    flags = _add(words, "reduce", "what is left to wait for of the exchange; start with horovodrun")
+    _add_network(flags, batch_size=4)
+    flags.set_defaults(pairs=5)
+
+    flags = _add(words, "overlap", "the same on a slow link, made on this machine for two ranks; takes root")
+    _add_network(flags, batch_size=4)
+    _number(flags, "--link", 1500, "megabits a second")
+    flags.set_defaults(pairs=5)
 
     flags = _add(words, "data", "training images a second")
     _add_images(flags)
@@ -70,8 +95,74 @@ def build_parser() -> argparse.ArgumentParser:
     flags.add_argument("--token-label-data", default="", metavar="DIR", help="label maps, if any")
     flags.add_argument("--minutes", type=float, default=10.0, metavar="N", help="(%(default)s)")
 
+    flags = _add(words, "outlook", "outlook attention, its core and the module, against timm's")
+    _number(flags, "--batch-size", 4, "images")
+    flags.add_argument("--channels", type=int, nargs="+", default=[192, 384], metavar="N")
+    _number(flags, "--side", 28, "pixels of the stem's grid; 28 is a 224 px image")
+    flags.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+
+    flags = _add(words, "optimizer", "clip, AdamW and averaged weights against timm's")
+    flags.add_argument("--model", default="volo_d1", help="(%(default)s)")
+
+    _add_scaling(words)
+    _add_simulate(words)
+    _add_engine(words)
+
     words.add_parser("table", help="print the recorded results as the README's table")
     return parser
+
+
+def _add_scaling(words: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    flags = _add(words, "scaling", "a parameter server against the ring, and steps of 1, 2 and 4 ranks")
+    flags.add_argument("--mib", type=float, default=8.0, metavar="N", help="of the gradient (%(default)s)")
+    flags.add_argument(
+        "--mbit",
+        type=float,
+        default=200.0,
+        metavar="N",
+        help="megabits a second of each host's link, which takes root; 0: this machine alone (%(default)s)",
+    )
+    flags.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8], metavar="N")
+    flags.add_argument("--steps-of", default="volo_demo", metavar="MODEL", help='"": none (%(default)s)')
+    _number(flags, "--img-size", 64, "pixels")
+    _number(flags, "--batch-size", 16, "images a rank")
+
+
+def _add_simulate(words: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    flags = _add(words, "simulate", "the efficiency of many GPUs, computed", in_pairs=False)
+    flags.add_argument("--models", nargs="+", default=["volo_d1", "volo_d5"], metavar="MODEL")
+    flags.add_argument("--fabrics", nargs="+", default=["a100-hdr", "h200-ndr", "a100-25gbe"], metavar="NAME")
+    flags.add_argument("--ranks", type=int, nargs="+", default=[8, 40, 256, 1024, 10_000], metavar="N")
+    _number(flags, "--img-size", 112, "pixels of the backward that is measured here")
+    flags.add_argument(
+        "--negotiation-us",
+        type=float,
+        default=100.0,
+        metavar="N",
+        help="for all ranks to agree on a message, times log2 of the ranks (%(default)s)",
+    )
+    flags.add_argument(
+        "--cycle-ms", type=float, default=1.0, metavar="N", help="HOROVOD_CYCLE_TIME (%(default)s)"
+    )
+    flags.add_argument(
+        "--sigma",
+        type=float,
+        default=0.005,
+        metavar="N",
+        help="spread of a rank's step, a share (%(default)s)",
+    )
+    flags.add_argument("--figures", default="", metavar="DIR", help="also draw charts into this folder")
+
+
+def _add_engine(words: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    flags = _add(words, "gpu", "the engine's step on one rank, and how much of a GPU it uses")
+    _add_network(flags)
+    flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
+    flags.add_argument("--drop-path", type=float, default=0.1, metavar="RATE", help="(%(default)s)")
+    flags.add_argument("--compile", action="store_true", help="with blocks compiled")
+
+    flags = _add(words, "overhead", "what the engine's step costs beyond torch's operations")
+    _number(flags, "--batch-size", 8, "images")
 
 
 def _add(
@@ -95,10 +186,10 @@ def _add(
     return flags
 
 
-def _add_network(flags: argparse.ArgumentParser) -> None:
+def _add_network(flags: argparse.ArgumentParser, batch_size: int = 8) -> None:
     flags.add_argument("--model", default="volo_d1", help="(%(default)s)")
     _number(flags, "--img-size", 224, "pixels")
-    _number(flags, "--batch-size", 8, "images a rank")
+    _number(flags, "--batch-size", batch_size, "images a rank")
 
 
 def _add_data_dir(flags: argparse.ArgumentParser) -> None:

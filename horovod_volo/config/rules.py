@@ -112,11 +112,14 @@ def token_label_side(config: Config) -> int:
 
 
 def notes(config: Config) -> list[str]:
-    """What a user should know about settings that are taken otherwise than typed."""
+    """What a user should know about settings that are taken otherwise than typed, or act later."""
+    found = []
     asked, side = config.objective.token_label_size, token_label_side(config)
     if config.objective.token_label and asked not in (0, side):
-        return [
+        found.append(
             f"--token-label-size {asked} does not fit --img-size {config.model.img_size}: "
             f"the network has {side} x {side} tokens, so {side} is used"
-        ]
-    return []
+        )
+    if config.model.compile:
+        found.append("blocks are compiled when training first comes to them: the first step takes minutes")
+    return found

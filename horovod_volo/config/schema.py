@@ -83,6 +83,9 @@ class Model:
     grad_checkpoint: bool = setting(
         False, "keep no activations inside blocks, compute them again in backward: slower, far less memory"
     )
+    compile: bool = setting(
+        False, "have torch.compile make one kernel of many inside blocks: a start of minutes, faster steps"
+    )
     finetune: str = setting(
         "", "start from these weights: a run folder, a checkpoint, a file, or timm:NAME for timm's own"
     )
@@ -212,7 +215,12 @@ class Update:
         "norm",
         "bound the whole gradient's norm, each value, or each unit's norm as a share of its weights' norm",
     )
-    accumulation: int = setting(1, "passes averaged into one step", at_least=1)
+    accumulation: int = setting(
+        1,
+        "passes averaged into one step, on the rank, before anything travels",
+        flags=("--local-accumulation",),
+        at_least=1,
+    )
     ema_decay: float = setting(
         0.0,
         "decay per step of averaged weights, evaluated beside the raw ones; 0: none",
@@ -233,6 +241,9 @@ class Exchange:
     )
     compression: Literal["none", "fp16"] = setting("fp16", "form of gradients on the wire")
     bucket_mib: float = setting(25.0, "size of a gradient bucket, MiB", at_least=0.001)
+    last_bucket_mib: float = setting(
+        1.0, "size of the bucket that leaves last, when backward is over, MiB", at_least=0.001
+    )
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@ the checkpoint is on disk, and a run that was killed between the two makes up fo
 
 from __future__ import annotations
 
+import gc
 import math
 
 from horovod_volo.config.errors import UserError
 from horovod_volo.engine.damage import tell_damage
 from horovod_volo.engine.evaluation import evaluate
+from horovod_volo.engine.garbage import collected_by_hand
 from horovod_volo.engine.job import Job
 from horovod_volo.engine.keeping import keep, keep_evaluation, was_evaluated
 from horovod_volo.engine.step import train_step
@@ -18,15 +20,16 @@ from horovod_volo.engine.step import train_step
 
 def fit(job: Job) -> bool:
     """Train to the end, or return False where the run was asked to stop and is saved. Collective."""
-    while True:
-        if evaluation_due(job):
-            keep_evaluation(job, evaluate(job))
-        if job.state.step == job.derived.total_steps:
-            return True
-        finished = train_epoch(job)
-        keep(job)
-        if not finished:
-            return False
+    with collected_by_hand():
+        while True:
+            if evaluation_due(job):
+                keep_evaluation(job, evaluate(job))
+            if job.state.step == job.derived.total_steps:
+                return True
+            finished = train_epoch(job)
+            keep(job)
+            if not finished:
+                return False
 
 
 def train_epoch(job: Job) -> bool:
@@ -75,6 +78,7 @@ def log_point(job: Job, epoch: int) -> bool:
             "bad_samples": int(all_skipped),
         },
     )
+    gc.collect()  # here all ranks have just met, and do it at once
     window.open()
     return stops > 0
 

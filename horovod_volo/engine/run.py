@@ -17,6 +17,7 @@ from horovod_volo.config.recipe import dump
 from horovod_volo.config.rules import notes, uses_tokens
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.banner import banner
+from horovod_volo.engine.compiled import check_compiler, compile_blocks
 from horovod_volo.engine.environment import environment_facts
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.job import Job, build_job, read_images, run_folder
@@ -56,6 +57,8 @@ def prepare(config: Config, world: World, stop: StopRequest) -> tuple[Job, list[
             finetune="" if checkpoint else config.model.finetune,
         )
     )
+    if config.model.compile:
+        world.together(partial(compile_blocks, state.model))
     restore(state, checkpoint, world)
     tracker = world.together(partial(_tracker, config, world, state.step, derived.total_steps))
     job = build_job(config, world, images, share, state, tracker, stop)
@@ -75,6 +78,8 @@ def _check_files(config: Config) -> None:
 
 def _check_model(config: Config) -> None:
     check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
+    if config.model.compile:
+        check_compiler()
 
 
 def _tracker(config: Config, world: World, first_step: int, total_steps: int) -> Tracking:

@@ -14,6 +14,7 @@ import torch
 from horovod_volo.data.stream import Batch
 from horovod_volo.engine.job import Job
 from horovod_volo.objective.loss import Labels
+from horovod_volo.optim.clip import divide
 from horovod_volo.optim.groups import set_lr
 
 _STREAM = 0x64_72_6F_70  # keeps stochastic depth apart from every other use of the seed
@@ -27,7 +28,7 @@ def train_step(job: Job, passes: Iterator[Batch]) -> None:
         batch = next(passes)
         labels = Labels(batch.classes, batch.scores, batch.ids, batch.boxes)
         mix = job.mix(state.step, number)
-        seed_pass(job.config.run.seed, state.step, job.world.rank, number)
+        seed_pass(job.share.device, job.config.run.seed, state.step, job.world.rank, number)
         with job.autocast:
             class_logits, token_logits = job.forward(mix.images(batch.images), mix.exchange)
         parts = job.loss(class_logits, token_logits, labels, mix)
@@ -35,14 +36,19 @@ def train_step(job: Job, passes: Iterator[Batch]) -> None:
         job.window.add(parts)
     with state.reducer.averaged():
         state.scaler.unscale_(state.optimizer)
-        job.clip()
+        divide(state.optimizer, job.clip())
         state.scaler.step(state.optimizer)
     state.scaler.update()
     state.average.update(state.step)
     state.step += 1
 
 
-def seed_pass(seed: int, step: int, rank: int, number: int) -> None:
+def seed_pass(device: torch.device, seed: int, step: int, rank: int, number: int) -> None:
     """Make what torch draws in a pass (stochastic depth) a function of where the pass stands."""
     key = np.random.SeedSequence([_STREAM, seed, step, rank, number]).generate_state(1, np.uint64)
-    torch.manual_seed(int(key[0] >> np.uint64(1)))
+    drawn = int(key[0] >> np.uint64(1))
+    # torch.manual_seed() would do, but it writes down the whole call stack for devices that are not there,
+    # which costs more than all else that a step does in Python.
+    torch.default_generator.manual_seed(drawn)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(drawn)

@@ -161,7 +161,7 @@ class LvVit(nn.Module):
         tokens = torch.cat([first, tokens], dim=1) + self.pos_embed  # (batch, 1 + tokens, channels)
         run = runner_of_blocks(self)
         rates = [rate if self.training else 0.0 for rate in self.rates for _ in range(2)]
-        kept = iter(draw_kept(rates, len(tokens), tokens.device))
+        kept = iter(draw_kept(rates, tokens))
         for block in self.blocks:
             tokens = run(block, tokens, next(kept), next(kept))
         features: Tensor = self.norm(tokens)

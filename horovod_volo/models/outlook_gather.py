@@ -158,13 +158,13 @@ def _like(tensor: Tensor) -> Tensor:
 
 def _like_scores(values: Tensor, geometry: list[int]) -> Tensor:
     rows, columns, heads, kernel = geometry[:4]
-    return values.new_empty((len(values), rows, columns, heads * kernel**4))
+    return values.new_empty((values.shape[0], rows, columns, heads * kernel**4))
 
 
 @outlook_gather.register_fake
 def _form(values: Tensor, scores: Tensor, geometry: list[int], _: float) -> tuple[Tensor, Tensor]:
     rows, columns, heads, kernel = geometry[:4]
-    shape = (len(values), kernel**2, rows * columns * heads * kernel**2)
+    shape = (values.shape[0], kernel**2, rows * columns * heads * kernel**2)
     return _like(values), _exact(scores.new_empty(0)).new_empty(shape)
 
 

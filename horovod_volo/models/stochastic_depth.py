@@ -39,13 +39,15 @@ class Kept:
 ALL = Kept()
 
 
-def draw_kept(rates: Sequence[float], batch: int, device: torch.device) -> list[Kept]:
-    """Draw who keeps each of the branches that are left out at these rates; torch's seed says how.
+def draw_kept(rates: Sequence[float], tokens: Tensor) -> list[Kept]:
+    """Draw who keeps each of the branches that are left out at these rates, of a batch of tokens.
 
-    Drawn on the host, so that all devices leave out the same and shapes are known without waiting.
+    torch's seed says how. Drawn on the host, all devices leave out the same, and shapes are known without
+    waiting.
     """
     if not any(rates):
         return [ALL] * len(rates)
+    batch, device = tokens.shape[0], tokens.device
     random = np.random.Generator(np.random.Philox(key=[_STREAM, torch.initial_seed()]))
     shares = 1.0 - np.asarray(rates)
     counts = np.floor(batch * shares + random.random(len(rates))).astype(np.int64)  # expected: batch x share

@@ -115,7 +115,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         """Yield who keeps each branch of each block."""
         rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
         in_use = rates if self.training else [0.0] * len(rates)
-        yield from draw_kept(in_use, len(tokens), tokens.device)
+        yield from draw_kept(in_use, tokens)
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
         """Return (batch, 1 + tokens, channels): a class token that has looked at the others comes first."""

@@ -11,7 +11,7 @@ map cell are distinct, as a top-k's are.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,18 +31,28 @@ def map_target(
     `boxes` (batch, 4) are top, left, height, width as fractions of that flipped image.
     A row's entries have ascending ids, each once, and then weightless ones with id 0.
     """
-    rows, columns = _windows(boxes, scores.shape[2], scores.shape[3], side, geometry)
-    image = torch.arange(scores.shape[0], device=scores.device)[:, None, None, None, None]
-    row = rows.cells[:, :, None, :, None]  # (batch, side, 1, length, 1)
-    column = columns.cells[:, None, :, None, :]  # (batch, 1, side, 1, length)
-    near_scores = scores.permute(0, 2, 3, 1)[image, row, column]  # (batch, side, side, length, length, k)
-    near_ids = ids.permute(0, 2, 3, 1)[image, row, column]  # same
-    weights = rows.weights[:, :, None, :, None] * columns.weights[:, None, :, None, :]
-    logits = near_scores.float() * weights.unsqueeze(-1)
+    (target,) = map_targets(scores, ids, boxes, sides=(side,), num_classes=num_classes, geometry=geometry)
+    return target
 
-    targets = scores.shape[0] * side * side
-    merged = _merged(near_ids.reshape(targets, -1).long(), logits.reshape(targets, -1))
-    return _softmax(*merged, num_classes)
+
+def map_targets(
+    scores: Tensor,
+    ids: Tensor,
+    boxes: Tensor,
+    *,
+    sides: tuple[int, ...],
+    num_classes: int,
+    geometry: Geometry,
+) -> list[SoftTarget]:
+    """Return what `map_target` does for several grids over the same crops."""
+    height, width = scores.shape[2:]
+    cells = _Cells(_by_cell(scores).float(), _by_cell(ids).long().bitwise_left_shift_(32))
+    targets = []
+    for side in sides:
+        windows = _windows(boxes, height, width, side, geometry)
+        # Nested, so that what one step made is gone once the next has read it.
+        targets.append(_softmax(*_merged(*_entries(cells, height, width, *windows)), num_classes))
+    return targets
 
 
 def most_probable(target: SoftTarget) -> Tensor:
@@ -64,25 +74,64 @@ def _windows(
     boxes: Tensor, height: int, width: int, side: int, geometry: Geometry
 ) -> tuple[Windows, Windows]:
     top, left, tall, wide = boxes.unbind(dim=1)
-    if geometry == "corrected":
+    starts, extents, scales = (top, left), (tall, wide), (height, width)
+    if geometry == "reference":
+        # The published code hands (top, left, bottom, right) to RoIAlign as (x1, y1, x2, y2), all of
+        # them multiplied by the map's width.
+        starts, extents, scales = (left, top), (wide, tall), (width, width)
+    if height != width:
         return (
-            axis_windows(top, tall, side=side, size=height, scale=height),
-            axis_windows(left, wide, side=side, size=width, scale=width),
+            axis_windows(starts[0], extents[0], side=side, size=height, scale=scales[0]),
+            axis_windows(starts[1], extents[1], side=side, size=width, scale=scales[1]),
         )
-    # The published code hands (top, left, bottom, right) to RoIAlign as (x1, y1, x2, y2), all of
-    # them multiplied by the map's width.
-    return (
-        axis_windows(left, wide, side=side, size=height, scale=width),
-        axis_windows(top, tall, side=side, size=width, scale=width),
-    )
+    # A square map's two axes go in one call: with so few numbers it is the calls that cost.
+    cells, weights = axis_windows(torch.cat(starts), torch.cat(extents), side=side, size=width, scale=width)
+    batch = len(boxes)
+    return Windows(cells[:batch], weights[:batch]), Windows(cells[batch:], weights[batch:])
+
+
+class _Cells(NamedTuple):
+    """Label maps cell by cell, as windows gather them."""
+
+    scores: Tensor  # (batch x height x width, k) fp32
+    keys: Tensor  # same shape, int64: ids in the upper half, room for a logit's bits in the lower one
+
+
+def _by_cell(maps: Tensor) -> Tensor:
+    """Return (batch, k, height, width) as contiguous (batch x height x width, k)."""
+    return maps.permute(0, 2, 3, 1).contiguous().flatten(0, 2)
+
+
+def _entries(
+    cells: _Cells, height: int, width: int, rows: Windows, columns: Windows
+) -> tuple[Tensor, Tensor]:
+    """Return each target's ids, ascending, and their weighted logits, both (targets, entries)."""
+    batch, side, length = rows.cells.shape
+    image_start = torch.arange(batch, device=rows.cells.device).mul_(height * width).view(-1, 1, 1)
+    row_start = (image_start + rows.cells * width).view(batch, side, 1, length, 1)
+    near = (row_start + columns.cells.unsqueeze(2).unsqueeze(1)).flatten()
+    weights = rows.weights.view(batch, side, 1, length, 1) * columns.weights.unsqueeze(2).unsqueeze(1)
+    logits = cells.scores.index_select(0, near).mul_(weights.view(-1, 1))
+    # A sort of plain numbers brings equal ids together and keeps each with its logit.
+    keys = cells.keys.index_select(0, near).add_(logits.view(torch.uint32).long())
+    keys = _rows_sorted(keys.view(batch * side * side, -1))
+    logits = keys.int().view(torch.float32)
+    return keys.bitwise_right_shift_(32).int(), logits
+
+
+def _rows_sorted(keys: Tensor) -> Tensor:
+    """Sort each row, in place where that can be."""
+    if keys.device.type == "cpu":
+        keys.numpy().sort(axis=1)  # with vector instructions; torch's sort takes seven times as long
+        return keys
+    return keys.sort(dim=1).values
 
 
 def _merged(ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum the logits of equal ids in each row; return distinct ids, ascending, then 0; sums; their number."""
-    ids, order = ids.sort(dim=1)
-    changes = torch.nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))  # (rows, entries)
-    place = changes.cumsum(dim=1)  # each entry's id, counted among the distinct ones
-    sums = torch.zeros_like(logits).scatter_add_(1, place, logits.gather(1, order))
+    """Sum the logits of equal ids, sorted in each row; return distinct ids, then 0; sums; their number."""
+    place = torch.zeros_like(ids, dtype=torch.int64)  # each entry's id, counted among the distinct ones
+    torch.cumsum(ids[:, 1:] != ids[:, :-1], dim=1, out=place[:, 1:])
+    sums = torch.zeros_like(logits).scatter_add_(1, place, logits)
     return torch.zeros_like(ids).scatter_(1, place, ids), sums, place[:, -1:] + 1
 
 
@@ -90,16 +139,18 @@ def _softmax(ids: Tensor, logits: Tensor, distinct: Tensor, num_classes: int) ->
     """Take the softmax over all classes, of logits that are 0 except at each row's first `distinct` ids.
 
     With Z = (classes - distinct) + sum e^z: every class has 1 / Z, an entry (e^z - 1) / Z more.
-    A row whose entries are all the classes has no others: its uniform part is 0.
+    A row whose entries are all the classes has no others: its uniform part is 0. `logits` is used up.
     """
-    used = torch.arange(ids.shape[1], device=ids.device) < distinct  # (rows, entries)
-    logits = logits.masked_fill(~used, -torch.inf)
     absent = num_classes - distinct  # (rows, 1) classes whose logit is 0
+    # A logit of 0 makes no difference from an absent class, nor from the unused entries, whose sum is 0.
+    used = logits.sign().abs_()
+    if num_classes <= ids.shape[1]:  # a row may name every class, and then none has the logit 0
+        used = (torch.arange(ids.shape[1], device=ids.device) < distinct).float()
+        logits = logits.masked_fill_(used == 0, -torch.inf)
     # All terms are divided by e^highest against overflow, and against a sum of nothing but underflow.
     highest = logits.amax(dim=1, keepdim=True)  # (rows, 1)
     highest = torch.where(absent > 0, highest.clamp(min=0.0), highest)
     other = torch.where(absent > 0, (-highest).exp(), 0.0)  # (rows, 1) an absent class's term
-    terms = (logits - highest).exp()  # (rows, entries)
-    total = absent * other + terms.sum(dim=1, keepdim=True)  # (rows, 1)
-    extra = (terms - other).masked_fill(~used, 0.0)  # (rows, entries)
-    return SoftTarget((other / total).squeeze(1), ids, extra / total)
+    extra = logits.sub_(highest).exp_().sub_(other).mul_(used)  # (rows, entries) beyond an absent class's
+    total = num_classes * other + extra.sum(dim=1, keepdim=True)  # (rows, 1)
+    return SoftTarget((other / total).squeeze(1), ids.long(), extra.div_(total))

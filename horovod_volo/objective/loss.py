@@ -16,9 +16,16 @@ import torch
 from torch import Tensor
 
 from horovod_volo.config.schema import Objective
-from horovod_volo.objective.label_map import Geometry, map_target, most_probable
+from horovod_volo.objective.label_map import Geometry, map_targets, most_probable
 from horovod_volo.objective.mixtoken import Mix
-from horovod_volo.objective.soft_target import SoftTarget, blend, cross_entropy, one_hot, smoothed
+from horovod_volo.objective.soft_target import (
+    SoftTarget,
+    blend,
+    cross_entropy,
+    cross_entropy_using_up,
+    one_hot,
+    smoothed,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +84,7 @@ class TokenLabelLoss:
         """Return the loss of one pass."""
         targets = self.targets(labels)
         class_loss = cross_entropy(class_logits, _mixed(targets.classes, box)).mean()
-        token_loss = cross_entropy(token_logits.flatten(0, 1), targets.tokens).mean()
+        token_loss = cross_entropy_using_up(token_logits.flatten(0, 1), targets.tokens).mean()
         return LossParts(
             self.class_weight * class_loss + self.token_weight * token_loss, class_loss, token_loss
         )
@@ -126,20 +133,17 @@ class Teacher:
 
     def __call__(self, labels: Labels) -> Targets:
         """Return the teacher's smoothed opinion."""
-        return Targets(self._target(labels, 1), self._target(labels, self.tokens_per_side))
-
-    def _target(self, labels: Labels, side: int) -> SoftTarget:
         if labels.scores is None or labels.ids is None or labels.boxes is None:
             raise ValueError("the loss was built for label maps, but the batch brings none")
-        target = map_target(
+        targets = map_targets(
             labels.scores,
             labels.ids,
             labels.boxes,
-            side=side,
+            sides=(1, self.tokens_per_side),
             num_classes=self.num_classes,
             geometry=self.geometry,
         )
-        return smoothed(target, self.num_classes, self.smoothing)
+        return Targets(*(smoothed(target, self.num_classes, self.smoothing) for target in targets))
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,11 @@ gradient are that large.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
+
+from horovod_volo.objective.entropy import Kept, UsedUp
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,41 +70,33 @@ def cross_entropy(logits: Tensor, target: SoftTarget) -> Tensor:
 
     The gradient reaches the logits alone, in their dtype.
     """
-    if logits.shape[0] != target.uniform.shape[0]:
-        raise ValueError(f"{logits.shape[0]} rows of logits meet {target.uniform.shape[0]} rows of targets")
-    loss: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, target.uniform, target.ids, target.weights
+    _check_rows(logits, target)
+    loss: Tensor = Kept.apply(  # type: ignore[no-untyped-call]
+        logits, target.uniform, target.ids, target.weights, False
     )
     return loss
 
 
-class _CrossEntropy(Function):
-    """Cross-entropy with its gradient by hand, so that only the logits themselves are kept for backward.
+def cross_entropy_using_up(logits: Tensor, target: SoftTarget) -> Tensor:
+    """Return the same, and let the gradient take the logits' place in memory: nobody reads these afterwards.
 
-    With lse = log sum exp x, log softmax(x)_c = x_c - lse. Hence for each row
-
-        loss       = uniform x (classes x lse - sum_c x_c) + sum_e w_e (lse - x[id_e])
-        d loss/d x = mass x softmax(x) - uniform - scatter(w)
+    Only the result of an operation on the way to a gradient is overwritten; a leaf, a view of one, and
+    logits without a gradient stay as they are. Where another operation's backward needs the logits, or
+    when backward runs twice, autograd raises an error.
     """
+    owner = logits if logits._base is None else logits._base
+    if not (torch.is_grad_enabled() and logits.requires_grad) or owner.is_leaf or not logits.is_contiguous():
+        return cross_entropy(logits, target)
+    _check_rows(logits, target)
+    sparse = (target.uniform, target.ids, target.weights)
+    loss: Tensor
+    if logits.device.type == "cpu" and logits.dtype == torch.float32:
+        loss = UsedUp.apply(logits, *sparse)  # type: ignore[no-untyped-call]
+    else:
+        loss = Kept.apply(logits, *sparse, True)  # type: ignore[no-untyped-call]
+    return loss
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        # The casts are explicit: the result must not depend on an autocast region around the call.
-        lse = logits.float().logsumexp(dim=1)  # (rows,)
-        ctx.save_for_backward(logits, lse, uniform, ids, weights)
-        spread = logits.shape[1] * lse - logits.sum(dim=1, dtype=torch.float32)
-        surprise = lse.unsqueeze(1) - logits.gather(1, ids).float()  # (rows, entries)
-        return uniform * spread + (weights * surprise).sum(dim=1)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
-        logits, lse, uniform, ids, weights = ctx.saved_tensors
-        target = SoftTarget(uniform, ids, weights)
-        # Subtracting the fp32 lse promotes half-precision logits without a copy of them;
-        # everything after it is in place, for this is the largest tensor of the loss.
-        grad = (logits - lse.unsqueeze(1)).exp_()  # (rows, classes) fp32
-        grad.mul_(target.mass(logits.shape[1]).unsqueeze(1)).sub_(uniform.unsqueeze(1))
-        grad.scatter_add_(1, ids, -weights)
-        grad.mul_(grad_loss.unsqueeze(1))
-        return grad.to(logits.dtype), None, None, None
+def _check_rows(logits: Tensor, target: SoftTarget) -> None:
+    if logits.shape[0] != target.uniform.shape[0]:
+        raise ValueError(f"{logits.shape[0]} rows of logits meet {target.uniform.shape[0]} rows of targets")

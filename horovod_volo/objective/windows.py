@@ -32,27 +32,28 @@ def axis_windows(start: Tensor, extent: Tensor, *, side: int, size: int, scale: 
     `start` and `extent`, (batch,), are fractions of the image, which spans `scale` cells; the box
     must lie inside the image.
     """
-    low = start.float() * scale - 0.5  # (batch,) in cells, of which 0 is the first one's centre
-    high = (start.float() + extent.float()) * scale - 0.5
-    bin_size = (high - low).clamp(min=1.0)[:, None, None] / side  # (batch, 1, 1)
+    start, extent = start.float().view(-1, 1, 1), extent.float().view(-1, 1, 1)  # (batch, 1, 1)
+    low = start * scale - 0.5  # in cells, of which 0 is the first one's centre
+    high = (start + extent) * scale - 0.5
+    bin_size = (high - low).clamp_(min=1.0) / side
     widest = scale / side
     most_samples = ceil(widest)
     # A whole image's box may round to slightly more than `scale` cells: that is no further sample.
-    samples = bin_size.ceil().clamp(max=most_samples)  # (batch, 1, 1) one per cell begun
+    samples = bin_size.ceil().clamp_(max=most_samples)  # (batch, 1, 1) one per cell begun
 
-    bins = torch.arange(side, device=start.device)[:, None]  # (side, 1)
-    sample = torch.arange(most_samples, device=start.device)  # (most_samples,)
+    bins = torch.arange(side, device=start.device).unsqueeze(1)  # (side, 1)
+    middle = torch.arange(0.5, most_samples, device=start.device)  # (most_samples,) sample + 0.5
     # (batch, side, most_samples)
-    positions = low[:, None, None] + bins * bin_size + (sample + 0.5) * bin_size / samples
-    counted = (sample < samples) & (positions >= -1.0) & (positions <= size)
-    positions = positions.clamp(0, size - 1)
+    positions = low + bins * bin_size + middle * bin_size / samples
+    counted = (middle < samples) & (positions >= -1.0) & (positions <= size)
+    positions.clamp_(0, size - 1)
 
     # The first and last sample of a bin lie bin_size x (1 - 1 / samples) apart, and each of them
     # reads the cell below and the one above.
     length = min(size, ceil(widest * (1 - 1 / most_samples)) + 2)
-    first = positions[..., :1].floor().clamp(max=size - length)  # (batch, side, 1)
+    first = positions[..., :1].floor().clamp_(max=size - length)  # (batch, side, 1)
     cells = first + torch.arange(length, device=start.device)  # (batch, side, length)
     # Bilinear interpolation gives a cell 1 minus its distance from the sample.
-    tent = 1.0 - (positions.unsqueeze(-1) - cells.unsqueeze(-2)).abs()  # (batch, side, most_samples, length)
-    weights = (tent.clamp(min=0.0) * counted.unsqueeze(-1)).sum(dim=2) / samples
-    return Windows(cells.long(), weights)
+    distance = (positions.unsqueeze(-1) - cells.unsqueeze(-2)).abs_()  # (batch, side, most_samples, length)
+    tent = distance.neg_().add_(1.0).clamp_(min=0.0).mul_(counted.unsqueeze(-1))
+    return Windows(cells.long(), tent.sum(dim=2).div_(samples))

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 
+from horovod_volo.optim.adamw import AdamW
 from horovod_volo.optim.apex_door import fused_adam, fused_lamb
 from horovod_volo.optim.lamb import Lamb
 from horovod_volo.optim.lars import Lars
@@ -36,7 +37,7 @@ def build_optimizer(name: Name, groups: list[dict[str, Any]], *, momentum: float
     """Build an optimizer; the learning rate is set per step."""
     optimizer: Optimizer
     if name == "adamw":
-        optimizer = AdamW(groups, lr=0.0, betas=_BETAS, eps=1e-8, fused=True)
+        optimizer = AdamW(groups, betas=_BETAS, eps=1e-8)
     elif name == "lamb":
         optimizer = Lamb(groups, betas=_BETAS, eps=1e-6)
     elif name == "lars":

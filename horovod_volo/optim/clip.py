@@ -1,4 +1,8 @@
-"""Bounds on the averaged gradients."""
+"""Bounds on the averaged gradients.
+
+A bound on the whole norm scales all gradients alike. The optimizer does that in its own pass over them, so it
+is told by what to divide; the other bounds change the gradients in place.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
-Clip = Callable[[], object]
+Clip = Callable[[], Tensor | None]
 _SMALLEST_NORM = 1e-3  # of a unit's weights: those that are still 0 may begin to grow
 
 
@@ -22,26 +27,48 @@ def build_clip(
     heads: Iterable[str],
     whole_norm: Callable[[Tensor], Tensor],
 ) -> Clip:
-    """Return what bounds the gradients of `parameters` in place; a bound of 0 means none.
+    """Return what bounds the gradients of `parameters`, or returns what to `divide` them by.
 
+    A bound of 0 means none. Where gradients are views of flat tensors, only zeros may lie between them.
     `whole_norm` makes the norm of all gradients from that of this rank's part; AGC leaves `heads` alone.
     """
     every = list(parameters.values())
     if not bound:
         return lambda: None
     if mode == "norm":
-        return partial(_clip_norm, every, bound, whole_norm)
+        return partial(_over_bound, _flats_of(every), bound, whole_norm)
     if mode == "value":
-        return partial(nn.utils.clip_grad_value_, every, bound)
+        return partial(nn.utils.clip_grad_value_, every, bound)  # returns None
     beginnings = tuple(f"{head}." for head in heads)
     return partial(
         _clip_units, [p for name, p in parameters.items() if not name.startswith(beginnings)], bound
     )
 
 
-def _clip_norm(parameters: list[Parameter], bound: float, whole_norm: Callable[[Tensor], Tensor]) -> None:
-    own = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    nn.utils.clip_grads_with_norm_(parameters, bound, whole_norm(own))
+@torch.no_grad()
+def divide(optimizer: Optimizer, divisor: Tensor | None) -> None:
+    """Make the optimizer's next step one of gradients divided by that; None is 1."""
+    if divisor is None:
+        return
+    if getattr(optimizer, "_step_supports_amp_scaling", False):  # its kernel divides what it reads
+        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
+        return
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    torch._foreach_div_(gradients, divisor)
+
+
+@torch.no_grad()
+def _over_bound(flats: list[Tensor], bound: float, whole_norm: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return how many times the bound the norm is, 1 where it is within."""
+    own = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(flats)))
+    return ((whole_norm(own) + 1e-6) / bound).clamp(min=1.0)
+
+
+def _flats_of(parameters: list[Parameter]) -> list[Tensor]:
+    """Return the few flat tensors in which gradients lie, or those that lie in none."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flats = [gradient if gradient._base is None else gradient._base for gradient in gradients]
+    return list({id(flat): flat for flat in flats}.values())
 
 
 @torch.no_grad()

@@ -43,7 +43,6 @@ class Ema:
 
     def __init__(self, model: nn.Module, flats: Iterable[Flat], decay: float) -> None:
         self._decay = decay
-        self._source = model
         self._average = copy.deepcopy(model).eval().requires_grad_(False)
         own = dict(self._average.named_parameters())
         sources = list(flats)
@@ -52,11 +51,13 @@ class Ema:
         for flat, average in zip(sources, self._averages, strict=True):
             for name in flat.parameters:
                 own[name].data = flat.view(average, name)
+        # Listed once: to find them among hundreds of modules takes longer than to copy them.
+        self._buffers = list(zip(self._average.buffers(), model.buffers(), strict=True))
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         torch._foreach_lerp_(self._averages, self._sources, 1.0 - decay_at(step, self._decay))
-        for average, source in zip(self._average.buffers(), self._source.buffers(), strict=True):
+        for average, source in self._buffers:
             average.copy_(source)
 
     def models(self) -> dict[str, nn.Module]:

@@ -19,6 +19,7 @@ FURTHER_FLAGS = {
     "batch_size": ["-b"],
     "workers": ["-j"],
     "lr": ["--learning-rate"],
+    "accumulation": ["--local-accumulation"],
     "precision": ["--apex-amp", "--native-amp", "--amp"],
     "ema_decay": ["--model-ema"],
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ import torch
 from coded_images import smooth, write_images
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import catalog, data, labels, loader, pairs, reduce, soak, step
+from horovod_volo.bench import catalog, data, labels, loader, loss, pairs, reduce, soak, step
 from horovod_volo.bench.agreement import WrongResultError
-from horovod_volo.bench.peers_loss import DenseLoss
+from horovod_volo.bench.peers_loss import DenseLoss, PublishedLoss
 from horovod_volo.bench.random_labels import random_labels
 from horovod_volo.cluster.share import Share
 from horovod_volo.config.errors import UserError
@@ -45,7 +46,8 @@ def test_random_label_maps_are_well_formed() -> None:
     assert (corners + extents <= 1).all()
 
 
-def test_the_dense_peer_is_the_published_loss() -> None:
+@pytest.mark.parametrize("peer", [DenseLoss, PublishedLoss])
+def test_the_dense_peers_are_the_published_loss(peer: type[DenseLoss] | type[PublishedLoss]) -> None:
     settings = Objective(token_label=True, token_label_data="maps", cls_weight=0.75, dense_weight=0.25)
     labels = random_labels(4, 9, CPU, seed=1)
     maps = (labels.scores, labels.ids, labels.boxes)
@@ -60,7 +62,7 @@ def test_the_dense_peer_is_the_published_loss() -> None:
     mixed = box.kept_share * crop.squeeze(1) + (1 - box.kept_share) * crop.squeeze(1).flip(0)
     expected = 0.75 * published.cross_entropy(class_logits.double(), mixed)
     expected += 0.25 * published.cross_entropy(token_logits.double(), tokens)
-    found = DenseLoss(settings, 9, 3)(class_logits, token_logits, labels, box)
+    found = peer(settings, 9, 3)(class_logits, token_logits, labels, box)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -72,9 +74,27 @@ def test_loss_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert [figure["label"] for figure in record["figures"]] == [
         f"{classes} classes: {what}"
         for classes in (40, 60)
-        for what in ("time", "faster than dense", "less memory than dense")
+        for what in (
+            "time",
+            "faster than published",
+            "faster than dense",
+            "memory beyond the logits",
+            "less memory than published",
+            "less memory than dense",
+            "less memory than published, targets alone",
+        )
     ]
     assert all(figure["value"] > 0 for figure in record["figures"])
+
+
+def test_a_wrong_loss_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = loss.build_loss
+    # A thousandth of the smoothing too much.
+    monkeypatch.setattr(
+        loss, "build_loss", lambda settings, *sizes: right(replace(settings, smoothing=0.1001), *sizes)
+    )
+    with pytest.raises(WrongResultError, match="of ours at 40 classes"):
+        loss.measure(batch_size=2, classes=[40], tokens_per_side=3, pairs=2)
 
 
 @pytest.mark.parametrize("flags", ["loss --pairs 1", "loss --pairs x", "loss --classes 4", "los"])

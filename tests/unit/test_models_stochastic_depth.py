@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from horovod_volo.models.build import build_model
 from horovod_volo.models.stochastic_depth import ALL, Kept, draw_kept
 
-CPU = torch.device("cpu")
-
 
 def rows_of(kept: Kept, batch: int) -> list[int]:
     return list(range(batch)) if kept.rows is None else kept.rows.tolist()
@@ -54,7 +52,7 @@ def test_each_image_keeps_a_branch_as_often_as_asked() -> None:
     times = np.zeros((len(rates), batch))
     for seed in range(draws):
         torch.manual_seed(seed)
-        for number, kept in enumerate(draw_kept(rates, batch, CPU)):
+        for number, kept in enumerate(draw_kept(rates, torch.empty(batch))):
             times[number, rows_of(kept, batch)] += 1
     for rate, of_images in zip(rates, times / draws, strict=True):
         spread = np.sqrt(rate * (1 - rate) / draws)
@@ -65,7 +63,7 @@ def test_ranks_leave_out_nearly_as_many() -> None:
     counts = []
     for seed in range(200):
         torch.manual_seed(seed)
-        counts.append([len(rows_of(kept, 7)) for kept in draw_kept([0.3] * 5, 7, CPU)])
+        counts.append([len(rows_of(kept, 7)) for kept in draw_kept([0.3] * 5, torch.empty(7))])
     assert {count for row in counts for count in row} == {4, 5}  # 4.9 on average
 
 
@@ -73,7 +71,7 @@ def test_draws_follow_from_torchs_seed_alone() -> None:
     def drawn(seed: int) -> list[list[int]]:
         torch.manual_seed(seed)
         torch.rand(seed)  # what else was drawn does not matter
-        return [rows_of(kept, 16) for kept in draw_kept([0.5] * 8, 16, CPU)]
+        return [rows_of(kept, 16) for kept in draw_kept([0.5] * 8, torch.empty(16))]
 
     assert drawn(3) == drawn(3)
     assert drawn(3) != drawn(4)
@@ -81,10 +79,10 @@ def test_draws_follow_from_torchs_seed_alone() -> None:
 
 
 def test_what_is_kept_is_scaled_up() -> None:
-    (kept,) = draw_kept([0.75], 8, CPU)
+    (kept,) = draw_kept([0.75], torch.empty(8))
     assert kept.scale == pytest.approx(4.0)
     assert len(rows_of(kept, 8)) == 2
-    assert draw_kept([0.0, 0.0], 8, CPU) == [ALL, ALL]
+    assert draw_kept([0.0, 0.0], torch.empty(8)) == [ALL, ALL]
 
 
 def test_the_network_leaves_out_in_training_alone() -> None:

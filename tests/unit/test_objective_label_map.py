@@ -11,7 +11,7 @@ from largest_tensor import LargestTensor
 from torch import Tensor
 
 from horovod_volo.config.schema import Objective
-from horovod_volo.objective.label_map import Geometry, map_target, most_probable
+from horovod_volo.objective.label_map import Geometry, map_target, map_targets, most_probable
 from horovod_volo.objective.windows import axis_windows
 
 GEOMETRIES = get_args(Geometry)
@@ -119,6 +119,23 @@ def test_half_precision_scores_and_narrow_ids_are_read_exactly() -> None:
     scores, ids, boxes = published.random_maps(2, 3, 6, 6, 30, seed=12)
     expected = dense_target(scores.half().float(), ids, boxes, 4, 30, "corrected")
     assert torch.equal(dense_target(scores.half(), ids.to(torch.int16), boxes, 4, 30, "corrected"), expected)
+
+
+def test_several_grids_at_once_give_the_same() -> None:
+    maps = published.random_maps(2, 3, 6, 6, 30, seed=18)
+    how = {"num_classes": 30, "geometry": "corrected"}
+    for side, target in zip((1, 4), map_targets(*maps, sides=(1, 4), **how), strict=True):
+        alone = map_target(*maps, side=side, **how)
+        assert torch.equal(published.dense(target, 30), published.dense(alone, 30))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_ids_survive_beside_logits_of_any_sign(sign: int) -> None:
+    scores, ids, boxes = published.random_maps(2, 3, 6, 6, 12, seed=19)
+    scores, large = sign * scores.abs(), ids * 2_000_000  # beyond 2^24
+    few = map_target(scores, ids, boxes, side=3, num_classes=12, geometry="corrected")
+    many = map_target(scores, large, boxes, side=3, num_classes=24_000_000, geometry="corrected")
+    assert torch.equal(many.ids, few.ids * 2_000_000)
 
 
 def cell_coded_maps(size: int) -> tuple[Tensor, Tensor]:

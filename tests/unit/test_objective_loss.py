@@ -11,6 +11,7 @@ import torch
 from largest_tensor import LargestTensor
 from torch import Tensor
 
+from horovod_volo.bench.memory import peak_extra_bytes
 from horovod_volo.config.schema import Objective
 from horovod_volo.objective.label_map import Geometry
 from horovod_volo.objective.loss import Labels, LossParts, build_loss
@@ -153,3 +154,25 @@ def test_no_tensor_outgrows_the_token_logits(dtype: torch.dtype) -> None:
     with LargestTensor() as recorder:
         loss(class_logits, token_logits, labels, BOX).total.backward()
     assert recorder.elements == token_logits.numel()
+
+
+def test_logits_of_a_graph_make_room_for_their_gradient() -> None:
+    num_classes, side = 5000, 4
+    labels = labels_with_maps()
+    generator = torch.Generator().manual_seed(2)
+    leaf = torch.randn(BATCH, side * side, num_classes, generator=generator).requires_grad_()
+    class_logits = torch.zeros(BATCH, num_classes, requires_grad=True)
+    loss = build_loss(TEACHER, num_classes, side)
+    loss(class_logits, leaf, labels, BOX).total.backward()
+    assert leaf.grad is not None
+
+    grads: list[Tensor] = []
+    given = leaf.detach().clone().requires_grad_() * 1.0
+
+    def consuming() -> None:
+        total = loss(class_logits, given, labels, BOX).total
+        grads.extend(torch.autograd.grad(total, given))
+
+    extra = peak_extra_bytes(consuming, torch.device("cpu"))
+    assert extra < given.numel() * given.element_size() / 4
+    torch.testing.assert_close(grads[0], leaf.grad, rtol=1e-5, atol=1e-9)

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import published_targets as published
 import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.objective.soft_target import SoftTarget, blend, cross_entropy, one_hot, smoothed
+from horovod_volo.objective import entropy
+from horovod_volo.objective.soft_target import (
+    SoftTarget,
+    blend,
+    cross_entropy,
+    cross_entropy_using_up,
+    one_hot,
+    smoothed,
+)
 
 
 def random_target(rows: int, entries: int, num_classes: int, seed: int) -> SoftTarget:
@@ -83,6 +93,90 @@ def test_an_autocast_region_changes_nothing() -> None:
 def test_a_target_of_other_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="4 rows of logits meet 1 rows"):
         cross_entropy(torch.zeros(4, 5), one_hot(torch.tensor([2]), 5, 0.1))
+
+
+def used_up(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss per row, its gradient, and the logits that were used up."""
+    given = logits.detach().clone().requires_grad_().clone()
+    loss = cross_entropy_using_up(given, target)
+    (grad,) = torch.autograd.grad((loss * torch.arange(1, len(loss) + 1)).sum(), given)
+    return loss.detach(), grad, given
+
+
+@pytest.mark.parametrize("block", [1, 2500, 1 << 20])  # of one row, of some rows, of all
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_using_up_gives_the_same_in_the_logits_place(
+    block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(entropy, "_BLOCK", block)
+    target = random_target(6, 30, 1001, seed=9)
+    logits = (torch.randn(6, 1001, generator=torch.Generator().manual_seed(10)) * 3).to(dtype)
+    loss, grad, given = used_up(logits, target)
+    expected_loss, expected_grad = oracle(logits, target)
+    assert grad.dtype == dtype
+    assert grad.data_ptr() == given.data_ptr()
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
+    bounds = (1e-5, 1e-5) if dtype == torch.float32 else (1e-2, 1e-6)
+    torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=bounds[0], atol=bounds[1])
+
+
+def test_using_up_stays_finite_with_large_logits() -> None:
+    target = one_hot(torch.tensor([0, 1]), 3, 0.1)
+    logits = torch.tensor([[300.0, -300.0, 0.0], [1e3, 1e3, -1e3]])
+    loss, grad, _ = used_up(logits, target)
+    expected_loss, expected_grad = oracle(logits, target)
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-5, atol=1e-4)
+
+
+def leaf(logits: Tensor) -> Tensor:
+    return logits.requires_grad_()
+
+
+def view_of_a_leaf(logits: Tensor) -> Tensor:
+    return logits.unsqueeze(0).requires_grad_().flatten(0, 1)
+
+
+def without_gradient(logits: Tensor) -> Tensor:
+    return logits
+
+
+@pytest.mark.parametrize("make", [leaf, view_of_a_leaf, without_gradient])
+def test_logits_that_are_somebody_elses_are_not_used_up(make: Callable[[Tensor], Tensor]) -> None:
+    target = random_target(4, 3, 50, seed=11)
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(12))
+    before, given = logits.clone(), make(logits)
+    loss = cross_entropy_using_up(given, target)
+    if given.requires_grad:
+        loss.sum().backward()
+    assert torch.equal(given, before)
+
+
+def test_evaluation_does_not_use_up_logits() -> None:
+    target = random_target(4, 3, 50, seed=11)
+    given = torch.randn(4, 50, generator=torch.Generator().manual_seed(12)).requires_grad_() * 1.0
+    before = given.detach().clone()
+    with torch.no_grad():
+        cross_entropy_using_up(given, target)
+    assert torch.equal(given, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_second_backward_is_an_error(dtype: torch.dtype) -> None:
+    target = random_target(4, 3, 50, seed=11)
+    given = torch.randn(4, 50, generator=torch.Generator().manual_seed(12), dtype=dtype).requires_grad_() * 1
+    loss = cross_entropy_using_up(given, target).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_that_needs_the_logits_is_an_error(dtype: torch.dtype) -> None:
+    target = random_target(4, 3, 50, seed=11)
+    given = torch.zeros(4, 50, dtype=dtype).requires_grad_().exp()  # whose backward reads its own result
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        cross_entropy_using_up(given, target).sum().backward()
 
 
 def test_one_hot_has_mass_one() -> None:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
-from horovod_volo.optim.clip import build_clip
+from horovod_volo.cluster.buckets import fill_buckets
+from horovod_volo.optim.build import Name, build_optimizer
+from horovod_volo.optim.clip import build_clip, divide
+from horovod_volo.optim.groups import set_lr
 
 adaptive_clip_grad = pytest.importorskip("timm.utils").adaptive_clip_grad
 
@@ -35,8 +38,19 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 def clipped(mode: Literal["norm", "value", "agc"], bound: float, scale: float) -> list[Tensor]:
     model = with_gradients(scale)
-    build_clip(mode, bound, dict(model.named_parameters()), heads=("3",), whole_norm=lambda norm: norm)()
+    divisor = clip(model, mode, bound)
+    assert (divisor is not None) == (mode == "norm" and bound > 0)
+    divide(plain_descent(model), divisor)  # which divides in place, for want of a kernel that does
     return gradients(model)
+
+
+def clip(model: nn.Module, mode: Literal["norm", "value", "agc"], bound: float) -> Tensor | None:
+    parameters = dict(model.named_parameters())
+    return build_clip(mode, bound, parameters, heads=("3",), whole_norm=lambda norm: norm)()
+
+
+def plain_descent(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 100.0])
@@ -61,3 +75,56 @@ def test_gradients_are_bounded_as_by_torch_and_timm(
 def test_no_bound_changes_nothing() -> None:
     found = clipped("norm", 0.0, 100.0)
     assert all(torch.equal(a, b) for a, b in zip(found, gradients(with_gradients(100.0)), strict=True))
+
+
+@pytest.mark.parametrize("scale", [1e-6, 100.0])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lars"])
+def test_steps_are_those_of_gradients_that_were_bounded_before(name: Name, scale: float) -> None:
+    """Whoever divides, the optimizer's kernel or a pass of its own, the weights go the same way."""
+    ours, theirs = with_gradients(scale), with_gradients(scale)
+    start = [parameter.detach().clone() for parameter in ours.parameters()]
+    optimizers = []
+    for model in (ours, theirs):
+        group = {"params": list(model.parameters()), "weight_decay": 0.1, "lr_scale": 1.0}
+        optimizers.append(build_optimizer(name, [group], momentum=0.9))
+        set_lr(optimizers[-1], 0.01)
+    for _ in range(3):
+        divide(optimizers[0], clip(ours, "norm", 0.5))
+        optimizers[0].step()
+        nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        optimizers[1].step()
+    for found, expected, before in zip(ours.parameters(), theirs.parameters(), start, strict=True):
+        assert not torch.equal(found, before)
+        torch.testing.assert_close(found - before, expected - before, rtol=1e-4, atol=1e-7)
+
+
+def test_the_norm_of_flat_gradients_is_that_of_all_and_no_more() -> None:
+    model, apart = with_gradients(1.0), with_gradients(1.0)
+    buckets = fill_buckets(dict(model.named_parameters()), bucket_bytes=100, parts=3)
+    assert len(buckets) > 1
+    for parameter, other in zip(model.parameters(), apart.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        parameter.grad.copy_(other.grad)
+    model[3].bias.requires_grad_(False).grad = None  # what is frozen has none
+    apart[3].bias.grad = None
+    buckets[0].gradients.as_strided((2,), (1,), buckets[0].offsets["3.bias"]).zero_()
+    norm = nn.utils.get_total_norm([p.grad for p in apart.parameters() if p.grad is not None])
+    divisor = clip(model, "norm", 0.5)
+    assert divisor is not None
+    torch.testing.assert_close(divisor, norm / 0.5, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_not_hidden(bad: float) -> None:
+    """Without a loss scale nothing is skipped, and what went wrong must be seen."""
+    model = with_gradients(1.0)
+    assert model[2].weight.grad is not None
+    model[2].weight.grad[0, 0] = bad
+    optimizer = build_optimizer(
+        "adamw", [{"params": list(model.parameters()), "weight_decay": 0.0, "lr_scale": 1.0}], momentum=0.0
+    )
+    set_lr(optimizer, 0.01)
+    divide(optimizer, clip(model, "norm", 0.5))
+    optimizer.step()
+    assert model[2].weight[0, 0].isnan()

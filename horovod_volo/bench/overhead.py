@@ -1,0 +1,147 @@
+"""What the engine's step costs beyond torch: one layer, beside the same operations in a bare loop.
+
+Both sides compute the same loss and update; the engine also draws the box of MixToken, seeds the pass,
+sets the rate, keeps gradients in buckets and adds up the meters.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.bench.agreement import assert_agree
+from horovod_volo.bench.pairs import alternate, repeats_for, timed
+from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.synthetic import random_batch, synthetic_job
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.world import World
+from horovod_volo.config.values import assemble
+from horovod_volo.data.stream import Batch
+from horovod_volo.engine.job import Job
+from horovod_volo.engine.step import train_step
+from horovod_volo.models.volo import TokenExchange
+from horovod_volo.objective.loss import Labels
+from horovod_volo.optim.build import build_optimizer
+from horovod_volo.optim.groups import parameter_groups
+
+CLASSES = 10
+_RATE, _DECAY = 1e-3, 0.05
+_COMPARED_STEPS = 20
+_BOXES = 100  # drawn ahead for the bare loop
+_TOLERANCE = 1e-5  # of the way the weights have gone
+_MICROSECONDS = 1e6
+
+
+class OneLayer(nn.Module):
+    """A network whose arithmetic takes next to no time."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(inputs, CLASSES)
+
+    def forward(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Return class logits, and no token logits."""
+        logits: Tensor = self.head(images.flatten(1))
+        return logits, logits.new_empty(0)
+
+
+def measure(*, batch_size: int, pairs: int) -> Result:
+    """Compare steps of one rank."""
+    config = assemble(
+        {
+            "model": "volo_demo",  # its place is taken by the one layer
+            "img_size": 32,
+            "batch_size": batch_size,
+            "token_label": False,
+            "mix_token": True,
+            "compression": "none",
+            "weight_decay": _DECAY,
+        },
+        fallback_name="bench",
+    )
+    job = synthetic_job(config, World.alone(), CLASSES)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several would wait for each other longer than either side computes
+    try:
+        batch = random_batch(config, CLASSES, job.share.device, seed=0)
+        figures = _compare(_with_one_layer(job, batch), batch, pairs)
+    finally:
+        torch.set_num_threads(threads)
+        job.close()
+    title = f"a step of one layer beside a bare loop, batch {batch_size}, {job.share.device.type}, one thread"
+    return Result("overhead", title, figures)
+
+
+def _with_one_layer(job: Job, batch: Batch) -> Job:
+    """Put the one layer in the network's place; the rate stays where it is."""
+    torch.manual_seed(0)
+    model = OneLayer(batch.images[0].numel()).to(job.share.device).train()
+    reducer = Reducer(model, job.world, job.config.exchange, passes=1)
+    state = dataclasses.replace(
+        job.state, model=model, reducer=reducer, optimizer=_optimizer(model, reducer.owned)
+    )
+    return dataclasses.replace(job, state=state, forward=model, lr=lambda step: _RATE)  # noqa: ARG005
+
+
+def _optimizer(model: nn.Module, owned: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    groups = parameter_groups(
+        dict(model.named_parameters()), owned, exempt=(), weight_decay=_DECAY, layers={}, layer_decay=1.0
+    )
+    for group in groups:
+        group["lr"] = _RATE
+    return build_optimizer("adamw", groups, momentum=0.0)
+
+
+def _compare(job: Job, batch: Batch, pairs: int) -> list[Figure]:
+    device, model = job.share.device, job.state.model
+    start = _weights(model)
+    peer_model = copy.deepcopy(model)
+    passes = itertools.repeat(batch)
+    bare_step = _bare_step(peer_model, job, batch)
+
+    def engine_step() -> None:
+        train_step(job, passes)
+
+    for _ in range(_COMPARED_STEPS):
+        engine_step()
+        bare_step()
+    assert_agree(
+        f"weights after {_COMPARED_STEPS} steps",
+        _weights(model) - start,
+        _weights(peer_model) - start,
+        _TOLERANCE,
+    )
+    repeats = repeats_for(engine_step, device)
+    result = alternate(timed(engine_step, repeats, device), timed(bare_step, repeats, device), pairs)
+    beyond = [ours - peer for ours, peer in zip(result.ours, result.peer, strict=True)]
+    return [
+        Figure.of("engine's step", [_MICROSECONDS * seconds for seconds in result.ours], "µs"),
+        Figure.of("bare loop", [_MICROSECONDS * seconds for seconds in result.peer], "µs"),
+        Figure.of("beyond torch", [_MICROSECONDS * seconds for seconds in beyond], "µs"),
+    ]
+
+
+def _bare_step(model: nn.Module, job: Job, batch: Batch) -> Callable[[], None]:
+    """Make a step as anyone would write it."""
+    optimizer = _optimizer(model, dict(model.named_parameters()))
+    labels = Labels(batch.classes)
+    boxes = itertools.cycle([job.mix(step, 0) for step in range(_BOXES)])
+
+    def step() -> None:
+        box = next(boxes)
+        with job.autocast:
+            class_logits, token_logits = model(batch.images, box.exchange)
+        job.loss(class_logits, token_logits, labels, box).total.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _weights(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()

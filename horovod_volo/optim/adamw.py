@@ -1,0 +1,65 @@
+"""AdamW in torch's fused kernel, with what torch's own class gathers in every step gathered once.
+
+For 250 parameters that gathering is a millisecond in Python. Invariant: the tensors of the state stay the
+same; whoever restores one writes into it.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled decay, to the bit that of `torch.optim.AdamW(fused=True)`.
+
+    As there, a tensor in the attribute `grad_scale` divides the gradients, and one in `found_inf` that is not
+    0 skips the step.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._step_supports_amp_scaling = (
+            True  # so GradScaler leaves an overflow to the kernel, without a wait
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Take one step."""
+        overflow: Tensor | None = getattr(self, "found_inf", None)
+        for group, (weights, means, squares, steps) in zip(self.param_groups, self._columns, strict=True):
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                weights,
+                [weight.grad for weight in weights],
+                means,
+                squares,
+                [],
+                steps,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                amsgrad=False,
+                maximize=False,
+                grad_scale=getattr(self, "grad_scale", None),
+                found_inf=overflow,
+            )
+            if overflow is not None:
+                torch._foreach_sub_(steps, [overflow] * len(steps))  # a step that was skipped is not counted
+
+    @cached_property
+    def _columns(self) -> list[tuple[list[Any], ...]]:
+        """List each group's weights, means, squares and counts of steps."""
+        columns = []
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.requires_grad]
+            state = [self.state[weight] for weight in weights]
+            moments = ([row[key] for row in state] for key in ("exp_avg", "exp_avg_sq", "step"))
+            columns.append((weights, *moments))
+        return columns

@@ -1,0 +1,50 @@
+"""Training with compiled blocks goes the way of training without, and its gradients lie in the buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from horovod_volo.config.errors import UserError
+from horovod_volo.engine.job import Job
+from horovod_volo.engine.step import train_step
+
+OpenJob = Callable[..., Job]
+STEPS = 3
+
+
+def losses(job: Job) -> list[float]:
+    passes = job.train_stream.passes(0, 0)
+    found = []
+    for _ in range(STEPS):
+        job.window.open()
+        train_step(job, passes)
+        found.append(job.window.sums()["total"])
+    return found
+
+
+def test_compiled_blocks_train_alike(open_job: OpenJob, device: torch.device) -> None:
+    settings = {"img_size": 32, "drop_path": 0.0}
+    expected = losses(open_job(**settings))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    job = open_job(compile=True, **settings)
+    found = losses(job)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
+    held = {bucket.gradients.untyped_storage().data_ptr() for bucket in job.state.reducer.buckets}
+    for parameter in job.state.model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.untyped_storage().data_ptr() in held
+
+
+def test_without_a_compiler_nothing_begins(
+    open_job: OpenJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match="--compile needs a C\\+\\+ compiler"):
+        open_job(compile=True)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,137 @@
+"""The GPU's cross-entropy against the plain one.
+
+On the CPU the kernels run in Triton's interpreter, which must be chosen before Triton is first imported: so
+those cases run in a process of their own, started by the last test here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from horovod_volo.objective.soft_target import SoftTarget, cross_entropy, cross_entropy_using_up
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # a rounding of the result
+
+
+@pytest.fixture
+def kernel(device: torch.device) -> ModuleType:
+    """Return the kernels, compiled for the GPU or interpreted on the CPU."""
+    if (device.type == "cpu") != INTERPRETED:
+        pytest.skip("runs in the interpreter's process" if device.type == "cpu" else "runs compiled")
+    return importlib.import_module("horovod_volo.kernels.soft_cross_entropy")
+
+
+def random_case(
+    device: torch.device, dtype: torch.dtype, rows: int, classes: int, entries: int
+) -> tuple[Tensor, SoftTarget, Tensor]:
+    """Draw logits, targets whose ids repeat, and a weight for each row's loss."""
+    random = torch.Generator().manual_seed(classes + entries)
+    logits = (torch.randn(rows, classes, generator=random) * 4).to(device, dtype)
+    target = SoftTarget(
+        uniform=(torch.rand(rows, generator=random) / classes).to(device),
+        # Few different ids, over all classes.
+        ids=(torch.randint(7, (rows, entries), generator=random) * (classes - 1) // 6).to(device),
+        weights=torch.randn(rows, entries, generator=random).mul(0.3).to(device),
+    )
+    return logits, target, torch.rand(rows, generator=random).to(device)
+
+
+def exact(logits: Tensor, target: SoftTarget, grad_loss: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss and its gradient by the dense formula in float64."""
+    leaf = logits.double().requires_grad_()
+    dense = target.uniform.double().unsqueeze(1).repeat(1, logits.shape[1])
+    dense = dense.scatter_add(1, target.ids, target.weights.double())
+    loss = -(dense * leaf.log_softmax(dim=1)).sum(dim=1)
+    (grad,) = torch.autograd.grad(loss, leaf, grad_loss.double())
+    return loss.detach(), grad
+
+
+SHAPES = [(3, 1, 1), (2, 5, 3), (3, 1000, 45), (2, 9000, 150)]  # rows, classes, entries
+CASES = 2 * 3 * len(SHAPES) + 3 + 1 + 3  # of the tests here on one device
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("rows", "classes", "entries"), SHAPES)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_loss_and_gradient_equal_the_dense_formula(
+    kernel: ModuleType,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    classes: int,
+    entries: int,
+    overwrite: bool,
+) -> None:
+    logits, target, grad_loss = random_case(device, dtype, rows, classes, entries)
+    expected_loss, expected_grad = exact(logits, target, grad_loss)
+    sparse = (target.uniform, target.ids, target.weights)
+    loss, lse = kernel.loss_with_lse(logits, *sparse)
+    grad = logits if overwrite else torch.full_like(logits, torch.nan)
+    kernel.write_gradient(grad, logits, lse, grad_loss, *sparse)
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
+    tolerance = TOLERANCES[dtype]
+    # A class with an entry is rounded twice, at the size of what is subtracted from it.
+    torch.testing.assert_close(grad.double(), expected_grad, rtol=2 * tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_the_gradient_is_the_same_each_time(
+    kernel: ModuleType, device: torch.device, dtype: torch.dtype
+) -> None:
+    logits, target, grad_loss = random_case(device, dtype, 4, 1500, 200)
+    sparse = (target.uniform, target.ids, target.weights)
+    grads = []
+    for _ in range(3):
+        _, lse = kernel.loss_with_lse(logits, *sparse)
+        grads.append(torch.empty_like(logits))
+        kernel.write_gradient(grads[-1], logits, lse, grad_loss, *sparse)
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
+
+
+def test_large_logits_stay_finite(kernel: ModuleType, device: torch.device) -> None:
+    logits, target, grad_loss = random_case(device, torch.float32, 3, 5000, 10)
+    logits *= 1000
+    loss, lse = kernel.loss_with_lse(logits, target.uniform, target.ids, target.weights)
+    expected, _ = exact(logits, target, grad_loss)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=1e-2)
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_autograd_gives_the_same(device: torch.device, dtype: torch.dtype) -> None:
+    """The plain form on the CPU, the kernels on the GPU."""
+    logits, target, grad_loss = random_case(device, dtype, 4, 300, 20)
+    expected_loss, expected_grad = exact(logits, target, grad_loss)
+    tolerance = TOLERANCES[dtype]
+    for cross_entropy_of in (cross_entropy, cross_entropy_using_up):
+        given = logits.clone().requires_grad_().clone()
+        loss = cross_entropy_of(given, target)
+        (grad,) = torch.autograd.grad(loss, given, grad_loss)
+        assert grad.dtype == dtype
+        torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grad.double(), expected_grad, rtol=2 * tolerance, atol=2 * tolerance)
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    if INTERPRETED:
+        pytest.skip("this is the interpreter's process")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cpu", __file__]
+    found = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert f"{CASES} passed" in found.stdout, found.stdout

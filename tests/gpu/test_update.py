@@ -1,0 +1,107 @@
+"""The update in its few passes over memory is that of torch's own parts, one after the other."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Exchange
+from horovod_volo.optim.build import build_optimizer, state_tensors
+from horovod_volo.optim.clip import build_clip, divide
+from horovod_volo.optim.ema import Ema
+from horovod_volo.optim.groups import parameter_groups, set_lr
+
+BOUND, DECAY, KEPT, RATE, STEPS = 0.35, 0.05, 0.9, 1e-3, 20
+LATE = 10**9  # a step so late that averages forget at their final pace
+
+
+class Sides:
+    """Two equal networks: one updated as a run does it, the other by torch's own parts."""
+
+    def __init__(self, device: torch.device, scale: float) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Conv2d(3, 20, 3, bias=False), nn.BatchNorm2d(20), nn.Flatten(), nn.Linear(20, 300)
+        )
+        self.ours = model.to(device).train()
+        self.theirs = copy.deepcopy(self.ours)
+        self.mean = [parameter.detach().clone() for parameter in self.theirs.parameters()]
+        self.reducer = Reducer(
+            self.ours, World.alone(), Exchange(compression="none", bucket_mib=0.01), passes=1
+        )
+        named = dict(self.ours.named_parameters())
+        groups = parameter_groups(named, named, exempt=(), weight_decay=DECAY, layers={}, layer_decay=1.0)
+        self.optimizer = build_optimizer("adamw", groups, momentum=0.0)
+        set_lr(self.optimizer, RATE)
+        self.clip = build_clip("norm", BOUND, named, heads=(), whole_norm=self.reducer.whole_norm)
+        self.average = Ema(self.ours, self.reducer.buckets, KEPT)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=scale != 1.0, init_scale=scale)
+        self.peer = torch.optim.AdamW(self._peer_groups(), lr=RATE, betas=(0.9, 0.999), eps=1e-8)
+        self._device = device
+
+    def _peer_groups(self) -> list[dict[str, object]]:
+        plain = [parameter for parameter in self.theirs.parameters() if parameter.ndim == 1]
+        others = [parameter for parameter in self.theirs.parameters() if parameter.ndim > 1]
+        return [{"params": plain, "weight_decay": 0.0}, {"params": others, "weight_decay": DECAY}]
+
+    def backward(self, step: int, factor: float = 1.0) -> None:
+        images = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(step)).to(self._device)
+        self.scaler.scale(factor * self.ours(images).square().mean()).backward()
+        self.theirs(images).square().mean().backward()
+
+    def our_update(self) -> None:
+        with self.reducer.averaged():
+            self.scaler.unscale_(self.optimizer)
+            divide(self.optimizer, self.clip())
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.average.update(LATE)
+
+    def their_update(self) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(self.theirs.parameters(), BOUND)
+        self.peer.step()
+        self.peer.zero_grad()
+        for mean, parameter in zip(self.mean, self.theirs.parameters(), strict=True):
+            mean.mul_(KEPT).add_(parameter.detach(), alpha=1 - KEPT)
+        return norm
+
+
+@pytest.mark.parametrize("scale", [1.0, 256.0], ids=["fp32", "scaled"])
+def test_twenty_steps_end_at_the_same_weights_and_averages(device: torch.device, scale: float) -> None:
+    sides = Sides(device, scale)
+    assert len(sides.reducer.buckets) > 1
+    start = [parameter.detach().clone() for parameter in sides.ours.parameters()]
+    norms = []
+    for step in range(STEPS):
+        sides.backward(step)
+        sides.our_update()
+        norms.append(sides.their_update())
+    assert min(norms) < BOUND < max(norms)  # some steps are bounded, others are not
+    averages = sides.average.models()["ema"].parameters()
+    for ours, average, theirs, mean, before in zip(
+        sides.ours.parameters(), averages, sides.theirs.parameters(), sides.mean, start, strict=True
+    ):
+        assert (ours - before).abs().max() > RATE
+        assert (ours - theirs).abs().max() <= 1e-6
+        assert (average - mean).abs().max() <= 1e-6
+
+
+def test_an_overflow_is_skipped_and_not_counted(device: torch.device) -> None:
+    sides = Sides(device, 256.0)
+    sides.backward(0)
+    sides.our_update()
+    live = dict(sides.ours.named_parameters()) | state_tensors(sides.optimizer, sides.reducer.owned)
+    before = {name: tensor.detach().clone() for name, tensor in live.items()}
+    sides.backward(1, factor=float("inf"))
+    sides.our_update()
+    assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
+    assert float(live["3.weight/step"]) == 1.0
+    sides.backward(2)
+    sides.our_update()
+    assert not any(torch.equal(live[name], tensor) for name, tensor in before.items())
+    assert float(live["3.weight/step"]) == 2.0

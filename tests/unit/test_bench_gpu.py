@@ -1,0 +1,213 @@
+"""What is measured on a GPU, as far as a machine without one can tell: the plan, the counts, the goals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from horovod_volo.bench import __main__ as command_line
+from horovod_volo.bench import goals, gpu, overhead, pairs
+from horovod_volo.bench.agreement import WrongResultError
+from horovod_volo.cluster.share import Share
+from horovod_volo.models.build import build_model, training_forward
+
+ROOT = Path(__file__).parents[2]
+TINY: dict[str, Any] = {
+    "model": "volo_demo",
+    "img_size": 32,
+    "batch_size": 2,
+    "precision": "fp32",
+    "drop_path": 0.1,
+    "pairs": 3,
+}
+
+
+@pytest.fixture(autouse=True)
+def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make blocks short, and leave torch's threads as they are."""
+    monkeypatch.setattr(pairs, "BLOCK_SECONDS", 0.01)
+    share = Share(device=torch.device("cpu"), threads=1, binding="test")
+    monkeypatch.setattr("horovod_volo.bench.synthetic.share_of_host", lambda world: share)
+
+
+def plan(*words: str) -> list[tuple[int, argparse.Namespace]]:
+    done = bench_script(ROOT, "--plan", *words)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    return [(int(limit), command_line.build_parser().parse_args(rest)) for limit, *rest in lines]
+
+
+def bench_script(root: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(root / "tools" / "gpu_bench"), *words],
+        env=os.environ | {"OUT": str(root / "out")} | variables,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def results_of_the_plan() -> Iterator[tuple[str, str]]:
+    """Yield the name of each result that the plan records, with one figure's label, or any."""
+    for _, chosen in plan():
+        if chosen.name == "gpu":
+            compiled = " compiled" if chosen.compile else ""
+            yield f"gpu {chosen.model} {chosen.img_size}{compiled}", "*"
+        elif chosen.name == "peers":
+            yield from (
+                (f"peers {chosen.model} {chosen.precision}", f"faster than {form}") for form in chosen.against
+            )
+        else:
+            yield f"{chosen.name} {chosen.model}" if hasattr(chosen, "model") else chosen.name, "*"
+
+
+def test_every_command_of_the_plan_is_understood() -> None:
+    planned = plan()
+    assert len(planned) > 20
+    assert all(20 <= limit <= 300 for limit, _ in planned)
+    assert [chosen.model for _, chosen in plan("peers --model volo_d5")] == ["volo_d5"] * 2
+
+
+def test_every_goal_is_measured_by_the_plan() -> None:
+    planned = set(results_of_the_plan())
+    for goal in goals.GOALS:
+        assert any({(name, goal.label), (name, "*")} & planned for name in goal.names), goal
+
+
+def test_without_a_gpu_nothing_is_done() -> None:
+    if shutil.which("nvidia-smi"):
+        pytest.skip("there is a GPU")
+    done = bench_script(ROOT, "overhead")
+    assert done.returncode == 1
+    assert "No NVIDIA GPU here" in done.stderr
+    done = bench_script(ROOT, "no such line")
+    assert done.returncode == 2
+    assert 'No line of the plan holds "no such line"' in done.stderr
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return a copy of the project whose set-up is done and whose plan is short, one line of it a mistake."""
+    shutil.copytree(
+        ROOT / "horovod_volo", tmp_path / "horovod_volo", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "tools").mkdir()
+    for name, text in (
+        ("gpu_setup", "#!/usr/bin/env bash\n"),
+        ("activate", f"PATH={Path(sys.executable).parent}:$PATH\n"),
+        (
+            "gpu_bench",
+            (ROOT / "tools" / "gpu_bench")
+            .read_text()
+            .replace("60 overhead\n", "60 overhead --pairs 1\n60 overhead --pairs 2\n"),
+        ),
+    ):
+        path = tmp_path / "tools" / name
+        path.write_text(text)
+        path.chmod(0o755)
+    return tmp_path
+
+
+def test_a_failure_does_not_stop_the_rest(checkout: Path) -> None:
+    done = bench_script(checkout, "overhead")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "s, FAILED: overhead --pairs 1" in done.stdout
+    assert "s, measured: overhead --pairs 2" in done.stdout
+    assert "Failed: overhead --pairs 1" in done.stderr
+    (record,) = map(json.loads, (checkout / "out" / "results.jsonl").read_text().splitlines())
+    assert record["name"] == "overhead"
+    assert json.loads((checkout / "docs" / "results.jsonl").read_text()) == record
+    assert "one pair has no spread" in (checkout / "out" / "bench.log").read_text()
+    assert (checkout / "out" / "goals.txt").read_text() in done.stdout
+
+
+def test_what_there_is_no_time_for_is_told(checkout: Path) -> None:
+    (checkout / "out").mkdir()
+    (checkout / "out" / "results.jsonl").touch()
+    done = bench_script(checkout, "overhead", MINUTES="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No time was left for: overhead --pairs 2" in done.stdout
+    assert (checkout / "out" / "results.jsonl").read_text() == ""
+
+
+@pytest.mark.parametrize(("model", "side"), gpu.TRAIN_GFLOP)
+def test_the_counted_operations_are_those_of_the_network(model: str, side: int) -> None:
+    with torch.device("meta"):
+        network = build_model(model, img_size=side, num_classes=1000, drop_path=0.0)
+        images = torch.zeros(1, 3, side, side)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        training_forward(network)(images, lambda tokens: tokens)
+    assert gpu.TRAIN_GFLOP[model, side] == pytest.approx(3e-9 * counter.get_total_flops(), rel=0.01)
+
+
+def test_the_share_of_the_peak() -> None:
+    assert gpu.share_of_peak("volo_d5", 224, 1000) == pytest.approx(54.9, abs=0.05)
+
+
+def test_a_step_is_measured() -> None:
+    figures = {figure.label: figure.value for figure in gpu.measure(**TINY, compile=False).figures}
+    assert list(figures) == ["images a second", "step", "first 3 steps"]
+    assert figures["images a second"] == pytest.approx(2000 / figures["step"])
+
+
+def test_other_losses_of_compiled_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(model: nn.Module) -> None:
+        nn.init.zeros_(model.head.weight)
+
+    monkeypatch.setattr(gpu, "compile_blocks", spoil)
+    with pytest.raises(WrongResultError, match="with blocks compiled and without"):
+        gpu.measure(**TINY, compile=True)
+
+
+def test_overhead_tells_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {figure.label: figure.value for figure in overhead.measure(batch_size=2, pairs=3).figures}
+    assert list(figures) == ["engine's step", "bare loop", "beyond torch"]
+    assert min(figures["engine's step"], figures["bare loop"]) > 0
+    monkeypatch.setattr(overhead, "train_step", lambda job, passes: None)
+    with pytest.raises(WrongResultError, match="weights after 20 steps"):
+        overhead.measure(batch_size=2, pairs=3)
+
+
+def record(name: str, label: str, value: float, gpu: str = "1 x NVIDIA H200") -> dict[str, Any]:
+    return {"name": name, "hardware": {"gpu": gpu}, "figures": [{"label": label, "value": value}]}
+
+
+def verdicts(*records: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the columns of each goal by its first, and the last line by nothing."""
+    *lines, last = goals.summary(records).splitlines()
+    columns = [re.split(r"\s{2,}", line) for line in lines]
+    return {first: rest for first, *rest in columns} | {"": [last]}
+
+
+def test_goals_are_met_missed_or_not_measured() -> None:
+    speed = "images a second"
+    found = verdicts(
+        record("gpu volo_d5 448", speed, 300),
+        record("gpu volo_d5 448", speed, 220),
+        record("gpu volo_d5 448 compiled", speed, 230),
+        record("gpu volo_d5 512", speed, 167),
+        record("gpu volo_d5 224", speed, 2000, gpu="none"),
+        record("optimizer volo_d5", "update", 4.4),
+        record("overhead", "beyond torch", 160.0),
+    )
+    assert found["volo_d5 at 448 px, images a second"][-2:] == ["230", "met"]
+    assert found["volo_d5 at 512 px, images a second"][-2:] == ["167", "missed"]
+    assert found["volo_d5, 16 times the published 62.5"][-1] == "not measured"
+    assert found["volo_d5 update, ms"][-1] == "met"
+    assert found["engine beyond torch, µs a step"][-1] == "missed"
+    assert found[""] == [f"2 of {len(goals.GOALS)} goals are met."]

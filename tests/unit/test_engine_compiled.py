@@ -1,0 +1,143 @@
+"""Compiled blocks: the right ones, each class once, nothing changed but speed, gradients block by block."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.rules import notes
+from horovod_volo.engine.compiled import blocks_of, check_compiler, compile_blocks
+from horovod_volo.models.build import build_model, training_forward
+
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def network(drop_path: float = 0.0, *, grad_checkpoint: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    return build_model(
+        "volo_demo", img_size=32, num_classes=5, drop_path=drop_path, grad_checkpoint=grad_checkpoint
+    ).train()
+
+
+def counting() -> CompileCounterWithBackend:
+    """Count what is compiled, and run it by the operations it had: quick to make, equal to the last bit."""
+    torch._dynamo.reset()
+    return CompileCounterWithBackend("aot_eager")
+
+
+def backward(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of a pass whose stochastic depth is always the same."""
+    torch.manual_seed(2)
+    class_logits, token_logits = training_forward(model)(IMAGES, lambda tokens: tokens)
+    (class_logits.square().sum() + token_logits.square().sum()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("volo_d1", 20), ("lvvit_t", 12), ("resnet18", 8), ("vit_tiny_patch16_224", 12)]
+)
+def test_all_blocks_are_found(name: str, blocks: int) -> None:
+    with torch.device("meta"):
+        model = build_model(name, img_size=224, num_classes=5, drop_path=0.0)
+    found = list(blocks_of(model))
+    assert len(found) == blocks
+    inside = {id(part) for block in found for part in block.modules()}
+    assert sum(id(module) in inside for module in model.modules()) == len(inside)  # none is found twice
+    weights = sum(p.numel() for block in found for p in block.parameters())
+    assert weights > 0.8 * sum(p.numel() for p in model.parameters())
+
+
+def test_a_network_without_blocks_is_a_mistake() -> None:
+    with pytest.raises(UserError, match="Sequential has none"):
+        compile_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+
+
+@pytest.mark.parametrize("grad_checkpoint", [False, True])
+def test_gradients_are_those_of_the_plain_network(grad_checkpoint: bool) -> None:
+    plain, counter = network(0.3), counting()
+    compiled = network(0.3, grad_checkpoint=grad_checkpoint)
+    compile_blocks(compiled, counter)
+    expected, found = backward(plain), backward(compiled)
+    assert counter.frame_count > 0
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+def test_a_class_is_compiled_once_and_evaluation_is_left_alone() -> None:
+    model, counter = network(), counting()
+    names = list(model.state_dict())
+    averaged = copy.deepcopy(model)
+    compile_blocks(model, counter)
+    backward(model)
+    blocks = list(blocks_of(model))
+    shapes = {(type(block), *(p.shape for p in block.parameters())) for block in blocks}
+    assert counter.frame_count == len(shapes) < len(blocks)
+    assert list(model.state_dict()) == names
+    backward(model)
+    backward(averaged)
+    model.eval()(IMAGES)
+    assert counter.frame_count == len(shapes)
+
+
+class HalfBlock(nn.Module):
+    """A block that computes its branch for some of the images."""
+
+    branches = ("branch",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+    def branch(self, tokens: Tensor) -> Tensor:
+        return self.mlp(tokens)
+
+    def forward(self, tokens: Tensor, kept: int) -> Tensor:
+        rows = torch.arange(kept)
+        return tokens.index_add(0, rows, self.branch(tokens.index_select(0, rows)), alpha=1 / kept)
+
+
+def test_a_branch_of_some_images_is_compiled_for_any_number_of_them() -> None:
+    blocks, counter = nn.Sequential(HalfBlock(), HalfBlock()), counting()
+    plain = copy.deepcopy(blocks)
+    compile_blocks(nn.Sequential(blocks), counter)
+    tokens = torch.randn(9, 4)
+    for kept in range(2, 10):
+        for block, other in zip(blocks, plain, strict=True):
+            assert torch.equal(block(tokens, kept), other(tokens, kept))
+    assert counter.frame_count == 2  # for the first number, and for all
+
+
+def test_a_blocks_gradients_land_before_backward_comes_to_the_next() -> None:
+    model, counter = network(), counting()
+    compile_blocks(model, counter)
+    backward(model)  # compiles
+    blocks, happened = list(blocks_of(model)), []
+    for number, block in enumerate(blocks):
+        for parameter in block.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, n=number: happened.append(n))
+        block.register_full_backward_pre_hook(lambda *_, n=number: happened.append(f"begins {n}"))
+    backward(model)
+    for number in range(1, len(blocks)):
+        last_landing = max(place for place, what in enumerate(happened) if what == number)
+        assert last_landing < happened.index(f"begins {number - 1}"), happened
+
+
+def test_a_missing_compiler_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    check_compiler()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"there is no no-such-compiler on this machine. Install g\+\+"):
+        check_compiler()
+
+
+def test_a_slow_start_is_announced() -> None:
+    assert notes(parse([]).config) == []
+    (note,) = notes(parse(["--compile"]).config)
+    assert "the first step takes minutes" in note
