@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,19 +83,18 @@ def _with_one_layer(job: Job, batch: Batch) -> Job:
     torch.manual_seed(0)
     model = OneLayer(batch.images[0].numel()).to(job.share.device).train()
     reducer = Reducer(model, job.world, job.config.exchange, passes=1)
-    state = dataclasses.replace(
-        job.state, model=model, reducer=reducer, optimizer=_optimizer(model, reducer.owned)
-    )
+    optimizer = build_optimizer("adamw", _groups(model, reducer.owned), momentum=0.0)
+    state = dataclasses.replace(job.state, model=model, reducer=reducer, optimizer=optimizer)
     return dataclasses.replace(job, state=state, forward=model, lr=lambda step: _RATE)  # noqa: ARG005
 
 
-def _optimizer(model: nn.Module, owned: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+def _groups(model: nn.Module, owned: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     groups = parameter_groups(
         dict(model.named_parameters()), owned, exempt=(), weight_decay=_DECAY, layers={}, layer_decay=1.0
     )
     for group in groups:
         group["lr"] = _RATE
-    return build_optimizer("adamw", groups, momentum=0.0)
+    return groups
 
 
 def _compare(job: Job, batch: Batch, pairs: int) -> list[Figure]:
@@ -128,7 +128,7 @@ def _compare(job: Job, batch: Batch, pairs: int) -> list[Figure]:
 
 def _bare_step(model: nn.Module, job: Job, batch: Batch) -> Callable[[], None]:
     """Make a step as anyone would write it."""
-    optimizer = _optimizer(model, dict(model.named_parameters()))
+    optimizer = torch.optim.AdamW(_groups(model, dict(model.named_parameters())), fused=True)
     labels = Labels(batch.classes)
     boxes = itertools.cycle([job.mix(step, 0) for step in range(_BOXES)])
 

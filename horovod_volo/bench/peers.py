@@ -48,7 +48,7 @@ def measure(
         trained = replace(config, model=replace(config.model, drop_path=drop_path))
         figures += _compare(form, trained, pairs)
     title = f"step of one rank, {img_size} px, {precision}, batch {batch_size}, drop path {drop_path}"
-    return Result(f"peers {model} {precision}", title, figures)
+    return Result(f"peers {model} {precision} {' '.join(against)}", title, figures)
 
 
 def _config(model: str, img_size: int, batch_size: int, precision: str, *, tokens: bool) -> Config:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from nvidia.dali import Pipeline, fn, types
 
 from horovod_volo.data.augmentation.plan import Plan
 
@@ -35,36 +34,47 @@ IMAGENET_COLOURS = Colours(IMAGENET_MEAN, IMAGENET_STD)
 Source = Callable[[], tuple[list[NDArray[Any]], ...]]
 
 
+def _dali() -> Any:
+    """Return DALI, which comes in where images do: random ones are trained on without it."""
+    import nvidia.dali.fn
+    import nvidia.dali.types
+
+    return nvidia.dali
+
+
 def build_train_pipeline(
     source: Source, *, image_size: int, batch: int, device: torch.device, threads: int, resize: bool
-) -> Pipeline:
+) -> Any:
     """Build decode and cut, and with `resize` also resize and flip; uint8, height x width x 3.
 
     Inputs: bytes, corners, shapes; with `resize` also (left-right, upside-down) flips and interpolations.
     """
+    dali = _dali()
     pipeline = _empty_pipeline(batch, device, threads)
     with pipeline:
         inputs = 5 if resize else 3
-        encoded, corners, shapes, *rest = fn.external_source(
+        encoded, corners, shapes, *rest = dali.fn.external_source(
             source=source,
             num_outputs=inputs,
-            dtype=[types.UINT8, types.INT32, types.INT32, types.INT32, types.INT32][:inputs],
+            dtype=[dali.types.UINT8, dali.types.INT32, dali.types.INT32, dali.types.INT32, dali.types.INT32][
+                :inputs
+            ],
             ndim=[1, 1, 1, 1, 0][:inputs],
         )
-        images = fn.decoders.image_slice(
+        images = dali.fn.decoders.image_slice(
             encoded,
             start=corners,
             shape=shapes,
             axis_names="HW",
             device=_decoder(device),
-            output_type=types.RGB,
+            output_type=dali.types.RGB,
             adjust_orientation=False,  # boxes and label maps are those of the stored image, as PIL reads it
         )
         if resize:
             flips, filters = rest
-            filtering = fn.cast(filters, dtype=types.INTERP_TYPE)
-            images = fn.resize(images, size=[image_size] * 2, interp_type=filtering, antialias=True)
-            images = fn.flip(images, horizontal=flips[0], vertical=flips[1])
+            filtering = dali.fn.cast(filters, dtype=dali.types.INTERP_TYPE)
+            images = dali.fn.resize(images, size=[image_size] * 2, interp_type=filtering, antialias=True)
+            images = dali.fn.flip(images, horizontal=flips[0], vertical=flips[1])
         pipeline.set_outputs(images)
     pipeline.build()
     return pipeline
@@ -79,21 +89,22 @@ def build_eval_pipeline(
     threads: int,
     colours: Colours = IMAGENET_COLOURS,
     interpolation: str = "bicubic",
-) -> Pipeline:
+) -> Any:
     """Build resize, window, normalise; inputs: bytes, resized sizes, window corners."""
+    dali = _dali()
     pipeline = _empty_pipeline(batch, device, threads)
     with pipeline:
-        encoded, sizes, corners = fn.external_source(
-            source=source, num_outputs=3, dtype=[types.UINT8, types.FLOAT, types.INT32], ndim=1
+        encoded, sizes, corners = dali.fn.external_source(
+            source=source, num_outputs=3, dtype=[dali.types.UINT8, dali.types.FLOAT, dali.types.INT32], ndim=1
         )
-        images = fn.decoders.image(
+        images = dali.fn.decoders.image(
             encoded,
             device=_decoder(device),
-            output_type=types.RGB,
+            output_type=dali.types.RGB,
             adjust_orientation=False,
             jpeg_fancy_upsampling=True,  # the GPU decoder's faster default gives other pixels than PIL
         )
-        images = fn.slice(
+        images = dali.fn.slice(
             _resized(images, sizes, interpolation),
             start=corners,
             shape=[image_size, image_size],
@@ -108,8 +119,11 @@ def build_eval_pipeline(
 
 def resizing_inputs(plan: Plan) -> tuple[list[NDArray[Any]], ...]:
     """Return the training graph's last two inputs for the resizing of a batch."""
+    dali = _dali()
     flips = np.stack([plan.flip_horizontal, plan.flip_vertical], axis=1).astype(np.int32)  # (batch, 2)
-    filters = np.where(plan.bicubic, int(types.INTERP_CUBIC), int(types.INTERP_LINEAR)).astype(np.int32)
+    filters = np.where(plan.bicubic, int(dali.types.INTERP_CUBIC), int(dali.types.INTERP_LINEAR)).astype(
+        np.int32
+    )
     return list(flips), [np.array(number) for number in filters]
 
 
@@ -120,15 +134,16 @@ def to_torch(images: Any) -> torch.Tensor:
 
 def undecodable(images: list[NDArray[np.uint8]]) -> list[int]:
     """Return the places of the encoded images that DALI refuses."""
+    dali = _dali()
     places = []
     for place, image in enumerate(images):
-        pipeline = Pipeline(
+        pipeline = dali.Pipeline(
             batch_size=1, num_threads=1, device_id=None, exec_pipelined=False, exec_async=False
         )
         with pipeline:
-            encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1)
-            decoded = fn.decoders.image(
-                encoded, device="cpu", output_type=types.RGB, adjust_orientation=False
+            encoded = dali.fn.external_source(name="encoded", dtype=dali.types.UINT8, ndim=1)
+            decoded = dali.fn.decoders.image(
+                encoded, device="cpu", output_type=dali.types.RGB, adjust_orientation=False
             )
             pipeline.set_outputs(decoded)
         pipeline.feed_input("encoded", [image])
@@ -139,8 +154,9 @@ def undecodable(images: list[NDArray[np.uint8]]) -> list[int]:
     return places
 
 
-def _empty_pipeline(batch: int, device: torch.device, threads: int) -> Pipeline:
-    return Pipeline(
+def _empty_pipeline(batch: int, device: torch.device, threads: int) -> Any:
+    dali = _dali()
+    return dali.Pipeline(
         batch_size=batch,
         num_threads=threads,
         device_id=device.index if device.type == "cuda" else None,
@@ -153,15 +169,17 @@ def _decoder(device: torch.device) -> str:
 
 
 def _resized(images: Any, size: Any, interpolation: str) -> Any:
+    dali = _dali()
     # PIL's filters: they widen when the image shrinks.
-    filtering = {"bicubic": types.INTERP_CUBIC, "bilinear": types.INTERP_LINEAR}[interpolation]
-    return fn.resize(images, size=size, interp_type=filtering, antialias=True)
+    filtering = {"bicubic": dali.types.INTERP_CUBIC, "bilinear": dali.types.INTERP_LINEAR}[interpolation]
+    return dali.fn.resize(images, size=size, interp_type=filtering, antialias=True)
 
 
 def _normalised(images: Any, colours: Colours) -> Any:
-    return fn.crop_mirror_normalize(
+    dali = _dali()
+    return dali.fn.crop_mirror_normalize(
         images,
-        dtype=types.FLOAT,
+        dtype=dali.types.FLOAT,
         output_layout="CHW",
         mean=[255 * value for value in colours.mean],
         std=[255 * value for value in colours.std],

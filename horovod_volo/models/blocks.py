@@ -47,6 +47,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 class Block(nn.Module):
     """timm's Outlooker or Transformer: attention, then the perceptron, each added to its input."""
 
+    branches = ("attended", "refined")  # what --compile compiles
+
     def __init__(self, trained: Any, attention: nn.Module) -> None:
         super().__init__()
         self.norm1, self.attn = trained.norm1, attention
@@ -61,8 +63,17 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tensor, first: Kept = ALL, second: Kept = ALL) -> Tensor:
         """Return tokens of the same shape (batch, rows, columns, channels)."""
-        tokens = first.added(tokens, lambda kept: self.attn(self.norm1(kept)))
-        return second.added(tokens, lambda kept: self.mlp(self.norm2(kept)))
+        return second.added(first.added(tokens, self.attended), self.refined)
+
+    def attended(self, tokens: Tensor) -> Tensor:
+        """Return the first branch."""
+        result: Tensor = self.attn(self.norm1(tokens))
+        return result
+
+    def refined(self, tokens: Tensor) -> Tensor:
+        """Return the second branch, of each token alone."""
+        result: Tensor = self.mlp(self.norm2(tokens))
+        return result
 
 
 def outlooker(trained: Any) -> Block:

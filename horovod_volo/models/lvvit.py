@@ -82,6 +82,8 @@ class Perceptron(nn.Module):
 class Block(nn.Module):
     """Attention, then the perceptron, each added to its input after a norm and a division."""
 
+    branches = ("attended", "refined")  # what --compile compiles
+
     def __init__(self, embed_dim: int, num_heads: int, mlp_ratio: float, divisor: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(embed_dim)
@@ -92,8 +94,18 @@ class Block(nn.Module):
 
     def forward(self, tokens: Tensor, first: Kept = ALL, second: Kept = ALL) -> Tensor:
         """Return tokens of the same shape (batch, tokens, channels)."""
-        tokens = first.added(tokens, lambda kept: self.attn(self.norm1(kept)), self.weight)
-        return second.added(tokens, lambda kept: self.mlp(self.norm2(kept)), self.weight)
+        tokens = first.added(tokens, self.attended, self.weight)
+        return second.added(tokens, self.refined, self.weight)
+
+    def attended(self, tokens: Tensor) -> Tensor:
+        """Return the first branch."""
+        result: Tensor = self.attn(self.norm1(tokens))
+        return result
+
+    def refined(self, tokens: Tensor) -> Tensor:
+        """Return the second branch, of each token alone."""
+        result: Tensor = self.mlp(self.norm2(tokens))
+        return result
 
 
 class LvVit(nn.Module):

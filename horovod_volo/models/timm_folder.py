@@ -1,6 +1,6 @@
 """A network's weights and facts in a folder that plain timm loads, as it loads those of the Hugging Face hub.
 
-Invariant: what timm makes of the folder gives the same logits to the bit; `timm_difference` measures it.
+Invariant: what timm makes of the folder gives the same logits up to rounding; `timm_difference` measures it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 from horovod_volo.models.build import build_model
 from horovod_volo.optim.build import STATE_KEYS, build_optimizer, state_tensors
-from horovod_volo.optim.clip import build_clip
+from horovod_volo.optim.clip import build_clip, divide
 from horovod_volo.optim.groups import parameter_groups, set_lr
 
 IMAGES, SIDE, CLASSES = 8, 32, 7
@@ -82,7 +82,7 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
         with reducer.averaged():
             gradients = torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
             scaler.unscale_(optimizer)
-            clip()
+            divide(optimizer, clip())
             scaler.step(optimizer)
         scaler.update()
     state = state_tensors(optimizer, reducer.owned)

@@ -24,6 +24,7 @@ from horovod_volo.models import onnx_file
 from horovod_volo.models.build import build_model, facts_of
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.onnx_file import check_packages, onnx_difference, write_onnx
+from horovod_volo.models.outlook import Outlook
 from horovod_volo.models.outlook_export import exportable, fold_windows, place_weights, unfold_windows
 from horovod_volo.models.timm_folder import (
     CONFIG,
@@ -109,7 +110,7 @@ def test_the_copy_to_export_gives_the_same_and_shares_nothing() -> None:
     assert network.training
     assert not copy.training
     torch.testing.assert_close(copy(images), network.eval()(images), rtol=0, atol=1e-5)
-    assert [sum(isinstance(m, nn.Unfold) for m in model.modules()) for model in (network, copy)] == [1, 0]
+    assert [sum(isinstance(m, Outlook) for m in model.modules()) for model in (network, copy)] == [1, 0]
     for parameter in copy.parameters():
         parameter.zero_()
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
