@@ -40,7 +40,7 @@ def _of_the_step(words: Words) -> None:
     flags.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32")
     flags.add_argument("--sides", type=int, nargs="+", default=[128, 160, 192, 288], metavar="N")
     flags.add_argument("--classes", type=int, nargs="+", default=[21841], metavar="N")
-    flags.add_argument("--batches", type=int, nargs="+", default=[2, 4], metavar="N")
+    flags.add_argument("--batches", type=int, nargs="+", default=[1, 2], metavar="N")
     _number(flags, "--rounds", 5, "of all cases")
 
     flags = _add(words, "gpu", "the engine's step on one rank, and how much of a GPU it uses")

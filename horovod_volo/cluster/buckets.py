@@ -51,7 +51,15 @@ class Bucket:
 def fill_buckets(
     parameters: Mapping[str, Parameter], bucket_bytes: int, parts: int, last_bytes: int = 2**20
 ) -> list[Bucket]:
-    """Lay parameters out in buckets, in the order in which backward is done with them.
+    """Lay parameters out in buckets, in the order in which backward is done with them."""
+    groups = grouped(parameters, bucket_bytes, last_bytes)
+    return [Bucket(dict(reversed(group.items())), parts) for group in reversed(groups)]
+
+
+def grouped(
+    parameters: Mapping[str, Parameter], bucket_bytes: int, last_bytes: int
+) -> list[dict[str, Parameter]]:
+    """Choose what shares a bucket, from the bucket that leaves last to the one that leaves first.
 
     What backward is done with last travels while nothing is left to compute: the last bucket is small, and
     each may be four times as large as the one after it, so that none holds up the next.
@@ -66,7 +74,7 @@ def fill_buckets(
             room, size_of_next = size_of_next, min(4 * size_of_next, bucket_bytes)
         groups[-1][name] = parameter
         room -= size
-    return [Bucket(dict(reversed(group.items())), parts) for group in reversed(groups)]
+    return groups
 
 
 def _rounded_up(number: int, multiple: int) -> int:

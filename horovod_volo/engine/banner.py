@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.rules import token_label_side
 from horovod_volo.config.schema import Config
@@ -78,8 +76,3 @@ def exchange_line(config: Config, buckets: int) -> str:
     """Tell the arithmetic and the form of gradients on the wire."""
     wire = {"none": "as they are", "fp16": "in fp16"}[config.exchange.compression]
     return f"{config.exchange.precision}; gradients travel {wire} in {buckets} buckets"
-
-
-def bucket_count(parameters: int, config: Config) -> int:
-    """Return about how many buckets hold the gradients of this many fp32 parameters."""
-    return math.ceil(4 * parameters / (config.exchange.bucket_mib * 2**20))

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from horovod_volo.cluster.buckets import grouped
 from horovod_volo.config.derived import derive
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.rules import notes, uses_tokens
@@ -17,7 +18,6 @@ from horovod_volo.config.schema import Config
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
     batch_line,
-    bucket_count,
     exchange_line,
     fact_lines,
     length_line,
@@ -43,6 +43,7 @@ class Need:
     images: int
     classes: int
     parameters: int
+    buckets: int  # of gradients
     activation_bytes: float  # of one image
     remarks: list[str]
 
@@ -69,6 +70,13 @@ def need_of(config: Config) -> Need:
         images=images,
         classes=classes,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
+        buckets=len(
+            grouped(
+                dict(model.named_parameters()),
+                round(config.exchange.bucket_mib * _MIB),
+                round(config.exchange.last_bucket_mib * _MIB),
+            )
+        ),
         activation_bytes=_activation_bytes(model, config),
         remarks=remarks,
     )
@@ -89,7 +97,7 @@ def describe(config: Config, ranks: int, need: Need) -> str:
         "batch": batch_line(config, derived),
         "rate": rate_line(config, derived),
         "length": length_line(derived),
-        "precision": exchange_line(config, bucket_count(need.parameters, config)),
+        "precision": exchange_line(config, need.buckets),
         "memory": f"about {state / _GIB:.1f} GiB of state and "
         f"{activations / _GIB:.1f} GiB of activations a rank",
         "exchange": f"{wire_bytes / _MIB:.0f} MiB of gradients a step; "

@@ -22,6 +22,7 @@ from horovod_volo.engine.environment import environment_facts
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.job import Job, build_job, read_images, run_folder
 from horovod_volo.engine.loop import fit
+from horovod_volo.engine.precision import remarks_on
 from horovod_volo.engine.resuming import checkpoint_to_resume, restore
 from horovod_volo.engine.state import build_state
 from horovod_volo.models.build import check_model
@@ -62,7 +63,7 @@ def prepare(config: Config, world: World, stop: StopRequest) -> tuple[Job, list[
     restore(state, checkpoint, world)
     tracker = world.together(partial(_tracker, config, world, state.step, derived.total_steps))
     job = build_job(config, world, images, share, state, tracker, stop)
-    return job, notes(config) + remarks
+    return job, notes(config) + remarks_on(config.exchange.precision, share.device) + remarks
 
 
 def _check_files(config: Config) -> None:

@@ -1,8 +1,9 @@
-"""The README's table of results is what the recorded results make it: nobody types a figure."""
+"""The README's table of results is what the recorded results make it, and one command measures it again."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 from horovod_volo.bench.results import read_records
@@ -18,3 +19,12 @@ def test_the_table_is_made_of_the_results() -> None:
     assert blocks[0].strip() == markdown(read_records()), (
         "Replace what stands between the markers by the output of: python -m horovod_volo.bench table"
     )
+
+
+def test_one_command_measures_all_of_it_again() -> None:
+    shown = subprocess.run(
+        [ROOT / "tools" / "bench", "--plan"], capture_output=True, text=True, check=True, timeout=20
+    )
+    newest = {record["name"]: record for record in read_records()}.values()
+    recorded = {record["command"] for record in newest if record["hardware"]["gpu"] == "none"}
+    assert recorded == set(shown.stdout.splitlines())
