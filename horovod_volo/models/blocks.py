@@ -44,10 +44,34 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return found
 
 
-class Block(nn.Module):
-    """timm's Outlooker or Transformer: attention, then the perceptron, each added to its input."""
+class TwoBranches(nn.Module):
+    """A block of attention and a perceptron, each added to its input after a norm."""
 
     branches = ("attended", "refined")  # what --compile compiles
+    weight = 1.0  # of what is added
+    norm1: nn.Module
+    attn: nn.Module
+    norm2: nn.Module
+    mlp: nn.Module
+
+    def forward(self, tokens: Tensor, first: Kept = ALL, second: Kept = ALL) -> Tensor:
+        """Return tokens of the same shape (batch, ..., channels)."""
+        tokens = first.added(tokens, self.attended, self.weight)
+        return second.added(tokens, self.refined, self.weight)
+
+    def attended(self, tokens: Tensor) -> Tensor:
+        """Return the first branch."""
+        result: Tensor = self.attn(self.norm1(tokens))
+        return result
+
+    def refined(self, tokens: Tensor) -> Tensor:
+        """Return the second branch, of each token alone."""
+        result: Tensor = self.mlp(self.norm2(tokens))
+        return result
+
+
+class Block(TwoBranches):
+    """timm's Outlooker or Transformer."""
 
     def __init__(self, trained: Any, attention: nn.Module) -> None:
         super().__init__()
@@ -60,20 +84,6 @@ class Block(nn.Module):
     def rates(self) -> tuple[float, float]:
         """Return how often each of the two branches is left out in training."""
         return _rate(self.drop_path1), _rate(self.drop_path2)
-
-    def forward(self, tokens: Tensor, first: Kept = ALL, second: Kept = ALL) -> Tensor:
-        """Return tokens of the same shape (batch, rows, columns, channels)."""
-        return second.added(first.added(tokens, self.attended), self.refined)
-
-    def attended(self, tokens: Tensor) -> Tensor:
-        """Return the first branch."""
-        result: Tensor = self.attn(self.norm1(tokens))
-        return result
-
-    def refined(self, tokens: Tensor) -> Tensor:
-        """Return the second branch, of each token alone."""
-        result: Tensor = self.mlp(self.norm2(tokens))
-        return result
 
 
 def outlooker(trained: Any) -> Block:

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.models.stochastic_depth import ALL, Kept, draw_kept
+from horovod_volo.models.blocks import TwoBranches
+from horovod_volo.models.stochastic_depth import draw_kept
 from horovod_volo.models.volo import TokenExchange, runner_of_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
@@ -79,10 +80,8 @@ class Perceptron(nn.Module):
         return mapped
 
 
-class Block(nn.Module):
+class Block(TwoBranches):
     """Attention, then the perceptron, each added to its input after a norm and a division."""
-
-    branches = ("attended", "refined")  # what --compile compiles
 
     def __init__(self, embed_dim: int, num_heads: int, mlp_ratio: float, divisor: float) -> None:
         super().__init__()
@@ -91,21 +90,6 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(embed_dim)
         self.mlp = Perceptron(embed_dim, int(embed_dim * mlp_ratio))
         self.weight = 1.0 / divisor
-
-    def forward(self, tokens: Tensor, first: Kept = ALL, second: Kept = ALL) -> Tensor:
-        """Return tokens of the same shape (batch, tokens, channels)."""
-        tokens = first.added(tokens, self.attended, self.weight)
-        return second.added(tokens, self.refined, self.weight)
-
-    def attended(self, tokens: Tensor) -> Tensor:
-        """Return the first branch."""
-        result: Tensor = self.attn(self.norm1(tokens))
-        return result
-
-    def refined(self, tokens: Tensor) -> Tensor:
-        """Return the second branch, of each token alone."""
-        result: Tensor = self.mlp(self.norm2(tokens))
-        return result
 
 
 class LvVit(nn.Module):

@@ -68,9 +68,8 @@ def results_of_the_plan() -> Iterator[tuple[str, str]]:
             compiled = " compiled" if chosen.compile else ""
             yield f"gpu {chosen.model} {chosen.img_size}{compiled}", "*"
         elif chosen.name == "peers":
-            yield from (
-                (f"peers {chosen.model} {chosen.precision}", f"faster than {form}") for form in chosen.against
-            )
+            name = f"peers {chosen.model} {chosen.precision} {' '.join(chosen.against)}"
+            yield from ((name, f"faster than {form}") for form in chosen.against)
         else:
             yield f"{chosen.name} {chosen.model}" if hasattr(chosen, "model") else chosen.name, "*"
 
