@@ -35,7 +35,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     words = parser.add_subparsers(dest="name", required=True, metavar="NAME")
     add_words(words)
-    words.add_parser("table", help="print the recorded results as the README's table")
+    flags = words.add_parser("table", help="print the recorded results as the table of docs/results.md")
+    flags.add_argument("--headlines", action="store_true", help="as the README's, which is shorter")
     return parser
 
 
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
     """Run one benchmark on this rank; return its exit status."""
     chosen = build_parser().parse_args(arguments or ["--help"])
     if chosen.name == "table":
-        print(table.markdown(read_records()))
+        print(table.markdown(read_records(), table.HEADLINES if chosen.headlines else ()))
         return 0
     load_before = os.getloadavg()[0]
     try:

@@ -1,23 +1,28 @@
-"""The README's table of results is what the recorded results make it, and one command measures it again."""
+"""The tables of results are what the recorded results make them, and one command measures them again."""
 
 from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from horovod_volo.bench.results import read_records
-from horovod_volo.bench.table import markdown
+from horovod_volo.bench.table import HEADLINES, markdown
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_table_is_made_of_the_results() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"<!-- results -->\n(.*?)\n?<!-- /results -->", readme, flags=re.DOTALL)
-    assert len(blocks) == 1, "README.md has no <!-- results --> ... <!-- /results --> block, or several"
-    assert blocks[0].strip() == markdown(read_records()), (
-        "Replace what stands between the markers by the output of: python -m horovod_volo.bench table"
+@pytest.mark.parametrize(("file", "labels"), [("README.md", HEADLINES), ("docs/results.md", ())])
+def test_the_tables_are_made_of_the_results(file: str, labels: Sequence[str]) -> None:
+    text = (ROOT / file).read_text(encoding="utf-8")
+    blocks = re.findall(r"<!-- results -->\n(.*?)\n?<!-- /results -->", text, flags=re.DOTALL)
+    assert len(blocks) == 1, f"{file} has no <!-- results --> ... <!-- /results --> block, or several"
+    flag = " --headlines" if labels else ""
+    assert blocks[0].strip() == markdown(read_records(), labels), (
+        f"Replace what stands between the markers by the output of: python -m horovod_volo.bench table{flag}"
     )
 
 
