@@ -6,24 +6,19 @@ forward; what is computed again or left out by stochastic depth changes nothing 
 
 from __future__ import annotations
 
-import itertools
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from horovod_volo.bench.agreement import assert_agree
 from horovod_volo.bench.pairs import repeats_for, timed
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import random_batch, synthetic_job
+from horovod_volo.bench.synthetic import checked_config, losses_of, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
-from horovod_volo.config.rules import check
 from horovod_volo.config.schema import Config
-from horovod_volo.config.values import assemble
 from horovod_volo.data.stream import Batch
 from horovod_volo.engine.compiled import check_compiler, compile_blocks
 from horovod_volo.engine.job import Job
-from horovod_volo.engine.step import train_step
 
 CLASSES = 1000
 # As measured on one H200: a bf16 product of 8192 x 8192 matrices of random values. Its data sheet says 989.
@@ -57,15 +52,14 @@ def measure(
         "token_label": True,
         "token_label_data": "random",
     }
-    config = assemble(settings, fallback_name="bench")
-    check(config)
-    plain = _first_losses(*_opened(config)) if compile else None
+    config = checked_config(settings)
+    plain = losses_of(*_opened(config), _FIRST_STEPS) if compile else None
     job, batch = _opened(config)
     if compile:
         check_compiler()
         compile_blocks(job.state.model)
     began = perf_counter()
-    found = _first_losses(job, batch)
+    found = losses_of(job, batch, _FIRST_STEPS)
     start_seconds = perf_counter() - began
     what = f"the losses of {_FIRST_STEPS} steps, with blocks compiled and without"
     assert_agree(what, found, found if plain is None else plain, _TOLERANCES[precision])
@@ -108,20 +102,7 @@ def _opened(config: Config) -> tuple[Job, Batch]:
     return job, random_batch(config, CLASSES, job.share.device, seed=0)
 
 
-def _first_losses(job: Job, batch: Batch) -> Tensor:
-    found = []
-    for _ in range(_FIRST_STEPS):
-        job.window.open()
-        train_step(job, iter([batch]))
-        found.append(job.window.sums()["total"])
-    return torch.tensor(found)
-
-
 def _blocks(job: Job, batch: Batch, pairs: int) -> list[float]:
-    passes = itertools.repeat(batch)
-
-    def step() -> None:
-        train_step(job, passes)
-
+    step = step_of(job, batch)
     block = timed(step, repeats_for(step, job.share.device), job.share.device)
     return [block() for _ in range(pairs)]

@@ -6,7 +6,6 @@ machine hits all of them; what is told is the median over the rounds of each cas
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,12 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from horovod_volo.bench.pairs import Block, timed
 from horovod_volo.bench.peers_step import PublishedVolo, volo_arguments
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import random_batch, synthetic_job
+from horovod_volo.bench.synthetic import checked_config, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
-from horovod_volo.config.rules import check
 from horovod_volo.config.schema import Config
-from horovod_volo.config.values import assemble
-from horovod_volo.engine.step import train_step
 from horovod_volo.objective.mixtoken import NO_BOX
 
 CLASSES, SIDE = 1000, 224
@@ -45,11 +41,12 @@ def measure(
     blocks = [_block(_config(model, precision, case), case.classes) for case in cases]
     seconds = [[block() for block in blocks] for _ in range(rounds)]
     figures = [Figure.of("224 px, 1,000 classes, batch 4", [row[0] * 1e3 for row in seconds], "ms")]
+    base_arithmetic = multiplications(_config(model, precision, base), base.classes)
     for place, case in enumerate(cases[1:], start=1):
         times = [row[place] / row[0] for row in seconds]
         if case.side != base.side:
             arithmetic = multiplications(_config(model, precision, case), case.classes)
-            wanted = arithmetic / multiplications(_config(model, precision, base), base.classes)
+            wanted = arithmetic / base_arithmetic
             label = f"{case.side} px: time beside 224 px, over that of the arithmetic"
             figures.append(Figure.of(label, [ratio / wanted for ratio in times], "x"))
         elif case.classes != base.classes:
@@ -80,18 +77,12 @@ def _config(model: str, precision: str, case: Case) -> Config:
         "token_label": True,
         "token_label_data": "random",
     }
-    config = assemble(settings, fallback_name="bench")
-    check(config)
-    return config
+    return checked_config(settings)
 
 
 def _block(config: Config, classes: int) -> Block:
     """Make a block of one step, after a first that pays for what is built once."""
     job = synthetic_job(config, World.alone(), classes)
-    passes = itertools.repeat(random_batch(config, classes, job.share.device, seed=0))
-
-    def step() -> None:
-        train_step(job, passes)
-
+    step = step_of(job, random_batch(config, classes, job.share.device, seed=0))
     step()
     return timed(step, 1, job.share.device)

@@ -6,7 +6,6 @@ published training learns token labels from dense targets. Beside each, ours lea
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import torch
@@ -15,14 +14,12 @@ from horovod_volo.bench.agreement import assert_agree
 from horovod_volo.bench.pairs import alternate, repeats_for, timed
 from horovod_volo.bench.peers_step import PUBLISHED, Peer, plain_peer, published_peer
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import random_batch, synthetic_job
+from horovod_volo.bench.synthetic import checked_config, losses_of, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
-from horovod_volo.config.rules import check, token_label_side
+from horovod_volo.config.rules import token_label_side
 from horovod_volo.config.schema import Config
-from horovod_volo.config.values import assemble
 from horovod_volo.data.stream import Batch
 from horovod_volo.engine.job import Job
-from horovod_volo.engine.step import train_step
 from horovod_volo.objective.mixtoken import NO_BOX, Box
 
 CLASSES = 1000
@@ -64,32 +61,22 @@ def _config(model: str, img_size: int, batch_size: int, precision: str, *, token
         "token_label_data": "random" if tokens else "",
         "mix_token": tokens,
     }
-    config = assemble(settings, fallback_name="bench")
-    check(config)
-    return config
+    return checked_config(settings)
 
 
 def _assert_same_losses(form: str, config: Config) -> None:
     """Stop unless both begin with the same weights and learn alike, no branch left out."""
     ours, batch, peer = _sides(form, config)
-    found, wanted = [], []
-    for _ in range(_COMPARED_STEPS):
-        ours.window.open()
-        train_step(ours, iter([batch]))
-        found.append(ours.window.sums()["total"])
-        wanted.append(float(peer.step()))
+    found = losses_of(ours, batch, _COMPARED_STEPS)
     ours.close()
+    wanted = torch.tensor([float(peer.step()) for _ in range(_COMPARED_STEPS)])
     what = f"the losses of {_COMPARED_STEPS} steps ({form})"
-    assert_agree(what, torch.tensor(found), torch.tensor(wanted), _TOLERANCES[config.exchange.precision])
+    assert_agree(what, found, wanted, _TOLERANCES[config.exchange.precision])
 
 
 def _compare(form: str, config: Config, pairs: int) -> list[Figure]:
     ours, batch, peer = _sides(form, config)
-    device, passes = ours.share.device, itertools.repeat(batch)
-
-    def our_step() -> None:
-        train_step(ours, passes)
-
+    device, our_step = ours.share.device, step_of(ours, batch)
     our_block = timed(our_step, repeats_for(our_step, device), device)
     peer_block = timed(peer.step, repeats_for(peer.step, device), device)
     result = alternate(our_block, peer_block, pairs)

@@ -22,7 +22,6 @@ from horovod_volo.models.volo import SIZES
 from horovod_volo.objective.loss import Labels
 from horovod_volo.objective.mixtoken import Box
 
-FORMS = ("eager", "channels-last", "compile")  # of a plain loop around timm's network
 PUBLISHED = "published"  # the published training with token labels
 
 _LOWER = {"bf16": torch.bfloat16, "fp16": torch.float16}

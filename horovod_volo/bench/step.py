@@ -19,10 +19,8 @@ from torch import Tensor
 from horovod_volo.bench.agreement import WrongResultError
 from horovod_volo.bench.pairs import repeats_for, timed, wait_for
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import random_batch, synthetic_job
+from horovod_volo.bench.synthetic import checked_config, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
-from horovod_volo.config.rules import check
-from horovod_volo.config.values import assemble
 from horovod_volo.data.stream import Batch
 from horovod_volo.engine.job import Job
 from horovod_volo.engine.step import train_step
@@ -37,7 +35,7 @@ _MILLISECONDS = 1e3
 
 def measure(*, model: str, img_size: int, batch_size: int, precision: str, pairs: int) -> Result:
     """Measure a model's step on all ranks. Collective: every rank calls this."""
-    config = assemble(
+    config = checked_config(
         {
             "model": model,
             "img_size": img_size,
@@ -45,16 +43,14 @@ def measure(*, model: str, img_size: int, batch_size: int, precision: str, pairs
             "precision": precision,
             "token_label": True,
             "token_label_data": "random",
-        },
-        fallback_name="bench",
+        }
     )
-    check(config)
     world = World.join()
     job = synthetic_job(config, world, CLASSES)
     try:
-        passes = itertools.repeat(random_batch(config, CLASSES, job.share.device, seed=world.rank))
-        seconds = _whole_steps(job, passes, pairs)
-        split = _split_steps(job, passes)
+        batch = random_batch(config, CLASSES, job.share.device, seed=world.rank)
+        seconds = _whole_steps(job, batch, pairs)
+        split = _split_steps(job, itertools.repeat(batch))
         _assert_finite(job)
     finally:
         job.close()
@@ -68,12 +64,9 @@ def measure(*, model: str, img_size: int, batch_size: int, precision: str, pairs
     return Result(f"step {model}", title, figures)
 
 
-def _whole_steps(job: Job, passes: Iterator[Batch], blocks: int) -> list[float]:
+def _whole_steps(job: Job, batch: Batch, blocks: int) -> list[float]:
     """Return the seconds of a step, block by block."""
-
-    def action() -> None:
-        train_step(job, passes)
-
+    action = step_of(job, batch)
     # Every rank takes part in every step, so rank 0 says how many a block has.
     repeats = job.world.share(repeats_for(action, job.share.device))
     block = timed(action, repeats, job.share.device)

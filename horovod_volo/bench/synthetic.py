@@ -5,15 +5,20 @@ The figures must not depend on a disk, so nothing here reads one.
 
 from __future__ import annotations
 
+import itertools
 import os
+from typing import Any
 
 import numpy as np
 import torch
 
+from horovod_volo.bench.pairs import Action
 from horovod_volo.bench.random_labels import random_labels
 from horovod_volo.cluster.share import share_of_host
 from horovod_volo.cluster.world import World
+from horovod_volo.config.rules import check
 from horovod_volo.config.schema import Config
+from horovod_volo.config.values import assemble
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.open_files import OpenFile
@@ -21,7 +26,35 @@ from horovod_volo.data.stream import Batch
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.job import Images, Job, build_job
 from horovod_volo.engine.state import build_state
+from horovod_volo.engine.step import train_step
 from horovod_volo.monitor.tracker import Silent
+
+
+def checked_config(settings: dict[str, Any]) -> Config:
+    """Return the settings of a run, or raise UserError where they do not go together."""
+    config = assemble(settings, fallback_name="bench")
+    check(config)
+    return config
+
+
+def step_of(job: Job, batch: Batch) -> Action:
+    """Return what takes a step of the run, always on the same batch."""
+    passes = itertools.repeat(batch)
+
+    def step() -> None:
+        train_step(job, passes)
+
+    return step
+
+
+def losses_of(job: Job, batch: Batch, steps: int) -> torch.Tensor:
+    """Take so many steps on the same batch and return the loss of each."""
+    step, losses = step_of(job, batch), []
+    for _ in range(steps):
+        job.window.open()
+        step()
+        losses.append(job.window.sums()["total"])
+    return torch.tensor(losses)
 
 
 def random_batch(config: Config, num_classes: int, device: torch.device, seed: int) -> Batch:

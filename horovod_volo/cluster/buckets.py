@@ -49,7 +49,7 @@ class Bucket:
 
 
 def fill_buckets(
-    parameters: Mapping[str, Parameter], bucket_bytes: int, parts: int, last_bytes: int = 2**20
+    parameters: Mapping[str, Parameter], bucket_bytes: int, parts: int, last_bytes: int
 ) -> list[Bucket]:
     """Lay parameters out in buckets, in the order in which backward is done with them."""
     groups = grouped(parameters, bucket_bytes, last_bytes)

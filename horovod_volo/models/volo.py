@@ -68,6 +68,8 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
             if isinstance(stage, nn.Sequential):
                 remake = outlooker if number == 0 else transformer
                 self.network[number] = nn.Sequential(*map(remake, stage))
+        # Listed once: to find them among hundreds of modules takes longer than to draw.
+        self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
 
     def training_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
         """Return class and token logits; what `exchange` does to the tokens is undone before the head."""
@@ -113,9 +115,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
 
     def _draw_kept(self, tokens: Tensor) -> Iterator[Kept]:
         """Yield who keeps each branch of each block."""
-        rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
-        in_use = rates if self.training else [0.0] * len(rates)
-        yield from draw_kept(in_use, tokens)
+        yield from draw_kept(self._rates if self.training else [0.0] * len(self._rates), tokens)
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
         """Return (batch, 1 + tokens, channels): a class token that has looked at the others comes first."""

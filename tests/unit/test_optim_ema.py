@@ -16,7 +16,7 @@ def network() -> nn.Sequential:
 
 
 def flats(model: nn.Module) -> list[Bucket]:
-    return fill_buckets(dict(model.named_parameters()), bucket_bytes=40, parts=1)
+    return fill_buckets(dict(model.named_parameters()), bucket_bytes=40, parts=1, last_bytes=40)
 
 
 def train_a_little(model: nn.Module, step: int) -> None:

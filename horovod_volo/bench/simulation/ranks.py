@@ -8,7 +8,6 @@ A rank on a host enters it before it opens anything. All ranks end with this pro
 from __future__ import annotations
 
 import ctypes
-import itertools
 import json
 import multiprocessing
 import os
@@ -25,11 +24,10 @@ import torch
 from horovod_volo.bench.pairs import Action, Block, alternate, timed
 from horovod_volo.bench.peers_exchange import measure_layouts, measure_replay, meet
 from horovod_volo.bench.shaped_hosts import INTERFACE, Host
-from horovod_volo.bench.synthetic import random_batch, synthetic_job
+from horovod_volo.bench.synthetic import random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import assemble
-from horovod_volo.engine.step import train_step
 
 _CLASSES = 10
 _STEPS_A_BLOCK = 4
@@ -178,8 +176,7 @@ def _begun_by_all(step: Action, world: World) -> Block:
 
 def _stepper(config: Config, world: World) -> Action:
     job = synthetic_job(config, world, _CLASSES)
-    passes = itertools.repeat(random_batch(config, _CLASSES, job.share.device, seed=world.rank))
-    return lambda: train_step(job, passes)
+    return step_of(job, random_batch(config, _CLASSES, job.share.device, seed=world.rank))
 
 
 if __name__ == "__main__":
