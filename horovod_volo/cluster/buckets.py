@@ -1,7 +1,7 @@
 """A network's weights and gradients in a few flat tensors of the same layout.
 
 Each parameter and its gradient become views of a bucket's two flat tensors: exchanges and averages run over
-whole buckets. From then on nobody may replace a parameter's data or gradient; all write into them.
+whole buckets. From then on nobody may replace a parameter's data; its gradient is the reducer's to place.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Bucket:
         return flat.as_strided(parameter.size(), parameter.stride(), self.offsets[name])
 
     def on_landed(self, call: Callable[[Tensor], None]) -> None:
-        """Call with each parameter whose gradient has been added to."""
+        """Call with each parameter whose gradient is there, after every backward pass."""
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 

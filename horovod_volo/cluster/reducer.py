@@ -1,7 +1,8 @@
 """Gradients averaged over ranks while backward runs, and batch-norm statistics with them.
 
-The last gradient to land in a bucket sends it to the ring. Autograd must add into the buckets, never replace
-what lies there: nobody may set `parameter.grad`, and `averaged()` zeroes the buckets itself.
+A gradient is put into its bucket, in the form in which that travels, as soon as autograd has made it; the
+last one to land sends the bucket to the ring. Between steps no parameter has a gradient, so that autograd
+makes the next without adding it to anything. Nobody else may set `parameter.grad`.
 """
 
 from __future__ import annotations
@@ -105,14 +106,25 @@ class _Departure:
     """How far a bucket's gradients are on their way."""
 
     def __init__(self, bucket: Bucket, passes: int, wire: Wire) -> None:
-        self._gradients = bucket.gradients
+        self._bucket, self._wire = bucket, wire
         self._due = passes * len(bucket.parameters)
         self._missing = self._due
-        self._wire = wire
         self._wait: Wait | None = None
+        # Several passes are summed up in full precision first.
+        self._form, self._scale = (wire.form, wire.scale) if passes == 1 else (bucket.gradients, 1.0)
+        self._places: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        for name, parameter in bucket.parameters.items():
+            place = bucket.view(bucket.gradients, name)
+            collected = place if self._form is bucket.gradients else bucket.view(self._form, name)
+            self._places[parameter] = (collected, place)
         bucket.on_landed(self._landed)
 
-    def _landed(self, _: Tensor) -> None:
+    def _landed(self, parameter: Tensor) -> None:
+        collected, place = self._places[parameter]
+        if parameter.grad is not collected:
+            assert parameter.grad is not None
+            scale_into(collected, parameter.grad, self._scale)
+            parameter.grad = place
         self._missing -= 1
         if self._missing == 0:
             self.send()
@@ -122,15 +134,23 @@ class _Departure:
             )
 
     def send(self) -> None:
-        if self._wait is None:
-            self._wait = self._wire.send()
+        if self._wait is not None:
+            return
+        for parameter, (collected, place) in self._places.items():
+            if parameter.grad is None:
+                collected.zero_()
+                parameter.grad = place
+        if self._form is not self._wire.form:
+            scale_into(self._wire.form, self._form, self._wire.scale)
+        self._wait = self._wire.send()
 
     def receive(self) -> None:
         if self._wait is not None:
             self._wait()
 
     def clear(self) -> None:
-        self._gradients.zero_()
+        for parameter in self._places:
+            parameter.grad = None
         self._missing = self._due
         self._wait = None
 
@@ -148,20 +168,25 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 class Wire(Protocol):
-    """The form in which a bucket's gradients travel."""
+    """How a bucket's gradients travel."""
+
+    form: Tensor  # what travels, of the bucket's layout
+    scale: float  # of the gradients in it
 
     def send(self) -> Wait:
-        """Begin the exchange; the result waits until the average has arrived."""
+        """Begin the exchange; the result waits until the average has arrived in the gradients."""
 
 
 class Plain:
     """As they are."""
 
+    scale = 1.0
+
     def __init__(self, gradients: Tensor, world: World, name: str) -> None:
-        self._gradients, self._world, self._name = gradients, world, name
+        self.form, self._world, self._name = gradients, world, name
 
     def send(self) -> Wait:
-        return self._world.ring.start_sum(self._gradients, self._name, 1.0 / self._world.size)
+        return self._world.ring.start_sum(self.form, self._name, 1.0 / self._world.size)
 
 
 class Half:
@@ -169,16 +194,15 @@ class Half:
 
     def __init__(self, gradients: Tensor, world: World, name: str) -> None:
         self._gradients, self._world, self._name = gradients, world, name
-        self._half = torch.empty_like(gradients, dtype=torch.float16)
-        self._divisor = predivisor(world.size)
+        self.form = torch.zeros_like(gradients, dtype=torch.float16)
+        self.scale = 1.0 / predivisor(world.size)
 
     def send(self) -> Wait:
-        scale_into(self._half, self._gradients, 1.0 / self._divisor)
-        wait = self._world.ring.start_sum(self._half, self._name, 1.0)
+        wait = self._world.ring.start_sum(self.form, self._name, 1.0)
 
         def receive() -> None:
             wait()
-            scale_into(self._gradients, self._half, self._divisor / self._world.size)
+            scale_into(self._gradients, self.form, 1.0 / (self.scale * self._world.size))
 
         return receive
 
@@ -187,10 +211,11 @@ def scale_into(target: Tensor, source: Tensor, factor: float) -> None:
     """Write `factor` times `source` in one pass over both, multiplied in the wider of their types."""
     if factor == 1.0:
         target.copy_(source)
-        return
-    # A plain number would leave an fp16 source's product in fp16, whatever it is written to.
-    wider = torch.promote_types(source.dtype, target.dtype)
-    torch.mul(source, torch.full((1,), factor, dtype=wider, device=source.device), out=target)
+    elif source.dtype.itemsize >= target.dtype.itemsize:
+        torch.mul(source, factor, out=target)
+    else:
+        # A plain number would leave the product in the source's type, whatever it is written to.
+        torch.mul(source, torch.full((1,), factor, dtype=target.dtype, device=source.device), out=target)
 
 
 def predivisor(ranks: int) -> float:

@@ -152,17 +152,15 @@ class _Scattered:
     """Gradients on their way to the rank whose share they are."""
 
     def __init__(self, gradients: Tensor, own: Tensor, dtype: torch.dtype, world: World, name: str) -> None:
-        self._gradients, self._own, self._world, self._name = gradients, own, world, name
+        self._own, self._world, self._name = own, world, name
         in_form = dtype == gradients.dtype
-        self._travelling = gradients if in_form else torch.empty_like(gradients, dtype=dtype)
-        self._divisor = 1.0 if in_form else predivisor(world.size)
+        self.form = gradients if in_form else torch.zeros_like(gradients, dtype=dtype)
+        self.scale = 1.0 if in_form else 1.0 / predivisor(world.size)
 
     def send(self) -> Wait:
-        if self._travelling is not self._gradients:
-            scale_into(self._travelling, self._gradients, 1.0 / self._divisor)
-        arrive = self._world.ring.start_scatter(self._travelling, self._name)
+        arrive = self._world.ring.start_scatter(self.form, self._name)
 
         def receive() -> None:
-            scale_into(self._own, arrive(), self._divisor / self._world.size)
+            scale_into(self._own, arrive(), 1.0 / (self.scale * self._world.size))
 
         return receive

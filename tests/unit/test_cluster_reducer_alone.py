@@ -95,25 +95,24 @@ def test_what_takes_no_part_in_the_loss_has_a_gradient_of_zeros() -> None:
 
 
 @BUCKETS
-def test_gradients_stay_where_they_were_laid(bucket_bytes: int) -> None:
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_lie_in_the_buckets_while_an_update_reads_them(bucket_bytes: int, passes: int) -> None:
     model = Network()
-    reducer = reducer_of(model, bucket_bytes=bucket_bytes)
+    reducer = reducer_of(model, bucket_bytes=bucket_bytes, passes=passes)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-    def places() -> list[int]:
-        return [parameter.grad.data_ptr() for parameter in trained if parameter.grad is not None]
-
-    laid = places()
-    assert len(laid) == len(trained) == len(set(laid))
-    for step in range(3):
-        loss(model, step).backward()  # type: ignore[no-untyped-call]
-        assert places() == laid
-        with reducer.averaged():
-            assert places() == laid
-        assert places() == laid
-        assert not any(bucket.gradients.any() for bucket in reducer.buckets)
     storages = {bucket.gradients.untyped_storage().data_ptr() for bucket in reducer.buckets}
-    assert {p.grad.untyped_storage().data_ptr() for p in trained if p.grad is not None} == storages
+    laid = set()
+    for step in range(3):
+        for number in range(passes):
+            loss(model, step + number).backward()  # type: ignore[no-untyped-call]
+        with reducer.averaged():
+            held = [parameter.grad for parameter in trained if parameter.grad is not None]
+            assert len(held) == len(trained)
+            assert {gradient.untyped_storage().data_ptr() for gradient in held} == storages
+            laid.add(tuple(gradient.data_ptr() for gradient in held))
+        assert all(parameter.grad is None for parameter in trained), "the next ones are made, not added"
+    assert len(laid) == 1
+    assert len(set(*laid)) == len(trained)
 
 
 def test_buckets_fill_in_the_order_of_use_and_hold_every_gradient_once() -> None:
