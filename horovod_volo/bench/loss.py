@@ -87,25 +87,28 @@ class _Case:
         return lambda: sum(seconds() for _ in range(repeats)) / repeats
 
 
-def measure(*, batch_size: int, classes: list[int], tokens_per_side: int, pairs: int) -> Result:
-    """Compare the losses for each number of classes."""
+def measure(*, batch_sizes: list[int], classes: list[int], tokens_per_side: int, pairs: int) -> Result:
+    """Compare the losses for each number of classes, and the first of these in each batch size."""
     if min(classes) < TOP:
         raise UserError(
             f"--classes takes {TOP} or more: a label map names {TOP} different ones in every cell."
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    cases = [(number, batch_sizes[0]) for number in classes]
+    cases += [(classes[0], batch_size) for batch_size in batch_sizes[1:]]
     figures = [
         figure
-        for number in classes
+        for number, batch_size in cases
         for figure in _compare(batch_size, number, tokens_per_side, pairs, device)
     ]
-    title = f"token-label loss: targets, loss and gradient, batch {batch_size}, against two dense forms"
+    title = "token-label loss: targets, loss and gradient, against two dense forms"
     return Result("loss", title, figures)
 
 
 def _compare(batch_size: int, num_classes: int, side: int, pairs: int, device: torch.device) -> list[Figure]:
     settings = Objective(token_label=True, token_label_data="random")
-    case, name = _Case.random(batch_size, num_classes, side, device), f"{num_classes:,} classes"
+    case = _Case.random(batch_size, num_classes, side, device)
+    name = f"{num_classes:,} classes, batch {batch_size}"
     sparse_loss, published = (
         build_loss(settings, num_classes, side),
         PublishedLoss(settings, num_classes, side),

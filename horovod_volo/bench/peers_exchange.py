@@ -110,24 +110,41 @@ def meet(hosts: str) -> Iterator[World]:
 
 def measure_layouts(world: World, size: int, pairs: int) -> dict[str, list[float]]:
     """Return the seconds of both layouts, pair by pair. Collective: every rank calls this."""
-    random = torch.Generator().manual_seed(world.rank)
-    gradient = torch.randn(size // 4, generator=random)
-    server = ParameterServer(torch.zeros_like(gradient))
-    ring_weights = torch.zeros_like(gradient)
-    travelling = torch.empty_like(gradient)
-
-    def ring(gradient: Tensor) -> None:
-        travelling.copy_(gradient)
-        world.ring.start_sum(travelling, f"gradient.{size}", 1.0 / world.size)()
-        ring_weights.add_(travelling, alpha=-_LEARNING_RATE)
-
+    gradient = _gradient(world, size)
+    server, ring = ParameterServer(torch.zeros_like(gradient)), RingUpdate(world, size)
     ways = (server.in_pieces, server.gathered)
     for exchange in (*ways, ring, ring):
         exchange(gradient)
-    assert_agree(f"weights after 2 updates of {size} bytes", ring_weights, server.weights, 1e-5)
+    assert_agree(f"weights after 2 updates of {size} bytes", ring.weights, server.weights, 1e-5)
     peer = min(ways, key=lambda way: sum(_together(way, gradient)() for _ in range(_TRIALS)))
     found = alternate(_together(ring, gradient), _together(peer, gradient), pairs)
     return {"ring": list(found.ours), "server": list(found.peer)}
+
+
+def measure_ring(world: World, size: int, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of the ring alone. Collective: every rank calls this."""
+    gradient = _gradient(world, size)
+    block = _together(RingUpdate(world, size), gradient)
+    block()
+    return {"ring": [block() for _ in range(repeats)]}
+
+
+class RingUpdate:
+    """Horovod's ring adds up gradients, and every rank updates its weights."""
+
+    def __init__(self, world: World, size: int) -> None:
+        self.weights = torch.zeros(size // 4)
+        self._travelling = torch.empty_like(self.weights)
+        self._world, self._name = world, f"gradient.{size}"
+
+    def __call__(self, gradient: Tensor) -> None:
+        self._travelling.copy_(gradient)
+        self._world.ring.start_sum(self._travelling, self._name, 1.0 / self._world.size)()
+        self.weights.add_(self._travelling, alpha=-_LEARNING_RATE)
+
+
+def _gradient(world: World, size: int) -> Tensor:
+    return torch.randn(size // 4, generator=torch.Generator().manual_seed(world.rank))
 
 
 def measure_replay(world: World, messages: Sequence[tuple[float, int]], repeats: int) -> list[float]:

@@ -40,14 +40,13 @@ def measure(
 ) -> Result:
     """Measure everything, each number of ranks one after another."""
     figures: list[Figure] = []
-    sizes = [mib / 2, mib]
     if mbit:
         with shaped_hosts(max(ranks), mbit) as hosts:
             places = [{"address": host.address, "pid": host.pid} for host in hosts]
-            job = {"places": places, "mib": sizes, "replay": replayed(mib, mbit)}
+            job = {"places": places, "mib": mib, "ring_mib": [mib / 2], "replay": replayed(mib, mbit)}
             found = _run(job | {"ranks": list(ranks), "pairs": pairs})
         figures += _exchanges(found, f"hosts of {mbit:g} Mbit/s")
-    job = {"places": [], "mib": [mib], "replay": []}
+    job = {"places": [], "mib": mib, "ring_mib": [], "replay": []}
     figures += _exchanges(_run(job | {"ranks": list(ranks), "pairs": pairs}), "processes")
     if steps_of:
         job = {"places": [], "model": steps_of, "img_size": img_size, "batch_size": batch_size}
@@ -90,12 +89,16 @@ def _exchanges(found: dict[str, Any], where: str) -> list[Figure]:
         replay = measured.pop("replay", [])
         for mib, seconds in measured.items():
             label = f"{ranks} {where}, {mib} MiB"
-            ratios = [peer / ours for ours, peer in zip(seconds["ring"], seconds["server"], strict=True)]
-            figures += [
-                Figure.of(f"{label}: ring", [_MILLISECONDS * taken for taken in seconds["ring"]], "ms"),
-                Figure.of(f"{label}: server", [_MILLISECONDS * taken for taken in seconds["server"]], "ms"),
-                Figure.of_estimate(f"{label}: ring faster", estimate(ratios), "x"),
-            ]
+            figures.append(
+                Figure.of(f"{label}: ring", [_MILLISECONDS * taken for taken in seconds["ring"]], "ms")
+            )
+            if "server" in seconds:
+                ratios = [peer / ours for ours, peer in zip(seconds["ring"], seconds["server"], strict=True)]
+                servers = [_MILLISECONDS * taken for taken in seconds["server"]]
+                figures += [
+                    Figure.of(f"{label}: server", servers, "ms"),
+                    Figure.of_estimate(f"{label}: ring faster", estimate(ratios), "x"),
+                ]
         if replay:
             label = f"{ranks} {where}: backward played back, and the ring"
             figures.append(Figure.of(label, [_MILLISECONDS * taken for taken in replay], "ms"))

@@ -22,9 +22,19 @@ _NETWORK, _NAME = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS
 _PACKAGES = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 _PATIENCE_SECONDS = 20
 _ENDS_WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
+# A network of which every packet arrives can do with plain congestion control. One that probes for the rate,
+# as the machine's own may, takes a tenth more or less from one exchange to the next. And what waits at a link
+# to leave is kept short, or acknowledgements would wait behind it.
+SIMPLE_TCP = """
+cd /proc/sys/net/ipv4
+echo reno >tcp_congestion_control
+echo 0 >tcp_slow_start_after_idle
+echo 131072 >tcp_limit_output_bytes
+"""
 # $1 is the host's name: its address, for gloo asks where a host's name leads, and an address leads to itself.
 # IPv6 off: gloo would take whichever address of the interface comes first.
-_HOST = """
+_HOST = f"""
+{SIMPLE_TCP}
 echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6
 echo "$1" >/proc/sys/kernel/hostname
 ip link set lo up && echo ready && exec sleep infinity

@@ -61,8 +61,9 @@ def _of_its_parts(words: Words) -> None:
     flags.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
 
     flags = _add(words, "loss", "the sparse token-label loss against its published and its dense form")
-    _number(flags, "--batch-size", 8, "images")
     flags.add_argument("--classes", type=int, nargs="+", default=[1000, 21841], metavar="N")
+    usual = "images; what is beyond the first number is measured with the first number of classes alone"
+    flags.add_argument("--batch-sizes", type=int, nargs="+", default=[8], metavar="N", help=usual)
     _number(flags, "--tokens-per-side", 14, "14 is a 224 px image")
 
     flags = _add(words, "optimizer", "clip, AdamW and averaged weights against timm's")

@@ -11,15 +11,18 @@ map cell are distinct, as a top-k's are.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from horovod_volo.objective.soft_target import SoftTarget
+from horovod_volo.objective.soft_target import SoftTarget, joined
 from horovod_volo.objective.windows import Windows, axis_windows
 
 Geometry = Literal["corrected", "reference"]
+
+_BLOCK = 1 << 17  # entries that are worked on together on a CPU, 8 bytes each
 
 
 def map_target(
@@ -49,9 +52,13 @@ def map_targets(
     cells = _Cells(_by_cell(scores).float(), _by_cell(ids).long().bitwise_left_shift_(32))
     targets = []
     for side in sides:
-        windows = _windows(boxes, height, width, side, geometry)
-        # Nested, so that what one step made is gone once the next has read it.
-        targets.append(_softmax(*_merged(*_entries(cells, height, width, *windows)), num_classes))
+        rows, columns = _windows(boxes, height, width, side, geometry)
+        parts = []
+        for images in _blocks(rows, columns, scores.shape[1]):
+            near, weights = _near(images, height, width, rows, columns)
+            # Nested, so that what one step made is gone once the next has read it.
+            parts.append(_softmax(*_merged(*_entries(cells, near, weights)), num_classes))
+        targets.append(joined(parts))
     return targets
 
 
@@ -102,19 +109,30 @@ def _by_cell(maps: Tensor) -> Tensor:
     return maps.permute(0, 2, 3, 1).contiguous().flatten(0, 2)
 
 
-def _entries(
-    cells: _Cells, height: int, width: int, rows: Windows, columns: Windows
-) -> tuple[Tensor, Tensor]:
-    """Return each target's ids, ascending, and their weighted logits, both (targets, entries)."""
+def _blocks(rows: Windows, columns: Windows, k: int) -> Iterator[slice]:
+    """Cut the batch into blocks whose entries stay in a processor's cache; a GPU takes all at once."""
     batch, side, length = rows.cells.shape
-    image_start = torch.arange(batch, device=rows.cells.device).mul_(height * width).view(-1, 1, 1)
-    row_start = (image_start + rows.cells * width).view(batch, side, 1, length, 1)
-    near = (row_start + columns.cells.unsqueeze(2).unsqueeze(1)).flatten()
-    weights = rows.weights.view(batch, side, 1, length, 1) * columns.weights.unsqueeze(2).unsqueeze(1)
+    entries = side * columns.cells.shape[1] * length * columns.cells.shape[2] * k  # of an image
+    images = batch if rows.cells.is_cuda else max(1, _BLOCK // entries)
+    return (slice(first, min(first + images, batch)) for first in range(0, batch, images))
+
+
+def _near(images: slice, height: int, width: int, rows: Windows, columns: Windows) -> tuple[Tensor, Tensor]:
+    """Return the map cells that each target of these images averages, and their weights, (targets, cells)."""
+    first = torch.arange(images.start, images.stop, device=rows.cells.device).mul_(height * width)
+    begin = first.view(-1, 1, 1) + rows.cells[images] * width  # (images, side, length)
+    near = begin[:, :, None, :, None] + columns.cells[images][:, None, :, None]
+    weights = rows.weights[images][:, :, None, :, None] * columns.weights[images][:, None, :, None]
+    return near.flatten(0, 2).flatten(1), weights.flatten(0, 2).flatten(1)
+
+
+def _entries(cells: _Cells, near: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each target's ids, ascending, and their weighted logits, both (targets, entries)."""
+    targets, near = len(near), near.flatten()
     logits = cells.scores.index_select(0, near).mul_(weights.view(-1, 1))
     # A sort of plain numbers brings equal ids together and keeps each with its logit.
     keys = cells.keys.index_select(0, near).add_(logits.view(torch.uint32).long())
-    keys = _rows_sorted(keys.view(batch * side * side, -1))
+    keys = _rows_sorted(keys.view(targets, -1))
     logits = keys.int().view(torch.float32)
     return keys.bitwise_right_shift_(32).int(), logits
 

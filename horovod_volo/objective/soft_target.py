@@ -9,6 +9,7 @@ gradient are that large.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +54,14 @@ def smoothed(target: SoftTarget, num_classes: int, smoothing: float) -> SoftTarg
     off = smoothing / num_classes
     on = 1.0 - smoothing + off
     return SoftTarget(target.uniform * on + off, target.ids, target.weights * on)
+
+
+def joined(targets: Sequence[SoftTarget]) -> SoftTarget:
+    """Return the rows of all, one after another."""
+    if len(targets) == 1:
+        return targets[0]
+    uniform, ids, weights = zip(*((t.uniform, t.ids, t.weights) for t in targets), strict=True)
+    return SoftTarget(torch.cat(uniform), torch.cat(ids), torch.cat(weights))
 
 
 def blend(first: SoftTarget, second: SoftTarget, share: float | Tensor) -> SoftTarget:

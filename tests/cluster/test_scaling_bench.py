@@ -56,7 +56,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_told() -> None:
     with shaped_hosts(1, MBIT) as hosts:
         real = {"address": hosts[0].address, "pid": hosts[0].pid}
         nowhere = {"address": "10.78.0.2", "pid": 2**22 - 1}
-        job = {"places": [real, nowhere], "mib": [MIB], "replay": [], "ranks": [2], "pairs": 2}
+        job = {"places": [real, nowhere], "mib": MIB, "ring_mib": [], "replay": [], "ranks": [2], "pairs": 2}
         with pytest.raises(RuntimeError, match="a rank of 2 ended"):
             scaling._run(job)
 

@@ -94,7 +94,7 @@ def test_a_wrong_loss_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         loss, "build_loss", lambda settings, *sizes: right(replace(settings, smoothing=0.1001), *sizes)
     )
     with pytest.raises(WrongResultError, match="of ours at 40 classes"):
-        loss.measure(batch_size=2, classes=[40], tokens_per_side=3, pairs=2)
+        loss.measure(batch_sizes=[2], classes=[40], tokens_per_side=3, pairs=2)
 
 
 @pytest.mark.parametrize("flags", ["loss --pairs 1", "loss --pairs x", "loss --classes 4", "los"])

@@ -117,6 +117,14 @@ def test_a_cycle_delays_and_fuses() -> None:
     assert end_of_exchange(messages, channel, lambda size: 10.0) == pytest.approx(21.5)
 
 
+def test_what_is_hidden_is_so_only_behind_another_message() -> None:
+    channel = Channel(period=0, agreement=0, fusion_bytes=0, waits=True, hidden=0.5)
+    messages = [Message(0.0, 2.0), Message(1.0, 2.0), Message(9.0, 1.0)]
+    # 0 to 2, then 2 to 3.5, then idle, then 9 to 10 in full.
+    assert end_of_exchange(messages[:2], channel, a_byte_a_second) == pytest.approx(3.5)
+    assert end_of_exchange(messages, channel, a_byte_a_second) == pytest.approx(10.0)
+
+
 def test_the_phase_of_the_cycles_counts() -> None:
     channel = Channel(period=1.0, agreement=0.0, fusion_bytes=0, waits=False)
     assert end_of_exchange([Message(0.1, 1.0)], channel, a_byte_a_second, phase=0.3) == pytest.approx(1.3)

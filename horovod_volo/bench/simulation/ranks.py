@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from horovod_volo.bench.pairs import Action, Block, alternate, timed
-from horovod_volo.bench.peers_exchange import measure_layouts, measure_replay, meet
+from horovod_volo.bench.peers_exchange import measure_layouts, measure_replay, measure_ring, meet
 from horovod_volo.bench.shaped_hosts import INTERFACE, Host
 from horovod_volo.bench.synthetic import random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
@@ -135,8 +135,9 @@ def _rank(
 
 def _measure_exchanges(world: World, job: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
-        f"{mib:g}": measure_layouts(world, round(mib * _MIB), job["pairs"]) for mib in job["mib"]
+        f"{mib:g}": measure_ring(world, round(mib * _MIB), job["pairs"]) for mib in job["ring_mib"]
     }
+    found[f"{job['mib']:g}"] = measure_layouts(world, round(job["mib"] * _MIB), job["pairs"])
     if job["replay"]:
         found["replay"] = measure_replay(world, job["replay"], job["pairs"])
     return found
