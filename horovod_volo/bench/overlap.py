@@ -20,6 +20,7 @@ from typing import Any
 
 from horovod_volo.bench.reduce import DDP, LATE, OURS, STOCK
 from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.shaped_hosts import SIMPLE_TCP
 from horovod_volo.cluster.launch import promised
 from horovod_volo.config.errors import UserError
 
@@ -71,6 +72,7 @@ def _reduce_behind(link: int, words: list[str]) -> dict[str, Any]:
     horovodrun = str(Path(sys.executable).parent / "horovodrun")
     launch = [horovodrun, "-np", str(_RANKS), "--gloo", "--network-interface", "lo", sys.executable]
     inside = [
+        SIMPLE_TCP,
         "ip link set lo up",
         f"tc qdisc add dev lo root tbf rate {link}mbit burst 1mb latency 100ms",
         "exec " + shlex.join([*launch, "-m", "horovod_volo.bench", "reduce", "--json", *words]),

@@ -67,12 +67,12 @@ def test_the_dense_peers_are_the_published_loss(peer: type[DenseLoss] | type[Pub
 
 
 def test_loss_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "loss --classes 40 60 --batch-size 2 --tokens-per-side 3 --pairs 3 --json"
+    flags = "loss --classes 40 60 --batch-sizes 2 --tokens-per-side 3 --pairs 3 --json"
     assert command_line.main(flags.split()) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["command"] == f"python -m horovod_volo.bench {flags.removesuffix(' --json')}"
     assert [figure["label"] for figure in record["figures"]] == [
-        f"{classes} classes: {what}"
+        f"{classes} classes, batch 2: {what}"
         for classes in (40, 60)
         for what in (
             "time",
@@ -93,7 +93,7 @@ def test_a_wrong_loss_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         loss, "build_loss", lambda settings, *sizes: right(replace(settings, smoothing=0.1001), *sizes)
     )
-    with pytest.raises(WrongResultError, match="of ours at 40 classes"):
+    with pytest.raises(WrongResultError, match="of ours at 40 classes, batch 2"):
         loss.measure(batch_sizes=[2], classes=[40], tokens_per_side=3, pairs=2)
 
 
