@@ -140,7 +140,7 @@ class _Departure:
             if parameter.grad is None:
                 collected.zero_()
                 parameter.grad = place
-        if self._form is not self._wire.form:
+        if self._form is not self._wire.form or self._scale != self._wire.scale:
             scale_into(self._wire.form, self._form, self._wire.scale)
         self._wait = self._wire.send()
 
@@ -178,15 +178,14 @@ class Wire(Protocol):
 
 
 class Plain:
-    """As they are."""
-
-    scale = 1.0
+    """As they are, divided by the ranks before the sum: on the way into the bucket that costs nothing."""
 
     def __init__(self, gradients: Tensor, world: World, name: str) -> None:
         self.form, self._world, self._name = gradients, world, name
+        self.scale = 1.0 / world.size
 
     def send(self) -> Wait:
-        return self._world.ring.start_sum(self.form, self._name, 1.0 / self._world.size)
+        return self._world.ring.start_sum(self.form, self._name, 1.0)
 
 
 class Half:
