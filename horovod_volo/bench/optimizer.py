@@ -112,7 +112,7 @@ def _against_memory(network: nn.Module, pairs: int) -> list[Figure]:
     source = _flat(model.parameters())
     target = torch.empty_like(source)
     update()
-    result = alternate(_block(update, model), _block(partial(target.copy_, source), model), pairs)
+    result = alternate(_block(update, model), _block(partial(target.copy_, source), network), pairs)
     bandwidths = [_COPIED_BYTES * source.numel() / seconds for seconds in result.peer]
     shares = [
         ours / (copying * BYTES / _COPIED_BYTES)
@@ -146,10 +146,11 @@ def _block(action: Action, model: nn.Module) -> Block:
 
 
 def _fill(model: nn.Module, gradients: list[Tensor]) -> None:
-    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.copy_(gradient)
+    """Give every parameter a gradient as backward does."""
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        parameter.grad = None
+    torch.autograd.backward(parameters, gradients)
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:

@@ -80,8 +80,8 @@ def _measured(world: World, model: str, img_size: int, batch_size: int, rounds: 
         ways = _fit_ways(work, clock)
         figures = _figures(ways, work, clock, rounds)
     forms = ", ".join(f"{name}: {ways[name].form}" for name in (OURS, STOCK, DDP))
-    title = f"step, {img_size} px, {world.size} x {batch_size} images ({world.controller}); {forms}"
-    return Result(f"reduce {model}", title, figures)
+    title = f"step, {world.size} x {batch_size} images ({world.controller}); {forms}"
+    return Result(f"reduce {model} {img_size} px", title, figures)
 
 
 class _Clock:

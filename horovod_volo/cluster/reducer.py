@@ -106,7 +106,7 @@ class _Departure:
     """How far a bucket's gradients are on their way."""
 
     def __init__(self, bucket: Bucket, passes: int, wire: Wire) -> None:
-        self._bucket, self._wire = bucket, wire
+        self._wire = wire
         self._due = passes * len(bucket.parameters)
         self._missing = self._due
         self._wait: Wait | None = None
@@ -120,11 +120,7 @@ class _Departure:
         bucket.on_landed(self._landed)
 
     def _landed(self, parameter: Tensor) -> None:
-        collected, place = self._places[parameter]
-        if parameter.grad is not collected:
-            assert parameter.grad is not None
-            scale_into(collected, parameter.grad, self._scale)
-            parameter.grad = place
+        self._collect(parameter)
         self._missing -= 1
         if self._missing == 0:
             self.send()
@@ -136,13 +132,21 @@ class _Departure:
     def send(self) -> None:
         if self._wait is not None:
             return
-        for parameter, (collected, place) in self._places.items():
-            if parameter.grad is None:
-                collected.zero_()
-                parameter.grad = place
+        if self._missing:
+            for parameter in self._places:
+                self._collect(parameter)
         if self._form is not self._wire.form or self._scale != self._wire.scale:
             scale_into(self._wire.form, self._form, self._wire.scale)
         self._wait = self._wire.send()
+
+    def _collect(self, parameter: Tensor) -> None:
+        """Put a parameter's gradient into the bucket, unless it is there; zeros where it has none."""
+        collected, place = self._places[parameter]
+        if parameter.grad is None:
+            collected.zero_()
+        elif parameter.grad is not place:
+            scale_into(collected, parameter.grad, self._scale)
+        parameter.grad = place
 
     def receive(self) -> None:
         if self._wait is not None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import torch
 
 from horovod_volo.data.stream import Batch
 from horovod_volo.engine.job import Job
+from horovod_volo.objective.draws import bits
 from horovod_volo.objective.loss import Labels
 from horovod_volo.optim.clip import divide
 from horovod_volo.optim.groups import set_lr
@@ -45,8 +45,7 @@ def train_step(job: Job, passes: Iterator[Batch]) -> None:
 
 def seed_pass(device: torch.device, seed: int, step: int, rank: int, number: int) -> None:
     """Make what torch draws in a pass (stochastic depth) a function of where the pass stands."""
-    key = np.random.SeedSequence([_STREAM, seed, step, rank, number]).generate_state(1, np.uint64)
-    drawn = int(key[0] >> np.uint64(1))
+    drawn = bits(_STREAM, seed, step, rank, number) >> 1  # torch takes 63
     # torch.manual_seed() would do, but it writes down the whole call stack for devices that are not there,
     # which costs more than all else that a step does in Python.
     torch.default_generator.manual_seed(drawn)

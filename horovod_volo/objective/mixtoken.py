@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-import numpy as np
 from torch import Tensor
 
+from horovod_volo.objective.draws import uniform
 from horovod_volo.objective.image_mix import ImageMix
 
 # Names this use of the seed, so that no other use draws the same numbers.
@@ -67,11 +67,10 @@ NO_BOX = Box(top=0, left=0, height=0, width=0, grid=1)
 
 def draw_box(seed: int, step: int, rank: int, pass_index: int, grid: int) -> Box:
     """Draw the box of one pass: exchanged share before clipping ~ Beta(1, 1), centre uniform."""
-    key = np.random.SeedSequence([_STREAM, seed, step, rank, pass_index])
-    generator = np.random.Generator(np.random.Philox(key))
+    area, down, across = uniform(3, _STREAM, seed, step, rank, pass_index)
     # Beta(1, 1) is the uniform distribution, of the exchanged share as well as of the kept one.
-    half = int(grid * sqrt(generator.random())) // 2
-    row, column = (int(centre) for centre in generator.integers(grid, size=2))
+    half = int(grid * sqrt(area)) // 2
+    row, column = int(grid * down), int(grid * across)
     top, bottom = max(row - half, 0), min(row + half, grid)
     left, right = max(column - half, 0), min(column + half, grid)
     return Box(top=top, left=left, height=bottom - top, width=right - left, grid=grid)

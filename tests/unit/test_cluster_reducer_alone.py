@@ -270,3 +270,16 @@ def test_a_reducer_without_statistics_averages_all_the_same() -> None:
     with reducer.averaged():
         assert model.weight.grad is not None
         assert model.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_gradient_that_somebody_else_made_is_taken_all_the_same(passes: int) -> None:
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model, World.alone(), Exchange(compression="none"), passes=passes)
+    for step in (1.0, 2.0):
+        model.weight.grad = torch.full((2, 2), step)
+        with reducer.averaged():
+            assert model.weight.grad.tolist() == [[step, step], [step, step]]
+            assert reducer.buckets[0].gradients.max() == step
+            assert model.bias.grad is not None
+            assert model.bias.grad.tolist() == [0.0, 0.0]
