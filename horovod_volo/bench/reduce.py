@@ -32,6 +32,7 @@ from horovod_volo.models.build import build_model
 
 CLASSES = 1000
 OURS, STOCK, DDP, LATE, FLOOR = "ours", "stock Horovod", "torch DDP", "after backward", "no exchange"
+PEERS = {"stock": STOCK, "ddp": DDP, "late": LATE}
 _COMPARED_STEPS = 3
 _TOLERANCES: dict[Compression, float] = {"none": 1e-4, "fp16": 1e-2}  # of the way the weights have gone
 _MILLISECONDS = 1e3
@@ -46,8 +47,13 @@ class Times:
     cpu: list[float] = field(default_factory=list)
 
 
-def measure(*, model: str, img_size: int, batch_size: int, pairs: int) -> Result:
-    """Measure so many rounds of every way on all ranks. Collective: every rank calls this."""
+def measure(
+    *, model: str, img_size: int, batch_size: int, pairs: int, against: Sequence[str] | None = None
+) -> Result:
+    """Measure so many rounds of our way, of no exchange, and of others (None: of all) on all ranks.
+
+    Collective: every rank calls this.
+    """
     if promised().size == 1:
         raise UserError(
             "There is nothing to reduce on one rank. Start several: "
@@ -58,12 +64,15 @@ def measure(*, model: str, img_size: int, batch_size: int, pairs: int) -> Result
     cpus = os.sched_getaffinity(0)
     world = World.join(bind("numa"))  # as the trainer does
     try:
-        return _measured(world, model, img_size, batch_size, pairs)
+        others = PEERS.keys() if against is None else against
+        return _measured(world, model, img_size, batch_size, [PEERS[name] for name in others], pairs)
     finally:
         os.sched_setaffinity(0, cpus)  # what is told of the hardware counts them
 
 
-def _measured(world: World, model: str, img_size: int, batch_size: int, rounds: int) -> Result:
+def _measured(
+    world: World, model: str, img_size: int, batch_size: int, others: Sequence[str], rounds: int
+) -> Result:
     # Imported here: it brings in what one rank alone need not have.
     from horovod_volo.bench.peers_reduce import torch_ranks
 
@@ -77,9 +86,9 @@ def _measured(world: World, model: str, img_size: int, batch_size: int, rounds: 
     work = Work(network, images, classes)
     clock = _Clock(world, device)
     with torch_ranks(world, device):
-        ways = _fit_ways(work, clock)
+        ways = _fit_ways(work, clock, others)
         figures = _figures(ways, work, clock, rounds)
-    forms = ", ".join(f"{name}: {ways[name].form}" for name in (OURS, STOCK, DDP))
+    forms = ", ".join(f"{name}: {way.form}" for name, way in ways.items() if name in (OURS, STOCK, DDP))
     title = f"step, {world.size} x {batch_size} images ({world.controller}); {forms}"
     return Result(f"reduce {model} {img_size} px", title, figures)
 
@@ -102,22 +111,23 @@ class _Clock:
         return max(walls), fmean(cpus)
 
 
-def _fit_ways(work: Work, clock: _Clock) -> dict[str, Way]:
+def _fit_ways(work: Work, clock: _Clock, others: Sequence[str]) -> dict[str, Way]:
     """Build every way in the fastest of its forms, having seen that all forms end at the same weights."""
     start = weights(work.network)
     late = exchanges.after_backward(work, clock.world)
     for _ in range(_COMPARED_STEPS):
         late.step()
     fastest = partial(_fastest, start=start, moved=weights(late.lesson) - start, clock=clock)
+    ways = {OURS: fastest(exchanges.ours(work, clock.world))}
+    if STOCK in others:
+        ways[STOCK] = fastest(exchanges.stock_horovod(work))
+    if DDP in others:
+        ways[DDP] = fastest(exchanges.torch_ddp(work))
+    if LATE in others:
+        ways[LATE] = late
     floor = exchanges.no_exchange(work)
     floor.step()
-    return {
-        OURS: fastest(exchanges.ours(work, clock.world)),
-        STOCK: fastest(exchanges.stock_horovod(work)),
-        DDP: fastest(exchanges.torch_ddp(work)),
-        LATE: late,
-        FLOOR: floor,
-    }
+    return ways | {FLOOR: floor}
 
 
 def _fastest(forms: Sequence[Way], start: Tensor, moved: Tensor, clock: _Clock) -> Way:
@@ -165,8 +175,11 @@ def _of_times(times: Mapping[str, Times]) -> list[Figure]:
         *(Figure.of(f"{name}: step", _milliseconds(times[name].wall), "ms") for name in times),
         *(Figure.of(f"{name}: exposed", _milliseconds(exposed[name]), "ms") for name in exposed),
         *(Figure.of(f"{name}: processor time", _milliseconds(worked[name]), "ms") for name in worked),
-        Figure("exposed, as a share of stock Horovod's", left / median(exposed[STOCK]), "x"),
-        Figure("exposed, as a share of DDP's", left / median(exposed[DDP]), "x"),
+        *(
+            Figure(f"exposed, as a share of {name}'s", left / median(exposed[name]), "x")
+            for name in (STOCK, DDP)
+            if name in exposed
+        ),
     ]
 
 
