@@ -25,6 +25,8 @@ HEADLINES = (
     "faster than published",
     "21,841 classes: time beside 1,000",
     "efficiency against no exchange",
+    "exposed, as a share of stock Horovod's",
+    "exposed, as a share of torch DDP's",
     "our messages a step",
     "2 hosts of 200 Mbit/s, 8 MiB: ring faster",
     "4 hosts of 200 Mbit/s, 8 MiB: ring faster",
