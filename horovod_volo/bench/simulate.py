@@ -23,6 +23,7 @@ from horovod_volo.config.errors import UserError
 GOALS = {40: 98.0, 256: 97.5, 1024: 97.0, 10_000: 95.5}  # per cent, what charts are held against
 _SYSTEMS: tuple[System, ...] = ("stock", "ours")
 _PASSES = 3
+_FEW = 4  # hosts, for which the goal is 3 %
 _PERCENT = 100
 _MILLISECONDS = 1e3
 _MICROSECONDS = 1e6
@@ -110,9 +111,12 @@ def _validation(points: Sequence[Checked]) -> list[Figure]:
             Figure(f"{label}: measured", _MILLISECONDS * point.measured, "ms"),
             Figure(f"{label}: predicted", _MILLISECONDS * point.predicted, "ms"),
         ]
-    ring = [abs(point.error) for point in points if "server" not in point.what]
-    if ring:
-        rows.append(Figure("largest error of the ring's predictions", _PERCENT * max(ring), "%"))
+    ring = [point for point in points if "server" not in point.what]
+    # More hosts than these share two cores so closely that their work, too, is on the way.
+    for label, told in ((f", up to {_FEW} hosts", [p for p in ring if p.ranks <= _FEW]), ("", ring)):
+        if told:
+            worst = max(abs(point.error) for point in told)
+            rows.append(Figure(f"largest error of the ring's predictions{label}", _PERCENT * worst, "%"))
     return rows
 
 

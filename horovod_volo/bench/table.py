@@ -31,6 +31,7 @@ HEADLINES = (
     "2 hosts of 200 Mbit/s, 8 MiB: ring faster",
     "4 hosts of 200 Mbit/s, 8 MiB: ring faster",
     "8 hosts of 200 Mbit/s, 8 MiB: ring faster",
+    "largest error of the ring's predictions, up to 4 hosts",
     "largest error of the ring's predictions",
     "8 x H200, 8 x NDR400, volo_d1, 256 ranks: ours",
     "8 x H200, 8 x NDR400, volo_d5, 256 ranks: ours",

@@ -55,9 +55,12 @@ def map_targets(
         rows, columns = _windows(boxes, height, width, side, geometry)
         parts = []
         for images in _blocks(rows, columns, scores.shape[1]):
-            near, weights = _near(images, height, width, rows, columns)
             # Nested, so that what one step made is gone once the next has read it.
-            parts.append(_softmax(*_merged(*_entries(cells, near, weights)), num_classes))
+            parts.append(
+                _softmax(
+                    *_merged(*_entries(cells, *_near(images, height, width, rows, columns))), num_classes
+                )
+            )
         targets.append(joined(parts))
     return targets
 
