@@ -53,14 +53,11 @@ def map_targets(
     targets = []
     for side in sides:
         rows, columns = _windows(boxes, height, width, side, geometry)
-        parts = []
-        for images in _blocks(rows, columns, scores.shape[1]):
-            # Nested, so that what one step made is gone once the next has read it.
-            parts.append(
-                _softmax(
-                    *_merged(*_entries(cells, *_near(images, height, width, rows, columns))), num_classes
-                )
-            )
+        # Nested, so that what one step made is gone once the next has read it.
+        parts = [
+            _softmax(*_merged(*_entries(cells, *_near(images, height, width, rows, columns))), num_classes)
+            for images in _blocks(rows, columns, scores.shape[1])
+        ]
         targets.append(joined(parts))
     return targets
 
