@@ -2,7 +2,7 @@
 
 A gradient is put into its bucket, in the form in which that travels, as soon as autograd has made it; the
 last one to land sends the bucket to the ring. Between steps no parameter has a gradient, so that autograd
-makes the next without adding it to anything. Nobody else may set `parameter.grad`.
+makes the next without adding it to anything.
 """
 
 from __future__ import annotations
