@@ -49,9 +49,9 @@ class Times:
 
 
 def measure(
-    *, model: str, img_size: int, batch_size: int, pairs: int, against: Sequence[str] | None = None
+    *, model: str, img_size: int, batch_size: int, pairs: int, against: Sequence[str] = tuple(PEERS)
 ) -> Result:
-    """Measure so many rounds of our way, of no exchange, and of others (None: of all) on all ranks.
+    """Measure so many rounds of our way, of no exchange, and of others on all ranks.
 
     Collective: every rank calls this.
     """
@@ -65,8 +65,8 @@ def measure(
     cpus = os.sched_getaffinity(0)
     world = World.join(bind("numa"))  # as the trainer does
     try:
-        others = PEERS.keys() if against is None else against
-        return _measured(world, model, img_size, batch_size, [PEERS[name] for name in others], pairs)
+        others = [PEERS[name] for name in against]
+        return _measured(world, model, img_size, batch_size, others, pairs)
     finally:
         os.sched_setaffinity(0, cpus)  # what is told of the hardware counts them
 
@@ -90,7 +90,7 @@ def _measured(
         ways = _fit_ways(work, clock, others)
         figures = _figures(ways, work, clock, rounds)
     forms = ", ".join(f"{name}: {way.form}" for name, way in ways.items() if name in (OURS, STOCK, DDP))
-    title = f"step, {world.size} x {batch_size} images ({world.controller}); {forms}"
+    title = f"step, {img_size} px, {world.size} x {batch_size} images ({world.controller}); {forms}"
     return Result(f"reduce {model} {img_size} px", title, figures)
 
 

@@ -73,8 +73,9 @@ def _of_its_parts(words: Words) -> None:
 def _of_the_ring(words: Words) -> None:
     flags = _add(words, "reduce", "what is left to wait for of the exchange; start with horovodrun")
     _add_network(flags, batch_size=4)
+    others = ["stock", "ddp", "late"]
     usual = "other ways to measure in turns with ours; none: our efficiency alone"
-    flags.add_argument("--against", nargs="*", choices=("stock", "ddp", "late"), default=None, help=usual)
+    flags.add_argument("--against", nargs="*", choices=others, default=others, help=usual)
     flags.set_defaults(pairs=5)
 
     flags = _add(words, "overlap", "the same on a slow link, made on this machine for two ranks; takes root")
