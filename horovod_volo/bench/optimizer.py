@@ -51,7 +51,14 @@ class OurUpdate:
         )
         self._optimizer = build_optimizer("adamw", groups, momentum=0.0)
         set_lr(self._optimizer, RATE)
-        self._clip = build_clip("norm", BOUND, named, heads=(), whole_norm=self._reducer.whole_norm)
+        self._clip = build_clip(
+            "norm",
+            BOUND,
+            named,
+            flat_gradients=self._reducer.flat_gradients,
+            heads=(),
+            whole_norm=self._reducer.whole_norm,
+        )
         self._average = Ema(model, self._reducer.buckets, KEPT)
 
     def __call__(self) -> None:

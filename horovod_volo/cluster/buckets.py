@@ -1,7 +1,7 @@
 """A network's weights and gradients in a few flat tensors of the same layout.
 
-Each parameter and its gradient become views of a bucket's two flat tensors: exchanges and averages run over
-whole buckets. From then on nobody may replace a parameter's data; its gradient is the reducer's to place.
+Each parameter becomes a view of a bucket's weights, and its gradient has its place in another flat tensor:
+exchanges and averages run over whole buckets. From then on nobody may replace a parameter's data.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Bucket:
             view = self.view(self.weights, name)
             view.copy_(parameter.detach())
             parameter.data = view
-            parameter.grad = self.view(self.gradients, name)
 
     def view(self, flat: Tensor, name: str) -> Tensor:
         """Return a parameter's place in a flat tensor of this bucket's layout, shaped like the parameter."""

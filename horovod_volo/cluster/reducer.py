@@ -44,6 +44,7 @@ class Reducer:
             round(settings.last_bucket_mib * _MIB),
         )
         self.owned = self._own(parameters, world)  # what this rank's optimizer updates, by name
+        self.flat_gradients = self._flat_gradients()  # of what is owned, with zeros between
         self._world = world
         self._departures = [
             _Departure(bucket, passes, self._wire(bucket, world, settings.compression, f"bucket.{number}"))
@@ -56,6 +57,9 @@ class Reducer:
 
     def _own(self, parameters: Mapping[str, Parameter], world: World) -> dict[str, Parameter]:  # noqa: ARG002
         return dict(parameters)
+
+    def _flat_gradients(self) -> list[Tensor]:
+        return [bucket.gradients for bucket in self.buckets]
 
     def _wire(self, bucket: Bucket, world: World, compression: Compression, name: str) -> Wire:
         form = Half if compression == "fp16" and world.size > 1 else Plain
@@ -117,6 +121,7 @@ class _Departure:
             place = bucket.view(bucket.gradients, name)
             collected = place if self._form is bucket.gradients else bucket.view(self._form, name)
             self._places[parameter] = (collected, place)
+            parameter.grad = None
         bucket.on_landed(self._landed)
 
     def _landed(self, parameter: Tensor) -> None:

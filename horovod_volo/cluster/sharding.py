@@ -39,6 +39,9 @@ class ShardedReducer(Reducer):
         pieces = {name: piece for share in self._shares for name, piece in share.pieces.items()}
         return {name: pieces[name] for name in parameters if name in pieces}
 
+    def _flat_gradients(self) -> list[Tensor]:
+        return [share.gradients for share in self._shares]
+
     def _wire(self, bucket: Bucket, world: World, compression: Compression, name: str) -> Wire:
         share = self._shares[self.buckets.index(bucket)]
         dtype = torch.float16 if compression == "fp16" and world.size > 1 else bucket.gradients.dtype

@@ -189,6 +189,7 @@ def _clip(config: Config, state: TrainState) -> Clip:
         config.update.clip_mode,
         config.update.clip_grad,
         state.reducer.owned,
+        flat_gradients=state.reducer.flat_gradients,
         heads=heads_of(config.model.model),
         whole_norm=state.reducer.whole_norm,
     )

@@ -24,21 +24,21 @@ def build_clip(
     bound: float,
     parameters: dict[str, Parameter],
     *,
+    flat_gradients: list[Tensor],
     heads: Iterable[str],
     whole_norm: Callable[[Tensor], Tensor],
 ) -> Clip:
     """Return what bounds the gradients of `parameters`, or returns what to `divide` them by.
 
-    A bound of 0 means none. Where gradients are views of flat tensors, only zeros may lie between them.
-    `whole_norm` makes the norm of all gradients from that of this rank's part; AGC leaves `heads` alone.
+    A bound of 0 means none. `flat_gradients` hold all gradients, with zeros between them. `whole_norm` makes
+    the norm of all gradients from that of this rank's part; AGC leaves `heads` alone.
     """
-    every = list(parameters.values())
     if not bound:
         return lambda: None
     if mode == "norm":
-        return partial(_over_bound, _flats_of(every), bound, whole_norm)
+        return partial(_over_bound, flat_gradients, bound, whole_norm)
     if mode == "value":
-        return partial(nn.utils.clip_grad_value_, every, bound)  # returns None
+        return partial(nn.utils.clip_grad_value_, list(parameters.values()), bound)  # returns None
     beginnings = tuple(f"{head}." for head in heads)
     return partial(
         _clip_units, [p for name, p in parameters.items() if not name.startswith(beginnings)], bound
@@ -62,13 +62,6 @@ def _over_bound(flats: list[Tensor], bound: float, whole_norm: Callable[[Tensor]
     """Return how many times the bound the norm is, 1 where it is within."""
     own = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(flats)))
     return ((whole_norm(own) + 1e-6) / bound).clamp(min=1.0)
-
-
-def _flats_of(parameters: list[Parameter]) -> list[Tensor]:
-    """Return the few flat tensors in which gradients lie, or those that lie in none."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    flats = [gradient if gradient._base is None else gradient._base for gradient in gradients]
-    return list({id(flat): flat for flat in flats}.values())
 
 
 @torch.no_grad()

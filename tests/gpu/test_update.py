@@ -38,7 +38,14 @@ class Sides:
         groups = parameter_groups(named, named, exempt=(), weight_decay=DECAY, layers={}, layer_decay=1.0)
         self.optimizer = build_optimizer("adamw", groups, momentum=0.0)
         set_lr(self.optimizer, RATE)
-        self.clip = build_clip("norm", BOUND, named, heads=(), whole_norm=self.reducer.whole_norm)
+        self.clip = build_clip(
+            "norm",
+            BOUND,
+            named,
+            flat_gradients=self.reducer.flat_gradients,
+            heads=(),
+            whole_norm=self.reducer.whole_norm,
+        )
         self.average = Ema(self.ours, self.reducer.buckets, KEPT)
         self.scaler = torch.amp.GradScaler(device.type, enabled=scale != 1.0, init_scale=scale)
         self.peer = torch.optim.AdamW(self._peer_groups(), lr=RATE, betas=(0.9, 0.999), eps=1e-8)

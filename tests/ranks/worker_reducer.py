@@ -64,7 +64,14 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
     )
     optimizer = build_optimizer(asked.opt, groups, momentum=0.9)
     set_lr(optimizer, asked.lr)
-    clip = build_clip("norm", asked.clip, reducer.owned, heads=(), whole_norm=reducer.whole_norm)
+    clip = build_clip(
+        "norm",
+        asked.clip,
+        reducer.owned,
+        flat_gradients=reducer.flat_gradients,
+        heads=(),
+        whole_norm=reducer.whole_norm,
+    )
     scaler = torch.amp.GradScaler("cpu", enabled=overflows, init_scale=1024.0)
     if world.rank == asked.overflow_on:
         # What fp32 can hold and fp16 cannot, where gradients travel in fp16; else what neither can.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Literal
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
-from horovod_volo.cluster.buckets import fill_buckets
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Exchange
 from horovod_volo.optim.build import Name, build_optimizer
 from horovod_volo.optim.clip import build_clip, divide
 from horovod_volo.optim.groups import set_lr
@@ -44,9 +47,18 @@ def clipped(mode: Literal["norm", "value", "agc"], bound: float, scale: float) -
     return gradients(model)
 
 
-def clip(model: nn.Module, mode: Literal["norm", "value", "agc"], bound: float) -> Tensor | None:
+def clip(
+    model: nn.Module,
+    mode: Literal["norm", "value", "agc"],
+    bound: float,
+    flat_gradients: list[Tensor] | None = None,
+) -> Tensor | None:
     parameters = dict(model.named_parameters())
-    return build_clip(mode, bound, parameters, heads=("3",), whole_norm=lambda norm: norm)()
+    if flat_gradients is None:
+        flat_gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    return build_clip(
+        mode, bound, parameters, flat_gradients=flat_gradients, heads=("3",), whole_norm=lambda norm: norm
+    )()
 
 
 def plain_descent(model: nn.Module) -> torch.optim.Optimizer:
@@ -99,20 +111,23 @@ def test_steps_are_those_of_gradients_that_were_bounded_before(name: Name, scale
 
 
 def test_the_norm_of_flat_gradients_is_that_of_all_and_no_more() -> None:
-    model, apart = with_gradients(1.0), with_gradients(1.0)
-    buckets = fill_buckets(dict(model.named_parameters()), bucket_bytes=100, parts=3, last_bytes=100)
-    assert len(buckets) > 1
-    for parameter, other in zip(model.parameters(), apart.parameters(), strict=True):
-        assert parameter.grad is not None
-        assert other.grad is not None
-        parameter.grad.copy_(other.grad)
-    model[3].bias.requires_grad_(False).grad = None  # what is frozen has none
-    apart[3].bias.grad = None
-    buckets[0].gradients.as_strided((2,), (1,), buckets[0].offsets["3.bias"]).zero_()
-    norm = nn.utils.get_total_norm([p.grad for p in apart.parameters() if p.grad is not None])
-    divisor = clip(model, "norm", 0.5)
-    assert divisor is not None
-    torch.testing.assert_close(divisor, norm / 0.5, rtol=1e-5, atol=0)
+    model = network()
+    model[3].bias.requires_grad_(False)  # what is frozen has none
+    apart = copy.deepcopy(model)
+    settings = Exchange(compression="none", bucket_mib=100 / 2**20, last_bucket_mib=100 / 2**20)
+    reducer = Reducer(model, World.alone(), settings, passes=1)
+    assert len(reducer.flat_gradients) > 1
+    images = torch.randn(6, 3, 3, 3, generator=torch.Generator().manual_seed(2))
+    for _ in range(2):  # the second is not the sum of both
+        for each in (model, apart):
+            each.zero_grad()
+            each(images).square().sum().backward()
+        norm = nn.utils.get_total_norm([p.grad for p in apart.parameters() if p.grad is not None])
+        with reducer.averaged():
+            divisor = clip(model, "norm", 0.5, reducer.flat_gradients)
+        assert divisor is not None
+        assert divisor > 1.0
+        torch.testing.assert_close(divisor, norm / 0.5, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
