@@ -216,14 +216,19 @@ class Half:
 
 
 def scale_into(target: Tensor, source: Tensor, factor: float) -> None:
-    """Write `factor` times `source` in one pass over both, multiplied in the wider of their types."""
+    """Write `factor` times `source`, multiplied in the wider of their types; this may spoil the source."""
+    widens = target.dtype.itemsize > source.dtype.itemsize
     if factor == 1.0:
         target.copy_(source)
-    elif source.dtype.itemsize >= target.dtype.itemsize:
+    elif source.dtype == target.dtype or (source.is_cuda and not widens):
         torch.mul(source, factor, out=target)
-    else:
+    elif source.is_cuda:
         # A plain number would leave the product in the source's type, whatever it is written to.
         torch.mul(source, torch.full((1,), factor, dtype=target.dtype, device=source.device), out=target)
+    elif widens:  # on CPU torch would make a third tensor for a product of another type
+        target.copy_(source).mul_(factor)
+    else:
+        target.copy_(source.mul_(factor))
 
 
 def predivisor(ranks: int) -> float:

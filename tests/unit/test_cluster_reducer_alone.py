@@ -179,8 +179,9 @@ def test_a_message_a_bucket_and_one_more_whatever_the_passes_and_parameters(laye
 @pytest.mark.parametrize("types", [(torch.float16, torch.float32), (torch.float32, torch.float16)])
 def test_scaling_rounds_once(types: tuple[torch.dtype, torch.dtype], factor: float) -> None:
     source, target = torch.randn(1000).to(types[0]), torch.zeros(1000, dtype=types[1])
+    expected = (source.float() * factor).to(types[1])
     scale_into(target, source, factor)
-    assert torch.equal(target, (source.float() * factor).to(types[1]))
+    assert torch.equal(target, expected)
     large = torch.tensor([98_304.0])
     half = torch.zeros(1, dtype=torch.float16)
     scale_into(half, large, 0.5)
