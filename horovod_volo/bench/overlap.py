@@ -15,10 +15,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from horovod_volo.bench.reduce import DDP, LATE, OURS, STOCK
+from horovod_volo.bench.reduce import OURS, PEERS
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.shaped_hosts import SIMPLE_TCP
 from horovod_volo.cluster.launch import promised
@@ -34,26 +35,35 @@ _NAMESPACE = (
 )
 
 
-def measure(*, model: str, img_size: int, batch_size: int, link: int, pairs: int) -> Result:
+def measure(
+    *,
+    model: str,
+    img_size: int,
+    batch_size: int,
+    link: int,
+    pairs: int,
+    against: Sequence[str] = tuple(PEERS),
+) -> Result:
     """Measure on a link of so many megabits a second, which all ranks share for both directions."""
     _check()
     flags = {"--model": model, "--img-size": img_size, "--batch-size": batch_size, "--pairs": pairs}
     words = [str(word) for pair in flags.items() for word in pair]
-    found = _reduce_behind(link, words)
-    value = {figure["label"]: figure["value"] for figure in found["figures"]}
-    backward, alone = value["backward"], value["our exchange by itself"]
-    exposed = {name: value[f"{name}: exposed"] for name in (OURS, DDP, STOCK, LATE)}
-    hideable = min(backward, alone)
+    found = _reduce_behind(link, [*words, "--against", *against])
+    told = {figure["label"]: Figure(**figure) for figure in found["figures"]}
+    exposed = [f"{name}: exposed" for name in (OURS, *(PEERS[name] for name in against))]
     return Result(
         f"overlap {model}",
         f"{found['title']}; link of {link:,} Mbit/s",
-        [
-            Figure("backward", backward, "ms"),
-            Figure("our exchange by itself", alone, "ms"),
-            *(Figure(f"{name}: exposed", exposed[name], "ms") for name in exposed),
-            *(Figure(f"{name}: hidden", 100 * (1 - exposed[name] / hideable), "%") for name in exposed),
-        ],
+        [_hidden(told), *(told[label] for label in (*exposed, "backward", "our exchange by itself"))],
     )
+
+
+def _hidden(told: Mapping[str, Figure]) -> Figure:
+    """Return which share of our exchange, as far as backward lasts, no step is longer for."""
+    hideable = min(told["backward"].value, told["our exchange by itself"].value)
+    left = told[f"{OURS}: exposed"]
+    low, high = (None if end is None else 100 * (1 - end / hideable) for end in (left.high, left.low))
+    return Figure("hidden of our exchange", 100 * (1 - left.value / hideable), "%", low, high)
 
 
 def _check() -> None:

@@ -111,19 +111,24 @@ class _Clock:
         walls, cpus = zip(*self.world.gather(taken), strict=True)
         return max(walls), fmean(cpus)
 
+    def repeats(self, action: Action) -> int:
+        """Return how many calls make a block, the same on all ranks."""
+        seconds, _ = self.block(action, 1)
+        return max(1, math.ceil(BLOCK_SECONDS / seconds))
+
 
 def _fit_ways(work: Work, clock: _Clock, others: Sequence[str]) -> dict[str, Way]:
-    """Build every way in the fastest of its forms, having seen that all forms end at the same weights."""
+    """Build ours as it is, others in their fastest forms, having seen that all end at the same weights."""
     start = weights(work.network)
     late = exchanges.after_backward(work, clock.world)
     for _ in range(_COMPARED_STEPS):
         late.step()
-    fastest = partial(_fastest, start=start, moved=weights(late.lesson) - start, clock=clock)
-    ways = {OURS: fastest(exchanges.ours(work, clock.world))}
+    agreeing = partial(_agreeing, start=start, moved=weights(late.lesson) - start, clock=clock)
+    ways = {OURS: agreeing(exchanges.ours(work, clock.world))}
     if STOCK in others:
-        ways[STOCK] = fastest(exchanges.stock_horovod(work))
+        ways[STOCK] = _fastest([agreeing(way) for way in exchanges.stock_horovod(work)], clock)
     if DDP in others:
-        ways[DDP] = fastest(exchanges.torch_ddp(work))
+        ways[DDP] = _fastest([agreeing(way) for way in exchanges.torch_ddp(work)], clock)
     if LATE in others:
         ways[LATE] = late
     floor = exchanges.no_exchange(work)
@@ -131,25 +136,30 @@ def _fit_ways(work: Work, clock: _Clock, others: Sequence[str]) -> dict[str, Way
     return ways | {FLOOR: floor}
 
 
-def _fastest(forms: Sequence[Way], start: Tensor, moved: Tensor, clock: _Clock) -> Way:
-    """Return the form that has the shortest step; all must have moved the weights as `moved` says."""
-    for way in forms:
-        for _ in range(_COMPARED_STEPS):
-            way.step()
-        what = f"weights after {_COMPARED_STEPS} steps, {way.form}"
-        assert_agree(what, weights(way.lesson) - start, moved, _TOLERANCES[way.compression])
-        clock.world.assert_same(way.lesson.parameters(), what)
+def _agreeing(way: Way, start: Tensor, moved: Tensor, clock: _Clock) -> Way:
+    """Return the way, which has moved the weights as `moved` says."""
+    for _ in range(_COMPARED_STEPS):
+        way.step()
+    what = f"weights after {_COMPARED_STEPS} steps, {way.form}"
+    assert_agree(what, weights(way.lesson) - start, moved, _TOLERANCES[way.compression])
+    clock.world.assert_same(way.lesson.parameters(), what)
+    return way
+
+
+def _fastest(forms: Sequence[Way], clock: _Clock) -> Way:
+    """Return the form that has the shortest step."""
+    repeats = clock.repeats(forms[0].step)
     # In turns, and the shortest of several: the machine may be busy with something else for a while.
-    trials = [[clock.block(way.step, 1)[0] for way in forms] for _ in range(_TRIALS)]
+    trials = [[clock.block(way.step, repeats)[0] for way in forms] for _ in range(_TRIALS)]
     shortest = [min(seconds) for seconds in zip(*trials, strict=True)]
     return forms[shortest.index(min(shortest))]
 
 
 def _figures(ways: Mapping[str, Way], work: Work, clock: _Clock, rounds: int) -> list[Figure]:
     before = ways[OURS].messages()
-    seconds, _ = clock.block(ways[OURS].step, 1)
+    ways[OURS].step()
     messages = ways[OURS].messages() - before
-    repeats = clock.world.share(max(1, math.ceil(BLOCK_SECONDS / seconds)))
+    repeats = clock.repeats(ways[OURS].step)
     times = {name: Times() for name in ways}
     backward, alone = [], []
     for number in range(rounds):

@@ -28,6 +28,7 @@ HEADLINES = (
     "exposed, as a share of stock Horovod's",
     "exposed, as a share of torch DDP's",
     "our messages a step",
+    "hidden of our exchange",
     "2 hosts of 200 Mbit/s, 8 MiB: ring faster",
     "4 hosts of 200 Mbit/s, 8 MiB: ring faster",
     "8 hosts of 200 Mbit/s, 8 MiB: ring faster",

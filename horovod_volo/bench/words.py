@@ -73,15 +73,12 @@ def _of_its_parts(words: Words) -> None:
 def _of_the_ring(words: Words) -> None:
     flags = _add(words, "reduce", "what is left to wait for of the exchange; start with horovodrun")
     _add_network(flags, batch_size=4)
-    others = ["stock", "ddp", "late"]
-    usual = "other ways to measure in turns with ours; none: our efficiency alone"
-    flags.add_argument("--against", nargs="*", choices=others, default=others, help=usual)
-    flags.set_defaults(pairs=5)
+    _add_other_ways(flags)
 
     flags = _add(words, "overlap", "the same on a slow link, made on this machine for two ranks; takes root")
     _add_network(flags, batch_size=4)
-    _number(flags, "--link", 1500, "megabits a second")
-    flags.set_defaults(pairs=5)
+    _number(flags, "--link", 1000, "megabits a second")
+    _add_other_ways(flags)
 
     flags = _add(words, "scaling", "a parameter server against the ring, and steps of 1, 2 and 4 ranks")
     flags.add_argument("--mib", type=float, default=8.0, metavar="N", help="of the gradient (%(default)s)")
@@ -174,6 +171,13 @@ def _add_network(flags: argparse.ArgumentParser, batch_size: int = 8) -> None:
     flags.add_argument("--model", default="volo_d1", help="(%(default)s)")
     _number(flags, "--img-size", 224, "pixels")
     _number(flags, "--batch-size", batch_size, "images a rank")
+
+
+def _add_other_ways(flags: argparse.ArgumentParser) -> None:
+    ways = ["stock", "ddp", "late"]
+    usual = "other ways to measure in turns with ours; none: our efficiency alone"
+    flags.add_argument("--against", nargs="*", choices=ways, default=ways, help=usual)
+    flags.set_defaults(pairs=5)
 
 
 def _add_data_dir(flags: argparse.ArgumentParser) -> None:
