@@ -29,7 +29,7 @@ from horovod_volo.data.stream import NO_CLASS, Batch, EvalStream
 from horovod_volo.engine.class_table import ClassScore, class_scores
 from horovod_volo.engine.evaluation import Counts, count_right, total
 from horovod_volo.engine.imagenet_v2 import numbered_catalog
-from horovod_volo.engine.precision import autocast
+from horovod_volo.engine.precision import autocast, mend_convolutions
 from horovod_volo.engine.real_labels import RealScore, read_real, score_real
 from horovod_volo.engine.shared_catalog import folder_for_lists, shared_catalog
 from horovod_volo.models.trained import Trained, load_trained
@@ -76,6 +76,7 @@ def measure_accuracy(question: Question, world: World, progress: Progress) -> An
     world.assert_same(network.network.parameters(), "The weights")
     real = world.together(partial(_real, question, catalog, network)) if question.real else None
     network.network.to(share.device)
+    mend_convolutions(network.network, question.precision, share.device)
     crop_pct = question.crop_pct or network.crop_pct
     stream = _stream(question, catalog, network, crop_pct, share, world)
     notes = Notes(len(range(world.rank, len(catalog), world.size)), progress)

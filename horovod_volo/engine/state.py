@@ -14,6 +14,7 @@ from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.checkpoint import Files
+from horovod_volo.engine.precision import mend_convolutions
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.optim.build import STATE_KEYS, build_optimizer, state_tensors
@@ -85,6 +86,7 @@ def build_state(
         )
         remarks = [f"weights from {finetune}", *taken]
     model.to(device).train()
+    remarks += mend_convolutions(model, config.exchange.precision, device)
     reducer = _reducer(config, world, model)
     groups = parameter_groups(
         dict(model.named_parameters()),
