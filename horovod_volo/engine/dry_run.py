@@ -32,7 +32,7 @@ _IMAGENET_1K = ("ImageNet-1K", 1_281_167, 1_000)
 _IMAGENET_22K = ("ImageNet-22K", 14_197_122, 21_841)
 
 _FP32 = 4  # bytes of a weight, of its gradient and of each of the optimizer's averages
-_PROBE_BATCH = 2  # batch norm wants more than one value
+_LEAST_BATCH = 2  # batch norm wants more than one value
 _GIB, _MIB = 2**30, 2**20
 
 
@@ -131,13 +131,18 @@ def _images(config: Config) -> tuple[int, int, list[str]]:
 
 
 def _activation_bytes(model: torch.nn.Module, config: Config) -> float:
-    """Estimate what backward keeps of one image: the tensors a forward without data would save."""
-    side = config.model.img_size
-    images = torch.zeros(_PROBE_BATCH, 3, side, side, device="meta")
-    with _saved_bytes(list(model.parameters())) as saved:
+    """Estimate what backward keeps of one image: the tensors a forward without data would save.
+
+    Drop path computes branches for a random number of images. In a whole batch that is near the expected
+    number, and drawn from the run's seed it is the same every time.
+    """
+    side, batch = config.model.img_size, max(_LEAST_BATCH, config.data.batch_size)
+    images = torch.zeros(batch, 3, side, side, device="meta")
+    with torch.random.fork_rng(devices=[]), _saved_bytes(list(model.parameters())) as saved:
+        torch.manual_seed(config.run.seed)
         training_forward(model)(images, lambda tokens: tokens)
     width = 1.0 if config.exchange.precision == "fp32" else 0.5
-    return width * saved[0] / _PROBE_BATCH
+    return width * saved[0] / batch
 
 
 @contextmanager

@@ -204,6 +204,12 @@ def test_memory_follows_optimizer_and_ranks(flags: list[str], ranks: int, bytes_
     assert told["memory"].startswith(f"about {expected:.1f} GiB of state and ")
 
 
+@pytest.mark.parametrize("name", ["volo_d5_448", "lvvit_s"])
+def test_the_estimate_of_memory_is_the_same_every_time(name: str) -> None:
+    config = parse(["--recipe", name]).config
+    assert len({need_of(config).activation_bytes for _ in range(3)}) == 1
+
+
 @pytest.mark.parametrize(("name", "blocks"), [("volo_d1", 20), ("lvvit_s", 16)])
 def test_checkpointed_blocks_keep_their_input_alone(name: str, blocks: int) -> None:
     """Kept of a block: one tensor of its input's size; it would be ten and more."""
