@@ -34,7 +34,16 @@ def bind(mode: str, switches: Switches | None = None, root: Path = Path("/")) ->
     """Bind this process and set the variables its libraries read; return what was done."""
     binding = planned(mode, root)
     set_variables(os.environ, variables_of(binding, switches or Switches()))
-    return replace(binding, remarks=binding.remarks + tuple(_pin(binding)))
+    threads = compute_threads(os.environ, binding.threads)
+    remarks = [f"OMP_NUM_THREADS is set: torch computes with {threads}, not {binding.threads} threads"]
+    chosen = remarks if threads != binding.threads else []
+    return replace(binding, remarks=(*binding.remarks, *chosen, *_pin(binding)))
+
+
+def compute_threads(environment: Mapping[str, str], share: int) -> int:
+    """Return how many threads torch computes with: what OMP_NUM_THREADS says, or the rank's share."""
+    outermost = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2": two levels
+    return int(outermost) if outermost.isdecimal() and int(outermost) > 0 else share
 
 
 def planned(mode: str, root: Path = Path("/")) -> Binding:

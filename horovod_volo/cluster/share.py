@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from dataclasses import dataclass
 
 import torch
 
+from horovod_volo.cluster.pinning import compute_threads
 from horovod_volo.cluster.world import AgreedError, World
 from horovod_volo.config.errors import UserError
 
@@ -16,7 +18,7 @@ class Share:
     """A rank's part of its host."""
 
     device: torch.device
-    threads: int  # compute threads; as many for data unless set otherwise
+    threads: int  # as many as it has CPUs: for data, and for computing unless OMP_NUM_THREADS is set
     binding: str  # in words
 
     def __str__(self) -> str:
@@ -28,7 +30,7 @@ def share_of_host(world: World) -> Share:
     device = world.together(lambda: _device(world))
     _check_devices(device, world)
     bound = world.bound
-    torch.set_num_threads(bound.threads)
+    torch.set_num_threads(compute_threads(os.environ, bound.threads))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return Share(device, bound.threads, str(bound))

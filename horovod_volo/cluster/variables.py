@@ -40,6 +40,12 @@ TABLE = (
         lambda binding, _: str(binding.threads),
     ),
     Variable(
+        "OMP_WAIT_POLICY",
+        "OpenMP's threads sleep while they wait for each other. Left alone they spin, and on a core that "
+        "another process needs as well each wait lasts until the system takes the core away.",
+        lambda *_: "PASSIVE",
+    ),
+    Variable(
         "OPENBLAS_NUM_THREADS",
         "NumPy draws and sorts here and multiplies nothing: its pool of threads would only lie about.",
         lambda *_: "1",

@@ -12,7 +12,7 @@ from topologies_on_disk import host_of, lay_out
 
 from horovod_volo.cluster.binding import Binding, Seat, plan
 from horovod_volo.cluster.nvml import list_gpus, visible
-from horovod_volo.cluster.pinning import bind, placed_by_launcher, set_variables, shown
+from horovod_volo.cluster.pinning import bind, compute_threads, placed_by_launcher, set_variables, shown
 from horovod_volo.cluster.topology import Card, Gpu, cpu_ranges, read_host
 from horovod_volo.cluster.variables import TABLE, Switches, variables_of
 
@@ -30,6 +30,7 @@ def test_variables_of_a_rank_with_a_gpu_and_a_card() -> None:
     assert variables_of(chosen, Switches()) == {
         "OMP_NUM_THREADS": "4",
         "MKL_NUM_THREADS": "4",
+        "OMP_WAIT_POLICY": "PASSIVE",
         "OPENBLAS_NUM_THREADS": "1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1",
@@ -46,6 +47,7 @@ def test_variables_of_a_rank_without() -> None:
     assert variables_of(binding(), switches) == {
         "OMP_NUM_THREADS": "4",
         "MKL_NUM_THREADS": "4",
+        "OMP_WAIT_POLICY": "PASSIVE",
         "OPENBLAS_NUM_THREADS": "1",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "HOROVOD_AUTOTUNE": "1",
@@ -67,6 +69,30 @@ def test_what_is_set_already_stays() -> None:
     environment = {"OMP_NUM_THREADS": "7"}
     set_variables(environment, {"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"})
     assert environment == {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("set_to", "threads"), [(None, 4), ("", 4), ("7", 7), ("2,3", 2), (" 1 ", 1), ("0", 4), ("many", 4)]
+)
+def test_a_number_of_threads_that_is_set_is_respected(set_to: str | None, threads: int) -> None:
+    environment = {} if set_to is None else {"OMP_NUM_THREADS": set_to}
+    assert compute_threads(environment, share=4) == threads
+
+
+@pytest.mark.parametrize("set_to", ["1", "3"])
+def test_torch_computes_with_the_threads_that_are_set(set_to: str) -> None:
+    program = (
+        "from horovod_volo.cluster.pinning import bind; bound = bind('none'); import torch;"
+        "from horovod_volo.cluster.share import share_of_host; from horovod_volo.cluster.world import World;"
+        "share_of_host(World.join(bound)); print(torch.get_num_threads(), *bound.remarks)"
+    )
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"OMP_NUM_THREADS": set_to}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    threads, _, remarks = done.stdout.strip().partition(" ")
+    assert threads == set_to
+    said = f"OMP_NUM_THREADS is set: torch computes with {set_to}, not "
+    assert (said in remarks) == (int(set_to) != len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize(
