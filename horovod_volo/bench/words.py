@@ -94,6 +94,16 @@ def _of_the_ring(words: Words) -> None:
     _number(flags, "--img-size", 64, "pixels")
     _number(flags, "--batch-size", 16, "images a rank")
 
+    flags = _add(words, "compression", "what fp16 makes of gradients, tensor by tensor", in_pairs=False)
+    flags.add_argument("--model", default="volo_d1", help="(%(default)s)")
+    _number(flags, "--img-size", 224, "pixels")
+    _number(flags, "--batch-size", 1, "images a rank")
+    _number(flags, "--steps", 10, "of training before it")
+    flags.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 40], metavar="N", help="emulated")
+    _add_data_dir(flags)
+    forms = ["fp16", "fp16-fixed", "fp16-halves", "bf16"]
+    flags.add_argument("--forms", nargs="+", choices=forms, default=forms)
+
 
 def _of_many_ranks(words: Words) -> None:
     flags = _add(words, "simulate", "the efficiency of many GPUs, computed", in_pairs=False)

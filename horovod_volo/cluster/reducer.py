@@ -7,21 +7,25 @@ makes the next without adding it to anything.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from horovod_volo.cluster.buckets import Bucket, fill_buckets
-from horovod_volo.cluster.ring import Wait
+from horovod_volo.cluster.compression import (
+    Compression,
+    ExchangeSum,
+    Factors,
+    Fp16Compression,
+    NoCompression,
+)
+from horovod_volo.cluster.ring import Arrive, Wait
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 
-Compression = Literal["none", "fp16"]
 _MIB = 2**20
 
 
@@ -46,11 +50,21 @@ class Reducer:
         self.owned = self._own(parameters, world)  # what this rank's optimizer updates, by name
         self.flat_gradients = self._flat_gradients()  # of what is owned, with zeros between
         self._world = world
-        self._departures = [
-            _Departure(bucket, passes, self._wire(bucket, world, settings.compression, f"bucket.{number}"))
+        compressed = settings.compression == "fp16" and world.size > 1
+        self.factors = Factors(
+            len(self.buckets) if compressed else 0,
+            world.size,
+            like=self.buckets[0].gradients,
+            # Gradients of a scaled loss fit fp16, and their overflow must stay visible to the scaler.
+            adaptive=compressed and settings.precision != "fp16",
+        )
+        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        # One message for all that is averaged besides gradients.
+        self._statistics = _joined([*buffers, self.factors.maxima])
+        self._reductions = [
+            _BucketReduction(bucket, passes, self._compression(bucket, number, compressed))
             for number, bucket in enumerate(self.buckets)
         ]
-        self._statistics = _joined([buffer for buffer in model.buffers() if buffer.is_floating_point()])
 
     def _parts(self, world: World) -> int:  # noqa: ARG002
         return 1
@@ -61,9 +75,24 @@ class Reducer:
     def _flat_gradients(self) -> list[Tensor]:
         return [bucket.gradients for bucket in self.buckets]
 
-    def _wire(self, bucket: Bucket, world: World, compression: Compression, name: str) -> Wire:
-        form = Half if compression == "fp16" and world.size > 1 else Plain
-        return form(bucket.gradients, world, name)
+    def _compression(self, bucket: Bucket, number: int, compressed: bool) -> Compression:
+        target, exchange = self._route(bucket)
+        plain = NoCompression(bucket.gradients, target, exchange, self._world.size, f"bucket.{number}")
+        return Fp16Compression(plain, self.factors, number) if compressed else plain
+
+    def _route(self, bucket: Bucket) -> tuple[Tensor, ExchangeSum]:
+        """Return where a bucket's averaged gradients go on this rank, and what sums them over ranks."""
+
+        def exchange(tensor: Tensor, name: str) -> Arrive:
+            wait = self._world.ring.start_sum(tensor, name, 1.0)
+
+            def arrive() -> Tensor:
+                wait()
+                return tensor
+
+            return arrive
+
+        return bucket.gradients, exchange
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -71,16 +100,17 @@ class Reducer:
 
         Running statistics are averaged too: every rank evaluates, and saves, the same network.
         """
+        for reduction in self._reductions:
+            reduction.send()  # what backward has not sent: parameters that took no part in the loss
         scale = 1.0 / self._world.size
         statistics_arrived = self._world.ring.start_sum(self._statistics, "statistics", scale)
-        for departure in self._departures:
-            departure.send()  # whatever has not left by itself: parameters that took no part in the loss
-        for departure in self._departures:
-            departure.receive()
+        for reduction in self._reductions:
+            reduction.receive()
         statistics_arrived()
+        self.factors.update()
         yield
-        for departure in self._departures:
-            departure.clear()
+        for reduction in self._reductions:
+            reduction.clear()
 
     def whole_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of all gradients from that of the owned ones. Collective: every rank calls this."""
@@ -106,22 +136,20 @@ class Reducer:
         self._world.broadcast_(state.values())
 
 
-class _Departure:
-    """How far a bucket's gradients are on their way."""
+class _BucketReduction:
+    """How far the reduction of a bucket's gradients is in this step."""
 
-    def __init__(self, bucket: Bucket, passes: int, wire: Wire) -> None:
-        self._wire = wire
-        self._due = passes * len(bucket.parameters)
-        self._missing = self._due
+    def __init__(self, bucket: Bucket, passes: int, compression: Compression) -> None:
+        self._compression = compression
+        self._passes = passes
         self._wait: Wait | None = None
-        # Several passes are summed up in full precision first.
-        self._form, self._scale = (wire.form, wire.scale) if passes == 1 else (bucket.gradients, 1.0)
-        self._places: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        for name, parameter in bucket.parameters.items():
-            place = bucket.view(bucket.gradients, name)
-            collected = place if self._form is bucket.gradients else bucket.view(self._form, name)
-            self._places[parameter] = (collected, place)
-            parameter.grad = None
+        self._due = self._missing = passes * len(bucket.parameters)
+        self._direct = False  # whether gradients go into the compressed form as they come
+        self._places: dict[Tensor, tuple[Tensor, Tensor]] = {
+            parameter: (bucket.view(compression.form, name), bucket.view(bucket.gradients, name))
+            for name, parameter in bucket.parameters.items()
+        }
+        self.clear()
         bucket.on_landed(self._landed)
 
     def _landed(self, parameter: Tensor) -> None:
@@ -140,17 +168,21 @@ class _Departure:
         if self._missing:
             for parameter in self._places:
                 self._collect(parameter)
-        if self._form is not self._wire.form or self._scale != self._wire.scale:
-            scale_into(self._wire.form, self._form, self._wire.scale)
-        self._wait = self._wire.send()
+        if not self._direct:
+            self._compression.pack()
+        self._wait = self._compression.send()
 
     def _collect(self, parameter: Tensor) -> None:
         """Put a parameter's gradient into the bucket, unless it is there; zeros where it has none."""
-        collected, place = self._places[parameter]
-        if parameter.grad is None:
-            collected.zero_()
-        elif parameter.grad is not place:
-            scale_into(collected, parameter.grad, self._scale)
+        in_form, place = self._places[parameter]
+        gradient = parameter.grad
+        if gradient is None:
+            (in_form if self._direct else place).zero_()
+        elif gradient is not place:
+            if self._direct:
+                self._compression.put(in_form, gradient)
+            else:
+                place.copy_(gradient)
         parameter.grad = place
 
     def receive(self) -> None:
@@ -162,75 +194,17 @@ class _Departure:
             parameter.grad = None
         self._missing = self._due
         self._wait = None
+        # Several passes are summed up in full precision first.
+        self._direct = self._passes == 1 and self._compression.direct
 
 
 def _joined(tensors: list[Tensor]) -> Tensor:
-    """Move tensors into one flat tensor, of which they become views."""
-    if not tensors:
-        return torch.zeros(1)
+    """Move tensors into one flat tensor, of which they become views; it has one element at least."""
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    if not len(flat):
+        return flat.new_zeros(1)
     offset = 0
     for tensor in tensors:
         tensor.data = flat[offset : offset + tensor.numel()].view_as(tensor)
         offset += tensor.numel()
     return flat
-
-
-class Wire(Protocol):
-    """How a bucket's gradients travel."""
-
-    form: Tensor  # what travels, of the bucket's layout
-    scale: float  # of the gradients in it
-
-    def send(self) -> Wait:
-        """Begin the exchange; the result waits until the average has arrived in the gradients."""
-
-
-class Plain:
-    """As they are, divided by the ranks before the sum: on the way into the bucket that costs nothing."""
-
-    def __init__(self, gradients: Tensor, world: World, name: str) -> None:
-        self.form, self._world, self._name = gradients, world, name
-        self.scale = 1.0 / world.size
-
-    def send(self) -> Wait:
-        return self._world.ring.start_sum(self.form, self._name, 1.0)
-
-
-class Half:
-    """In fp16, half of the division by the ranks done before the sum: neither end of fp16's range is near."""
-
-    def __init__(self, gradients: Tensor, world: World, name: str) -> None:
-        self._gradients, self._world, self._name = gradients, world, name
-        self.form = torch.zeros_like(gradients, dtype=torch.float16)
-        self.scale = 1.0 / predivisor(world.size)
-
-    def send(self) -> Wait:
-        wait = self._world.ring.start_sum(self.form, self._name, 1.0)
-
-        def receive() -> None:
-            wait()
-            scale_into(self._gradients, self.form, 1.0 / (self.scale * self._world.size))
-
-        return receive
-
-
-def scale_into(target: Tensor, source: Tensor, factor: float) -> None:
-    """Write `factor` times `source`, multiplied in the wider of their types; this may spoil the source."""
-    widens = target.dtype.itemsize > source.dtype.itemsize
-    if factor == 1.0:
-        target.copy_(source)
-    elif source.dtype == target.dtype or (source.is_cuda and not widens):
-        torch.mul(source, factor, out=target)
-    elif source.is_cuda:
-        # A plain number would leave the product in the source's type, whatever it is written to.
-        torch.mul(source, torch.full((1,), factor, dtype=target.dtype, device=source.device), out=target)
-    elif widens:  # on CPU torch would make a third tensor for a product of another type
-        target.copy_(source).mul_(factor)
-    else:
-        target.copy_(source.mul_(factor))
-
-
-def predivisor(ranks: int) -> float:
-    """Return by what gradients are divided before they are summed in fp16: a power of two, so exactly."""
-    return float(2.0 ** math.ceil(math.log2(ranks) / 2))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from horovod_volo.cluster.buckets import Bucket
-from horovod_volo.cluster.reducer import Compression, Reducer, Wire, predivisor, scale_into
-from horovod_volo.cluster.ring import Wait
+from horovod_volo.cluster.compression import ExchangeSum
+from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 
@@ -42,10 +42,8 @@ class ShardedReducer(Reducer):
     def _flat_gradients(self) -> list[Tensor]:
         return [share.gradients for share in self._shares]
 
-    def _wire(self, bucket: Bucket, world: World, compression: Compression, name: str) -> Wire:
-        share = self._shares[self.buckets.index(bucket)]
-        dtype = torch.float16 if compression == "fp16" and world.size > 1 else bucket.gradients.dtype
-        return _Scattered(bucket.gradients, share.gradients, dtype, world, name)
+    def _route(self, bucket: Bucket) -> tuple[Tensor, ExchangeSum]:
+        return self._shares[self.buckets.index(bucket)].gradients, self._world.ring.start_scatter
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -149,21 +147,3 @@ class _Share:
         offset = self._bucket.offsets[name]
         begin, end = self._span(name)
         return whole.as_strided((whole.numel(),), (1,))[begin - offset : end - offset]
-
-
-class _Scattered:
-    """Gradients on their way to the rank whose share they are."""
-
-    def __init__(self, gradients: Tensor, own: Tensor, dtype: torch.dtype, world: World, name: str) -> None:
-        self._own, self._world, self._name = own, world, name
-        in_form = dtype == gradients.dtype
-        self.form = gradients if in_form else torch.zeros_like(gradients, dtype=dtype)
-        self.scale = 1.0 if in_form else 1.0 / predivisor(world.size)
-
-    def send(self) -> Wait:
-        arrive = self._world.ring.start_scatter(self.form, self._name)
-
-        def receive() -> None:
-            scale_into(self._own, arrive(), 1.0 / (self.scale * self._world.size))
-
-        return receive

@@ -42,6 +42,7 @@ class TrainState:
         yield from self.model.state_dict().values()
         yield from self.reducer.common(self._optimizer_state()).values()
         yield from self.average.tensors().values()
+        yield from self.reducer.factors.state().values()
 
     def whole(self) -> dict[str, dict[str, Tensor]]:
         """Return all tensors by file, the optimizer's on rank 0 alone. Collective: every rank calls this."""
@@ -49,16 +50,25 @@ class TrainState:
             "model": self.model.state_dict(),
             "optimizer": self.reducer.gather_state(self._optimizer_state(), self.optimizer_keys),
             "ema": self.average.tensors(),
+            "exchange": self.reducer.factors.state(),
         }
         return {file: tensors for file, tensors in files.items() if tensors}
 
     @torch.no_grad()
     def restore(self, saved: Files, world: World) -> None:
         """Give all ranks what rank 0 has saved, or else what it has. Collective: every rank calls this."""
-        for file, tensors in (("model", self.model.state_dict()), ("ema", self.average.tensors())):
+        own = {
+            "model": self.model.state_dict(),
+            "ema": self.average.tensors(),
+            "exchange": self.reducer.factors.state(),
+        }
+        for file, tensors in own.items():
             for name, tensor in saved.get(file, {}).items():
-                tensors[name].copy_(tensor)
+                # Buckets of another size have maxima of their own, found in the first step.
+                if file != "exchange" or (name in tensors and tensors[name].shape == tensor.shape):
+                    tensors[name].copy_(tensor)
             world.broadcast_(tensors.values())
+        self.reducer.factors.restored()
         self.reducer.scatter_state(self._optimizer_state(), self.optimizer_keys, saved.get("optimizer", {}))
 
     def _optimizer_state(self) -> dict[str, Tensor]:

@@ -34,6 +34,7 @@ def main() -> None:
     options.add_argument("--lr", type=float, default=1e-2)
     options.add_argument("--opt", default="adamw")
     options.add_argument("--double", action="store_true")
+    options.add_argument("--times", type=float, default=1.0, help="what the loss is multiplied by")
     asked = options.parse_args()
 
     torch.set_num_threads(1)
@@ -85,7 +86,7 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
             class_logits, token_logits = model.training_logits(images[mine], lambda tokens: tokens)
             truth = classes[mine]
             loss = F.cross_entropy(class_logits, truth) + F.cross_entropy(token_logits.mean(1), truth)
-            scaler.scale(loss / asked.passes).backward()
+            scaler.scale(asked.times * loss / asked.passes).backward()
         with reducer.averaged():
             gradients = torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
             scaler.unscale_(optimizer)

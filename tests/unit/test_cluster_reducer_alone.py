@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.cluster.buckets import fill_buckets
-from horovod_volo.cluster.reducer import Reducer, scale_into
+from horovod_volo.cluster.compression import scale_into
+from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.ring import NoRing, Wait
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
@@ -180,11 +181,11 @@ def test_a_message_a_bucket_and_one_more_whatever_the_passes_and_parameters(laye
 def test_scaling_rounds_once(types: tuple[torch.dtype, torch.dtype], factor: float) -> None:
     source, target = torch.randn(1000).to(types[0]), torch.zeros(1000, dtype=types[1])
     expected = (source.float() * factor).to(types[1])
-    scale_into(target, source, factor)
+    scale_into(target, source, torch.tensor([factor]))
     assert torch.equal(target, expected)
     large = torch.tensor([98_304.0])
     half = torch.zeros(1, dtype=torch.float16)
-    scale_into(half, large, 0.5)
+    scale_into(half, large, torch.tensor([0.5]))
     assert half.item() == 49_152.0, "fp16 holds what is scaled, not what comes in"
 
 

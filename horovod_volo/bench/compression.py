@@ -1,0 +1,274 @@
+"""What fp16 compression makes of gradients, tensor by tensor, beside what computing in bf16 makes of them.
+
+Ranks beyond those at hand are emulated: each one's gradient is of images of its own, and the sum is taken in
+the arithmetic of the exchange, one rank after the other, as a ring does for each part of a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from horovod_volo.bench.exchanges import Lesson
+from horovod_volo.bench.results import Figure, Result
+from horovod_volo.cluster.buckets import Bucket, fill_buckets
+from horovod_volo.cluster.compression import Factors, Fp16Compression, NoCompression
+from horovod_volo.config.errors import UserError
+from horovod_volo.engine.precision import autocast, mend_convolutions
+from horovod_volo.models.build import build_model
+
+_CPU = torch.device("cpu")
+_BUCKET_BYTES, _LAST_BUCKET_BYTES = 25 * 2**20, 2**20
+_RANKS_OF_HISTORY = 4  # whose maxima stand for those of the step before
+_RANKS_OF_BOUND = 4  # over which the error of bf16 arithmetic is averaged
+_TRAINING_BATCH, _LEARNING_RATE, _LAST_LOSSES = 16, 5e-4, 10
+
+Sum = Callable[[Bucket, Tensor], Tensor]  # adds a rank's gradients, returns the average of those added so far
+
+
+def measure(
+    *,
+    model: str,
+    img_size: int,
+    batch_size: int,
+    ranks: Sequence[int],
+    data_dir: str,
+    steps: int,
+    forms: Sequence[str],
+) -> Result:
+    """Compare forms of the exchange on the weights that a network has after so many steps of training."""
+    torch.manual_seed(0)
+    files = _files(data_dir)
+    classes = len({path.parent for path in files})
+    network = build_model(model, img_size=img_size, num_classes=classes, drop_path=0.0).train()
+    mend_convolutions(network, "bf16", _CPU)
+    work = _Work(network, files, img_size, batch_size)
+    loss = work.train(steps)
+    buckets = work.buckets
+    bound, maxima = _error_of_bf16(work), _mean_maxima(work)
+    cases = [
+        Case(number, form, buckets, FORMS[form](buckets, number, maxima))
+        for number in ranks
+        for form in ("exact", *forms)
+    ]
+    for number in range(max(ranks)):
+        work.fill_buckets(number, "bf16")
+        for case in cases:
+            if number < case.ranks:
+                case.add()
+    title = (
+        f"gradients of {batch_size} images a rank, {img_size} px, bf16, after {steps} steps: loss {loss:.2f}"
+    )
+    return Result(f"compression {model} {steps} steps", title, [*_figures(cases, bound, len(buckets))])
+
+
+class _Work:
+    """A network, images, and the gradients of each rank's own images."""
+
+    def __init__(self, network: nn.Module, files: list[Path], img_size: int, batch_size: int) -> None:
+        self._lesson = Lesson(network)
+        self._files, self._side, self._batch = files, img_size, batch_size
+        self._classes = sorted({path.parent for path in files})
+        self.buckets = fill_buckets(dict(network.named_parameters()), _BUCKET_BYTES, 1, _LAST_BUCKET_BYTES)
+
+    def train(self, steps: int) -> float:
+        """Take so many steps of AdamW, each on images of its own; return the mean loss of the last few."""
+        optimizer = torch.optim.AdamW(self._lesson.parameters(), lr=_LEARNING_RATE, weight_decay=0.05)
+        losses = [float(self._loss(0, self._batch, "bf16"))]
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = self._loss(step * _TRAINING_BATCH, _TRAINING_BATCH, "bf16")
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(float(loss))
+        return fmean(losses[-_LAST_LOSSES:])
+
+    def fill_buckets(self, rank: int, precision: str) -> None:
+        """Compute the gradients of one rank's images into the buckets."""
+        self._lesson.zero_grad()
+        self._loss(rank * self._batch, self._batch, precision).backward()  # type: ignore[no-untyped-call]
+        for bucket in self.buckets:
+            for name, parameter in bucket.parameters.items():
+                if parameter.grad is not None:
+                    bucket.view(bucket.gradients, name).copy_(parameter.grad)
+
+    def _loss(self, first: int, number: int, precision: str) -> Tensor:
+        chosen = [self._files[place % len(self._files)] for place in range(first, first + number)]
+        images = torch.stack([self._image(path) for path in chosen])
+        classes = torch.tensor([self._classes.index(path.parent) for path in chosen])
+        with autocast(precision, _CPU):
+            loss: Tensor = self._lesson(images, classes)
+        return loss
+
+    def _image(self, path: Path) -> Tensor:
+        with Image.open(path) as opened:
+            pixels = opened.convert("RGB").resize((self._side, self._side), Image.Resampling.BICUBIC)
+        image = torch.from_numpy(np.asarray(pixels, dtype=np.float32)).permute(2, 0, 1)
+        return (image - 120.0) / 60.0
+
+
+def _files(data_dir: str) -> list[Path]:
+    """Return the training images, in a random order that is the same every time."""
+    files = sorted(path for path in Path(data_dir, "train").glob("*/*") if path.is_file())
+    if not files:
+        raise UserError(f"There are no images in {data_dir}/train/CLASS/. Give --data-dir.")
+    return [files[place] for place in np.random.default_rng(0).permutation(len(files))]
+
+
+class Case:
+    """One form of the exchange on one number of ranks."""
+
+    def __init__(self, ranks: int, form: str, buckets: list[Bucket], add: Sum) -> None:
+        self.ranks, self.form = ranks, form
+        self._buckets, self._add = buckets, add
+        self._averages: list[Tensor] = []
+
+    def add(self) -> None:
+        """Add the gradients that lie in the buckets, of one more rank."""
+        self._averages = [self._add(bucket, bucket.gradients.clone()) for bucket in self._buckets]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the averaged gradients by name."""
+        return {
+            name: bucket.view(average, name)
+            for bucket, average in zip(self._buckets, self._averages, strict=True)
+            for name in bucket.parameters
+        }
+
+
+def _exact(buckets: list[Bucket], ranks: int, maxima: Tensor) -> Sum:  # noqa: ARG001
+    sums = {bucket: torch.zeros_like(bucket.gradients) for bucket in buckets}
+    return lambda bucket, gradients: sums[bucket].add_(gradients) / ranks
+
+
+def _bf16(buckets: list[Bucket], ranks: int, maxima: Tensor) -> Sum:  # noqa: ARG001
+    sums = {bucket: torch.zeros_like(bucket.gradients, dtype=torch.bfloat16) for bucket in buckets}
+    return lambda bucket, gradients: sums[bucket].add_(gradients.bfloat16()).float() / ranks
+
+
+def _fp16(buckets: list[Bucket], ranks: int, maxima: Tensor, *, adaptive: bool) -> Sum:
+    """Use the trainer's own compression, around an exchange that sums up what it is given."""
+    factors = Factors(len(buckets), ranks, like=buckets[0].gradients, adaptive=adaptive)
+    factors.maxima.copy_(maxima)
+    factors.update()
+    own = {bucket: _Fp16Sum(bucket, ranks, factors, number) for number, bucket in enumerate(buckets)}
+    return lambda bucket, gradients: own[bucket].add(gradients)
+
+
+class _Fp16Sum:
+    def __init__(self, bucket: Bucket, ranks: int, factors: Factors, number: int) -> None:
+        self._sum = torch.zeros_like(bucket.gradients, dtype=torch.float16)
+        self._gradients, self._average = (
+            torch.zeros_like(bucket.gradients),
+            torch.zeros_like(bucket.gradients),
+        )
+        plain = NoCompression(self._gradients, self._average, self._exchange, ranks, "bucket")
+        self._compression = Fp16Compression(plain, factors, number)
+
+    def _exchange(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:  # noqa: ARG002
+        self._sum += tensor
+        return lambda: self._sum
+
+    def add(self, gradients: Tensor) -> Tensor:
+        self._gradients.copy_(gradients)
+        self._compression.pack()
+        self._compression.send()()
+        return self._average
+
+
+def _two_halves(buckets: list[Bucket], ranks: int, maxima: Tensor) -> Sum:
+    """Send what rounding to fp16 leaves in a second message of the same size."""
+    high = _fp16(buckets, ranks, maxima, adaptive=True)
+    low = _fp16(buckets, ranks, maxima * 2**-11, adaptive=True)
+    factors = Factors(len(buckets), ranks, like=buckets[0].gradients, adaptive=True)
+    factors.maxima.copy_(maxima)
+    factors.update()
+    forward = dict(zip(buckets, factors.forward, strict=True))
+
+    def add(bucket: Bucket, gradients: Tensor) -> Tensor:
+        rounded = (gradients * forward[bucket]).half().float() / forward[bucket]
+        return high(bucket, gradients) + low(bucket, gradients - rounded)
+
+    return add
+
+
+FORMS: dict[str, Callable[[list[Bucket], int, Tensor], Sum]] = {
+    "exact": _exact,
+    "fp16": partial(_fp16, adaptive=True),
+    "fp16-fixed": partial(_fp16, adaptive=False),
+    "fp16-halves": _two_halves,
+    "bf16": _bf16,
+}
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far a form is from the exact average."""
+
+    largest: float  # of a tensor: norm of the difference over norm of the exact
+    name: str  # of that tensor
+    zeros: float  # largest share of a tensor's elements that became zero
+    beyond: int  # tensors whose error is above that of bf16 arithmetic
+
+
+def _errors(found: dict[str, Tensor], exact: dict[str, Tensor], bound: dict[str, float]) -> Errors:
+    errors, zeros = {}, []
+    for name, tensor in exact.items():
+        norm = tensor.norm()
+        if norm > 0:
+            errors[name] = float((found[name] - tensor).norm() / norm)
+            zeros.append(float(((found[name] == 0) & (tensor != 0)).float().mean()))
+    worst = max(errors, key=lambda name: errors[name])
+    beyond = sum(error > bound[name] for name, error in errors.items())
+    return Errors(errors[worst], worst, max(zeros), beyond)
+
+
+def _figures(cases: list[Case], bound: dict[str, float], buckets: int) -> Iterator[Figure]:
+    yield Figure("buckets", buckets, "")
+    yield Figure("least error of a tensor by bf16 arithmetic", 100 * min(bound.values()), "%")
+    exact: dict[str, Tensor] = {}
+    for case in cases:
+        if case.form == "exact":
+            exact = case.tensors()
+            continue
+        errors = _errors(case.tensors(), exact, bound)
+        what = f"{case.ranks} ranks, {case.form}"
+        yield Figure(f"{what}: largest error, {errors.name}", 100 * errors.largest, "%")
+        yield Figure(f"{what}: largest share that becomes zero", 100 * errors.zeros, "%")
+        yield Figure(f"{what}: tensors above bf16 arithmetic's error", errors.beyond, "")
+
+
+def _error_of_bf16(work: _Work) -> dict[str, float]:
+    """Return each tensor's relative error of computing its average over a few ranks in bf16, not fp32."""
+    sums = {
+        precision: [torch.zeros_like(b.gradients) for b in work.buckets] for precision in ("bf16", "fp32")
+    }
+    for precision, totals in sums.items():
+        for rank in range(_RANKS_OF_BOUND):
+            work.fill_buckets(rank, precision)
+            for total, bucket in zip(totals, work.buckets, strict=True):
+                total += bucket.gradients
+    found = {}
+    for lower, exact, bucket in zip(sums["bf16"], sums["fp32"], work.buckets, strict=True):
+        for name in bucket.parameters:
+            right = bucket.view(exact, name)
+            if right.any():
+                found[name] = float((bucket.view(lower, name) - right).norm() / right.norm())
+    return found
+
+
+def _mean_maxima(work: _Work) -> Tensor:
+    """Return the mean over a few ranks of each bucket's maximum."""
+    maxima = torch.zeros(len(work.buckets))
+    for rank in range(_RANKS_OF_HISTORY):
+        work.fill_buckets(rank, "bf16")
+        maxima += torch.stack([bucket.gradients.abs().max() for bucket in work.buckets])
+    return maxima / _RANKS_OF_HISTORY

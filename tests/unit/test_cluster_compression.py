@@ -1,0 +1,183 @@
+"""fp16 compression keeps what fp32 gradients say, at any number of ranks, and stays finite.
+
+Ranks are emulated here: each rank's bucket goes through its own compression, and the forms are added in fp16,
+one after the other, as a ring adds them. Real ranks are in tests/ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from horovod_volo.cluster.compression import Factors, Fp16Compression, NoCompression, predivisor
+
+RANKS = pytest.mark.parametrize("ranks", [2, 8, 40, 256])
+BF16_ROUNDING = 2.0**-9  # largest relative error of rounding to bf16
+HALF_A_UNIT = 2.0**-11  # largest relative error of rounding to fp16; equal values all round the same way
+
+
+class EmulatedRanks:
+    """So many ranks with one bucket each, exchanged step by step."""
+
+    def __init__(self, ranks: int, elements: int, *, adaptive: bool = True) -> None:
+        self.ranks = ranks
+        self.gradients = [torch.zeros(elements) for _ in range(ranks)]
+        self.factors = [Factors(1, ranks, like=self.gradients[0], adaptive=adaptive) for _ in range(ranks)]
+        self.sums = {"": torch.zeros(elements), ".fp16": torch.zeros(elements, dtype=torch.float16)}
+        self.sent: list[str] = []
+        self.compressions = [
+            Fp16Compression(NoCompression(mine, mine, self._exchange, ranks, "bucket"), factors, 0)
+            for mine, factors in zip(self.gradients, self.factors, strict=True)
+        ]
+
+    def _exchange(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        total = self.sums[name.removeprefix("bucket")]
+        total += tensor
+        self.sent.append(name)
+        return lambda: total
+
+    def step(self, local: list[Tensor]) -> Tensor:
+        """Return the average that rank 0 receives; all ranks must receive the same."""
+        for total in self.sums.values():
+            total.zero_()
+        waits = []
+        for rank, compression in enumerate(self.compressions):
+            gradient = local[rank].clone()
+            if compression.direct:
+                compression.put(compression.form, gradient)
+            else:
+                self.gradients[rank].copy_(gradient)
+                compression.pack()
+            waits.append(compression.send())
+        for wait in waits:
+            wait()
+        mean = torch.stack([factors.maxima for factors in self.factors]).mean(dim=0)
+        for factors in self.factors:
+            factors.maxima.copy_(mean)
+            factors.update()
+        assert all(mine.equal(self.gradients[0]) or mine.isnan().any() for mine in self.gradients)
+        return self.gradients[0].clone()
+
+
+def small_beside_large(ranks: int, seed: int) -> list[Tensor]:
+    """Draw the gradients of a bucket whose second half is 10^4 times smaller, as in VOLO's outlookers."""
+    random = torch.Generator().manual_seed(seed)
+    return [
+        torch.cat([1e-3 * torch.randn(500, generator=random), 1e-7 * torch.randn(500, generator=random)])
+        for _ in range(ranks)
+    ]
+
+
+@RANKS
+def test_small_gradients_survive_beside_large_ones(ranks: int) -> None:
+    emulated = EmulatedRanks(ranks, 1000)
+    emulated.step(small_beside_large(ranks, seed=0))
+    local = small_beside_large(ranks, seed=1)
+    found, exact = emulated.step(local), torch.stack(local).double().mean(dim=0)
+    assert emulated.sent[-1] == "bucket.fp16"
+    for part in (slice(0, 500), slice(500, 1000)):
+        error = (found[part] - exact[part]).norm() / exact[part].norm()
+        # Each addition rounds the sum so far: that grows with the root of the ranks.
+        assert error < BF16_ROUNDING * max(1.0, (ranks / 40) ** 0.5), float(error)
+    lost = (found[500:] == 0).float().mean()
+    assert lost < 0.01
+
+
+@RANKS
+def test_a_fixed_factor_loses_them(ranks: int) -> None:
+    """What the adaptive factor is for: without it half a bucket rounds to nothing."""
+    emulated = EmulatedRanks(ranks, 1000, adaptive=False)
+    local = small_beside_large(ranks, seed=1)
+    found, exact = emulated.step(local), torch.stack(local).double().mean(dim=0)
+    assert (found[500:] - exact[500:]).norm() / exact[500:].norm() > 0.05
+
+
+def test_the_first_step_is_exchanged_as_it_is() -> None:
+    emulated = EmulatedRanks(3, 1000)
+    local = small_beside_large(3, seed=0)
+    found = emulated.step(local)
+    assert emulated.sent == ["bucket"] * 3
+    assert torch.allclose(found, torch.stack(local).mean(dim=0), rtol=1e-5, atol=0)
+
+
+@RANKS
+@pytest.mark.parametrize("growth", [30.0, 1e6, 1e30])
+def test_no_growth_overflows(ranks: int, growth: float) -> None:
+    """All ranks agree on every element, which is the worst case for the sum."""
+    emulated = EmulatedRanks(ranks, 100)
+    local = [torch.linspace(-1e-2, 1e-2, 100)] * ranks
+    for _ in range(2):
+        before = emulated.step(local)
+    found = emulated.step([growth * mine for mine in local])
+    assert found.isfinite().all()
+    assert torch.equal(found.sign(), before.sign())
+    if growth == 30.0:  # inside the headroom nothing is limited
+        assert torch.allclose(found, growth * before, rtol=ranks * HALF_A_UNIT)
+    for _ in range(25):  # what was limited is in range again after some steps
+        found = emulated.step([min(growth, 1e6) * mine for mine in local])
+    assert torch.allclose(found, min(growth, 1e6) * before, rtol=ranks * HALF_A_UNIT)
+
+
+def test_a_bucket_without_gradients_has_them_later() -> None:
+    emulated = EmulatedRanks(4, 10)
+    for _ in range(3):
+        assert not emulated.step([torch.zeros(10)] * 4).any()
+    local = [torch.full((10,), 0.5)] * 4
+    assert torch.allclose(emulated.step(local), local[0])
+
+
+def test_factors_are_powers_of_two_and_their_inverse_is_exact() -> None:
+    factors = Factors(6, 3, like=torch.zeros(1), adaptive=True)
+    factors.maxima.copy_(torch.tensor([1e-25, 1e-7, 0.3, 1.0, 7e4, 1e30]))
+    factors.update()
+    mantissas, _ = torch.frexp(factors.forward)
+    assert (mantissas == 0.5).all()
+    assert torch.equal(factors.backward, 1.0 / (3 * factors.forward))
+    reach = factors.forward.squeeze(1) * 3 * factors.running
+    assert ((reach > 2.0**7) & (reach < 2.0**9)).all()
+
+
+def test_the_running_maximum_rises_at_once_and_falls_slowly() -> None:
+    factors = Factors(1, 2, like=torch.zeros(1), adaptive=True)
+    seen = []
+    for maximum in (1.0, 8.0, 1.0, float("nan"), 1.0):
+        factors.maxima.fill_(maximum)
+        factors.update()
+        seen.append(float(factors.running))
+    assert seen[:2] == [1.0, 8.0]
+    assert seen[2:] == pytest.approx([7.92, 7.8408, 7.762392])
+
+
+def test_not_a_number_arrives_as_not_a_number() -> None:
+    emulated = EmulatedRanks(2, 10)
+    for _ in range(2):
+        emulated.step([torch.ones(10)] * 2)
+    assert emulated.step([torch.ones(10), torch.full((10,), float("nan"))]).isnan().all()
+
+
+def test_an_overflow_of_a_scaled_loss_stays_one() -> None:
+    emulated = EmulatedRanks(2, 10, adaptive=False)
+    assert emulated.step([torch.full((10,), 1e6)] * 2).isinf().all()
+
+
+def test_restored_maxima_continue_bit_by_bit() -> None:
+    through, stopped = EmulatedRanks(4, 1000), EmulatedRanks(4, 1000)
+    for seed in range(3):
+        through.step(small_beside_large(4, seed))
+        stopped.step(small_beside_large(4, seed))
+    resumed = EmulatedRanks(4, 1000)
+    for mine, theirs in zip(resumed.factors, stopped.factors, strict=True):
+        mine.state()["running_maxima"].copy_(theirs.state()["running_maxima"])
+        mine.restored()
+    for seed in (3, 4):
+        local = small_beside_large(4, seed)
+        assert resumed.step(local).equal(through.step(local))
+    assert "bucket" not in resumed.sent
+    assert Factors(3, 4, like=torch.zeros(1), adaptive=False).state() == {}
+
+
+def test_the_predivisor_is_about_the_root() -> None:
+    assert [predivisor(ranks) for ranks in (1, 2, 4, 5, 16, 17, 256)] == [1, 2, 2, 4, 4, 8, 16]
