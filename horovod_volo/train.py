@@ -1,6 +1,7 @@
-"""Train: read the settings, meet the other ranks, fit.
+r"""Train: read the settings, meet the other ranks, fit.
 
-    horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet --recipe volo_d1
+    horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet --recipe volo_d1 \
+      --token-label-data /path/to/token_label_data
 
 Exit status: 0 done; 75 stopped and saved, start me again; 2 a mistake in settings or data, told
 in one message; 1 any other failure.

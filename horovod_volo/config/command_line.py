@@ -1,4 +1,4 @@
-"""From an argument list to a request: default < recipe < flag.
+"""From an argument list to a request: default < recipe < flag, and without a recipe default < family < flag.
 
 The parser is built from the schema; nothing here knows a setting by name.
 """
@@ -11,8 +11,9 @@ from typing import NoReturn
 
 from horovod_volo.config import values
 from horovod_volo.config.errors import UserError
+from horovod_volo.config.published_defaults import published_defaults, told_defaults
 from horovod_volo.config.recipe import load_recipe, recipe_names
-from horovod_volo.config.rules import check
+from horovod_volo.config.rules import check, check_flags
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import Setting
 
@@ -55,7 +56,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
-    shown = f"{setting.help} (default: {values.shown(setting.default)})".replace("%", "%%")
+    shown = f"{setting.help}{told_defaults(setting.name)} (default: {values.shown(setting.default)})"
+    shown = shown.replace("%", "%%")
     metavar = values.metavar(setting)
     absent = argparse.SUPPRESS
     if setting.positional:
@@ -96,9 +98,10 @@ def parse(argv: list[str]) -> Request:
         for setting in values.all_settings()
         if hasattr(given, setting.name)
     }
-    chosen = {**load_recipe(given.recipe), **flags} if given.recipe else flags
-    config = values.assemble(chosen, fallback_name=given.recipe)
+    below = load_recipe(given.recipe) if given.recipe else published_defaults(flags)
+    config = values.assemble({**below, **flags}, fallback_name=given.recipe)
     check(config)
+    check_flags(flags, config)
     return Request(config=config, dry_run=given.dry_run, ranks=given.ranks)
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from horovod_volo.config.errors import UserError
-from horovod_volo.config.schema import Config
+from horovod_volo.config.schema import Config, Update
 
-REFERENCE_BATCH = 1024  # the global batch for which recipes state their learning rate
+# The global batch of `lr_base` in recipes that do not state `lr_base_size`.
+REFERENCE_BATCH = 1024
+
+
+class LearningRates(NamedTuple):
+    """The three that the schedule goes between, at the true global batch."""
+
+    peak: float
+    minimum: float
+    warmup: float  # at the first step of the warm-up
 
 
 @dataclass(frozen=True)
@@ -23,24 +33,38 @@ class Derived:
     warmup_steps: int
     prefix_steps: int  # of a warm-up that comes before the cosine
     peak_lr: float
+    min_lr: float
+    warmup_lr: float
 
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return the epoch, and the step inside it, of a step counted from the run's begin."""
         return divmod(step, self.steps_per_epoch)
 
 
+def resolve(config: Config, ranks: int) -> Config:
+    """Return the settings of a run on so many ranks: with a global batch divided, and rates that agree.
+
+    Every reader of batch size and accumulation is given what this returns.
+    """
+    if config.data.global_batch:
+        config = _divided(config, ranks)
+    _learning_rates(config.update, _global_batch(config, ranks))
+    return config
+
+
 def derive(config: Config, *, ranks: int, images: int) -> Derived:
     """Work out the run's shape. A last batch that would not be full is left out of its epoch."""
     update = config.update
-    global_batch = ranks * config.data.batch_size * update.accumulation
+    global_batch = _global_batch(config, ranks)
     if global_batch > images:
         raise UserError(
             f"One step takes {ranks} ranks x {config.data.batch_size} images x {update.accumulation} passes "
-            f"= {global_batch} images, but there are {images}. {_smaller(images, ranks, update.accumulation)}"
+            f"= {global_batch} images, but there are {images}. {_smaller(images, ranks, config)}"
         )
     steps_per_epoch = images // global_batch
     prefix_epochs = update.warmup_epochs if update.warmup_prefix else 0
     epochs = prefix_epochs + update.epochs + update.cooldown_epochs
+    rates = _learning_rates(update, global_batch)
     return Derived(
         ranks=ranks,
         global_batch=global_batch,
@@ -50,11 +74,80 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
         cosine_steps=steps_per_epoch * update.epochs,
         warmup_steps=steps_per_epoch * update.warmup_epochs,
         prefix_steps=steps_per_epoch * prefix_epochs,
-        peak_lr=update.lr or update.lr_base * global_batch / REFERENCE_BATCH,
+        peak_lr=rates.peak,
+        min_lr=rates.minimum,
+        warmup_lr=rates.warmup,
     )
 
 
-def _smaller(images: int, ranks: int, accumulation: int) -> str:
+def nearest_batches(global_batch: int, ranks: int) -> list[int]:
+    """Return the global batches next to this one that the ranks divide: itself, or below and above it."""
+    below = global_batch - global_batch % ranks
+    return [batch for batch in dict.fromkeys((below, -(-global_batch // ranks) * ranks)) if batch]
+
+
+def scaled_rates(update: Update, global_batch: int) -> LearningRates:
+    """Return the learning rates at a global batch; at the one they are stated for, to the bit as stated."""
+    if update.lr:
+        return LearningRates(update.lr, update.min_lr, update.warmup_lr)
+    scale = global_batch / (update.lr_base_size or REFERENCE_BATCH)
+    ends = scale if update.lr_base_size else 1.0
+    return LearningRates(update.lr_base * scale, update.min_lr * ends, update.warmup_lr * ends)
+
+
+def _learning_rates(update: Update, global_batch: int) -> LearningRates:
+    rates = scaled_rates(update, global_batch)
+    # What is scaled is compared as it was typed.
+    limit = rates.peak if update.lr or not update.lr_base_size else update.lr_base
+    for flag, rate, used in (
+        ("--min-lr", rates.minimum, True),
+        ("--warmup-lr", rates.warmup, update.warmup_epochs > 0),
+    ):
+        if used and rate > rates.peak:
+            raise UserError(
+                f"At a global batch of {global_batch:,} the learning rate's peak is {rates.peak:.3g}, below "
+                f"{flag}, which is {rate:.3g}. Use {flag} {limit!r} or less, or a higher "
+                f"{'--lr' if update.lr else '--lr-base'}."
+            )
+    return rates
+
+
+def _global_batch(config: Config, ranks: int) -> int:
+    return ranks * config.data.batch_size * config.update.accumulation
+
+
+def _divided(config: Config, ranks: int) -> Config:
+    wanted, largest = config.data.global_batch, config.data.batch_size
+    if wanted % ranks:
+        offers = [_offer(config, ranks, batch) for batch in nearest_batches(wanted, ranks)]
+        raise UserError(
+            f"--global-batch {wanted} cannot be divided among {ranks} ranks. The nearest that can: "
+            f"{', or '.join(offers)}."
+        )
+    batch, passes = _split(wanted // ranks, largest)
+    return replace(
+        config,
+        data=replace(config.data, batch_size=batch),
+        update=replace(config.update, accumulation=passes),
+    )
+
+
+def _split(share: int, largest: int) -> tuple[int, int]:
+    """Cut a rank's share of a step into the fewest equal passes of at most `largest` images."""
+    passes = next(count for count in range(-(-share // largest), share + 1) if share % count == 0)
+    return share // passes, passes
+
+
+def _offer(config: Config, ranks: int, global_batch: int) -> str:
+    batch, passes = _split(global_batch // ranks, config.data.batch_size)
+    peak = scaled_rates(config.update, global_batch).peak
+    return f"--global-batch {global_batch} = {ranks} x {batch} x {passes} passes, peak rate {peak:.3g}"
+
+
+def _smaller(images: int, ranks: int, config: Config) -> str:
+    if config.data.global_batch and images >= ranks:
+        return f"Use --global-batch {images - images % ranks} or less."
+    accumulation = config.update.accumulation
     batch = images // (ranks * accumulation)
     if batch:
         return f"Use --batch-size {batch} or less."

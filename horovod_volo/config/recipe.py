@@ -1,4 +1,7 @@
-"""Recipes: TOML files with one table a group of settings. A run's resolved settings are one too."""
+"""Recipes: TOML files with one table a group of settings. A run's resolved settings are one too.
+
+A table [published] says what a recipe's result was published with; it is kept beside the settings.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 from horovod_volo.config import values
 from horovod_volo.config.errors import UserError
-from horovod_volo.config.schema import Config
+from horovod_volo.config.schema import Config, Published
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -41,13 +44,17 @@ def load_recipe(name_or_path: str) -> dict[str, Any]:
 def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
     settings = values.all_settings()
     groups = list(dict.fromkeys(setting.group for setting in settings))
+    tables_known = [*groups, "published"]
     chosen: dict[str, Any] = {}
     for group, table in tables.items():
-        if group not in groups or not isinstance(table, dict):
-            hint = values.nearest(group, groups)
+        if group not in tables_known or not isinstance(table, dict):
+            hint = values.nearest(group, tables_known)
             raise UserError(
-                f"Recipe {path} has an unknown table [{group}].{hint} Tables: {', '.join(groups)}."
+                f"Recipe {path} has an unknown table [{group}].{hint} Tables: {', '.join(tables_known)}."
             )
+        if group == "published":
+            chosen[group] = _published(table, path)
+            continue
         known = {setting.name: setting for setting in settings if setting.group == group}
         for key, value in table.items():
             if key not in known:
@@ -55,7 +62,24 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
                     f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key, settings)}"
                 )
             chosen[key] = values.checked(known[key], value, f"Recipe {path}: {group}.{key}")
+    # A recipe from before that setting means what it meant: only its peak is scaled.
+    if {"lr_base", "min_lr", "warmup_lr"} & chosen.keys():
+        chosen.setdefault("lr_base_size", 0)
     return chosen
+
+
+def _published(table: dict[str, Any], path: Path) -> Published:
+    names = [setting.name for setting in values.all_settings()]
+    for key in table:
+        if key not in ("top1", "needs"):
+            hint = values.nearest(key, ("top1", "needs"))
+            raise UserError(f"Recipe {path} has an unknown key {key!r} in [published].{hint}")
+    top1, needs = table.get("top1", 0.0), table.get("needs", [])
+    if type(top1) not in (int, float):
+        raise UserError(f"Recipe {path}: published.top1 takes a number, not {top1!r}.")
+    if not isinstance(needs, list) or not all(need in names for need in needs):
+        raise UserError(f"Recipe {path}: published.needs takes a list of settings' names, not {needs!r}.")
+    return Published(float(top1), tuple(needs))
 
 
 def _where(key: str, settings: tuple[values.Setting, ...]) -> str:
@@ -74,6 +98,9 @@ def dump(config: Config) -> str:
             group = setting.group
             lines += ["", f"[{group}]"] if lines else [f"[{group}]"]
         lines.append(f"{setting.name} = {_literal(getattr(getattr(config, group), setting.name))}")
+    if config.published != Published():
+        lines += ["", "[published]"]
+        lines += [f"{name} = {_literal(value)}" for name, value in vars(config.published).items()]
     return "\n".join(lines) + "\n"
 
 

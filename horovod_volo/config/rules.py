@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from horovod_volo.config import values
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Config
 
@@ -15,6 +19,15 @@ def check(config: Config) -> None:
     _check_objective(config)
     _check_schedule(config)
     _check_update(config)
+
+
+def check_flags(flags: Mapping[str, Any], config: Config) -> None:
+    """Raise UserError where a flag asks for what another setting already decides."""
+    if "accumulation" in flags and config.data.global_batch:
+        raise UserError(
+            f"--accumulation follows from --global-batch {config.data.global_batch}, the ranks and "
+            "--batch-size. Leave it out, or add --global-batch 0."
+        )
 
 
 def _check_image(config: Config) -> None:
@@ -71,7 +84,9 @@ def _check_schedule(config: Config) -> None:
             f"it. Use --warmup-epochs {update.epochs // 10}, or --warmup-prefix."
         )
     if not update.lr and not update.lr_base:
-        raise UserError("The learning rate is 0. Give --lr, or --lr-base for a global batch of 1024.")
+        raise UserError(
+            "The learning rate is 0. Give --lr, or --lr-base for a global batch of --lr-base-size."
+        )
 
 
 def uses_tokens(config: Config) -> bool:
@@ -112,8 +127,14 @@ def token_label_side(config: Config) -> int:
 
 
 def notes(config: Config) -> list[str]:
-    """What a user should know about settings that are taken otherwise than typed, or act later."""
+    """What a user should know about settings that are missing, taken otherwise than typed, or act later."""
     found = []
+    if missing := _missing(config):
+        listed = " and ".join(part for part in (", ".join(missing[:-1]), missing[-1]) if part)
+        top1 = f"{config.published.top1:.1f} % top-1" if config.published.top1 else "accuracy"
+        found.append(
+            f"published with {listed}, which this run lacks: the published {top1} cannot be expected"
+        )
     asked, side = config.objective.token_label_size, token_label_side(config)
     if config.objective.token_label and asked not in (0, side):
         found.append(
@@ -123,3 +144,11 @@ def notes(config: Config) -> list[str]:
     if config.model.compile:
         found.append("blocks are compiled when training first comes to them: the first step takes minutes")
     return found
+
+
+def _missing(config: Config) -> list[str]:
+    """Return the flags of the published run that a recipe needs and that were not given."""
+    needed = [setting for setting in values.all_settings() if setting.name in config.published.needs]
+    return [
+        setting.flags[0] for setting in needed if not getattr(getattr(config, setting.group), setting.name)
+    ]

@@ -101,7 +101,15 @@ class Data:
     """images in"""
 
     data_dir: str = setting("", "folder with train/CLASS/IMAGE and val/CLASS/IMAGE", positional=True)
-    batch_size: int = setting(128, "images per rank and pass", flags=("-b",), at_least=1)
+    batch_size: int = setting(
+        128, "images per rank and pass; with --global-batch: at most", flags=("-b",), at_least=1
+    )
+    global_batch: int = setting(
+        0,
+        "images per step of all ranks, from which batch size and --accumulation of a rank follow; "
+        "0: ranks x --batch-size x --accumulation",
+        at_least=0,
+    )
     eval_batch_size: int = setting(0, "images per rank in evaluation; 0: as --batch-size", at_least=0)
     workers: int = setting(
         0, "data threads per rank; 0: the rank's share of the cores", flags=("-j",), at_least=0
@@ -191,11 +199,18 @@ class Update:
     )
     lr: float = setting(
         0.0,
-        "peak learning rate as it is; 0: --lr-base times global batch / 1024",
+        "peak learning rate as it is, and --min-lr and --warmup-lr too; 0: --lr-base and these two times "
+        "global batch / --lr-base-size",
         flags=("--learning-rate",),
         at_least=0.0,
     )
-    lr_base: float = setting(1.6e-3, "peak learning rate for a global batch of 1024", at_least=0.0)
+    lr_base: float = setting(1.6e-3, "peak learning rate for a global batch of --lr-base-size", at_least=0.0)
+    lr_base_size: int = setting(
+        1024,
+        "global batch that --lr-base, --min-lr and --warmup-lr are stated for; 0: --lr-base for 1024, the "
+        "other two as they are",
+        at_least=0,
+    )
     min_lr: float = setting(1e-5, "learning rate at the end of the cosine and in the cool-down", at_least=0.0)
     warmup_lr: float = setting(1e-6, "learning rate at the first step of the warm-up", at_least=0.0)
     epochs: int = setting(300, "epochs of warm-up and cosine", at_least=1)
@@ -247,6 +262,14 @@ class Exchange:
 
 
 @dataclass(frozen=True)
+class Published:
+    """What a recipe's result was published with; no group of settings: a recipe has it, no flag does."""
+
+    top1: float = 0.0  # per cent; 0: none
+    needs: tuple[str, ...] = ()  # settings of the published run that the recipe cannot give: they are places
+
+
+@dataclass(frozen=True)
 class Config:
     """All settings of one run."""
 
@@ -257,8 +280,10 @@ class Config:
     objective: Objective = field(default_factory=Objective)
     update: Update = field(default_factory=Update)
     exchange: Exchange = field(default_factory=Exchange)
+    published: Published = field(default_factory=Published)
 
 
 def group_types() -> dict[str, type]:
-    """The groups by name, in the order they are shown."""
-    return {group.name: type(getattr(Config(), group.name)) for group in fields(Config)}
+    """The groups of settings by name, in the order they are shown."""
+    groups = [group.name for group in fields(Config) if group.name != "published"]
+    return {name: type(getattr(Config(), name)) for name in groups}

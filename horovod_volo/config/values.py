@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from horovod_volo.config.errors import UserError
-from horovod_volo.config.schema import Config, group_types
+from horovod_volo.config.schema import Config, Published, group_types
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def assemble(chosen: Mapping[str, Any], *, fallback_name: str) -> Config:
     if not groups["run"].name:
         name = Path(fallback_name).stem if fallback_name else groups["model"].model
         groups["run"] = type(groups["run"])(**{**vars(groups["run"]), "name": name})
-    return Config(**groups)
+    return Config(**groups, published=chosen.get("published", Published()))
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:

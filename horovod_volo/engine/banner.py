@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from horovod_volo.config.derived import Derived
+from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
 from horovod_volo.config.rules import token_label_side
-from horovod_volo.config.schema import Config
+from horovod_volo.config.schema import Config, Published
 from horovod_volo.engine.job import Job
 
 
@@ -54,14 +54,35 @@ def batch_line(config: Config, derived: Derived) -> str:
 
 
 def rate_line(config: Config, derived: Derived) -> str:
-    """Tell the learning rate's peak and where it comes from."""
-    update, peak = config.update, derived.peak_lr
-    source = ", as given by --lr" if update.lr else f" = {update.lr_base:.3g} x {derived.global_batch} / 1024"
-    # A small batch scales the peak down and leaves --min-lr where it is.
-    rising = (
-        f"; below --min-lr {update.min_lr:.3g}, to which it rises: lower that" if peak < update.min_lr else ""
-    )
-    return f"peak {peak:.3g}{source}{rising}"
+    """Tell the learning rate's peak and where it comes from, and its ends where they are not as typed."""
+    update, batch = config.update, derived.global_batch
+    if update.lr:
+        return f"peak {derived.peak_lr:.3g}, as given by --lr"
+    stated = update.lr_base_size or REFERENCE_BATCH
+    ends = f"; from {derived.warmup_lr:.3g} and down to {derived.min_lr:.3g}, scaled alike"
+    scaled = update.lr_base_size and batch != stated
+    return f"peak {derived.peak_lr:.3g} = {update.lr_base:.3g} x {batch} / {stated}{ends if scaled else ''}"
+
+
+def batch_notes(config: Config, derived: Derived, images: int) -> list[str]:
+    """Say what another global batch than the stated one changes: one note, or none."""
+    update, batch = config.update, derived.global_batch
+    stated = update.lr_base_size or REFERENCE_BATCH
+    of_published = config.published != Published()
+    if batch == stated or (update.lr and not of_published):
+        return []
+    # The published code itself scales nothing: its command without a recipe may be meant so.
+    unscaled = "" if of_published else f" (--lr {update.lr_base:g}: not scaled)"
+    peak = f"peak learning rate {derived.peak_lr:.3g} for {update.lr_base:.3g}{unscaled}"
+    changes = [] if update.lr else [peak]
+    if images >= stated:
+        changes.append(f"{derived.steps_per_epoch:,} steps an epoch for {images // stated:,}")
+    near = nearest_batches(stated, derived.ranks)
+    nearer = f"; nearest on {derived.ranks} ranks: --global-batch {' or '.join(map(str, near))}"
+    source = "published with" if of_published else "learning rates are stated for"
+    return [
+        f"{batch:,} images a step, {source} {stated:,}: {', '.join(changes)}{'' if batch in near else nearer}"
+    ]
 
 
 def length_line(derived: Derived) -> str:

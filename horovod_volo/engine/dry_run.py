@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from horovod_volo.cluster.buckets import grouped
-from horovod_volo.config.derived import derive
+from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.rules import notes, uses_tokens
 from horovod_volo.config.schema import Config
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
     batch_line,
+    batch_notes,
     exchange_line,
     fact_lines,
     length_line,
@@ -84,6 +85,7 @@ def need_of(config: Config) -> Need:
 
 def describe(config: Config, ranks: int, need: Need) -> str:
     """Word settings, numbers and estimates of a run on so many ranks."""
+    config = resolve(config, ranks)
     derived = derive(config, ranks=ranks, images=need.images)
     state = state_bytes(config, ranks) * need.parameters
     activations = need.activation_bytes * config.data.batch_size
@@ -103,7 +105,8 @@ def describe(config: Config, ranks: int, need: Need) -> str:
         "exchange": f"{wire_bytes / _MIB:.0f} MiB of gradients a step; "
         f"{(ranks - 1) / ranks * (wire_bytes + back_bytes) / _MIB:.0f} MiB through each rank's link",
     }
-    return f"{dump(config)}\n{fact_lines(facts, [*notes(config), *need.remarks])}"
+    remarks = [*notes(config), *batch_notes(config, derived, need.images), *need.remarks]
+    return f"{dump(config)}\n{fact_lines(facts, remarks)}"
 
 
 def state_bytes(config: Config, ranks: int) -> float:

@@ -199,8 +199,8 @@ def _schedule(config: Config, derived: Derived) -> Callable[[int], float]:
     return partial(
         lr_at,
         peak=derived.peak_lr,
-        start=config.update.warmup_lr,
-        floor=config.update.min_lr,
+        start=derived.warmup_lr,
+        floor=derived.min_lr,
         warmup=derived.warmup_steps,
         cosine=derived.cosine_steps,
         prefix=derived.prefix_steps,

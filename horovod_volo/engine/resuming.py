@@ -82,7 +82,10 @@ def _remedy(name: str, wanted: Any, ranks: int) -> str:
     if name == "model":
         return f"Give --model {wanted}."
     if name == "global_batch" and wanted % ranks == 0:
-        return f"With {ranks} ranks, batch size x accumulation must be {wanted // ranks}."
+        return (
+            f"With {ranks} ranks, batch size x accumulation must be {wanted // ranks}. "
+            f"--global-batch {wanted} finds both."
+        )
     if name == "global_batch":
         return f"Start a number of ranks that divides {wanted}."
     if name in ("images", "image_list"):

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from horovod_volo.cluster.share import share_of_host
 from horovod_volo.cluster.world import World
-from horovod_volo.config.derived import derive
+from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.rules import notes, uses_tokens
 from horovod_volo.config.schema import Config
-from horovod_volo.engine.banner import banner
+from horovod_volo.engine.banner import banner, batch_notes
 from horovod_volo.engine.compiled import check_compiler, compile_blocks
 from horovod_volo.engine.environment import environment_facts
 from horovod_volo.engine.interrupts import StopRequest
@@ -44,6 +44,7 @@ def run(config: Config, world: World, stop: StopRequest) -> bool:
 def prepare(config: Config, world: World, stop: StopRequest) -> tuple[Job, list[str]]:
     """Check and build everything; return the run and remarks about it. Collective: every rank calls this."""
     share = share_of_host(world)
+    config = world.together(partial(resolve, config, world.size))
     world.together(partial(_check_files, config))
     world.together(partial(_check_model, config))
     images = read_images(config, world)
@@ -63,7 +64,8 @@ def prepare(config: Config, world: World, stop: StopRequest) -> tuple[Job, list[
     restore(state, checkpoint, world)
     tracker = world.together(partial(_tracker, config, world, state.step, derived.total_steps))
     job = build_job(config, world, images, share, state, tracker, stop)
-    return job, notes(config) + remarks_on(config.exchange.precision, share.device) + remarks
+    found = notes(config) + batch_notes(config, derived, len(images.train))
+    return job, found + remarks_on(config.exchange.precision, share.device) + remarks
 
 
 def _check_files(config: Config) -> None:

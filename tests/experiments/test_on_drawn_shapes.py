@@ -45,7 +45,7 @@ def coarse_and_fine(place: Path) -> tuple[float, float]:
     """Train at 32 pixels, and go on from there at 64."""
     labels = ("--token-label-data", str(place / "images" / "token_labels"), "--ground-truth")
     low = top1(place, "coarse", "--recipe", "demo", "--img-size", "32", "--epochs", "3", *labels)
-    fine = ("--img-size", "64", "--epochs", "4", "--warmup-epochs", "0", "--lr-base", "0.04")
+    fine = ("--img-size", "64", "--epochs", "4", "--warmup-epochs", "0", "--lr-base", "0.00125")
     start = ("--finetune", str(place / OUTPUT / "coarse"))
     return low, top1(place, "fine", "--recipe", "demo", *fine, *start, *labels)
 

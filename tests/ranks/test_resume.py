@@ -1,6 +1,7 @@
 """A run that is stopped and started again ends in the bits of one that was not."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,35 @@ def test_a_batch_that_would_shift_the_samples_is_refused(images, uninterrupted, 
     assert "stopped at step 3 and saved" in stopped.stdout
     refused = start(images, tmp_path, "--resume", "auto", start_with="none", ranks=1)
     assert refused.returncode == 2
-    assert "With 1 ranks, batch size x accumulation must be 8." in refused.stdout
+    assert "With 1 ranks, batch size x accumulation must be 8. --global-batch 8 finds both." in refused.stdout
     allowed = start(images, tmp_path, "--resume", "auto", "--batch-size", "8", start_with="none", ranks=1)
     assert allowed.returncode == 0, allowed.stdout
+
+
+def test_a_given_global_batch_goes_on_with_fewer_ranks(images, tmp_path):
+    """The same line on one rank: twice the passes, the same samples in each step."""
+    whole = ("--global-batch", "8")
+    stopped = start(images, tmp_path, *whole, "--stop-at-step", "3")
+    assert stopped.returncode == 75 or "stopped at step 3 and saved" in stopped.stdout, stopped.stdout
+    assert "8 images a step = 2 ranks x 4 x 1 passes" in stopped.stdout
+    assert "8 images a step, learning rates are stated for 32: peak learning rate 0.0005" in stopped.stdout
+    resumed = start(images, tmp_path, *whole, "--resume", "auto", start_with="none", ranks=1)
+    assert resumed.returncode == 0, resumed.stdout
+    assert "8 images a step = 1 ranks x 4 x 2 passes" in resumed.stdout
+    assert "at step 3: epoch 0" in resumed.stdout
+    settings = tomllib.loads((tmp_path / "run" / "resolved.toml").read_text())
+    found = (
+        settings["data"]["global_batch"],
+        settings["data"]["batch_size"],
+        settings["update"]["accumulation"],
+    )
+    assert found == (8, 4, 2)
+    seen = [record["images_seen"] for record in metrics(tmp_path) if "top1" in record]
+    assert seen == [40, 80]
+
+
+def test_rates_that_cross_end_the_run_before_it_begins(images, tmp_path):
+    refused = start(images, tmp_path, "--lr", "1e-6", start_with="none", ranks=1)
+    assert refused.returncode == 2
+    assert "the learning rate's peak is 1e-06, below --min-lr, which is 1e-05" in refused.stdout
+    assert not (tmp_path / "run").exists()

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.derived import derive, resolve
+from horovod_volo.config.rules import notes
 from tests.ranks.launching import run
 
 ROOT = Path(__file__).parents[2]
@@ -47,6 +50,49 @@ def test_every_job_script_is_run_or_marked() -> None:
                 "over_ssh.sh",
                 "under_slurm.sh",
             ), script.name
+
+
+def flags_of(command: str, ranks: int) -> list[list[str]]:
+    """Return what the trainer is given, twice by a chain of two recipes; label maps are the site's."""
+    words = shlex.split(command)
+    script = next(number for number, word in enumerate(words) if word.startswith((*STARTING, "./jobs/")))
+    name, (recipe, *rest) = Path(words[script]).stem, words[script + 1 :]
+    if name == "finetune":
+        rest = ["--finetune", *rest]
+    if name == "elastic":
+        assert rest == [rest[0], "3"]
+        rest = ["--batch-size", str(int(rest[0]) // ranks)]
+    if name == "coarse_to_fine":
+        fine, *rest = rest
+        halves = rest.index("--coarse"), rest.index("--fine")
+        second = ["--finetune", "coarse", *rest[halves[1] + 1 :]]
+        return [["--recipe", recipe, *rest[halves[0] + 1 : halves[1]]], ["--recipe", fine, *second]]
+    return [["--recipe", recipe, *rest]]
+
+
+STARTING = tuple(f"jobs/{name}.sbatch" for name in ("pretrain", "finetune", "coarse_to_fine", "elastic"))
+OF_TRAINING = [
+    command
+    for command in commands()
+    if any(word in command for word in (*STARTING, "jobs/horovodrun.sh", "jobs/mpirun.sh"))
+]
+
+
+@pytest.mark.parametrize("command", OF_TRAINING)
+def test_a_line_that_trains_has_a_batch_near_the_published_and_all_that_was_given(command: str) -> None:
+    nodes = re.search(r"--nodes=(\d+)", command)
+    ranks = 8 * (int(nodes[1]) if nodes else 2)
+    for flags in flags_of(command, ranks):
+        config = resolve(parse([*flags, "--token-label-data", "maps"]).config, ranks)
+        assert config.published.needs
+        assert notes(config) == []
+        batch = derive(config, ranks=ranks, images=1_281_167).global_batch
+        assert batch == pytest.approx(config.update.lr_base_size, rel=0.07)
+
+
+def test_the_elastic_line_keeps_its_batch_on_fewer_nodes() -> None:
+    line = next(command for command in commands() if "elastic" in command)
+    assert all(int(shlex.split(line)[-2]) % (8 * nodes) == 0 for nodes in (5, 4, 3))
 
 
 @pytest.mark.parametrize("command", OF_THE_DOCTOR)

@@ -34,6 +34,11 @@ LVVIT_FINETUNE = r"""
       --token-label --token-label-data /path/to/label_data --token-label-size 24 \
       --lr 5.e-6 --min-lr 5.e-6 --weight-decay 1.e-8 --finetune /path/to/checkpoint
 """
+LVVIT_TRANSFER = r"""
+    horovodrun -np 8 python -m horovod_volo.train /path/to/dataset \
+      --model lvvit_s -b 64 --apex-amp --img-size 224 --drop-path 0.1 \
+      --token-label --token-label-size 14 --dense-weight 0.0 --num-classes 1000 --finetune /path/to/checkpoint
+"""
 
 
 def arguments_of(command: str) -> list[str]:
@@ -104,11 +109,39 @@ def test_under_its_launcher_it_is_told_once() -> None:
 
 
 def test_the_plain_transformer_of_token_labels(capfd: pytest.CaptureFixture[str]) -> None:
-    settings, facts, _ = dry_run(LVVIT, capfd)
+    settings, facts, notes = dry_run(LVVIT, capfd)
     assert facts["model"] == "lvvit_s, 26,151,824 parameters, 224 px"
     assert facts["rate"] == "peak 0.0016 = 0.0016 x 1024 / 1024"
     assert settings["update"]["ema_decay"] == 0.99992
-    settings, facts, _ = dry_run(LVVIT_FINETUNE, capfd)
+    # What the line leaves out is as in the main.py that it is of, which is not VOLO's.
+    assert settings["update"]["warmup_epochs"] == 5
+    assert settings["objective"]["dense_weight"] == 1.0
+    assert facts["length"] == "310 epochs x 1,251 steps = 387,810 steps (6,255 of warm-up)"
+    assert not any("images a step" in note for note in notes)
+    settings, facts, notes = dry_run(LVVIT_FINETUNE, capfd)
     assert facts["model"] == "lvvit_s, 26,297,744 parameters, 384 px"
     assert facts["rate"] == "peak 5e-06, as given by --lr"
     assert settings["objective"]["token_label_size"] == 24
+    # The recipe of that name is this line.
+    recipe, told_of_it, _ = dry_run(
+        "horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet --recipe lvvit_s_384 "
+        "--token-label-data /path/to/label_data --finetune /path/to/checkpoint --lr 5e-6 --precision fp16",
+        capfd,
+    )
+    assert told_of_it == facts
+    ours = ("lr_base", "lr_base_size")  # which --lr stands in for
+    for group in ("model", "data", "objective", "update"):
+        assert {
+            name: (value, settings[group][name])
+            for name, value in recipe[group].items()
+            if value != settings[group][name] and name not in ours
+        } == ({"token_label_size": (0, 24)} if group == "objective" else {})
+
+
+def test_a_published_line_without_a_rate_says_that_ours_follows_the_batch(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    settings, facts, notes = dry_run(LVVIT_TRANSFER, capfd)
+    assert settings["objective"]["dense_weight"] == 0.0
+    assert facts["rate"].startswith("peak 0.0008 = 0.0016 x 512 / 1024; ")
+    assert any("peak learning rate 0.0008 for 0.0016 (--lr 0.0016: not scaled)" in note for note in notes)

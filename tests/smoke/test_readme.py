@@ -16,6 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.derived import derive, nearest_batches, resolve
+from horovod_volo.config.rules import notes
 from tests.ranks.launching import environment, run
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +104,17 @@ def test_tools_test_checks_the_code_and_runs_tests():
 
 
 @pytest.mark.parametrize("command", [command for command in commands() if of_a_cluster(command)])
+def test_a_clusters_command_gives_all_that_its_recipe_was_published_with(command):
+    words = shlex.split(command)
+    ranks = int(words[words.index("--ranks" if "--dry-run" in words else "-np") + 1])
+    config = parse(words[words.index("horovod_volo.train") + 1 :]).config
+    assert config.published.needs
+    assert notes(config) == []
+    batch = derive(resolve(config, ranks), ranks=ranks, images=1_281_167).global_batch
+    assert batch in nearest_batches(config.update.lr_base_size, ranks)
+
+
+@pytest.mark.parametrize("command", [command for command in commands() if of_a_cluster(command)])
 def test_a_clusters_command_runs_small(command, demo_set, tmp_path):
     small = re.sub(r" -np \d+", " -np 2", command)
     small = re.sub(r" -H \S+", "", small)
@@ -108,6 +122,8 @@ def test_a_clusters_command_runs_small(command, demo_set, tmp_path):
     small = small.replace("/path/to/token_label_data", str(demo_set / "token_labels"))
     batch = 1 if "--dry-run" in command else 4  # 40 ranks are to share a set of 40 images
     flags = f"{SHORT} --batch-size {batch} --output {tmp_path} --name run"
+    if "--global-batch" in command:
+        flags += f" --global-batch {40 if '--dry-run' in command else 8}"
     done = shell(f"source tools/activate && {small} {flags}", seconds=300)
     assert done.returncode == 0, done.stdout
     if "--dry-run" in command:

@@ -27,6 +27,7 @@ PARAMETERS = {
     "lvvit_l": 150_021_968,
     "lvvit_m": 55_830_544,
     "lvvit_s": 26_151_824,
+    "lvvit_s_384": 26_297_744,
     "lvvit_t": 8_534_720,
     "resnet101_22k": 44_549_160 + (2_048 + 1) * (21_841 - 1_000),
     "resnet50_1k": 25_557_032,
@@ -49,6 +50,7 @@ PEAKS = {
     "lvvit_l": (1e-3, 1024),
     "lvvit_m": (1.6e-3, 1024),
     "lvvit_s": (1.6e-3, 1024),
+    "lvvit_s_384": (5e-6, 512),
     "lvvit_t": (1.6e-3, 1024),
     "resnet101_22k": (6.25, 5120),
     "resnet50_1k": (10.0, 8192),
@@ -120,7 +122,9 @@ def test_a_dry_run_tells_what_follows_from_the_recipe(name: str) -> None:
         assert told["model"].split(", ")[1] == f"{PARAMETERS[name]:,} parameters"
         assert told["images"] == f"{images:,} of {classes:,} classes"
         assert told["batch"].startswith(f"{batch:,} images a step = {ranks} ranks x ")
-        assert told["rate"].split(" = ")[0] == f"peak {update['lr_base'] * batch / 1024:.3g}"
+        assert (
+            told["rate"].split(" = ")[0] == f"peak {update['lr_base'] * batch / update['lr_base_size']:.3g}"
+        )
         assert f" = {steps:,} steps (" in told["length"]
         state, activations = re.findall(r"([\d.]+) GiB", told["memory"])
         assert state == f"{4 * floats * PARAMETERS[name] / GIB:.1f}"
@@ -133,7 +137,8 @@ def test_the_published_batch_has_the_published_peak(name: str) -> None:
     ranks = batch // toml_of(name)["data"]["batch_size"]
     told = facts(describe(configured(name)[0], ranks, configured(name)[1]))
     assert told["batch"].startswith(f"{batch:,} images a step")
-    assert told["rate"].split(" = ")[0] == f"peak {peak:.3g}"
+    # As stated: nothing is scaled, so nothing is said of the ends.
+    assert told["rate"] == f"peak {peak:.3g} = {peak:.3g} x {batch} / {batch}"
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -157,7 +162,19 @@ def test_a_headers_command_is_the_run_it_speaks_of(name: str) -> None:
     assert bool(request.config.model.finetune) == (recipe["update"]["weight_decay"] == 1e-8)
     batch = recipe["data"]["batch_size"]
     assert header["Batch"].startswith(f"{ranks} ranks x {batch} = {ranks * batch}")
-    assert ranks * batch == PEAKS[name][1]
+    assert ranks * batch == PEAKS[name][1] == recipe["update"]["lr_base_size"]
+    assert f"(--global-batch {ranks * batch}); another scales all learning rates" in header["Batch"]
+
+
+@pytest.mark.parametrize("name", OF_A_CLUSTER)
+def test_a_recipe_needs_what_its_published_command_gives(name: str) -> None:
+    header, published = header_of(name), toml_of(name).get("published", {})
+    assert bool(published) == name.startswith(("volo_", "lvvit_"))
+    accuracy = re.match(r"([\d.]+) % top-1", header["Published"])
+    assert published.get("top1") == (float(accuracy[1]) if accuracy else None)
+    places = ("--token-label-data", "--finetune", "--ground-truth")
+    given = {flag[2:].replace("-", "_") for flag in places if flag in shlex.split(header["Command"])}
+    assert set(published.get("needs", [])) == given
 
 
 @pytest.mark.parametrize("name", OF_A_CLUSTER)

@@ -9,10 +9,12 @@ from typing import Any
 from horovod_volo.config.schema import Config
 
 # The schema as plain data: group, field and default, read from the dataclasses themselves.
+# What a recipe was published with stands beside the settings: it has no flag.
+GROUPS = [group.name for group in dataclasses.fields(Config) if group.name != "published"]
 FIELDS = [
-    (group.name, field.name, field.default)
-    for group in dataclasses.fields(Config)
-    for field in dataclasses.fields(getattr(Config(), group.name))
+    (group, field.name, field.default)
+    for group in GROUPS
+    for field in dataclasses.fields(getattr(Config(), group))
 ]
 NAMES = [name for _, name, _ in FIELDS]
 FURTHER_FLAGS = {

@@ -13,6 +13,7 @@ from schema_examples import (
     EXAMPLES,
     FIELDS,
     FURTHER_FLAGS,
+    GROUPS,
     NAMES,
     examples,
     recipe_of,
@@ -89,9 +90,9 @@ def test_the_help_shows_the_schemas_defaults(help_text: str) -> None:
 def test_the_help_shows_every_group_with_its_flags(help_text: str) -> None:
     sections = re.split(r"^(\S.*):$", help_text, flags=re.MULTILINE)[1:]
     titles = [title for title in sections[::2] if title != "options"]
-    assert titles == [type(getattr(Config(), group.name)).__doc__ for group in dataclasses.fields(Config)]
-    for group, section in zip(dataclasses.fields(Config), sections[3::2], strict=True):
-        own = [name for home, name, _ in FIELDS if home == group.name and name != "data_dir"]
+    assert titles == [type(getattr(Config(), group)).__doc__ for group in GROUPS]
+    for group, section in zip(GROUPS, sections[3::2], strict=True):
+        own = [name for home, name, _ in FIELDS if home == group and name != "data_dir"]
         shown = [flag for called in entries(section) for flag in flags_in(called)]
         assert {"--" + name.replace("_", "-") for name in own} <= set(shown)
 
@@ -152,3 +153,39 @@ def test_a_run_is_called_after_its_recipe_or_its_model(tmp_path: Path) -> None:
     assert parse(["--recipe", "demo"]).config.run.name == "demo"
     assert parse(["--model", "volo_d4"]).config.run.name == "volo_d4"
     assert parse(["--recipe", recipe, "--name", "mine"]).config.run.name == "mine"
+
+
+# Without a recipe: what the published code of the network's family has, where ours is another.
+
+
+@pytest.mark.parametrize(
+    ("argv", "batch", "warmup", "dense"),
+    [
+        ([], 128, 20, 0.5),
+        (["--model", "volo_d5"], 128, 20, 0.5),
+        (["--model", "resnet50", "--no-mix-token"], 128, 20, 0.5),  # no family
+        (["--model", "lvvit_s"], 32, 5, 1.0),
+        (["--model", "lvvit_l", "-b", "64"], 64, 5, 1.0),
+        (["--dense-weight", "0", "--warmup-epochs", "20", "--model", "lvvit_s"], 32, 20, 0.0),
+        (["--recipe", "volo_d1", "--model", "lvvit_s"], 128, 20, 0.5),  # a recipe states all it wants
+        (["--recipe", "SOME", "--model", "lvvit_s"], 7, 20, 0.5),
+    ],
+)
+def test_a_familys_default_stands_between_the_schemas_and_a_flag(
+    argv: list[str], batch: int, warmup: int, dense: float, tmp_path: Path
+) -> None:
+    recipe = recipe_of(tmp_path, "[data]\nbatch_size = 7\n")
+    config = parse([recipe if word == "SOME" else word for word in argv]).config
+    found = (config.data.batch_size, config.update.warmup_epochs, config.objective.dense_weight)
+    assert found == (batch, warmup, dense)
+
+
+def test_the_help_tells_a_familys_default(help_text: str) -> None:
+    told = {flag: line for called, line in entries(help_text).items() for flag in flags_in(called)}
+    assert told["--warmup-epochs"].endswith("; lvvit_* without a recipe: 5 (default: 20)")
+    assert "lvvit_" not in told["--epochs"]
+
+
+def test_what_runs_without_a_recipe_is_repeated_by_its_resolved_settings(tmp_path: Path) -> None:
+    first = parse(["--model", "lvvit_s", "--name", "a"]).config
+    assert parse(["--recipe", recipe_of(tmp_path, dump(first))]).config == first

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from schema_examples import recipe_of
 
-from horovod_volo.config.derived import derive
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.errors import UserError
+from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import assemble
 
@@ -97,3 +102,166 @@ def test_more_ranks_than_images_asks_for_fewer_ranks() -> None:
         derive(config(batch_size=1), ranks=8, images=7)
     assert "8 ranks x 1 images x 1 passes = 8 images, but there are 7" in str(raised.value)
     assert derive(config(batch_size=1), ranks=7, images=7).global_batch == 7
+
+
+# Learning rates at another batch, and where they cross
+
+
+def rates(ranks: int, **chosen: Any) -> tuple[float, float, float]:
+    derived = derive(config(**chosen), ranks=ranks, images=IMAGENET)
+    return derived.peak_lr, derived.min_lr, derived.warmup_lr
+
+
+STATED = {"lr_base": 8e-6, "min_lr": 4e-6, "warmup_lr": 1e-6}
+
+
+@pytest.mark.parametrize("size", [240, 384, 512, 1000, 1024, 5120])
+def test_at_the_stated_batch_the_rates_are_the_stated_ones_to_the_bit(size: int) -> None:
+    assert rates(8, batch_size=size // 8, lr_base_size=size, **STATED) == (8e-6, 4e-6, 1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 40, 256])
+def test_at_another_batch_all_three_are_scaled_alike(ranks: int) -> None:
+    scale = ranks * 30 / 240
+    expected = (8e-6 * scale, 4e-6 * scale, 1e-6 * scale)
+    assert rates(ranks, batch_size=30, lr_base_size=240, **STATED) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_rate_that_is_given_leaves_all_three_as_typed() -> None:
+    assert rates(40, batch_size=7, lr=5e-6, min_lr=5e-6, warmup_lr=1e-6) == (5e-6, 5e-6, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chosen", "flag"),
+    [
+        (8, {"lr": 5e-6}, "--min-lr"),  # the default, 1e-5, is above
+        (8, {"lr": 5e-7, "min_lr": 1e-7}, "--warmup-lr"),
+        (8, {"lr_base": 1e-5, "min_lr": 2e-5}, "--min-lr"),
+        (40, {"lr_base": 1e-5, "min_lr": 2e-5}, "--min-lr"),
+        # Ends that are not scaled: the peak falls below them with the batch.
+        (40, {"lr_base": 1e-5, "lr_base_size": 0, "min_lr": 4e-6, "batch_size": 8}, "--min-lr"),
+        (8, {"lr_base": 1e-5, "lr_base_size": 0, "min_lr": 0.0, "batch_size": 8}, "--warmup-lr"),
+    ],
+)
+def test_rates_that_cross_are_refused_before_anything_is_read(
+    ranks: int, chosen: dict[str, Any], flag: str
+) -> None:
+    with pytest.raises(UserError, match=f"below {flag}, which is") as raised:
+        resolve(config(**chosen), ranks)
+    with pytest.raises(UserError, match=flag):
+        derive(config(**chosen), ranks=ranks, images=IMAGENET)
+    match = re.search(rf"Use {flag} (\S+) or less", str(raised.value))
+    assert match is not None
+    named = float(match[1])
+    setting = flag[2:].replace("-", "_")
+    resolve(config(**{**chosen, setting: named}), ranks)
+    with pytest.raises(UserError):
+        resolve(config(**{**chosen, setting: named * 1.001}), ranks)
+
+
+def test_a_warm_up_rate_that_is_not_used_crosses_nothing() -> None:
+    resolve(config(lr=1e-7, min_lr=0.0, warmup_epochs=0), 8)
+
+
+# A global batch that is given
+
+
+@pytest.mark.parametrize(
+    ("ranks", "largest", "wanted", "batch", "passes"),
+    [
+        (8, 128, 1024, 128, 1),
+        (40, 128, 1000, 25, 1),
+        (8, 64, 1024, 64, 2),
+        (8, 127, 1024, 64, 2),
+        (1, 128, 1024, 128, 8),
+        (3, 100, 2100, 100, 7),
+        (2, 7, 20, 5, 2),
+        (40, 8, 520, 1, 13),  # 13 images a rank are not two or more equal halves
+        (4, 1, 12, 1, 3),
+    ],
+)
+def test_a_global_batch_is_the_fewest_passes_that_fit(
+    ranks: int, largest: int, wanted: int, batch: int, passes: int
+) -> None:
+    found = resolve(config(batch_size=largest, global_batch=wanted), ranks)
+    assert (found.data.batch_size, found.update.accumulation) == (batch, passes)
+    assert derive(found, ranks=ranks, images=IMAGENET).global_batch == wanted
+    share = wanted // ranks
+    fitting = [count for count in range(1, share + 1) if share % count == 0 and share // count <= largest]
+    assert passes == min(fitting)
+
+
+def test_without_a_global_batch_nothing_is_found() -> None:
+    given = config(batch_size=7, accumulation=3)
+    assert resolve(given, 5) == given
+
+
+@pytest.mark.parametrize(
+    ("ranks", "argv", "offered"),
+    [
+        (
+            40,
+            ["--global-batch", "1024"],
+            "--global-batch 1000 = 40 x 25 x 1 passes, peak rate 0.00156, or "
+            "--global-batch 1040 = 40 x 26 x 1 passes, peak rate 0.00163.",
+        ),
+        (
+            40,
+            ["--global-batch", "1024", "-b", "16"],
+            "--global-batch 1000 = 40 x 5 x 5 passes, peak rate 0.00156, or "
+            "--global-batch 1040 = 40 x 13 x 2 passes, peak rate 0.00163.",
+        ),
+        (
+            40,
+            ["--recipe", "volo_d5_448", "--global-batch", "512", "-b", "13"],
+            "--global-batch 480 = 40 x 12 x 1 passes, peak rate 4.69e-06, or "
+            "--global-batch 520 = 40 x 13 x 1 passes, peak rate 5.08e-06.",
+        ),
+        (48, ["--global-batch", "16"], "can: --global-batch 48 = 48 x 1 x 1 passes, peak rate 7.5e-05."),
+    ],
+)
+def test_a_global_batch_that_cannot_be_divided_is_offered_the_nearest(
+    ranks: int, argv: list[str], offered: str
+) -> None:
+    given = parse(argv).config
+    with pytest.raises(UserError) as raised:
+        resolve(given, ranks)
+    wanted = given.data.global_batch
+    assert f"--global-batch {wanted} cannot be divided among {ranks} ranks. The nearest that " in str(
+        raised.value
+    )
+    assert str(raised.value).endswith(offered)
+    for batch in re.findall(r"--global-batch (\d+) =", str(raised.value)):
+        resolve(parse([*argv, "--global-batch", batch]).config, ranks)
+
+
+def test_resolved_settings_are_a_recipe_that_finds_the_batch_anew(tmp_path: Path) -> None:
+    ran = resolve(parse(["--recipe", "volo_d1", "--global-batch", "1040"]).config, 40)
+    recipe = recipe_of(tmp_path, dump(ran))
+    again = parse(["--recipe", recipe]).config
+    assert resolve(again, 40) == ran
+    fewer = resolve(again, 20)  # a node is lost: as large a batch of a rank as before
+    assert (fewer.data.batch_size, fewer.update.accumulation) == (26, 2)
+    assert derive(fewer, ranks=20, images=IMAGENET) == replace(
+        derive(ran, ranks=40, images=IMAGENET), ranks=20
+    )
+
+
+def test_passes_are_not_given_beside_a_global_batch(tmp_path: Path) -> None:
+    said = "--accumulation follows from --global-batch 1024, .* Leave it out, or add --global-batch 0"
+    recipe = recipe_of(tmp_path, "[data]\nglobal_batch = 1024\n[update]\naccumulation = 3\n")
+    for argv in (["--global-batch", "1024"], ["--recipe", recipe]):
+        with pytest.raises(UserError, match=said):
+            parse([*argv, "--accumulation", "2"])
+    assert (
+        parse(["--recipe", recipe, "--accumulation", "2", "--global-batch", "0"]).config.update.accumulation
+        == 2
+    )
+    assert resolve(parse(["--recipe", recipe]).config, 8).update.accumulation == 1
+
+
+def test_a_global_batch_above_the_images_names_the_largest_that_works() -> None:
+    given = resolve(config(global_batch=80), 8)
+    with pytest.raises(UserError, match="Use --global-batch 72 or less"):
+        derive(given, ranks=8, images=79)
+    assert derive(resolve(config(global_batch=72), 8), ranks=8, images=79).steps_per_epoch == 1

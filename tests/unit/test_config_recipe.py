@@ -9,6 +9,8 @@ import pytest
 from schema_examples import FIELDS, examples, recipe_of
 
 from horovod_volo.config.command_line import parse
+from horovod_volo.config.derived import derive
+from horovod_volo.config.errors import UserError
 from horovod_volo.config.recipe import RECIPES, dump, load_recipe, recipe_names
 from horovod_volo.config.rules import check, notes
 from horovod_volo.config.values import assemble
@@ -51,9 +53,87 @@ def test_resolved_settings_are_a_recipe_that_repeats_the_run(tmp_path: Path) -> 
     assert parse(["--recipe", recipe_of(tmp_path, dump(first.config))]).config == first.config
 
 
+PLACES = {
+    "token_label_data": ["--token-label-data", "maps"],
+    "finetune": ["--finetune", "weights.pth"],
+    "ground_truth": ["--ground-truth"],
+}
+
+
 @pytest.mark.parametrize("name", recipe_names())
 def test_the_packages_recipes_load_and_agree_with_themselves(name: str) -> None:
-    config = parse(["--recipe", name]).config
+    needs = parse(["--recipe", name]).config.published.needs
+    config = parse(["--recipe", name, *(word for need in needs for word in PLACES[need])]).config
     check(config)
     assert notes(config) == []
     assert load_recipe(name) == load_recipe(str(RECIPES / f"{name}.toml")) != {}
+
+
+# What a recipe was published with
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "lacking"),
+    [
+        (
+            "volo_d1",
+            [],
+            "published with --token-label-data, which this run lacks: the published 84.2 % top-1",
+        ),
+        ("volo_d1", ["token_label_data"], ""),
+        (
+            "volo_d5_448",
+            [],
+            "--finetune, --token-label-data and --ground-truth, which this run lacks: the published 87.0 %",
+        ),
+        ("volo_d5_448", ["finetune", "token_label_data"], "published with --ground-truth, which"),
+        ("lvvit_s_384", ["token_label_data"], "published with --finetune, which"),
+        ("lvvit_s_384", ["token_label_data", "finetune"], ""),  # whose published command mixes no true class
+        ("lvvit_l", [], "which this run lacks: the published accuracy cannot be expected"),
+        ("imagenet22k_volo_d1", [], ""),
+        ("demo", [], ""),
+    ],
+)
+def test_a_run_without_what_its_recipe_was_published_with_is_noted(
+    name: str, given: list[str], lacking: str, tmp_path: Path
+) -> None:
+    config = parse(["--recipe", name, *(word for need in given for word in PLACES[need])]).config
+    noted = notes(config)
+    assert len(noted) == bool(lacking)
+    assert lacking in "".join(noted)
+    # Its resolved settings are a recipe that says the same.
+    assert notes(parse(["--recipe", recipe_of(tmp_path, dump(config))]).config) == noted
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[published]\ntop = 84.2", "unknown key 'top' in [published]. Did you mean top1?"),
+        ('[published]\ntop1 = "84.2"', "published.top1 takes a number, not '84.2'."),
+        ("[published]\ntop1 = true", "published.top1 takes a number, not True."),
+        ('[published]\nneeds = "finetune"', "published.needs takes a list of settings' names"),
+        ('[published]\nneeds = ["finetuning"]', "published.needs takes a list of settings' names"),
+        ("[publish]\ntop1 = 84.2", "unknown table [publish]. Did you mean published?"),
+    ],
+)
+def test_mistakes_in_what_was_published(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as raised:
+        load_recipe(recipe_of(tmp_path, text))
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "peak", "ends"),
+    [
+        # From before `lr_base_size`: the peak for 1024 images, the ends as they are.
+        ("lr_base = 1.6e-05\nmin_lr = 4e-6\nwarmup_lr = 1e-6", 8e-6, (4e-6, 1e-6)),
+        ("lr_base = 8e-6\nlr_base_size = 512\nmin_lr = 4e-6\nwarmup_lr = 1e-6", 8e-6, (4e-6, 1e-6)),
+        ("lr_base = 8e-6\nlr_base_size = 1024\nmin_lr = 4e-6\nwarmup_lr = 1e-6", 4e-6, (2e-6, 5e-7)),
+    ],
+)
+def test_a_recipe_without_the_batch_of_its_rates_means_what_it_meant(
+    text: str, peak: float, ends: tuple[float, float], tmp_path: Path
+) -> None:
+    config = parse(["--recipe", recipe_of(tmp_path, f"[update]\n{text}\n"), "-b", "64"]).config
+    derived = derive(config, ranks=8, images=10_000)
+    assert (derived.peak_lr, (derived.min_lr, derived.warmup_lr)) == (peak, ends)
