@@ -6,23 +6,23 @@ by zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import horovod_volo.models.lvvit as our_lvvit
-import horovod_volo.models.volo as our_volo
 from horovod_volo.models.blocks import Block
 from horovod_volo.models.build import build_model
 from horovod_volo.models.lvvit import LvVit
-from horovod_volo.models.stochastic_depth import ALL, Kept, draw_kept
 from tests.published.checkouts import Published, named_folder
 from tests.published.conftest import Compare
+from tests.published.drop_path import (
+    ours_draw,
+    recorded_draws_of_ours,
+    recorded_published_draws,
+    the_published_draw,
+)
 from tests.published.examples import CLASSES, box_on, labels_of, published_target
 from tests.published.pairs import Pair, compare_gradients, pair_of
 from tests.unit.network_samples import random_images
@@ -35,8 +35,6 @@ RATES = {"volo_d1": 0.1, "volo_d2": 0.2, "volo_d3": 0.5, "volo_d4": 0.5, "volo_d
 RATES |= {"lvvit_t": 0.1, "lvvit_s": 0.1, "lvvit_m": 0.2, "lvvit_l": 0.3}
 BLOCKS = {"volo_d1": 14, "volo_d2": 18, "volo_d3": 28, "volo_d4": 28, "volo_d5": 36}
 BLOCKS |= {"lvvit_t": 11, "lvvit_s": 15, "lvvit_m": 19, "lvvit_l": 23}
-
-Draw = tuple[float, Tensor]  # a branch's rate, and the images that keep it
 
 
 @pytest.mark.parametrize("name", RATES)
@@ -103,75 +101,3 @@ def compare_passes(
     ours.backward()
     theirs.backward()
     compare_gradients(compare, what, pair, own, other)
-
-
-@contextmanager
-def recorded_published_draws(model: torch.nn.Module) -> Iterator[list[Draw]]:
-    """List what the modules of a published network draw, branch by branch."""
-    draws: list[Draw] = []
-
-    def record(module: Any, _: Any, kept: Tensor) -> None:
-        draws.append((module.drop_prob, kept.flatten(1).any(dim=1).nonzero().flatten()))
-
-    hooks = [m.register_forward_hook(record) for m in model.modules() if hasattr(m, "drop_prob")]
-    yield draws
-    for hook in hooks:
-        hook.remove()
-
-
-@contextmanager
-def ours_draw(draws: list[Draw]) -> Iterator[None]:
-    """Let our networks take these draws instead of their own."""
-
-    def given(rates: Sequence[float], tokens: Tensor) -> list[Kept]:
-        branches = iter(draws)
-        kept = [take(next(branches), rate) if rate else ALL for rate in rates]
-        assert next(branches, None) is None
-        return kept
-
-    def take(draw: Draw, rate: float) -> Kept:
-        assert draw[0] == pytest.approx(rate, rel=1e-6)
-        return Kept(draw[1], 1.0 / (1.0 - rate))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(our_volo, "draw_kept", given)
-        patch.setattr(our_lvvit, "draw_kept", given)
-        yield
-
-
-@contextmanager
-def recorded_draws_of_ours() -> Iterator[list[Draw]]:
-    """List what a network of ours draws, branch by branch."""
-    draws: list[Draw] = []
-
-    def record(rates: Sequence[float], tokens: Tensor) -> list[Kept]:
-        kept = draw_kept(rates, tokens)
-        everyone = torch.arange(len(tokens))
-        draws.extend(
-            (rate, everyone if branch.rows is None else branch.rows)
-            for rate, branch in zip(rates, kept, strict=True)
-            if rate
-        )
-        return kept
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(our_volo, "draw_kept", record)
-        patch.setattr(our_lvvit, "draw_kept", record)
-        yield draws
-
-
-@contextmanager
-def the_published_draw(published: Published, draws: list[Draw]) -> Iterator[None]:
-    """Let published networks take these draws instead of their own."""
-    branches = iter(draws)
-
-    def given(module: Any, branch: Tensor) -> Tensor:
-        rate, rows = next(branches)
-        assert module.drop_prob == pytest.approx(rate, rel=1e-6)
-        keeps = torch.zeros(len(branch), *[1] * (branch.ndim - 1)).index_fill(0, rows, 1.0)
-        return branch * keeps / (1.0 - module.drop_prob)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(published.volo.DropPath, "forward", given)
-        yield
-    assert next(branches, None) is None

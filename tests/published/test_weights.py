@@ -109,8 +109,8 @@ def test_fresh_weights_are_drawn_alike(published: Published, name: str) -> None:
 
 
 def without_the_limits(weights: Tensor) -> Tensor:
-    """Leave out weights at the limits of the truncated normal distribution, in torch's form and in timm's.
+    """Leave out weights at the limits of timm's truncated normal distribution.
 
-    About one weight in 2**24 is drawn as an infinity and lands there, a hundred deviations away.
+    About one in 2**25 is drawn as an infinity and lands there, a hundred deviations away.
     """
     return weights[weights.abs() < 2.0].double()
