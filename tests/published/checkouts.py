@@ -31,7 +31,6 @@ HOW_TO = (
     f"set {VARIABLE} to a folder with checkouts of sail-sg/volo, named volo, and of "
     "zihangJiang/TokenLabeling, named TokenLabeling"
 )
-_CHANNELS_AT_ONCE = 100  # torchvision's Python form of RoIAlign keeps map-sized tensors for every token
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,19 @@ class Published:
     lvvit: ModuleType
     lvvit_losses: ModuleType
     targets: ModuleType  # label maps to dense targets; the training of both repositories uses these
+    weights: ModuleType  # files into networks; the training of both repositories uses these
+    volo_weights: ModuleType  # the same in the repository of VOLO, whose training does not use it
 
     def networks(self, name: str) -> ModuleType:
         """Return the module that a network is in."""
         return self.lvvit if name.startswith("lvvit") else self.volo
 
-    def network(self, name: str, *, drop_path: float = 0.0) -> Any:
-        """Build a network for 224 pixels and 1000 classes, as its training script does."""
-        return getattr(self.networks(name), name)(img_size=224, drop_path_rate=drop_path)
+    def network(
+        self, name: str, *, img_size: int = 224, num_classes: int = 1000, drop_path: float = 0.0
+    ) -> Any:
+        """Build a network as its training script does."""
+        build = getattr(self.networks(name), name)
+        return build(img_size=img_size, num_classes=num_classes, drop_path_rate=drop_path)
 
     @contextmanager
     def given_box(self, name: str, box: Box) -> Iterator[None]:
@@ -80,6 +84,8 @@ def load(folder: Path) -> Published:
             lvvit_losses=_module("published_lvvit_loss", labelling / "loss", "cross_entropy"),
             # The rest of this package reads images, by functions that timm no longer has.
             targets=_file("published_targets_of_maps", labelling / "data" / "mixup.py"),
+            weights=_module("published_weights", labelling / "utils", "utils"),
+            volo_weights=_module("published_volo_weights", folder / "volo" / "utils", "utils"),
         )
     found.targets.roi_align = _roi_align
     return found
@@ -126,5 +132,11 @@ def _roi_align(input: Tensor, boxes: Tensor, output_size: tuple[int, int]) -> Te
     from torchvision.ops.roi_align import _roi_align as lazily_compiled
 
     plain = lazily_compiled.__wrapped__
-    groups = input.split(_CHANNELS_AT_ONCE, dim=1)
-    return torch.cat([plain(group, boxes, 1.0, *output_size, -1, False) for group in groups], dim=1)
+    averages = input.new_zeros(len(boxes), input.shape[1], *output_size)
+    for row, box in zip(averages, boxes, strict=True):
+        image = input[int(box[0])]
+        # A class that no cell of the image shows has averages of zero: only the others cost time.
+        shown = image.any(dim=(1, 2)).nonzero().flatten()
+        place = torch.cat([torch.zeros(1), box[1:]]).unsqueeze(0)
+        row[shown] = plain(image[shown].unsqueeze(0), place, 1.0, *output_size, -1, False)[0]
+    return averages

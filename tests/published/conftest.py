@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import pytest
 from torch import Tensor
 
 from tests.published.checkouts import Published, load, named_folder
 
-Compare = Callable[[str, Tensor, Tensor], None]
-
 _TOLERANCE = 1e-4
 _SEEN: list[str] = []
+
+
+class Compare(Protocol):
+    """What the fixture below returns."""
+
+    def __call__(self, what: str, ours: Tensor, theirs: Tensor, tolerance: float = _TOLERANCE) -> None:
+        """Raise where the largest difference is above the tolerance."""
 
 
 @pytest.fixture(scope="session")
@@ -25,13 +30,13 @@ def published() -> Published:
 def compare() -> Compare:
     """Return compare(what, ours, theirs): both must be alike; the largest difference is told at the end."""
 
-    def look(what: str, ours: Tensor, theirs: Tensor) -> None:
+    def look(what: str, ours: Tensor, theirs: Tensor, tolerance: float = _TOLERANCE) -> None:
         assert ours.shape == theirs.shape
         assert theirs.isfinite().all()
         difference = (ours.double() - theirs.double()).abs().max().item()
         largest = theirs.abs().max().item()
         _SEEN.append(f"{what}: {difference:.1e} (largest difference, of values up to {largest:.3g})")
-        assert difference <= _TOLERANCE, _SEEN[-1]
+        assert difference <= tolerance, _SEEN[-1]
 
     return look
 

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
 import torch
 from torch import Tensor
 
 from horovod_volo.objective.loss import Labels
 from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.soft_target import SoftTarget
 from tests.published.checkouts import Published
 
 CLASSES, SIDE = 1000, 14
-_K, _MAP_SIDE = 5, 18
-
-# Neither square nor in the middle, so that rows taken for columns would show.
-BOX = Box(top=3, left=5, height=7, width=4, grid=SIDE)
+_K, _CELLS = 5, (18, 18)
 
 
-def labels_of(batch: int, seed: int) -> Labels:
+def box_on(grid: int) -> Box:
+    """Return a box neither square nor in the middle, so that rows taken for columns would show."""
+    return Box(top=grid * 3 // 14, left=grid * 5 // 14, height=grid // 2, width=grid * 2 // 7, grid=grid)
+
+
+BOX = box_on(SIDE)  # 7 x 4 cells at (3, 5)
+
+
+def labels_of(batch: int, seed: int, cells: tuple[int, int] = _CELLS, num_classes: int = CLASSES) -> Labels:
     """Draw label maps with their half-precision logits, crops, and classes."""
     random = torch.Generator().manual_seed(seed)
-    scores = 4 * torch.randn(batch, _K, _MAP_SIDE, _MAP_SIDE, generator=random) + 6
+    scores = 4 * torch.randn(batch, _K, *cells, generator=random) + 6
     scores = scores.sort(dim=1, descending=True).values.half().float()
     # Neighbours are often of one class: ids from few of the classes, other ones for each image.
-    few = torch.rand(batch, CLASSES, generator=random).argsort(dim=1)[:, : 2 * _K]  # (batch, 10)
-    order = torch.rand(batch, 2 * _K, _MAP_SIDE, _MAP_SIDE, generator=random).argsort(dim=1)[:, :_K]
+    few = torch.rand(batch, num_classes, generator=random).argsort(dim=1)[:, : 2 * _K]  # (batch, 10)
+    order = torch.rand(batch, 2 * _K, *cells, generator=random).argsort(dim=1)[:, :_K]
     ids = few.gather(1, order.flatten(1)).view_as(order)
     extents = 0.1 + 0.9 * torch.rand(batch, 2, generator=random)
     corners = (1 - extents) * torch.rand(batch, 2, generator=random)
-    classes = torch.randint(CLASSES, (batch,), generator=random)
+    classes = torch.randint(num_classes, (batch,), generator=random)
     return Labels(classes, scores, ids, torch.cat([corners, extents], dim=1))
 
 
@@ -45,10 +52,31 @@ def published_form(labels: Labels) -> Tensor:
 
 
 @cache
-def published_target(published: Published, batch: int, seed: int, side: int = SIDE) -> Tensor:
-    """Return the published dense target of the labels, (batch, classes, 2 + cells), by the published code."""
-    maps = published_form(labels_of(batch, seed))
-    target: Tensor = published.targets.mixup_target(
-        maps, CLASSES, smoothing=0.1, device="cpu", label_size=side
-    )
+def published_target(
+    published: Published, batch: int, seed: int, side: int = SIDE, cells: tuple[int, int] = _CELLS
+) -> Tensor:
+    """Return the dense target of the labels, (batch, classes, 2 + tokens), by the published code."""
+    return published_target_of(published, labels_of(batch, seed, cells), side)
+
+
+def published_target_of(
+    published: Published,
+    labels: Labels,
+    side: int,
+    num_classes: int = CLASSES,
+    precision: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the published dense target of these labels, by the published code in this precision."""
+    maps_of = published.targets.get_featuremaps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(published.targets, "get_featuremaps", lambda *a, **k: maps_of(*a, **k).to(precision))
+        target: Tensor = published.targets.mixup_target(
+            published_form(labels), num_classes, smoothing=0.1, device="cpu", label_size=side
+        )
     return target
+
+
+def written_out(target: SoftTarget, num_classes: int = CLASSES) -> Tensor:
+    """Return a soft target's rows over all classes."""
+    rows = target.uniform.unsqueeze(1).repeat(1, num_classes)
+    return rows.scatter_add(1, target.ids, target.weights)

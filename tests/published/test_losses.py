@@ -12,14 +12,17 @@ from torch import Tensor
 from horovod_volo.config.schema import Objective
 from horovod_volo.objective.loss import Labels, Teacher, build_loss
 from horovod_volo.objective.mixtoken import NO_BOX, Box
-from horovod_volo.objective.soft_target import SoftTarget, cross_entropy
+from horovod_volo.objective.soft_target import cross_entropy
 from tests.published.checkouts import Published, named_folder
 from tests.published.conftest import Compare
-from tests.published.examples import BOX, CLASSES, SIDE, labels_of, published_target
+from tests.published.examples import CLASSES, SIDE, box_on, labels_of, published_target
 
 named_folder()  # or this module is skipped
 
 BATCH, SEED = 4, 3
+# Of an odd batch the middle image is its own MixToken partner; 24 x 24 tokens have 384 pixels.
+SIZES = pytest.mark.parametrize(("batch", "side"), [(BATCH, SIDE), (3, SIDE), (5, SIDE), (2, 24), (3, 24)])
+BOXES = pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "unmixed"])
 MAPS = Objective(token_label=True, token_label_data="maps", label_geometry="reference", dense_weight=0.5)
 
 # The published loss, its settings, and ours.
@@ -42,90 +45,86 @@ def corners(box: Box) -> tuple[int, int, int, int]:
     return box.top, box.left, box.top + box.height, box.left + box.width
 
 
-def random_logits() -> tuple[Tensor, Tensor]:
+def random_logits(batch: int = BATCH, side: int = SIDE) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(4)
-    class_logits = 2 * torch.randn(BATCH, CLASSES, generator=generator)
-    token_logits = 2 * torch.randn(BATCH, SIDE * SIDE, CLASSES, generator=generator)
+    class_logits = 2 * torch.randn(batch, CLASSES, generator=generator)
+    token_logits = 2 * torch.randn(batch, side * side, CLASSES, generator=generator)
     return class_logits.requires_grad_(), token_logits.requires_grad_()
-
-
-def written_out(target: SoftTarget) -> Tensor:
-    """Return a soft target's rows over all classes."""
-    rows = target.uniform.unsqueeze(1).repeat(1, CLASSES)
-    return rows.scatter_add(1, target.ids, target.weights)
 
 
 def half_right(labels: Labels, target: Tensor) -> tuple[Labels, Tensor]:
     """Make the teacher right about every other image, in ours and in the published form."""
     best = target[:, :, 1].argmax(dim=1)
-    classes = torch.where(torch.arange(BATCH) % 2 == 0, best, (best + 1) % CLASSES)
+    classes = torch.where(torch.arange(len(best)) % 2 == 0, best, (best + 1) % CLASSES)
     target = target.clone()
     target[:, :, 0] = torch.nn.functional.one_hot(classes, CLASSES) * 0.9 + 0.1 / CLASSES
     return replace(labels, classes=classes), target
 
 
 def assert_equal(
-    compare: Compare, what: str, settings: Objective, labels: Labels, box: Box, loss: Any, target: Tensor
+    compare: Compare,
+    what: str,
+    settings: Objective,
+    labels: Labels,
+    box: Box,
+    side: int,
+    loss: Any,
+    target: Tensor,
 ) -> None:
     """Compare a loss and its gradients with a published one."""
-    own, other = random_logits(), random_logits()
-    ours = build_loss(settings, CLASSES, SIDE)(*own, labels, box).total
+    batch = len(labels.classes)
+    own, other = random_logits(batch, side), random_logits(batch, side)
+    ours = build_loss(settings, CLASSES, side)(*own, labels, box).total
     theirs = loss((*other, corners(box)), target)
-    compare(f"{what}, kept share {box.kept_share:.2f}, loss", ours, theirs)
+    compare(f"{what}, {batch} of {side} x {side}, kept share {box.kept_share:.2f}, loss", ours, theirs)
     ours.backward()
     theirs.backward()
     for one, another in zip(own, other, strict=True):
         torch.testing.assert_close(one.grad, another.grad, rtol=1e-4, atol=1e-8)
 
 
-def test_targets_of_the_image_and_of_every_token(published: Published, compare: Compare) -> None:
-    target = published_target(published, BATCH, SEED)
-    image, tokens = Teacher(CLASSES, SIDE, 0.1, "reference")(labels_of(BATCH, SEED))
-    compare("target of the image", written_out(image), target[:, :, 1])
-    compare("targets of the tokens", written_out(tokens), target[:, :, 2:].transpose(1, 2).flatten(0, 1))
-
-
-def test_the_corrected_geometry_is_another(published: Published) -> None:
-    target = published_target(published, BATCH, SEED)
-    _, tokens = Teacher(CLASSES, SIDE, 0.1, "corrected")(labels_of(BATCH, SEED))
-    apart = written_out(tokens) - target[:, :, 2:].transpose(1, 2).flatten(0, 1)
-    assert apart.abs().max() > 0.1
-
-
-@pytest.mark.parametrize("box", [BOX, NO_BOX], ids=["mixed", "unmixed"])
+@SIZES
+@BOXES
 @pytest.mark.parametrize(("module", "name", "their_settings", "our_settings"), LOSSES)
 def test_losses_of_label_maps(
     published: Published,
     compare: Compare,
-    box: Box,
+    batch: int,
+    side: int,
+    mixed: bool,
     module: str,
     name: str,
     their_settings: dict[str, Any],
     our_settings: dict[str, Any],
 ) -> None:
     loss = getattr(getattr(published, module), name)(dense_weight=0.5, cls_weight=0.75, **their_settings)
-    labels, target = half_right(labels_of(BATCH, SEED), published_target(published, BATCH, SEED))
+    labels, target = half_right(labels_of(batch, SEED), published_target(published, batch, SEED, side))
     settings = replace(MAPS, cls_weight=0.75, **our_settings)
-    assert_equal(compare, f"{module}.{name} {our_settings}", settings, labels, box, loss, target)
+    box = box_on(side) if mixed else NO_BOX
+    assert_equal(compare, f"{module}.{name} {our_settings}", settings, labels, box, side, loss, target)
 
 
-@pytest.mark.parametrize("box", [BOX, NO_BOX], ids=["mixed", "unmixed"])
+@SIZES
+@BOXES
 @pytest.mark.parametrize(("module", "name", "their_settings", "our_settings"), LOSSES)
 def test_losses_without_maps(
     published: Published,
     compare: Compare,
-    box: Box,
+    batch: int,
+    side: int,
+    mixed: bool,
     module: str,
     name: str,
     their_settings: dict[str, Any],
     our_settings: dict[str, Any],
 ) -> None:
     loss = getattr(getattr(published, module), name)(dense_weight=0.5, cls_weight=0.75, **their_settings)
-    classes = labels_of(BATCH, SEED).classes
+    classes = labels_of(batch, SEED).classes
     target = published.targets.mixup_target(classes, CLASSES, smoothing=0.1, device="cpu")
     settings = replace(MAPS, cls_weight=0.75, token_label_data="", **our_settings)
     what = f"{module}.{name} {our_settings} without maps"
-    assert_equal(compare, what, settings, Labels(classes), box, loss, target)
+    box = box_on(side) if mixed else NO_BOX
+    assert_equal(compare, what, settings, Labels(classes), box, side, loss, target)
 
 
 def test_the_loss_without_token_labels(published: Published, compare: Compare) -> None:

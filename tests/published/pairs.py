@@ -1,0 +1,132 @@
+"""A network of ours beside the published one, from the same weights, and what both make of a batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.config.schema import Objective
+from horovod_volo.models.build import build_model
+from horovod_volo.objective.loss import Labels, build_loss
+from horovod_volo.objective.mixtoken import Box
+from tests.published.checkouts import Published
+from tests.published.conftest import Compare
+from tests.published.examples import CLASSES, labels_of, published_target
+from tests.unit.network_samples import perturbed, random_images
+
+NAMES = [f"volo_d{size}" for size in range(1, 6)] + [f"lvvit_{size}" for size in "tsml"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A network of ours and the published one with its weights.
+
+    The losses are those of each repository's own command: VOLO's mixes the true class in, LV-ViT's does not.
+    """
+
+    name: str
+    ours: Any
+    theirs: Any
+
+    @property
+    def is_lvvit(self) -> bool:
+        """Say which repository the network is from."""
+        return self.name.startswith("lvvit")
+
+    @property
+    def objective(self) -> Objective:
+        """Return our settings of the published command."""
+        return Objective(
+            token_label=True,
+            token_label_data="maps",
+            label_geometry="reference",
+            ground_truth=not self.is_lvvit,
+            dense_weight=1.0 if self.is_lvvit else 0.5,
+        )
+
+    def our_loss(self, images: Tensor, labels: Labels, box: Box) -> Tensor:
+        """Return our loss of a batch."""
+        logits = self.ours.train().training_logits(images, box.exchange)
+        return build_loss(self.objective, CLASSES, box.grid)(*logits, labels, box).total
+
+    def published_loss(self, published: Published, images: Tensor, target: Tensor, box: Box) -> Tensor:
+        """Return the published loss of a batch."""
+        if self.is_lvvit:
+            criterion = published.lvvit_losses.TokenLabelCrossEntropy(dense_weight=1.0)
+        else:
+            criterion = published.volo_losses.TokenLabelGTCrossEntropy(dense_weight=0.5)
+        with published.given_box(self.name, box):
+            loss: Tensor = criterion(self.theirs.train()(images), target)
+        return loss
+
+
+def pair_of(published: Published, name: str, *, img_size: int = 224, drop_path: float = 0.0) -> Pair:
+    """Build a network of ours and give the published one its weights."""
+    torch.manual_seed(0)
+    ours = perturbed(build_model(name, img_size=img_size, num_classes=CLASSES, drop_path=drop_path))
+    theirs = published.network(name, img_size=img_size, drop_path=drop_path)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    return Pair(name, ours, theirs)
+
+
+def compare_training(
+    published: Published, compare: Compare, pair: Pair, batch: int, box: Box, *, img_size: int = 224
+) -> None:
+    """Compare the loss of a batch from its images on, its gradients, and the moved statistics."""
+    labels, target = labels_of(batch, seed=3), published_target(published, batch, 3, box.grid)
+    own, other = (random_images(batch, img_size).requires_grad_() for _ in range(2))
+    ours = pair.our_loss(own, labels, box)
+    ours.backward()
+    theirs = pair.published_loss(published, other, target, box)
+    theirs.backward()
+    what = f"{pair.name}, {batch} of {img_size} px"
+    compare(f"{what}, loss", ours, theirs)
+    assert all(gradient.any() for gradient in gradients(pair.theirs, other).values())
+    compare_gradients(compare, what, pair, own, other)
+    compare_statistics(what, pair.ours, pair.theirs)
+
+
+def compare_gradients(compare: Compare, what: str, pair: Pair, own: Tensor, other: Tensor) -> None:
+    """Compare the gradients of all parameters and of the images, of which each network has its own copy."""
+    compare_tensors(compare, f"{what}, gradients", gradients(pair.ours, own), gradients(pair.theirs, other))
+
+
+def gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of all parameters, zeros where there is none, and of the images."""
+    named = dict(model.named_parameters()) | {"images": images}
+    return {
+        name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        for name, tensor in named.items()
+    }
+
+
+def compare_tensors(
+    compare: Compare,
+    what: str,
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    tolerance: float = 1e-4,
+) -> None:
+    """Compare tensors by the norm of their difference as a share of the published one's, all and each."""
+    assert ours.keys() == theirs.keys()
+    norms = {name: torch.linalg.vector_norm(tensor).item() for name, tensor in theirs.items()}
+    apart = {name: torch.linalg.vector_norm(ours[name] - theirs[name]).item() for name in theirs}
+    shares = {name: apart[name] and apart[name] / (norms[name] or 1e-30) for name in norms}
+    farthest = max(shares, key=shares.__getitem__)
+    whole = math.hypot(*apart.values()) / math.hypot(*norms.values())
+    compare(f"{what}, relative distance", torch.tensor(whole), torch.tensor(0.0), tolerance)
+    alone = torch.tensor(shares[farthest])
+    compare(f"{what}, relative distance of {farthest}", alone, torch.tensor(0.0), tolerance)
+
+
+def compare_statistics(what: str, ours: nn.Module, theirs: nn.Module) -> None:
+    """Compare the running averages of batch norm, and how often they were moved."""
+    own, other = (dict(model.named_buffers()) for model in (ours, theirs))
+    assert own.keys() == other.keys()
+    for name, tensor in own.items():
+        assert torch.allclose(tensor, other[name], rtol=1e-5, atol=1e-6), f"{what}, {name}"

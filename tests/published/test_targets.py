@@ -1,0 +1,111 @@
+"""Targets from label maps against the published ones: maps of several sizes, crops at the edges."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from horovod_volo.objective.loss import Targets, Teacher
+from tests.published.checkouts import Published, _roi_align, named_folder
+from tests.published.conftest import Compare
+from tests.published.examples import CLASSES, labels_of, published_target_of, written_out
+
+named_folder()  # or this module is skipped
+
+BATCH, SEED = 4, 3
+# The published maps have 18 x 18 cells; teachers of other image sizes or strides give others. The
+# published code multiplies both axes by the width, so it reads maps that are higher than wide too.
+CELLS = pytest.mark.parametrize(
+    "cells", [(9, 9), (14, 14), (18, 18), (18, 12)], ids=lambda cells: "{} x {}".format(*cells)
+)
+SIDES = pytest.mark.parametrize("side", [14, 24], ids=["224px", "384px"])
+AT_THE_EDGES = torch.tensor(
+    [
+        [0.0, 0.0, 1.0, 1.0],  # the whole image
+        [0.0, 0.0, 1.0, 0.03],  # less than one cell wide
+        [0.92, 0.9, 0.08, 0.1],  # the lower right corner
+        [0.0, 0.55, 0.5, 0.45],  # along the upper edge, up to the right one
+        [0.25, 0.0, 0.75, 0.5],  # down to the lower edge
+    ]
+)
+
+
+# In single precision the published softmax adds up 1000 classes one after another. That rounds by up to
+# 5e-5 of a target; ours, and the published code where it calculates in double precision, agree ten times
+# more closely.
+PRECISIONS = pytest.mark.parametrize(
+    ("precision", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-5)], ids=["single", "double"]
+)
+
+
+def assert_equal(
+    compare: Compare,
+    what: str,
+    ours: Targets,
+    target: Tensor,
+    tolerance: float,
+) -> None:
+    """Compare the targets of a batch with published ones, (batch, classes, 2 + tokens)."""
+    tokens = target[:, :, 2:].transpose(1, 2).flatten(0, 1)
+    compare(f"{what}, image", written_out(ours.classes), target[:, :, 1], tolerance)
+    compare(f"{what}, tokens", written_out(ours.tokens), tokens, tolerance)
+
+
+@CELLS
+@SIDES
+@PRECISIONS
+def test_targets(
+    published: Published,
+    compare: Compare,
+    cells: tuple[int, int],
+    side: int,
+    precision: torch.dtype,
+    tolerance: float,
+) -> None:
+    labels = labels_of(BATCH, SEED, cells)
+    target = published_target_of(published, labels, side, precision=precision)
+    ours = Teacher(CLASSES, side, 0.1, "reference")(labels)
+    what = f"targets of {cells[0]} x {cells[1]} cells, {side} x {side}, {precision}"
+    assert_equal(compare, what, ours, target, tolerance)
+
+
+@pytest.mark.parametrize("cells", [9, 14, 18])
+@SIDES
+@PRECISIONS
+def test_targets_of_crops_at_the_edges(
+    published: Published, compare: Compare, cells: int, side: int, precision: torch.dtype, tolerance: float
+) -> None:
+    labels = replace(labels_of(len(AT_THE_EDGES), SEED, (cells, cells)), boxes=AT_THE_EDGES)
+    target = published_target_of(published, labels, side, precision=precision)
+    ours = Teacher(CLASSES, side, 0.1, "reference")(labels)
+    what = f"targets at the edges of {cells} x {cells} cells, {side} x {side}, {precision}"
+    assert_equal(compare, what, ours, target, tolerance)
+
+
+@pytest.mark.parametrize("cells", [9, 14, 18])
+@SIDES
+def test_the_corrected_geometry(published: Published, compare: Compare, cells: int, side: int) -> None:
+    """The published code gives it where it is handed its coordinates in the order that it takes them in."""
+    labels = labels_of(BATCH, SEED, (cells, cells))
+    assert labels.boxes is not None
+    swapped = replace(labels, boxes=labels.boxes[:, [1, 0, 3, 2]])  # left, top, width, height
+    target = published_target_of(published, swapped, side, precision=torch.float64)
+    ours = Teacher(CLASSES, side, 0.1, "corrected")(labels)
+    what = f"corrected targets of {cells} x {cells} cells, {side} x {side}"
+    assert_equal(compare, what, ours, target, tolerance=1e-5)
+    reference = Teacher(CLASSES, side, 0.1, "reference")(labels)
+    assert (written_out(ours.tokens) - written_out(reference.tokens)).abs().max() > 0.1
+
+
+def test_averages_of_classes_that_no_cell_shows_are_zero() -> None:
+    """The published code is run without them: their averages must be what it would have made."""
+    maps = torch.randn(2, 6, 9, 9, generator=torch.Generator().manual_seed(SEED))
+    boxes = torch.tensor([[0, 0.5, 1.0, 6.0, 7.5], [1, -0.5, 2.0, 3.0, 8.5]])
+    whole = _roi_align(maps, boxes, (14, 14))
+    maps[:, 1::2] = 0.0
+    shown = _roi_align(maps, boxes, (14, 14))
+    assert torch.equal(shown[:, ::2], whole[:, ::2])
+    assert not shown[:, 1::2].any()

@@ -1,0 +1,157 @@
+"""Ten steps of our training against ten of the published network, the published loss and plain AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.bench.synthetic import checked_config, synthetic_job
+from horovod_volo.cluster.world import World
+from horovod_volo.data.stream import Batch
+from horovod_volo.engine.job import Job
+from horovod_volo.engine.step import train_step
+from horovod_volo.objective.loss import Labels
+from horovod_volo.objective.mixtoken import Box
+from tests.published.checkouts import Published, named_folder
+from tests.published.conftest import Compare
+from tests.published.drop_path import Draw, recorded_draws_of_ours, the_published_draw
+from tests.published.examples import CLASSES, labels_of, published_target_of
+from tests.published.pairs import Pair
+
+named_folder()  # or this module is skipped
+
+STEPS, BATCH, PIXELS = 10, 4, 64
+DECAY = 0.05
+
+
+@dataclass(frozen=True)
+class Step:
+    """What both take a step with."""
+
+    images: Tensor
+    labels: Labels
+    box: Box
+    lr: float
+    draws: list[Draw]  # of drop path
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training ends in."""
+
+    losses: Tensor  # (steps,)
+    weights: dict[str, Tensor]
+    model: nn.Module
+
+
+@pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
+def test_ten_steps(published: Published, compare: Compare, name: str) -> None:
+    """Ours may be as far from the published training as rounding takes that one from itself.
+
+    AdamW divides each gradient by its own size, so rounding grows at once to a whole step where a gradient is
+    no more than rounding. How far that goes is measured: by the published training in double precision.
+    """
+    job = job_of(name)
+    begin = {key: tensor.clone() for key, tensor in job.state.model.state_dict().items()}
+    ours, steps = train_ours(job)
+    single = train_published(published, name, begin, steps, torch.float32)
+    double = train_published(published, name, begin, steps, torch.float64)
+
+    rounding = distance(single, double, begin)
+    assert 1e-5 < rounding < 1e-2  # else there is nothing to measure by
+    nothing = torch.tensor(0.0)
+    what = f"{name}, ten steps, distance as a share of the way"
+    compare(what, torch.tensor(distance(ours, single, begin)), nothing, rounding)
+    compare(
+        f"{what}, from double precision", torch.tensor(distance(ours, double, begin)), nothing, 2 * rounding
+    )
+    # Losses of 10 to 14 are rounded to about 1e-6.
+    own_rounding = (single.losses - double.losses).abs().max().item()
+    compare(f"{name}, ten losses", ours.losses, double.losses, 2 * own_rounding + 1e-6)
+    compare_statistics(name, ours.model, single.model)
+    assert all((ours.weights[key] != begin[key]).any() for key in ours.weights)
+
+
+def distance(one: Trained, other: Trained, begin: dict[str, Tensor]) -> float:
+    """Return how far two trainings end from each other, as a share of the way of the second."""
+    apart = [torch.linalg.vector_norm(one.weights[key] - end) for key, end in other.weights.items()]
+    way = [torch.linalg.vector_norm(end - begin[key]) for key, end in other.weights.items()]
+    return (torch.stack(apart).norm() / torch.stack(way).norm()).item()
+
+
+def job_of(name: str) -> Job:
+    """Build our run of the published command, but for the size of its images."""
+    lvvit = name.startswith("lvvit")
+    settings = {
+        "model": name,
+        "img_size": PIXELS,
+        "batch_size": BATCH,
+        "drop_path": 0.1,
+        "weight_decay": DECAY,
+        "token_label": True,
+        "token_label_data": "random",
+        "label_geometry": "reference",
+        "ground_truth": not lvvit,
+        "dense_weight": 1.0 if lvvit else 0.5,
+        "precision": "fp32",
+    }
+    job = synthetic_job(checked_config(settings), World.alone(), CLASSES)
+    return replace(job, lr=lambda step: 1e-4 * (step + 1))
+
+
+def train_ours(job: Job) -> tuple[Trained, list[Step]]:
+    """Take the steps by the engine; return with the result what the published training needs of them."""
+    steps, losses = [], []
+    for number in range(STEPS):
+        labels = labels_of(BATCH, seed=number)
+        images = torch.randn(BATCH, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(number))
+        box = job.mix(number, 0)
+        assert isinstance(box, Box)
+        batch = Batch(images, labels.classes, None, labels.scores, labels.ids, labels.boxes)
+        job.window.open()
+        with recorded_draws_of_ours() as draws:
+            train_step(job, iter([batch]))
+        losses.append(job.window.sums()["total"])
+        steps.append(Step(images, labels, box, job.lr(number), draws))
+    return trained(losses, job.state.model), steps
+
+
+def train_published(
+    published: Published, name: str, begin: dict[str, Tensor], steps: list[Step], precision: torch.dtype
+) -> Trained:
+    """Take the same steps with the published network and loss, and torch's own AdamW."""
+    model = published.network(name, img_size=PIXELS, drop_path=0.1)
+    model.load_state_dict(begin, strict=True)
+    pair = Pair(name, ours=None, theirs=model.to(precision))
+    optimizer = torch.optim.AdamW(groups_of(model), foreach=False, fused=False)
+    losses = []
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = step.lr
+        target = published_target_of(published, step.labels, step.box.grid, precision=torch.float64)
+        with the_published_draw(published, step.draws):
+            loss = pair.published_loss(published, step.images.to(precision), target.to(precision), step.box)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return trained(losses, model)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, object]]:
+    """Group a network's parameters by the rule of the timm that the published training asks for."""
+    exempt = model.no_weight_decay()
+    decayed, others = [], []
+    for name, parameter in model.named_parameters():
+        plain = len(parameter.shape) == 1 or name.endswith(".bias") or name in exempt
+        (others if plain else decayed).append(parameter)
+    return [{"params": others, "weight_decay": 0.0}, {"params": decayed, "weight_decay": DECAY}]
+
+
+def trained(losses: list[float], model: nn.Module) -> Trained:
+    """Put the end of a training together, in double precision."""
+    weights = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    return Trained(torch.tensor(losses, dtype=torch.float64), weights, model)
