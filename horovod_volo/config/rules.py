@@ -102,6 +102,10 @@ def _check_update(config: Config) -> None:
             "--shard-optimizer cuts tensors between ranks, and --clip-mode agc wants them whole. Use "
             "--clip-mode norm."
         )
+    if update.ema_warmup and not update.ema_decay:
+        raise UserError(
+            "--ema-warmup is about averaged weights. Give --ema-decay or --model-ema, or drop --ema-warmup."
+        )
     if config.model.allow_mismatch and not config.model.finetune:
         raise UserError("--allow-mismatch is about the weights of --finetune. Give those, or drop it.")
 

@@ -228,6 +228,12 @@ class Update:
         at_least=0.0,
         below=1.0,
     )
+    ema_warmup: bool = setting(
+        False,
+        "raise the decay of averaged weights from 0.1 to --ema-decay by (1 + step) / (10 + step), so that "
+        "the initial weights fade soon; off: the same decay from the first step, as published",
+        flags=("--model-ema-warmup",),
+    )
 
 
 @dataclass(frozen=True)

@@ -94,5 +94,6 @@ def checkpoint_facts(config: Config, derived: Derived, train: Catalog) -> dict[s
         "global_batch": derived.global_batch,
         "precision": config.exchange.precision,
         "averaged": bool(config.update.ema_decay),
+        "ema_warmup": config.update.ema_warmup,
         "optimizer": config.update.opt,
     }

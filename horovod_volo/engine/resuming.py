@@ -70,6 +70,8 @@ def restore(state: TrainState, checkpoint: Path | None, world: World) -> None:
 
 
 def _check_facts(saved: dict[str, Any], own: dict[str, Any], checkpoint: Path, ranks: int) -> None:
+    # Earlier versions did not write this fact: their averages were always warmed up.
+    saved = {"ema_warmup": saved.get("averaged", False)} | saved
     for name, value in own.items():
         if saved.get(name) != value:
             raise UserError(
@@ -85,6 +87,8 @@ def _remedy(name: str, wanted: Any, ranks: int) -> str:
         return f"With {ranks} ranks, batch size x accumulation must be {wanted // ranks}."
     if name == "global_batch":
         return f"Start a number of ranks that divides {wanted}."
+    if name == "ema_warmup":
+        return "Give --ema-warmup." if wanted else "Drop --ema-warmup."
     if name in ("images", "image_list"):
         return "Bring the training images back as they were, or begin a new run with --finetune."
     return "Give the settings of its resolved.toml, or begin a new run with --finetune."

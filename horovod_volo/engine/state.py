@@ -95,7 +95,11 @@ def build_state(
         layer_decay=update.layer_decay,
     )
     optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
-    average = Ema(model, reducer.buckets, update.ema_decay) if update.ema_decay else NoAverage()
+    average = (
+        Ema(model, reducer.buckets, update.ema_decay, warmup=update.ema_warmup)
+        if update.ema_decay
+        else NoAverage()
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=config.exchange.precision == "fp16")
     keys = STATE_KEYS[update.opt]
     return TrainState(model, reducer, optimizer, keys, average, scaler), remarks

@@ -1,5 +1,6 @@
 """A run that is stopped and started again ends in the bits of one that was not."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -87,3 +88,27 @@ def test_a_batch_that_would_shift_the_samples_is_refused(images, uninterrupted, 
     assert "With 1 ranks, batch size x accumulation must be 8." in refused.stdout
     allowed = start(images, tmp_path, "--resume", "auto", "--batch-size", "8", start_with="none", ranks=1)
     assert allowed.returncode == 0, allowed.stdout
+
+
+def forget(checkpoint: Path, *facts: str) -> None:
+    """Make a checkpoint one of an earlier version, which did not write these facts."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["checksum"]
+    for fact in facts:
+        del state[fact]
+    state["checksum"] = hashlib.sha256(json.dumps(state).encode()).hexdigest()
+    (checkpoint / "state.json").write_text(json.dumps(state))
+
+
+def test_a_run_whose_averages_were_warmed_up_resumes_as_such_alone(images, tmp_path):
+    alone = {"start_with": "none", "ranks": 1}
+    stopped = start(images, tmp_path, "--stop-at-step", "3", "--ema-warmup", **alone)
+    assert stopped.returncode == 75, stopped.stdout
+    # Earlier versions always warmed up, and did not say so.
+    forget(tmp_path / "run" / "checkpoints" / "step_00000003", "ema_warmup")
+    refused = start(images, tmp_path, "--resume", "auto", **alone)
+    assert refused.returncode == 2, refused.stdout
+    assert "has ema_warmup True, this run has False" in refused.stdout
+    assert "Give --ema-warmup." in refused.stdout
+    resumed = start(images, tmp_path, "--resume", "auto", "--ema-warmup", **alone)
+    assert resumed.returncode == 0, resumed.stdout
