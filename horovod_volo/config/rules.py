@@ -79,6 +79,11 @@ def uses_tokens(config: Config) -> bool:
     return config.objective.token_label or config.objective.mix_token
 
 
+def trains_aux_head(config: Config) -> bool:
+    """Say whether the run trains the auxiliary head, which gives the tokens' logits."""
+    return config.objective.token_label and config.objective.dense_weight > 0
+
+
 def check_side(side: int, whose: str = "") -> None:
     """Raise UserError where an image cannot be cut into whole tokens; `whose` says for what network."""
     if side % OUTPUT_STRIDE:
@@ -106,8 +111,12 @@ def _check_update(config: Config) -> None:
         raise UserError(
             "--ema-warmup is about averaged weights. Give --ema-decay or --model-ema, or drop --ema-warmup."
         )
-    if config.model.allow_mismatch and not config.model.finetune:
-        raise UserError("--allow-mismatch is about the weights of --finetune. Give those, or drop it.")
+    for flag, given in (
+        ("--allow-mismatch", config.model.allow_mismatch),
+        ("--use-ema", config.model.use_ema),
+    ):
+        if given and not config.model.finetune:
+            raise UserError(f"{flag} is about the weights of --finetune. Give those, or drop it.")
 
 
 def token_label_side(config: Config) -> int:

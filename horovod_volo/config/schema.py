@@ -94,6 +94,9 @@ class Model:
         "parameters that --finetune may leave fresh or drop, by the beginnings of their names, with commas "
         "between; heads of another number of classes need no leave",
     )
+    use_ema: bool = setting(
+        False, "of --finetune, take the averaged weights where raw and averaged ones lie together"
+    )
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ COMPANIONS = {
     "cutmix": ["--no-mix-token"],
     "token_label_data": ["--token-label"],
     "allow_mismatch": ["--finetune", "weights.pth"],
+    "use_ema": ["--finetune", "weights.pth"],
     "ema_warmup": ["--ema-decay", "0.9"],
     "ground_truth": ["--token-label", "--token-label-data", "maps"],
 }
