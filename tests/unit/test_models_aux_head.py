@@ -79,6 +79,21 @@ def test_it_is_timms_network_without_its_auxiliary_head() -> None:
     torch.testing.assert_close(theirs(images), model(images), rtol=0, atol=1e-5)
 
 
+def test_what_the_luckiest_class_gains_by_a_fresh_head_grows_with_the_classes() -> None:
+    torch.manual_seed(0)
+    model = build_model("volo_d1", img_size=224, num_classes=10, drop_path=0.0).eval()
+    gains = []
+    with torch.inference_mode():
+        tokens = model.forward_features(random_images(2, 224))[:, 1:]
+        for classes in (10, 1000, 21_841):
+            head = nn.Linear(tokens.shape[-1], classes, bias=False)
+            nn.init.trunc_normal_(head.weight, std=0.02)  # as both heads are drawn
+            added = 0.5 * head(tokens).amax(dim=1)  # (images, classes)
+            gains.append(float((added.amax(dim=1) - added.mean(dim=1)).mean()))
+    print(f"logits: {', '.join(f'{gain:.2f}' for gain in gains)}")
+    assert gains == pytest.approx([0.29, 0.54, 0.82], rel=0.1)
+
+
 # Which weights were trained
 
 
