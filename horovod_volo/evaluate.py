@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from horovod_volo.config.arguments import Parser, add_binding, whole_number
+from horovod_volo.config.arguments import Parser, add_binding, add_choice_of_weights, whole_number
 from horovod_volo.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ def _measure(chosen: argparse.Namespace, world: World) -> int:
         data_dir=chosen.data_dir,
         weights=chosen.weights,
         model=chosen.model,
+        use_ema=chosen.use_ema,
+        aux_head=chosen.aux_head,
         image_side=chosen.img_size,
         crop_pct=chosen.crop_pct,
         batch=chosen.batch_size,
@@ -114,6 +116,8 @@ def _record(question: Question, answer: Answer, ranks: int, rows: Sequence[Class
         "weights": question.weights,
         "model": network.name,
         "data": answer.images,
+        "use_ema": question.use_ema,
+        "aux_head": network.has_aux_head,
         "img_size": network.image_side,
         "crop_pct": answer.crop_pct,
         "mean": network.mean,
@@ -163,6 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a run folder, a checkpoint, a file, or timm:NAME for the weights that timm publishes",
     )
     add("--model", default="", metavar="NAME", help="the network; default: as SOURCE tells, a file does not")
+    add_choice_of_weights(parser)
     add("--img-size", type=whole_number(1), default=0, metavar="N", help="default: as it was trained")
     add("--crop-pct", type=_share, default=0.0, metavar="X", help="default: the network's own")
     add("--batch-size", "-b", type=whole_number(1), default=64, metavar="N", help="per rank (%(default)s)")

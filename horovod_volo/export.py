@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from horovod_volo.config.arguments import whole_number
+from horovod_volo.config.arguments import add_choice_of_weights, whole_number
 from horovod_volo.config.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 DONE, DIFFERS, MISTAKE = 0, 1, 2
 _TIMM_TOLERANCE, _ONNX_TOLERANCE = 1e-5, 1e-4
-_AVERAGED = "ema.safetensors"
 _ANY_BATCH = 0
 _OLDEST_OPSET, _NEWEST_OPSET = 18, 23  # that torch's exporter writes by itself; most programs read the oldest
 
@@ -68,9 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="SIDE",
         help="side of its images (the one it was trained at)",
     )
-    parser.add_argument(
-        "--averaged", action="store_true", help="of a run or checkpoint, the averaged weights"
-    )
+    add_choice_of_weights(parser)
     parser.add_argument("--onnx", action="store_true", help="write model.onnx too")
     parser.add_argument(
         "--batch",
@@ -101,8 +98,13 @@ def _export(chosen: argparse.Namespace) -> None:
     if chosen.onnx:
         onnx_file.check_packages()
     timm_folder.check_folder(chosen.folder, replace=chosen.force)
-    source = _averaged(chosen.source) if chosen.averaged else chosen.source
-    trained = load_trained(source, name=chosen.model, image_side=chosen.img_size)
+    trained = load_trained(
+        chosen.source,
+        name=chosen.model,
+        image_side=chosen.img_size,
+        use_ema=chosen.use_ema,
+        aux_head=chosen.aux_head,
+    )
     for remark in trained.remarks:
         print(remark)
     with timm_folder.whole_folder(chosen.folder, replace=chosen.force) as made:
@@ -113,15 +115,6 @@ def _export(chosen: argparse.Namespace) -> None:
         names = sorted(file.name for file in made.iterdir())
     print(f"{chosen.folder}: {trained.name} at {trained.image_side} pixels: {', '.join(names)}")
     print(timm_folder.how_timm_loads(trained.name, chosen.folder))
-
-
-def _averaged(source: str) -> str:
-    from horovod_volo.models.weights import TIMM, weights_file
-
-    file = Path(source) if source.startswith(TIMM) else weights_file(Path(source)).with_name(_AVERAGED)
-    if not file.is_file():
-        raise UserError(f"There are no averaged weights of {source}. Drop --averaged.")
-    return str(file)
 
 
 def _compare_with_timm(trained: Trained, folder: Path) -> None:

@@ -32,7 +32,6 @@ RATE, DECAY, BOUND = 1e-3, 0.05, 1.0
 KEPT = 0.9  # of the average at each step: so little that the compared steps show in it
 BYTES = 50  # a parameter: what reading and writing it, its gradient, moments and average once would take
 _COPIED_BYTES = 8  # a parameter that is copied
-_LATE = 10**9  # a step so late that averages forget at their final pace, as timm's do from the start
 _COMPARED_STEPS = 20
 _TOLERANCE = 1e-6
 _MILLISECONDS, _GIGABYTES = 1e3, 1e-9
@@ -66,7 +65,7 @@ class OurUpdate:
         with self._reducer.averaged():
             divide(self._optimizer, self._clip())
             self._optimizer.step()
-        self._average.update(_LATE)
+        self._average.update(step=0)  # without warm-up all steps are alike
 
     def averages(self) -> Iterable[Tensor]:
         """Return the averaged weights."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.bench.peers_loss import PublishedLoss
+from horovod_volo.config.rules import trains_aux_head
 from horovod_volo.config.schema import Config, Objective
 from horovod_volo.data.stream import Batch
 from horovod_volo.models.timm_door import VOLO
@@ -92,6 +93,7 @@ def volo_arguments(config: Config) -> dict[str, Any]:
         "img_size": config.model.img_size,
         "num_classes": config.model.num_classes,
         "drop_path_rate": config.model.drop_path,
+        "use_aux_head": trains_aux_head(config),
         **SIZES[config.model.model],
     }
 

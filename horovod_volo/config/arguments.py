@@ -31,6 +31,23 @@ def whole_number(least: int, most: int | None = None, *, because: str = "") -> C
     return read
 
 
+def add_choice_of_weights(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which weights of a place are taken, and which of their heads."""
+    parser.add_argument(
+        "--use-ema",
+        "--averaged",
+        action="store_true",
+        help="where raw and averaged weights lie together, take the averaged ones",
+    )
+    parser.add_argument(
+        "--aux-head",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="of VOLO and LV-ViT: add half the best token's logit, or go by the class token alone; auto: add "
+        "it where the auxiliary head was trained",
+    )
+
+
 def add_binding(parser: argparse.ArgumentParser) -> None:
     """Add the flag that says how ranks are bound to their host; the trainer has it as a setting."""
     binding = next(setting for setting in all_settings() if setting.name == "binding")

@@ -94,6 +94,11 @@ def uses_tokens(config: Config) -> bool:
     return config.objective.token_label or config.objective.mix_token
 
 
+def trains_aux_head(config: Config) -> bool:
+    """Say whether the run trains the auxiliary head, which gives the tokens' logits."""
+    return config.objective.token_label and config.objective.dense_weight > 0
+
+
 def check_side(side: int, whose: str = "") -> None:
     """Raise UserError where an image cannot be cut into whole tokens; `whose` says for what network."""
     if side % OUTPUT_STRIDE:
@@ -117,8 +122,16 @@ def _check_update(config: Config) -> None:
             "--shard-optimizer cuts tensors between ranks, and --clip-mode agc wants them whole. Use "
             "--clip-mode norm."
         )
-    if config.model.allow_mismatch and not config.model.finetune:
-        raise UserError("--allow-mismatch is about the weights of --finetune. Give those, or drop it.")
+    if update.ema_warmup and not update.ema_decay:
+        raise UserError(
+            "--ema-warmup is about averaged weights. Give --ema-decay or --model-ema, or drop --ema-warmup."
+        )
+    for flag, given in (
+        ("--allow-mismatch", config.model.allow_mismatch),
+        ("--use-ema", config.model.use_ema),
+    ):
+        if given and not config.model.finetune:
+            raise UserError(f"{flag} is about the weights of --finetune. Give those, or drop it.")
 
 
 def token_label_side(config: Config) -> int:

@@ -94,6 +94,9 @@ class Model:
         "parameters that --finetune may leave fresh or drop, by the beginnings of their names, with commas "
         "between; heads of another number of classes need no leave",
     )
+    use_ema: bool = setting(
+        False, "of --finetune, take the averaged weights where raw and averaged ones lie together"
+    )
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,12 @@ class Update:
         shorthands={"--model-ema": 0.99992},
         at_least=0.0,
         below=1.0,
+    )
+    ema_warmup: bool = setting(
+        False,
+        "raise the decay of averaged weights from 0.1 to --ema-decay by (1 + step) / (10 + step), so that "
+        "the initial weights fade soon; off: the same decay from the first step, as published",
+        flags=("--model-ema-warmup",),
     )
 
 

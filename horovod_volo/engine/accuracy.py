@@ -32,6 +32,7 @@ from horovod_volo.engine.imagenet_v2 import numbered_catalog
 from horovod_volo.engine.precision import autocast, mend_convolutions
 from horovod_volo.engine.real_labels import RealScore, read_real, score_real
 from horovod_volo.engine.shared_catalog import folder_for_lists, shared_catalog
+from horovod_volo.models.aux_head import Choice
 from horovod_volo.models.trained import Trained, load_trained
 
 Progress = Callable[[int, int], None]  # images done by this rank, of how many
@@ -44,6 +45,8 @@ class Question:
     data_dir: str
     weights: str
     model: str  # empty: the weights tell
+    use_ema: bool  # the averaged weights, where raw ones lie with them
+    aux_head: Choice  # whether the best token's logits are added
     image_side: int  # 0: the one it was trained at
     crop_pct: float  # 0: the network's own
     batch: int
@@ -137,7 +140,13 @@ def _list_images(question: Question, world: World) -> Catalog:
 
 
 def _load(question: Question, catalog: Catalog) -> Trained:
-    network = load_trained(question.weights, name=question.model, image_side=question.image_side)
+    network = load_trained(
+        question.weights,
+        name=question.model,
+        image_side=question.image_side,
+        use_ema=question.use_ema,
+        aux_head=question.aux_head,
+    )
     if network.num_classes != len(catalog.classes):
         raise UserError(
             f"{catalog.source} has {len(catalog.classes)} class folders, but the network of "

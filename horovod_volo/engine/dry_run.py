@@ -13,7 +13,7 @@ from torch import Tensor
 from horovod_volo.cluster.buckets import grouped
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.rules import notes, uses_tokens
+from horovod_volo.config.rules import notes, trains_aux_head, uses_tokens
 from horovod_volo.config.schema import Config
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
@@ -66,6 +66,7 @@ def need_of(config: Config) -> Need:
             num_classes=settings.num_classes or classes,
             drop_path=settings.drop_path,
             grad_checkpoint=settings.grad_checkpoint,
+            aux_head=trains_aux_head(config),
         )
     return Need(
         images=images,

@@ -140,7 +140,7 @@ def build_job(
         state=state,
         train_stream=streams[0],
         eval_stream=streams[1],
-        forward=training_forward(state.model, tokens=config.objective.token_label),
+        forward=training_forward(state.model),
         loss=loss,
         window=Window(LossParts._fields, share.device, lambda: streams[0].waited_seconds),
         clip=_clip(config, state),

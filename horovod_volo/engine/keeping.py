@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod_volo.config.derived import Derived
+from horovod_volo.config.rules import trains_aux_head
 from horovod_volo.config.schema import Config
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.engine.checkpoint import Files, checkpoint_path, point, prune, save_checkpoint
@@ -94,5 +95,7 @@ def checkpoint_facts(config: Config, derived: Derived, train: Catalog) -> dict[s
         "global_batch": derived.global_batch,
         "precision": config.exchange.precision,
         "averaged": bool(config.update.ema_decay),
+        "ema_warmup": config.update.ema_warmup,
+        "aux_head": trains_aux_head(config),
         "optimizer": config.update.opt,
     }

@@ -11,10 +11,11 @@ from horovod_volo.config.derived import derive
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Config
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.engine.checkpoint import find_checkpoint, has_checkpoint, read_state, read_tensors
+from horovod_volo.engine.checkpoint import Files, find_checkpoint, has_checkpoint, read_state, read_tensors
 from horovod_volo.engine.job import run_folder
 from horovod_volo.engine.keeping import checkpoint_facts
 from horovod_volo.engine.state import TrainState
+from horovod_volo.models.aux_head import AUX_HEAD
 
 
 def checkpoint_to_resume(config: Config, world: World, train: Catalog) -> Path | None:
@@ -57,19 +58,35 @@ def _not_amidst(folder: Path, checkpoint: Path) -> Path:
     return checkpoint
 
 
-def restore(state: TrainState, checkpoint: Path | None, world: World) -> None:
-    """Give all ranks rank 0's state: a checkpoint's, or the fresh one. Collective: every rank calls this."""
+def restore(state: TrainState, checkpoint: Path | None, world: World) -> list[str]:
+    """Give all ranks rank 0's state: a checkpoint's, or the fresh one. Collective: every rank calls this.
+
+    Return remarks about what of the checkpoint was not taken.
+    """
     # Only rank 0 reads: a checkpoint's tensors are too many to be shared as one object.
     saved = world.together(lambda: read_tensors(checkpoint) if checkpoint and world.is_main else {})
     facts = world.on_main(lambda: read_state(checkpoint) if checkpoint else {})
     state.step = facts.get("step", 0)
     if facts.get("scaler"):
         state.scaler.load_state_dict(facts["scaler"])
-    state.restore(saved, world)
+    fitting = _without_aux_head(saved) if getattr(state.model, "aux_head", None) is None else saved
+    state.restore(fitting, world)
     world.assert_same(state.common(), "Weights or optimizer state")
+    left_out = sum(map(len, saved.values())) - sum(map(len, fitting.values()))
+    return [f"aux_head of {checkpoint} is left out: this run does not train it"] if left_out else []
+
+
+def _without_aux_head(saved: Files) -> Files:
+    """Leave out the auxiliary head, which earlier versions kept, untrained, in runs without token labels."""
+    return {
+        file: {name: tensor for name, tensor in tensors.items() if not name.startswith(AUX_HEAD)}
+        for file, tensors in saved.items()
+    }
 
 
 def _check_facts(saved: dict[str, Any], own: dict[str, Any], checkpoint: Path, ranks: int) -> None:
+    # Earlier versions did not write these: averages were always warmed up, and there was always a head.
+    saved = {"ema_warmup": saved.get("averaged", False), "aux_head": own["aux_head"]} | saved
     for name, value in own.items():
         if saved.get(name) != value:
             raise UserError(
@@ -88,6 +105,11 @@ def _remedy(name: str, wanted: Any, ranks: int) -> str:
         )
     if name == "global_batch":
         return f"Start a number of ranks that divides {wanted}."
+    if name == "ema_warmup":
+        return "Give --ema-warmup." if wanted else "Drop --ema-warmup."
+    if name == "aux_head":
+        labels = "--token-label, and --dense-weight above 0" if wanted else "--no-token-label"
+        return f"Give {labels}, or begin a new run with --finetune."
     if name in ("images", "image_list"):
         return "Bring the training images back as they were, or begin a new run with --finetune."
     return "Give the settings of its resolved.toml, or begin a new run with --finetune."

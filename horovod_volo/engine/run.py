@@ -61,7 +61,7 @@ def prepare(config: Config, world: World, stop: StopRequest) -> tuple[Job, list[
     )
     if config.model.compile:
         world.together(partial(compile_blocks, state.model))
-    restore(state, checkpoint, world)
+    remarks = [*remarks, *restore(state, checkpoint, world)]
     tracker = world.together(partial(_tracker, config, world, state.step, derived.total_steps))
     job = build_job(config, world, images, share, state, tracker, stop)
     found = notes(config) + batch_notes(config, derived, len(images.train))

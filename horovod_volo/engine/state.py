@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
+from horovod_volo.config.rules import trains_aux_head
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.checkpoint import Files
 from horovod_volo.engine.precision import mend_convolutions
@@ -87,14 +88,15 @@ def build_state(
         num_classes=num_classes,
         drop_path=settings.drop_path,
         grad_checkpoint=settings.grad_checkpoint,
+        aux_head=trains_aux_head(config),
     )
     remarks: list[str] = []
     if finetune:
-        state = read_weights(finetune)
+        state, which = read_weights(finetune, use_ema=settings.use_ema)
         taken = load_weights(
             model, our_name(settings.model), state, finetune, allowed=settings.allow_mismatch
         )
-        remarks = [f"weights from {finetune}", *taken]
+        remarks = [f"weights from {finetune}", *which, *taken]
     model.to(device).train()
     remarks += mend_convolutions(model, config.exchange.precision, device)
     reducer = _reducer(config, world, model)
@@ -107,7 +109,11 @@ def build_state(
         layer_decay=update.layer_decay,
     )
     optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
-    average = Ema(model, reducer.buckets, update.ema_decay) if update.ema_decay else NoAverage()
+    average = (
+        Ema(model, reducer.buckets, update.ema_decay, warmup=update.ema_warmup)
+        if update.ema_decay
+        else NoAverage()
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=config.exchange.precision == "fp16")
     keys = STATE_KEYS[update.opt]
     return TrainState(model, reducer, optimizer, keys, average, scaler), remarks

@@ -67,16 +67,26 @@ def check_model(name: str, *, img_size: int, tokens: bool) -> None:
 
 
 def build_model(
-    name: str, *, img_size: int, num_classes: int, drop_path: float, grad_checkpoint: bool = False
+    name: str,
+    *,
+    img_size: int,
+    num_classes: int,
+    drop_path: float,
+    grad_checkpoint: bool = False,
+    aux_head: bool = True,
 ) -> nn.Module:
-    """Build a network with fresh weights from torch's current random state, on torch's current device."""
+    """Build a network with fresh weights from torch's current random state, on torch's current device.
+
+    `aux_head` says whether VOLO and LV-ViT get the auxiliary head that gives logits of their tokens.
+    """
     check_model(name, img_size=img_size, tokens=False)
     settings: dict[str, Any] = {"num_classes": num_classes}
+    own: dict[str, Any] = {"img_size": img_size, "drop_path_rate": drop_path, "use_aux_head": aux_head}
     model: nn.Module
     if name in SIZES:
-        model = Volo(img_size=img_size, drop_path_rate=drop_path, **settings, **SIZES[name])
+        model = Volo(**settings, **own, **SIZES[name])
     elif name in LVVIT_SIZES:
-        model = LvVit(img_size=img_size, drop_path_rate=drop_path, **settings, **LVVIT_SIZES[name])
+        model = LvVit(**settings, **own, **LVVIT_SIZES[name])
     else:
         model = _timms(name, img_size, drop_path, settings)
     if grad_checkpoint:
@@ -106,12 +116,10 @@ def _set_checkpointing(model: nn.Module, name: str) -> None:
         raise UserError(f"{name} has no activation checkpointing. Drop --grad-checkpoint.") from None
 
 
-def training_forward(model: nn.Module, *, tokens: bool = True) -> Forward:
-    """Return the network's forward pass for training; without `tokens` theirs may have no logits."""
-    if isinstance(model, Volo) and not tokens:
-        return model.class_logits
+def training_forward(model: nn.Module) -> Forward:
+    """Return the network's forward pass for training; without an auxiliary head there are no token logits."""
     if isinstance(model, Volo | LvVit):
-        return model.training_logits
+        return model.class_logits if model.aux_head is None else model.training_logits
     return partial(_class_logits, model)
 
 

@@ -93,7 +93,7 @@ class Block(TwoBranches):
 
 
 class LvVit(nn.Module):
-    """LV-ViT, trained with token labels."""
+    """LV-ViT; with an auxiliary head for its tokens it is trained with token labels."""
 
     def __init__(
         self,
@@ -107,6 +107,7 @@ class LvVit(nn.Module):
         stem_width: int,
         residual_divisor: float,
         mlp_ratio: float = 3.0,
+        use_aux_head: bool = True,
     ) -> None:
         super().__init__()
         side = img_size // _PATCH
@@ -123,8 +124,11 @@ class LvVit(nn.Module):
         )
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, num_classes)
-        self.aux_head = nn.Linear(embed_dim, num_classes)
+        self.aux_head: nn.Linear | None = nn.Linear(embed_dim, num_classes)
         self._draw_weights()
+        if not use_aux_head:
+            # Taken out after all weights were drawn: the others are the same with it and without.
+            self.aux_head = None
 
     def _draw_weights(self) -> None:
         """Draw fresh weights; convolutions and norms keep torch's."""
@@ -141,12 +145,26 @@ class LvVit(nn.Module):
         grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
         features = self._transformed(grid.flatten(1, 2))  # (batch, 1 + tokens, channels)
         own = exchange(features[:, 1:].reshape(grid.shape))
+        assert self.aux_head is not None, "without it there are class logits alone"
         return self.head(features[:, 0]), self.aux_head(own).flatten(1, 2)
 
+    def class_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
+        """Return class logits of images whose tokens `exchange` mixes, and no token logits."""
+        grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
+        logits: Tensor = self.head(self._transformed(grid.flatten(1, 2))[:, 0])
+        return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
+
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits evaluation goes by, (batch, classes): half the best token's are added."""
-        class_logits, token_logits = self._logits(self.forward_features(images))
-        return class_logits + 0.5 * token_logits.amax(dim=1)
+        """Return the logits evaluation goes by, (batch, classes).
+
+        With an auxiliary head, half the best token's are added to the class token's.
+        """
+        features = self.forward_features(images)
+        logits: Tensor = self.head(features[:, 0])
+        if self.aux_head is None:
+            return logits
+        token_logits: Tensor = self.aux_head(features[:, 1:])  # (batch, tokens, classes)
+        return logits + 0.5 * token_logits.amax(dim=1)
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Return normed features (batch, 1 + tokens, channels), the class token's first."""
@@ -162,9 +180,6 @@ class LvVit(nn.Module):
             tokens = run(block, tokens, next(kept), next(kept))
         features: Tensor = self.norm(tokens)
         return features
-
-    def _logits(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        return self.head(features[:, 0]), self.aux_head(features[:, 1:])
 
     def no_weight_decay(self) -> set[str]:
         """Name the matrices that weight decay leaves alone."""

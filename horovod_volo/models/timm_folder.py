@@ -115,17 +115,19 @@ def _features(network: nn.Module) -> int:
 def _arguments(trained: Trained) -> dict[str, Any]:
     """Return what the constructor is to be told beside the number of classes."""
     architecture = architecture_of(trained.name)
+    head = {} if trained.has_aux_head or trained.name not in OUR_MODELS else {"use_aux_head": False}
     if not is_model(architecture):
         # timm's functions for its architectures do not let layers and widths be given, its classes do.
         return {
             "img_size": trained.image_side,
             **SIZES.get(architecture, {}),
             **LVVIT_SIZES.get(architecture, {}),
+            **head,
         }
     usual = get_pretrained_cfg(architecture)
     if not usual.fixed_input_size or usual.input_size[-1] == trained.image_side:
-        return {}
-    return {"img_size": trained.image_side}
+        return head
+    return {"img_size": trained.image_side, **head}
 
 
 def _published_facts(trained: Trained) -> dict[str, Any]:
@@ -133,13 +135,17 @@ def _published_facts(trained: Trained) -> dict[str, Any]:
     if trained.name in OUR_MODELS:
         stem = "patch_embed.conv.0" if trained.name in SIZES else "patch_embed.conv1"
         timms: Mapping[str, Any] = {"fixed_input_size": True, "first_conv": stem, "pool_size": None}
-        timms = {**timms, "crop_mode": "center", "classifier": heads_of(trained.name)}
+        timms = {**timms, "crop_mode": "center", "classifier": _heads(trained)}
     else:
         timms = get_pretrained_cfg(trained.name).to_dict()
         side = timms["input_size"][-1]
         timms = timms if side == trained.image_side else {**timms, "pool_size": None}
     facts = {key: timms[key] for key in _FACTS_OF_TIMM if key in timms}
     return facts | {"interpolation": trained.interpolation}
+
+
+def _heads(trained: Trained) -> list[str]:
+    return [head for head in heads_of(trained.name) if getattr(trained.network, head) is not None]
 
 
 def how_timm_loads(name: str, folder: Path) -> str:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.recipe import load_recipe
-from horovod_volo.models.build import build_model, check_model, facts_of, heads_of, our_name
+from horovod_volo.models.aux_head import AUX_HEAD, Choice, reason_to_leave_out
+from horovod_volo.models.build import OUR_MODELS, build_model, check_model, facts_of, heads_of, our_name
 from horovod_volo.models.weights import TIMM, load_weights, read_weights, weights_file
 
 SETTINGS_OF_RUN = "resolved.toml"
@@ -31,11 +32,19 @@ class Trained:
     interpolation: str
     remarks: list[str]
 
+    @property
+    def has_aux_head(self) -> bool:
+        """Say whether half the best token's logits are added to the class token's."""
+        return getattr(self.network, "aux_head", None) is not None
 
-def load_trained(source: str, *, name: str = "", image_side: int = 0) -> Trained:
+
+def load_trained(
+    source: str, *, name: str = "", image_side: int = 0, use_ema: bool = False, aux_head: Choice = "auto"
+) -> Trained:
     """Build a network and give it the weights at `source`: a run, a checkpoint, a file or timm:NAME.
 
     `name` says which network it is where the source does not; `image_side` 0: the one it was trained at.
+    `use_ema` takes averaged weights; `aux_head` says whether evaluation adds the best token's logits.
     """
     if not source.startswith(TIMM):
         weights_file(Path(source))  # a path that leads nowhere is told before anything else
@@ -50,10 +59,14 @@ def load_trained(source: str, *, name: str = "", image_side: int = 0) -> Trained
     name = our_name(name)
     side = image_side or int(run.get("img_size", 0)) or facts.image_side
     check_model(name, img_size=side, tokens=False)
-    state = read_weights(source)
+    state, remarks = read_weights(source, use_ema=use_ema)
+    without = reason_to_leave_out(state, run, aux_head, source) if name in OUR_MODELS else ""
+    if without:
+        state = {key: tensor for key, tensor in state.items() if not key.startswith(AUX_HEAD)}
+        remarks.append(f"evaluated by the class token alone: {without}")
     classes = _classes(name, state, source)
-    network = build_model(name, img_size=side, num_classes=classes, drop_path=0.0)
-    remarks = load_weights(network, name, state, source)
+    network = build_model(name, img_size=side, num_classes=classes, drop_path=0.0, aux_head=not without)
+    remarks += load_weights(network, name, state, source)
     network.eval().requires_grad_(False)
     crop_pct = float(run.get("crop_pct", 0.0)) or facts.crop_pct
     return Trained(

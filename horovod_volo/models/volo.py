@@ -60,10 +60,15 @@ def _recomputed(block: nn.Module, tokens: Tensor, *kept: Kept) -> Tensor:
 
 
 class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
-    """timm's VOLO, trained with token labels."""
+    """timm's VOLO; with an auxiliary head for its tokens it is trained with token labels."""
 
-    def __init__(self, **settings: Any) -> None:
+    aux_head: nn.Linear | None
+
+    def __init__(self, *, use_aux_head: bool = True, **settings: Any) -> None:
         super().__init__(**settings)
+        if not use_aux_head:
+            # Taken out after all weights were drawn: the others are the same with it and without.
+            self.aux_head = None
         for number, stage in enumerate(self.network):
             if isinstance(stage, nn.Sequential):
                 remake = outlooker if number == 0 else transformer
@@ -76,6 +81,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         features = self.body(exchange(self.stem(images)))
         class_logits = self.head(self.head_drop(features[:, 0]))  # (batch, classes)
         grid = exchange(features[:, 1:].reshape(-1, *self.pos_embed.shape[1:]))
+        assert self.aux_head is not None, "without it there are class logits alone"
         return class_logits, self.aux_head(grid).flatten(1, 2)  # the latter (batch, tokens, classes)
 
     def class_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:

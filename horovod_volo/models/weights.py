@@ -10,6 +10,7 @@ import argparse
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from horovod_volo.config.errors import UserError
+from horovod_volo.models.aux_head import AUX_HEAD
 from horovod_volo.models.build import heads_of
 from horovod_volo.models.lvvit import LvVit
 from horovod_volo.models.timm_door import adapted_by_timm, downloaded_weights
@@ -25,11 +27,20 @@ from horovod_volo.models.volo import Volo
 State = Mapping[str, Tensor]
 
 TIMM = "timm:"
+_RAW_FILE, _EMA_FILE = "model.safetensors", "ema.safetensors"  # of a checkpoint
+_RAW_KEYS, _EMA_KEYS = ("state_dict", "model"), ("state_dict_ema", "model_ema")  # of timm's and DeiT's
 _FILES_OF_A_FOLDER = (
-    "model.safetensors",
-    "checkpoints/best/model.safetensors",
-    "checkpoints/last/model.safetensors",
+    _RAW_FILE,
+    f"checkpoints/best/{_RAW_FILE}",
+    f"checkpoints/last/{_RAW_FILE}",
 )
+
+
+class Weights(NamedTuple):
+    """Tensors by name, and which of several that lie in one place they are, in words."""
+
+    tensors: dict[str, Tensor]
+    remarks: list[str]
 
 
 def load_weights(model: nn.Module, name: str, state: State, source: str, *, allowed: str = "") -> list[str]:
@@ -45,6 +56,10 @@ def load_weights(model: nn.Module, name: str, state: State, source: str, *, allo
             f"{', '.join(sorted({key.rsplit('.', 1)[0] for key in left}))} begin anew: the weights are for "
             f"{len(given[left[0]])} classes, the images have {len(own[left[0]])}"
         )
+    if isinstance(model, Volo | LvVit):
+        fresh, in_words = _fit_aux_head(own, given)
+        left += fresh
+        remarks += in_words
     beginnings = tuple(part.strip() for part in allowed.split(",") if part.strip())
     misfits = _misfits(own, given, left)
     _raise_on(
@@ -73,12 +88,40 @@ def _adapted(model: nn.Module, own: State, state: State) -> tuple[dict[str, Tens
     was, new = given.get("pos_embed"), own["pos_embed"]
     if was is None or was.shape == new.shape:
         return given, []
+    laid_out: list[str] = []
+    if was.ndim == 3 and new.ndim == 4:
+        was, laid_out = _laid_out(was)
+        given["pos_embed"] = was
+    if was.shape == new.shape:
+        return given, laid_out
     old_grid, grid = _grid(was), _grid(new)
     if was.ndim != new.ndim or was.shape[-1] != new.shape[-1] or not (old_grid and grid):
         return given, []
     given["pos_embed"] = resize_position_embedding(was, old_grid, grid)
     sizes = (f"{rows} x {columns}" for rows, columns in (old_grid, grid))
-    return given, [f"position embedding resized from {' to '.join(sizes)}"]
+    return given, [*laid_out, f"position embedding resized from {' to '.join(sizes)}"]
+
+
+def _laid_out(embedding: Tensor) -> tuple[Tensor, list[str]]:
+    """Make a grid of a row of tokens without a class token's place, (1, tokens, channels), as published."""
+    side = math.isqrt(embedding.shape[1])
+    if side * side != embedding.shape[1]:
+        return embedding, []
+    return embedding.reshape(1, side, side, -1), [f"position embedding laid out as {side} x {side} tokens"]
+
+
+def _fit_aux_head(own: State, given: dict[str, Tensor]) -> tuple[list[str], list[str]]:
+    """Drop an auxiliary head that the model lacks; of one that the weights lack, name the tensors."""
+    ours, theirs = ([key for key in state if key.startswith(AUX_HEAD)] for state in (own, given))
+    if theirs and not ours:
+        for key in theirs:
+            del given[key]
+        return [], [
+            "aux_head is left out: without token labels it is not trained, and evaluation does without"
+        ]
+    if ours and not theirs:
+        return ours, ["aux_head begins anew: the weights have none"]
+    return [], []
 
 
 def _grid(embedding: Tensor) -> tuple[int, int] | None:
@@ -131,32 +174,73 @@ def _raise_on(misfits: dict[str, list[str]], source: str) -> None:
         )
 
 
-def read_weights(source: str) -> dict[str, Tensor]:
+def read_weights(source: str, *, use_ema: bool = False) -> Weights:
     """Read a file of weights; of a folder, the weights of that checkpoint or run, or its only file.
 
-    `timm:NAME` stands for the weights that timm publishes under that name.
+    `timm:NAME` stands for the weights that timm publishes under that name. Where raw and averaged weights lie
+    together, the raw ones are taken unless `use_ema` asks for the others.
     """
     if source.startswith(TIMM):
-        return downloaded_weights(source.removeprefix(TIMM))
+        if use_ema:
+            raise _no_averages(source)
+        return Weights(downloaded_weights(source.removeprefix(TIMM)), [])
     file = weights_file(Path(source))
+    if file.suffix == ".safetensors":
+        return _of_checkpoint(file, source, use_ema=use_ema)
+    content = _read(file)
+    if not isinstance(content, dict):
+        raise _no_names(file)
+    raw, averaged = (
+        next((key for key in keys if isinstance(content.get(key), dict)), "")
+        for keys in (_RAW_KEYS, _EMA_KEYS)
+    )
+    if use_ema and not averaged:
+        raise _no_averages(source)
+    taken = averaged if use_ema else raw or averaged
+    state = content[taken] if taken else content
+    if not all(isinstance(name, str) for name in state):
+        raise _no_names(file)
+    tensors = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    return Weights(tensors, _which(taken == averaged, raw, averaged) if averaged else [])
+
+
+def _of_checkpoint(file: Path, source: str, *, use_ema: bool) -> Weights:
+    """Read one of the files of a checkpoint of ours, or another one of their kind."""
+    averaged = file if file.name == _EMA_FILE else file.with_name(_EMA_FILE)
+    there = file.name in (_RAW_FILE, _EMA_FILE) and averaged.is_file()
+    if use_ema and not there:
+        raise _no_averages(source)
+    taken = averaged if use_ema else file
+    remarks = _which(taken == averaged, _RAW_FILE, _EMA_FILE) if there else []
+    return Weights(_read(taken), remarks)
+
+
+def _which(averaged_taken: bool, raw: str, averaged: str) -> list[str]:
+    if averaged_taken:
+        return [f"averaged weights ({averaged})"]
+    return [f"raw weights ({raw}); --use-ema takes the averaged ones ({averaged})"]
+
+
+def _read(file: Path) -> Any:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
         # The published training code keeps its parsed arguments beside the weights: plain values.
         with torch.serialization.safe_globals([argparse.Namespace]):
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # each format raises its own kind; all mean the same to the user
         raise UserError(
             f"{file} cannot be read as weights ({type(error).__name__}): it is damaged, or holds other "
             "objects than tensors, which are never loaded."
         ) from None
-    for key in ("state_dict_ema", "state_dict", "model"):
-        if isinstance(state, dict) and isinstance(state.get(key), dict):
-            state = state[key]
-            break
-    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise UserError(f"{file} holds no tensors by name. Save a model's state_dict() in it.")
-    return {name.removeprefix("module."): tensor for name, tensor in state.items()}
+
+
+def _no_names(file: Path) -> UserError:
+    return UserError(f"{file} holds no tensors by name. Save a model's state_dict() in it.")
+
+
+def _no_averages(source: str) -> UserError:
+    return UserError(f"There are no averaged weights of {source}. Drop --use-ema.")
 
 
 def weights_file(path: Path) -> Path:

@@ -62,13 +62,17 @@ def build_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> L
     Class logits are (batch, classes), token logits (batch, tokens, classes), already un-mixed.
     """
     if not settings.token_label:
-        return ClassLoss(settings.cls_weight, num_classes, settings.smoothing)
+        return ClassLoss(
+            lambda labels: one_hot(labels.classes, num_classes, settings.smoothing), settings.cls_weight
+        )
     targets: Callable[[Labels], Targets]
     if not settings.token_label_data:
         targets = ImageClass(num_classes, tokens_per_side, settings.smoothing)
     else:
         teacher = Teacher(num_classes, tokens_per_side, settings.smoothing, settings.label_geometry)
         targets = TeacherWithTruth(teacher) if settings.ground_truth else teacher
+    if not settings.dense_weight:  # the network then has no token logits
+        return ClassLoss(lambda labels: targets(labels).classes, settings.cls_weight)
     return TokenLabelLoss(targets, settings.cls_weight, settings.dense_weight)
 
 
@@ -94,14 +98,12 @@ class TokenLabelLoss:
 class ClassLoss:
     """Cross-entropy of the mixed class target alone; token logits are not looked at."""
 
+    target: Callable[[Labels], SoftTarget]
     class_weight: float
-    num_classes: int
-    smoothing: float
 
     def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Mix) -> LossParts:  # noqa: ARG002
         """Return the loss of one pass."""
-        target = one_hot(labels.classes, self.num_classes, self.smoothing)
-        class_loss = cross_entropy(class_logits, _mixed(target, box)).mean()
+        class_loss = cross_entropy(class_logits, _mixed(self.target(labels), box)).mean()
         return LossParts(self.class_weight * class_loss, class_loss, torch.zeros_like(class_loss))
 
 

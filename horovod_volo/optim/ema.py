@@ -1,4 +1,8 @@
-"""Weights averaged over steps, kept beside the raw ones in the same flat layout."""
+"""Weights averaged over steps, kept beside the raw ones in the same flat layout.
+
+Invariant: without warm-up, parameters and batch-norm statistics are those of timm's ModelEmaV2, up to
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 
-def decay_at(step: int, decay: float) -> float:
-    """Return the decay of a step: short memory at first, so that the fresh weights are soon forgotten."""
-    return min(decay, (1 + step) / (10 + step))
+def decay_at(step: int, decay: float, *, warmup: bool) -> float:
+    """Return the decay of a step; with warm-up it begins small, so that the initial weights soon fade."""
+    return min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
 class Average(Protocol):
@@ -39,10 +43,13 @@ class Flat(Protocol):
 
 
 class Ema:
-    """An exponential moving average of a model's parameters, which lie in `flats`; buffers are copied."""
+    """An exponential moving average of a model's parameters, which lie in `flats`, and of its statistics."""
 
-    def __init__(self, model: nn.Module, flats: Iterable[Flat], decay: float) -> None:
+    def __init__(
+        self, model: nn.Module, flats: Iterable[Flat], decay: float, *, warmup: bool = False
+    ) -> None:
         self._decay = decay
+        self._warmup = warmup
         self._average = copy.deepcopy(model).eval().requires_grad_(False)
         own = dict(self._average.named_parameters())
         sources = list(flats)
@@ -51,13 +58,20 @@ class Ema:
         for flat, average in zip(sources, self._averages, strict=True):
             for name in flat.parameters:
                 own[name].data = flat.view(average, name)
-        # Listed once: to find them among hundreds of modules takes longer than to copy them.
-        self._buffers = list(zip(self._average.buffers(), model.buffers(), strict=True))
+        # Listed once: to find them among hundreds of modules takes longer than to average them.
+        buffers = list(zip(self._average.buffers(), model.buffers(), strict=True))
+        floating = [pair for pair in buffers if pair[0].is_floating_point()]
+        self._averages += [average for average, _ in floating]
+        self._sources += [source for _, source in floating]
+        # ModelEmaV2 averages and truncates batch norm's counts of batches, which evaluation does not use; its
+        # successor copies them, and so does this.
+        self._counts = [pair for pair in buffers if not pair[0].is_floating_point()]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        torch._foreach_lerp_(self._averages, self._sources, 1.0 - decay_at(step, self._decay))
-        for average, source in self._buffers:
+        decay = decay_at(step, self._decay, warmup=self._warmup)
+        torch._foreach_lerp_(self._averages, self._sources, 1.0 - decay)
+        for average, source in self._counts:
             average.copy_(source)
 
     def models(self) -> dict[str, nn.Module]:

@@ -17,7 +17,6 @@ from horovod_volo.optim.ema import Ema
 from horovod_volo.optim.groups import parameter_groups, set_lr
 
 BOUND, DECAY, KEPT, RATE, STEPS = 0.35, 0.05, 0.9, 1e-3, 20
-LATE = 10**9  # a step so late that averages forget at their final pace
 
 
 class Sides:
@@ -67,7 +66,7 @@ class Sides:
             divide(self.optimizer, self.clip())
             self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.average.update(LATE)
+        self.average.update(step=0)  # all steps are alike
 
     def their_update(self) -> Tensor:
         norm = nn.utils.clip_grad_norm_(self.theirs.parameters(), BOUND)

@@ -1,11 +1,14 @@
 """A run that is stopped and started again ends in the bits of one that was not."""
 
+import hashlib
 import json
+import shutil
 import tomllib
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from horovod_volo.data.demo.demo_set import make_demo_set
 from tests.ranks.launching import train
@@ -117,3 +120,69 @@ def test_rates_that_cross_end_the_run_before_it_begins(images, tmp_path):
     assert refused.returncode == 2
     assert "the learning rate's peak is 1e-06, below --min-lr, which is 1e-05" in refused.stdout
     assert not (tmp_path / "run").exists()
+
+
+def forget(checkpoint: Path, *facts: str) -> None:
+    """Make a checkpoint one of an earlier version, which did not write these facts."""
+    state = json.loads((checkpoint / "state.json").read_text())
+    del state["checksum"]
+    for fact in facts:
+        del state[fact]
+    state["checksum"] = hashlib.sha256(json.dumps(state).encode()).hexdigest()
+    (checkpoint / "state.json").write_text(json.dumps(state))
+
+
+def test_a_run_whose_averages_were_warmed_up_resumes_as_such_alone(images, tmp_path):
+    alone = {"start_with": "none", "ranks": 1}
+    stopped = start(images, tmp_path, "--stop-at-step", "3", "--ema-warmup", **alone)
+    assert stopped.returncode == 75, stopped.stdout
+    # Earlier versions always warmed up, and did not say so.
+    forget(tmp_path / "run" / "checkpoints" / "step_00000003", "ema_warmup")
+    refused = start(images, tmp_path, "--resume", "auto", **alone)
+    assert refused.returncode == 2, refused.stdout
+    assert "has ema_warmup True, this run has False" in refused.stdout
+    assert "Give --ema-warmup." in refused.stdout
+    resumed = start(images, tmp_path, "--resume", "auto", "--ema-warmup", **alone)
+    assert resumed.returncode == 0, resumed.stdout
+
+
+def with_aux_head(checkpoint: Path) -> None:
+    """Make a checkpoint one of an earlier version, which kept an untrained auxiliary head."""
+    head = {"aux_head.weight": torch.full((10, 96), 0.02), "aux_head.bias": torch.zeros(10)}
+    moments = {
+        f"{name}/{key}": torch.zeros_like(tensor if key != "step" else torch.zeros(()))
+        for name, tensor in head.items()
+        for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    state = json.loads((checkpoint / "state.json").read_text())
+    for file, added in (("model", head), ("ema", head), ("optimizer", moments)):
+        path = checkpoint / f"{file}.safetensors"
+        save_file(load_file(path) | added, path)
+        state["sha256"][file] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    forget(checkpoint, "aux_head")
+
+
+def test_a_run_without_labels_resumes_without_the_auxiliary_head_it_once_had(images, tmp_path):
+    alone = ("--recipe", "demo", "--img-size", "32", "-b", "8", "--epochs", "1", "--no-token-label")
+    alone += ("--ema-decay", "0.9", "--warmup-epochs", "0")
+
+    def go_on(name: str, *arguments: str):
+        more = (*alone, "--output", str(tmp_path), "--name", name, *arguments)
+        return train(str(images), *more, ranks=1, start_with="none")
+
+    stopped = go_on("run", "--stop-at-step", "2")
+    assert stopped.returncode == 75, stopped.stdout
+    shutil.copytree(tmp_path / "run", tmp_path / "earlier" / "run", symlinks=True)
+    with_aux_head(tmp_path / "earlier" / "run" / "checkpoints" / "step_00000002")
+    assert go_on("run", "--resume", "auto").returncode == 0
+    resumed = go_on("earlier/run", "--resume", "auto")
+    assert resumed.returncode == 0, resumed.stdout
+    assert "step_00000002 is left out: this run does not train it" in resumed.stdout
+    expected, found = last_state(tmp_path), last_state(tmp_path / "earlier")
+    for file in expected:
+        assert expected[file].keys() == found[file].keys()
+        assert all(tensor.equal(found[file][name]) for name, tensor in expected[file].items())
+    refused = go_on("run", "--resume", "auto", "--token-label")
+    assert refused.returncode == 2
+    assert "Give --no-token-label, or begin a new run with --finetune." in refused.stdout

@@ -71,6 +71,7 @@ def test_mistakes_in_settings(arguments: list[str], said: str, demo_set: Path, t
         (["--shard-optimizer", "--clip-mode", "agc", "--clip-grad", "1"], "Use --clip-mode norm."),
         (["--layer-decay", "1.5"], "--layer-decay is a share and ends at 1, not 1.5."),
         (["--allow-mismatch", "head"], "--allow-mismatch is about the weights of --finetune."),
+        (["--use-ema"], "--use-ema is about the weights of --finetune."),
         (["--model", "vgg11", *PLAIN, "--drop-path", "0.1"], "timm does not build vgg11 with these settings"),
         (["--model", "vgg11", *PLAIN, "--grad-checkpoint"], "vgg11 has no activation checkpointing."),
         (["--model", "test_resnet", *PLAIN, "--finetune", "timm:resnet1"], "timm knows no model 'resnet1'."),

@@ -24,6 +24,7 @@ FURTHER_FLAGS = {
     "accumulation": ["--local-accumulation"],
     "precision": ["--apex-amp", "--native-amp", "--amp"],
     "ema_decay": ["--model-ema"],
+    "ema_warmup": ["--model-ema-warmup", "--no-model-ema-warmup"],
 }
 # Per setting, two values besides the default. Where none are given, the kind of the default decides.
 EXAMPLES: dict[str, tuple[Any, Any]] = {
@@ -50,6 +51,8 @@ COMPANIONS = {
     "cutmix": ["--no-mix-token"],
     "token_label_data": ["--token-label"],
     "allow_mismatch": ["--finetune", "weights.pth"],
+    "use_ema": ["--finetune", "weights.pth"],
+    "ema_warmup": ["--ema-decay", "0.9"],
     "ground_truth": ["--token-label", "--token-label-data", "maps"],
 }
 

@@ -62,6 +62,7 @@ def test_what_is_near_to_nothing_gets_no_guess() -> None:
         (["--drop-path", "1"], "--drop-path must be below 1, not 1.0."),
         (["--smoothing", "-0.1"], "--smoothing must be at least 0, not -0.1."),
         (["--ema-decay", "1.0"], "--ema-decay must be below 1"),
+        (["--model-ema-warmup"], "--ema-warmup is about averaged weights. Give --ema-decay or --model-ema"),
         (["--bucket-mib", "0"], "--bucket-mib must be at least 0.001"),
         (["--lr", "nan"], "--lr takes a finite number"),
         (["--bucket-mib", "inf"], "--bucket-mib takes a finite number"),

@@ -230,6 +230,35 @@ def test_timm_makes_the_same_network_of_a_folder(name, side, architecture, argum
     assert timm_difference(network, made) == pytest.approx(0.5, abs=1e-3)
 
 
+@pytest.mark.parametrize("name", ["volo_demo", "volo_d1", "lvvit_t"])
+def test_a_network_without_an_auxiliary_head_is_exported_as_such(name: str, tmp_path: Path) -> None:
+    """A head that was never trained is left out: timm's argument for that is in the configuration."""
+    side, classes = 64, 7
+    torch.manual_seed(0)
+    source = build_model(name, img_size=side, num_classes=classes, drop_path=0.0)
+    torch.save(source.state_dict(), tmp_path / "weights.pt")
+    network = load_trained(str(tmp_path / "weights.pt"), name=name, image_side=side)
+    with torch.inference_mode():
+        images = random(2, 3, side, side)
+        of_class = source.eval().head(source.forward_features(images)[:, 0])
+        torch.testing.assert_close(network.network(images), of_class)
+    made = exported(tmp_path, network)
+    config = json.loads((made / CONFIG).read_text())
+    assert config["model_args"]["use_aux_head"] is False
+    assert config["pretrained_cfg"]["classifier"] == ["head"]
+    assert not any(key.startswith("aux_head") for key in load_file(made / WEIGHTS))
+    if name != "lvvit_t":  # which timm does not have
+        assert timm_difference(network, made) <= 1e-5
+    if name == "volo_demo":
+        file = tmp_path / "model.onnx"
+        write_onnx(network.network, file, image_side=side, batch=0, opset=18)
+        assert onnx_difference(network.network, file, image_side=side, batches=(1, 3)) <= 1e-4
+    again = load_trained(str(made), name=name, image_side=side)
+    assert "evaluated by the class token alone: the weights have no auxiliary head" in again.remarks
+    with torch.inference_mode():
+        assert torch.equal(again.network(images), network.network(images))
+
+
 def test_images_are_resized_as_the_weights_were_trained(tmp_path: Path) -> None:
     network = trained(tmp_path, "resnet18", 64)
     for interpolation in ("bilinear", "bicubic"):
@@ -273,6 +302,7 @@ def test_timm_needs_nothing_of_ours(tmp_path: Path) -> None:
     made = exported(tmp_path, network)
     config = json.loads((made / CONFIG).read_text())
     assert (config["architecture"], config["model_args"]) == ("volo_d1_224", {"img_size": 64})
+    assert config["pretrained_cfg"]["classifier"] == ["head", "aux_head"]
     torch.save(images, tmp_path / "images.pt")
     words = [sys.executable, "-c", PLAIN_TIMM, made, tmp_path / "images.pt", tmp_path / "logits.pt"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -138,6 +138,33 @@ def test_heads_of_other_classes_begin_anew() -> None:
         load_weights(target, "volo_demo", odd, "some.pth")
 
 
+def without_aux_head(state: State) -> State:
+    return {name: tensor for name, tensor in state.items() if not name.startswith("aux_head")}
+
+
+@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
+def test_a_network_without_an_auxiliary_head_leaves_one_out(name: str) -> None:
+    source = build_model(name, img_size=32, num_classes=10, drop_path=0.0).state_dict()
+    target = build_model(name, img_size=32, num_classes=10, drop_path=0.0, aux_head=False)
+    remarks = load_weights(target, name, source, "some.pth")
+    assert remarks[1:] == [
+        "aux_head is left out: without token labels it is not trained, and evaluation does without"
+    ]
+    assert same(target.state_dict(), without_aux_head(source))
+
+
+def test_an_auxiliary_head_that_the_weights_lack_begins_anew() -> None:
+    source, target = without_aux_head(small()), demo(seed=1)
+    fresh = target.aux_head.weight.clone()
+    remarks = load_weights(target, "volo_demo", source, "some.pth")
+    assert remarks[1:] == ["aux_head begins anew: the weights have none"]
+    assert same(without_aux_head(target.state_dict()), source)
+    assert torch.equal(target.aux_head.weight, fresh)
+    half = without(small(), "aux_head.bias")
+    with pytest.raises(UserError, match=r"1 missing \(first: aux_head.bias\)"):
+        load_weights(target, "volo_demo", half, "some.pth")
+
+
 def test_what_may_differ_is_allowed_by_name() -> None:
     target = demo(seed=1)
     fresh = {name: tensor.clone() for name, tensor in target.state_dict().items()}
@@ -155,6 +182,19 @@ def test_what_may_differ_is_allowed_by_name() -> None:
     ]
     for name, tensor in target.state_dict().items():
         assert torch.equal(tensor, fresh[name] if name.startswith("norm.") else state[name]), name
+
+
+@pytest.mark.parametrize("side", [4, 6])
+def test_a_row_of_tokens_without_a_class_token_is_laid_out_as_a_grid(side: int) -> None:
+    """As the published loading does: (1, 196, channels) is 14 x 14."""
+    source, target = small(), demo(seed=1)
+    row = torch.randn(1, side * side, 96, generator=torch.Generator().manual_seed(0))
+    remarks = load_weights(target, "volo_demo", source | {"pos_embed": row}, "some.pth")
+    assert remarks[1] == f"position embedding laid out as {side} x {side} tokens"
+    assert remarks[2:] == ([] if side == 4 else ["position embedding resized from 6 x 6 to 4 x 4"])
+    grid = row[0].numpy().reshape(side, side, 96)
+    expected = grid if side == 4 else resized_slowly(grid, 4, 4)
+    assert target.pos_embed.detach()[0].numpy() == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_row_of_tokens_is_resized_as_its_grid() -> None:
@@ -198,7 +238,8 @@ PREFIXED = {f"module.{name}": tensor for name, tensor in STATE.items()}
         {"state_dict": STATE, "epoch": 3},
         {"state_dict": PREFIXED},
         {"model": STATE},
-        {"state_dict_ema": STATE, "state_dict": {"head.weight": torch.zeros(1)}},
+        {"state_dict": STATE, "state_dict_ema": {"head.weight": torch.zeros(1)}},
+        {"state_dict_ema": STATE},
         # As the published training code saves: with its settings and the optimizer's state.
         {
             "arch": "volo_d1",
@@ -207,17 +248,62 @@ PREFIXED = {f"module.{name}": tensor for name, tensor in STATE.items()}
             "state_dict": STATE,
         },
     ],
-    ids=["plain", "module", "state_dict", "both", "model", "ema", "published"],
+    ids=["plain", "module", "state_dict", "both", "model", "raw and ema", "ema", "published"],
 )
 @pytest.mark.parametrize("name", ["weights.pth", "weights.pth.tar", "weights.pt"])
 def test_torch_files_of_every_kind(content: dict[str, Any], name: str, tmp_path: Path) -> None:
     torch.save(content, tmp_path / name)
-    assert same(read_weights(str(tmp_path / name)), STATE)
+    assert same(read_weights(str(tmp_path / name)).tensors, STATE)
+
+
+@pytest.mark.parametrize(("raw", "averaged"), [("state_dict", "state_dict_ema"), ("model", "model_ema")])
+def test_of_raw_and_averaged_weights_the_raw_are_taken_unless_asked(
+    raw: str, averaged: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "weights.pth"
+    others = {name: tensor + 1 for name, tensor in STATE.items()}
+    torch.save({averaged: others, raw: STATE, "epoch": 3}, file)
+    tensors, remarks = read_weights(str(file))
+    assert same(tensors, STATE)
+    assert remarks == [f"raw weights ({raw}); --use-ema takes the averaged ones ({averaged})"]
+    tensors, remarks = read_weights(str(file), use_ema=True)
+    assert same(tensors, others)
+    assert remarks == [f"averaged weights ({averaged})"]
+
+
+def test_of_a_checkpoint_the_raw_weights_are_taken_unless_asked(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoints" / "best"
+    write(checkpoint / "model.safetensors", 1)
+    assert read_weights(str(tmp_path)).remarks == []
+    with pytest.raises(UserError, match=r"There are no averaged weights of .*Drop --use-ema\."):
+        read_weights(str(tmp_path), use_ema=True)
+    write(checkpoint / "ema.safetensors", 2)
+    write(checkpoint / "optimizer.safetensors", 3)
+    raw = "raw weights (model.safetensors); --use-ema takes the averaged ones (ema.safetensors)"
+    averaged = "averaged weights (ema.safetensors)"
+    for source, use_ema, number, remarks in (
+        (tmp_path, False, 1, [raw]),
+        (tmp_path, True, 2, [averaged]),
+        (checkpoint, True, 2, [averaged]),
+        (checkpoint / "model.safetensors", False, 1, [raw]),
+        (checkpoint / "model.safetensors", True, 2, [averaged]),
+        (checkpoint / "ema.safetensors", False, 2, [averaged]),
+        (checkpoint / "optimizer.safetensors", False, 3, []),
+    ):
+        found = read_weights(str(source), use_ema=use_ema)
+        assert (float(found.tensors["number"]), found.remarks) == (number, remarks)
+
+
+@pytest.mark.parametrize("source", ["{folder}/weights.pth", "timm:volo_d1_224"])
+def test_averages_that_are_not_there_are_not_replaced_by_others(source: str, tmp_path: Path) -> None:
+    torch.save({"state_dict": STATE}, tmp_path / "weights.pth")
+    with pytest.raises(UserError, match=r"There are no averaged weights of .*Drop --use-ema\."):
+        read_weights(source.format(folder=tmp_path), use_ema=True)
 
 
 def test_safetensors(tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "weights.safetensors")
-    assert same(read_weights(str(tmp_path / "weights.safetensors")), STATE)
+    assert same(read_weights(str(tmp_path / "weights.safetensors")).tensors, STATE)
 
 
 def write(path: Path, number: float) -> None:
@@ -230,16 +316,16 @@ def test_a_folder_stands_for_its_weights(tmp_path: Path) -> None:
     """Each file written below goes before those written earlier."""
     run = tmp_path / "run"
     write(run / "downloaded.pth", 1)
-    assert read_weights(str(run))["number"] == 1
+    assert read_weights(str(run)).tensors["number"] == 1
     write(run / "checkpoints" / "step_00000002" / "model.safetensors", 2)
     (run / "checkpoints" / "last").symlink_to("step_00000002")
-    assert read_weights(str(run))["number"] == 2
+    assert read_weights(str(run)).tensors["number"] == 2
     write(run / "checkpoints" / "step_00000001" / "model.safetensors", 3)
     (run / "checkpoints" / "best").symlink_to("step_00000001")
-    assert read_weights(str(run))["number"] == 3
-    assert read_weights(str(run / "checkpoints" / "last"))["number"] == 2
+    assert read_weights(str(run)).tensors["number"] == 3
+    assert read_weights(str(run / "checkpoints" / "last")).tensors["number"] == 2
     write(run / "model.safetensors", 4)
-    assert read_weights(str(run))["number"] == 4
+    assert read_weights(str(run)).tensors["number"] == 4
 
 
 def test_a_folder_of_several_or_no_weights_is_refused(tmp_path: Path) -> None:

@@ -176,3 +176,15 @@ def test_logits_of_a_graph_make_room_for_their_gradient() -> None:
     extra = peak_extra_bytes(consuming, torch.device("cpu"))
     assert extra < given.numel() * given.element_size() / 4
     torch.testing.assert_close(grads[0], leaf.grad, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("settings", [Objective(token_label=True), TEACHER], ids=["class", "teacher"])
+def test_without_a_weight_for_tokens_no_token_logits_are_wanted(settings: Objective) -> None:
+    """The network then has no head for them."""
+    labels, (class_logits, token_logits) = labels_with_maps(), random_logits()
+    wanted = build_loss(settings, CLASSES, SIDE)(class_logits, token_logits, labels, BOX)
+    loss = build_loss(replace(settings, dense_weight=0.0), CLASSES, SIDE)
+    found = loss(class_logits, token_logits[:, :0], labels, BOX)
+    torch.testing.assert_close(found.class_loss, wanted.class_loss)
+    torch.testing.assert_close(found.total, settings.cls_weight * wanted.class_loss)
+    assert float(found.token_loss) == 0.0

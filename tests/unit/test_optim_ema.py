@@ -1,10 +1,15 @@
-"""Averaged weights against their definition, step by step."""
+"""Averaged weights against timm's and against their definition, step by step."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+import horovod_volo.models.timm_door  # noqa: F401  # torchvision imports only after it
+
+# isort: split
+from timm.utils import ModelEmaV2
 
 from horovod_volo.cluster.buckets import Bucket, fill_buckets
 from horovod_volo.optim.ema import Ema, NoAverage, decay_at
@@ -38,20 +43,45 @@ def train_a_little(model: nn.Module, step: int) -> None:
         (100, 0.0, 0.0),
     ],
 )
-def test_the_decay_of_a_step(step: int, decay: float, expected: float) -> None:
-    assert decay_at(step, decay) == pytest.approx(expected, rel=1e-12)
+def test_the_decay_of_a_step_in_the_warm_up(step: int, decay: float, expected: float) -> None:
+    assert decay_at(step, decay, warmup=True) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_decay_never_falls() -> None:
-    decays = [decay_at(step, 0.999) for step in range(20_000)]
+    decays = [decay_at(step, 0.999, warmup=True) for step in range(20_000)]
     assert decays == sorted(decays)
     assert decays[-1] == 0.999
 
 
-@pytest.mark.parametrize("decay", [0.5, 0.9999])
-def test_updates_follow_the_definition(decay: float) -> None:
+def test_without_warm_up_all_steps_are_alike() -> None:
+    assert {decay_at(step, 0.999, warmup=False) for step in range(20_000)} == {0.999}
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.99992])
+def test_averages_are_those_of_timm(decay: float) -> None:
+    """Batch norm's statistics are averaged too; its counts are copied, as by timm's newer class."""
     model = network()
-    average = Ema(model, flats(model), decay)
+    average, theirs = Ema(model, flats(model), decay), ModelEmaV2(model, decay=decay)
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for step in range(50):
+        train_a_little(model, step)
+        average.update(step)
+        theirs.update(model)
+    expected = theirs.module.state_dict()
+    assert average.tensors().keys() == expected.keys()
+    for name, found in average.tensors().items():
+        if name.endswith("num_batches_tracked"):
+            assert int(found) == 50
+        else:
+            torch.testing.assert_close(found, expected[name], rtol=1e-6, atol=1e-6)
+            assert not torch.equal(found, initial[name]), name
+            assert not torch.equal(found, model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9999])
+def test_warmed_up_updates_follow_the_definition(decay: float) -> None:
+    model = network()
+    average = Ema(model, flats(model), decay, warmup=True)
     expected = [parameter.detach().double() for parameter in model.parameters()]
     for step in range(30):
         train_a_little(model, step)
@@ -73,17 +103,6 @@ def test_averages_lie_in_as_few_tensors_as_the_weights() -> None:
     assert len(storages) == len(buckets) > 1
     for name, parameter in average.models()["ema"].named_parameters():
         assert torch.equal(parameter, model.get_parameter(name))
-
-
-def test_statistics_are_copied_not_averaged() -> None:
-    model = network()
-    average = Ema(model, flats(model), 0.9999)
-    for step in range(3):
-        train_a_little(model, step)
-        average.update(step)
-    for (name, found), wanted in zip(average.models()["ema"].named_buffers(), model.buffers(), strict=True):
-        assert torch.equal(found, wanted), name
-    assert int(average.tensors()["1.num_batches_tracked"]) == 3
 
 
 def test_the_average_is_apart_from_the_model() -> None:

@@ -1,0 +1,205 @@
+"""The auxiliary head has a say in evaluation where it was trained, and there alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from network_samples import perturbed, random_images, unchanged
+from torch import Tensor, nn
+
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.world import World
+from horovod_volo.config.errors import UserError
+from horovod_volo.config.schema import Exchange, Objective
+from horovod_volo.models.aux_head import reason_to_leave_out
+from horovod_volo.models.build import build_model, training_forward
+from horovod_volo.models.timm_door import VOLO
+from horovod_volo.models.trained import load_trained
+from horovod_volo.models.volo import SIZES
+from horovod_volo.objective.loss import Labels, build_loss
+from horovod_volo.objective.mixtoken import NO_BOX
+from horovod_volo.optim.build import Name, build_optimizer
+from horovod_volo.optim.groups import parameter_groups, set_lr
+
+CLASSES, SIDE = 10, 32
+NEVER = "the auxiliary head was never trained, its biases are all 0"
+
+
+def network(name: str = "volo_demo", *, aux_head: bool = True, classes: int = CLASSES) -> nn.Module:
+    torch.manual_seed(0)
+    return build_model(name, img_size=SIDE, num_classes=classes, drop_path=0.0, aux_head=aux_head)
+
+
+def without_head(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in state.items() if not name.startswith("aux_head.")}
+
+
+# Networks without
+
+
+@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
+def test_fresh_weights_are_the_same_with_it_and_without(name: str) -> None:
+    own = network(name, aux_head=False).state_dict()
+    expected = without_head(network(name).state_dict())
+    assert own.keys() == expected.keys()
+    assert all(torch.equal(own[key], tensor) for key, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
+@torch.inference_mode()
+def test_without_it_the_class_token_decides_alone(name: str) -> None:
+    whole, images = perturbed(network(name)).eval(), random_images(3, SIDE)
+    model = network(name, aux_head=False).eval()
+    model.load_state_dict(without_head(whole.state_dict()))
+    features = whole.forward_features(images)
+    torch.testing.assert_close(model(images), whole.head(features[:, 0]))
+    assert (model(images) - whole(images)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
+@torch.inference_mode()
+def test_it_is_trained_by_the_class_logits_alone(name: str) -> None:
+    whole = perturbed(network(name))
+    model = network(name, aux_head=False)
+    model.load_state_dict(without_head(whole.state_dict()))
+    images = random_images(4, SIDE)
+    for exchange in (unchanged, lambda grid: grid.flip(0)):
+        class_logits, token_logits = training_forward(model)(images, exchange)
+        torch.testing.assert_close(class_logits, training_forward(whole)(images, exchange)[0])
+        assert token_logits.shape == (4, 0, CLASSES)
+
+
+@torch.inference_mode()
+def test_it_is_timms_network_without_its_auxiliary_head() -> None:
+    model, images = perturbed(network(aux_head=False)).eval(), random_images(2, SIDE)
+    theirs = VOLO(img_size=SIDE, num_classes=CLASSES, use_aux_head=False, **SIZES["volo_demo"]).eval()
+    theirs.load_state_dict(model.state_dict())
+    torch.testing.assert_close(theirs(images), model(images), rtol=0, atol=1e-5)
+
+
+def test_what_the_luckiest_class_gains_by_a_fresh_head_grows_with_the_classes() -> None:
+    torch.manual_seed(0)
+    model = build_model("volo_d1", img_size=224, num_classes=10, drop_path=0.0).eval()
+    gains = []
+    with torch.inference_mode():
+        tokens = model.forward_features(random_images(2, 224))[:, 1:]
+        for classes in (10, 1000, 21_841):
+            head = nn.Linear(tokens.shape[-1], classes, bias=False)
+            nn.init.trunc_normal_(head.weight, std=0.02)  # as both heads are drawn
+            added = 0.5 * head(tokens).amax(dim=1)  # (images, classes)
+            gains.append(float((added.amax(dim=1) - added.mean(dim=1)).mean()))
+    print(f"logits: {', '.join(f'{gain:.2f}' for gain in gains)}")
+    assert gains == pytest.approx([0.29, 0.54, 0.82], rel=0.1)
+
+
+# Which weights were trained
+
+
+def trained(
+    objective: Objective, *, opt: Name = "adamw", steps: int = 3, classes: int = CLASSES
+) -> nn.Module:
+    """Train a network that has the head for some steps, as every version with a head for all networks did."""
+    model = network(classes=classes).train()
+    reducer = Reducer(model, World.alone(), Exchange(compression="none"), passes=1)
+    named = dict(model.named_parameters())
+    groups = parameter_groups(named, named, exempt=(), weight_decay=0.05, layers={}, layer_decay=1.0)
+    optimizer = build_optimizer(opt, groups, momentum=0.9)
+    set_lr(optimizer, 0.01)
+    loss = build_loss(objective, classes, SIDE // 16)
+    for step in range(steps):
+        labels = Labels(torch.arange(4) + step)
+        logits = model.training_logits(random_images(4, SIDE), unchanged)
+        loss(*logits, labels, NO_BOX).total.backward()
+        with reducer.averaged():
+            optimizer.step()
+    return model
+
+
+def judged(model: nn.Module) -> str:
+    return reason_to_leave_out(model.state_dict(), {}, "auto", "some.pth")
+
+
+@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
+def test_a_fresh_head_is_left_out(name: str) -> None:
+    assert judged(network(name)) == NEVER
+
+
+@pytest.mark.parametrize("opt", ["adamw", "lamb", "lars", "sgd"])
+@pytest.mark.parametrize("objective", [Objective(), Objective(token_label=True, dense_weight=0.0)])
+def test_a_head_that_no_loss_trained_is_left_out_though_it_decays(objective: Objective, opt: Name) -> None:
+    model = trained(objective, opt=opt)
+    fresh = network()
+    assert not torch.equal(model.head.bias, fresh.head.bias), "nothing was trained"
+    assert judged(model) == NEVER
+    assert not torch.equal(model.aux_head.weight, fresh.aux_head.weight), "it does not decay"
+
+
+@pytest.mark.parametrize("opt", ["adamw", "lamb", "lars", "sgd"])
+def test_a_head_of_one_step_has_its_say(opt: Name) -> None:
+    model = trained(Objective(token_label=True), opt=opt, steps=1)
+    assert judged(model) == ""
+    assert model.aux_head.bias.all()
+
+
+def test_a_head_of_many_classes_has_its_say_after_one_step() -> None:
+    model = trained(Objective(token_label=True), steps=1, classes=21_841)
+    assert model.aux_head.bias.all()
+
+
+@pytest.mark.parametrize(
+    ("run", "reason"),
+    [
+        ({}, ""),
+        ({"token_label": True, "dense_weight": 0.5}, ""),
+        ({"token_label": False, "dense_weight": 0.5}, "the run did not train the auxiliary head"),
+        ({"token_label": True, "dense_weight": 0.0}, "the run did not train the auxiliary head"),
+    ],
+)
+def test_the_settings_of_the_run_tell_too(run: dict[str, object], reason: str) -> None:
+    """A head that came with the weights a run was fine-tuned from was trained for another trunk."""
+    state = perturbed(network()).state_dict()
+    assert reason_to_leave_out(state, run, "auto", "some.pth") == reason
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    torch.save(perturbed(network()).state_dict(), tmp_path / "weights.pth")
+    (tmp_path / "resolved.toml").write_text(f'[model]\nmodel = "volo_demo"\nimg_size = {SIDE}\n')
+    return tmp_path
+
+
+def test_weights_are_loaded_without_it_or_with_it(run_folder: Path) -> None:
+    images, whole = random_images(2, SIDE), perturbed(network()).eval()
+    recipe = run_folder / "resolved.toml"
+    known = recipe.read_text()
+    for settings, choice, has in (
+        ("", "auto", True),
+        ("", "off", False),
+        ("[objective]\ntoken_label = false\n", "auto", False),
+        ("[objective]\ntoken_label = false\n", "on", True),
+    ):
+        recipe.write_text(known + settings)
+        loaded = load_trained(str(run_folder), aux_head=choice)
+        assert loaded.has_aux_head == has
+        assert any("evaluated by the class token alone" in remark for remark in loaded.remarks) != has
+        with torch.inference_mode():
+            expected = whole(images) if has else whole.head(whole.forward_features(images)[:, 0])
+            torch.testing.assert_close(loaded.network(images), expected)
+
+
+def test_a_head_that_is_not_there_cannot_be_asked_for(run_folder: Path) -> None:
+    torch.save(without_head(network().state_dict()), run_folder / "weights.pth")
+    loaded = load_trained(str(run_folder))
+    assert "evaluated by the class token alone: the weights have no auxiliary head" in loaded.remarks
+    with pytest.raises(UserError, match=r"have no auxiliary head\. Drop --aux-head on"):
+        load_trained(str(run_folder), aux_head="on")
+
+
+def test_networks_of_timm_are_left_as_they_are(tmp_path: Path) -> None:
+    model = build_model("test_vit", img_size=160, num_classes=5, drop_path=0.0)
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    loaded = load_trained(str(tmp_path), name="test_vit")
+    assert not loaded.has_aux_head
+    assert not any("class token" in remark for remark in loaded.remarks)
