@@ -41,6 +41,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "lr_changes": ("epoch", "step"),
     "layer_decay": (0.75, 0.5),
     "label_geometry": ("reference", "corrected"),
+    "map_geometry": ("whole", "centre-crop:576:576"),
 }
 # What a setting cannot do without.
 COMPANIONS = {
@@ -48,6 +49,7 @@ COMPANIONS = {
     "cutmix": ["--no-mix-token"],
     "token_label_data": ["--token-label"],
     "allow_mismatch": ["--finetune", "weights.pth"],
+    "map_geometry": ["--token-label", "--token-label-data", "maps"],
     "ground_truth": ["--token-label", "--token-label-data", "maps"],
 }
 
