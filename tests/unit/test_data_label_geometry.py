@@ -76,9 +76,7 @@ def test_published_maps_are_assumed_to_be_centre_crops(tmp_path, catalog):
     maps = PublishedMaps(folder, catalog)
     assert (maps.geometry, maps.geometry_assumed) == (PUBLISHED, True)
     (remark,) = geometry_remark(folder, maps)
-    assert (
-        "assumed to cover the centre crop of it (centre-crop:576:576) of its image: the published" in remark
-    )
+    assert "assumed to cover the image's centre crop (centre-crop:576:576): the published" in remark
     assert f"tools/labels verify {folder} --data DATA_DIR --teacher NAME" in remark
     stated = open_labels(folder, catalog, None, WHOLE)
     assert (stated.geometry, geometry_remark(folder, stated)) == (WHOLE, [])

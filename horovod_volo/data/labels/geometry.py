@@ -46,7 +46,7 @@ class MapGeometry:
     @property
     def described(self) -> str:
         """Tell it in words."""
-        return f"the centre crop of it ({self})" if self.resize else "the whole image"
+        return f"the image's centre crop ({self})" if self.resize else "the whole image"
 
     def covered(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
         """Return top, left, height and width of what maps cover, (batch, 4), as fractions of the images.
@@ -81,7 +81,7 @@ def assumption(folder: object, geometry: MapGeometry) -> str:
         else "they are not square, as maps of a centre crop are"
     )
     return (
-        f"a label map in {folder} is assumed to cover {geometry.described} of its image: {reason}. Test it "
+        f"a label map in {folder} is assumed to cover {geometry.described}: {reason}. Test it "
         f"with tools/labels verify {folder} --data DATA_DIR --teacher NAME; state it with --map-geometry "
         f"whole or {CENTRE_CROP}:RESIZE:SIZE"
     )
