@@ -191,9 +191,9 @@ def _table(found: Found, *, compared: bool) -> str:
 
 
 def _coverage(facts: StoreFacts) -> str:
-    from horovod_volo.data.labels.geometry import MapGeometry
+    from horovod_volo.data.labels.geometry import MapGeometry, coverage
 
-    return MapGeometry.parse(facts.geometry).described + (", as is assumed" * facts.geometry_assumed)
+    return coverage(MapGeometry.parse(facts.geometry), assumed=facts.geometry_assumed)
 
 
 def _columns(lines: Sequence[tuple[str, str]]) -> str:

@@ -93,6 +93,12 @@ def test_a_folder_may_tell_what_its_maps_cover(tmp_path, catalog):
     (folder / "map_geometry.txt").write_text("centre-crop:256:224\n")
     maps = PublishedMaps(folder, catalog)
     assert (maps.geometry, maps.geometry_assumed) == (MapGeometry(256, 224), False)
+    stated = open_labels(str(folder), catalog, None, WHOLE)
+    assert geometry_remark("maps", stated) == [
+        "the label maps in maps are recorded to cover the image's centre crop (centre-crop:256:224), and are "
+        "taken to cover the whole image here"
+    ]
+    assert geometry_remark("maps", open_labels(str(folder), catalog, None, MapGeometry(256, 224))) == []
     (folder / "map_geometry.txt").write_text("center\n")
     with pytest.raises(UserError, match=r"map_geometry\.txt: 'center' is no geometry"):
         PublishedMaps(folder, catalog)

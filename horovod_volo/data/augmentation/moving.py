@@ -143,16 +143,15 @@ def moved_maps(
     height, width = scores.shape[2:]
     corner, extent = boxes[rows, 1::-1, None], boxes[rows, :1:-1, None]  # (moved, 2, 1): x, then y
     cells = np.stack(np.meshgrid(np.arange(width), np.arange(height)), axis=0).reshape(2, -1)  # x, y
-    grid = np.array([[width], [height]])
-    places, density = (
-        ((cells + 0.5) / grid)[None],
-        grid[None],
-    )  # fractions of, and cells in, the map afterwards
-    if frames is not None:  # the same of the map before
+    grid = np.array([[[width], [height]]])
+    places = (cells + 0.5) / grid  # (1, 2, cells) fractions of the moved map
+    cells_in_map = grid  # of the moved map, in what the map covered before
+    if frames is not None:
         frame_corner, frame_extent = frames[rows, 1::-1, None], frames[rows, :1:-1, None]
-        places, density = frame_corner + frame_extent * places, density / frame_extent
+        places = frame_corner + frame_extent * places  # (moved, 2, cells) fractions of the map before
+        cells_in_map = grid / frame_extent
     places = (places - corner) / extent  # (moved, 2, cells) fractions of the crop
-    slack = 0.5 / (extent * density)  # cells cut by the crop's edge belong to it
+    slack = 0.5 / (extent * cells_in_map)  # cells cut by the crop's edge belong to it
     known = np.ones((len(rows), places.shape[2]), dtype=np.bool_)
     for layer in reversed(range(operations.kinds.shape[1])):
         kinds = operations.kinds[rows, layer]

@@ -57,9 +57,8 @@ class MapGeometry:
         if not self.resize:
             return np.tile([0.0, 0.0, 1.0, 1.0], (len(sizes), 1))
         resized = resized_to(sizes, self.resize)
-        return np.concatenate(
-            [window_corners(resized, self.size), np.full_like(resized, self.size)], axis=1
-        ) / (np.tile(resized, 2))
+        square = [window_corners(resized, self.size), np.full_like(resized, self.size)]
+        return np.concatenate(square, axis=1) / np.tile(resized, 2)
 
 
 WHOLE = MapGeometry()
@@ -70,6 +69,11 @@ PUBLISHED = MapGeometry(576, 576)
 def assumed_geometry(height: int, width: int) -> MapGeometry:
     """Return what maps of so many cells in the published form cover, where nothing tells."""
     return PUBLISHED if height == width else WHOLE
+
+
+def coverage(geometry: MapGeometry, *, assumed: bool) -> str:
+    """Tell what a map covers, and whether that was only assumed."""
+    return f"{geometry.described}{', as is assumed' if assumed else ''}"
 
 
 def assumption(folder: object, geometry: MapGeometry) -> str:

@@ -42,6 +42,7 @@ class PublishedMaps:
         places = np.linspace(0, len(catalog) - 1, MAPS_TRIED).round().astype(np.int64).tolist()
         self.size = first_size([self._path(place) for place in dict.fromkeys(places)], len(catalog.classes))
         self.geometry, self.geometry_assumed = geometry_of(self._root, self.size)
+        self.recorded_geometry = None if self.geometry_assumed else self.geometry
 
     def read(self, index: int) -> tuple[Scores, Ids]:
         """Return the scores and class numbers of an image, (k, height, width) each."""

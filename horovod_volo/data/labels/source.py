@@ -20,8 +20,9 @@ class LabelSource(Protocol):
     """The label maps of a catalog's images; all are of one size."""
 
     size: tuple[int, int, int]  # k, height, width
-    geometry: MapGeometry  # which part of its image a map covers
+    geometry: MapGeometry  # which part of its image a map is taken to cover
     geometry_assumed: bool  # for want of a record
+    recorded_geometry: MapGeometry | None  # None: there is none
 
     def read(self, index: int) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
         """Return the scores and class numbers of image `index`; any thread. Raises BadSampleError."""
@@ -45,7 +46,15 @@ def open_labels(
 
 def geometry_remark(folder: str, source: LabelSource) -> list[str]:
     """Return what a user should be told of the geometry that a source's maps are read with, if anything."""
-    return [assumption(folder, source.geometry)] if source.geometry_assumed else []
+    if source.geometry_assumed:
+        return [assumption(folder, source.geometry)]
+    recorded = source.recorded_geometry
+    if recorded is None or recorded == source.geometry:
+        return []
+    return [
+        f"the label maps in {folder} are recorded to cover {recorded.described}, and are taken to cover "
+        f"{source.geometry.described} here"
+    ]
 
 
 def _open(path: Path, catalog: Catalog, cache: Path | None) -> LabelSource:

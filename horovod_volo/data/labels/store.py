@@ -142,6 +142,7 @@ class LabelStore:
         self.size = self.facts.size
         self.geometry = MapGeometry.parse(self.facts.geometry)
         self.geometry_assumed = self.facts.geometry_assumed
+        self.recorded_geometry = None if self.geometry_assumed else self.geometry
         _check_number(self._folder, self.facts, catalog)
         self._rows = self._find_rows(cache)
         self._shard_rows = self.facts.shard_rows

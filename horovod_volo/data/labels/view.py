@@ -10,9 +10,10 @@ from PIL import Image
 from horovod_volo.config.errors import UserError
 from horovod_volo.data.bad_sample import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.geometry import coverage
 from horovod_volo.data.labels.keys import key_of
 from horovod_volo.data.labels.picture import Labelled, draw_labels
-from horovod_volo.data.labels.source import LabelSource, open_labels
+from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.labels.store import DESCRIPTION, is_store, read_facts
 from horovod_volo.files.whole import whole_file
 
@@ -45,7 +46,7 @@ def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> Non
             notes=(
                 f"Folder: {catalog.classes[catalog.targets[index]]}, class {catalog.targets[index]}",
                 f"Map: {rows} x {columns} cells, {top} classes each. Teacher: {_teacher(Path(labels))}",
-                f"A map covers {_coverage(source)}",
+                f"A map covers {coverage(source.geometry, assumed=source.geometry_assumed)}",
                 PROBABILITY,
             ),
             geometry=source.geometry,
@@ -75,7 +76,3 @@ def _index_of(catalog: Catalog, image: str) -> int:
 
 def _teacher(labels: Path) -> str:
     return read_facts(labels / DESCRIPTION).teacher if is_store(labels) else "unknown"
-
-
-def _coverage(source: LabelSource) -> str:
-    return f"{source.geometry.described}{', as is assumed' if source.geometry_assumed else ''}"
