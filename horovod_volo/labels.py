@@ -2,11 +2,11 @@
 
     tools/labels import /path/to/published /path/to/store --data /path/to/imagenet
     horovodrun -np 8 tools/labels generate /path/to/imagenet /path/to/store --teacher dm_nfnet_f6 ...
-    tools/labels verify /path/to/store --data /path/to/imagenet
+    tools/labels verify /path/to/store --data /path/to/imagenet --teacher dm_nfnet_f6 --teacher-pretrained
     tools/labels show /path/to/store /path/to/imagenet n01440764/n01440764_10026 picture.png
 
-Exit status: 0 done; 1 something is damaged or missing, or another failure; 2 a mistake in the request, told
-in one message.
+Exit status: 0 done; 1 something is damaged or missing, the maps cover another part of their images than is
+recorded, or another failure; 2 a mistake in the request, told in one message.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.data.images.catalog import Catalog
     from horovod_volo.data.labels.check import Found
+    from horovod_volo.data.labels.geometry import MapGeometry
+    from horovod_volo.data.labels.store import StoreFacts
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 
@@ -50,6 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 def _import(chosen: argparse.Namespace) -> int:
     from horovod_volo.data.labels.importing import import_labels
 
+    geometry = _geometry(chosen.map_geometry)
     catalog = _catalog(chosen.data) if chosen.data else None
     maps, problems = import_labels(
         chosen.published,
@@ -59,6 +62,8 @@ def _import(chosen: argparse.Namespace) -> int:
         workers=chosen.workers or len(os.sched_getaffinity(0)),
         bad_samples_end_it=chosen.bad_samples == "fail",
         progress=Pace("maps"),
+        tell=lambda remark: print(f"note: {remark}", file=sys.stderr),
+        geometry=geometry,
     )
     list_problems(problems)
     if problems and chosen.bad_samples == "fail":
@@ -104,12 +109,60 @@ def _label(chosen: argparse.Namespace, world: World) -> int:
 
 def _verify(chosen: argparse.Namespace) -> int:
     from horovod_volo.data.labels.check import check_store
+    from horovod_volo.data.labels.store import is_store
 
+    if chosen.teacher and not chosen.data:
+        raise UserError("--teacher labels images to compare with: give --data DATA_DIR as well.")
     catalog = _catalog(chosen.data) if chosen.data else None
-    found = check_store(chosen.store, catalog, Pace("maps"))
-    print(_table(found, compared=catalog is not None))
-    list_problems(found.damage)
-    return FAILED if found.damage else DONE
+    damage: list[str] = []
+    if is_store(chosen.store) or not chosen.teacher:  # a teacher is asked of published maps too
+        found = check_store(chosen.store, catalog, Pace("maps"))
+        print(_table(found, compared=catalog is not None))
+        list_problems(found.damage)
+        damage = found.damage
+    lies_elsewhere = catalog is not None and bool(chosen.teacher) and _lies_elsewhere(chosen, catalog)
+    return FAILED if damage or lies_elsewhere else DONE
+
+
+def _lies_elsewhere(chosen: argparse.Namespace, catalog: Catalog) -> bool:
+    """Print how maps fit a teacher; say whether they fit it better otherwise than they are recorded."""
+    from horovod_volo.engine.map_geometry import Comparison, compare_geometries
+
+    asked = Comparison(
+        labels=chosen.store,
+        geometry=_geometry(chosen.map_geometry),
+        teacher=chosen.teacher,
+        weights=chosen.teacher_weights,
+        pretrained=chosen.teacher_pretrained,
+        image_side=chosen.img_size,
+        batch=chosen.batch_size,
+        images=chosen.images,
+    )
+    fit = compare_geometries(asked, catalog, Pace("images"))
+    recorded, other = fit.means
+    told = "assumed" if fit.assumed else "stated" if chosen.map_geometry else "recorded"
+    lines = [
+        ("compared with", fit.teacher),
+        ("images that tell", f"{len(fit.correlations)}"),
+        (f"{fit.recorded}", f"correlation {recorded:.3f}, as is {told}"),
+        (f"{fit.other}", f"correlation {other:.3f}"),
+        ("fits better", "cannot be told: take more --images" if fit.better is None else f"{fit.better}"),
+    ]
+    print(_columns(lines))
+    if fit.better != fit.other:
+        return False
+    print(
+        f"error: the maps cover {fit.other.described}, not {fit.recorded.described}. Import them again with "
+        f"--map-geometry {fit.other}, or train with it.",
+        file=sys.stderr,
+    )
+    return True
+
+
+def _geometry(text: str) -> MapGeometry | None:
+    from horovod_volo.data.labels.geometry import MapGeometry
+
+    return MapGeometry.parse(text) if text else None
 
 
 def _table(found: Found, *, compared: bool) -> str:
@@ -119,7 +172,7 @@ def _table(found: Found, *, compared: bool) -> str:
         ("of a map", f"{facts.top} classes in {facts.height} x {facts.width} cells"),
         ("classes", f"{facts.classes}, numbers kept as {facts.ids}"),
         ("teacher", facts.teacher),
-        ("a map covers", {"whole": "the whole image"}.get(facts.geometry, facts.geometry)),
+        ("a map covers", _coverage(facts)),
         ("shards", f"{len(facts.shards)}"),
     ]
     if compared:
@@ -134,6 +187,16 @@ def _table(found: Found, *, compared: bool) -> str:
             ("", "is the image's folder"),
         ]
     lines.append(("damage", f"{len(found.damage)} found" if found.damage else "none"))
+    return _columns(lines)
+
+
+def _coverage(facts: StoreFacts) -> str:
+    from horovod_volo.data.labels.geometry import MapGeometry, coverage
+
+    return coverage(MapGeometry.parse(facts.geometry), assumed=facts.geometry_assumed)
+
+
+def _columns(lines: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<23}{value}" for name, value in lines)
 
 
@@ -172,13 +235,53 @@ def build_parser() -> argparse.ArgumentParser:
         default="fail",
         help="what becomes of the store if a map is damaged or missing (%(default)s)",
     )
+    _add_geometry(flags, "default: as map_geometry.txt in PT_FOLDER says, else assumed and told")
 
     flags = words.add_parser("generate", help="label the training images with a teacher, on one rank or many")
     flags.add_argument("data_dir", metavar="DATA_DIR", help="folder that holds the training images")
     flags.add_argument("store", type=Path, metavar="STORE", help="folder to make, seen by all hosts")
+    _add_teacher(flags, required=True)
     flags.add_argument(
-        "--teacher", required=True, metavar="NAME", help="a model of timm or of ours, or the folder of a run"
+        "--top", type=whole_number(1), default=5, metavar="N", help="classes kept in a cell (%(default)s)"
     )
+    add_binding(flags)
+
+    flags = words.add_parser("verify", help="check that a store is whole, and whether its teacher is right")
+    flags.add_argument(
+        "store", type=Path, metavar="STORE", help="with --teacher also a folder that holds CLASS/IMAGE.pt"
+    )
+    flags.add_argument("--data", default="", metavar="DATA_DIR", help="compare with the training images here")
+    _add_teacher(flags, required=False)
+    flags.add_argument(
+        "--images",
+        type=whole_number(2, because=": one has no spread"),
+        default=64,
+        metavar="N",
+        help="to compare with the teacher, spread over DATA_DIR (%(default)s)",
+    )
+    _add_geometry(flags, "to compare with the teacher; default: as recorded")
+
+    flags = words.add_parser("show", help="draw one image and the labels of its parts")
+    flags.add_argument("store", metavar="STORE", help="a store, or a folder that holds CLASS/IMAGE.pt")
+    flags.add_argument("data_dir", metavar="DATA_DIR", help="folder that holds the training images")
+    flags.add_argument("image", metavar="NAME_OR_INDEX", help="CLASS/IMAGE, or its place in the catalog")
+    flags.add_argument("picture", type=Path, metavar="OUT.png", help="file to write")
+    return parser
+
+
+def _add_geometry(flags: argparse.ArgumentParser, usual: str) -> None:
+    flags.add_argument(
+        "--map-geometry",
+        default="",
+        metavar="whole|centre-crop:RESIZE:SIZE",
+        help=f"what a map covers of its image; {usual}",
+    )
+
+
+def _add_teacher(flags: argparse.ArgumentParser, *, required: bool) -> None:
+    whose = "a model of timm or of ours, or the folder of a run"
+    usual = whose if required else f"{whose}: tests which part of its image a map covers"
+    flags.add_argument("--teacher", required=required, default="", metavar="NAME", help=usual)
     flags.add_argument("--teacher-weights", default="", metavar="FILE", help="its weights")
     flags.add_argument(
         "--teacher-pretrained", action="store_true", help="take timm's weights, from its cache or the network"
@@ -187,21 +290,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--img-size", type=whole_number(32), default=0, metavar="N", help="default: what suits the teacher"
     )
     flags.add_argument("--batch-size", type=whole_number(1), default=32, metavar="N", help="(%(default)s)")
-    flags.add_argument(
-        "--top", type=whole_number(1), default=5, metavar="N", help="classes kept in a cell (%(default)s)"
-    )
-    add_binding(flags)
-
-    flags = words.add_parser("verify", help="check that a store is whole, and whether its teacher is right")
-    flags.add_argument("store", type=Path, metavar="STORE")
-    flags.add_argument("--data", default="", metavar="DATA_DIR", help="compare with the training images here")
-
-    flags = words.add_parser("show", help="draw one image and the labels of its parts")
-    flags.add_argument("store", metavar="STORE", help="a store, or a folder that holds CLASS/IMAGE.pt")
-    flags.add_argument("data_dir", metavar="DATA_DIR", help="folder that holds the training images")
-    flags.add_argument("image", metavar="NAME_OR_INDEX", help="CLASS/IMAGE, or its place in the catalog")
-    flags.add_argument("picture", type=Path, metavar="OUT.png", help="file to write")
-    return parser
 
 
 if __name__ == "__main__":

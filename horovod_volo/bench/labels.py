@@ -47,6 +47,7 @@ def measure(*, maps: int, pairs: int) -> Result:
             workers=1,
             bad_samples_end_it=True,
             progress=lambda *_: None,
+            tell=lambda _: None,
         )
         store = LabelStore(packed, catalog, cache=None)
         order = source.permutation(maps).tolist()

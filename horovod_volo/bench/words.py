@@ -145,6 +145,17 @@ def _of_the_data(words: Words) -> None:
     flags = _add(words, "labels", "reading a label map against torch.load")
     _number(flags, "--maps", 2000, "made for this")
 
+    flags = _add(words, "map_geometry", "labels beside their pixels, by how maps are read", in_pairs=False)
+    _number(flags, "--images", 1000, "whose sizes are drawn")
+    _number(flags, "--img-size", 224, "pixels")
+    _number(flags, "--cells", 18, "a side of a map")
+    flags.add_argument(
+        "--map-geometry",
+        default="centre-crop:576:576",
+        metavar="GEOMETRY",
+        help="what maps cover (%(default)s)",
+    )
+
     flags = _add(words, "catalog", "start-up on many images, and the memory they hold in each rank")
     _number(flags, "--images", 1281167, "made for this, as links")
     _number(flags, "--classes", 1000, "class folders")

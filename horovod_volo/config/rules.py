@@ -61,6 +61,14 @@ def _check_objective(config: Config) -> None:
             "--ground-truth mixes the class into label maps: give --token-label-data, or drop it."
         )
 
+    if objective.map_geometry and not objective.token_label_data:
+        raise UserError("--map-geometry is about label maps: give --token-label-data, or drop it.")
+    if objective.label_geometry == "reference" and objective.map_geometry not in ("", "whole"):
+        raise UserError(
+            "--label-geometry reference reads every label map as the whole image, as the published code "
+            f"does. Drop it, or --map-geometry {objective.map_geometry}."
+        )
+
     mixes = [
         name for name, strength in (("--mixup", objective.mixup), ("--cutmix", objective.cutmix)) if strength
     ]

@@ -173,6 +173,11 @@ class Objective:
     label_geometry: Literal["corrected", "reference"] = setting(
         "corrected", "'reference' repeats the published code's exchange of x and y in label crops"
     )
+    map_geometry: str = setting(
+        "",
+        "what a label map covers of its image: whole, or centre-crop:RESIZE:SIZE; empty: as recorded with "
+        "the maps, else as assumed of published ones",
+    )
     ground_truth: bool = setting(False, "mix the true class into the label map's class target")
     cls_weight: float = setting(1.0, "weight of the class loss", at_least=0.0)
     dense_weight: float = setting(0.5, "weight of the token loss", at_least=0.0)

@@ -28,7 +28,7 @@ class Labels(NamedTuple):
 
     scores: NDArray[np.float16]  # (batch, k, height, width)
     ids: NDArray[np.integer[Any]]  # (batch, k, height, width)
-    boxes: NDArray[np.float32]  # (batch, 4)
+    boxes: NDArray[np.float32]  # (batch, 4) as fractions of the maps
 
 
 class Treatment(NamedTuple):

@@ -1,4 +1,4 @@
-"""Whole images squashed to a square, as a teacher sees them who labels every part of an image.
+"""Images as a teacher sees them who labels every part: squashed to a square whole, or a centre crop of them.
 
 They are read and decoded as the trainer's evaluation images. One that cannot be is left out and named.
 """
@@ -17,21 +17,33 @@ from horovod_volo.data.conveyor import Conveyor, Load
 from horovod_volo.data.damage import Damage
 from horovod_volo.data.image_threads import ImageThreads
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.data.pipeline import build_eval_pipeline
 from horovod_volo.data.reading import read_present
+from horovod_volo.data.window import resized_to, window_corners
 
 BATCHES_READ_AHEAD = 3
 
 
 class SquashedImages:
-    """Images of a catalog, decoded in batches in the order that is asked for."""
+    """Images of a catalog, decoded in batches in the order that is asked for.
+
+    `geometry` is the part of each image that is shown; a centre crop's resized side is rounded to pixels.
+    """
 
     def __init__(
-        self, catalog: Catalog, *, side: int, batch: int, device: torch.device, threads: int
+        self,
+        catalog: Catalog,
+        *,
+        side: int,
+        batch: int,
+        device: torch.device,
+        threads: int,
+        geometry: MapGeometry = WHOLE,
     ) -> None:
         self.problems: list[str] = []  # what was left out, in words
         self._catalog = catalog
-        self._side, self._batch = side, batch
+        self._side, self._batch, self._geometry = side, batch, geometry
         self._damage = Damage("skip", limit=len(catalog))
         self._readers = ImageThreads(threads, "image-reader")
         self._conveyor = Conveyor(
@@ -62,7 +74,15 @@ class SquashedImages:
             yield partial(self._load, indices[first : first + self._batch])
 
     def _load(self, indices: NDArray[np.int64]) -> Load:
-        encoded, _, absent = read_present(indices, self._catalog, self._damage, self._readers)
-        size, corner = np.full(2, self._side, np.float32), np.zeros(2, np.int32)
-        inputs = (encoded, [size] * len(indices), [corner] * len(indices))
+        encoded, sizes, absent = read_present(indices, self._catalog, self._damage, self._readers)
+        resized = self._resized(sizes)
+        corners = window_corners(resized, self._side)
+        inputs = (encoded, list(resized.astype(np.float32)), list(corners.astype(np.int32)))
         return Load(indices, partial(self._load, indices), inputs, absent=absent)
+
+    def _resized(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the heights and widths, (batch, 2), of images from whose middle the square is cut."""
+        geometry = self._geometry
+        if geometry == WHOLE:
+            return np.full_like(sizes, self._side)
+        return resized_to(sizes, max(1, round(self._side * geometry.resize / geometry.size)))

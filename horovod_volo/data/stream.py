@@ -19,14 +19,15 @@ from numpy.typing import NDArray
 
 from horovod_volo.config.schema import Data
 from horovod_volo.data.augmentation.erasing import draw_erasures
-from horovod_volo.data.augmentation.moving import moved_maps
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data.augmentation.moving import moved_frames, moved_maps
+from horovod_volo.data.augmentation.plan import plan_batch, relative_boxes
 from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.conveyor import Conveyor, Labels, Load, Treatment
 from horovod_volo.data.damage import Damage
 from horovod_volo.data.finishing import Finisher
 from horovod_volo.data.image_threads import ImageThreads
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.geometry import MapGeometry
 from horovod_volo.data.labels.published_maps import flipped
 from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.data.order import epoch_order, share_of_step
@@ -52,7 +53,8 @@ class Batch:
     indices: NDArray[np.int64]  # (batch,) places in the catalog
     scores: torch.Tensor | None  # (batch, k, height, width) float16 logits, flipped like the image
     ids: torch.Tensor | None  # (batch, k, height, width) int32 class numbers of the scores
-    boxes: torch.Tensor | None  # (batch, 4) float32 top, left, height, width as shares of the flipped image
+    boxes: torch.Tensor | None  # (batch, 4) float32 top, left, height, width as fractions of the flipped map
+    reach: float = 1.0  # the largest height or width of the boxes, 1 or more
 
 
 class Sample(NamedTuple):
@@ -166,7 +168,8 @@ class TrainStream:
             draw_operations(self._seed, epoch, wanted, self._settings),
             draw_erasures(self._seed, epoch, wanted, self._settings, self._image_size),
         )
-        labels = None if self._label_maps is None else _labels(samples, sizes, treatment)
+        maps = self._label_maps
+        labels = None if maps is None else _labels(samples, sizes, treatment, maps.geometry)
         return Load(indices, partial(self._load, epoch, wanted), inputs, labels, treatment)
 
     def _read_usable(self, index: int) -> tuple[int, Sample]:
@@ -178,8 +181,10 @@ class TrainStream:
         return Sample(encoded, size, label_map)
 
 
-def _labels(samples: list[Sample], sizes: NDArray[np.int64], treatment: Treatment) -> Labels:
-    plan = treatment.plan
+def _labels(
+    samples: list[Sample], sizes: NDArray[np.int64], treatment: Treatment, geometry: MapGeometry
+) -> Labels:
+    plan, operations = treatment.plan, treatment.operations
     turned = [
         flipped(*sample.label_map, horizontal, vertical)
         for sample, horizontal, vertical in zip(
@@ -187,10 +192,12 @@ def _labels(samples: list[Sample], sizes: NDArray[np.int64], treatment: Treatmen
         )
         if sample.label_map is not None
     ]
-    boxes = plan.fractions(sizes)
     scores = np.stack([scores for scores, _ in turned])  # (batch, k, height, width)
     ids = np.stack([ids for _, ids in turned])  # same
-    return Labels(*moved_maps(scores, ids, boxes, treatment.operations), boxes)
+    boxes = plan.fractions(sizes, geometry.covered(sizes))
+    frames = moved_frames(boxes, operations.moving)
+    moved = moved_maps(scores, ids, boxes, operations, frames)
+    return Labels(*moved, relative_boxes(boxes, frames))
 
 
 class EvalStream:
@@ -265,6 +272,7 @@ def _batch(load: Load, images: torch.Tensor, catalog: Catalog, device: torch.dev
         scores=None if labels is None else _on_device(labels.scores, device),
         ids=None if labels is None else _on_device(labels.ids, device),
         boxes=None if labels is None else _on_device(labels.boxes, device),
+        reach=1.0 if labels is None else max(1.0, float(labels.boxes[:, 2:].max())),
     )
 
 

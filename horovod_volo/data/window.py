@@ -14,7 +14,11 @@ from numpy.typing import NDArray
 
 def resized_sizes(sizes: NDArray[np.int64], image_size: int, crop_pct: float) -> NDArray[np.int64]:
     """Return heights and widths after the shorter side became floor(image_size / crop_pct)."""
-    short = math.floor(image_size / crop_pct)
+    return resized_to(sizes, math.floor(image_size / crop_pct))
+
+
+def resized_to(sizes: NDArray[np.int64], short: int) -> NDArray[np.int64]:
+    """Return heights and widths after the shorter side became `short`."""
     resized = [
         (short, int(short * width / height)) if height <= width else (int(short * height / width), short)
         for height, width in sizes.tolist()

@@ -19,7 +19,7 @@ def banner(job: Job, hosts: list[str], remarks: list[str]) -> str:
         "binding": f"rank 0: {job.share}" if world.size > 1 else str(job.share),
         "model": f"{job.config.model.model}, {parameters:,} parameters, {job.config.model.img_size} px",
         "data": f"{len(images.train):,} training and {len(images.held_out):,} held-out images, "
-        f"{len(images.train.classes):,} classes; {_labels(job.config)}",
+        f"{len(images.train.classes):,} classes; {_labels(job)}",
         "batch": batch_line(job.config, job.derived),
         "rate": rate_line(job.config, job.derived),
         "length": length_line(job.derived),
@@ -37,12 +37,15 @@ def fact_lines(facts: dict[str, str], remarks: list[str]) -> str:
     return "\n".join(f"{name:>10}  {fact}" for name, fact in named)
 
 
-def _labels(config: Config) -> str:
+def _labels(job: Job) -> str:
+    config, maps = job.config, job.images.label_maps
     if not config.objective.token_label:
         return "class labels"
     side = token_label_side(config)
-    source = config.objective.token_label_data or "the image's class on every token"
-    return f"{side} x {side} token labels from {source} ({config.objective.label_geometry} geometry)"
+    if maps is None:
+        return f"{side} x {side} token labels, the image's class on every token"
+    geometry = f"{config.objective.label_geometry} geometry, maps of {maps.geometry.described}"
+    return f"{side} x {side} token labels from {config.objective.token_label_data} ({geometry})"
 
 
 def batch_line(config: Config, derived: Derived) -> str:

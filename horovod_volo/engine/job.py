@@ -17,6 +17,7 @@ from horovod_volo.config.rules import token_label_side
 from horovod_volo.config.schema import Config
 from horovod_volo.data.augmentation.rand_augment import parse
 from horovod_volo.data.images.catalog import Catalog, check_same_classes
+from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.data.labels.source import LabelSource, open_labels
 from horovod_volo.data.pipeline import Colours
 from horovod_volo.data.stream import EvalStream, TrainStream
@@ -103,6 +104,15 @@ def check_images(config: Config) -> None:
         raise UserError("Which images? Give the data folder: python -m horovod_volo.train DATA_DIR ...")
     if config.data.aa:
         parse(config.data.aa)
+    _map_geometry(config)
+
+
+def _map_geometry(config: Config) -> MapGeometry | None:
+    """Return what a label map covers according to the settings; None: they leave it to the maps."""
+    if config.objective.label_geometry == "reference":
+        return WHOLE
+    stated = config.objective.map_geometry
+    return MapGeometry.parse(stated) if stated else None
 
 
 def _checked(config: Config, train: Catalog, held_out: Catalog) -> LabelSource | None:
@@ -115,7 +125,7 @@ def _checked(config: Config, train: Catalog, held_out: Catalog) -> LabelSource |
     if not config.objective.token_label_data:
         return None
     cache = train.path.parent if train.path else None
-    return open_labels(config.objective.token_label_data, train, cache)
+    return open_labels(config.objective.token_label_data, train, cache, _map_geometry(config))
 
 
 def build_job(

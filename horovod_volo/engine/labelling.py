@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from horovod_volo.cluster.share import share_of_host
 from horovod_volo.cluster.world import World
 from horovod_volo.config.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.geometry import WHOLE
 from horovod_volo.data.labels.keys import keys_of
 from horovod_volo.data.labels.making import SHARD_ROWS, Making, begin, check_free
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
@@ -70,14 +71,13 @@ def label_images(order: Order, world: World, progress: Progress) -> tuple[int, l
 def _teacher(order: Order, classes: int, device: torch.device) -> Teacher:
     if order.top > classes:
         raise UserError(f"--top is {order.top}, but there are {classes} classes. Give {classes} or less.")
-    teacher = load_teacher(
+    return load_teacher(
         order.teacher,
         weights=order.weights,
         pretrained=order.pretrained,
         image_side=order.image_side,
         classes=classes,
-    )
-    return replace(teacher, network=teacher.network.to(device))
+    ).on(device)
 
 
 def _begin(order: Order, catalog: Catalog, teacher: Teacher, device: torch.device) -> Making:
@@ -88,7 +88,7 @@ def _begin(order: Order, catalog: Catalog, teacher: Teacher, device: torch.devic
         keys_of(catalog),
         classes=len(catalog.classes),
         size=(order.top, rows, columns),
-        geometry="whole",
+        geometry=str(WHOLE),
         teacher=teacher.name,
         catalog=catalog.digest,
         shard_rows=order.shard_rows,
@@ -133,7 +133,7 @@ def _label_shard(
     labelled = 0
     images.problems.clear()
     for places, pixels in images.batches(rows):
-        logits = teacher.label(_colours(pixels))  # (images, classes, rows, columns)
+        logits = teacher.label(colours_of(pixels))  # (images, classes, rows, columns)
         best = logits.topk(top, dim=1)
         own = [place - rows.start for place in places]
         scores[own] = best.values.half().cpu().numpy()
@@ -149,7 +149,7 @@ def _label_shard(
     return making.write(number, scores, ids, images.problems).problems
 
 
-def _colours(pixels: torch.Tensor) -> torch.Tensor:
+def colours_of(pixels: torch.Tensor) -> torch.Tensor:
     """Undo the trainer's normalisation: colours from 0 to 1."""
     mean, std = (pixels.new_tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     return pixels * std + mean

@@ -16,6 +16,7 @@ from horovod_volo.config.errors import UserError
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.rules import notes, uses_tokens
 from horovod_volo.config.schema import Config
+from horovod_volo.data.labels.source import geometry_remark
 from horovod_volo.engine.banner import banner, batch_notes
 from horovod_volo.engine.compiled import check_compiler, compile_blocks
 from horovod_volo.engine.environment import environment_facts
@@ -64,6 +65,8 @@ def prepare(config: Config, world: World, stop: StopRequest) -> tuple[Job, list[
     remarks = [*remarks, *restore(state, checkpoint, world)]
     tracker = world.together(partial(_tracker, config, world, state.step, derived.total_steps))
     job = build_job(config, world, images, share, state, tracker, stop)
+    if images.label_maps is not None:
+        remarks = geometry_remark(config.objective.token_label_data, images.label_maps) + remarks
     found = notes(config) + batch_notes(config, derived, len(images.train))
     return job, found + remarks_on(config.exchange.precision, share.device) + remarks
 

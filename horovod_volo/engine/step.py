@@ -26,7 +26,7 @@ def train_step(job: Job, passes: Iterator[Batch]) -> None:
     set_lr(state.optimizer, job.lr(state.step))
     for number in range(accumulation):
         batch = next(passes)
-        labels = Labels(batch.classes, batch.scores, batch.ids, batch.boxes)
+        labels = Labels(batch.classes, batch.scores, batch.ids, batch.boxes, batch.reach)
         mix = job.mix(state.step, number)
         seed_pass(job.share.device, job.config.run.seed, state.step, job.world.rank, number)
         with job.autocast:

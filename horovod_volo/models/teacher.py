@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ class Teacher:
     image_side: int
     mean: tuple[float, ...]  # of the colours from 0 to 1 that it was trained on
     std: tuple[float, ...]
+
+    def on(self, device: torch.device) -> Teacher:
+        """Return the teacher with its network on a device."""
+        return replace(self, network=self.network.to(device))
 
     def label(self, colours: Tensor) -> Tensor:
         """Return logits (images, classes, rows, columns) of images (images, 3, side, side) from 0 to 1."""

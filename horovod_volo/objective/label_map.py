@@ -1,9 +1,9 @@
 """Dense label maps, cut to the image's crop, as soft targets.
 
-A map holds a teacher's k best classes and logits for each cell of the whole image. The published
-target averages the crop's logits with RoIAlign, every class outside a cell's k best counting as
-logit 0, and takes the softmax over all classes. As almost all classes stay at 0, that softmax is
-"uniform plus a few classes".
+A map holds a teacher's k best classes and logits for each cell of an image, or of the image's centre crop,
+beyond which a crop for training may reach. The published target averages the crop's logits with RoIAlign,
+every class outside a cell's k best counting as logit 0, and takes the softmax over all classes. As almost
+all classes stay at 0, that softmax is "uniform plus a few classes".
 
 Invariant: the cost depends on k and the window, never on the number of classes. The k ids of one
 map cell are distinct, as a top-k's are.
@@ -12,6 +12,7 @@ map cell are distinct, as a top-k's are.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -26,15 +27,24 @@ _BLOCK = 1 << 17  # entries that are worked on together on a CPU, 8 bytes each
 
 
 def map_target(
-    scores: Tensor, ids: Tensor, boxes: Tensor, *, side: int, num_classes: int, geometry: Geometry
+    scores: Tensor,
+    ids: Tensor,
+    boxes: Tensor,
+    *,
+    side: int,
+    num_classes: int,
+    geometry: Geometry,
+    reach: float = 1.0,
 ) -> SoftTarget:
     """Return the targets of a side x side grid over each crop, batch x side x side rows, row-major.
 
     `scores` (logits) and `ids` are (batch, k, height, width), already flipped like the image;
-    `boxes` (batch, 4) are top, left, height, width as fractions of that flipped image.
-    A row's entries have ascending ids, each once, and then weightless ones with id 0.
+    `boxes` (batch, 4) are top, left, height, width as fractions of that flipped map; no height or width
+    exceeds `reach`. A row's entries have ascending ids, each once, and then weightless ones with id 0.
     """
-    (target,) = map_targets(scores, ids, boxes, sides=(side,), num_classes=num_classes, geometry=geometry)
+    (target,) = map_targets(
+        scores, ids, boxes, sides=(side,), num_classes=num_classes, geometry=geometry, reach=reach
+    )
     return target
 
 
@@ -46,13 +56,14 @@ def map_targets(
     sides: tuple[int, ...],
     num_classes: int,
     geometry: Geometry,
+    reach: float = 1.0,
 ) -> list[SoftTarget]:
     """Return what `map_target` does for several grids over the same crops."""
     height, width = scores.shape[2:]
     cells = _Cells(_by_cell(scores).float(), _by_cell(ids).long().bitwise_left_shift_(32))
     targets = []
     for side in sides:
-        rows, columns = _windows(boxes, height, width, side, geometry)
+        rows, columns = _windows(boxes, height, width, side, geometry, reach)
         # Nested, so that what one step made is gone once the next has read it.
         parts = [
             _softmax(*_merged(*_entries(cells, *_near(images, height, width, rows, columns))), num_classes)
@@ -78,7 +89,7 @@ def most_probable(target: SoftTarget) -> Tensor:
 
 
 def _windows(
-    boxes: Tensor, height: int, width: int, side: int, geometry: Geometry
+    boxes: Tensor, height: int, width: int, side: int, geometry: Geometry, reach: float
 ) -> tuple[Windows, Windows]:
     top, left, tall, wide = boxes.unbind(dim=1)
     starts, extents, scales = (top, left), (tall, wide), (height, width)
@@ -86,13 +97,14 @@ def _windows(
         # The published code hands (top, left, bottom, right) to RoIAlign as (x1, y1, x2, y2), all of
         # them multiplied by the map's width.
         starts, extents, scales = (left, top), (wide, tall), (width, width)
+    of_axis = partial(axis_windows, side=side, reach=reach)
     if height != width:
         return (
-            axis_windows(starts[0], extents[0], side=side, size=height, scale=scales[0]),
-            axis_windows(starts[1], extents[1], side=side, size=width, scale=scales[1]),
+            of_axis(starts[0], extents[0], size=height, scale=scales[0]),
+            of_axis(starts[1], extents[1], size=width, scale=scales[1]),
         )
     # A square map's two axes go in one call: with so few numbers it is the calls that cost.
-    cells, weights = axis_windows(torch.cat(starts), torch.cat(extents), side=side, size=width, scale=width)
+    cells, weights = of_axis(torch.cat(starts), torch.cat(extents), size=width, scale=width)
     batch = len(boxes)
     return Windows(cells[:batch], weights[:batch]), Windows(cells[batch:], weights[batch:])
 

@@ -30,12 +30,13 @@ from horovod_volo.objective.soft_target import (
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """What a batch brings to the loss; the last three are there when the run has label maps."""
+    """What a batch brings to the loss; maps and boxes are there when the run has label maps."""
 
     classes: Tensor  # (batch,) integer
     scores: Tensor | None = None  # (batch, k, height, width) logits, flipped like the images
     ids: Tensor | None = None  # (batch, k, height, width) integer
-    boxes: Tensor | None = None  # (batch, 4) top, left, height, width, fractions of the flipped image
+    boxes: Tensor | None = None  # (batch, 4) top, left, height, width, fractions of the flipped map
+    reach: float = 1.0  # the largest height or width of the boxes, 1 or more
 
 
 class LossParts(NamedTuple):
@@ -144,6 +145,7 @@ class Teacher:
             sides=(1, self.tokens_per_side),
             num_classes=self.num_classes,
             geometry=self.geometry,
+            reach=labels.reach,
         )
         return Targets(*(smoothed(target, self.num_classes, self.smoothing) for target in targets))
 

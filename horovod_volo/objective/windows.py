@@ -2,8 +2,13 @@
 
 RoIAlign samples bilinearly on a regular grid and averages; rows and columns factor, so one set of
 weights per axis says it all. An output cell touches only a short run of neighbouring map cells, its
-window, whose length is known from the sizes alone: no shape depends on the boxes' values, and
-nothing waits for the device.
+window, whose length is known from the map's size and the largest extent of the boxes, which the host
+knows: nothing waits for the device.
+
+A box may reach beyond its map, where the teacher has said nothing. There the nearest cell is read. RoIAlign
+reads 0 from one cell beyond the map on, that is, every class alike; but what lies beside a map belongs to
+the same image and most often to what its edge shows. For a box on its map RoIAlign's rule is kept: it only
+matters to boxes smaller than a cell, which are stretched to one and may leave the map so.
 
 Invariant: positions follow torchvision.ops.roi_align (aligned=False, sampling_ratio=-1) operation
 by operation in fp32. The number of samples jumps at whole numbers, so an equal formula in another
@@ -18,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_ROUNDING = 1e-5  # of a box that ends with its map
+
 
 class Windows(NamedTuple):
     """For every output cell along one axis, the map cells it averages."""
@@ -26,26 +33,29 @@ class Windows(NamedTuple):
     weights: Tensor  # (batch, side, length) fp32; their sum is 1 unless samples fall off the map
 
 
-def axis_windows(start: Tensor, extent: Tensor, *, side: int, size: int, scale: int) -> Windows:
+def axis_windows(
+    start: Tensor, extent: Tensor, *, side: int, size: int, scale: int, reach: float = 1.0
+) -> Windows:
     """Cut boxes into `side` equal bins and find each bin's window on an axis of `size` cells.
 
-    `start` and `extent`, (batch,), are fractions of the image, which spans `scale` cells; the box
-    must lie inside the image.
+    `start` and `extent`, (batch,), are fractions of what the map covers, which spans `scale` cells; no
+    extent exceeds `reach`.
     """
     start, extent = start.float().view(-1, 1, 1), extent.float().view(-1, 1, 1)  # (batch, 1, 1)
     low = start * scale - 0.5  # in cells, of which 0 is the first one's centre
     high = (start + extent) * scale - 0.5
     bin_size = (high - low).clamp_(min=1.0) / side
-    widest = scale / side
+    widest = scale * reach / side
     most_samples = ceil(widest)
-    # A whole image's box may round to slightly more than `scale` cells: that is no further sample.
+    # The largest box may round to slightly more than its cells: that is no further sample.
     samples = bin_size.ceil().clamp_(max=most_samples)  # (batch, 1, 1) one per cell begun
 
     bins = torch.arange(side, device=start.device).unsqueeze(1)  # (side, 1)
     middle = torch.arange(0.5, most_samples, device=start.device)  # (most_samples,) sample + 0.5
     # (batch, side, most_samples)
     positions = low + bins * bin_size + middle * bin_size / samples
-    counted = (middle < samples) & (positions >= -1.0) & (positions <= size)
+    beyond = (start < -_ROUNDING) | (start + extent > 1 + _ROUNDING)  # (batch, 1, 1)
+    counted = (middle < samples) & (beyond | ((positions >= -1.0) & (positions <= size)))
     positions.clamp_(0, size - 1)
 
     # The first and last sample of a bin lie bin_size x (1 - 1 / samples) apart, and each of them

@@ -143,3 +143,4 @@ def test_the_command_runs_on_two_ranks(place, tmp_path):
     verified = run([*words[:3], "verify", str(tmp_path / "s"), "--data", str(place / "set")])
     assert verified.returncode == 0, verified.stdout
     assert "images without a map   1\n" in verified.stdout
+    assert "a map covers           the whole image\n" in verified.stdout

@@ -26,10 +26,13 @@ def dense_map(scores: Tensor, ids: Tensor, num_classes: int) -> Tensor:
     return zeros.scatter(0, ids.long(), scores.double())
 
 
-def bilinear(cells: Tensor, y: float, x: float) -> Tensor:
-    """Read (classes, height, width) cells at one point: nothing outside [-1, size], the rim clamped."""
+def bilinear(cells: Tensor, y: float, x: float, *, nearest: tuple[bool, bool] = (False, False)) -> Tensor:
+    """Read (classes, height, width) cells at one point: nothing outside [-1, size], the rim clamped.
+
+    Where `nearest` says so of rows or of columns, the nearest cell counts however far the point is.
+    """
     height, width = cells.shape[1:]
-    if not (-1 <= y <= height and -1 <= x <= width):
+    if not ((nearest[0] or -1 <= y <= height) and (nearest[1] or -1 <= x <= width)):
         return torch.zeros(cells.shape[0], dtype=cells.dtype)
     y, x = min(max(y, 0.0), height - 1.0), min(max(x, 0.0), width - 1.0)
     top, left = int(y), int(x)
@@ -40,7 +43,16 @@ def bilinear(cells: Tensor, y: float, x: float) -> Tensor:
     return upper * (1 - down) + lower * down
 
 
-def roi_align(cells: Tensor, x1: float, y1: float, x2: float, y2: float, side: int) -> Tensor:
+def roi_align(
+    cells: Tensor,
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    side: int,
+    *,
+    nearest: tuple[bool, bool] = (False, False),
+) -> Tensor:
     """Average adaptive samples in each of side x side bins, (classes, side, side); not aligned, scale 1."""
     bin_width, bin_height = max(x2 - x1, 1.0) / side, max(y2 - y1, 1.0) / side
     across, down = ceil(bin_width), ceil(bin_height)
@@ -51,7 +63,7 @@ def roi_align(cells: Tensor, x1: float, y1: float, x2: float, y2: float, side: i
                 for sample_column in range(across):
                     y = y1 + row * bin_height + (sample_row + 0.5) * bin_height / down
                     x = x1 + column * bin_width + (sample_column + 0.5) * bin_width / across
-                    pooled[:, row, column] += bilinear(cells, y, x)
+                    pooled[:, row, column] += bilinear(cells, y, x, nearest=nearest)
     return pooled / (down * across)
 
 
@@ -70,7 +82,9 @@ def image_target(
             edge * size - 0.5
             for edge, size in ((left, width), (top, height), (right, width), (bottom, height))
         ]
-    return roi_align(cells, *corners, side).flatten(1).T.softmax(dim=1)
+    # Not published, for a published box lies inside its image: beyond a map the nearest cell counts.
+    nearest = top < 0 or bottom > 1, left < 0 or right > 1
+    return roi_align(cells, *corners, side, nearest=nearest).flatten(1).T.softmax(dim=1)
 
 
 def batch_target(

@@ -44,6 +44,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "lr_changes": ("epoch", "step"),
     "layer_decay": (0.75, 0.5),
     "label_geometry": ("reference", "corrected"),
+    "map_geometry": ("whole", "centre-crop:576:576"),
 }
 # What a setting cannot do without.
 COMPANIONS = {
@@ -53,6 +54,7 @@ COMPANIONS = {
     "allow_mismatch": ["--finetune", "weights.pth"],
     "use_ema": ["--finetune", "weights.pth"],
     "ema_warmup": ["--ema-decay", "0.9"],
+    "map_geometry": ["--token-label", "--token-label-data", "maps"],
     "ground_truth": ["--token-label", "--token-label-data", "maps"],
 }
 

@@ -13,7 +13,7 @@ import torch
 from coded_images import smooth, write_images
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import catalog, data, labels, loader, loss, pairs, reduce, soak, step
+from horovod_volo.bench import catalog, data, labels, loader, loss, map_geometry, pairs, reduce, soak, step
 from horovod_volo.bench.agreement import WrongResultError
 from horovod_volo.bench.peers_loss import DenseLoss, PublishedLoss
 from horovod_volo.bench.random_labels import random_labels
@@ -164,6 +164,22 @@ def test_labels_tells_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(labels, "_loaded", lambda path: np.zeros((2, 5, 18, 18), np.float16))
     with pytest.raises(WrongResultError, match="is not that of the file"):
         labels.measure(maps=20, pairs=2)
+
+
+def test_centre_crops_read_as_such_are_near_their_pixels() -> None:
+    geometry = "centre-crop:576:576"
+    asked = {"images": 200, "img_size": 224, "cells": 18}
+    result = map_geometry.measure(**asked, map_geometry=geometry)
+    figures = {figure.label: figure.value for figure in result.figures}
+    assert figures["read as whole: mean error"] > 5 * figures[f"read as {geometry}: mean error"]
+    off = "tokens off by more than one"
+    assert figures[f"read as {geometry}: {off}"] < figures["tokens beyond the map, which read its edge"]
+    whole = map_geometry.measure(**asked, map_geometry="whole")
+    assert {figure.label: round(figure.value) for figure in whole.figures} == {
+        "read as whole: mean error": 0,
+        f"read as whole: {off}": 0,
+        "tokens beyond the map, which read its edge": 0,
+    }
 
 
 def test_catalog_tells_times_and_memory() -> None:

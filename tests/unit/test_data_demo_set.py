@@ -79,7 +79,7 @@ def test_an_image_depends_on_its_number_alone(small_set: Path, tmp_path: Path) -
     make_demo_set(tmp_path / "smaller", train=12, val=10)
     smaller, larger = bytes_of(tmp_path / "smaller"), bytes_of(small_set)
     smaller.pop("demo_set.json")
-    assert len(smaller) == 12 + 12 + 10
+    assert len(smaller) == 12 + 12 + 10 + 1  # and one file that tells what a label map covers
     assert all(larger[name] == content for name, content in smaller.items())
 
 

@@ -22,7 +22,7 @@ NAMES = tuple(f"{name}/{number}.x.jpg" for name in "abc" for number in range(4))
 def packed(source: Path, store: Path, catalog: Catalog | None = None, **how):
     """Import with four maps to a shard; return what was told of problems and of progress."""
     told = []
-    options = {"classes": 0, "workers": 1, "bad_samples_end_it": True, "shard_rows": 4} | how
+    options = {"classes": 0, "workers": 1, "bad_samples_end_it": True, "shard_rows": 4, "tell": print} | how
     maps, problems = import_labels(
         source, store, catalog, progress=lambda *done: told.append(done), **options
     )

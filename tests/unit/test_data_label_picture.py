@@ -9,6 +9,7 @@ from label_samples import make_store
 from PIL import Image
 
 from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.data.labels.keys import keys_of
 from horovod_volo.data.labels.picture import (
     BAR_HEIGHT,
@@ -22,7 +23,7 @@ from horovod_volo.data.labels.picture import (
 from horovod_volo.labels import main
 
 
-def labelled(ids, scores, *, size=(600, 300), centre_crop=False):
+def labelled(ids, scores, *, size=(600, 300), geometry=WHOLE):
     return Labelled(
         image=Image.new("RGB", size, "white"),
         scores=np.array(scores, np.float16),
@@ -30,7 +31,7 @@ def labelled(ids, scores, *, size=(600, 300), centre_crop=False):
         classes=tuple(f"class {number}" for number in range(10)),
         title="t",
         notes=("one", "two"),
-        centre_crop=centre_crop,
+        geometry=geometry,
     )
 
 
@@ -50,14 +51,22 @@ def bars(picture, rows, columns, *, left, width, bottom, height):
     ]
 
 
-@pytest.mark.parametrize("centre_crop", [False, True])
-def test_cells_have_the_colour_of_their_class(centre_crop):
+@pytest.mark.parametrize(
+    ("geometry", "left", "width", "border"),
+    [
+        (WHOLE, 0, 900, 0),
+        (MapGeometry(576, 576), 225, 450, 0),
+        (MapGeometry(256, 128), 337.5, 225, -112.5),
+        (MapGeometry(100, 150), 112.5, 675, 112.5),  # a square higher than the image
+    ],
+)
+def test_cells_have_the_colour_of_their_class(geometry, left, width, border):
     ids = [[[4, 4, 7], [4, 2, 2]], [[1, 1, 1], [1, 1, 1]]]  # (k, rows, columns)
     scores = [[[9, 9, 9], [9, 9, 9]], [[0, 0, 0], [0, 0, 0]]]
-    picture = draw_labels(labelled(ids, scores, centre_crop=centre_crop))
+    picture = draw_labels(labelled(ids, scores, geometry=geometry))
     assert picture.height - MARGIN > 450  # the image is 900 x 450 now
-    covered = (MARGIN + 225, 450) if centre_crop else (MARGIN, 900)
-    found = bars(picture, 2, 3, left=covered[0], width=covered[1], bottom=picture.height - MARGIN, height=450)
+    foot = picture.height - MARGIN + min(0, border)
+    found = bars(picture, 2, 3, left=MARGIN + left, width=width, bottom=foot, height=450 + 2 * border)
     colour = {4: PALETTE[0], 2: PALETTE[1], 7: PALETTE[2]}
     assert found == [[colour[4], colour[4], colour[7]], [colour[4], colour[2], colour[2]]]
 

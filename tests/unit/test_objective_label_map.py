@@ -83,6 +83,45 @@ def test_special_boxes_equal_the_published_formula(
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("height", "width"), [(18, 18), (9, 9), (6, 11), (1, 1)])
+@pytest.mark.parametrize("side", [1, 4, 14])
+def test_boxes_beyond_their_map_read_its_nearest_cells(height: int, width: int, side: int) -> None:
+    scores, ids, _ = published.random_maps(8, 2, height, width, 11, seed=20)
+    boxes = torch.tensor(
+        [
+            [-0.3, 0.1, 1.6, 0.8],  # beyond above and below
+            [0.1, -0.25, 0.8, 0.75],  # to the left
+            [0.5, 0.5, 0.9, 1.25],  # below and to the right
+            [-1.5, 0.2, 1.0, 0.3],  # not on the map at all
+            [0.2, 1.25, 0.3, 1.0],
+            [-0.75, -0.5, 2.5, 2.0],
+            [0.25, 0.25, 0.5, 0.5],  # inside, with others beyond in its batch
+            [0.98, 0.1, 0.04, 0.5],  # smaller than a cell
+        ]
+    )
+    expected = published.batch_target(scores, ids, boxes, side, 11, "corrected")
+    target = map_target(
+        scores, ids, boxes, side=side, num_classes=11, geometry="corrected", reach=float(boxes[:, 2:].max())
+    )
+    actual = published.dense(target, 11).unflatten(0, (8, side * side))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reach", [1.0, 1.3333, 4.7])
+@pytest.mark.parametrize(("size", "side"), [(18, 14), (9, 14), (14, 1), (3, 2)])
+def test_windows_beyond_a_map_hold_all_the_weight(size: int, side: int, reach: float) -> None:
+    generator = torch.Generator().manual_seed(21)
+    extent = reach * (torch.rand(2000, generator=generator) * 0.95 + 0.05)
+    start = 3 * torch.rand(2000, generator=generator) - 1
+    extent[0] = reach
+    cells, weights = axis_windows(start, extent, side=side, size=size, scale=size, reach=reach)
+    assert cells.min() >= 0
+    assert cells.max() < size
+    beyond = (start < 0) | (start + extent > 1)
+    whole = weights.sum(dim=2)[beyond]
+    torch.testing.assert_close(whole, torch.ones_like(whole))
+
+
 def test_ids_are_merged_into_distinct_ascending_entries() -> None:
     scores, ids, boxes = published.random_maps(2, 3, 8, 8, 4, seed=10)  # 4 classes: every window repeats them
     target = map_target(scores, ids, boxes, side=4, num_classes=4, geometry="corrected")

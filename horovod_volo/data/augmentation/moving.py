@@ -17,6 +17,7 @@ from torch import Tensor
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations
 
 FILL = (124, 116, 104)  # the mean colour
+ROUNDING = 1e-6  # of single precision, near 1
 
 
 def source_matrices(
@@ -108,16 +109,32 @@ def _colours(moved: Tensor, outside: Tensor) -> Tensor:
     return colours.bitwise_and_(~filled).bitwise_or_(filled & fill)
 
 
+def moved_frames(boxes: NDArray[np.float32], moving: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Return where the cells of each map lie once it is moved, (batch, 4), as fractions of the map before.
+
+    `boxes` (batch, 4) are the crops as such fractions, `moving` (batch,) says which are moved. A map beyond
+    which its crop reaches is widened to it: what moves from the map to where it had no cells is not lost.
+    """
+    ends = np.maximum(boxes[:, :2] + boxes[:, 2:], 1)
+    starts = np.minimum(boxes[:, :2], 0)
+    widened = np.concatenate([starts, ends - starts], axis=1)
+    # A box that ends at 1 may be rounded to end a little beyond: that map stays as it is.
+    outside = (boxes[:, :2] < 0).any(axis=1) | (boxes[:, :2] + boxes[:, 2:] > 1 + ROUNDING).any(axis=1)
+    return np.where((moving & outside)[:, None], widened, np.array([0, 0, 1, 1], np.float32))
+
+
 def moved_maps(
     scores: NDArray[np.float16],
     ids: NDArray[np.integer[Any]],
     boxes: NDArray[np.float32],
     operations: Operations,
+    frames: NDArray[np.float32] | None = None,
 ) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
     """Move flipped label maps (batch, k, height, width) as their crops are moved.
 
-    `boxes` (batch, 4) are the crops as shares of the flipped image. A cell whose content comes from
-    outside the crop, where the pixels are filled, knows nothing: its logits become 0.
+    `boxes` (batch, 4) are the crops as fractions of what the maps cover of the flipped images, `frames` of
+    what they cover afterwards; None: the same. Beyond a map its nearest cell counts. A cell whose content
+    comes from outside the crop, where the pixels are filled, knows nothing: its logits become 0.
     """
     rows = np.flatnonzero(operations.moving)
     if not len(rows):
@@ -126,9 +143,15 @@ def moved_maps(
     height, width = scores.shape[2:]
     corner, extent = boxes[rows, 1::-1, None], boxes[rows, :1:-1, None]  # (moved, 2, 1): x, then y
     cells = np.stack(np.meshgrid(np.arange(width), np.arange(height)), axis=0).reshape(2, -1)  # x, y
-    places = (cells + 0.5) / np.array([[width], [height]])  # (2, cells) shares of the flipped image
-    places = (places[None] - corner) / extent  # (moved, 2, cells) shares of the crop
-    slack = 0.5 / (extent * np.array([[width], [height]]))  # cells cut by the crop's edge belong to it
+    grid = np.array([[[width], [height]]])
+    places = (cells + 0.5) / grid  # (1, 2, cells) fractions of the moved map
+    cells_in_map = grid  # of the moved map, in what the map covered before
+    if frames is not None:
+        frame_corner, frame_extent = frames[rows, 1::-1, None], frames[rows, :1:-1, None]
+        places = frame_corner + frame_extent * places  # (moved, 2, cells) fractions of the map before
+        cells_in_map = grid / frame_extent
+    places = (places - corner) / extent  # (moved, 2, cells) fractions of the crop
+    slack = 0.5 / (extent * cells_in_map)  # cells cut by the crop's edge belong to it
     known = np.ones((len(rows), places.shape[2]), dtype=np.bool_)
     for layer in reversed(range(operations.kinds.shape[1])):
         kinds = operations.kinds[rows, layer]

@@ -8,12 +8,15 @@ size; it must never depend on which other samples share its batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.config.schema import Data
 from horovod_volo.data.augmentation.chance import uniforms
+
+AnyFloat = TypeVar("AnyFloat", np.float32, np.float64)
 
 ATTEMPTS = 10
 PLAN_STREAM = 0x706C616E  # keeps this use of the seed apart from every other
@@ -41,9 +44,36 @@ class Plan:
             axis=1,
         ).astype(np.int32)  # (batch, 4)
 
-    def fractions(self, sizes: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the boxes as shares of the flipped image's height and width: what the loss needs."""
-        return (self.boxes / np.tile(sizes, 2)).astype(np.float32)  # (batch, 4)
+    def fractions(
+        self, sizes: NDArray[np.int64], covered: NDArray[np.float64] | None = None
+    ) -> NDArray[np.float32]:
+        """Return the boxes as fractions of the flipped image, or of the part of it that label maps cover.
+
+        `covered` (batch, 4) is that part's top, left, height and width, as fractions of the stored image. A
+        box that reaches beyond the part begins below 0 or ends beyond 1.
+        """
+        boxes = self.boxes / np.tile(sizes, 2)  # (batch, 4)
+        if covered is not None:
+            boxes = relative_boxes(boxes, self._flipped(covered))
+        return boxes.astype(np.float32)
+
+    def _flipped(self, covered: NDArray[np.float64]) -> NDArray[np.float64]:
+        top, left, height, width = covered.T
+        return np.stack(
+            [
+                np.where(self.flip_vertical, 1 - top - height, top),
+                np.where(self.flip_horizontal, 1 - left - width, left),
+                height,
+                width,
+            ],
+            axis=1,
+        )  # (batch, 4)
+
+
+def relative_boxes(boxes: NDArray[AnyFloat], frames: NDArray[AnyFloat]) -> NDArray[AnyFloat]:
+    """Return boxes as fractions of frames; both (batch, 4), top, left, height, width of one image."""
+    corners = (boxes[:, :2] - frames[:, :2]) / frames[:, 2:]
+    return np.concatenate([corners, boxes[:, 2:] / frames[:, 2:]], axis=1)
 
 
 def plan_batch(

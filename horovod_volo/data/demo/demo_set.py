@@ -3,8 +3,9 @@
     python -m horovod_volo.data.demo.demo_set FOLDER [--train 4000] [--val 1000]
 
 Writes FOLDER/train/CLASS/NAME.jpg, FOLDER/val/CLASS/NAME.jpg and, for training images, the dense label map
-FOLDER/token_labels/CLASS/NAME.pt. Invariants: an image is a pure function of (seed, split, number), so that
-sets of different sizes share their images; and FOLDER appears by rename, whole or not at all.
+FOLDER/token_labels/CLASS/NAME.pt, which covers the whole image. Invariants: an image is a pure function of
+(seed, split, number), so that sets of different sizes share their images; and FOLDER appears by rename,
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from numpy.typing import NDArray
 from horovod_volo.config.errors import UserError
 from horovod_volo.data.demo.demo_image import draw_demo_image
 from horovod_volo.data.demo.demo_shapes import CLASSES, Floats
+from horovod_volo.data.labels.geometry import WHOLE
+from horovod_volo.data.labels.published_maps import GEOMETRY_FILE
+from horovod_volo.files.whole import whole_file
 
 # Raise when any byte of the set would come out different: older folders then stop passing for current ones.
 EDITION = 1
@@ -48,12 +52,14 @@ def make_demo_set(
         )
     description = {"edition": EDITION, "train": train, "val": val, "image_side": image_side, "seed": seed}
     if _holds(folder, description):
+        _tell_geometry(folder)  # sets made earlier did not
         return
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         for split, count in (("train", train), ("val", val)):
             _make_split(partial, split, count, image_side=image_side, seed=seed)
+        _tell_geometry(partial)
         (partial / DESCRIPTION).write_text(json.dumps(description) + "\n")
         _publish(partial, folder, description)
     finally:
@@ -78,6 +84,14 @@ def _holds(folder: Path, description: dict[str, int]) -> bool:
             "Delete it, or name another folder."
         )
     return True
+
+
+def _tell_geometry(folder: Path) -> None:
+    """Write down that the label maps cover whole images, unlike published ones of the same form."""
+    path = folder / "token_labels" / GEOMETRY_FILE
+    if not path.exists():
+        with whole_file(path) as file:
+            file.write(f"{WHOLE}\n".encode())
 
 
 def _publish(partial: Path, folder: Path, description: dict[str, int]) -> None:

@@ -16,11 +16,18 @@ from pathlib import Path
 from horovod_volo.config.errors import UserError
 from horovod_volo.data.bad_sample import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.geometry import MapGeometry, assumption
 from horovod_volo.data.labels.keys import keys_of
 from horovod_volo.data.labels.making import SHARD_ROWS, Making, Record, begin, check_free
-from horovod_volo.data.labels.published_maps import MAPS_TRIED, first_size, read_published_map
+from horovod_volo.data.labels.published_maps import (
+    MAPS_TRIED,
+    first_size,
+    geometry_of,
+    read_published_map,
+)
 
 Progress = Callable[[int, int], None]  # maps done, of how many
+Tell = Callable[[str], None]
 
 
 def published_keys(source: Path) -> tuple[list[str], int]:
@@ -48,13 +55,16 @@ def import_labels(
     workers: int,
     bad_samples_end_it: bool,
     progress: Progress,
+    tell: Tell,
     shard_rows: int = SHARD_ROWS,
+    geometry: MapGeometry | None = None,
 ) -> tuple[int, list[str]]:
     """Pack `source` into the store `folder`; return the number of maps and what was wrong with some.
 
     With a catalog, the maps of its images are packed, in its order. `classes` 0 stands for as many as
     there are classes in the catalog or else class folders in the tree. Where problems end it, the folder
-    is left for another attempt.
+    is left for another attempt. `geometry` is which part of its image a map covers; None: as the folder
+    says, or else assumed, and then `tell` is told.
     """
     check_free(folder)
     if catalog is None:
@@ -62,12 +72,17 @@ def import_labels(
     else:
         keys, folders = keys_of(catalog), len(catalog.classes)
     tried = (source / f"{key}.pt" for key in keys[:: max(1, len(keys) // MAPS_TRIED)])
+    size = first_size(tried, classes or folders)
+    covered, assumed = (geometry, False) if geometry is not None else geometry_of(source, size)
+    if assumed:
+        tell(assumption(folder, covered))
     making = begin(
         folder,
         keys,
         classes=classes or folders,
-        size=first_size(tried, classes or folders),
-        geometry="unknown",
+        size=size,
+        geometry=str(covered),
+        geometry_assumed=assumed,
         teacher="unknown",
         catalog="" if catalog is None else catalog.digest,
         shard_rows=shard_rows,

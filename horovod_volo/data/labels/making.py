@@ -128,6 +128,7 @@ def begin(
     teacher: str,
     catalog: str,
     shard_rows: int = SHARD_ROWS,
+    geometry_assumed: bool = False,
 ) -> Making:
     """Begin a store for these keys, or go on with one that was begun alike; one process does this."""
     content = text_of(keys)
@@ -147,6 +148,7 @@ def begin(
         catalog=catalog,
         shard_rows=shard_rows,
         shards=(),
+        geometry_assumed=geometry_assumed,
     )
     check_free(folder)
     if is_unfinished(folder):

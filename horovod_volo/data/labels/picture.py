@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageEnhance, ImageFont
+from PIL import Image, ImageDraw, ImageEnhance, ImageFont, ImageOps
 
+from horovod_volo.data.labels.geometry import MapGeometry
 from horovod_volo.data.labels.probability import probabilities
 
 Colour = tuple[int, int, int]
@@ -54,7 +55,7 @@ class Labelled:
     classes: Sequence[str]
     title: str
     notes: Sequence[str]
-    centre_crop: bool  # whether the map covers only the square in the image's middle
+    geometry: MapGeometry  # which part of the image the map covers
 
 
 def draw_labels(labelled: Labelled) -> Image.Image:
@@ -66,7 +67,7 @@ def draw_labels(labelled: Labelled) -> Image.Image:
     ranking = [int(number) for number, _ in Counter(ids.ravel().tolist()).most_common()]
     colours = dict(zip(ranking, PALETTE, strict=False))
 
-    image, area = _enlarged(labelled.image, labelled.centre_crop, ids.shape)
+    image, area = _enlarged(labelled.image, labelled.geometry, ids.shape)
     header = MARGIN + LARGE + 14 + (SMALL + 6) * len(labelled.notes) + 12
     height = max(image.height, LINE_HEIGHT * (min(len(ranking), len(PALETTE)) + 2))
     canvas = Image.new("RGB", (image.width + LEGEND_WIDTH + 3 * MARGIN, header + height + MARGIN), PAPER)
@@ -77,21 +78,27 @@ def draw_labels(labelled: Labelled) -> Image.Image:
     return canvas
 
 
-def _enlarged(image: Image.Image, centre_crop: bool, grid: tuple[int, ...]) -> tuple[Image.Image, Box]:
-    """Return the image large enough for the text in its cells, and the box that the grid covers."""
-    side = min(image.size)
-    covered = (side, side) if centre_crop else image.size
+def _enlarged(image: Image.Image, geometry: MapGeometry, grid: tuple[int, ...]) -> tuple[Image.Image, Box]:
+    """Return the image large enough for the text in its cells, and the box that the grid covers.
+
+    Where the grid reaches beyond the image, the image has black borders, as the teacher saw it.
+    """
+    (covered,) = geometry.covered(np.array([[image.height, image.width]]))  # top, left, height, width
     wanted = max(
-        LONG_SIDE / max(image.size), CELL_WIDTH * grid[1] / covered[0], CELL_HEIGHT * grid[0] / covered[1]
+        LONG_SIDE / max(image.size),
+        CELL_WIDTH * grid[1] / (covered[3] * image.width),
+        CELL_HEIGHT * grid[0] / (covered[2] * image.height),
     )
     scale = min(wanted, LONGEST_SIDE / max(image.size))
     width, height = (max(1, round(length * scale)) for length in image.size)
     pale = ImageEnhance.Color(image.convert("RGB")).enhance(COLOUR_KEPT)
     large = pale.resize((width, height), Image.Resampling.BICUBIC)
-    if not centre_crop:
-        return large, (0, 0, width, height)
-    left, top = (width - min(width, height)) // 2, (height - min(width, height)) // 2
-    return large, (left, top, left + min(width, height), top + min(width, height))
+    top, left, bottom, right = (
+        round(end) for end in (*covered[:2], *(covered[:2] + covered[2:])) * np.array([height, width] * 2)
+    )
+    border_x, border_y = max(0, -left, right - width), max(0, -top, bottom - height)
+    bordered = ImageOps.expand(large, (border_x, border_y), (0, 0, 0))
+    return bordered, (left + border_x, top + border_y, right + border_x, bottom + border_y)
 
 
 def _write_header(draw: ImageDraw.ImageDraw, labelled: Labelled) -> None:

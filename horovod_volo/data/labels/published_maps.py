@@ -2,7 +2,8 @@
 
 One file for each image: `<root>/<class>/<image name up to its first dot>.pt`, a tensor saved by
 torch of shape [2, k, height, width]: the k highest raw logits of each cell, then their class
-numbers. The maps describe the stored image: whoever turns the image must turn its map.
+numbers. The maps describe the stored image: whoever turns the image must turn its map. Which part of it
+they cover, `<root>/map_geometry.txt` may tell; else it is assumed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from horovod_volo.config.errors import UserError
 from horovod_volo.data.bad_sample import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.geometry import MapGeometry, assumed_geometry
 from horovod_volo.data.labels.keys import key_of
 
 Scores = NDArray[np.float16]  # (k, height, width)
@@ -27,6 +29,7 @@ Ids = NDArray[np.integer[Any]]  # (k, height, width)
 # Every whole number below is exact in half precision, in which the published maps keep class numbers.
 EXACT_IN_HALF = 2048
 MAPS_TRIED = 64
+GEOMETRY_FILE = "map_geometry.txt"
 
 
 class PublishedMaps:
@@ -38,6 +41,8 @@ class PublishedMaps:
         self._check_classes()
         places = np.linspace(0, len(catalog) - 1, MAPS_TRIED).round().astype(np.int64).tolist()
         self.size = first_size([self._path(place) for place in dict.fromkeys(places)], len(catalog.classes))
+        self.geometry, self.geometry_assumed = geometry_of(self._root, self.size)
+        self.recorded_geometry = None if self.geometry_assumed else self.geometry
 
     def read(self, index: int) -> tuple[Scores, Ids]:
         """Return the scores and class numbers of an image, (k, height, width) each."""
@@ -70,6 +75,19 @@ class PublishedMaps:
                     "folder that holds CLASS/IMAGE.pt for every training image; make the missing maps, or "
                     "drop --token-label-data to train every token on the image's class."
                 )
+
+
+def geometry_of(root: Path, size: tuple[int, int, int]) -> tuple[MapGeometry, bool]:
+    """Return what the maps in a folder cover, and whether that is only assumed."""
+    path = root / GEOMETRY_FILE
+    try:
+        return MapGeometry.parse(path.read_text(encoding="utf-8").strip()), False
+    except FileNotFoundError:
+        return assumed_geometry(*size[1:]), True
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}. Mend or remove it.") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def first_size(paths: Iterable[str | Path], classes: int) -> tuple[int, int, int]:

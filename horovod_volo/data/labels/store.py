@@ -14,7 +14,7 @@ All shards but the last have `shard_rows` rows. The row of an image without a ma
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -26,12 +26,14 @@ from safetensors import SafetensorError, safe_open
 from horovod_volo.config.errors import UserError
 from horovod_volo.data.bad_sample import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.geometry import CENTRE_CROP, PUBLISHED, MapGeometry, assumed_geometry
 from horovod_volo.data.labels.keys import NO_ROW, rows_of
 
 DESCRIPTION = "store.json"
 KEYS = "keys.txt"
 VERSION = 1
 NO_CLASS = -1
+UNKNOWN_GEOMETRY = "unknown"  # of a store of imported maps, written before geometries were recorded
 LARGEST_SMALL = np.iinfo(np.int16).max
 
 Maps = tuple[NDArray[np.float16], NDArray[np.integer[Any]]]  # of a shard: (rows, k, height, width) each
@@ -59,12 +61,13 @@ class StoreFacts:
     height: int
     width: int
     ids: str
-    geometry: str  # "whole": a map covers the whole image; "unknown": as the published maps
+    geometry: str  # which part of its image a map covers, as MapGeometry writes it
     teacher: str
     keys: str  # SHA-256 of keys.txt
     catalog: str  # digest of the catalog whose images the rows are, in its order; empty: made without one
     shard_rows: int
     shards: tuple[Shard, ...]
+    geometry_assumed: bool = False  # nobody said it
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -96,9 +99,21 @@ def read_facts(path: Path) -> StoreFacts:
                 "again."
             )
         shards = tuple(Shard(**shard) for shard in stored.pop("shards"))
-        return StoreFacts(**stored, shards=shards)
+        return _with_geometry(StoreFacts(**stored, shards=shards))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} does not describe a label store: {error}. Copy or make it again.") from None
+
+
+def _with_geometry(facts: StoreFacts) -> StoreFacts:
+    """Return facts whose geometry can be parsed: earlier stores of imported maps did not tell it."""
+    if facts.geometry == UNKNOWN_GEOMETRY:
+        geometry = assumed_geometry(facts.height, facts.width)
+    elif facts.geometry == CENTRE_CROP:  # without numbers: the square as long as the shorter side
+        geometry = PUBLISHED
+    else:
+        MapGeometry.parse(facts.geometry)
+        return facts
+    return replace(facts, geometry=str(geometry), geometry_assumed=True)
 
 
 def read_shard(folder: Path, facts: StoreFacts, number: int) -> Maps:
@@ -125,6 +140,9 @@ class LabelStore:
         self._catalog = catalog
         self.facts = read_facts(self._folder / DESCRIPTION)
         self.size = self.facts.size
+        self.geometry = MapGeometry.parse(self.facts.geometry)
+        self.geometry_assumed = self.facts.geometry_assumed
+        self.recorded_geometry = None if self.geometry_assumed else self.geometry
         _check_number(self._folder, self.facts, catalog)
         self._rows = self._find_rows(cache)
         self._shard_rows = self.facts.shard_rows

@@ -10,14 +10,13 @@ from PIL import Image
 from horovod_volo.config.errors import UserError
 from horovod_volo.data.bad_sample import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.geometry import coverage
 from horovod_volo.data.labels.keys import key_of
 from horovod_volo.data.labels.picture import Labelled, draw_labels
 from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.labels.store import DESCRIPTION, is_store, read_facts
 from horovod_volo.files.whole import whole_file
 
-CENTRE_CROP = "centre-crop"
-COVERED = {"whole": "the whole image", CENTRE_CROP: "the square in its middle"}
 PROBABILITY = (
     "In each cell: the most probable class. Probability: softmax over all classes, unnamed ones at 0."
 )
@@ -36,7 +35,6 @@ def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> Non
         raise UserError(f"{problem}. Choose another image, or mend this one.") from None
     finally:
         source.close()
-    teacher, geometry = _origin(Path(labels))
     top, rows, columns = scores.shape
     drawn = draw_labels(
         Labelled(
@@ -47,11 +45,11 @@ def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> Non
             title=f"{catalog.name(index)}  (image {index})",
             notes=(
                 f"Folder: {catalog.classes[catalog.targets[index]]}, class {catalog.targets[index]}",
-                f"Map: {rows} x {columns} cells, {top} classes each. Teacher: {teacher}. Covers: "
-                f"{COVERED.get(geometry, 'not recorded')}",
+                f"Map: {rows} x {columns} cells, {top} classes each. Teacher: {_teacher(Path(labels))}",
+                f"A map covers {coverage(source.geometry, assumed=source.geometry_assumed)}",
                 PROBABILITY,
             ),
-            centre_crop=geometry == CENTRE_CROP,
+            geometry=source.geometry,
         )
     )
     try:
@@ -76,9 +74,5 @@ def _index_of(catalog: Catalog, image: str) -> int:
     )
 
 
-def _origin(labels: Path) -> tuple[str, str]:
-    """Return who made the maps, and what part of an image they cover."""
-    if not is_store(labels):
-        return "unknown", "unknown"
-    facts = read_facts(labels / DESCRIPTION)
-    return facts.teacher, facts.geometry
+def _teacher(labels: Path) -> str:
+    return read_facts(labels / DESCRIPTION).teacher if is_store(labels) else "unknown"

@@ -1,0 +1,76 @@
+"""A run says which part of its image it takes a label map for, and what was assumed of published maps."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.smoke.conftest import run_here
+
+SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "8", "--stop-at-step", "1", "--name", "run")
+WHOLE, CENTRE = "maps of the whole image", "maps of the image's centre crop (centre-crop:576:576)"
+
+
+@pytest.fixture
+def published(demo_set: Path, tmp_path: Path) -> Path:
+    """Return label maps as they are published: nothing tells what they cover."""
+    shutil.copytree(demo_set / "token_labels", tmp_path / "maps")
+    (tmp_path / "maps" / "map_geometry.txt").unlink()
+    return tmp_path / "maps"
+
+
+@pytest.mark.parametrize(
+    ("flags", "geometry", "assumed"),
+    [
+        ((), f"corrected geometry, {CENTRE}", True),
+        (("--map-geometry", "whole"), f"corrected geometry, {WHOLE}", False),
+        (("--label-geometry", "reference"), f"reference geometry, {WHOLE}", False),
+    ],
+)
+def test_a_run_tells_how_it_reads_published_maps(
+    flags: tuple[str, ...],
+    geometry: str,
+    assumed: bool,
+    published: Path,
+    demo_set: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    places = ("--token-label-data", str(published), "--output", str(tmp_path / "runs"))
+    ended = run_here(str(demo_set), *SMALL, *places, *flags, streams=capfd)
+    assert ended.status == 75, ended.output  # stopped at the step that was asked for
+    assert f"token labels from {published} ({geometry})" in ended.output
+    notes = [line for line in ended.lines if line.startswith("      note  ") and "label map" in line]
+    assert len(notes) == assumed
+    if assumed:
+        assert f"a label map in {published} is assumed to cover the image's centre crop" in notes[0]
+        assert f"tools/labels verify {published} --data DATA_DIR --teacher NAME" in notes[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--map-geometry", "whole"), "--map-geometry is about label maps: give --token-label-data"),
+        (("--token-label-data", "maps", "--map-geometry", "middle"), "'middle' is no geometry of label maps"),
+        (
+            (
+                "--token-label-data",
+                "maps",
+                "--map-geometry",
+                "centre-crop:9:9",
+                "--label-geometry",
+                "reference",
+            ),
+            "Drop it, or --map-geometry centre-crop:9:9.",
+        ),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    flags: tuple[str, ...], told: str, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended = run_here(str(demo_set), *SMALL, "--output", str(tmp_path / "runs"), *flags, streams=capfd)
+    assert ended.status == 2
+    assert told in ended.output
+    assert not (tmp_path / "runs").exists()
