@@ -53,8 +53,9 @@ def augment_(images: Tensor, operations: Operations) -> None:
             if bicubic is None:
                 images[at] = change(images[at], _on(images, arguments[rows]))
             else:
-                matrices = source_matrices(kinds[rows], arguments[rows], images.shape[-1])
-                images[at] = change(images[at], matrices, bicubic=bicubic)
+                shape = (images.shape[-2], images.shape[-1])
+                matrices = source_matrices(kinds[rows], arguments[rows], np.tile(shape, (len(rows), 1)))
+                images[at] = change(images[at], matrices, shape, bicubic=bicubic)
 
 
 def _alike(kinds: NDArray[np.int64], bicubic: NDArray[np.bool_]) -> dict[tuple[Any, bool | None], list[int]]:
