@@ -17,7 +17,7 @@ from horovod_volo.data.augmentation.rand_augment import Operation, Operations
 Change = Callable[[Tensor, Tensor], Tensor]
 Move = Callable[..., Tensor]
 
-_RECOLOURING: dict[int, Change] = {
+RECOLOURING: dict[int, Change] = {
     Operation.AUTO_CONTRAST: recolour.auto_contrast,
     Operation.EQUALIZE: recolour.equalize,
     Operation.INVERT: recolour.invert,
@@ -31,7 +31,7 @@ _RECOLOURING: dict[int, Change] = {
 }
 
 
-_MOVING: dict[int, Move] = {
+MOVING: dict[int, Move] = {
     Operation.ROTATE: turn,
     Operation.SHEAR_X: slide_across,
     Operation.SHEAR_Y: slide_down,
@@ -62,10 +62,10 @@ def _alike(kinds: NDArray[np.int64], bicubic: NDArray[np.bool_]) -> dict[tuple[A
     """Return which images undergo the same change: (how they are recoloured, None) or (moved, bicubic)."""
     alike: dict[tuple[Any, bool | None], list[int]] = {}
     for row, (kind, finely) in enumerate(zip(kinds.tolist(), bicubic.tolist(), strict=True)):
-        if kind in _RECOLOURING:
-            alike.setdefault((_RECOLOURING[kind], None), []).append(row)
-        elif kind in _MOVING:
-            alike.setdefault((_MOVING[kind], finely), []).append(row)
+        if kind in RECOLOURING:
+            alike.setdefault((RECOLOURING[kind], None), []).append(row)
+        elif kind in MOVING:
+            alike.setdefault((MOVING[kind], finely), []).append(row)
     return alike
 
 

@@ -180,6 +180,11 @@ def _colours(moved: Tensor, outside: Tensor) -> Tensor:
     return colours.bitwise_and_(~filled).bitwise_or_(filled & fill)
 
 
+def whole_images(batch: int) -> NDArray[np.float32]:
+    """Return whole images as the frames that operations act on."""
+    return np.tile(np.array([0, 0, 1, 1], dtype=np.float32), (batch, 1))
+
+
 def moved_maps(
     scores: NDArray[np.float16],
     ids: NDArray[np.integer[Any]],

@@ -29,8 +29,12 @@ class Plan:
     bicubic: NDArray[np.bool_]  # (batch,) how the crop is resized; else bilinear
 
     def stored_boxes(self, sizes: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Mirror the boxes back into the stored image: what the decoder cuts."""
-        top, left, height, width = self.boxes.T
+        """Mirror the crops back into the stored image."""
+        return self.stored(self.boxes, sizes)
+
+    def stored(self, boxes: NDArray[np.int32], sizes: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Mirror boxes (batch, 4) of the flipped image back into the stored image, as the decoder cuts."""
+        top, left, height, width = boxes.T
         return np.stack(
             [
                 np.where(self.flip_vertical, sizes[:, 0] - top - height, top),
