@@ -19,10 +19,11 @@ from pillow_plan import by_pillow
 
 from horovod_volo.config.schema import Data
 from horovod_volo.data import stream as stream_module
+from horovod_volo.data.augmentation.augment import COUNTING
 from horovod_volo.data.augmentation.moving import FILL
 from horovod_volo.data.augmentation.plan import plan_batch
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
-from horovod_volo.data.augmentation.whole_image import COUNTING, Parts, augment_part, parts_needed
+from horovod_volo.data.augmentation.whole_image import Parts, augment_part, parts_needed
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.stream import TrainStream
 
@@ -139,7 +140,7 @@ def test_what_is_decoded_is_inside_the_image_and_no_more_than_needed() -> None:
     assert (high <= sizes[:, None]).all()
     assert (parts.boxes[:, -1] == crops).all()
     whole = (parts.decoded[:, 2:] == sizes).all(axis=1)
-    counted = np.isin(operations.kinds[:, 0], COUNTING)
+    counted = np.isin(operations.kinds[:, 0], list(COUNTING))
     assert whole[counted].all()
     pointwise = ~np.isin(operations.kinds, (*GEOMETRIC, *COUNTING, Operation.SHARPNESS)).any(axis=1)
     assert (parts.decoded[pointwise] == crops[pointwise]).all()

@@ -14,24 +14,27 @@ from horovod_volo.data.augmentation import recolour
 from horovod_volo.data.augmentation.moving import slide_across, slide_down, source_matrices, turn
 from horovod_volo.data.augmentation.rand_augment import Operation, Operations
 
-Change = Callable[[Tensor, Tensor], Tensor]
-Move = Callable[..., Tensor]
+Change = Callable[..., Tensor]
 
-RECOLOURING: dict[int, Change] = {
+# These count the colours of an image, or of another one given besides.
+COUNTING: dict[int, Change] = {
     Operation.AUTO_CONTRAST: recolour.auto_contrast,
     Operation.EQUALIZE: recolour.equalize,
+    Operation.CONTRAST: recolour.contrast,
+}
+
+RECOLOURING: dict[int, Change] = COUNTING | {
     Operation.INVERT: recolour.invert,
     Operation.POSTERIZE: recolour.posterize,
     Operation.SOLARIZE: recolour.solarize,
     Operation.SOLARIZE_ADD: recolour.solarize_add,
     Operation.COLOR: recolour.color,
-    Operation.CONTRAST: recolour.contrast,
     Operation.BRIGHTNESS: recolour.brightness,
     Operation.SHARPNESS: recolour.sharpness,
 }
 
 
-MOVING: dict[int, Move] = {
+MOVING: dict[int, Change] = {
     Operation.ROTATE: turn,
     Operation.SHEAR_X: slide_across,
     Operation.SHEAR_Y: slide_down,

@@ -17,11 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.data.augmentation.augment import MOVING, RECOLOURING
+from horovod_volo.data.augmentation.augment import COUNTING, MOVING, RECOLOURING
 from horovod_volo.data.augmentation.moving import source_matrices
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations
 
-COUNTING = (Operation.AUTO_CONTRAST, Operation.EQUALIZE, Operation.CONTRAST)  # the whole image's colours
 FILTER_REACH = 2  # pixels that the bicubic filter reads to either side of a place
 SMOOTHING_REACH = 1
 
@@ -52,7 +51,7 @@ def parts_needed(crops: NDArray[np.int32], sizes: NDArray[np.int64], operations:
         kinds = operations.kinds[:, layer]
         low, high = _sources(low, high, kinds, operations.arguments[:, layer], sizes)
         reach = SMOOTHING_REACH * (kinds == Operation.SHARPNESS)[:, None]
-        counts = np.isin(kinds, COUNTING)[:, None]
+        counts = np.isin(kinds, list(COUNTING))[:, None]
         low = np.where(counts, 0, low - reach).clip(0, sizes - 1)
         # A crop that shows nothing of the image takes a pixel of its edge: nothing cannot be decoded.
         high = np.where(counts, sizes, high + reach).clip(low + 1, sizes)
@@ -94,9 +93,13 @@ def augment_part(image: Tensor, operations: Operations, parts: Parts) -> Tensor:
             shape = (int(after[2]), int(after[3]))
             image = MOVING[kind](image, matrices, shape, bicubic=bool(operations.bicubic[0, layer]))
             continue
-        if kind in RECOLOURING:
-            argument = torch.from_numpy(operations.arguments[:, layer])
-            image = RECOLOURING[kind](image, argument.to(image.device, non_blocking=True))
+        argument = torch.from_numpy(operations.arguments[:, layer]).to(image.device, non_blocking=True)
         top, left = (after[:2] - before[:2]).tolist()
-        image = image[..., top : top + int(after[2]), left : left + int(after[3])]
+        part = (..., slice(top, top + int(after[2])), slice(left, left + int(after[3])))
+        if kind in COUNTING:
+            image = COUNTING[kind](image[part], argument, image)
+        elif kind in RECOLOURING:
+            image = RECOLOURING[kind](image, argument)[part]
+        else:
+            image = image[part]
     return image
