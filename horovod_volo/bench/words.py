@@ -142,6 +142,12 @@ def _of_the_data(words: Words) -> None:
     flags.add_argument("--data-dir", default="", help="with train/CLASS/IMAGE; without it images are made")
     _number(flags, "--images", 1024, "made like photographs of 500 x 375")
 
+    flags = _add(words, "augmentation", "RandAugment on the whole image beside RandAugment on the crop")
+    _add_images(flags)
+    flags.add_argument("--data-dir", default="", help="with train/CLASS/IMAGE; without it images are made")
+    _number(flags, "--images", 1024, "made like photographs of 500 x 375")
+    _number(flags, "--plans", 5000, "drawn to count what is filled")
+
     flags = _add(words, "labels", "reading a label map against torch.load")
     _number(flags, "--maps", 2000, "made for this")
 

@@ -130,6 +130,11 @@ class Data:
         "RandAugment in timm's spelling: m magnitude, n operations, p probability, mstd and mmax spread "
         "and bound of the magnitude, inc1 ever stronger with it; empty: none",
     )
+    randaugment_on: Literal["crop", "image"] = setting(
+        "crop",
+        "what RandAugment or --color-jitter acts on: the crop, as in timm, or the whole image before it is "
+        "cut, as published for token labels",
+    )
     color_jitter: float = setting(
         0.4,
         "largest change of brightness, contrast and saturation; without RandAugment only",

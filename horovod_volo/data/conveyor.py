@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from horovod_volo.data.augmentation.erasing import Erasures
 from horovod_volo.data.augmentation.plan import Plan
 from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.whole_image import Parts
 from horovod_volo.data.pipeline import Source, to_torch, undecodable
 
 
@@ -37,6 +38,7 @@ class Treatment(NamedTuple):
     plan: Plan
     operations: Operations
     erasures: Erasures
+    parts: Parts | None = None  # None: the operations act on the crops; else on the whole images
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from horovod_volo.data.augmentation.erasing import draw_erasures
 from horovod_volo.data.augmentation.moving import moved_frames, moved_maps
 from horovod_volo.data.augmentation.plan import plan_batch, relative_boxes
 from horovod_volo.data.augmentation.rand_augment import draw_operations
+from horovod_volo.data.augmentation.whole_image import parts_needed
 from horovod_volo.data.conveyor import Conveyor, Labels, Load, Treatment
 from horovod_volo.data.damage import Damage
 from horovod_volo.data.finishing import Finisher
@@ -97,7 +98,8 @@ class TrainStream:
         self._image_size = image_size
         self._readers = ImageThreads(threads, "file-reader")
         self._cutters = ImageThreads(threads, "image-cutter")
-        self._resized_by_dali = device.type == "cuda"  # on the CPU torch resizes faster
+        # On the CPU torch resizes faster; what is augmented before the crop is resized after it.
+        self._resized_by_dali = device.type == "cuda" and settings.randaugment_on == "crop"
         self._conveyor = Conveyor(
             partial(
                 build_train_pipeline,
@@ -159,14 +161,18 @@ class TrainStream:
         sizes = np.array([sample.size for sample in samples], dtype=np.int64)
         # What stands in for a damaged image undergoes what that one would have: no image is seen twice alike.
         plan = plan_batch(self._seed, epoch, wanted, sizes, self._settings)
-        boxes = plan.stored_boxes(sizes)
+        operations = draw_operations(self._seed, epoch, wanted, self._settings)
+        whole = self._settings.randaugment_on == "image"
+        parts = parts_needed(plan.boxes, sizes, operations) if whole else None
+        boxes = plan.stored(plan.boxes if parts is None else parts.decoded, sizes)
         inputs = ([sample.encoded for sample in samples], list(boxes[:, :2]), list(boxes[:, 2:]))
         if self._resized_by_dali:
             inputs += resizing_inputs(plan)
         treatment = Treatment(
             plan,
-            draw_operations(self._seed, epoch, wanted, self._settings),
+            operations,
             draw_erasures(self._seed, epoch, wanted, self._settings, self._image_size),
+            parts,
         )
         maps = self._label_maps
         labels = None if maps is None else _labels(samples, sizes, treatment, maps.geometry)
@@ -194,9 +200,12 @@ def _labels(
     ]
     scores = np.stack([scores for scores, _ in turned])  # (batch, k, height, width)
     ids = np.stack([ids for _, ids in turned])  # same
-    boxes = plan.fractions(sizes, geometry.covered(sizes))
+    covered = geometry.covered(sizes)
+    boxes = plan.fractions(sizes, covered)
     frames = moved_frames(boxes, operations.moving)
-    moved = moved_maps(scores, ids, boxes, operations, frames)
+    whole = treatment.parts is not None
+    canvases, canvas_sizes = (plan.whole_images(covered), sizes) if whole else (boxes, 1.0)
+    moved = moved_maps(scores, ids, canvases, operations, canvas_sizes, frames)
     return Labels(*moved, relative_boxes(boxes, frames))
 
 

@@ -8,7 +8,9 @@ import torch
 from horovod_volo.config.schema import Data
 from horovod_volo.data.augmentation.augment import augment_
 from horovod_volo.data.augmentation.erasing import Eraser, draw_erasures
+from horovod_volo.data.augmentation.plan import plan_batch
 from horovod_volo.data.augmentation.rand_augment import Operation, draw_operations
+from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
 
 SIDE, IMAGES = 64, 256
 SETTINGS = Data(aa="rand-m9-n3-p0.7-mstd0.5-inc1", reprob=0.5)
@@ -27,6 +29,21 @@ def test_operations_are_those_of_the_cpu(device: torch.device) -> None:
     difference = (together.cpu().int() - alone.int()).abs().float()
     assert difference.mean() <= (0.0 if device.type == "cpu" else 0.5)
     assert (alone.int() - images.int()).abs().float().mean() > 20
+
+
+def test_operations_before_the_crop_are_those_of_the_cpu(device: torch.device) -> None:
+    waves = torch.rand(1, 3, 9, 9, generator=torch.Generator().manual_seed(0))
+    image = torch.nn.functional.interpolate(255 * waves, (90, 120), mode="bilinear").to(torch.uint8)
+    indices, sizes = np.arange(IMAGES), np.tile(np.array([90, 120]), (IMAGES, 1))
+    operations = draw_operations(1, 0, indices, SETTINGS)
+    parts = parts_needed(plan_batch(1, 0, indices, sizes, SETTINGS).boxes, sizes, operations)
+    differences = []
+    for place, (top, left, height, width) in enumerate(parts.decoded.tolist()):
+        part = image[..., top : top + height, left : left + width]
+        alone = operations.of(place), parts.of(place)
+        crop, expected = augment_part(part.to(device), *alone), augment_part(part, *alone)
+        differences.append(float((crop.cpu().int() - expected.int()).abs().float().mean()))
+    assert np.mean(differences) <= (0.0 if device.type == "cpu" else 0.5)
 
 
 def test_erased_boxes_are_those_of_the_cpu(device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,12 +33,12 @@ CPU = torch.device("cpu")
 BatchesOf = Callable[[Path, torch.device], list[Batch]]
 
 
-def train_batches(folder: Path, device: torch.device) -> list[Batch]:
+def train_batches(folder: Path, device: torch.device, settings: Data = SETTINGS) -> list[Batch]:
     catalog = build_catalog(str(folder), "train", None)
     stream = TrainStream(
         catalog,
         open_labels(str(folder / "token_labels"), catalog, None),
-        SETTINGS,
+        settings,
         image_size=64,
         seed=3,
         rank=0,
@@ -75,7 +76,15 @@ def mean_difference(images: Tensor, expected: Tensor) -> float:
     return float(255 * (by_colour * torch.tensor(IMAGENET_STD)).mean())
 
 
-@pytest.mark.parametrize(("split", "batches_of"), [("train", train_batches), ("val", eval_batches)])
+def whole_image_batches(folder: Path, device: torch.device) -> list[Batch]:
+    """Return batches that torch resizes, image by image: there may be operations before."""
+    return train_batches(folder, device, replace(SETTINGS, randaugment_on="image"))
+
+
+@pytest.mark.parametrize(
+    ("split", "batches_of"),
+    [("train", train_batches), ("train", whole_image_batches), ("val", eval_batches)],
+)
 def test_images_are_those_of_the_cpu(
     images: Path, device: torch.device, split: str, batches_of: BatchesOf
 ) -> None:

@@ -19,8 +19,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
@@ -44,6 +46,7 @@ class Published:
     targets: ModuleType  # label maps to dense targets; the training of both repositories uses these
     weights: ModuleType  # files into networks; the training of both repositories uses these
     volo_weights: ModuleType  # the same in the repository of VOLO, whose training does not use it
+    transforms: ModuleType  # images and label maps augmented together, in both repositories' training
 
     def networks(self, name: str) -> ModuleType:
         """Return the module that a network is in."""
@@ -86,6 +89,7 @@ def load(folder: Path) -> Published:
             targets=_file("published_targets_of_maps", labelling / "data" / "mixup.py"),
             weights=_module("published_weights", labelling / "utils", "utils"),
             volo_weights=_module("published_volo_weights", folder / "volo" / "utils", "utils"),
+            transforms=_transforms(labelling / "data"),
         )
     found.targets.roi_align = _roi_align
     return found
@@ -112,6 +116,44 @@ def _old_timm() -> Iterator[None]:
 def _module(package: str, folder: Path, name: str) -> ModuleType:
     _file(package, folder / "__init__.py")
     return importlib.import_module(f"{package}.{name}")
+
+
+def _transforms(folder: Path) -> ModuleType:
+    """Load the transforms without the package around them, which reads images by what timm had."""
+    import timm.data.transforms
+
+    package = ModuleType("published_transforms")
+    package.__path__ = [str(folder)]
+    ndimage = ModuleType("scipy.ndimage")
+    vars(ndimage)["affine_transform"] = affine_transform
+    scipy = ModuleType("scipy")
+    vars(scipy)["ndimage"] = ndimage
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, package.__name__, package)
+        patch.setitem(sys.modules, "scipy", scipy)
+        patch.setitem(sys.modules, "scipy.ndimage", ndimage)
+        renamed = timm.data.transforms.str_to_pil_interp
+        patch.setattr(timm.data.transforms, "_pil_interp", renamed, raising=False)
+        return importlib.import_module(f"{package.__name__}.label_transforms_factory")
+
+
+def affine_transform(
+    input: Tensor,  # noqa: A002, RUF100
+    matrix: list[list[float]],
+    order: int,
+    mode: str,
+) -> NDArray[np.float32]:
+    """Do what scipy.ndimage's function of this name does with order 0: it is none of our dependencies."""
+    assert order == 0
+    values, rows = np.asarray(input), np.array(matrix, dtype=np.float64)  # (k, height, width), (3, 4)
+    places = np.indices(values.shape).reshape(3, -1)
+    source = rows[:, :3] @ places + rows[:, 3:]  # (3, values)
+    last = np.array(values.shape)[:, None] - 1
+    nearest = np.floor(source.clip(0, last) + 0.5).astype(np.int64)
+    read = values[tuple(nearest)]
+    if mode == "constant":
+        read = np.where(((source < 0) | (source > last)).any(axis=0), 0, read)
+    return read.reshape(values.shape).astype(values.dtype)
 
 
 def _file(name: str, path: Path) -> ModuleType:

@@ -13,7 +13,19 @@ import torch
 from coded_images import smooth, write_images
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import catalog, data, labels, loader, loss, map_geometry, pairs, reduce, soak, step
+from horovod_volo.bench import (
+    augmentation,
+    catalog,
+    data,
+    labels,
+    loader,
+    loss,
+    map_geometry,
+    pairs,
+    reduce,
+    soak,
+    step,
+)
 from horovod_volo.bench.agreement import WrongResultError
 from horovod_volo.bench.peers_loss import DenseLoss, PublishedLoss
 from horovod_volo.bench.random_labels import random_labels
@@ -155,6 +167,20 @@ def test_loader_tells_both_rates(folder: str) -> None:
     assert all(figure.value > 0 for figure in result.figures)
     with pytest.raises(UserError, match=r"has 9 training images. Use --batch-size 9"):
         loader.measure(data_dir="", images=9, img_size=32, batch_size=1000, threads=1, pairs=2)
+
+
+def test_augmentation_tells_both_rates_and_what_is_filled(folder: str) -> None:
+    result = augmentation.measure(
+        data_dir=folder, images=0, plans=1000, img_size=32, batch_size=3, threads=1, pairs=2
+    )
+    values = {figure.label: figure.value for figure in result.figures}
+    assert values["RandAugment on the whole image"] > 0
+    assert values["RandAugment on the crop"] > 0
+    crop, image = (values[f"on the {name}: of a crop filled"] for name in ("crop", "whole image"))
+    assert 4 < image < crop < 10
+    assert values["on the crop: of an image decoded"] < values["on the whole image: of an image decoded"] < 75
+    with pytest.raises(UserError, match=r"has 9 training images. Use --batch-size 9"):
+        augmentation.measure(data_dir="", images=9, plans=1, img_size=32, batch_size=1000, threads=1, pairs=2)
 
 
 def test_labels_tells_both_times(monkeypatch: pytest.MonkeyPatch) -> None:

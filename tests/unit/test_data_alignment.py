@@ -140,7 +140,8 @@ def test_labels_at_the_box_name_the_places_the_pixels_show(tmp_path, hflip, vfli
         assert wrong == 0
 
 
-def test_labels_move_with_turned_sheared_and_shifted_images(tmp_path, monkeypatch):
+@pytest.mark.parametrize("randaugment_on", ["crop", "image"])
+def test_labels_move_with_turned_sheared_and_shifted_images(tmp_path, monkeypatch, randaugment_on):
     """As above, with geometric operations in both layers, and the colour-changing ones left out."""
 
     def geometric_only(*arguments):
@@ -150,6 +151,7 @@ def test_labels_move_with_turned_sheared_and_shifted_images(tmp_path, monkeypatc
     monkeypatch.setattr(stream_module, "draw_operations", geometric_only)
     folder = coded_folder(tmp_path / "images", "png")
     settings = {"aa": "rand-m9-n3-p1-mstd0.5-inc1", "hflip": 0.5, "vflip": 0.5}
+    settings["randaugment_on"] = randaugment_on
     _, batch = one_batch(folder, coded_label_maps(tmp_path / "maps"), **settings)
     filled = np.abs(unnormalised(batch.images) - np.array(FILL)[:, None, None]).max(axis=1) < 1
     # Next to what is filled, later operations mix its colour into the colours that tell places.

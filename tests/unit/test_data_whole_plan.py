@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 from coded_images import smooth, unnormalised, write_images
-from numpy.typing import NDArray
-from PIL import Image
+from pillow_plan import by_pillow
 from published_augment import FILL, NAMES, timm_augment
 
 from horovod_volo.config.schema import Data
 from horovod_volo.data.augmentation.erasing import draw_erasures
 from horovod_volo.data.augmentation.moving import moved_maps
-from horovod_volo.data.augmentation.plan import plan_batch
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.stream import TrainStream
@@ -26,32 +25,11 @@ SETTINGS = Data(batch_size=IMAGES, hflip=0.5, vflip=0.3)  # the rest as publishe
 SIZES = [(160, 110), (97, 151), (64, 64), (210, 145)]  # width, height
 
 
-def by_pillow(path: str, index: int) -> NDArray[np.uint8]:
-    """Return the image (side, side, 3) that the plan of one sample makes, before anything is erased."""
-    alone = np.array([index])
-    with Image.open(path) as opened:
-        image = opened.convert("RGB")
-    plan = plan_batch(SEED, EPOCH, alone, np.array([[image.height, image.width]]), SETTINGS)
-    if plan.flip_horizontal[0]:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    if plan.flip_vertical[0]:
-        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
-    top, left, height, width = plan.boxes[0].tolist()
-    chosen = Image.Resampling.BICUBIC if plan.bicubic[0] else Image.Resampling.BILINEAR
-    cut = image.crop((left, top, left + width, top + height)).resize((SIDE, SIDE), chosen)
-    colours = np.asarray(cut)
-    drawn = draw_operations(SEED, EPOCH, alone, SETTINGS)
-    for kind, amount, bicubic in zip(drawn.kinds[0], drawn.arguments[0], drawn.bicubic[0], strict=True):
-        if kind != Operation.NONE:
-            colours = timm_augment(Operation(kind), colours, float(amount), bicubic=bool(bicubic))
-    return colours
-
-
-def stream_batch(catalog: Catalog) -> Any:
+def stream_batch(catalog: Catalog, settings: Data) -> Any:
     stream = TrainStream(
         catalog,
         None,
-        SETTINGS,
+        settings,
         image_size=SIDE,
         seed=SEED,
         rank=0,
@@ -65,15 +43,19 @@ def stream_batch(catalog: Catalog) -> Any:
     return batch
 
 
-def test_a_plan_makes_what_pillow_makes_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("randaugment_on", ["crop", "image"])
+def test_a_plan_makes_what_pillow_makes_of_it(tmp_path: Path, randaugment_on: Any) -> None:
+    settings = replace(SETTINGS, randaugment_on=randaugment_on)
     images = {f"train/a/{n:02d}.jpg": smooth(*SIZES[n % len(SIZES)], seed=n) for n in range(IMAGES)}
     catalog = build_catalog(str(write_images(tmp_path, images, quality=95)), "train", None)
-    batch = stream_batch(catalog)
-    boxes = draw_erasures(SEED, EPOCH, batch.indices, SETTINGS, SIDE).boxes
+    batch = stream_batch(catalog, settings)
+    boxes = draw_erasures(SEED, EPOCH, batch.indices, settings, SIDE).boxes
     colours = unnormalised(batch.images)
     differences, erased = [], 0
     for place, index in enumerate(batch.indices):
-        theirs = by_pillow(catalog.location(index), int(index)).astype(float)
+        drawn = draw_operations(SEED, EPOCH, np.array([index]), settings)
+        path = catalog.location(index)
+        theirs = by_pillow(path, int(index), settings, drawn, seed=SEED, epoch=EPOCH, side=SIDE).astype(float)
         kept = np.ones((SIDE, SIDE), dtype=np.bool_)
         for top, left, height, width in boxes[place]:
             kept[top : top + height, left : left + width] = False
@@ -83,7 +65,7 @@ def test_a_plan_makes_what_pillow_makes_of_it(tmp_path: Path) -> None:
         if not kept.all():  # noise, unlike any image
             assert np.abs(colours[place][:, ~kept].std() - 57) < 15
     assert 0.1 < erased / IMAGES < 0.45
-    operated = draw_operations(SEED, EPOCH, batch.indices, SETTINGS).kinds
+    operated = draw_operations(SEED, EPOCH, batch.indices, settings).kinds
     assert len(np.unique(operated)) > len(NAMES) - 3  # nearly all operations took part
     assert np.mean(differences) < 1.0  # of 255
     assert max(differences) < 8  # where colours are stretched, small differences are too

@@ -14,24 +14,27 @@ from horovod_volo.data.augmentation import recolour
 from horovod_volo.data.augmentation.moving import slide_across, slide_down, source_matrices, turn
 from horovod_volo.data.augmentation.rand_augment import Operation, Operations
 
-Change = Callable[[Tensor, Tensor], Tensor]
-Move = Callable[..., Tensor]
+Change = Callable[..., Tensor]
 
-_RECOLOURING: dict[int, Change] = {
+# These count the colours of an image, or of another one given besides.
+COUNTING: dict[int, Change] = {
     Operation.AUTO_CONTRAST: recolour.auto_contrast,
     Operation.EQUALIZE: recolour.equalize,
+    Operation.CONTRAST: recolour.contrast,
+}
+
+RECOLOURING: dict[int, Change] = COUNTING | {
     Operation.INVERT: recolour.invert,
     Operation.POSTERIZE: recolour.posterize,
     Operation.SOLARIZE: recolour.solarize,
     Operation.SOLARIZE_ADD: recolour.solarize_add,
     Operation.COLOR: recolour.color,
-    Operation.CONTRAST: recolour.contrast,
     Operation.BRIGHTNESS: recolour.brightness,
     Operation.SHARPNESS: recolour.sharpness,
 }
 
 
-_MOVING: dict[int, Move] = {
+MOVING: dict[int, Change] = {
     Operation.ROTATE: turn,
     Operation.SHEAR_X: slide_across,
     Operation.SHEAR_Y: slide_down,
@@ -53,18 +56,19 @@ def augment_(images: Tensor, operations: Operations) -> None:
             if bicubic is None:
                 images[at] = change(images[at], _on(images, arguments[rows]))
             else:
-                matrices = source_matrices(kinds[rows], arguments[rows], images.shape[-1])
-                images[at] = change(images[at], matrices, bicubic=bicubic)
+                shape = (images.shape[-2], images.shape[-1])
+                matrices = source_matrices(kinds[rows], arguments[rows], np.tile(shape, (len(rows), 1)))
+                images[at] = change(images[at], matrices, shape, bicubic=bicubic)
 
 
 def _alike(kinds: NDArray[np.int64], bicubic: NDArray[np.bool_]) -> dict[tuple[Any, bool | None], list[int]]:
     """Return which images undergo the same change: (how they are recoloured, None) or (moved, bicubic)."""
     alike: dict[tuple[Any, bool | None], list[int]] = {}
     for row, (kind, finely) in enumerate(zip(kinds.tolist(), bicubic.tolist(), strict=True)):
-        if kind in _RECOLOURING:
-            alike.setdefault((_RECOLOURING[kind], None), []).append(row)
-        elif kind in _MOVING:
-            alike.setdefault((_MOVING[kind], finely), []).append(row)
+        if kind in RECOLOURING:
+            alike.setdefault((RECOLOURING[kind], None), []).append(row)
+        elif kind in MOVING:
+            alike.setdefault((MOVING[kind], finely), []).append(row)
     return alike
 
 

@@ -32,8 +32,12 @@ class Plan:
     bicubic: NDArray[np.bool_]  # (batch,) how the crop is resized; else bilinear
 
     def stored_boxes(self, sizes: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Mirror the boxes back into the stored image: what the decoder cuts."""
-        top, left, height, width = self.boxes.T
+        """Mirror the crops back into the stored image."""
+        return self.stored(self.boxes, sizes)
+
+    def stored(self, boxes: NDArray[np.int32], sizes: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Mirror boxes (batch, 4) of the flipped image back into the stored image, as the decoder cuts."""
+        top, left, height, width = boxes.T
         return np.stack(
             [
                 np.where(self.flip_vertical, sizes[:, 0] - top - height, top),
@@ -56,6 +60,11 @@ class Plan:
         if covered is not None:
             boxes = relative_boxes(boxes, self._flipped(covered))
         return boxes.astype(np.float32)
+
+    def whole_images(self, covered: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Return the whole images as fractions of the part that label maps cover, (batch, 4)."""
+        wholes = np.tile([0.0, 0.0, 1.0, 1.0], (len(covered), 1))
+        return relative_boxes(wholes, self._flipped(covered)).astype(np.float32)
 
     def _flipped(self, covered: NDArray[np.float64]) -> NDArray[np.float64]:
         top, left, height, width = covered.T

@@ -1,0 +1,197 @@
+"""The published order of augmentation, with the operations and crops of our plans given to its transforms.
+
+Flips, RandAugment on the whole image and its label map, then the crop: pixels, maps and crops are compared
+with those of a training stream with --randaugment-on image. Draws are replaced by ours; what is done with
+them, and in which order, is the published code's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from horovod_volo.config.schema import Data
+from horovod_volo.data import stream as stream_module
+from horovod_volo.data.augmentation.plan import Plan, plan_batch
+from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.labels.source import open_labels
+from horovod_volo.data.stream import Batch, TrainStream
+from tests.published.checkouts import Published, named_folder
+
+named_folder()  # or this module is skipped
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+from coded_images import smooth, unnormalised, write_images  # noqa: E402
+from published_augment import NAMES, SPELLING  # noqa: E402
+
+SEED, EPOCH, SIDE, CELLS, IMAGES = 8, 3, 64, 18, 48
+SETTINGS = Data(
+    batch_size=IMAGES,
+    aa=SPELLING,
+    vflip=0.3,
+    train_interpolation="bicubic",
+    reprob=0.0,
+    randaugment_on="image",
+)
+PHOTOGRAPHS, SQUARES = (200, 150), (180, 180)  # width, height
+
+
+def cell_numbers() -> NDArray[np.float32]:
+    """Return a map (1, CELLS, CELLS) whose cells are numbered; 0 is left for what is filled."""
+    return np.arange(1, CELLS**2 + 1, dtype=np.float32).reshape(1, CELLS, CELLS)
+
+
+def written(folder: Path, size: tuple[int, int]) -> Path:
+    """Save images and, as published, a label map of numbered cells for each."""
+    write_images(folder, {f"train/a/{n:02d}.png": smooth(*size, seed=n) for n in range(IMAGES)})
+    (folder / "maps" / "a").mkdir(parents=True)
+    numbers = torch.from_numpy(cell_numbers()).half()
+    for n in range(IMAGES):
+        torch.save(torch.stack([numbers, numbers]), folder / "maps" / "a" / f"{n:02d}.pt")
+    return folder
+
+
+def our_batch(folder: Path, settings: Data) -> tuple[Any, Batch]:
+    catalog = build_catalog(str(folder), "train", None)
+    catalog.classes = ("a", *(f"cell {number}" for number in range(1, CELLS**2 + 1)))
+    stream = TrainStream(
+        catalog,
+        open_labels(str(folder / "maps"), catalog, None),
+        settings,
+        image_size=SIDE,
+        seed=SEED,
+        rank=0,
+        size=1,
+        accumulation=1,
+        device=torch.device("cpu"),
+        threads=2,
+    )
+    (batch,) = stream.passes(EPOCH, 0)
+    stream.close()
+    return catalog, batch
+
+
+@contextmanager
+def given_draws(transform: Any, plan: Plan, drawn: Operations) -> Iterator[None]:
+    """Let the published transforms draw what our plan of one image has drawn."""
+    steps = {type(step).__name__: step for step in transform.transforms}
+    steps["RandomHorizontalFlipWithLabel"].p = float(plan.flip_horizontal[0])
+    steps["RandomVerticalFlipWithLabel"].p = float(plan.flip_vertical[0])
+    steps["RandomResizedCropAndInterpolationWithCoords"].get_params = lambda *_: plan.boxes[0].tolist()
+    operations = {operation.name: operation for operation in steps["RandAugment"].ops}
+    chosen = [
+        given(operations[NAMES[Operation(kind)]], float(amount), bool(bicubic))
+        for kind, amount, bicubic in zip(drawn.kinds[0], drawn.arguments[0], drawn.bicubic[0], strict=True)
+        if kind != Operation.NONE
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np.random, "choice", lambda *_, **__: chosen)
+        yield
+
+
+def given(operation: Any, amount: float, bicubic: bool) -> Any:
+    """Let a published operation fire, with this argument if it takes one."""
+    kind = next(kind for kind, name in NAMES.items() if name == operation.name)
+    whole = kind in (Operation.POSTERIZE, Operation.SOLARIZE_ADD)
+    takes_none = kind in (Operation.AUTO_CONTRAST, Operation.EQUALIZE, Operation.INVERT)
+
+    def fire(image: Image.Image, label_map: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
+        operation.prob = 1.0
+        operation.level_fn = None if takes_none else lambda *_: (int(amount) if whole else amount,)
+        operation.kwargs["resample"] = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
+        changed: tuple[Image.Image, torch.Tensor] = operation(image, label_map)
+        return changed
+
+    return fire
+
+
+def published_sample(
+    published: Published, path: str, index: int, drawn: Operations
+) -> tuple[NDArray[np.uint8], torch.Tensor]:
+    """Return the image (3, side, side) and the map [3, 1, cells, cells] of the published transforms."""
+    transform = published.transforms.create_token_label_transform(
+        SIDE,
+        is_training=True,
+        use_prefetcher=True,
+        hflip=0.5,
+        vflip=0.3,
+        auto_augment=SPELLING,
+        interpolation="bicubic",
+    )
+    with Image.open(path) as opened:
+        image = opened.convert("RGB")
+    plan = plan_batch(SEED, EPOCH, np.array([index]), np.array([[image.height, image.width]]), SETTINGS)
+    numbers = torch.from_numpy(cell_numbers())
+    with given_draws(transform, plan, drawn):
+        pixels, label_map = transform(image, torch.stack([numbers, numbers]))
+    return pixels, label_map
+
+
+def differences(
+    published: Published, folder: Path, settings: Data
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Return how far each image's pixels are from the published ones on average, and its operations."""
+    catalog, batch = our_batch(folder, settings)
+    assert batch.boxes is not None
+    found, kinds = [], []
+    for place, index in enumerate(batch.indices.tolist()):
+        drawn = draw_operations(SEED, EPOCH, np.array([index]), settings)
+        pixels, label_map = published_sample(published, catalog.location(index), index, drawn)
+        found.append(np.abs(unnormalised(batch.images)[place] - pixels).mean())
+        kinds.append(drawn.kinds[0])
+        assert torch.allclose(label_map[2, 0, 0, :4], batch.boxes[place])
+    return np.array(found), np.array(kinds)
+
+
+def test_pixels_and_crops_are_the_published_ones(published: Published, tmp_path: Path) -> None:
+    folder = written(tmp_path, PHOTOGRAPHS)
+    before_crop, kinds = differences(published, folder, SETTINGS)
+    assert before_crop.mean() < 0.5  # of 255
+    assert before_crop.max() < 3  # where colours are stretched, small differences are too
+    moved = np.isin(kinds, GEOMETRIC).any(axis=1)
+    assert moved.sum() > IMAGES / 5
+    # The same measure must notice the other order.
+    after_crop, _ = differences(published, folder, Data(**(vars(SETTINGS) | {"randaugment_on": "crop"})))
+    assert after_crop[moved].mean() > 10
+    assert after_crop[moved].mean() > 10 * before_crop[moved].mean()
+
+
+@pytest.mark.parametrize("amount", [0.35, -0.23])
+@pytest.mark.parametrize("kind", GEOMETRIC)
+def test_label_maps_are_the_published_ones(
+    published: Published,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: Operation,
+    amount: float,
+) -> None:
+    """Up to a cell: the published code moves corners of cells where centres are, by half a cell.
+
+    Of square images: it turns and shears every map as that of a square.
+    """
+    argument = 70 * amount if kind == Operation.ROTATE else amount
+    one = Operations(np.array([[kind]]), np.array([[argument]], np.float32), np.array([[True]]))
+    every = Operations(*(np.tile(part, (IMAGES, 1)) for part in (one.kinds, one.arguments, one.bicubic)))
+    monkeypatch.setattr(stream_module, "draw_operations", lambda *_: every)
+    catalog, batch = our_batch(written(tmp_path, SQUARES), SETTINGS)
+    assert batch.ids is not None
+    assert batch.scores is not None
+    for place, index in enumerate(batch.indices.tolist()[:8]):
+        _, label_map = published_sample(published, catalog.location(index), index, one)
+        ours, theirs = batch.ids[place, 0].numpy(), label_map[1, 0].numpy().astype(np.int64)
+        known = (batch.scores[place, 0].numpy() != 0) & (label_map[0, 0].numpy() != 0)
+        assert known.mean() > 0.35
+        far = np.abs(np.stack(np.divmod(ours - 1, CELLS)) - np.stack(np.divmod(theirs - 1, CELLS)))
+        assert far[:, known].max() <= 1
+        # What one knows and the other does not is at the edge of what is filled.
+        unsure = (batch.scores[place, 0].numpy() != 0) ^ (label_map[0, 0].numpy() != 0)
+        assert unsure.mean() < 0.2
