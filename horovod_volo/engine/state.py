@@ -14,7 +14,7 @@ from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.checkpoint import Files
-from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name
+from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name, zero_token_head
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.optim.build import STATE_KEYS, build_optimizer, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
@@ -77,6 +77,8 @@ def build_state(
         drop_path=settings.drop_path,
         grad_checkpoint=settings.grad_checkpoint,
     )
+    if not config.objective.token_label:
+        zero_token_head(model)
     remarks: list[str] = []
     if finetune:
         state = read_weights(finetune)

@@ -120,6 +120,17 @@ def _class_logits(model: nn.Module, images: Tensor, exchange: TokenExchange) -> 
     return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
 
 
+def zero_token_head(model: nn.Module) -> None:
+    """Zero the head of the tokens, for a run whose loss does not look at token logits.
+
+    Evaluation adds half the best token's logits to the class's; those of a random head would be noise. The
+    zeros stay, because no gradient reaches them.
+    """
+    if isinstance(model, Volo | LvVit):
+        nn.init.zeros_(model.aux_head.weight)
+        nn.init.zeros_(model.aux_head.bias)
+
+
 def exempt_from_decay(model: nn.Module) -> set[str]:
     """Name the parameters that the network itself wants no weight decay for."""
     ask = getattr(model, "no_weight_decay", None)
