@@ -131,6 +131,11 @@ def zero_token_head(model: nn.Module) -> None:
         nn.init.zeros_(model.aux_head.bias)
 
 
+def token_head_is_zero(model: nn.Module) -> bool:
+    """Say whether a network was trained without token labels, as `zero_token_head` leaves it."""
+    return isinstance(model, Volo | LvVit) and not bool(model.aux_head.weight.any())
+
+
 def exempt_from_decay(model: nn.Module) -> set[str]:
     """Name the parameters that the network itself wants no weight decay for."""
     ask = getattr(model, "no_weight_decay", None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.config.errors import UserError
-from horovod_volo.models.build import OUR_MODELS, check_model, facts_of
+from horovod_volo.models.build import OUR_MODELS, check_model, facts_of, token_head_is_zero
 from horovod_volo.models.lvvit import LvVit
 from horovod_volo.models.timm_door import VOLO
 from horovod_volo.models.trained import Trained, load_trained
@@ -57,7 +57,13 @@ def load_teacher(name: str, *, weights: str, pretrained: bool, image_side: int, 
             f"the teacher {name} knows {trained.num_classes} classes, the images have {classes} class "
             "folders. Labels are of use only where both are the same: take a teacher trained on these."
         )
-    return _ready(trained, Path(name).resolve().name if Path(name).is_dir() else name)
+    name = Path(name).resolve().name if Path(name).is_dir() else name
+    if token_head_is_zero(trained.network):
+        raise UserError(
+            f"the teacher {name} was trained without token labels: its head of the tokens is zero, and all "
+            "labels would be. Take one trained with --token-label, or a network without such a head."
+        )
+    return _ready(trained, name)
 
 
 def token_logits(network: nn.Module, images: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from horovod_volo.config.errors import UserError
-from horovod_volo.models.build import build_model
+from horovod_volo.models.build import build_model, zero_token_head
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.teacher import load_teacher, token_logits
 from horovod_volo.models.timm_door import create_model
@@ -118,6 +118,22 @@ def test_an_lvvit_answers_with_its_token_head():
             torch.testing.assert_close(logits[:, :, row, column], expected)
     whole = network.head(features[:, 0])
     torch.testing.assert_close(whole + 0.5 * logits.amax(dim=(2, 3)), network(batch))
+
+
+def test_a_teacher_that_learned_no_token_labels_is_refused(tmp_path):
+    network = build_model("volo_demo", img_size=64, num_classes=CLASSES, drop_path=0.0)
+    asked = {
+        "weights": str(tmp_path / "model.pth"),
+        "pretrained": False,
+        "image_side": 64,
+        "classes": CLASSES,
+    }
+    torch.save(network.state_dict(), asked["weights"])
+    assert load_teacher("volo_demo", **asked).image_side == 64
+    zero_token_head(network)
+    torch.save(network.state_dict(), asked["weights"])
+    with pytest.raises(UserError, match=r"volo_demo was trained without token labels.*--token-label"):
+        load_teacher("volo_demo", **asked)
 
 
 @torch.inference_mode()
