@@ -19,7 +19,7 @@ def banner(job: Job, hosts: list[str], remarks: list[str]) -> str:
         "binding": f"rank 0: {job.share}" if world.size > 1 else str(job.share),
         "model": f"{job.config.model.model}, {parameters:,} parameters, {job.config.model.img_size} px",
         "data": f"{len(images.train):,} training and {len(images.held_out):,} held-out images, "
-        f"{len(images.train.classes):,} classes; {_labels(job.config)}",
+        f"{len(images.train.classes):,} classes; {labels_line(job.config)}",
         "batch": batch_line(job.config, job.derived),
         "rate": rate_line(job.config, job.derived),
         "length": length_line(job.derived),
@@ -37,9 +37,11 @@ def fact_lines(facts: dict[str, str], remarks: list[str]) -> str:
     return "\n".join(f"{name:>10}  {fact}" for name, fact in named)
 
 
-def _labels(config: Config) -> str:
+def labels_line(config: Config) -> str:
+    """Tell what is learned, and whether MixToken mixes plain class labels."""
     if not config.objective.token_label:
-        return "class labels"
+        mixed = ", of pairs of images by MixToken (not with --no-mix-token)"
+        return "class labels" + mixed * config.objective.mix_token
     side = token_label_side(config)
     source = config.objective.token_label_data or "the image's class on every token"
     return f"{side} x {side} token labels from {source} ({config.objective.label_geometry} geometry)"

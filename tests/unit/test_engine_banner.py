@@ -1,4 +1,4 @@
-"""What a run says of its rate: where the peak comes from, and that it may lie below the end."""
+"""What a run says of its rate, which may end above its peak, and of its labels, which may be mixed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from horovod_volo.config.derived import derive
 from horovod_volo.config.values import assemble
-from horovod_volo.engine.banner import rate_line
+from horovod_volo.engine.banner import labels_line, rate_line
 
 
 def line(**chosen: Any) -> str:
@@ -29,3 +29,18 @@ def line(**chosen: Any) -> str:
 )
 def test_the_peak_tells_where_it_comes_from(chosen: dict[str, Any], said: str) -> None:
     assert line(**chosen) == said
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({}, "class labels, of pairs of images by MixToken (not with --no-mix-token)"),
+        ({"mix_token": False}, "class labels"),
+        (
+            {"token_label": True, "img_size": 64},
+            "4 x 4 token labels from the image's class on every token (corrected geometry)",
+        ),
+    ],
+)
+def test_the_labels_tell_whether_images_are_mixed(chosen: dict[str, Any], said: str) -> None:
+    assert labels_line(assemble(chosen, fallback_name="")) == said
