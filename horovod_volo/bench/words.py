@@ -17,6 +17,7 @@ def add_words(words: Words) -> None:
     _of_the_ring(words)
     _of_many_ranks(words)
     _of_the_data(words)
+    _of_learning(words)
 
 
 def _of_the_step(words: Words) -> None:
@@ -171,6 +172,23 @@ def _of_the_data(words: Words) -> None:
     _add_data_dir(flags)
     flags.add_argument("--token-label-data", default="", metavar="DIR", help="label maps, if any")
     flags.add_argument("--minutes", type=float, default=10.0, metavar="N", help="(%(default)s)")
+
+
+def _of_learning(words: Words) -> None:
+    flags = _add(words, "learning", "accuracy after equal training, ours and timm's train.py", in_pairs=False)
+    flags.add_argument("data_dir", metavar="DATA_DIR", help="with train/CLASS/IMAGE and val/CLASS/IMAGE")
+    flags.add_argument("--against", choices=("timm",), default="timm", help="(%(default)s)")
+    flags.add_argument("--timm", required=True, metavar="DIR", help="a checkout of timm, with train.py")
+    usual = "packed label maps of the training images: ours also learns from these"
+    flags.add_argument("--token-label-data", default="", metavar="DIR", help=usual)
+    flags.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5], metavar="N")
+    usual = "folder of the runs; one that is finished there is read, not repeated (%(default)s)"
+    flags.add_argument("--output", default="runs/learning", metavar="DIR", help=usual)
+    flags.add_argument("--model", default="volo_demo", help="a size of VOLO (%(default)s)")
+    _number(flags, "--img-size", 64, "pixels")
+    _number(flags, "--batch-size", 64, "images a step")
+    _number(flags, "--epochs", 10, "the first of them warms up")
+    flags.add_argument("--lr", type=float, default=2e-3, metavar="RATE", help="at its peak (%(default)s)")
 
 
 def _add(

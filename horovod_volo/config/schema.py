@@ -7,29 +7,9 @@ Names are unique over all groups, so flags need no prefix.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Literal
 
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    flags: tuple[str, ...] = (),
-    shorthands: dict[str, Any] | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    positional: bool = False,
-) -> Any:
-    """Declare one setting; `flags` are further spellings, `shorthands` flags that set a fixed value."""
-    metadata = {
-        "help": help,
-        "flags": flags,
-        "shorthands": shorthands or {},
-        "at_least": at_least,
-        "below": below,
-        "positional": positional,
-    }
-    return field(default=default, metadata=metadata)
+from horovod_volo.config.setting import setting
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
 from horovod_volo.config.rules import token_label_side
 from horovod_volo.config.schema import Config, Published
+from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.engine.job import Job
 
 
@@ -19,7 +20,7 @@ def banner(job: Job, hosts: list[str], remarks: list[str]) -> str:
         "binding": f"rank 0: {job.share}" if world.size > 1 else str(job.share),
         "model": f"{job.config.model.model}, {parameters:,} parameters, {job.config.model.img_size} px",
         "data": f"{len(images.train):,} training and {len(images.held_out):,} held-out images, "
-        f"{len(images.train.classes):,} classes; {_labels(job)}",
+        f"{len(images.train.classes):,} classes; {labels_line(job.config, images.label_maps)}",
         "batch": batch_line(job.config, job.derived),
         "rate": rate_line(job.config, job.derived),
         "length": length_line(job.derived),
@@ -37,10 +38,11 @@ def fact_lines(facts: dict[str, str], remarks: list[str]) -> str:
     return "\n".join(f"{name:>10}  {fact}" for name, fact in named)
 
 
-def _labels(job: Job) -> str:
-    config, maps = job.config, job.images.label_maps
+def labels_line(config: Config, maps: LabelSource | None) -> str:
+    """Tell what is learned, and whether MixToken mixes plain class labels."""
     if not config.objective.token_label:
-        return "class labels"
+        mixed = ", of pairs of images by MixToken (not with --no-mix-token)"
+        return "class labels" + mixed * config.objective.mix_token
     side = token_label_side(config)
     if maps is None:
         return f"{side} x {side} token labels, the image's class on every token"

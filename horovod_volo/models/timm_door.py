@@ -46,6 +46,7 @@ __all__ = [
     "get_pretrained_cfg",
     "group_parameters",
     "is_model",
+    "let_posterize_keep_no_bits",
     "list_models",
     "listed_images",
     "training_loader",
@@ -55,14 +56,22 @@ __all__ = [
 def training_loader(folder: str, **settings: Any) -> Any:
     """Build timm's loader of an image folder, the peer that benchmarks measure against."""
     from timm.data import create_loader
+
+    let_posterize_keep_no_bits()
+    return create_loader(listed_images(folder), **settings)
+
+
+def let_posterize_keep_no_bits() -> None:
+    """Have timm's RandAugment run beside Pillow 11 and newer: at the top magnitude it keeps no bits.
+
+    Pillow refuses that since. To be removed when timm asks for one bit or more.
+    """
     from timm.data.auto_augment import NAME_TO_OP, posterize
 
-    # At the top magnitude timm asks Pillow to keep no bits, which Pillow 11 and newer refuse.
     def keep_bits(image: Any, bits: int, **others: Any) -> Any:
         return posterize(image, bits, **others) if bits else image.point([0] * 256 * len(image.getbands()))
 
     NAME_TO_OP["PosterizeIncreasing"] = keep_bits
-    return create_loader(listed_images(folder), **settings)
 
 
 def listed_images(folder: str) -> Any:

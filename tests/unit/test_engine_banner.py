@@ -9,7 +9,7 @@ import pytest
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.values import assemble
-from horovod_volo.engine.banner import batch_notes, rate_line
+from horovod_volo.engine.banner import batch_notes, labels_line, rate_line
 
 IMAGENET = 1_281_167
 
@@ -108,3 +108,15 @@ def test_what_is_as_stated_is_not_noted(ranks: int, argv: list[str]) -> None:
 
 def test_few_images_have_no_steps_to_compare() -> None:
     assert "steps" not in noted(2, "--recipe", "volo_d1", "-b", "4", images=40)[0]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({}, "class labels, of pairs of images by MixToken (not with --no-mix-token)"),
+        ({"mix_token": False}, "class labels"),
+        ({"token_label": True, "img_size": 64}, "4 x 4 token labels, the image's class on every token"),
+    ],
+)
+def test_the_labels_tell_whether_images_are_mixed(chosen: dict[str, Any], said: str) -> None:
+    assert labels_line(assemble(chosen, fallback_name=""), None) == said
