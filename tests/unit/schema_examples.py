@@ -35,7 +35,6 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "train_interpolation": ("bilinear", "bicubic"),
     "randaugment_on": ("image", "crop"),
     "aa": ("", "rand-m7-n3"),
-    "randaugment_on": ("image", "crop"),
     "reprob": (0.5, 0.75),
     "remode": ("rand", "const"),
     "bad_samples": ("fail", "skip"),
