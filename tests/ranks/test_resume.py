@@ -83,6 +83,20 @@ def test_stopped_and_resumed_is_bit_equal(images, uninterrupted, tmp_path, stop_
         assert record == by_step[record["step"], True]
 
 
+def test_fp16_compression_resumes_bit_equal(images, tmp_path):
+    """What a bucket is multiplied by follows from maxima of earlier steps: they are part of a checkpoint."""
+    fp16 = ("--compression", "fp16", "--epochs", "1")
+    through, stopped = tmp_path / "through", tmp_path / "stopped"
+    assert start(images, through, *fp16).returncode == 0
+    assert "stopped at step 3" in start(images, stopped, *fp16, "--stop-at-step", "3").stdout
+    assert start(images, stopped, *fp16, "--resume", "auto").returncode == 0
+    expected, found = last_state(through), last_state(stopped)
+    assert (expected["exchange.safetensors"]["running_maxima"] > 0).all()
+    for file in expected:
+        assert expected[file].keys() == found[file].keys()
+        assert all(tensor.equal(found[file][name]) for name, tensor in expected[file].items()), file
+
+
 def test_a_batch_that_would_shift_the_samples_is_refused(images, uninterrupted, tmp_path):
     stopped = start(images, tmp_path, "--stop-at-step", "3")
     assert "stopped at step 3 and saved" in stopped.stdout
