@@ -77,7 +77,7 @@ def save_run(folder: Path, classes: int) -> None:
     with torch.no_grad():
         for head in (network.head, network.aux_head):
             head.weight.normal_()
-            head.bias.normal_()  # an auxiliary head without biases would count as never trained
+            head.bias.fill_(0.01)  # with biases of 0 the auxiliary head would count as never trained
     checkpoint = folder / "checkpoints" / "best"
     checkpoint.mkdir(parents=True)
     save_file(network.state_dict(), checkpoint / "model.safetensors")
