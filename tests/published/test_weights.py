@@ -36,7 +36,14 @@ def saved(published: Published, name: str, path: Path, *, classes: int, form: st
 
 
 def loaded(
-    published: Published, name: str, file: Path, *, img_size: int, classes: int, module: str = "weights"
+    published: Published,
+    name: str,
+    file: Path,
+    *,
+    img_size: int,
+    classes: int,
+    module: str = "weights",
+    use_ema: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return what a network of ours held before, what it holds after loading, and what the published does."""
     torch.manual_seed(5)
@@ -44,9 +51,9 @@ def loaded(
     theirs = published.network(name, img_size=img_size, num_classes=classes)
     theirs.load_state_dict(ours.state_dict(), strict=True)
     fresh = {key: tensor.clone() for key, tensor in ours.state_dict().items()}
-    load_weights(ours, name, read_weights(str(file)), str(file))
+    load_weights(ours, name, read_weights(str(file), use_ema=use_ema).tensors, str(file))
     getattr(published, module).load_pretrained_weights(
-        theirs, str(file), use_ema=True, strict=False, num_classes=classes
+        theirs, str(file), use_ema=use_ema, strict=False, num_classes=classes
     )
     return fresh, ours.state_dict(), theirs.state_dict()
 
@@ -59,10 +66,12 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 @NETWORKS
-@pytest.mark.parametrize("form", ["plain", "checkpoint", "averaged"])
-def test_the_same_classes(published: Published, tmp_path: Path, name: str, form: str) -> None:
+@pytest.mark.parametrize(
+    ("form", "use_ema"), [("plain", False), ("checkpoint", False), ("averaged", False), ("averaged", True)]
+)
+def test_the_same_classes(published: Published, tmp_path: Path, name: str, form: str, use_ema: bool) -> None:
     file = saved(published, name, tmp_path / "weights.pth", classes=FEW, form=form)
-    fresh, ours, theirs = loaded(published, name, file, img_size=224, classes=FEW)
+    fresh, ours, theirs = loaded(published, name, file, img_size=224, classes=FEW, use_ema=use_ema)
     assert_equal(ours, theirs)
     assert torch.equal(ours["pos_embed"], theirs["pos_embed"])  # nothing was resized
     assert not any(torch.equal(ours[key], fresh[key]) for key in ours if key.startswith(("head", "aux")))
