@@ -119,8 +119,8 @@ class Fp16Compression:
     def _limit_and_measure(self) -> None:
         """Keep the sum over ranks finite whatever this rank's gradients are, and note their maximum."""
         largest = _largest(self.form)
-        # On a GPU asking whether anything is above the limit would make the host wait.
-        if self.form.is_cuda or not largest <= self._limit:
+        # Of a GPU it is not asked whether anything is above the limit: the host would wait for the answer.
+        if not _on_host(self.form) or not largest <= self._limit:
             self.form.clamp_(-self._limit, self._limit)
             largest = largest.clamp(max=self._limit)
         torch.div(largest, self._factor, out=self._maximum)
@@ -164,6 +164,10 @@ class Factors:
         self.forward.copy_(torch.where(some, powers, self._fixed))
         self.backward.copy_(1.0 / (self.forward * self._size))
         self.known = True
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _largest(tensor: Tensor) -> Tensor:

@@ -14,6 +14,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.ring import NoRing
+from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Exchange
 from horovod_volo.engine.job import Job
 from horovod_volo.engine.step import train_step
 
@@ -73,6 +77,35 @@ def test_a_training_step_does_not_wait(open_job: OpenJob, device: torch.device, 
 )
 def test_no_other_update_waits(open_job: OpenJob, device: torch.device, settings: dict[str, Any]) -> None:
     take_steps(open_job(**{"precision": "bf16", **settings}), device)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_fp16_compression_does_not_wait(
+    device: torch.device, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The factors of the next step follow from this one's maxima on the device alone."""
+    # On a CPU it costs nothing to ask for a maximum; here the lines for a GPU are watched there too.
+    monkeypatch.setattr("horovod_volo.cluster.compression._on_host", lambda _: False)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(device)
+    world = World(size=2, ring=NoRing())  # what it sums stays as it is
+    settings = Exchange(precision="bf16", compression="fp16", bucket_mib=0.01)
+    reducer = Reducer(model, world, settings, passes=passes)
+    images = torch.randn(16, 64, device=device)
+
+    def step() -> None:
+        for _ in range(passes):
+            (model(images).square().mean() / passes).backward()
+        with reducer.averaged():
+            pass
+
+    for _ in range(WARM_UP_STEPS):
+        step()
+    before = reducer.factors.running.clone()
+    with nothing_waits(device):
+        for _ in range(WATCHED_STEPS):
+            step()
+    assert (before > 0).all()
+    assert reducer.factors.running.isfinite().all()
 
 
 def take_steps(job: Job, device: torch.device) -> None:
