@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from horovod_volo.bench.exchanges import Lesson
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.cluster.buckets import Bucket, fill_buckets
 from horovod_volo.cluster.compression import Factors, Fp16Compression, NoCompression
+from horovod_volo.cluster.ring import Wait
 from horovod_volo.config.errors import UserError
 from horovod_volo.engine.precision import autocast, mend_convolutions
 from horovod_volo.models.build import build_model
@@ -30,8 +32,6 @@ _BUCKET_BYTES, _LAST_BUCKET_BYTES = 25 * 2**20, 2**20
 _RANKS_OF_HISTORY = 4  # whose maxima stand for those of the step before
 _RANKS_OF_BOUND = 4  # over which the error of bf16 arithmetic is averaged
 _TRAINING_BATCH, _LEARNING_RATE, _LAST_LOSSES = 16, 5e-4, 10
-
-Sum = Callable[[Bucket, Tensor], Tensor]  # adds a rank's gradients, returns the average of those added so far
 
 
 def measure(
@@ -54,11 +54,7 @@ def measure(
     loss = work.train(steps)
     buckets = work.buckets
     bound, maxima = _error_of_bf16(work), _mean_maxima(work)
-    cases = [
-        Case(number, form, buckets, FORMS[form](buckets, number, maxima))
-        for number in ranks
-        for form in ("exact", *forms)
-    ]
+    cases = [Case(number, form, buckets, maxima) for number in ranks for form in ("exact", *forms)]
     for number in range(max(ranks)):
         work.fill_buckets(number, "bf16")
         for case in cases:
@@ -126,86 +122,98 @@ def _files(data_dir: str) -> list[Path]:
 class Case:
     """One form of the exchange on one number of ranks."""
 
-    def __init__(self, ranks: int, form: str, buckets: list[Bucket], add: Sum) -> None:
+    def __init__(self, ranks: int, form: str, buckets: list[Bucket], maxima: Tensor) -> None:
         self.ranks, self.form = ranks, form
-        self._buckets, self._add = buckets, add
-        self._averages: list[Tensor] = []
+        self._buckets = buckets
+        self._sums = [FORMS[form](bucket, ranks, maxima[number]) for number, bucket in enumerate(buckets)]
 
     def add(self) -> None:
         """Add the gradients that lie in the buckets, of one more rank."""
-        self._averages = [self._add(bucket, bucket.gradients.clone()) for bucket in self._buckets]
+        for bucket, total in zip(self._buckets, self._sums, strict=True):
+            total.add(bucket.gradients)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the averaged gradients by name."""
+        averages = [total.average() for total in self._sums]
         return {
             name: bucket.view(average, name)
-            for bucket, average in zip(self._buckets, self._averages, strict=True)
+            for bucket, average in zip(self._buckets, averages, strict=True)
             for name in bucket.parameters
         }
 
 
-def _exact(buckets: list[Bucket], ranks: int, maxima: Tensor) -> Sum:  # noqa: ARG001
-    sums = {bucket: torch.zeros_like(bucket.gradients) for bucket in buckets}
-    return lambda bucket, gradients: sums[bucket].add_(gradients) / ranks
+class Sum(Protocol):
+    """The sum of one bucket's gradients over ranks, in one form of the exchange."""
+
+    def add(self, gradients: Tensor) -> None:
+        """Add those of one more rank; the tensor given is left as it is."""
+
+    def average(self) -> Tensor:
+        """Return the average over all ranks, once they are added."""
 
 
-def _bf16(buckets: list[Bucket], ranks: int, maxima: Tensor) -> Sum:  # noqa: ARG001
-    sums = {bucket: torch.zeros_like(bucket.gradients, dtype=torch.bfloat16) for bucket in buckets}
-    return lambda bucket, gradients: sums[bucket].add_(gradients.bfloat16()).float() / ranks
+class _PlainSum:
+    """Rounded to a type before it is added, and added in that type."""
 
+    def __init__(self, bucket: Bucket, ranks: int, maximum: Tensor, dtype: torch.dtype) -> None:  # noqa: ARG002
+        self._total, self._ranks = torch.zeros_like(bucket.gradients, dtype=dtype), ranks
 
-def _fp16(buckets: list[Bucket], ranks: int, maxima: Tensor, *, adaptive: bool) -> Sum:
-    """Use the trainer's own compression, around an exchange that sums up what it is given."""
-    factors = Factors(len(buckets), ranks, like=buckets[0].gradients, adaptive=adaptive)
-    factors.maxima.copy_(maxima)
-    factors.update()
-    own = {bucket: _Fp16Sum(bucket, ranks, factors, number) for number, bucket in enumerate(buckets)}
-    return lambda bucket, gradients: own[bucket].add(gradients)
+    def add(self, gradients: Tensor) -> None:
+        self._total += gradients.to(self._total.dtype)
+
+    def average(self) -> Tensor:
+        return self._total.float() / self._ranks
 
 
 class _Fp16Sum:
-    def __init__(self, bucket: Bucket, ranks: int, factors: Factors, number: int) -> None:
-        self._sum = torch.zeros_like(bucket.gradients, dtype=torch.float16)
-        self._gradients, self._average = (
-            torch.zeros_like(bucket.gradients),
-            torch.zeros_like(bucket.gradients),
-        )
-        plain = NoCompression(self._gradients, self._average, self._exchange, ranks, "bucket")
-        self._compression = Fp16Compression(plain, factors, number)
+    """The trainer's own compression, around an exchange that adds up what it is given."""
+
+    def __init__(self, bucket: Bucket, ranks: int, maximum: Tensor, *, adaptive: bool) -> None:
+        self._total = torch.zeros_like(bucket.gradients, dtype=torch.float16)
+        self._gradients = torch.zeros_like(bucket.gradients)
+        self.factors = Factors(1, ranks, like=bucket.gradients, adaptive=adaptive)
+        self.factors.maxima.fill_(maximum)
+        self.factors.update()
+        plain = NoCompression(self._gradients, self._gradients, self._exchange, ranks, "bucket")
+        self._compression = Fp16Compression(plain, self.factors, 0)
+        self._receive: Wait = lambda: None
 
     def _exchange(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:  # noqa: ARG002
-        self._sum += tensor
-        return lambda: self._sum
+        self._total += tensor
+        return lambda: self._total
 
-    def add(self, gradients: Tensor) -> Tensor:
+    def add(self, gradients: Tensor) -> None:
         self._gradients.copy_(gradients)
         self._compression.pack()
-        self._compression.send()()
-        return self._average
+        self._receive = self._compression.send()
+
+    def average(self) -> Tensor:
+        self._receive()
+        return self._gradients
 
 
-def _two_halves(buckets: list[Bucket], ranks: int, maxima: Tensor) -> Sum:
-    """Send what rounding to fp16 leaves in a second message of the same size."""
-    high = _fp16(buckets, ranks, maxima, adaptive=True)
-    low = _fp16(buckets, ranks, maxima * 2**-11, adaptive=True)
-    factors = Factors(len(buckets), ranks, like=buckets[0].gradients, adaptive=True)
-    factors.maxima.copy_(maxima)
-    factors.update()
-    forward = dict(zip(buckets, factors.forward, strict=True))
+class _TwoHalves:
+    """What rounding to fp16 leaves is sent in a second message of the same size."""
 
-    def add(bucket: Bucket, gradients: Tensor) -> Tensor:
-        rounded = (gradients * forward[bucket]).half().float() / forward[bucket]
-        return high(bucket, gradients) + low(bucket, gradients - rounded)
+    def __init__(self, bucket: Bucket, ranks: int, maximum: Tensor) -> None:
+        self._high = _Fp16Sum(bucket, ranks, maximum, adaptive=True)
+        self._low = _Fp16Sum(bucket, ranks, maximum * 2**-11, adaptive=True)
 
-    return add
+    def add(self, gradients: Tensor) -> None:
+        self._high.add(gradients)
+        factor = self._high.factors.forward[0]
+        self._low.add(gradients - (gradients * factor).half().float() / factor)
+
+    def average(self) -> Tensor:
+        return self._high.average() + self._low.average()
 
 
-FORMS: dict[str, Callable[[list[Bucket], int, Tensor], Sum]] = {
-    "exact": _exact,
-    "fp16": partial(_fp16, adaptive=True),
-    "fp16-fixed": partial(_fp16, adaptive=False),
-    "fp16-halves": _two_halves,
-    "bf16": _bf16,
+FORMS: dict[str, Callable[[Bucket, int, Tensor], Sum]] = {
+    "exact": partial(_PlainSum, dtype=torch.float32),
+    "fp16": partial(_Fp16Sum, adaptive=True),
+    "fp16-fixed": partial(_Fp16Sum, adaptive=False),
+    "fp16-halves": _TwoHalves,
+    "bf16": partial(_PlainSum, dtype=torch.bfloat16),
 }
 
 
