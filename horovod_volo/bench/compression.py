@@ -41,13 +41,16 @@ def measure(
     batch_size: int,
     ranks: Sequence[int],
     data_dir: str,
+    classes: int,
     steps: int,
     forms: Sequence[str],
 ) -> Result:
     """Compare forms of the exchange on the weights that a network has after so many steps of training."""
     torch.manual_seed(0)
     files = _files(data_dir)
-    classes = len({path.parent for path in files})
+    folders = len({path.parent for path in files})
+    if classes < folders:
+        raise UserError(f"{data_dir} has {folders} classes. Use --classes {folders} or more.")
     network = build_model(model, img_size=img_size, num_classes=classes, drop_path=0.0).train()
     mend_convolutions(network, "bf16", _CPU)
     work = _Work(network, files, img_size, batch_size)

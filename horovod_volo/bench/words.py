@@ -99,6 +99,7 @@ def _of_the_ring(words: Words) -> None:
     flags.add_argument("--model", default="volo_d1", help="(%(default)s)")
     _number(flags, "--img-size", 224, "pixels")
     _number(flags, "--batch-size", 1, "images a rank")
+    _number(flags, "--classes", 1000, "of the network, of which the images show the first few")
     _number(flags, "--steps", 10, "of training before it")
     flags.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 40], metavar="N", help="emulated")
     _add_data_dir(flags)
