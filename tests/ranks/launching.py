@@ -33,7 +33,6 @@ def launcher(name: str, ranks: int) -> list[str]:
 def environment(**extra: str) -> dict[str, str]:
     """Return an environment for ranks that share few cores; as root, Open MPI wants to be told twice."""
     return os.environ | {
-        "OMP_NUM_THREADS": "1",
         "HOROVOD_CYCLE_TIME": "5",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -67,7 +66,8 @@ def ranks_of(
     out.mkdir(parents=True, exist_ok=True)
     script = str(HERE / f"worker_{worker}.py")
     words = [*launcher(start_with, ranks), sys.executable, script, str(out), *arguments]
-    done = run(words, **extra)
+    # Workers bind themselves to no cores; the trainer does, and gives each rank its share of threads.
+    done = run(words, **{"OMP_NUM_THREADS": "1", **extra})
     assert done.returncode == 0, done.stdout
     return [torch.load(out / f"rank_{rank}.pt", weights_only=True) for rank in range(ranks)]
 
