@@ -24,6 +24,7 @@ from horovod_volo.data import stream as stream_module
 from horovod_volo.data.augmentation.plan import Plan, plan_batch
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.labels.geometry import WHOLE
 from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.stream import Batch, TrainStream
 from tests.published.checkouts import Published, named_folder
@@ -65,7 +66,7 @@ def our_batch(folder: Path, settings: Data) -> tuple[Any, Batch]:
     catalog.classes = ("a", *(f"cell {number}" for number in range(1, CELLS**2 + 1)))
     stream = TrainStream(
         catalog,
-        open_labels(str(folder / "maps"), catalog, None),
+        open_labels(str(folder / "maps"), catalog, None, WHOLE),  # as the published training reads them
         settings,
         image_size=SIDE,
         seed=SEED,
