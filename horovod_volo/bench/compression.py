@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from horovod_volo.bench.exchanges import Lesson
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.cluster.buckets import Bucket, fill_buckets
-from horovod_volo.cluster.compression import Factors, Fp16Compression, NoCompression
+from horovod_volo.cluster.compression import Factors, Fp16Compression, NoCompression, summed_in_fp32
 from horovod_volo.cluster.ring import Wait
 from horovod_volo.config.errors import UserError
 from horovod_volo.engine.precision import autocast, mend_convolutions
@@ -76,7 +76,10 @@ class _Work:
         self._lesson = Lesson(network)
         self._files, self._side, self._batch = files, img_size, batch_size
         self._classes = sorted({path.parent for path in files})
-        self.buckets = fill_buckets(dict(network.named_parameters()), _BUCKET_BYTES, 1, _LAST_BUCKET_BYTES)
+        parameters = dict(network.named_parameters())
+        self.buckets = fill_buckets(
+            parameters, _BUCKET_BYTES, 1, _LAST_BUCKET_BYTES, summed_in_fp32(parameters)
+        )
 
     def train(self, steps: int) -> float:
         """Take so many steps of AdamW, each on images of its own; return the mean loss of the last few."""
@@ -128,7 +131,12 @@ class Case:
     def __init__(self, ranks: int, form: str, buckets: list[Bucket], maxima: Tensor) -> None:
         self.ranks, self.form = ranks, form
         self._buckets = buckets
-        self._sums = [FORMS[form](bucket, ranks, maxima[number]) for number, bucket in enumerate(buckets)]
+        self._sums = [
+            (FORMS[form] if bucket.compressible or form != "fp16" else FORMS["exact"])(
+                bucket, ranks, maxima[number]
+            )
+            for number, bucket in enumerate(buckets)
+        ]
 
     def add(self) -> None:
         """Add the gradients that lie in the buckets, of one more rank."""
@@ -213,7 +221,8 @@ class _TwoHalves:
 
 FORMS: dict[str, Callable[[Bucket, int, Tensor], Sum]] = {
     "exact": partial(_PlainSum, dtype=torch.float32),
-    "fp16": partial(_Fp16Sum, adaptive=True),
+    "fp16": partial(_Fp16Sum, adaptive=True),  # as the trainer does: vectors and heads in fp32
+    "fp16-all": partial(_Fp16Sum, adaptive=True),  # and these too
     "fp16-fixed": partial(_Fp16Sum, adaptive=False),
     "fp16-halves": _TwoHalves,
     "bf16": partial(_PlainSum, dtype=torch.bfloat16),

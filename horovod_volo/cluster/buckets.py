@@ -6,7 +6,7 @@ exchanges and averages run over whole buckets. From then on nobody may replace a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ _ALIGNED = 64  # elements: each tensor begins where a kernel can load whole line
 class Bucket:
     """Some parameters and their gradients."""
 
-    def __init__(self, parameters: Mapping[str, Parameter], parts: int) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], parts: int, *, compressible: bool = True) -> None:
         """Lay the parameters out, in a length that can be cut into so many equal parts."""
+        self.compressible = compressible
         first = next(iter(parameters.values()))
         self.offsets: dict[str, int] = {}
         end = 0
@@ -48,14 +49,28 @@ class Bucket:
 
 
 def fill_buckets(
-    parameters: Mapping[str, Parameter], bucket_bytes: int, parts: int, last_bytes: int
+    parameters: Mapping[str, Parameter],
+    bucket_bytes: int,
+    parts: int,
+    last_bytes: int,
+    in_fp32: Collection[str] = (),
 ) -> list[Bucket]:
-    """Lay parameters out in buckets, in the order in which backward is done with them."""
-    groups = grouped(parameters, bucket_bytes, last_bytes)
-    return [Bucket(dict(reversed(group.items())), parts) for group in reversed(groups)]
+    """Lay parameters out in buckets, in the order in which backward is done with them.
+
+    Those whose gradients must be summed in fp32 have buckets of their own, which come last.
+    """
+    buckets = []
+    for compressible in (True, False):
+        chosen = {name: each for name, each in parameters.items() if (name in in_fp32) != compressible}
+        groups = _grouped(chosen, bucket_bytes, last_bytes)
+        buckets += [
+            Bucket(dict(reversed(group.items())), parts, compressible=compressible)
+            for group in reversed(groups)
+        ]
+    return buckets
 
 
-def grouped(
+def _grouped(
     parameters: Mapping[str, Parameter], bucket_bytes: int, last_bytes: int
 ) -> list[dict[str, Parameter]]:
     """Choose what shares a bucket, from the bucket that leaves last to the one that leaves first.

@@ -11,9 +11,10 @@ Invariant: a factor is a power of two, so that multiplying by it and dividing by
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,7 +27,22 @@ _LARGEST_SUM = 2.0**15  # of fp16's 65504; what is left covers the rounding of a
 # unused for it, at the end where only values below 2^-26 of the largest would gain.
 _HEADROOM_BITS = 6
 _DECAY = 0.99  # of the running maximum in a step: it halves in 69
+_HEADS = {"head", "aux_head"}  # layers that give logits, as all published code names them
+_CACHED = 2**17  # elements of fp16, of which a copy in fp32 stays in a core's second cache
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -100, 100  # a factor and its inverse are normal fp32 numbers
+
+
+def summed_in_fp32(parameters: Mapping[str, Tensor]) -> set[str]:
+    """Name the parameters whose gradients fp16 would sum worse than bf16 arithmetic computes them.
+
+    All ranks agree on much of the gradient of a bias, a norm or a head. A sum of nearly equal numbers rounds
+    the same way at each addition, and the error grows with the ranks. They are a few per cent of a network.
+    """
+    return {
+        name
+        for name, parameter in parameters.items()
+        if parameter.dim() <= 1 or not _HEADS.isdisjoint(name.split("."))
+    }
 
 
 class Compression(Protocol):
@@ -104,7 +120,7 @@ class Fp16Compression:
 
     def send(self) -> Wait:
         if not self._factors.known:
-            self._maximum.copy_(_largest(self._plain.form))
+            self._maximum.copy_(largest(self._plain.form))
             self._plain.pack()
             return self._plain.send()
         if self._factors.adaptive:
@@ -118,12 +134,12 @@ class Fp16Compression:
 
     def _limit_and_measure(self) -> None:
         """Keep the sum over ranks finite whatever this rank's gradients are, and note their maximum."""
-        largest = _largest(self.form)
+        maximum = largest(self.form)
         # Of a GPU it is not asked whether anything is above the limit: the host would wait for the answer.
-        if not _on_host(self.form) or not largest <= self._limit:
+        if not _on_host(self.form) or not maximum <= self._limit:
             self.form.clamp_(-self._limit, self._limit)
-            largest = largest.clamp(max=self._limit)
-        torch.div(largest, self._factor, out=self._maximum)
+            maximum = maximum.clamp(max=self._limit)
+        torch.div(maximum, self._factor, out=self._maximum)
 
 
 class Factors:
@@ -170,10 +186,27 @@ def _on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _largest(tensor: Tensor) -> Tensor:
-    """Return the largest absolute value, (1,)."""
+def largest(tensor: Tensor) -> Tensor:
+    """Return the largest absolute value of a tensor, (1,) in fp32; of not a number, that."""
+    if _on_host(tensor) and tensor.dtype == torch.float16:
+        return _largest_by_bits(tensor)
     low, high = torch.aminmax(tensor)  # one pass, without a copy
     return torch.maximum(-low, high).float().view(1)
+
+
+def _largest_by_bits(tensor: Tensor) -> Tensor:
+    """Return the same of fp16 at four times the speed: a processor compares its bits, not its values.
+
+    As whole numbers the bits grow with the absolute value, then infinity, then nan. The sign comes first:
+    with it as a sign the largest is the largest positive one, without it the largest negative one.
+    """
+    signed = tensor.view(torch.int16).numpy()
+    unsigned = signed.view(np.uint16)
+    most = 0
+    for begin in range(0, len(signed), _CACHED):
+        piece = slice(begin, begin + _CACHED)
+        most = max(most, int(signed[piece].max()), int(unsigned[piece].max()) & 0x7FFF)
+    return torch.tensor([most], dtype=torch.int16).view(torch.float16).float()
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
@@ -199,6 +232,8 @@ def scale_into(target: Tensor, source: Tensor, factor: Tensor) -> None:
         torch.mul(source, factor, out=target)
     elif target.dtype.itemsize > source.dtype.itemsize:
         # On a CPU torch would make a third tensor for a product of another type.
-        target.copy_(source).mul_(factor)
+        for begin in range(0, len(source), _CACHED):
+            piece = slice(begin, begin + _CACHED)
+            target[piece].copy_(source[piece]).mul_(factor)
     else:
         target.copy_(source.mul_(factor))

@@ -21,12 +21,27 @@ from horovod_volo.cluster.compression import (
     Factors,
     Fp16Compression,
     NoCompression,
+    summed_in_fp32,
 )
 from horovod_volo.cluster.ring import Arrive, Wait
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 
 _MIB = 2**20
+
+
+def lay_out(
+    parameters: Mapping[str, Parameter], settings: Exchange, *, ranks: int, parts: int
+) -> list[Bucket]:
+    """Lay parameters out in buckets as so many ranks exchange them."""
+    compressed = settings.compression == "fp16" and ranks > 1
+    return fill_buckets(
+        parameters,
+        round(settings.bucket_mib * _MIB),
+        parts,
+        round(settings.last_bucket_mib * _MIB),
+        summed_in_fp32(parameters) if compressed else (),
+    )
 
 
 class Reducer:
@@ -41,18 +56,13 @@ class Reducer:
         passes: int,
     ) -> None:
         parameters = dict(model.named_parameters())
-        self.buckets = fill_buckets(
-            parameters,
-            round(settings.bucket_mib * _MIB),
-            self._parts(world),
-            round(settings.last_bucket_mib * _MIB),
-        )
+        self.buckets = lay_out(parameters, settings, ranks=world.size, parts=self._parts(world))
         self.owned = self._own(parameters, world)  # what this rank's optimizer updates, by name
         self.flat_gradients = self._flat_gradients()  # of what is owned, with zeros between
         self._world = world
         compressed = settings.compression == "fp16" and world.size > 1
         self.factors = Factors(
-            len(self.buckets) if compressed else 0,
+            sum(bucket.compressible for bucket in self.buckets) if compressed else 0,
             world.size,
             like=self.buckets[0].gradients,
             # Gradients of a scaled loss fit fp16, and their overflow must stay visible to the scaler.
@@ -78,6 +88,7 @@ class Reducer:
     def _compression(self, bucket: Bucket, number: int, compressed: bool) -> Compression:
         target, exchange = self._route(bucket)
         plain = NoCompression(bucket.gradients, target, exchange, self._world.size, f"bucket.{number}")
+        compressed = compressed and bucket.compressible
         return Fp16Compression(plain, self.factors, number) if compressed else plain
 
     def _route(self, bucket: Bucket) -> tuple[Tensor, ExchangeSum]:

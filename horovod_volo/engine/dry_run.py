@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from horovod_volo.cluster.buckets import grouped
+from horovod_volo.cluster.buckets import Bucket
+from horovod_volo.cluster.reducer import lay_out
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.rules import notes, trains_aux_head, uses_tokens
@@ -43,10 +45,14 @@ class Need:
 
     images: int
     classes: int
-    parameters: int
-    buckets: int  # of gradients
+    weights: Mapping[str, Parameter]  # on the meta device, by name
     activation_bytes: float  # of one image
     remarks: list[str]
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of weights."""
+        return sum(weight.numel() for weight in self.weights.values())
 
 
 def dry_run(config: Config, ranks: int) -> str:
@@ -71,14 +77,7 @@ def need_of(config: Config) -> Need:
     return Need(
         images=images,
         classes=classes,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        buckets=len(
-            grouped(
-                dict(model.named_parameters()),
-                round(config.exchange.bucket_mib * _MIB),
-                round(config.exchange.last_bucket_mib * _MIB),
-            )
-        ),
+        weights=dict(model.named_parameters()),
         activation_bytes=_activation_bytes(model, config),
         remarks=remarks,
     )
@@ -90,7 +89,8 @@ def describe(config: Config, ranks: int, need: Need) -> str:
     derived = derive(config, ranks=ranks, images=need.images)
     state = state_bytes(config, ranks) * need.parameters
     activations = need.activation_bytes * config.data.batch_size
-    wire_bytes = need.parameters * (2 if config.exchange.compression == "fp16" else _FP32)
+    buckets = lay_out(need.weights, config.exchange, ranks=ranks, parts=1)
+    wire_bytes = sum(_wire_bytes(bucket, config) for bucket in buckets)
     # What comes back is the summed gradients, or, of a shared-out optimizer, the new weights.
     back_bytes = need.parameters * _FP32 if config.update.shard_optimizer else wire_bytes
     facts = {
@@ -100,7 +100,7 @@ def describe(config: Config, ranks: int, need: Need) -> str:
         "batch": batch_line(config, derived),
         "rate": rate_line(config, derived),
         "length": length_line(derived),
-        "precision": exchange_line(config, need.buckets),
+        "precision": exchange_line(config, len(buckets)),
         "memory": f"about {state / _GIB:.1f} GiB of state and "
         f"{activations / _GIB:.1f} GiB of activations a rank",
         "exchange": f"{wire_bytes / _MIB:.0f} MiB of gradients a step; "
@@ -108,6 +108,11 @@ def describe(config: Config, ranks: int, need: Need) -> str:
     }
     remarks = [*notes(config), *batch_notes(config, derived, need.images), *need.remarks]
     return f"{dump(config)}\n{fact_lines(facts, remarks)}"
+
+
+def _wire_bytes(bucket: Bucket, config: Config) -> int:
+    compressed = config.exchange.compression == "fp16" and bucket.compressible
+    return sum(weight.numel() for weight in bucket.parameters.values()) * (2 if compressed else _FP32)
 
 
 def state_bytes(config: Config, ranks: int) -> float:

@@ -77,7 +77,7 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
     if world.rank == asked.overflow_on:
         # What fp32 can hold and fp16 cannot, where gradients travel in fp16; else what neither can.
         factor = 1e8 if asked.compression == "fp16" else float("inf")
-        model.head.weight.register_hook(lambda gradient: gradient * factor)
+        model.patch_embed.proj.weight.register_hook(lambda gradient: gradient * factor)
     before = _flat(model)
     gradients = torch.zeros_like(before)
     for _ in range(asked.steps):

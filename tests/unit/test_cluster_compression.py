@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.cluster.compression import Factors, Fp16Compression, NoCompression, predivisor
+from horovod_volo.cluster.compression import (
+    Factors,
+    Fp16Compression,
+    NoCompression,
+    largest,
+    predivisor,
+    summed_in_fp32,
+)
+from horovod_volo.models.build import build_model
 
 RANKS = pytest.mark.parametrize("ranks", [2, 8, 40, 256])
 BF16_ROUNDING = 2.0**-9  # largest relative error of rounding to bf16
@@ -181,3 +189,40 @@ def test_restored_maxima_continue_bit_by_bit() -> None:
 
 def test_the_predivisor_is_about_the_root() -> None:
     assert [predivisor(ranks) for ranks in (1, 2, 4, 5, 16, 17, 256)] == [1, 2, 2, 4, 4, 8, 16]
+
+
+@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t", "vit_tiny_patch16_224"])
+def test_vectors_and_heads_are_summed_in_fp32(name: str) -> None:
+    with torch.device("meta"):
+        parameters = dict(build_model(name, img_size=224, num_classes=1000, drop_path=0.0).named_parameters())
+    chosen = summed_in_fp32(parameters)
+    heads = {"head.weight", "head.bias", "aux_head.weight", "aux_head.bias"} & parameters.keys()
+    assert {"head.weight", "head.bias"} <= heads <= chosen
+    assert {n for n in chosen if parameters[n].dim() > 1} == {n for n in heads if n.endswith("weight")}
+    assert all(parameters[n].dim() > 1 for n in parameters.keys() - chosen)
+
+
+@pytest.mark.parametrize("ranks", [40, 256])
+def test_what_ranks_agree_on_is_worse_in_fp16(ranks: int) -> None:
+    """Why some gradients are summed in fp32: nearly equal ones round the same way at each addition."""
+    emulated = EmulatedRanks(ranks, 1000)
+    random = torch.Generator().manual_seed(0)
+    agreed = 1e-3 * torch.randn(1000, generator=random)
+    local = [agreed + 1e-6 * torch.randn(1000, generator=random) for _ in range(ranks)]
+    emulated.step(local)
+    found, exact = emulated.step(local), torch.stack(local).double().mean(dim=0)
+    assert (found - exact).norm() / exact.norm() > BF16_ROUNDING
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_largest_is_that_of_absolute_values(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    many = torch.randn(300_001, generator=random).to(dtype)  # more than one piece of the cache
+    small = torch.tensor([-0.0, 6e-8, -6e-8]).to(dtype)
+    for values in (many, many.abs(), -many.abs(), small, -small.abs(), torch.zeros(3, dtype=dtype)):
+        assert largest(values).equal(values.float().abs().max().view(1))
+    for odd in (torch.inf, -torch.inf):
+        assert largest(torch.tensor([1.0, odd, -2.0], dtype=dtype)).item() == torch.inf
+    for sign in (1, -1):
+        nan = torch.tensor([1.0, torch.inf, torch.nan, -2.0], dtype=dtype) * sign
+        assert largest(nan).isnan().all()
