@@ -103,7 +103,7 @@ def _of_the_ring(words: Words) -> None:
     _number(flags, "--steps", 10, "of training before it")
     flags.add_argument("--ranks", type=int, nargs="+", default=[2, 8, 40], metavar="N", help="emulated")
     _add_data_dir(flags)
-    forms = ["fp16", "fp16-fixed", "fp16-halves", "bf16"]
+    forms = ["fp16", "fp16-all", "fp16-fixed", "fp16-halves", "bf16"]
     flags.add_argument("--forms", nargs="+", choices=forms, default=forms)
 
 

@@ -26,12 +26,12 @@ from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Op
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.geometry import WHOLE
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.stream import Batch, TrainStream
+from horovod_volo.data.stream import Batch
 from tests.published.checkouts import Published, named_folder
 
 named_folder()  # or this module is skipped
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
-from coded_images import smooth, unnormalised, write_images  # noqa: E402
+from coded_images import only_batch, smooth, unnormalised, write_images  # noqa: E402
 from published_augment import NAMES, SPELLING  # noqa: E402
 
 SEED, EPOCH, SIDE, CELLS, IMAGES = 8, 3, 64, 18, 48
@@ -64,20 +64,14 @@ def written(folder: Path, size: tuple[int, int]) -> Path:
 def our_batch(folder: Path, settings: Data) -> tuple[Any, Batch]:
     catalog = build_catalog(str(folder), "train", None)
     catalog.classes = ("a", *(f"cell {number}" for number in range(1, CELLS**2 + 1)))
-    stream = TrainStream(
+    batch = only_batch(
         catalog,
         open_labels(str(folder / "maps"), catalog, None, WHOLE),  # as the published training reads them
         settings,
-        image_size=SIDE,
+        side=SIDE,
         seed=SEED,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=torch.device("cpu"),
-        threads=2,
+        epoch=EPOCH,
     )
-    (batch,) = stream.passes(EPOCH, 0)
-    stream.close()
     return catalog, batch
 
 

@@ -10,7 +10,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from horovod_volo.config.schema import Data
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
+from horovod_volo.data.stream import Batch, TrainStream
 
 # Cut, resize and flip alone: what is left when nothing recolours, moves or erases.
 PLAIN: dict[str, Any] = {"train_interpolation": "bicubic", "aa": "", "color_jitter": 0.0, "reprob": 0.0}
@@ -37,6 +41,27 @@ def write_images(folder: Path, images: dict[str, Image.Image], **options: Any) -
         file.parent.mkdir(parents=True, exist_ok=True)
         image.save(file, **options)
     return folder
+
+
+def only_batch(
+    catalog: Catalog, labels: LabelSource | None, settings: Data, *, side: int, seed: int, epoch: int = 0
+) -> Batch:
+    """Return the batch of an epoch that has one."""
+    stream = TrainStream(
+        catalog,
+        labels,
+        settings,
+        image_size=side,
+        seed=seed,
+        rank=0,
+        size=1,
+        accumulation=1,
+        device=torch.device("cpu"),
+        threads=2,
+    )
+    (batch,) = stream.passes(epoch, 0)
+    stream.close()
+    return batch
 
 
 def unnormalised(images: torch.Tensor) -> NDArray[np.float64]:

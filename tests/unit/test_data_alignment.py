@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from coded_images import PLAIN, place_coded, smooth, unnormalised, write_images
+from coded_images import PLAIN, only_batch, place_coded, smooth, unnormalised, write_images
 from PIL import Image
 
 from horovod_volo.config.schema import Data
@@ -20,7 +20,6 @@ from horovod_volo.data.augmentation.plan import plan_batch
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.stream import TrainStream
 
 SIDE = 48
 ROWS, COLUMNS = 6, 9  # cells of a label map
@@ -33,20 +32,13 @@ def one_batch(folder, maps_folder=None, **settings):
     classes = ("a", *(f"cell {number}" for number in range(1, ROWS * COLUMNS)))
     catalog = build_catalog(str(folder), "train", None)
     catalog.classes = classes
-    stream = TrainStream(
+    batch = only_batch(
         catalog,
         None if maps_folder is None else open_labels(str(maps_folder), catalog, None),
         Data(batch_size=len(catalog), **(PLAIN | settings)),
-        image_size=SIDE,
+        side=SIDE,
         seed=11,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=torch.device("cpu"),
-        threads=2,
     )
-    (batch,) = stream.passes(0, 0)
-    stream.close()
     return catalog, batch
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from coded_images import PLAIN, place_coded, unnormalised, write_images
+from coded_images import PLAIN, only_batch, place_coded, unnormalised, write_images
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -26,7 +26,6 @@ from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Op
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.stream import TrainStream
 from horovod_volo.objective.label_map import map_target
 from horovod_volo.objective.soft_target import SoftTarget
 
@@ -71,20 +70,7 @@ def one_batch(images: Path, maps: Path, geometry: MapGeometry, **settings: Any) 
     catalog = build_catalog(str(images), "train", None)
     catalog.classes = ("a", "b", "c")
     drawn = Data(batch_size=IMAGES, **(PLAIN | settings))
-    stream = TrainStream(
-        catalog,
-        open_labels(str(maps), catalog, None, geometry),
-        drawn,
-        image_size=SIDE,
-        seed=SEED,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=torch.device("cpu"),
-        threads=2,
-    )
-    (batch,) = stream.passes(0, 0)
-    stream.close()
+    batch = only_batch(catalog, open_labels(str(maps), catalog, None, geometry), drawn, side=SIDE, seed=SEED)
     target = map_target(
         batch.scores,
         batch.ids,

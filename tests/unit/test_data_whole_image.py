@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coded_images import place_coded, smooth, unnormalised, write_images
+from coded_images import only_batch, place_coded, smooth, unnormalised, write_images
 from numpy.typing import NDArray
 from PIL import Image
 from pillow_plan import by_pillow
@@ -25,7 +25,6 @@ from horovod_volo.data.augmentation.plan import plan_batch
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
 from horovod_volo.data.augmentation.whole_image import Parts, augment_part, parts_needed
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.stream import TrainStream
 
 SEED, EPOCH, SIDE, IMAGES = 5, 1, 64, 12
 SETTINGS = Data(batch_size=IMAGES, hflip=0.5, vflip=0.5, reprob=0.0, randaugment_on="image")
@@ -57,21 +56,7 @@ def operations_of(
 
 
 def batch_of(catalog: Catalog) -> Any:
-    stream = TrainStream(
-        catalog,
-        None,
-        SETTINGS,
-        image_size=SIDE,
-        seed=SEED,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=torch.device("cpu"),
-        threads=2,
-    )
-    (batch,) = stream.passes(EPOCH, 0)
-    stream.close()
-    return batch
+    return only_batch(catalog, None, SETTINGS, side=SIDE, seed=SEED, epoch=EPOCH)
 
 
 def assert_as_pillow(

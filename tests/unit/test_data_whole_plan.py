@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from coded_images import smooth, unnormalised, write_images
+from coded_images import only_batch, smooth, unnormalised, write_images
 from pillow_plan import by_pillow
 from published_augment import FILL, NAMES, timm_augment
 
@@ -18,7 +17,6 @@ from horovod_volo.data.augmentation.erasing import draw_erasures
 from horovod_volo.data.augmentation.moving import moved_maps
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.stream import TrainStream
 
 SEED, EPOCH, SIDE, IMAGES = 3, 2, 64, 60
 SETTINGS = Data(batch_size=IMAGES, hflip=0.5, vflip=0.3)  # the rest as published
@@ -26,21 +24,7 @@ SIZES = [(160, 110), (97, 151), (64, 64), (210, 145)]  # width, height
 
 
 def stream_batch(catalog: Catalog, settings: Data) -> Any:
-    stream = TrainStream(
-        catalog,
-        None,
-        settings,
-        image_size=SIDE,
-        seed=SEED,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=torch.device("cpu"),
-        threads=2,
-    )
-    (batch,) = stream.passes(EPOCH, 0)
-    stream.close()
-    return batch
+    return only_batch(catalog, None, settings, side=SIDE, seed=SEED, epoch=EPOCH)
 
 
 @pytest.mark.parametrize("randaugment_on", ["crop", "image"])
