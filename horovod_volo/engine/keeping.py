@@ -1,15 +1,20 @@
-"""What a run keeps of itself: its state as checkpoints, and their evaluations beside them.
+"""Save checkpoints and the evaluations that belong to them.
 
-Rank 0 writes; before it does, the state must agree on all ranks bit for bit.
+Rank 0 writes. Before it does, the state must be the same on all ranks bit for bit, and finite: a checkpoint
+that cannot be trained from must not replace one that can.
 """
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from horovod_volo.cluster.world import AgreedError
 from horovod_volo.config.derived import Derived
+from horovod_volo.config.errors import UserError
 from horovod_volo.config.rules import trains_aux_head
 from horovod_volo.config.schema import Config
 from horovod_volo.data.images.catalog import Catalog
@@ -19,16 +24,33 @@ from horovod_volo.engine.job import Job
 from horovod_volo.files.whole import whole_file
 
 _EVALUATION = "evaluation.json"
+_AFTER_DIVERGENCE = "Lower --lr or lengthen --warmup-epochs, and resume from the last checkpoint."
 
 
 def keep(job: Job) -> None:
     """Save the state of the step it stands at. Collective: every rank calls this."""
+    check_losses(job, job.world.total(*job.window.sums().values()))
     job.world.assert_same(job.state.common(), "Weights or optimizer state")
     files = job.state.whole()
     job.world.on_main(lambda: _write(job, files))
 
 
+def check_losses(job: Job, losses: Sequence[float]) -> None:
+    """Raise UserError where losses summed over ranks are not finite."""
+    if not all(map(math.isfinite, losses)):
+        raise AgreedError(f"The loss is not finite at step {job.state.step}. {_AFTER_DIVERGENCE}")
+
+
+def _check_tensors(files: Files, step: int) -> None:
+    """Raise UserError where a tensor is not finite; a non-finite gradient has made a weight so by now."""
+    for tensors in files.values():
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise UserError(f"{name} is not finite at step {step}, and is not saved. {_AFTER_DIVERGENCE}")
+
+
 def _write(job: Job, files: Files) -> None:
+    _check_tensors(files, job.state.step)
     facts = checkpoint_facts(job.config, job.derived, job.images.train)
     facts["scaler"] = job.state.scaler.state_dict()
     saved = save_checkpoint(_folder(job), job.state.step, files, facts)
@@ -36,20 +58,28 @@ def _write(job: Job, files: Files) -> None:
 
 
 def keep_evaluation(job: Job, scores: Scores) -> None:
-    """Tell the scores, put them beside the checkpoint they are of, and let `best` follow."""
+    """Log the scores, write them beside their checkpoint, and update `best`. Collective."""
     step = job.state.step
     epochs_done, _ = job.derived.epoch_of(step)
     job.tracker.evaluation(
         step, {"epoch": epochs_done - 1, "images_seen": step * job.derived.global_batch, **scores}
     )
     job.tracker.say(_sentence(scores, epochs_done))
-    if job.world.is_main:
-        checkpoint = _checkpoint_of_step(job)
+    job.world.on_main(lambda: _write_evaluation(job, scores))
+
+
+def _write_evaluation(job: Job, scores: Scores) -> None:
+    checkpoint, best = _checkpoint_of_step(job), _folder(job) / "best"
+    try:
         with whole_file(checkpoint / _EVALUATION) as file:
             file.write(json.dumps(scores).encode())
-        best = _folder(job) / "best"
         if not best.exists() or _score(checkpoint) > _score(best):
             point(best, checkpoint)
+    except OSError as error:
+        raise UserError(
+            f"The evaluation of {checkpoint} could not be written: {error.strerror}. Checkpoints are intact; "
+            "make room or mend the folder, then start again with --resume auto."
+        ) from None
 
 
 def was_evaluated(job: Job) -> bool:

@@ -7,14 +7,12 @@ the checkpoint is on disk, and a run that was killed between the two makes up fo
 from __future__ import annotations
 
 import gc
-import math
 
-from horovod_volo.config.errors import UserError
 from horovod_volo.engine.damage import tell_damage
 from horovod_volo.engine.evaluation import evaluate
 from horovod_volo.engine.garbage import collected_by_hand
 from horovod_volo.engine.job import Job
-from horovod_volo.engine.keeping import keep, keep_evaluation, was_evaluated
+from horovod_volo.engine.keeping import check_losses, keep, keep_evaluation, was_evaluated
 from horovod_volo.engine.step import train_step
 
 
@@ -59,11 +57,7 @@ def log_point(job: Job, epoch: int) -> bool:
     *losses, passes, all_seconds, waited, all_skipped, stops = totals
     tell_damage(job, job.train_stream.damage)
     means = {name: value / passes for name, value in zip(sums, losses, strict=True)}
-    if not math.isfinite(means["total"]):
-        raise UserError(
-            f"The loss is {means['total']} at step {step}. Lower --lr or lengthen --warmup-epochs, and "
-            "resume from the last checkpoint."
-        )
+    check_losses(job, losses)
     job.tracker.train(
         step,
         {

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from safetensors.torch import load_file
 
 from horovod_volo.data.demo.demo_set import make_demo_set
 from tests.ranks.launching import environment, train
@@ -125,3 +126,36 @@ def _wait_for_a_line(path, seconds=60.0):
             return
         time.sleep(0.05)
     raise AssertionError(f"{path} stayed empty")
+
+
+def test_a_state_that_is_not_finite_replaces_no_checkpoint(images, tmp_path):
+    """Losses are read at log points alone; a checkpoint between two of them reads them too."""
+    words = (str(images), *SMALL, "--output", str(tmp_path), "--name", "run", "--checkpoint-every", "1")
+    words = (*words, "--log-every", "50", "--keep-checkpoints", "3")
+    first = train(*words, "--stop-at-step", "3", ranks=2, start_with="gloo")
+    assert "stopped at step 3" in first.stdout
+    done = train(*words, "--resume", "auto", "--lr", "1e38", ranks=2, start_with="gloo")
+    assert done.returncode not in (0, 75), done.stdout
+    said = [line for line in done.stdout.splitlines() if "error" in line and "finite" in line]
+    assert len(said) == 1, done.stdout
+    assert "--lr" in said[0]
+    assert "--warmup-epochs" in said[0]
+    saved = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert len(saved) == 3
+    for checkpoint in saved:
+        for file in checkpoint.glob("*.safetensors"):
+            for name, tensor in load_file(file).items():
+                assert tensor.isfinite().all(), (checkpoint.name, name)
+
+
+def test_an_evaluation_that_cannot_be_written_is_told_once_by_all(images, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "best").mkdir(parents=True)  # where a link should be
+    began = time.monotonic()
+    words = (str(images), *SMALL, "--output", str(tmp_path), "--name", "run")
+    done = train(*words, ranks=2, start_with="gloo")
+    assert done.returncode not in (0, 75)
+    assert time.monotonic() - began < 60
+    said = [line for line in done.stdout.splitlines() if "error" in line and "evaluation" in line]
+    assert len(said) == 1, done.stdout
+    assert "horovod_volo/" not in done.stdout, "a traceback of ours beside the message"
+    assert (tmp_path / "run" / "checkpoints" / "step_00000005" / "state.json").exists()
