@@ -20,8 +20,8 @@ from importlib import import_module
 from horovod_volo.bench import table
 from horovod_volo.bench.results import Result, append, read_records, record_of
 from horovod_volo.bench.words import add_words
-from horovod_volo.cluster.launch import promised
-from horovod_volo.config.errors import UserError
+from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.core.errors import UserError
 
 _OF_EVERY_BENCHMARK = ("name", "json", "record")
 
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
     load_before = os.getloadavg()[0]
     try:
         result = _measured(chosen)
-        if promised().rank == 0:
+        if read_launch_env().rank == 0:
             record = record_of(result, _command(arguments), (load_before, os.getloadavg()[0]))
             print(json.dumps(record) if chosen.json else table.lines(record))
             if chosen.record:
@@ -70,7 +70,7 @@ def _measured(chosen: argparse.Namespace) -> Result:
 
 def _command(arguments: list[str]) -> str:
     """Write the command as it can be typed again; that it was recorded is no part of it."""
-    place = promised()
+    place = read_launch_env()
     launcher = [*place.launcher.split()[:1], "-n" if place.launcher == "srun" else "-np", str(place.size)]
     kept = [argument for argument in arguments if argument not in ("--json", "--record")]
     return shlex.join([*(launcher if place.size > 1 else []), "python", "-m", "horovod_volo.bench", *kept])

@@ -22,15 +22,15 @@ from horovod_volo.bench.pairs import alternate, wait_for
 from horovod_volo.bench.photographs import write_photographs
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.stream_alone import SEED, device_here, stream_alone
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.augment import augment_
-from horovod_volo.data.augmentation.moving import FILL
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.augmentation.apply_ops import augment_
+from horovod_volo.data.augmentation.crop_flip import draw_crops
+from horovod_volo.data.augmentation.geometric_ops import FILL
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, draw_operations
 from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.stream import TrainStream
+from horovod_volo.data.loader import TrainLoader
 
 _EPOCH = 0
 _SHAPE = (75, 100)  # height and width: the share that is filled is the same in larger images
@@ -92,10 +92,10 @@ def _measure(data_dir: str, plans: int, img_size: int, batch_size: int, threads:
     return Result("augmentation", title, figures)
 
 
-def _epoch(stream: TrainStream, rates: list[float]) -> Callable[[], float]:
+def _epoch(stream: TrainLoader, rates: list[float]) -> Callable[[], float]:
     def cpu_seconds_of_an_image() -> float:
         began, cpu_before = perf_counter(), process_time()
-        images = sum(len(batch.images) for batch in stream.passes(_EPOCH, 0))
+        images = sum(len(batch.images) for batch in stream.batches(_EPOCH, 0))
         wait_for(device_here())
         rates.append(images / (perf_counter() - began))
         return (process_time() - cpu_before) / images
@@ -106,7 +106,7 @@ def _epoch(stream: TrainStream, rates: list[float]) -> Callable[[], float]:
 def shares_of(settings: Data, plans: int) -> Shares:
     """Return what is decoded and filled on average over so many plans."""
     indices, sizes = np.arange(plans), np.tile(np.array(_SHAPE), (plans, 1))
-    crops = plan_batch(SEED, _EPOCH, indices, sizes, settings).boxes
+    crops = draw_crops(SEED, _EPOCH, indices, sizes, settings).boxes
     drawn = draw_operations(SEED, _EPOCH, indices, settings)
     needed = parts_needed(crops, sizes, drawn).decoded if settings.randaugment_on == "image" else crops
     moving = replace(drawn, kinds=np.where(np.isin(drawn.kinds, GEOMETRIC), drawn.kinds, Operation.NONE))

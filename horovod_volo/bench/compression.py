@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from horovod_volo.bench.exchanges import Lesson
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.cluster.buckets import Bucket, fill_buckets
-from horovod_volo.cluster.compression import Factors, Fp16Compression, NoCompression, summed_in_fp32
-from horovod_volo.cluster.ring import Wait
-from horovod_volo.config.errors import UserError
+from horovod_volo.cluster.buckets import Bucket, build_buckets
+from horovod_volo.cluster.collectives import Wait
+from horovod_volo.cluster.compression import BucketScales, Fp16Compression, NoCompression, summed_in_fp32
+from horovod_volo.core.errors import UserError
 from horovod_volo.engine.precision import autocast, mend_convolutions
 from horovod_volo.models.build import build_model
 
@@ -59,7 +59,7 @@ def measure(
     bound, maxima = _error_of_bf16(work), _mean_maxima(work)
     cases = [Case(number, form, buckets, maxima) for number in ranks for form in ("exact", *forms)]
     for number in range(max(ranks)):
-        work.fill_buckets(number, "bf16")
+        work.build_buckets(number, "bf16")
         for case in cases:
             if number < case.ranks:
                 case.add()
@@ -77,7 +77,7 @@ class _Work:
         self._files, self._side, self._batch = files, img_size, batch_size
         self._classes = sorted({path.parent for path in files})
         parameters = dict(network.named_parameters())
-        self.buckets = fill_buckets(
+        self.buckets = build_buckets(
             parameters, _BUCKET_BYTES, 1, _LAST_BUCKET_BYTES, summed_in_fp32(parameters)
         )
 
@@ -93,7 +93,7 @@ class _Work:
             losses.append(float(loss))
         return fmean(losses[-_LAST_LOSSES:])
 
-    def fill_buckets(self, rank: int, precision: str) -> None:
+    def build_buckets(self, rank: int, precision: str) -> None:
         """Compute the gradients of one rank's images into the buckets."""
         self._lesson.zero_grad()
         self._loss(rank * self._batch, self._batch, precision).backward()  # type: ignore[no-untyped-call]
@@ -182,7 +182,7 @@ class _Fp16Sum:
     def __init__(self, bucket: Bucket, ranks: int, maximum: Tensor, *, adaptive: bool) -> None:
         self._total = torch.zeros_like(bucket.gradients, dtype=torch.float16)
         self._gradients = torch.zeros_like(bucket.gradients)
-        self.factors = Factors(1, ranks, like=bucket.gradients, adaptive=adaptive)
+        self.factors = BucketScales(1, ranks, like=bucket.gradients, adaptive=adaptive)
         self.factors.maxima.fill_(maximum)
         self.factors.update()
         plain = NoCompression(self._gradients, self._gradients, self._exchange, ranks, "bucket")
@@ -273,7 +273,7 @@ def _error_of_bf16(work: _Work) -> dict[str, float]:
     }
     for precision, totals in sums.items():
         for rank in range(_RANKS_OF_BOUND):
-            work.fill_buckets(rank, precision)
+            work.build_buckets(rank, precision)
             for total, bucket in zip(totals, work.buckets, strict=True):
                 total += bucket.gradients
     found = {}
@@ -289,6 +289,6 @@ def _mean_maxima(work: _Work) -> Tensor:
     """Return the mean over a few ranks of each bucket's maximum."""
     maxima = torch.zeros(len(work.buckets))
     for rank in range(_RANKS_OF_HISTORY):
-        work.fill_buckets(rank, "bf16")
+        work.build_buckets(rank, "bf16")
         maxima += torch.stack([bucket.gradients.abs().max() for bucket in work.buckets])
     return maxima / _RANKS_OF_HISTORY

@@ -20,11 +20,11 @@ from horovod_volo.bench.pairs import alternate, wait_for
 from horovod_volo.bench.peers_data import pillow_batch
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.stream_alone import SEED, device_here, stream_alone
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.loader import Batch, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_STD
-from horovod_volo.data.stream import Batch, TrainStream
 
 _EPOCH = 0
 _ALLOWED_DIFFERENCE = 2 / 255  # of the range of colours, on average: decoders and filters round differently
@@ -59,17 +59,17 @@ def measure(
 
 
 def _compare(
-    stream: TrainStream, peer: Peer, batches: int, threads: int, device: torch.device, pairs: int
+    stream: TrainLoader, peer: Peer, batches: int, threads: int, device: torch.device, pairs: int
 ) -> list[Figure]:
     first_step = stream.steps - batches
-    _assert_same_images(next(stream.passes(_EPOCH, first_step)), peer)
-    shares = [batch.indices for batch in stream.passes(_EPOCH, first_step)]
+    _assert_same_images(next(stream.batches(_EPOCH, first_step)), peer)
+    shares = [batch.indices for batch in stream.batches(_EPOCH, first_step)]
     images = sum(map(len, shares))
     rates: list[float] = []
 
     def our_block() -> float:
         began, cpu_before = perf_counter(), process_time()
-        for _ in stream.passes(_EPOCH, first_step):
+        for _ in stream.batches(_EPOCH, first_step):
             pass
         wait_for(device)
         rates.append(images / (perf_counter() - began))

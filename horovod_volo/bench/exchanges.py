@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from horovod_volo.bench.pairs import Action
+from horovod_volo.cluster.collectives import Collectives, Wait
 from horovod_volo.cluster.reducer import Reducer
-from horovod_volo.cluster.ring import Ring, Wait
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 from horovod_volo.models.build import training_forward
@@ -99,17 +99,17 @@ def after_backward(work: Work, world: World) -> Way:
 def _reduced(work: Work, world: World, compression: Compression, passes: int) -> Way:
     lesson = work.copied()
     optimizer = _optimizer(lesson)
-    ring = _Counted(world.ring, f"{compression}.{passes}")
-    here = replace(world, ring=cast(Ring, ring))
+    ring = _Counted(world.collectives, f"{compression}.{passes}")
+    here = replace(world, collectives=cast(Collectives, ring))
     reducer = Reducer(lesson, here, Exchange(compression=compression), passes=passes)
 
     def step() -> None:
         work.loss(lesson).backward()  # type: ignore[no-untyped-call]
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             optimizer.step()
 
     def exchange() -> None:
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             pass
 
     return Way(WIRES[compression], compression, lesson, step, exchange, lambda: ring.sums)
@@ -122,9 +122,9 @@ class _Counted:
         self._ring, self._prefix = ring, prefix
         self.sums = 0
 
-    def start_sum(self, tensor: Tensor, name: str, scale: float) -> Wait:
+    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
         self.sums += 1
-        wait: Wait = self._ring.start_sum(tensor, f"{self._prefix}.{name}", scale)
+        wait: Wait = self._ring.allreduce_async(tensor, f"{self._prefix}.{name}", scale)
         return wait
 
 

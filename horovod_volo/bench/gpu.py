@@ -16,9 +16,9 @@ from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import checked_config, losses_of, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.data.stream import Batch
+from horovod_volo.data.loader import Batch
 from horovod_volo.engine.compiled import check_compiler, compile_blocks
-from horovod_volo.engine.job import Job
+from horovod_volo.engine.context import TrainContext
 
 CLASSES = 1000
 # As measured on one H200: a bf16 product of 8192 x 8192 matrices of random values. Its data sheet says 989.
@@ -54,17 +54,17 @@ def measure(
     }
     config = checked_config(settings)
     plain = losses_of(*_opened(config), _FIRST_STEPS) if compile else None
-    job, batch = _opened(config)
+    context, batch = _opened(config)
     if compile:
         check_compiler()
-        compile_blocks(job.state.model)
+        compile_blocks(context.state.model)
     began = perf_counter()
-    found = losses_of(job, batch, _FIRST_STEPS)
+    found = losses_of(context, batch, _FIRST_STEPS)
     start_seconds = perf_counter() - began
     what = f"the losses of {_FIRST_STEPS} steps, with blocks compiled and without"
     assert_agree(what, found, found if plain is None else plain, _TOLERANCES[precision])
-    seconds = _blocks(job, batch, pairs)
-    job.close()
+    seconds = _blocks(context, batch, pairs)
+    context.close()
     form = " compiled" if compile else ""
     title = (
         f"training step of one rank, {img_size} px, {precision}, batch {batch_size}, drop path {drop_path}"
@@ -76,7 +76,7 @@ def measure(
             Figure.of("images a second", [batch_size / taken for taken in seconds], "images/s"),
             Figure.of("step", [_MILLISECONDS * taken for taken in seconds], "ms"),
             Figure(f"first {_FIRST_STEPS} steps", start_seconds, "s"),
-            *_of_the_gpu(config, seconds, job.share.device),
+            *_of_the_gpu(config, seconds, context.resources.device),
         ],
     )
 
@@ -97,12 +97,12 @@ def _of_the_gpu(config: Config, seconds: list[float], device: torch.device) -> l
     return figures
 
 
-def _opened(config: Config) -> tuple[Job, Batch]:
-    job = synthetic_job(config, World.alone(), CLASSES)
-    return job, random_batch(config, CLASSES, job.share.device, seed=0)
+def _opened(config: Config) -> tuple[TrainContext, Batch]:
+    context = synthetic_job(config, World.single(), CLASSES)
+    return context, random_batch(config, CLASSES, context.resources.device, seed=0)
 
 
-def _blocks(job: Job, batch: Batch, pairs: int) -> list[float]:
-    step = step_of(job, batch)
-    block = timed(step, repeats_for(step, job.share.device), job.share.device)
+def _blocks(context: TrainContext, batch: Batch, pairs: int) -> list[float]:
+    step = step_of(context, batch)
+    block = timed(step, repeats_for(step, context.resources.device), context.resources.device)
     return [block() for _ in range(pairs)]

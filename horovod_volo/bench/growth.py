@@ -82,7 +82,7 @@ def _config(model: str, precision: str, case: Case) -> Config:
 
 def _block(config: Config, classes: int) -> Block:
     """Make a block of one step, after a first that pays for what is built once."""
-    job = synthetic_job(config, World.alone(), classes)
-    step = step_of(job, random_batch(config, classes, job.share.device, seed=0))
+    context = synthetic_job(config, World.single(), classes)
+    step = step_of(context, random_batch(config, classes, context.resources.device, seed=0))
     step()
-    return timed(step, 1, job.share.device)
+    return timed(step, 1, context.resources.device)

@@ -20,8 +20,8 @@ from horovod_volo.bench.pairs import Block, alternate
 from horovod_volo.bench.random_labels import TOP
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import images_nowhere
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.labels.importing import import_labels
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.labels.import_maps import import_labels
 from horovod_volo.data.labels.store import LabelStore
 
 _CELLS = 18  # a side of the published maps

@@ -21,9 +21,9 @@ from horovod_volo.bench.learning_commands import Budget, our_command, timm_comma
 from horovod_volo.bench.learning_found import Learned, read_ours, read_timm
 from horovod_volo.bench.means import Mean, difference_of, mean_of
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.files.whole import whole_file
 from horovod_volo.models.volo import SIZES
 
 _FINISHED = "finished.json"
@@ -124,7 +124,7 @@ def run_once(command: list[str], folder: Path) -> float:
     seconds = perf_counter() - began
     if status:
         raise RuntimeError(f"a run ended with status {status}: {folder / _LOG} tells why")
-    with whole_file(finished) as file:
+    with atomic_write(finished) as file:
         file.write(json.dumps({"command": command, "seconds": seconds}).encode())
     return seconds
 

@@ -19,10 +19,10 @@ from horovod_volo.bench.pairs import alternate, wait_for
 from horovod_volo.bench.photographs import write_photographs
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.stream_alone import device_here, stream_alone
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.models.timm_door import training_loader
+from horovod_volo.models.timm_api import training_loader
 
 _EPOCH = 0
 
@@ -52,7 +52,7 @@ def _measure(data_dir: str, img_size: int, batch_size: int, threads: int, pairs:
 
     def our_epoch() -> float:
         began = perf_counter()
-        images = sum(len(batch.images) for batch in stream.passes(_EPOCH, 0))
+        images = sum(len(batch.images) for batch in stream.batches(_EPOCH, 0))
         wait_for(device)
         return (perf_counter() - began) / images
 

@@ -21,9 +21,9 @@ from horovod_volo.bench.pairs import Block, alternate, wait_for
 from horovod_volo.bench.peers_loss import DenseLoss, PublishedLoss
 from horovod_volo.bench.random_labels import TOP, random_labels
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Objective
-from horovod_volo.objective.loss import Labels, Teacher, build_loss
+from horovod_volo.core.errors import UserError
+from horovod_volo.objective.loss import LabelMapTargets, Labels, build_loss
 from horovod_volo.objective.mixtoken import Box
 
 _TOLERANCE = 1e-5  # of ours, against float64
@@ -125,7 +125,7 @@ def _compare(batch_size: int, num_classes: int, side: int, pairs: int, device: t
         _assert_right(f"{peer} at {name}", case.run(loss, case.fresh_logits()), expected, _PEER_TOLERANCE)
     del expected
 
-    teacher = Teacher(num_classes, side, settings.smoothing, settings.label_geometry)
+    teacher = LabelMapTargets(num_classes, side, settings.smoothing, settings.label_geometry)
     our_targets = peak_extra_bytes(lambda: teacher(case.labels), device)
     their_targets = peak_extra_bytes(lambda: published.targets(case.labels), device)
     our_peak, our_block = case.peak(ours), case.timed(ours)

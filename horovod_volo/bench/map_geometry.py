@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from horovod_volo.bench.agreement import WrongResultError
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.config.rules import OUTPUT_STRIDE
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.config.validation import OUTPUT_STRIDE
+from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
-from horovod_volo.objective.windows import axis_windows
+from horovod_volo.objective.roi_weights import roi_weights
 
 SEED = 0
 # Aspects, width over height, and the share of images that have them; the rest lie between 1 : 2 and 2 : 1.
@@ -30,7 +30,7 @@ def measure(*, images: int, img_size: int, cells: int, map_geometry: str) -> Res
     geometry = MapGeometry.parse(map_geometry)
     sizes = drawn_sizes(images)
     tokens = img_size // OUTPUT_STRIDE
-    plan = plan_batch(SEED, 0, np.arange(images), sizes, Data())
+    plan = draw_crops(SEED, 0, np.arange(images), sizes, Data())
     covered = geometry.covered(sizes)
     crops = plan.fractions(sizes, covered)  # as fractions of what the maps cover
     figures = []
@@ -82,7 +82,7 @@ def _places_read(boxes: NDArray[np.float32], tokens: int, cells: int) -> NDArray
     places = []
     for axis in (0, 1):
         starts, extents = (torch.from_numpy(boxes[:, place].copy()) for place in (axis, axis + 2))
-        windows = axis_windows(starts, extents, side=tokens, size=cells, scale=cells, reach=reach)
+        windows = roi_weights(starts, extents, side=tokens, size=cells, scale=cells, reach=reach)
         places.append(((windows.cells + 0.5) / cells * windows.weights).sum(dim=2).numpy())
     return np.stack(places, axis=1).astype(np.float64)
 

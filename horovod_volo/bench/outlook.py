@@ -14,7 +14,7 @@ from horovod_volo.bench.memory import peak_extra_bytes
 from horovod_volo.bench.pairs import Action, alternate, repeats_for, timed
 from horovod_volo.bench.peers_outlook import timm_attention, timm_core
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.outlook import Outlook, outlook
 
 _HEAD_WIDTH = 32  # of every published VOLO

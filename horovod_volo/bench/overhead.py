@@ -22,10 +22,10 @@ from horovod_volo.bench.synthetic import random_batch, synthetic_job
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.values import assemble
-from horovod_volo.data.stream import Batch
-from horovod_volo.engine.job import Job
+from horovod_volo.data.loader import Batch
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
-from horovod_volo.models.volo import TokenExchange
+from horovod_volo.models.volo import TokenSwap
 from horovod_volo.objective.loss import Labels
 from horovod_volo.optim.build import build_optimizer
 from horovod_volo.optim.groups import parameter_groups
@@ -45,7 +45,7 @@ class OneLayer(nn.Module):
         super().__init__()
         self.head = nn.Linear(inputs, CLASSES)
 
-    def forward(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def forward(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Return class logits, and no token logits."""
         logits: Tensor = self.head(images.flatten(1))
         return logits, logits.new_empty(0)
@@ -65,27 +65,28 @@ def measure(*, batch_size: int, pairs: int) -> Result:
         },
         fallback_name="bench",
     )
-    job = synthetic_job(config, World.alone(), CLASSES)
+    context = synthetic_job(config, World.single(), CLASSES)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # several would wait for each other longer than either side computes
     try:
-        batch = random_batch(config, CLASSES, job.share.device, seed=0)
-        figures = _compare(_with_one_layer(job, batch), batch, pairs)
+        batch = random_batch(config, CLASSES, context.resources.device, seed=0)
+        figures = _compare(_with_one_layer(context, batch), batch, pairs)
     finally:
         torch.set_num_threads(threads)
-        job.close()
-    title = f"a step of one layer beside a bare loop, batch {batch_size}, {job.share.device.type}, one thread"
+        context.close()
+    device = context.resources.device.type
+    title = f"a step of one layer beside a bare loop, batch {batch_size}, {device}, one thread"
     return Result("overhead", title, figures)
 
 
-def _with_one_layer(job: Job, batch: Batch) -> Job:
+def _with_one_layer(context: TrainContext, batch: Batch) -> TrainContext:
     """Put the one layer in the network's place; the rate stays where it is."""
     torch.manual_seed(0)
-    model = OneLayer(batch.images[0].numel()).to(job.share.device).train()
-    reducer = Reducer(model, job.world, job.config.exchange, passes=1)
-    optimizer = build_optimizer("adamw", _groups(model, reducer.owned), momentum=0.0)
-    state = dataclasses.replace(job.state, model=model, reducer=reducer, optimizer=optimizer)
-    return dataclasses.replace(job, state=state, forward=model, lr=lambda step: _RATE)  # noqa: ARG005
+    model = OneLayer(batch.images[0].numel()).to(context.resources.device).train()
+    reducer = Reducer(model, context.world, context.config.exchange, passes=1)
+    optimizer = build_optimizer("adamw", _groups(model, reducer.local_parameters), momentum=0.0)
+    state = dataclasses.replace(context.state, model=model, reducer=reducer, optimizer=optimizer)
+    return dataclasses.replace(context, state=state, forward=model, lr=lambda step: _RATE)  # noqa: ARG005
 
 
 def _groups(model: nn.Module, owned: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
@@ -97,15 +98,15 @@ def _groups(model: nn.Module, owned: dict[str, nn.Parameter]) -> list[dict[str, 
     return groups
 
 
-def _compare(job: Job, batch: Batch, pairs: int) -> list[Figure]:
-    device, model = job.share.device, job.state.model
+def _compare(context: TrainContext, batch: Batch, pairs: int) -> list[Figure]:
+    device, model = context.resources.device, context.state.model
     start = _weights(model)
     peer_model = copy.deepcopy(model)
     passes = itertools.repeat(batch)
-    bare_step = _bare_step(peer_model, job, batch)
+    bare_step = _bare_step(peer_model, context, batch)
 
     def engine_step() -> None:
-        train_step(job, passes)
+        train_step(context, passes)
 
     for _ in range(_COMPARED_STEPS):
         engine_step()
@@ -126,17 +127,17 @@ def _compare(job: Job, batch: Batch, pairs: int) -> list[Figure]:
     ]
 
 
-def _bare_step(model: nn.Module, job: Job, batch: Batch) -> Callable[[], None]:
+def _bare_step(model: nn.Module, context: TrainContext, batch: Batch) -> Callable[[], None]:
     """Make a step as anyone would write it."""
     optimizer = torch.optim.AdamW(_groups(model, dict(model.named_parameters())), fused=True)
     labels = Labels(batch.classes)
-    boxes = itertools.cycle([job.mix(step, 0) for step in range(_BOXES)])
+    boxes = itertools.cycle([context.mix(step, 0) for step in range(_BOXES)])
 
     def step() -> None:
         box = next(boxes)
-        with job.autocast:
-            class_logits, token_logits = model(batch.images, box.exchange)
-        job.loss(class_logits, token_logits, labels, box).total.backward()  # type: ignore[no-untyped-call]
+        with context.autocast:
+            class_logits, token_logits = model(batch.images, box.swap_tokens)
+        context.loss(class_logits, token_logits, labels, box).total.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 

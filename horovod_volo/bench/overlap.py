@@ -22,8 +22,8 @@ from typing import Any
 from horovod_volo.bench.reduce import OURS, PEERS
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.shaped_hosts import SIMPLE_TCP
-from horovod_volo.cluster.launch import promised
-from horovod_volo.config.errors import UserError
+from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.core.errors import UserError
 
 _RANKS = 2
 _SECONDS = 1200
@@ -71,7 +71,7 @@ def _check() -> None:
     missing = [f"{tool} (of {package})" for tool, package in _TOOLS.items() if not shutil.which(tool)]
     if os.geteuid() != 0:
         missing.append("root, to make a network namespace")
-    if promised().size > 1:
+    if read_launch_env().size > 1:
         missing.append("a start without a launcher: it starts its own ranks")
     if missing:
         raise UserError(f"A slow network cannot be made here. Missing: {'; '.join(missing)}.")

@@ -16,10 +16,10 @@ from horovod_volo.bench.peers_step import PUBLISHED, Peer, plain_peer, published
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import checked_config, losses_of, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
-from horovod_volo.config.rules import token_label_side
 from horovod_volo.config.schema import Config
-from horovod_volo.data.stream import Batch
-from horovod_volo.engine.job import Job
+from horovod_volo.config.validation import token_label_side
+from horovod_volo.data.loader import Batch
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.objective.mixtoken import NO_BOX, Box
 
 CLASSES = 1000
@@ -76,7 +76,7 @@ def _assert_same_losses(form: str, config: Config) -> None:
 
 def _compare(form: str, config: Config, pairs: int) -> list[Figure]:
     ours, batch, peer = _sides(form, config)
-    device, our_step = ours.share.device, step_of(ours, batch)
+    device, our_step = ours.resources.device, step_of(ours, batch)
     our_block = timed(our_step, repeats_for(our_step, device), device)
     peer_block = timed(peer.step, repeats_for(peer.step, device), device)
     result = alternate(our_block, peer_block, pairs)
@@ -89,18 +89,18 @@ def _compare(form: str, config: Config, pairs: int) -> list[Figure]:
     ]
 
 
-def _sides(form: str, config: Config) -> tuple[Job, Batch, Peer]:
+def _sides(form: str, config: Config) -> tuple[TrainContext, Batch, Peer]:
     """Build our run, its images, and the peer with the same weights."""
-    job = synthetic_job(config, World.alone(), CLASSES)
-    device = job.share.device
+    context = synthetic_job(config, World.single(), CLASSES)
+    device = context.resources.device
     batch = random_batch(config, CLASSES, device, seed=0)
     box = _average_box(config)
     if form == PUBLISHED:
         peer = published_peer(config, batch, device, box)
     else:
         peer = plain_peer(form, config, batch, device)
-    peer.network.load_state_dict(job.state.model.state_dict())
-    return replace(job, mix=lambda step, number: box), batch, peer  # noqa: ARG005
+    peer.network.load_state_dict(context.state.model.state_dict())
+    return replace(context, mix=lambda step, number: box), batch, peer  # noqa: ARG005
 
 
 def _average_box(config: Config) -> Box:

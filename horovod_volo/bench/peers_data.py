@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 
@@ -20,7 +20,7 @@ def pillow_batch(
     """Read, cut, resize, flip and normalise images, (batch, 3, side, side)."""
     images = [Image.open(io.BytesIO(catalog.read(index).data)) for index in indices]
     sizes = np.array([(image.height, image.width) for image in images])
-    plan = plan_batch(seed, epoch, indices, sizes, settings)
+    plan = draw_crops(seed, epoch, indices, sizes, settings)
     pixels = []
     for image, box, horizontal, vertical in zip(
         images, plan.stored_boxes(sizes).tolist(), plan.flip_horizontal, plan.flip_vertical, strict=True

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from horovod_volo.bench.agreement import assert_agree
 from horovod_volo.bench.pairs import alternate
-from horovod_volo.cluster.ring import Wait
+from horovod_volo.cluster.collectives import Wait
 from horovod_volo.cluster.world import World
 
 _MIB = 2**20
@@ -102,7 +102,7 @@ def meet(hosts: str) -> Iterator[World]:
     dist.broadcast_object_list(port, src=0)
     os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = os.environ["MASTER_ADDR"]
     os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port[0])
-    yield World.join()
+    yield World.connect()
     hvd.shutdown()
     dist.barrier()  # rank 0 keeps the store of both until all have left Horovod
     dist.destroy_process_group()
@@ -139,7 +139,7 @@ class RingUpdate:
 
     def __call__(self, gradient: Tensor) -> None:
         self._travelling.copy_(gradient)
-        self._world.ring.start_sum(self._travelling, self._name, 1.0 / self._world.size)()
+        self._world.collectives.allreduce_async(self._travelling, self._name, 1.0 / self._world.size)()
         self.weights.add_(self._travelling, alpha=-_LEARNING_RATE)
 
 
@@ -159,7 +159,7 @@ def measure_replay(world: World, messages: Sequence[tuple[float, int]], repeats:
         waits = []
         for number, (ready, _size) in enumerate(messages):
             time.sleep(max(0.0, began + ready - perf_counter()))
-            waits.append(world.ring.start_sum(buckets[number], f"replayed.{number}", 1.0))
+            waits.append(world.collectives.allreduce_async(buckets[number], f"replayed.{number}", 1.0))
         for wait in waits:
             wait()
 

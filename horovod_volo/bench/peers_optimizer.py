@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
+import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 
 # isort: split
 import timm.optim

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.models import timm_door  # noqa: F401  # without it timm cannot be imported everywhere
+from horovod_volo.models import timm_api  # noqa: F401  # without it timm cannot be imported everywhere
 
 
 def timm_attention(channels: int, heads: int) -> nn.Module:

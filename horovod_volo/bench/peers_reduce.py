@@ -55,10 +55,10 @@ def data_parallel(model: nn.Module, compression: Compression) -> Callable[..., T
 def torch_ranks(world: World, device: torch.device) -> Iterator[None]:
     """Let torch know the ranks too, inside. Collective: every rank calls this."""
     one_host = world.local_size == world.size
-    host = world.share("localhost" if one_host else socket.gethostname())
+    host = world.broadcast_object("localhost" if one_host else socket.gethostname())
     with socket.socket() as free:
         free.bind(("", 0))
-        port = world.share(free.getsockname()[1])
+        port = world.broadcast_object(free.getsockname()[1])
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=f"tcp://{host}:{port}",

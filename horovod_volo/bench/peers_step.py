@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.bench.peers_loss import PublishedLoss
-from horovod_volo.config.rules import trains_aux_head
 from horovod_volo.config.schema import Config, Objective
-from horovod_volo.data.stream import Batch
-from horovod_volo.models.timm_door import VOLO
+from horovod_volo.config.validation import trains_aux_head
+from horovod_volo.data.loader import Batch
+from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
 from horovod_volo.objective.loss import Labels
 from horovod_volo.objective.mixtoken import Box
@@ -81,10 +81,10 @@ class PublishedVolo(nn.Module):
     def forward(self, images: Tensor, box: Box) -> tuple[Tensor, Tensor]:
         """Return class logits (batch, classes) and token logits (batch, tokens, classes)."""
         volo = self.volo
-        tokens = box.exchange(volo.patch_embed(images).permute(0, 2, 3, 1))
+        tokens = box.swap_tokens(volo.patch_embed(images).permute(0, 2, 3, 1))
         features = volo.norm(volo.forward_cls(volo.forward_tokens(tokens)))
         grid = volo.aux_head(features[:, 1:]).unflatten(1, volo.pos_embed.shape[1:3])
-        return volo.head(features[:, 0]), box.exchange(grid).flatten(1, 2)
+        return volo.head(features[:, 0]), box.swap_tokens(grid).flatten(1, 2)
 
 
 def volo_arguments(config: Config) -> dict[str, Any]:

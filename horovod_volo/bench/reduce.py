@@ -23,11 +23,11 @@ from horovod_volo.bench.agreement import assert_agree
 from horovod_volo.bench.exchanges import Compression, Way, Work, weights
 from horovod_volo.bench.pairs import BLOCK_SECONDS, Action, wait_for
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.cluster.launch import promised
+from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.pinning import bind
-from horovod_volo.cluster.share import share_of_host
+from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model
 
 CLASSES = 1000
@@ -55,7 +55,7 @@ def measure(
 
     Collective: every rank calls this.
     """
-    if promised().size == 1:
+    if read_launch_env().size == 1:
         raise UserError(
             "There is nothing to reduce on one rank. Start several: "
             "horovodrun -np 2 python -m horovod_volo.bench reduce"
@@ -63,7 +63,7 @@ def measure(
     # The trainer lets Horovod fuse nothing; stock Horovod lives by it, and has it here.
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(_HOROVODS_FUSION))
     cpus = os.sched_getaffinity(0)
-    world = World.join(bind("numa"))  # as the trainer does
+    world = World.connect(bind("numa"))  # as the trainer does
     try:
         others = [PEERS[name] for name in against]
         return _measured(world, model, img_size, batch_size, others, pairs)
@@ -77,7 +77,7 @@ def _measured(
     # Imported here: it brings in what one rank alone need not have.
     from horovod_volo.bench.peers_reduce import torch_ranks
 
-    device = share_of_host(world).device
+    device = rank_resources(world).device
     torch.set_num_threads(1)
     torch.manual_seed(0)
     network = build_model(model, img_size=img_size, num_classes=CLASSES, drop_path=0.0).to(device).train()
@@ -102,13 +102,13 @@ class _Clock:
 
     def block(self, action: Action, repeats: int) -> tuple[float, float]:
         """Return seconds of a call until the last rank is through, and of the processor, a rank."""
-        self.world.share(None)
+        self.world.broadcast_object(None)
         began, cpu_before = perf_counter(), process_time()
         for _ in range(repeats):
             action()
         wait_for(self._device)
         taken = (perf_counter() - began) / repeats, (process_time() - cpu_before) / repeats
-        walls, cpus = zip(*self.world.gather(taken), strict=True)
+        walls, cpus = zip(*self.world.allgather_object(taken), strict=True)
         return max(walls), fmean(cpus)
 
     def repeats(self, action: Action) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from horovod_volo.bench.pairs import Estimate, estimate
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.engine.environment import code_commit
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results.jsonl"

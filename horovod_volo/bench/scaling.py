@@ -43,14 +43,14 @@ def measure(
     if mbit:
         with shaped_hosts(max(ranks), mbit) as hosts:
             places = [{"address": host.address, "pid": host.pid} for host in hosts]
-            job = {"places": places, "mib": mib, "ring_mib": [mib / 2], "replay": replayed(mib, mbit)}
-            found = _run(job | {"ranks": list(ranks), "pairs": pairs})
+            context = {"places": places, "mib": mib, "ring_mib": [mib / 2], "replay": replayed(mib, mbit)}
+            found = _run(context | {"ranks": list(ranks), "pairs": pairs})
         figures += _exchanges(found, f"hosts of {mbit:g} Mbit/s")
-    job = {"places": [], "mib": mib, "ring_mib": [], "replay": []}
-    figures += _exchanges(_run(job | {"ranks": list(ranks), "pairs": pairs}), "processes")
+    context = {"places": [], "mib": mib, "ring_mib": [], "replay": []}
+    figures += _exchanges(_run(context | {"ranks": list(ranks), "pairs": pairs}), "processes")
     if steps_of:
-        job = {"places": [], "model": steps_of, "img_size": img_size, "batch_size": batch_size}
-        figures += _steps(_run(job | {"ranks": [1, 2, 4], "pairs": pairs}), batch_size)
+        context = {"places": [], "model": steps_of, "img_size": img_size, "batch_size": batch_size}
+        figures += _steps(_run(context | {"ranks": [1, 2, 4], "pairs": pairs}), batch_size)
     title = f"a gradient of {mib:g} MiB exchanged by a parameter server and by the ring"
     if steps_of:
         title += f"; steps of {steps_of}, {img_size} px, {batch_size} images a rank"
@@ -63,13 +63,13 @@ def replayed(mib: float, mbit: float) -> list[tuple[float, int]]:
     return [(share * alone, round(part * mib * _MIB) // 4 * 4) for share, part in REPLAYED]
 
 
-def _run(job: dict[str, Any]) -> dict[str, Any]:
+def _run(context: dict[str, Any]) -> dict[str, Any]:
     """Have the job done by ranks of their own; return what their first ones found, by number of ranks."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as undo:
         file = Path(folder) / "found.json"
         process = undo.enter_context(
             subprocess.Popen(
-                [sys.executable, "-m", "horovod_volo.bench.simulation.ranks", str(file), json.dumps(job)],
+                [sys.executable, "-m", "horovod_volo.bench.simulation.ranks", str(file), json.dumps(context)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 INTERFACE = "eth0"
 _NETWORK, _NAME = 0x40000000, 0x04000000  # CLONE_NEWNET, CLONE_NEWUTS

@@ -18,7 +18,7 @@ from horovod_volo.bench.simulation.landings import measured_workload
 from horovod_volo.bench.simulation.prediction import Assumed, System, Workload, predict
 from horovod_volo.bench.simulation.published import published_points
 from horovod_volo.bench.simulation.validation import Checked, checked
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 GOALS = {40: 98.0, 256: 97.5, 1024: 97.0, 10_000: 95.5}  # per cent, what charts are held against
 _SYSTEMS: tuple[System, ...] = ("stock", "ours")

@@ -90,7 +90,7 @@ def _run(
     stream = stream_alone(catalog, settings, image_size=img_size, threads=threads, labels=labels)
     images = 0
     for epoch in range(first_epoch, first_epoch + _EPOCHS_OF_A_STREAM):
-        images += sum(len(batch.images) for batch in stream.passes(epoch, 0))
+        images += sum(len(batch.images) for batch in stream.batches(epoch, 0))
     stream.close()
     if labels is not None:
         labels.close()

@@ -21,10 +21,10 @@ from horovod_volo.bench.pairs import repeats_for, timed, wait_for
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import checked_config, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
-from horovod_volo.data.stream import Batch
-from horovod_volo.engine.job import Job
+from horovod_volo.data.loader import Batch
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
-from horovod_volo.monitor.window import Window
+from horovod_volo.monitor.meters import LossMeter
 from horovod_volo.objective.loss import Labels, LossParts
 from horovod_volo.objective.mixtoken import Mix
 
@@ -45,15 +45,15 @@ def measure(*, model: str, img_size: int, batch_size: int, precision: str, pairs
             "token_label_data": "random",
         }
     )
-    world = World.join()
-    job = synthetic_job(config, world, CLASSES)
+    world = World.connect()
+    context = synthetic_job(config, world, CLASSES)
     try:
-        batch = random_batch(config, CLASSES, job.share.device, seed=world.rank)
-        seconds = _whole_steps(job, batch, pairs)
-        split = _split_steps(job, itertools.repeat(batch))
-        _assert_finite(job)
+        batch = random_batch(config, CLASSES, context.resources.device, seed=world.rank)
+        seconds = _whole_steps(context, batch, pairs)
+        split = _split_steps(context, itertools.repeat(batch))
+        _assert_finite(context)
     finally:
-        job.close()
+        context.close()
     images = batch_size * world.size
     title = f"training step, {img_size} px, {precision}, {world.size} x {batch_size} random images"
     figures = [
@@ -64,29 +64,29 @@ def measure(*, model: str, img_size: int, batch_size: int, precision: str, pairs
     return Result(f"step {model}", title, figures)
 
 
-def _whole_steps(job: Job, batch: Batch, blocks: int) -> list[float]:
+def _whole_steps(context: TrainContext, batch: Batch, blocks: int) -> list[float]:
     """Return the seconds of a step, block by block."""
-    action = step_of(job, batch)
+    action = step_of(context, batch)
     # Every rank takes part in every step, so rank 0 says how many a block has.
-    repeats = job.world.share(repeats_for(action, job.share.device))
-    block = timed(action, repeats, job.share.device)
+    repeats = context.world.broadcast_object(repeats_for(action, context.resources.device))
+    block = timed(action, repeats, context.resources.device)
     return [block() for _ in range(blocks)]
 
 
-def _split_steps(job: Job, passes: Iterator[Batch]) -> dict[str, list[float]]:
+def _split_steps(context: TrainContext, passes: Iterator[Batch]) -> dict[str, list[float]]:
     """Return the seconds of each part of a step, step by step."""
-    marks = _Marks(job.share.device)
+    marks = _Marks(context.resources.device)
 
     def loss(class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Mix) -> LossParts:
-        parts = job.loss(class_logits, token_logits, labels, box)
+        parts = context.loss(class_logits, token_logits, labels, box)
         marks.reached("forward and loss")
         return parts
 
     # The engine's step calls these at the end of its parts; in fp16 the unscaling counts as exchange.
     marked = dataclasses.replace(
-        job,
+        context,
         loss=loss,
-        window=_MarkedWindow(job.share.device, marks),
+        window=_MarkedWindow(context.resources.device, marks),
         clip=lambda: marks.reached("exchange wait"),
     )
     for _ in range(_SPLIT_STEPS):
@@ -113,7 +113,7 @@ class _Marks:
         self.seconds.setdefault(name, []).append(self._last - before)
 
 
-class _MarkedWindow(Window):
+class _MarkedWindow(LossMeter):
     """The meters, which the engine's step reaches right after backward."""
 
     def __init__(self, device: torch.device, marks: _Marks) -> None:
@@ -125,8 +125,8 @@ class _MarkedWindow(Window):
         self._marks.reached("backward")
 
 
-def _assert_finite(job: Job) -> None:
-    loss = statistics.fmean(job.window.sums().values())
-    weights = torch.stack([parameter.detach().abs().max() for parameter in job.state.model.parameters()])
+def _assert_finite(context: TrainContext) -> None:
+    loss = statistics.fmean(context.window.sums().values())
+    weights = torch.stack([parameter.detach().abs().max() for parameter in context.state.model.parameters()])
     if not (math.isfinite(loss) and weights.isfinite().all()):
         raise WrongResultError("The measured steps ended in values that are not finite. Nothing is told.")

@@ -7,7 +7,7 @@ import torch
 from horovod_volo.config.schema import Data
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.source import LabelSource
-from horovod_volo.data.stream import TrainStream
+from horovod_volo.data.loader import TrainLoader
 
 SEED = 0
 
@@ -19,9 +19,9 @@ def device_here() -> torch.device:
 
 def stream_alone(
     catalog: Catalog, settings: Data, *, image_size: int, threads: int, labels: LabelSource | None = None
-) -> TrainStream:
+) -> TrainLoader:
     """Open a stream that is given every image."""
-    return TrainStream(
+    return TrainLoader(
         catalog,
         labels,
         settings,

@@ -13,7 +13,7 @@ from horovod_volo.bench.learning_commands import Budget, our_command, timm_comma
 from horovod_volo.bench.learning_found import Learned, read_ours, read_timm
 from horovod_volo.bench.means import difference_of, mean_of, t_quantile
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 BUDGET = Budget("images", 10, 3 * 640, "volo_demo", 64, 64, 3, 2e-3)
 

@@ -11,7 +11,7 @@ import pytest
 from horovod_volo.bench.pairs import Estimate
 from horovod_volo.bench.results import Figure, Result, append, read_records, record_of
 from horovod_volo.bench.table import lines, markdown
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 RESULT = Result(
     "step volo_d1",

@@ -16,7 +16,7 @@ from horovod_volo.bench.simulation.collectives import Fabric, parameter_server_s
 from horovod_volo.bench.simulation.landings import measured_workload
 from horovod_volo.bench.simulation.published import published_points
 from horovod_volo.bench.simulation.validation import checked
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 LINKS = Fabric("links", 1, 0.002, 0.001, 0.001, 0.001, 0.001, 12e6, 12e6)
 SVG = "{http://www.w3.org/2000/svg}"

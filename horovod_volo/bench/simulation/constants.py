@@ -59,7 +59,7 @@ CONSTANTS = (
         "published",
         "default of HOROVOD_FUSION_THRESHOLD, Horovod 0.28.1",
     ),
-    Constant("our fusion", 0, "byte", "published", "this code, cluster/variables.py: buckets go as they are"),
+    Constant("our fusion", 0, "byte", "published", "this code, cluster/env_vars.py: buckets go as they are"),
     Constant(
         "negotiation per level",
         100e-6,

@@ -41,19 +41,21 @@ _FORK = multiprocessing.get_context("fork")
 
 def main(arguments: list[str]) -> None:
     """Do a job with each number of ranks that it names, and write what was found."""
-    file, job = Path(arguments[0]), json.loads(arguments[1])
-    found = {ranks: _with_ranks(ranks, job) for ranks in job["ranks"]}
+    file, context = Path(arguments[0]), json.loads(arguments[1])
+    found = {ranks: _with_ranks(ranks, context) for ranks in context["ranks"]}
     file.write_text(json.dumps(found), encoding="utf-8")
 
 
-def _with_ranks(ranks: int, job: dict[str, Any]) -> Any:
+def _with_ranks(ranks: int, context: dict[str, Any]) -> Any:
     """Fork the ranks; return what rank 0 found."""
-    hosts = [Host(place["address"], place["pid"]) for place in job["places"][:ranks]]
+    hosts = [Host(place["address"], place["pid"]) for place in context["places"][:ranks]]
     environments = _environments(ranks, hosts)
     receiver, sender = _FORK.Pipe(duplex=False)
     processes = [
         _FORK.Process(
-            target=_rank, args=(environment, hosts[rank : rank + 1], job, sender, os.getpid()), daemon=True
+            target=_rank,
+            args=(environment, hosts[rank : rank + 1], context, sender, os.getpid()),
+            daemon=True,
         )
         for rank, environment in enumerate(environments)
     ]
@@ -112,7 +114,11 @@ def _free_port() -> int:
 
 
 def _rank(
-    environment: dict[str, str], host: Sequence[Host], job: dict[str, Any], sender: Connection, parent: int
+    environment: dict[str, str],
+    host: Sequence[Host],
+    context: dict[str, Any],
+    sender: Connection,
+    parent: int,
 ) -> None:
     """Be one rank, from its birth to its end."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
@@ -123,45 +129,45 @@ def _rank(
     os.environ.update(environment)
     torch.set_num_threads(1)
     size = int(environment["WORLD_SIZE"])
-    if "model" in job and size == 1:
-        sender.send(_measure_steps(World.alone(), job))
+    if "model" in context and size == 1:
+        sender.send(_measure_steps(World.single(), context))
         return
-    names = [place["address"] for place in job["places"][:size]]
+    names = [place["address"] for place in context["places"][:size]]
     with meet(",".join(f"{name}:1" for name in names) or f"localhost:{size}") as world:
-        found = _measure_steps(world, job) if "model" in job else _measure_exchanges(world, job)
-        if world.is_main:
+        found = _measure_steps(world, context) if "model" in context else _measure_exchanges(world, context)
+        if world.is_rank_zero:
             sender.send(found)
 
 
-def _measure_exchanges(world: World, job: dict[str, Any]) -> dict[str, Any]:
+def _measure_exchanges(world: World, context: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
-        f"{mib:g}": measure_ring(world, round(mib * _MIB), job["pairs"]) for mib in job["ring_mib"]
+        f"{mib:g}": measure_ring(world, round(mib * _MIB), context["pairs"]) for mib in context["ring_mib"]
     }
-    found[f"{job['mib']:g}"] = measure_layouts(world, round(job["mib"] * _MIB), job["pairs"])
-    if job["replay"]:
-        found["replay"] = measure_replay(world, job["replay"], job["pairs"])
+    found[f"{context['mib']:g}"] = measure_layouts(world, round(context["mib"] * _MIB), context["pairs"])
+    if context["replay"]:
+        found["replay"] = measure_replay(world, context["replay"], context["pairs"])
     return found
 
 
-def _measure_steps(world: World, job: dict[str, Any]) -> dict[str, list[float]]:
+def _measure_steps(world: World, context: dict[str, Any]) -> dict[str, list[float]]:
     """Return the seconds of a step with the other ranks, and beside them. Collective: every rank calls."""
     config = assemble(
         {
-            "model": job["model"],
-            "img_size": job["img_size"],
-            "batch_size": job["batch_size"],
+            "model": context["model"],
+            "img_size": context["img_size"],
+            "batch_size": context["batch_size"],
             "token_label": True,
             "token_label_data": "random",
         },
         fallback_name="bench",
     )
-    together, apart = _stepper(config, world), _stepper(config, World.alone())
+    together, apart = _stepper(config, world), _stepper(config, World.single())
 
     torch.set_num_threads(1)  # a share of the host may be more
     together_block, apart_block = _begun_by_all(together, world), _begun_by_all(apart, world)
     together_block()
     apart_block()
-    found = alternate(together_block, apart_block, job["pairs"])
+    found = alternate(together_block, apart_block, context["pairs"])
     return {"together": list(found.ours), "apart": list(found.peer)}
 
 
@@ -169,15 +175,15 @@ def _begun_by_all(step: Action, world: World) -> Block:
     block = timed(step, _STEPS_A_BLOCK, torch.device("cpu"))
 
     def begin() -> float:
-        world.share(None)
+        world.broadcast_object(None)
         return block()
 
     return begin
 
 
 def _stepper(config: Config, world: World) -> Action:
-    job = synthetic_job(config, world, _CLASSES)
-    return step_of(job, random_batch(config, _CLASSES, job.share.device, seed=world.rank))
+    context = synthetic_job(config, world, _CLASSES)
+    return step_of(context, random_batch(config, _CLASSES, context.resources.device, seed=world.rank))
 
 
 if __name__ == "__main__":
