@@ -1,0 +1,162 @@
+"""A hundred training steps of a small VOLO: against a recorded loss curve, and against a plain loop on timm's network.
+
+To record the curve again, after a change that is meant to change it:
+
+    HOROVOD_VOLO_RECORD=1 python -m pytest tests/experiments/test_golden.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.values import assemble
+from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.engine.context import TrainContext
+from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.run import setup
+from horovod_volo.engine.step import train_step
+from horovod_volo.models.timm_api import VOLO
+from horovod_volo.models.volo import SIZES
+
+STEPS, BATCH, PIXELS, CLASSES = 100, 8, 32, 10
+RECORDED = Path(__file__).parent / "golden_losses.json"
+ROUNDING = 2e-4  # relative; what another order of fp32 additions makes of the loss within the steps compared
+COMPARED = 40  # steps; after that rounding has grown beyond what a small mistake does
+
+# What the recorded run does: everything that a published recipe does, at a size that takes seconds.
+COMPLETE = {
+    "token_label": True,
+    "ground_truth": True,
+    "mix_token": True,
+    "aa": "rand-m9-mstd0.5-inc1",
+    "reprob": 0.25,
+    "drop_path": 0.2,
+    "ema_decay": 0.99,
+}
+# What a plain loop on timm's network can do too.
+PLAIN = {"token_label": False, "mix_token": False, "drop_path": 0.0, "smoothing": 0.1}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of drawn images and label maps: one epoch is a hundred batches."""
+    folder = tmp_path_factory.mktemp("golden") / "images"
+    make_demo_set(folder, train=STEPS * BATCH, val=20)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: sums are then added in the same order on every machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def context_of(images: Path, output: Path, **settings: Any) -> TrainContext:
+    """Set up a run on this process."""
+    usual = {
+        "data_dir": str(images),
+        "output": str(output),
+        "model": "volo_demo",
+        "img_size": PIXELS,
+        "batch_size": BATCH,
+        "workers": 2,
+        "lr": 1e-3,
+        "epochs": 1,
+        "warmup_epochs": 0,
+        "clip_grad": 1.0,
+        "compression": "none",
+    }
+    if settings["token_label"]:
+        usual["token_label_data"] = str(images / "token_labels")
+    context, _ = setup(assemble(usual | settings, fallback_name="golden"), World.single(), StopRequest())
+    return context
+
+
+def losses_of(context: TrainContext, seen: Callable[[Any], Any] = lambda batch: batch) -> Tensor:
+    """Train for an epoch; return the loss of each step, (steps,)."""
+    losses = []
+    batches: Iterator[Any] = map(seen, context.train_loader.batches(0, 0))
+    for _ in range(STEPS):
+        context.window.open()
+        train_step(context, batches)
+        losses.append(context.window.sums()["total"])
+    return torch.tensor(losses)
+
+
+def test_a_complete_recipe_follows_the_recorded_curve(images: Path, tmp_path: Path) -> None:
+    with closing(context_of(images, tmp_path, **COMPLETE)) as context:
+        losses = losses_of(context)
+    if os.environ.get("HOROVOD_VOLO_RECORD"):
+        RECORDED.write_text(json.dumps([round(loss, 5) for loss in losses.tolist()]) + "\n")
+    recorded = torch.tensor(json.loads(RECORDED.read_text()))
+    difference = (losses - recorded).abs() / recorded
+    assert difference[:COMPARED].max() < ROUNDING, difference[:COMPARED]
+    # Rounding grows with each step; the means of ten steps stay close on every processor.
+    tens = (losses.view(-1, 10).mean(dim=1) / recorded.view(-1, 10).mean(dim=1) - 1).abs()
+    assert tens.max() < 0.02, tens
+    assert recorded[-10:].mean() < 0.97 * recorded[:10].mean()
+
+
+def test_the_same_steps_as_a_plain_loop_on_timms_network(images: Path, tmp_path: Path) -> None:
+    with closing(context_of(images, tmp_path, **PLAIN)) as context:
+        theirs = timms_network(context.state.model)
+        plain = PlainLoop(theirs, context)
+        losses = losses_of(context, seen=plain.step)
+    difference = (losses - torch.tensor(plain.losses)).abs()
+    assert difference[:COMPARED].max() < 1e-4, difference[:COMPARED]
+    assert difference.mean() < 0.02, difference
+    assert losses[-10:].mean() < losses[:10].mean()
+
+
+def timms_network(ours: nn.Module) -> nn.Module:
+    """Return timm's network with the same weights."""
+    theirs: nn.Module = VOLO(
+        img_size=PIXELS, num_classes=CLASSES, use_aux_head=False, use_mix_token=False, **SIZES["volo_demo"]
+    )
+    theirs.load_state_dict(ours.state_dict())
+    return theirs.train()
+
+
+class PlainLoop:
+    """The loop that anybody would write, on the batches that the trainer sees."""
+
+    def __init__(self, network: nn.Module, context: TrainContext) -> None:
+        self.losses: list[float] = []
+        self._network, self._lr = network, context.lr
+        exempt = network.no_weight_decay()  # type: ignore[operator]
+        update = context.config.update
+        decayed, others = [], []
+        for name, parameter in network.named_parameters():
+            plain = parameter.ndim <= 1 or name in exempt
+            (others if plain else decayed).append(parameter)
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(groups, lr=0.0, weight_decay=update.weight_decay)
+        self._smoothing, self._clip = context.config.objective.smoothing, update.clip_grad
+
+    def step(self, batch: Any) -> Any:
+        """Take a step and return the batch."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._lr(len(self.losses))
+        logits = self._network(batch.images)
+        classes = batch.classes if hasattr(batch, "classes") else batch.labels.classes
+        loss = F.cross_entropy(logits, classes, label_smoothing=self._smoothing)
+        self._optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self._network.parameters(), self._clip)
+        self._optimizer.step()
+        self.losses.append(loss.item())
+        return batch
