@@ -37,7 +37,7 @@ def two_nodes(root: Path) -> Path:
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
 def test_each_rank_has_its_node(tmp_path: Path, start_with: str) -> None:
     root = two_nodes(tmp_path / "host")
-    found = ranks_of("binding", tmp_path, "numa", str(root), ranks=2, start_with=start_with)
+    found = ranks_of("binding", tmp_path, "numa", str(root), ranks=2, start_with=start_with, plain=True)
     for rank, left in enumerate(found):
         assert left["cpus"] == [MINE[rank]]
         assert left["cpus_of_threads"] == [str(MINE[rank])]  # of every thread, Horovod's among them
@@ -57,7 +57,7 @@ def test_each_rank_has_its_node(tmp_path: Path, start_with: str) -> None:
 @two_cpus
 def test_not_bound_where_that_is_asked_for(tmp_path: Path) -> None:
     root = two_nodes(tmp_path / "host")
-    for left in ranks_of("binding", tmp_path, "none", str(root), ranks=2, start_with="gloo"):
+    for left in ranks_of("binding", tmp_path, "none", str(root), ranks=2, start_with="gloo", plain=True):
         assert left["cpus_of_threads"] == [cpu_ranges(MINE)]
         assert left["memory"] == []
 
