@@ -40,6 +40,7 @@ def _server() -> str:
         text=True,
         start_new_session=True,
     )
+    atexit.register(server.wait)  # so that its CPU time is of the tests
     atexit.register(server.kill)
     assert server.stdout is not None
     if server.stdout.readline() != "ready\n":

@@ -130,7 +130,8 @@ def wait_for_the_end_of(out: Path) -> None:
 
 
 def test_the_command_runs_on_two_ranks(place, tmp_path):
-    words = [*python(), "-m", "horovod_volo.labels", "generate", str(place / "set"), str(tmp_path / "s")]
+    program = [*python(), "-m", "horovod_volo.labels"]
+    words = [*program, "generate", str(place / "set"), str(tmp_path / "s")]
     options = ["--teacher", "volo_demo", "--img-size", "64"]
     done = run([*launcher("gloo", 2), *words, *options])
     assert done.returncode != 0
@@ -140,7 +141,7 @@ def test_the_command_runs_on_two_ranks(place, tmp_path):
     assert f"{tmp_path / 's'}: {IMAGES - 1} maps, 1 left out" in done.stdout
     assert "40/40 images of rank 0 of 2, " in done.stdout
     assert done.stdout.count("is no whole image") == 1
-    verified = run([*words[:3], "verify", str(tmp_path / "s"), "--data", str(place / "set")])
+    verified = run([*program, "verify", str(tmp_path / "s"), "--data", str(place / "set")])
     assert verified.returncode == 0, verified.stdout
     assert "images without a map   1\n" in verified.stdout
     assert "a map covers           the whole image\n" in verified.stdout
