@@ -49,6 +49,7 @@ def load() -> None:
     import horovod_volo.models.timm_door  # first: timm cannot be imported everywhere
 
     # isort: split
+    import horovod.runner.launch
     import horovod.torch
     import torch
     import torch._dynamo

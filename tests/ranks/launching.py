@@ -25,11 +25,12 @@ HERE = Path(__file__).parent
 SCRIPTS = Path(sys.executable).parent
 
 
-def launcher(name: str, ranks: int) -> list[str]:
-    """Return the words that start `ranks` ranks of what follows."""
+def launcher(name: str, ranks: int, *, plain: bool = False) -> list[str]:
+    """Return the words that start `ranks` ranks of what follows; horovodrun imports PyTorch too."""
+    horovodrun = [*([] if plain else python()), str(SCRIPTS / "horovodrun"), "-np", str(ranks)]
     return {
-        "gloo": [str(SCRIPTS / "horovodrun"), "-np", str(ranks), "--gloo"],
-        "horovodrun-mpi": [str(SCRIPTS / "horovodrun"), "-np", str(ranks), "--mpi"],
+        "gloo": [*horovodrun, "--gloo"],
+        "horovodrun-mpi": [*horovodrun, "--mpi"],
         "mpi": ["mpirun", "-np", str(ranks), "--oversubscribe", "-bind-to", "none", "-map-by", "slot"],
         "none": [],
     }[name]
@@ -75,7 +76,7 @@ def ranks_of(
     """Run a worker on each rank and return what each left, by rank."""
     out.mkdir(parents=True, exist_ok=True)
     script = str(HERE / f"worker_{worker}.py")
-    words = [*launcher(start_with, ranks), *python(plain), script, str(out), *arguments]
+    words = [*launcher(start_with, ranks, plain=plain), *python(plain), script, str(out), *arguments]
     # Workers bind themselves to no cores; the trainer does, and gives each rank its share of threads.
     done = run(words, **{"OMP_NUM_THREADS": "1", **extra})
     assert done.returncode == 0, done.stdout
@@ -86,5 +87,11 @@ def train(
     *arguments: str, ranks: int, start_with: str, seconds: int = 240, plain: bool = False, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the trainer's own entry."""
-    words = [*launcher(start_with, ranks), *python(plain), "-m", "horovod_volo.train", *arguments]
+    words = [
+        *launcher(start_with, ranks, plain=plain),
+        *python(plain),
+        "-m",
+        "horovod_volo.train",
+        *arguments,
+    ]
     return run(words, seconds=seconds, **extra)

@@ -88,7 +88,7 @@ def test_a_run_keeps_what_it_says(tmp_path: Path, start_with: str) -> None:
     """A real training, looked at from outside while it runs."""
     images = tmp_path / "images"
     make_demo_set(images, train=64, val=16)
-    words = [*launcher(start_with, 2), sys.executable, "-m", "horovod_volo.train", str(images)]
+    words = [*launcher(start_with, 2, plain=True), sys.executable, "-m", "horovod_volo.train", str(images)]
     words += [
         "--recipe",
         "demo",
