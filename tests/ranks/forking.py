@@ -29,17 +29,17 @@ def _server() -> str:
     """Start the server; return its socket."""
     folder = Path(tempfile.mkdtemp(prefix="forks_"))  # short: a socket's path may have 107 characters
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    problems = (folder / "problems").open("w+")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "tests.ranks.fork_server", str(folder / "socket")],
-        cwd=ROOT,
-        env=os.environ | OF_THE_SERVER,
-        stdin=subprocess.PIPE,  # its end is the server's
-        stdout=subprocess.PIPE,
-        stderr=problems,
-        text=True,
-        start_new_session=True,
-    )
+    with (folder / "problems").open("w") as problems:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.ranks.fork_server", str(folder / "socket")],
+            cwd=ROOT,
+            env=os.environ | OF_THE_SERVER,
+            stdin=subprocess.PIPE,  # its end is the server's
+            stdout=subprocess.PIPE,
+            stderr=problems,
+            text=True,
+            start_new_session=True,
+        )
     atexit.register(server.wait)  # so that its CPU time is of the tests
     atexit.register(server.kill)
     assert server.stdout is not None
