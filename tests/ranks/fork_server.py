@@ -17,6 +17,7 @@ The server ends when its standard input does, and its children with it.
 from __future__ import annotations
 
 import array
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -26,6 +27,7 @@ import os
 import random
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -108,6 +110,7 @@ def serve(address: str) -> list[str]:
     while True:
         for key, _ in waiting.select():
             if key.fileobj is sys.stdin:
+                shutil.rmtree(Path(address).parent, ignore_errors=True)
                 os._exit(0)  # children are killed by the kernel
             if key.fileobj is listening:
                 client, _ = listening.accept()
@@ -177,6 +180,7 @@ def _pass_on(
 
 def _become(request: dict[str, Any], streams: list[int]) -> list[str]:
     """Make this child what the client is: its streams, environment, folder and CPUs."""
+    atexit.register(gc.unfreeze)  # an interpreter's end frees all there is
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setpgid(0, 0)
     for number, stream in enumerate(streams):
@@ -196,7 +200,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> list[str]:
             buffered,
             encoding="utf-8",
             errors="backslashreplace" if number == 2 else "strict",
-            line_buffering=number == 2 or os.isatty(number),
+            line_buffering=not unbuffered and (number == 2 or os.isatty(number)),
             write_through=unbuffered,
         )
         setattr(sys, name, stream)
