@@ -108,10 +108,12 @@ def test_a_run_keeps_what_it_says(tmp_path: Path, start_with: str) -> None:
         "--horovod-autotune",
         str(tmp_path / "tried.csv"),
     ]
-    log = (tmp_path / "output").open("w")
-    with subprocess.Popen(
-        words, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-    ) as run:
+    with (
+        (tmp_path / "output").open("w") as log,
+        subprocess.Popen(
+            words, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        ) as run,
+    ):
         try:
             promised = json.loads(first_text(tmp_path / "run" / "environment.json", run, seconds=90))[
                 "bindings"
