@@ -45,25 +45,33 @@ def as_file(folder: Path, text: str) -> str:
     return str(folder / "program.py")
 
 
-@pytest.mark.parametrize("extra", [{}, {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "ONLY_HERE": "a b"}])
-def test_it_sees_what_a_plain_interpreter_sees(tmp_path: Path, extra: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("program", "extra"),
+    [
+        (["{folder}/program.py"], {}),
+        (["-m", "program"], {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "ONLY_HERE": "a b"}),
+    ],
+)
+def test_it_sees_what_a_plain_interpreter_sees(
+    tmp_path: Path, program: list[str], extra: dict[str, str]
+) -> None:
     words = ("taskset", "--cpu-list", str(max(os.sched_getaffinity(0))))
-    for program in ([as_file(tmp_path, LOOK)], ["-m", "program"]):
-        seen = [
-            subprocess.run(
-                [*words, *python(plain), *program, "3", "two words"],
-                cwd=tmp_path,
-                input="a line\n",
-                capture_output=True,
-                text=True,
-                timeout=60,
-                env=environment(**extra),
-            )
-            for plain in (True, False)
-        ]
-        assert [done.returncode for done in seen] == [3, 3]
-        assert seen[0].stdout == seen[1].stdout
-        assert [done.stderr for done in seen] == ["to the other stream\n"] * 2
+    as_file(tmp_path, LOOK)
+    seen = [
+        subprocess.run(
+            [*words, *python(plain), *(word.format(folder=tmp_path) for word in program), "3", "two words"],
+            cwd=tmp_path,
+            input="a line\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment(**extra),
+        )
+        for plain in (True, False)
+    ]
+    assert [done.returncode for done in seen] == [3, 3]
+    assert seen[0].stdout == seen[1].stdout
+    assert [done.stderr for done in seen] == ["to the other stream\n"] * 2
 
 
 def test_it_ends_as_a_plain_interpreter_does(tmp_path: Path) -> None:
