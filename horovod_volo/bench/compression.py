@@ -84,13 +84,13 @@ class _Work:
     def train(self, steps: int) -> float:
         """Take so many steps of AdamW, each on images of its own; return the mean loss of the last few."""
         optimizer = torch.optim.AdamW(self._lesson.parameters(), lr=_LEARNING_RATE, weight_decay=0.05)
-        losses = [float(self._loss(0, self._batch, "bf16"))]
+        losses = [float(self._loss(0, self._batch, "bf16").detach())]
         for step in range(steps):
             optimizer.zero_grad()
             loss = self._loss(step * _TRAINING_BATCH, _TRAINING_BATCH, "bf16")
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(float(loss.detach()))
         return fmean(losses[-_LAST_LOSSES:])
 
     def build_buckets(self, rank: int, precision: str) -> None:

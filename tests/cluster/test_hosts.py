@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 
 from horovod_volo.data.demo.demo_set import make_demo_set
 from tests.cluster.hosts import INTERFACE, SSH_PORT, Network, network
-from tests.ranks.launching import SCRIPTS, environment, launcher, run
+from tests.ranks.launching import SCRIPTS, environment, launcher, python, run
 
 pytestmark = pytest.mark.needs("ip", "sshd", "ssh", "unshare")
 
@@ -66,7 +65,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train two ranks on one host."""
     output = tmp_path_factory.mktemp("alone")
-    finish([*launcher("gloo", 2), *trainer(images, output, 2), *EPOCHS])
+    finish([*launcher("gloo", 2), *trainer(images, output, 2, plain=False), *EPOCHS])
     return output
 
 
@@ -74,12 +73,12 @@ def alone(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def four_alone(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train four ranks on one host, for a few epochs."""
     output = tmp_path_factory.mktemp("four_alone")
-    finish([*launcher("gloo", 4), *trainer(images, output, 4), *FEW_EPOCHS], **ONE_BY_ONE)
+    finish([*launcher("gloo", 4), *trainer(images, output, 4, plain=False), *FEW_EPOCHS], **ONE_BY_ONE)
     return output
 
 
-def trainer(images: Path, output: Path, ranks: int) -> list[str]:
-    start = (sys.executable, "-m", "horovod_volo.train", str(images), "--recipe", "demo")
+def trainer(images: Path, output: Path, ranks: int, *, plain: bool = True) -> list[str]:
+    start = (*python(plain), "-m", "horovod_volo.train", str(images), "--recipe", "demo")
     return [*start, *SETTINGS, "--batch-size", str(GLOBAL_BATCH // ranks), "--output", str(output)]
 
 

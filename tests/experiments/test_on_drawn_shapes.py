@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.data.demo.demo_set import make_demo_set
-from tests.ranks.launching import run, train
+from tests.ranks.launching import python, run, train
 
 OUTPUT = "runs"
 
@@ -60,7 +60,7 @@ def test_fine_tuning_at_double_resolution_is_better(coarse_and_fine: tuple[float
 def test_a_teachers_labels_train_a_student(place: Path, coarse_and_fine: tuple[float, float]) -> None:
     """The fine-tuned network labels every cell; a student learns from that, another from classes alone."""
     store = place / "store"
-    program = [sys.executable, "-m", "horovod_volo.labels"]
+    program = [*python(), "-m", "horovod_volo.labels"]
     teacher = ["--teacher", str(place / OUTPUT / "fine")]
     made = run([*program, "generate", str(place / "images"), str(store), *teacher], seconds=300)
     assert made.returncode == 0, made.stdout

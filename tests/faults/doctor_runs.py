@@ -55,7 +55,16 @@ def examine(
     file = folder / "told.json"
     doctor = shlex.join([sys.executable, "-m", "horovod_volo.doctor", "--json", str(file), *flags])
     script = f"RANK=${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-0}}}}; {before}\nexec {doctor} $MORE"
-    words = ["env", "-C", str(folder), *launcher(start_with, ranks), *inside, "bash", "-ec", script]
+    words = [
+        "env",
+        "-C",
+        str(folder),
+        *launcher(start_with, ranks, plain=True),
+        *inside,
+        "bash",
+        "-ec",
+        script,
+    ]
     done = run(words, seconds=SECONDS, **extra)
     assert file.exists(), done.stdout
     return Told(done.returncode, done.stdout, json.loads(file.read_text()))

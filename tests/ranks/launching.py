@@ -2,6 +2,9 @@
 
 A worker is `tests/ranks/worker_NAME.py`; it is given an output folder and writes `rank_R.pt` there.
 A rank that dies or hangs ends the whole launch: the test fails, it never waits for ever.
+
+Ranks are forks of one process that has imported PyTorch and Horovod already (`fork_server.py`). Tests of
+what such a fork cannot show, start-up, binding and environment, ask for interpreters of their own: `plain`.
 """
 
 from __future__ import annotations
@@ -16,18 +19,26 @@ from typing import Any
 
 import torch
 
+from tests.ranks.forking import fork
+
 HERE = Path(__file__).parent
 SCRIPTS = Path(sys.executable).parent
 
 
-def launcher(name: str, ranks: int) -> list[str]:
-    """Return the words that start `ranks` ranks of what follows."""
+def launcher(name: str, ranks: int, *, plain: bool = False) -> list[str]:
+    """Return the words that start `ranks` ranks of what follows; horovodrun imports PyTorch too."""
+    horovodrun = [*([] if plain else python()), str(SCRIPTS / "horovodrun"), "-np", str(ranks)]
     return {
-        "gloo": [str(SCRIPTS / "horovodrun"), "-np", str(ranks), "--gloo"],
-        "horovodrun-mpi": [str(SCRIPTS / "horovodrun"), "-np", str(ranks), "--mpi"],
+        "gloo": [*horovodrun, "--gloo"],
+        "horovodrun-mpi": [*horovodrun, "--mpi"],
         "mpi": ["mpirun", "-np", str(ranks), "--oversubscribe", "-bind-to", "none", "-map-by", "slot"],
         "none": [],
     }[name]
+
+
+def python(plain: bool = False) -> list[str]:
+    """Return the words that run the Python program of those behind them."""
+    return [sys.executable] if plain else fork()
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -60,12 +71,12 @@ def run(words: list[str], *, seconds: int = 120, **extra: str) -> subprocess.Com
 
 
 def ranks_of(
-    worker: str, out: Path, *arguments: str, ranks: int, start_with: str, **extra: str
+    worker: str, out: Path, *arguments: str, ranks: int, start_with: str, plain: bool = False, **extra: str
 ) -> list[dict[str, Any]]:
     """Run a worker on each rank and return what each left, by rank."""
     out.mkdir(parents=True, exist_ok=True)
     script = str(HERE / f"worker_{worker}.py")
-    words = [*launcher(start_with, ranks), sys.executable, script, str(out), *arguments]
+    words = [*launcher(start_with, ranks, plain=plain), *python(plain), script, str(out), *arguments]
     # Workers bind themselves to no cores; the trainer does, and gives each rank its share of threads.
     done = run(words, **{"OMP_NUM_THREADS": "1", **extra})
     assert done.returncode == 0, done.stdout
@@ -73,8 +84,14 @@ def ranks_of(
 
 
 def train(
-    *arguments: str, ranks: int, start_with: str, seconds: int = 240, **extra: str
+    *arguments: str, ranks: int, start_with: str, seconds: int = 240, plain: bool = False, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the trainer's own entry."""
-    words = [*launcher(start_with, ranks), sys.executable, "-m", "horovod_volo.train", *arguments]
+    words = [
+        *launcher(start_with, ranks, plain=plain),
+        *python(plain),
+        "-m",
+        "horovod_volo.train",
+        *arguments,
+    ]
     return run(words, seconds=seconds, **extra)

@@ -37,7 +37,7 @@ def two_nodes(root: Path) -> Path:
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
 def test_each_rank_has_its_node(tmp_path: Path, start_with: str) -> None:
     root = two_nodes(tmp_path / "host")
-    found = ranks_of("binding", tmp_path, "numa", str(root), ranks=2, start_with=start_with)
+    found = ranks_of("binding", tmp_path, "numa", str(root), ranks=2, start_with=start_with, plain=True)
     for rank, left in enumerate(found):
         assert left["cpus"] == [MINE[rank]]
         assert left["cpus_of_threads"] == [str(MINE[rank])]  # of every thread, Horovod's among them
@@ -57,7 +57,7 @@ def test_each_rank_has_its_node(tmp_path: Path, start_with: str) -> None:
 @two_cpus
 def test_not_bound_where_that_is_asked_for(tmp_path: Path) -> None:
     root = two_nodes(tmp_path / "host")
-    for left in ranks_of("binding", tmp_path, "none", str(root), ranks=2, start_with="gloo"):
+    for left in ranks_of("binding", tmp_path, "none", str(root), ranks=2, start_with="gloo", plain=True):
         assert left["cpus_of_threads"] == [cpu_ranges(MINE)]
         assert left["memory"] == []
 
@@ -88,7 +88,7 @@ def test_a_run_keeps_what_it_says(tmp_path: Path, start_with: str) -> None:
     """A real training, looked at from outside while it runs."""
     images = tmp_path / "images"
     make_demo_set(images, train=64, val=16)
-    words = [*launcher(start_with, 2), sys.executable, "-m", "horovod_volo.train", str(images)]
+    words = [*launcher(start_with, 2, plain=True), sys.executable, "-m", "horovod_volo.train", str(images)]
     words += [
         "--recipe",
         "demo",
@@ -108,10 +108,12 @@ def test_a_run_keeps_what_it_says(tmp_path: Path, start_with: str) -> None:
         "--horovod-autotune",
         str(tmp_path / "tried.csv"),
     ]
-    log = (tmp_path / "output").open("w")
-    with subprocess.Popen(
-        words, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
-    ) as run:
+    with (
+        (tmp_path / "output").open("w") as log,
+        subprocess.Popen(
+            words, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+        ) as run,
+    ):
         try:
             promised = json.loads(first_text(tmp_path / "run" / "environment.json", run, seconds=90))[
                 "bindings"

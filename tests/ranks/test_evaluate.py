@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from timm.data import create_transform
 from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.evaluate import main
 from horovod_volo.models.build import build_model
-from tests.ranks.launching import launcher, run
+from tests.ranks.launching import launcher, python, run
 
 IMAGES, SIDE = 23, 32
 DONE, MISTAKE = 0, 2
@@ -54,7 +53,7 @@ def evaluated(*arguments: str, ranks: int = 1, start_with: str = "none") -> Ende
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             status = main(arguments)
         return Ended(status, output.getvalue())
-    words = [sys.executable, "-m", "horovod_volo.evaluate", *arguments]
+    words = [*python(), "-m", "horovod_volo.evaluate", *arguments]
     done = run([*launcher(start_with, ranks), *words])
     return Ended(done.returncode, done.stdout)
 

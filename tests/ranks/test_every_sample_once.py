@@ -4,7 +4,6 @@ The trainer runs as users run it, from every format that images may lie in.
 """
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.pack import main as pack
-from tests.ranks.launching import HERE, launcher, run
+from tests.ranks.launching import HERE, launcher, python, run
 from tests.unit.shard_writers import example, recordio_content, write_recordio, write_tfrecord
 
 IMAGES, GLOBAL_BATCH, EPOCHS = 48, 12, 2
@@ -67,7 +66,7 @@ def test_each_sample_of_an_epoch_is_taken_once(images, form, tmp_path):
         settings = ("--recipe", "demo", "--img-size", "32", "--epochs", str(EPOCHS), "--warmup-epochs", "0")
         often = ("--checkpoint-every", str(SAVED_AT), "--log-every", "1", "--batch-size", batch)
         where = ("--output", str(tmp_path / "runs"), "--name", "run", "--resume", "auto")
-        script = (sys.executable, str(HERE / "worker_consumed.py"), str(notes), str(killed_at), str(images))
+        script = (*python(), str(HERE / "worker_consumed.py"), str(notes), str(killed_at), str(images))
         words = (*launcher(start_with, ranks), *script, *settings, *often, *where, *SHUFFLES.get(form, ()))
         return run([*words, *more], seconds=200)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.store import LabelStore
 from horovod_volo.models.build import build_model
-from tests.ranks.launching import HERE, environment, launcher, ranks_of, run
+from tests.ranks.launching import HERE, environment, launcher, python, ranks_of, run
 
 IMAGES, CLASSES, DAMAGED = 40, 10, 17
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
@@ -90,7 +89,7 @@ def test_several_ranks_make_the_same_store(place, alone, ranks, start_with):
 def test_a_killed_attempt_is_gone_on_with(place, alone):
     out = place / "killed"
     out.mkdir()
-    words = [sys.executable, str(HERE / "worker_labels.py"), str(out), str(place / "set")]
+    words = [*python(), str(HERE / "worker_labels.py"), str(out), str(place / "set")]
     with subprocess.Popen(
         [*launcher("gloo", 2), *words, str(place / "teacher.pt"), "0.3"],
         env=environment(),
@@ -131,7 +130,8 @@ def wait_for_the_end_of(out: Path) -> None:
 
 
 def test_the_command_runs_on_two_ranks(place, tmp_path):
-    words = [sys.executable, "-m", "horovod_volo.labels", "generate", str(place / "set"), str(tmp_path / "s")]
+    program = [*python(), "-m", "horovod_volo.labels"]
+    words = [*program, "generate", str(place / "set"), str(tmp_path / "s")]
     options = ["--teacher", "volo_demo", "--img-size", "64"]
     done = run([*launcher("gloo", 2), *words, *options])
     assert done.returncode != 0
@@ -141,7 +141,7 @@ def test_the_command_runs_on_two_ranks(place, tmp_path):
     assert f"{tmp_path / 's'}: {IMAGES - 1} maps, 1 left out" in done.stdout
     assert "40/40 images of rank 0 of 2, " in done.stdout
     assert done.stdout.count("is no whole image") == 1
-    verified = run([*words[:3], "verify", str(tmp_path / "s"), "--data", str(place / "set")])
+    verified = run([*program, "verify", str(tmp_path / "s"), "--data", str(place / "set")])
     assert verified.returncode == 0, verified.stdout
     assert "images without a map   1\n" in verified.stdout
     assert "a map covers           the whole image\n" in verified.stdout

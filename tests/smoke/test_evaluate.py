@@ -6,7 +6,6 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 import timm
 from timm.data import create_transform, resolve_model_data_config
 
-from tests.ranks.launching import run, train
+from tests.ranks.launching import python, run, train
 
 ROOT = Path(__file__).parents[2]
 TIMMS = "test_vit.r160_in1k"  # the smallest of timm's networks whose colours are not ImageNet's
@@ -32,7 +31,7 @@ CLASSES, RIGHT = 1000, 40
 def evaluated(*arguments: str, **environment: str) -> dict[str, Any]:
     """Run the entry in a process of its own and return the JSON that it wrote."""
     file = Path(arguments[arguments.index("--json") + 1])
-    done = run([sys.executable, "-m", "horovod_volo.evaluate", *arguments], seconds=300, **environment)
+    done = run([*python(), "-m", "horovod_volo.evaluate", *arguments], seconds=300, **environment)
     assert done.returncode == 0, done.stdout
     answer: dict[str, Any] = json.loads(file.read_text())
     return answer

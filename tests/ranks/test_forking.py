@@ -1,0 +1,116 @@
+"""A program that the fork server runs sees, prints and returns what it does in an interpreter of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.launching import environment, python
+
+LOOK = """
+import json, os, sys, torch
+print(json.dumps([
+    __name__, sys.argv, sys.path[0], os.getcwd(), sorted(os.environ.items()), sorted(os.sched_getaffinity(0)),
+    sys.stdin.read(), torch.get_num_threads(), sys.stdout.line_buffering, sys.stdout.write_through,
+    sys.stderr.line_buffering, os.environ.get("ONLY_HERE"), "ready" in sys.modules, __file__,
+]))
+print("to the other stream", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+WAIT = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+pathlib.Path(sys.argv[1]).write_text(str(__import__("os").getpid()))
+while True:
+    time.sleep(0.05)
+"""
+
+
+def ran(plain: bool, *words: str, **how: object) -> tuple[int, str, str]:
+    extra: dict[str, str] = how.pop("extra", {})  # type: ignore[assignment]
+    done = subprocess.run(
+        [*python(plain), *words], capture_output=True, text=True, timeout=60, env=environment(**extra), **how
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def as_file(folder: Path, text: str) -> str:
+    (folder / "program.py").write_text(text)
+    return str(folder / "program.py")
+
+
+@pytest.mark.parametrize(
+    ("program", "extra"),
+    [
+        (["{folder}/program.py"], {}),
+        (["-m", "program"], {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "ONLY_HERE": "a b"}),
+    ],
+)
+def test_it_sees_what_a_plain_interpreter_sees(
+    tmp_path: Path, program: list[str], extra: dict[str, str]
+) -> None:
+    words = ("taskset", "--cpu-list", str(max(os.sched_getaffinity(0))))
+    as_file(tmp_path, LOOK)
+    seen = [
+        subprocess.run(
+            [*words, *python(plain), *(word.format(folder=tmp_path) for word in program), "3", "two words"],
+            cwd=tmp_path,
+            input="a line\n",
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment(**extra),
+        )
+        for plain in (True, False)
+    ]
+    assert [done.returncode for done in seen] == [3, 3]
+    assert seen[0].stdout == seen[1].stdout
+    assert [done.stderr for done in seen] == ["to the other stream\n"] * 2
+
+
+def test_it_ends_as_a_plain_interpreter_does(tmp_path: Path) -> None:
+    for text in ("raise ValueError('wrong')", "import os; os.kill(os.getpid(), 9)", "import os; os.abort()"):
+        status, _, told = ran(False, as_file(tmp_path, text))
+        expected, _, plainly = ran(True, as_file(tmp_path, text))
+        assert status == expected != 0
+        assert told.splitlines()[-1:] == plainly.splitlines()[-1:]
+    text = "atexit.register(print, 'second'); threading.Thread(target=print, args=('first',)).start()"
+    program = as_file(tmp_path, f"import atexit, threading; {text}")
+    assert ran(False, program) == ran(True, program) == (0, "first\nsecond\n", "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_comes_to_it(tmp_path: Path, number: signal.Signals) -> None:
+    file = tmp_path / "pid"
+    with subprocess.Popen([*python(), as_file(tmp_path, WAIT), str(file)], env=environment()) as process:
+        limit = time.monotonic() + 30
+        while not (file.exists() and file.read_text()) and time.monotonic() < limit:
+            time.sleep(0.01)
+        child = int(file.read_text())
+        assert child != process.pid
+        process.send_signal(number)
+        assert process.wait(timeout=30) == (75 if number == signal.SIGUSR1 else -number)
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < limit:
+                os.kill(child, 0)
+                time.sleep(0.01)
+            pytest.fail("the child lives on")
+
+
+def test_what_is_read_while_libraries_are_loaded_cannot_change(tmp_path: Path) -> None:
+    status, _, told = ran(False, as_file(tmp_path, "pass"), extra={"OMP_WAIT_POLICY": "ACTIVE"})
+    assert status == 1
+    assert "refused: OMP_WAIT_POLICY cannot change" in told
+
+
+def test_numbers_drawn_without_a_seed_differ(tmp_path: Path) -> None:
+    program = as_file(tmp_path, "import random, numpy; print(random.random(), numpy.random.rand())")
+    first, second = ran(False, program), ran(False, program)
+    assert first[0] == second[0] == 0
+    assert not set(first[1].split()) & set(second[1].split())
