@@ -48,7 +48,7 @@ PR_SET_PDEATHSIG = 1
 
 def load() -> None:
     """Import what ranks import; raise where that starts a thread, which a fork would lose."""
-    import horovod_volo.models.timm_door  # first: timm cannot be imported everywhere
+    import horovod_volo.models.timm_api  # first: timm cannot be imported everywhere
 
     # isort: split
     import horovod.runner.launch
@@ -57,7 +57,7 @@ def load() -> None:
     import torch._dynamo
     import torch.utils.checkpoint
 
-    import horovod_volo.engine.agreed
+    import horovod_volo.cluster.entry
     import horovod_volo.engine.run
     import horovod_volo.evaluate  # noqa: F401
 
