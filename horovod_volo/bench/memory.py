@@ -1,4 +1,4 @@
-"""How much memory a piece of work needs, and how much a process holds."""
+"""Peak memory of a function, and resident memory of a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from horovod_volo.bench.pairs import Action, wait_for
+from horovod_volo.bench.comparison import Action, wait_for
 
 
 def peak_extra_bytes(action: Action, device: torch.device) -> int:

@@ -35,7 +35,7 @@ DOORS = {
     "torch.utils.tensorboard": "monitor",
     "torch.distributed": None,
 }
-PEERS = "bench/peers*.py"  # what is measured against may come in here
+PEERS = "bench/*/peers*.py"  # what is measured against may come in here
 MEASURED_PEERS = {"horovod", "timm", "torch.distributed"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -19,8 +18,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import goals, gpu, overhead, pairs
-from horovod_volo.bench.agreement import WrongResultError
+from horovod_volo.bench import comparison
+from horovod_volo.bench.comparison import WrongResultError
+from horovod_volo.bench.machine import goals, gpu, overhead
 from horovod_volo.cluster.share import Share
 from horovod_volo.models.build import build_model, training_forward
 
@@ -38,16 +38,16 @@ TINY: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks short, and leave torch's threads as they are."""
-    monkeypatch.setattr(pairs, "BLOCK_SECONDS", 0.01)
+    monkeypatch.setattr(comparison, "BLOCK_SECONDS", 0.01)
     share = Share(device=torch.device("cpu"), threads=1, binding="test")
     monkeypatch.setattr("horovod_volo.bench.synthetic.share_of_host", lambda world: share)
 
 
-def plan(*words: str) -> list[tuple[int, argparse.Namespace]]:
+def plan(*words: str) -> list[tuple[int, command_line.Request]]:
     done = bench_script(ROOT, "--plan", *words)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    return [(int(limit), command_line.build_parser().parse_args(rest)) for limit, *rest in lines]
+    return [(int(limit), command_line.parse(rest)) for limit, *rest in lines]
 
 
 def bench_script(root: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -64,21 +64,22 @@ def bench_script(root: Path, *words: str, **variables: str) -> subprocess.Comple
 def results_of_the_plan() -> Iterator[tuple[str, str]]:
     """Yield the name of each result that the plan records, with one figure's label, or any."""
     for _, chosen in plan():
+        given = chosen.settings
         if chosen.name == "gpu":
-            compiled = " compiled" if chosen.compile else ""
-            yield f"gpu {chosen.model} {chosen.img_size}{compiled}", "*"
+            compiled = " compiled" if given["compile"] else ""
+            yield f"gpu {given['model']} {given['img_size']}{compiled}", "*"
         elif chosen.name == "peers":
-            name = f"peers {chosen.model} {chosen.precision} {' '.join(chosen.against)}"
-            yield from ((name, f"faster than {form}") for form in chosen.against)
+            name = f"peers {given['model']} {given['precision']} {' '.join(given['against'])}"
+            yield from ((name, f"faster than {form}") for form in given["against"])
         else:
-            yield f"{chosen.name} {chosen.model}" if hasattr(chosen, "model") else chosen.name, "*"
+            yield f"{chosen.name} {given['model']}" if "model" in given else chosen.name, "*"
 
 
 def test_every_command_of_the_plan_is_understood() -> None:
     planned = plan()
     assert len(planned) > 20
     assert all(20 <= limit <= 300 for limit, _ in planned)
-    assert [chosen.model for _, chosen in plan("peers --model volo_d5")] == ["volo_d5"] * 2
+    assert [chosen.settings["model"] for _, chosen in plan("peers --model volo_d5")] == ["volo_d5"] * 2
 
 
 def test_every_goal_is_measured_by_the_plan() -> None:
@@ -177,7 +178,7 @@ def test_overhead_tells_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {figure.label: figure.value for figure in overhead.measure(batch_size=2, pairs=3).figures}
     assert list(figures) == ["engine's step", "bare loop", "beyond torch"]
     assert min(figures["engine's step"], figures["bare loop"]) > 0
-    monkeypatch.setattr(overhead, "train_step", lambda job, passes: None)
+    monkeypatch.setattr(overhead, "step_of", lambda job, batch: lambda: None)
     with pytest.raises(WrongResultError, match="weights after 20 steps"):
         overhead.measure(batch_size=2, pairs=3)
 

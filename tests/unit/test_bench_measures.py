@@ -13,7 +13,9 @@ import torch
 from coded_images import smooth, write_images
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import (
+from horovod_volo.bench import comparison
+from horovod_volo.bench.comparison import WrongResultError
+from horovod_volo.bench.machine import (
     augmentation,
     catalog,
     data,
@@ -21,14 +23,12 @@ from horovod_volo.bench import (
     loader,
     loss,
     map_geometry,
-    pairs,
     reduce,
     soak,
     step,
 )
-from horovod_volo.bench.agreement import WrongResultError
-from horovod_volo.bench.peers_loss import DenseLoss, PublishedLoss
-from horovod_volo.bench.random_labels import random_labels
+from horovod_volo.bench.machine.peers_loss import DenseLoss, PublishedLoss
+from horovod_volo.bench.synthetic import random_labels
 from horovod_volo.cluster.share import Share
 from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Objective
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks short, and leave torch's threads as they are."""
-    monkeypatch.setattr(pairs, "BLOCK_SECONDS", 0.01)
+    monkeypatch.setattr(comparison, "BLOCK_SECONDS", 0.01)
     share = Share(device=CPU, threads=1, binding="test")
     monkeypatch.setattr("horovod_volo.bench.synthetic.share_of_host", lambda world: share)
 
@@ -187,7 +187,7 @@ def test_labels_tells_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {figure.label: figure.value for figure in labels.measure(maps=20, pairs=2).figures}
     assert list(figures) == ["packed store", "torch.load", "faster than torch.load"]
     assert min(figures.values()) > 0
-    monkeypatch.setattr(labels, "_loaded", lambda path: np.zeros((2, 5, 18, 18), np.float16))
+    monkeypatch.setattr(labels, "_load", lambda path: np.zeros((2, 5, 18, 18), np.float16))
     with pytest.raises(WrongResultError, match="is not that of the file"):
         labels.measure(maps=20, pairs=2)
 
