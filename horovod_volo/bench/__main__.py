@@ -25,8 +25,7 @@ from horovod_volo.config.errors import UserError
 from horovod_volo.config.values import nearest
 
 MACHINE = {
-    "step": "speed of a training step, and the time of its parts",
-    "gpu": "speed of one rank's training step, and the fraction of a GPU's peak that it reaches",
+    "step": "speed of a training step, the time of its parts, and the fraction of a GPU's peak FLOP/s",
     "peers": "training step against plain and published training loops around timm's VOLO",
     "overhead": "time of the engine's step beyond torch's operations",
     "outlook": "outlook attention, operation and module, against timm's",
@@ -41,7 +40,6 @@ MACHINE = {
     "labels": "reading a token-label map against torch.load",
     "map_geometry": "distance between a token and its label, by how label maps are read",
     "catalog": "start-up time and memory of the image catalog against timm's",
-    "soak": "growth of memory and open files over many epochs",
     "learning": "accuracy after equal training, against timm's train.py",
 }
 SCALING_STUDY = {

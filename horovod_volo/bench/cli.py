@@ -33,8 +33,7 @@ BatchSize = Annotated[int, Flag("images per rank and step")]
 Precision = Annotated[Literal["fp32", "bf16", "fp16"], Flag("arithmetic of forward and backward")]
 DropPath = Annotated[float, Flag("largest drop path rate (stochastic depth)", metavar="RATE")]
 Pairs = Annotated[
-    int,
-    Flag("timed blocks of each side", read=whole_number(2, because=": one pair has no spread")),
+    int, Flag("timed blocks of each side", read=whole_number(2, because=": one pair has no spread"))
 ]
 Threads = Annotated[int, Flag("data loading threads; 0: one for each core of this process")]
 DataDir = Annotated[str, Flag("folder with train/CLASS/IMAGE", metavar="DIR")]

@@ -11,7 +11,7 @@ import pytest
 
 from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench.results import Record
-from horovod_volo.bench.scaling_study import charts, simulate
+from horovod_volo.bench.scaling_study import simulate
 from horovod_volo.bench.scaling_study.grad_ready_times import measured_workload
 from horovod_volo.bench.scaling_study.network import Fabric, parameter_server_seconds, ring_seconds
 from horovod_volo.bench.scaling_study.validation import checked, published_points
@@ -76,12 +76,12 @@ def test_a_chart_is_svg_that_shows_every_line(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     lines = {"a < b": [(8, 99.0), (1024, 90.0)], "second": [(8, 98.5), (1024, 90.1)]}
     file = tmp_path / "new" / "chart.svg"
-    charts.draw(file, lines, title="Title & more", x="ranks", y="%", y_range=(80.0, 100.0))
+    simulate.draw(file, lines, title="Title & more", x="ranks", y="%", y_range=(80.0, 100.0))
     drawing = ElementTree.parse(file).getroot()
     texts = [text.text for text in drawing.iter(f"{SVG}text")]
     assert {"Title & more", "ranks", "%", "a < b", "second", "8", "1,024"} <= set(texts)
     first = file.read_bytes()
-    charts.draw(file, lines, title="Title & more", x="ranks", y="%", y_range=(80.0, 100.0))
+    simulate.draw(file, lines, title="Title & more", x="ranks", y="%", y_range=(80.0, 100.0))
     assert file.read_bytes() == first
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -132,6 +132,13 @@ class _GradientSource:
         return (image - 120.0) / 60.0
 
 
+class Sum(NamedTuple):
+    """The sum of one bucket's gradients over ranks."""
+
+    add: Callable[[Tensor], object]  # the gradients of one more rank, which stay as they are
+    average: Callable[[], Tensor]  # after all ranks were added
+
+
 class _Exchange:
     """The all-reduce of all buckets in one form on one number of ranks."""
 
@@ -154,79 +161,72 @@ class _Exchange:
         return {name: bucket.view(average, name) for bucket, average in found for name in bucket.parameters}
 
 
-class _Sum(Protocol):
-    """The sum of one bucket's gradients over ranks."""
-
-    def add(self, gradients: Tensor) -> None:
-        """Add the gradients of one more rank, without changing them."""
-
-    def average(self) -> Tensor:
-        """Return the average after all ranks were added."""
-
-
-class _PlainSum:
+def _plain_sum(bucket: Bucket, ranks: int, _: Tensor, dtype: torch.dtype) -> Sum:
     """Gradients are converted to a type and added in it."""
-
-    def __init__(self, bucket: Bucket, ranks: int, maximum: Tensor, dtype: torch.dtype) -> None:  # noqa: ARG002
-        self._total, self._ranks = torch.zeros_like(bucket.gradients, dtype=dtype), ranks
-
-    def add(self, gradients: Tensor) -> None:
-        self._total += gradients.to(self._total.dtype)
-
-    def average(self) -> Tensor:
-        return self._total.float() / self._ranks
+    total = torch.zeros_like(bucket.gradients, dtype=dtype)
+    return Sum(lambda gradients: total.add_(gradients.to(dtype)), lambda: total.float() / ranks)
 
 
-class _Fp16Sum:
+def _factors(bucket: Bucket, ranks: int, maximum: Tensor, *, adaptive: bool = True) -> Factors:
+    factors = Factors(1, ranks, like=bucket.gradients, adaptive=adaptive)
+    factors.maxima.fill_(maximum)
+    factors.update()
+    return factors
+
+
+def _fp16_sum(bucket: Bucket, ranks: int, factors: Factors) -> Sum:
     """The trainer's own compression, around an all-reduce that adds up what it is given."""
+    total = torch.zeros_like(bucket.gradients, dtype=torch.float16)
+    own = torch.zeros_like(bucket.gradients)
+    receive: list[Wait] = []
 
-    def __init__(self, bucket: Bucket, ranks: int, maximum: Tensor, *, adaptive: bool = True) -> None:
-        self._total = torch.zeros_like(bucket.gradients, dtype=torch.float16)
-        self._gradients = torch.zeros_like(bucket.gradients)
-        self.factors = Factors(1, ranks, like=bucket.gradients, adaptive=adaptive)
-        self.factors.maxima.fill_(maximum)
-        self.factors.update()
-        plain = NoCompression(self._gradients, self._gradients, self._allreduce, ranks, "bucket")
-        self._compression = Fp16Compression(plain, self.factors, 0)
-        self._receive: Wait = lambda: None
+    def allreduce(tensor: Tensor, name: str) -> Callable[[], Tensor]:  # noqa: ARG001
+        total.add_(tensor)
+        return lambda: total
 
-    def _allreduce(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:  # noqa: ARG002
-        self._total += tensor
-        return lambda: self._total
+    compression = Fp16Compression(NoCompression(own, own, allreduce, ranks, "bucket"), factors, 0)
 
-    def add(self, gradients: Tensor) -> None:
-        self._gradients.copy_(gradients)
-        self._compression.pack()
-        self._receive = self._compression.send()
+    def add(gradients: Tensor) -> None:
+        own.copy_(gradients)
+        compression.pack()
+        receive[:] = [compression.send()]
 
-    def average(self) -> Tensor:
-        self._receive()
-        return self._gradients
+    def average() -> Tensor:
+        receive[0]()
+        return own
+
+    return Sum(add, average)
 
 
-class _TwoFp16Sums:
+def _followed_sum(bucket: Bucket, ranks: int, maximum: Tensor) -> Sum:
+    return _fp16_sum(bucket, ranks, _factors(bucket, ranks, maximum))
+
+
+def _fixed_sum(bucket: Bucket, ranks: int, maximum: Tensor) -> Sum:
+    return _fp16_sum(bucket, ranks, _factors(bucket, ranks, maximum, adaptive=False))
+
+
+def _sum_of_halves(bucket: Bucket, ranks: int, maximum: Tensor) -> Sum:
     """The rounding error of the first fp16 message is sent in a second of the same size."""
+    factors = _factors(bucket, ranks, maximum)
+    high = _fp16_sum(bucket, ranks, factors)
+    low = _fp16_sum(bucket, ranks, _factors(bucket, ranks, maximum * 2**-11))
 
-    def __init__(self, bucket: Bucket, ranks: int, maximum: Tensor) -> None:
-        self._high = _Fp16Sum(bucket, ranks, maximum)
-        self._low = _Fp16Sum(bucket, ranks, maximum * 2**-11)
+    def add(gradients: Tensor) -> None:
+        high.add(gradients)
+        factor = factors.forward[0]
+        low.add(gradients - (gradients * factor).half().float() / factor)
 
-    def add(self, gradients: Tensor) -> None:
-        self._high.add(gradients)
-        factor = self._high.factors.forward[0]
-        self._low.add(gradients - (gradients * factor).half().float() / factor)
-
-    def average(self) -> Tensor:
-        return self._high.average() + self._low.average()
+    return Sum(add, lambda: high.average() + low.average())
 
 
-SUMS: dict[str, Callable[[Bucket, int, Tensor], _Sum]] = {
-    "exact": partial(_PlainSum, dtype=torch.float32),
-    "fp16": _Fp16Sum,  # as the trainer does: vectors and heads in fp32
-    "fp16-all": _Fp16Sum,  # vectors and heads too
-    "fp16-fixed": partial(_Fp16Sum, adaptive=False),
-    "fp16-halves": _TwoFp16Sums,
-    "bf16": partial(_PlainSum, dtype=torch.bfloat16),
+SUMS: dict[str, Callable[[Bucket, int, Tensor], Sum]] = {
+    "exact": partial(_plain_sum, dtype=torch.float32),
+    "fp16": _followed_sum,  # as the trainer does: vectors and heads in fp32
+    "fp16-all": _followed_sum,  # vectors and heads too
+    "fp16-fixed": _fixed_sum,
+    "fp16-halves": _sum_of_halves,
+    "bf16": partial(_plain_sum, dtype=torch.bfloat16),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from horovod_volo.bench.cli import Flag
-from horovod_volo.bench.machine.gpu import PEAK_TFLOPS
+from horovod_volo.bench.machine.step import PEAK_TFLOPS
 from horovod_volo.bench.results import Record, read_records
 
 _SIZES = ("volo_d1", "volo_d2", "volo_d3", "volo_d4", "volo_d5")
@@ -27,8 +27,8 @@ class Goal(NamedTuple):
     is_minimum: bool = True
 
 
-def _gpu(model: str, side: int = 224) -> tuple[str, ...]:
-    return (f"gpu {model} {side}", f"gpu {model} {side} compiled")
+def _step(model: str, side: int = 224) -> tuple[str, ...]:
+    return (f"step {model} {side}", f"step {model} {side} compiled")
 
 
 def _peers(model: str) -> tuple[str, ...]:
@@ -44,7 +44,7 @@ GOALS = [
         for model, bound in zip(_SIZES, bounds, strict=True)
     ),
     *(
-        Goal(f"{model}: {_SHARE}", _gpu(model), _SHARE, bound)
+        Goal(f"{model}: {_SHARE}", _step(model), _SHARE, bound)
         for model, bound in zip(_SIZES, (35, 40, 42, 50, 53), strict=True)
     ),
     *(
@@ -61,9 +61,9 @@ GOALS = [
         for channels in (192, 384)
     ),
     Goal("volo_d5 update, ms", ("optimizer volo_d5",), "update", 4.5, is_minimum=False),
-    Goal("volo_d5 at 448 px, images a second", _gpu("volo_d5", 448), "images a second", 225),
-    Goal("volo_d5 at 512 px, images a second", _gpu("volo_d5", 512), "images a second", 168),
-    Goal("volo_d5, 16 times the published 62.5", _gpu("volo_d5"), "images a second", 16 * 62.5),
+    Goal("volo_d5 at 448 px, images a second", _step("volo_d5", 448), "images a second", 225),
+    Goal("volo_d5 at 512 px, images a second", _step("volo_d5", 512), "images a second", 168),
+    Goal("volo_d5, 16 times the published 62.5", _step("volo_d5"), "images a second", 16 * 62.5),
     Goal("engine beyond torch, µs a step", ("overhead",), "beyond torch", 150, is_minimum=False),
 ]
 

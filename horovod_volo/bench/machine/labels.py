@@ -29,9 +29,7 @@ _REPEATS = 20  # of our reads in a block, to make it as long as the peer's
 
 
 def measure(
-    *,
-    maps: Annotated[int, Flag("label maps to generate", read=whole_number(2))] = 2000,
-    pairs: Pairs = 7,
+    *, maps: Annotated[int, Flag("label maps to generate", read=whole_number(2))] = 2000, pairs: Pairs = 7
 ) -> Result:
     """Measure so many maps, generated in a temporary folder."""
     source = np.random.default_rng(0)

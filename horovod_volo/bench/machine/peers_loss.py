@@ -75,9 +75,7 @@ class PublishedLoss:
         truth.scatter_(1, labels.classes.unsqueeze(1), 1 - self.settings.smoothing + off)
         of_crop, of_tokens = (
             _smoothed(
-                _crops(maps, boxes, side).softmax(dim=1).flatten(2),
-                self.settings.smoothing,
-                self.num_classes,
+                _crops(maps, boxes, side).softmax(dim=1).flatten(2), self.settings.smoothing, self.num_classes
             )
             for side in (1, self.tokens_per_side)
         )

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
 import socket
 import sys
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from horovod_volo.bench.comparison import Action, Block, alternate, timed
 from horovod_volo.bench.network_namespaces import INTERFACE, Host
@@ -39,7 +39,6 @@ _STEPS_OF_BLOCK = 4
 _MIB = 2**20
 _PORT = 29500  # on an emulated host, where every port is free
 _PR_SET_PDEATHSIG = 1
-_FORK = multiprocessing.get_context("fork")
 
 
 def main(arguments: list[str]) -> None:
@@ -52,24 +51,14 @@ def main(arguments: list[str]) -> None:
 def _with_ranks(ranks: int, job: dict[str, Any]) -> Any:
     """Fork the ranks; return what rank 0 measured."""
     hosts = [Host(place["address"], place["pid"]) for place in job["places"][:ranks]]
-    receiver, sender = _FORK.Pipe(duplex=False)
-    running = [
-        _FORK.Process(
-            target=_rank, args=(environment, hosts[rank : rank + 1], job, sender, os.getpid()), daemon=True
+    receiver, sender = Pipe(duplex=False)
+    arguments = (_environments(ranks, hosts), hosts, job, sender, os.getpid())
+    try:
+        start_processes(  # type: ignore[no-untyped-call]
+            _rank, arguments, nprocs=ranks, daemon=True, start_method="fork"
         )
-        for rank, environment in enumerate(_environments(ranks, hosts))
-    ]
-    for process in running:
-        process.start()
-    sender.close()
-    while running:
-        sentinels = wait([process.sentinel for process in running])
-        ended = [process for process in running if process.sentinel in sentinels]
-        for process in ended:
-            process.join()
-            if process.exitcode:  # the others would wait for it
-                raise SystemExit(f"a rank of {ranks} ended with status {process.exitcode}")
-        running = [process for process in running if process not in ended]
+    except (ProcessRaisedException, ProcessExitedException) as problem:
+        raise SystemExit(f"a rank of {ranks} ended: {problem}") from None
     return receiver.recv()
 
 
@@ -114,17 +103,22 @@ def _free_port() -> int:
 
 
 def _rank(
-    environment: dict[str, str], host: Sequence[Host], job: dict[str, Any], sender: Connection, parent: int
+    rank: int,
+    environments: Sequence[dict[str, str]],
+    hosts: Sequence[Host],
+    job: dict[str, Any],
+    sender: Connection,
+    parent: int,
 ) -> None:
     """Run one rank from its start to its end."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         raise SystemExit("the parent has ended")
-    if host:
-        host[0].enter()
-    os.environ.update(environment)
+    if hosts:
+        hosts[rank].enter()
+    os.environ.update(environments[rank])
     torch.set_num_threads(1)
-    size = int(environment["WORLD_SIZE"])
+    size = len(environments)
     if "model" in job and size == 1:
         sender.send(_measure_steps(World.alone(), job))
         return

@@ -2,7 +2,7 @@
 
 No other rank takes part. When gradients are ready during backward is measured on this machine; networks and
 GPUs are described by `constants.py`; the model is compared with the recorded `scaling` result and with
-published efficiencies.
+published efficiencies. Charts are drawn by matplotlib, which the `bench` extra of setup.cfg installs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Annotated
 
 from horovod_volo.bench.cli import Flag
 from horovod_volo.bench.results import Figure, Record, Result, read_records
-from horovod_volo.bench.scaling_study.charts import check_matplotlib, draw
 from horovod_volo.bench.scaling_study.constants import constant
 from horovod_volo.bench.scaling_study.grad_ready_times import measured_workload
 from horovod_volo.bench.scaling_study.network import FABRICS
@@ -33,6 +32,13 @@ _FEW = 4  # hosts, up to which the goal of the error is 3 %
 _LOWEST_EFFICIENCY = 80.0  # where the axis begins, unless a line is below
 
 Efficiencies = Mapping[str, Mapping[int, float]]  # per cent, by system and ranks
+
+# Lines differ by dashes and markers as well as by colour.
+Lines = Mapping[
+    str, Sequence[tuple[float, float]]
+]  # points (x, y) from left to right, by the name of the line
+_STYLES = ("-", "--", ":", "-.", (0, (8, 2)), (0, (3, 1, 1, 1)))
+_MARKERS = "osD^vx"
 
 
 def measure(
@@ -150,3 +156,34 @@ def _draw_exchange(file: Path, record: Record) -> None:
     top = 1.1 * max(value for points in lines.values() for _, value in points)
     title = "A parameter server's time over the ring's, hosts on equal links"
     draw(file, lines, title=title, x="hosts", y="times", y_range=(0.0, top))
+
+
+def check_matplotlib() -> None:
+    """Raise UserError where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401  # only charts need it
+    except ModuleNotFoundError:
+        raise UserError(
+            "Charts need matplotlib: pip install -e '.[bench]'. Or leave out --figures."
+        ) from None
+
+
+def draw(file: Path, lines: Lines, *, title: str, x: str, y: str, y_range: tuple[float, float]) -> None:
+    """Write a chart as SVG, with a logarithmic x axis."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "fixed", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        for number, (name, points) in enumerate(lines.items()):
+            style, marker = _STYLES[number % len(_STYLES)], _MARKERS[number % len(_MARKERS)]
+            axes.plot(*zip(*points, strict=True), label=name, linestyle=style, marker=marker, markersize=4)
+        ticks = sorted({place for points in lines.values() for place, _ in points})
+        axes.set(title=title, xlabel=x, ylabel=y, ylim=y_range, xscale="log")
+        axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(color="#dddddd")
+        figure.legend(loc="outside right upper")
+        figure.savefig(file, metadata={"Date": None})
