@@ -1,8 +1,8 @@
 """Flags of a benchmark, read from the signature of its `measure`: name, type, default, and an annotated help.
 
-`batch_size: Annotated[int, Flag("images per rank")] = 8` declares `--batch-size N`, "images per rank (8)".
-A Literal gives choices, a sequence takes several values, a bool is a switch; without a default a flag is
-required. Parameters that several benchmarks share are declared here.
+`batch_size: Annotated[int, Flag("images per rank")] = 8` declares the flag `--batch-size N` with the help
+"images per rank (default: 8)". A Literal gives choices, a sequence takes several values, a bool is a switch;
+without a default a flag is required. Parameters that several benchmarks share are declared here.
 """
 
 from __future__ import annotations
@@ -80,4 +80,4 @@ def _shown_default(default: object) -> str:
     if default is False or default == "":
         return ""
     shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    return f" ({shown})"
+    return f" (default: {shown})"

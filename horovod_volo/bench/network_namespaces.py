@@ -119,10 +119,10 @@ def _namespace(script: str, *words: str) -> Iterator[int]:
     ) as process:
         try:
             assert process.stdout is not None
-            said = process.stdout.readline()
-            if said != "ready\n":
+            line = process.stdout.readline()
+            if line != "ready\n":
                 raise UserError(
-                    f"This machine makes no network namespaces ({said.strip()}). Measure it alone: --mbit 0."
+                    f"This machine makes no network namespaces ({line.strip()}). Measure it alone: --mbit 0."
                 )
             yield process.pid
         finally:

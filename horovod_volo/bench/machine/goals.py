@@ -1,4 +1,4 @@
-"""Goals for one H200, and which of them the recorded results meet.
+"""Goals for one H200, and which of them the recorded results reach.
 
 Only records made on a GPU count: of each benchmark the newest, of several benchmarks the best.
 """

@@ -125,7 +125,7 @@ def _reduced(work: Work, compression: Compression, passes: int) -> Method:
 
 
 class _CountingRing:
-    """Counts all-reduces and gives them names of their own, as Horovod caches what it knows by name."""
+    """Counts all-reduces and gives them names of their own, as Horovod caches responses by name."""
 
     def __init__(self, ring: Any, prefix: str) -> None:
         self._ring, self._prefix = ring, prefix

@@ -171,12 +171,12 @@ def check_matplotlib() -> None:
 def draw(file: Path, lines: Lines, *, title: str, x: str, y: str, y_range: tuple[float, float]) -> None:
     """Write a chart as SVG, with a logarithmic x axis."""
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure as Drawing
 
     file.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "fixed", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.add_subplot()
+        drawing = Drawing(figsize=(8, 4.5), layout="constrained")
+        axes = drawing.add_subplot()
         for number, (name, points) in enumerate(lines.items()):
             style, marker = _STYLES[number % len(_STYLES)], _MARKERS[number % len(_MARKERS)]
             axes.plot(*zip(*points, strict=True), label=name, linestyle=style, marker=marker, markersize=4)
@@ -185,5 +185,5 @@ def draw(file: Path, lines: Lines, *, title: str, x: str, y: str, y_range: tuple
         axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
         axes.minorticks_off()
         axes.grid(color="#dddddd")
-        figure.legend(loc="outside right upper")
-        figure.savefig(file, metadata={"Date": None})
+        drawing.legend(loc="outside right upper")
+        drawing.savefig(file, metadata={"Date": None})
