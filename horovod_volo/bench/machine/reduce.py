@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import fmean, median
 from time import perf_counter, process_time
 from typing import Annotated, Literal
@@ -39,6 +38,7 @@ _TRIALS = 4
 _TOLERANCES = {"none": 1e-4, "fp16": 1e-2}  # relative to the largest change of a weight
 _HOROVODS_FUSION = 128 * 2**20
 
+Times = dict[str, list[float]]  # seconds per step, round by round, by the name of the method
 Against = Annotated[
     Sequence[Literal["stock", "ddp", "late"]],
     Flag(
@@ -46,14 +46,6 @@ Against = Annotated[
         may_be_empty=True,
     ),
 ]
-
-
-@dataclass
-class Times:
-    """Seconds per step, round by round."""
-
-    wall: list[float] = field(default_factory=list)  # until the last rank has ended
-    cpu: list[float] = field(default_factory=list)  # processor time, mean over ranks
 
 
 def measure(
@@ -163,32 +155,33 @@ def _figures(methods: Mapping[str, Method], work: Work, clock: _Clock, rounds: i
     methods[OURS].step()
     messages = methods[OURS].messages() - before
     repeats = clock.repeats(methods[OURS].step)
-    times = {name: Times() for name in methods}
+    wall: Times = {name: [] for name in methods}  # until the last rank has ended
+    cpu: Times = {name: [] for name in methods}  # processor time, mean over ranks
     backward, alone = [], []
     for number in range(rounds):
         for name in list(methods)[:: -1 if number % 2 else 1]:
-            wall, cpu = clock.block(methods[name].step, repeats)
-            times[name].wall.append(wall)
-            times[name].cpu.append(cpu)
+            for times, seconds in zip((wall, cpu), clock.block(methods[name].step, repeats), strict=True):
+                times[name].append(seconds)
         alone.append(clock.block(methods[OURS].exchange, repeats)[0])
         backward.append(clock.block(work.loss(methods[BASELINE].model).backward, 1)[0])
     return [
-        *_step_figures(times),
+        *_step_figures(wall, cpu),
         Figure.of_seconds("backward", backward),
         Figure.of_seconds("our exchange by itself", alone),
         Figure("our messages a step", messages, ""),
     ]
 
 
-def _step_figures(times: Mapping[str, Times]) -> list[Figure]:
-    baseline = times[BASELINE]
-    exposed = {name: _minus(times[name].wall, baseline.wall) for name in times if name != BASELINE}
-    processor = {name: _minus(times[name].cpu, baseline.cpu) for name in exposed}
-    efficiency = [100 * alone / taken for alone, taken in zip(baseline.wall, times[OURS].wall, strict=True)]
+def _step_figures(wall: Times, cpu: Times) -> list[Figure]:
+    exposed, processor = (
+        {name: _minus(times[name], times[BASELINE]) for name in times if name != BASELINE}
+        for times in (wall, cpu)
+    )
+    efficiency = [100 * alone / taken for alone, taken in zip(wall[BASELINE], wall[OURS], strict=True)]
     left = median(exposed[OURS])
     return [
         Figure.of("efficiency against no exchange", efficiency, "%"),
-        *(Figure.of_seconds(f"{name}: step", times[name].wall) for name in times),
+        *(Figure.of_seconds(f"{name}: step", wall[name]) for name in wall),
         *(Figure.of_seconds(f"{name}: exposed", exposed[name]) for name in exposed),
         *(Figure.of_seconds(f"{name}: processor time", processor[name]) for name in exposed),
         *(
