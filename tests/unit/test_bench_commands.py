@@ -74,3 +74,10 @@ def test_every_documented_command_is_understood() -> None:
     requests = [parse(shlex.split(command)) for command in documented_commands()]
     named = {request.name for request in requests}
     assert named >= (MACHINE | SCALING_STUDY).keys() - {"step"}  # jobs/scaling.sbatch runs it
+
+
+@pytest.mark.parametrize(("part", "other"), [("machine", "scaling_study"), ("scaling_study", "machine")])
+def test_each_part_can_be_read_alone(part: str, other: str) -> None:
+    files = list((ROOT / "horovod_volo" / "bench" / part).glob("*.py"))
+    assert len(files) > 5
+    assert [file.name for file in files if f"bench.{other}" in file.read_text(encoding="utf-8")] == []
