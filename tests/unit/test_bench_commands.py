@@ -53,9 +53,7 @@ def test_a_signature_declares_its_flags(parser: argparse.ArgumentParser) -> None
     assert "sides in pixels (default: 8 16)" in " ".join(parser.format_help().split())
 
 
-@pytest.mark.parametrize(
-    "words", [[], ["here", "--sides"], ["here", "--against", "c"], ["here", "--rate", "x"]]
-)
+@pytest.mark.parametrize("flags", ["", "here --sides", "here --against c", "here --rate x"])
 def test_what_the_signature_does_not_allow_is_refused(parser: argparse.ArgumentParser, flags: str) -> None:
     with pytest.raises(SystemExit):
         parser.parse_args(flags.split())
