@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from horovod_volo.config.arguments import Parser, add_binding, add_choice_of_weights, whole_number
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
-    from horovod_volo.engine.accuracy import Answer, Question
-    from horovod_volo.engine.class_table import ClassScore
+    from horovod_volo.evaluation.accuracy import EvalRequest, EvalResult
+    from horovod_volo.evaluation.per_class import ClassScore
 
 DONE = 0
 STDOUT = "-"
@@ -38,23 +38,23 @@ def main(arguments: Sequence[str]) -> int:
     try:
         chosen = build_parser().parse_args(arguments)
     except UserError as problem:
-        from horovod_volo.engine.agreed import refuse
+        from horovod_volo.cluster.entry import refuse
 
         return refuse(problem)
     from horovod_volo.cluster.pinning import bind
 
     bound = bind(chosen.binding)
-    from horovod_volo.engine.agreed import on_all_ranks
+    from horovod_volo.cluster.entry import run_on_ranks
 
-    return on_all_ranks(partial(_measure, chosen), bound)
+    return run_on_ranks(partial(_measure, chosen), bound)
 
 
 def _measure(chosen: argparse.Namespace, world: World) -> int:
-    from horovod_volo.engine.accuracy import Question, check_writable, measure_accuracy
-    from horovod_volo.monitor.pace import Pace
-    from horovod_volo.monitor.problems import list_problems
+    from horovod_volo.core.messages import list_problems
+    from horovod_volo.evaluation.accuracy import EvalRequest, check_writable, measure_accuracy
+    from horovod_volo.monitor.pace import ThroughputLine
 
-    question = Question(
+    question = EvalRequest(
         data_dir=chosen.data_dir,
         weights=chosen.weights,
         model=chosen.model,
@@ -71,19 +71,19 @@ def _measure(chosen: argparse.Namespace, world: World) -> int:
         v2=chosen.v2,
     )
     if chosen.json not in ("", STDOUT):
-        world.on_main(lambda: check_writable(chosen.json))
+        world.run_on_rank_zero(lambda: check_writable(chosen.json))
     whose = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    answer = measure_accuracy(question, world, Pace(whose, shown=world.is_main))
-    if world.is_main:
+    answer = measure_accuracy(question, world, ThroughputLine(whose, shown=world.is_rank_zero))
+    if world.is_rank_zero:
         list_problems([f"left out: {text}" for text in answer.damage])
         if chosen.json != STDOUT:
             print(_text(question, answer, answer.classes[: chosen.per_class]), flush=True)
     record = _record(question, answer, world.size, answer.classes[: chosen.per_class])
-    world.on_main(lambda: _write(chosen.json, json.dumps(record, indent=2)))
+    world.run_on_rank_zero(lambda: _write(chosen.json, json.dumps(record, indent=2)))
     return DONE
 
 
-def _text(question: Question, answer: Answer, rows: Sequence[ClassScore]) -> str:
+def _text(question: EvalRequest, answer: EvalResult, rows: Sequence[ClassScore]) -> str:
     counts, scores, network = answer.counts, answer.counts.scores(), answer.network
     facts = [
         ("weights", question.weights),
@@ -110,7 +110,9 @@ def _table(rows: Sequence[ClassScore]) -> list[str]:
     return lines
 
 
-def _record(question: Question, answer: Answer, ranks: int, rows: Sequence[ClassScore]) -> dict[str, Any]:
+def _record(
+    question: EvalRequest, answer: EvalResult, ranks: int, rows: Sequence[ClassScore]
+) -> dict[str, Any]:
     counts, network = answer.counts, answer.network
     record: dict[str, Any] = {
         "weights": question.weights,
@@ -138,13 +140,13 @@ def _record(question: Question, answer: Answer, ranks: int, rows: Sequence[Class
 
 
 def _write(file: str, text: str) -> None:
-    from horovod_volo.files.whole import whole_file
+    from horovod_volo.core.atomic_file import atomic_write
 
     if file == STDOUT:
         print(text, flush=True)
     elif file:
         try:
-            with whole_file(Path(file)) as opened:
+            with atomic_write(Path(file)) as opened:
                 opened.write(f"{text}\n".encode())
         except OSError as error:
             raise UserError(f"--json cannot write {file}: {error.strerror}. Name another file.") from None

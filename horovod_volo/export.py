@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from horovod_volo.config.arguments import add_choice_of_weights, whole_number
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:
-    from horovod_volo.models.trained import Trained
+    from horovod_volo.models.pretrained import PretrainedModel
 
 DONE, DIFFERS, MISTAKE = 0, 1, 2
 _TIMM_TOLERANCE, _ONNX_TOLERANCE = 1e-5, 1e-4
@@ -92,13 +92,13 @@ def _batch(text: str) -> int:
 
 
 def _export(chosen: argparse.Namespace) -> None:
-    from horovod_volo.models import onnx_file, timm_folder
-    from horovod_volo.models.trained import load_trained
+    from horovod_volo.models import onnx_export, timm_export
+    from horovod_volo.models.pretrained import load_pretrained
 
     if chosen.onnx:
-        onnx_file.check_packages()
-    timm_folder.check_folder(chosen.folder, replace=chosen.force)
-    trained = load_trained(
+        onnx_export.check_packages()
+    timm_export.check_folder(chosen.folder, replace=chosen.force)
+    trained = load_pretrained(
         chosen.source,
         name=chosen.model,
         image_side=chosen.img_size,
@@ -107,27 +107,27 @@ def _export(chosen: argparse.Namespace) -> None:
     )
     for remark in trained.remarks:
         print(remark)
-    with timm_folder.whole_folder(chosen.folder, replace=chosen.force) as made:
-        timm_folder.write_timm_folder(trained, made)
+    with timm_export.whole_folder(chosen.folder, replace=chosen.force) as made:
+        timm_export.write_timm_folder(trained, made)
         _compare_with_timm(trained, made)
         if chosen.onnx:
             _write_onnx(trained, made, chosen)
         names = sorted(file.name for file in made.iterdir())
     print(f"{chosen.folder}: {trained.name} at {trained.image_side} pixels: {', '.join(names)}")
-    print(timm_folder.how_timm_loads(trained.name, chosen.folder))
+    print(timm_export.how_timm_loads(trained.name, chosen.folder))
 
 
-def _compare_with_timm(trained: Trained, folder: Path) -> None:
-    from horovod_volo.models.timm_folder import timm_difference
+def _compare_with_timm(trained: PretrainedModel, folder: Path) -> None:
+    from horovod_volo.models.timm_export import timm_difference
 
     difference = timm_difference(trained, folder)
     if difference is not None:
         _judge("timm", difference, _TIMM_TOLERANCE)
 
 
-def _write_onnx(trained: Trained, folder: Path, chosen: argparse.Namespace) -> None:
-    from horovod_volo.models.onnx_file import onnx_difference, write_onnx
-    from horovod_volo.models.timm_folder import ONNX
+def _write_onnx(trained: PretrainedModel, folder: Path, chosen: argparse.Namespace) -> None:
+    from horovod_volo.models.onnx_export import onnx_difference, write_onnx
+    from horovod_volo.models.timm_export import ONNX
 
     file, side = folder / ONNX, trained.image_side
     write_onnx(trained.network, file, image_side=side, batch=chosen.batch, opset=chosen.opset)

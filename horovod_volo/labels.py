@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from horovod_volo.config.arguments import add_binding, whole_number
-from horovod_volo.config.errors import UserError
-from horovod_volo.monitor.pace import Pace
-from horovod_volo.monitor.problems import list_problems
+from horovod_volo.core.errors import UserError
+from horovod_volo.core.messages import list_problems
+from horovod_volo.monitor.pace import ThroughputLine
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _import(chosen: argparse.Namespace) -> int:
-    from horovod_volo.data.labels.importing import import_labels
+    from horovod_volo.data.labels.import_maps import import_labels
 
     geometry = _geometry(chosen.map_geometry)
     catalog = _catalog(chosen.data) if chosen.data else None
@@ -61,7 +61,7 @@ def _import(chosen: argparse.Namespace) -> int:
         classes=chosen.classes,
         workers=chosen.workers or len(os.sched_getaffinity(0)),
         bad_samples_end_it=chosen.bad_samples == "fail",
-        progress=Pace("maps"),
+        progress=ThroughputLine("maps"),
         tell=lambda remark: print(f"note: {remark}", file=sys.stderr),
         geometry=geometry,
     )
@@ -81,13 +81,13 @@ def _generate(chosen: argparse.Namespace) -> int:
     from horovod_volo.cluster.pinning import bind
 
     bound = bind(chosen.binding)
-    from horovod_volo.engine.agreed import on_all_ranks
+    from horovod_volo.cluster.entry import run_on_ranks
 
-    return on_all_ranks(partial(_label, chosen), bound)
+    return run_on_ranks(partial(_label, chosen), bound)
 
 
 def _label(chosen: argparse.Namespace, world: World) -> int:
-    from horovod_volo.engine.labelling import Order, label_images
+    from horovod_volo.labelling.generate import Order, label_images
 
     order = Order(
         data_dir=chosen.data_dir,
@@ -100,8 +100,8 @@ def _label(chosen: argparse.Namespace, world: World) -> int:
         top=chosen.top,
     )
     whose = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    images, problems = label_images(order, world, Pace(whose, shown=world.is_main))
-    if world.is_main:
+    images, problems = label_images(order, world, ThroughputLine(whose, shown=world.is_rank_zero))
+    if world.is_rank_zero:
         list_problems(problems)
         print(f"{chosen.store}: {images - len(problems)} maps, {len(problems)} left out")
     return DONE
@@ -116,7 +116,7 @@ def _verify(chosen: argparse.Namespace) -> int:
     catalog = _catalog(chosen.data) if chosen.data else None
     damage: list[str] = []
     if is_store(chosen.store) or not chosen.teacher:  # a teacher is asked of published maps too
-        found = check_store(chosen.store, catalog, Pace("maps"))
+        found = check_store(chosen.store, catalog, ThroughputLine("maps"))
         print(_table(found, compared=catalog is not None))
         list_problems(found.damage)
         damage = found.damage
@@ -126,7 +126,7 @@ def _verify(chosen: argparse.Namespace) -> int:
 
 def _lies_elsewhere(chosen: argparse.Namespace, catalog: Catalog) -> bool:
     """Print how maps fit a teacher; say whether they fit it better otherwise than they are recorded."""
-    from horovod_volo.engine.map_geometry import Comparison, compare_geometries
+    from horovod_volo.labelling.map_geometry import Comparison, compare_geometries
 
     asked = Comparison(
         labels=chosen.store,
@@ -138,7 +138,7 @@ def _lies_elsewhere(chosen: argparse.Namespace, catalog: Catalog) -> bool:
         batch=chosen.batch_size,
         images=chosen.images,
     )
-    fit = compare_geometries(asked, catalog, Pace("images"))
+    fit = compare_geometries(asked, catalog, ThroughputLine("images"))
     recorded, other = fit.means
     told = "assumed" if fit.assumed else "stated" if chosen.map_geometry else "recorded"
     lines = [

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from horovod_volo.config.arguments import whole_number
-from horovod_volo.config.errors import UserError
-from horovod_volo.monitor.pace import Pace
-from horovod_volo.monitor.problems import list_problems
+from horovod_volo.core.errors import UserError
+from horovod_volo.core.messages import list_problems
+from horovod_volo.monitor.pace import ThroughputLine
 
 DONE, DAMAGED, MISTAKE = 0, 1, 2
 SPLITS = ("train", "val")
@@ -117,7 +117,11 @@ def _pack(data_dir: Path, out: Path, chosen: argparse.Namespace) -> int:
     )
     try:
         left_out = pack(
-            data_dir, out, packing, workers=chosen.workers, pace=lambda split: Pace(f"images of {split}")
+            data_dir,
+            out,
+            packing,
+            workers=chosen.workers,
+            pace=lambda split: ThroughputLine(f"images of {split}"),
         )
     except OSError as error:
         raise UserError(
@@ -135,7 +139,7 @@ def _verify(out: Path, workers: int) -> int:
 
     problems = []
     for split in SPLITS:
-        problems += check_split(out / split, workers=workers, progress=Pace(f"files of {split}"))
+        problems += check_split(out / split, workers=workers, progress=ThroughputLine(f"files of {split}"))
     list_problems(problems)
     for split in SPLITS:
         manifest = read_manifest(out / split)

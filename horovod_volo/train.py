@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import sys
 
-from horovod_volo.cluster.launch import promised
+from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.config.command_line import Request, parse
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Config
+from horovod_volo.core.errors import UserError
 
 DONE, MISTAKE, STOPPED = 0, 2, 75
 
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
     try:
         request = parse(arguments)
     except UserError as problem:
-        from horovod_volo.engine.agreed import refuse
+        from horovod_volo.cluster.entry import refuse
 
         return refuse(problem)
     return _tell(request) if request.dry_run else _train(request.config)
@@ -33,10 +33,10 @@ def main(arguments: list[str]) -> int:
 
 def _tell(request: Request) -> int:
     """Print what would run, on one rank; nothing is started and no rank waits for another."""
-    place = promised()
+    place = read_launch_env()
     if place.rank != 0:
         return DONE
-    from horovod_volo.engine.dry_run import dry_run
+    from horovod_volo.dry_run import dry_run
 
     try:
         print(dry_run(request.config, request.ranks or place.size))
@@ -50,18 +50,18 @@ def _train(config: Config) -> int:
     from horovod_volo.engine.interrupts import StopRequest
 
     stop = StopRequest.listening()  # a request may come while torch is still being imported
+    from horovod_volo.cluster.env_vars import HorovodSwitches
     from horovod_volo.cluster.pinning import bind
-    from horovod_volo.cluster.variables import Switches
 
     # Before torch: threads that start later inherit what is bound here.
     bound = bind(
-        config.launch.binding, Switches(config.launch.horovod_autotune, config.launch.horovod_timeline)
+        config.launch.binding, HorovodSwitches(config.launch.horovod_autotune, config.launch.horovod_timeline)
     )
-    from horovod_volo.engine.agreed import on_all_ranks
+    from horovod_volo.cluster.entry import run_on_ranks
     from horovod_volo.engine.run import run
 
-    status = on_all_ranks(lambda world: DONE if run(config, world, stop) else STOPPED, bound)
-    stop.come_too_late()
+    status = run_on_ranks(lambda world: DONE if run(config, world, stop) else STOPPED, bound)
+    stop.ignore_from_now_on()
     return status
 
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 from horovod_volo.bench.cli import add_flags
 from horovod_volo.bench.results import Result, append, lines, record_of
-from horovod_volo.cluster.launch import promised
-from horovod_volo.config.errors import UserError
+from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.config.values import nearest
+from horovod_volo.core.errors import UserError
 
 MACHINE = {
     "step": "speed of a training step, the time of its parts, and the fraction of a GPU's peak FLOP/s",
@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
         found = request.function(**request.settings)
         if not isinstance(found, Result):
             print(found)
-        elif promised().rank == 0:
+        elif read_launch_env().rank == 0:
             record = record_of(found, _command(arguments), (load_before, os.getloadavg()[0]))
             print(json.dumps(record) if request.json else lines(record))
             if request.record:
@@ -126,7 +126,7 @@ def _overview() -> str:
 
 def _command(arguments: list[str]) -> str:
     """Return the command as it can be typed again, without the flags of output."""
-    place = promised()
+    place = read_launch_env()
     launcher = [*place.launcher.split()[:1], "-n" if place.launcher == "srun" else "-np", str(place.size)]
     kept = [argument for argument in arguments if argument not in ("--json", "--record")]
     return shlex.join([*(launcher if place.size > 1 else []), "python", "-m", "horovod_volo.bench", *kept])

@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 INTERFACE = "eth0"
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000

@@ -10,20 +10,20 @@ import numpy as np
 import torch
 
 from horovod_volo.bench.comparison import Action
-from horovod_volo.cluster.share import share_of_host
+from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
-from horovod_volo.config.rules import check
 from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import check
 from horovod_volo.config.values import assemble
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.stream import Batch
+from horovod_volo.data.loader import Batch
+from horovod_volo.engine.context import Images, TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.job import Images, Job, build_job
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
-from horovod_volo.monitor.tracker import Silent
+from horovod_volo.monitor.run_logger import NullLogger
 from horovod_volo.objective.loss import Labels
 
 MAP_SIDE, TOP = 18, 5  # of the published label maps: cells per side, and classes in each cell
@@ -72,15 +72,15 @@ def random_batch(config: Config, num_classes: int, device: torch.device, seed: i
     )
 
 
-def synthetic_job(config: Config, world: World, num_classes: int) -> Job:
+def synthetic_job(config: Config, world: World, num_classes: int) -> TrainContext:
     """Build a run whose data streams are never read. Collective: every rank calls this."""
-    share = share_of_host(world)
-    state, _ = build_state(config, world, num_classes=num_classes, device=share.device, finetune="")
+    resources = rank_resources(world)
+    state, _ = build_state(config, world, num_classes=num_classes, device=resources.device, finetune="")
     state.restore({}, world)
     global_batch = world.size * config.data.batch_size * config.update.accumulation
     catalog = catalog_without_files(global_batch, num_classes)
     images = Images(catalog, catalog, label_maps=None)
-    return build_job(config, world, images, share, state, Silent(), StopRequest())
+    return build_context(config, world, images, resources, state, NullLogger(), StopRequest())
 
 
 def catalog_without_files(images: int, num_classes: int) -> Catalog:
@@ -93,17 +93,17 @@ def catalog_without_files(images: int, num_classes: int) -> Catalog:
     return Catalog(memory, path=None)
 
 
-def step_of(job: Job, batch: Batch) -> Action:
+def step_of(context: TrainContext, batch: Batch) -> Action:
     """Return a function that takes one step of the run on this batch."""
     micro_batches = itertools.repeat(batch)
-    return lambda: train_step(job, micro_batches)
+    return lambda: train_step(context, micro_batches)
 
 
-def losses_of(job: Job, batch: Batch, steps: int) -> torch.Tensor:
+def losses_of(context: TrainContext, batch: Batch, steps: int) -> torch.Tensor:
     """Take steps on the same batch and return the loss of each."""
-    step, losses = step_of(job, batch), []
+    step, losses = step_of(context, batch), []
     for _ in range(steps):
-        job.window.open()
+        context.window.open()
         step()
-        losses.append(job.window.sums()["total"])
+        losses.append(context.window.sums()["total"])
     return torch.tensor(losses)

@@ -42,13 +42,13 @@ class Bucket:
         # The parameter's own strides: channels-last weights keep channels-last gradients.
         return flat.as_strided(parameter.size(), parameter.stride(), self.offsets[name])
 
-    def on_landed(self, call: Callable[[Tensor], None]) -> None:
+    def register_grad_ready_hook(self, call: Callable[[Tensor], None]) -> None:
         """Call with each parameter whose gradient is there, after every backward pass."""
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
-def fill_buckets(
+def build_buckets(
     parameters: Mapping[str, Parameter],
     bucket_bytes: int,
     parts: int,

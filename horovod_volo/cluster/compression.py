@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from horovod_volo.cluster.ring import Arrive, Wait
+from horovod_volo.cluster.collectives import Arrive, Wait
 
 ExchangeSum = Callable[[Tensor, str], Arrive]  # starts to sum a flat tensor; what arrives is this rank's part
 
@@ -99,7 +99,7 @@ class Fp16Compression:
     Until a maximum is known, which is in a run's first step alone, they are exchanged as they are.
     """
 
-    def __init__(self, plain: NoCompression, factors: Factors, number: int) -> None:
+    def __init__(self, plain: NoCompression, factors: BucketScales, number: int) -> None:
         """Compress what `plain` would exchange, by the factor of this number."""
         self.form = torch.zeros_like(plain.form, dtype=torch.float16)
         self._plain, self._factors = plain, factors
@@ -142,7 +142,7 @@ class Fp16Compression:
         torch.div(maximum, self._factor, out=self._maximum)
 
 
-class Factors:
+class BucketScales:
     """What each bucket's gradients are multiplied by before they are rounded to fp16."""
 
     def __init__(self, buckets: int, size: int, *, like: Tensor, adaptive: bool) -> None:

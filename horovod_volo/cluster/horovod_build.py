@@ -7,7 +7,7 @@ import ctypes
 import io
 from dataclasses import dataclass
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 _REBUILD = (
     "Build it for the PyTorch that is installed: "

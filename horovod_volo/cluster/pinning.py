@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from horovod_volo.cluster.binding import Binding, Seat, plan
-from horovod_volo.cluster.launch import promised
+from horovod_volo.cluster.env_vars import HorovodSwitches, launch_env_vars
+from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.nvml import list_gpus, visible
 from horovod_volo.cluster.topology import Host, address_of, cpu_list, cpu_ranges, read_host
-from horovod_volo.cluster.variables import Switches, variables_of
-from horovod_volo.files.facts import fact
+from horovod_volo.core.json_file import fact
 
 # (set_mempolicy, get_mempolicy): the C library has no functions for them.
 _SYSTEM_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
@@ -30,10 +30,10 @@ _MOST_NODES = 1024
 _LAUNCHERS = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy", "slurmstepd"}
 
 
-def bind(mode: str, switches: Switches | None = None, root: Path = Path("/")) -> Binding:
+def bind(mode: str, switches: HorovodSwitches | None = None, root: Path = Path("/")) -> Binding:
     """Bind this process and set the variables its libraries read; return what was done."""
     binding = planned(mode, root)
-    set_variables(os.environ, variables_of(binding, switches or Switches()))
+    set_variables(os.environ, launch_env_vars(binding, switches or HorovodSwitches()))
     threads = compute_threads(os.environ, binding.threads)
     remarks = [f"OMP_NUM_THREADS is set: torch computes with {threads}, not {binding.threads} threads"]
     chosen = remarks if threads != binding.threads else []
@@ -48,7 +48,7 @@ def compute_threads(environment: Mapping[str, str], share: int) -> int:
 
 def planned(mode: str, root: Path = Path("/")) -> Binding:
     """Work out this rank's part of the host described below `root`, and touch nothing."""
-    place, listed = promised(), list_gpus()
+    place, listed = read_launch_env(), list_gpus()
     host = read_host(root, listed)
     seat = Seat(
         local_rank=place.local_rank,

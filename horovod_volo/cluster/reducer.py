@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from horovod_volo.cluster.buckets import Bucket, fill_buckets
+from horovod_volo.cluster.buckets import Bucket, build_buckets
+from horovod_volo.cluster.collectives import Arrive, Wait
 from horovod_volo.cluster.compression import (
+    BucketScales,
     Compression,
     ExchangeSum,
-    Factors,
     Fp16Compression,
     NoCompression,
     summed_in_fp32,
 )
-from horovod_volo.cluster.ring import Arrive, Wait
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 
@@ -35,7 +35,7 @@ def lay_out(
 ) -> list[Bucket]:
     """Lay parameters out in buckets as so many ranks exchange them."""
     compressed = settings.compression == "fp16" and ranks > 1
-    return fill_buckets(
+    return build_buckets(
         parameters,
         round(settings.bucket_mib * _MIB),
         parts,
@@ -57,11 +57,11 @@ class Reducer:
     ) -> None:
         parameters = dict(model.named_parameters())
         self.buckets = lay_out(parameters, settings, ranks=world.size, parts=self._parts(world))
-        self.owned = self._own(parameters, world)  # what this rank's optimizer updates, by name
+        self.local_parameters = self._own(parameters, world)  # what this rank's optimizer updates, by name
         self.flat_gradients = self._flat_gradients()  # of what is owned, with zeros between
         self._world = world
         compressed = settings.compression == "fp16" and world.size > 1
-        self.factors = Factors(
+        self.factors = BucketScales(
             sum(bucket.compressible for bucket in self.buckets) if compressed else 0,
             world.size,
             like=self.buckets[0].gradients,
@@ -95,7 +95,7 @@ class Reducer:
         """Return where a bucket's averaged gradients go on this rank, and what sums them over ranks."""
 
         def exchange(tensor: Tensor, name: str) -> Arrive:
-            wait = self._world.ring.start_sum(tensor, name, 1.0)
+            wait = self._world.collectives.allreduce_async(tensor, name, 1.0)
 
             def arrive() -> Tensor:
                 wait()
@@ -106,7 +106,7 @@ class Reducer:
         return bucket.gradients, exchange
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def synchronized_gradients(self) -> Iterator[None]:
         """Inside, gradients are the average over ranks; after it, zero. Collective: every rank calls this.
 
         Running statistics are averaged too: every rank evaluates, and saves, the same network.
@@ -114,7 +114,7 @@ class Reducer:
         for reduction in self._reductions:
             reduction.send()  # what backward has not sent: parameters that took no part in the loss
         scale = 1.0 / self._world.size
-        statistics_arrived = self._world.ring.start_sum(self._statistics, "statistics", scale)
+        statistics_arrived = self._world.collectives.allreduce_async(self._statistics, "statistics", scale)
         for reduction in self._reductions:
             reduction.receive()
         statistics_arrived()
@@ -123,19 +123,19 @@ class Reducer:
         for reduction in self._reductions:
             reduction.clear()
 
-    def whole_norm(self, norm: Tensor) -> Tensor:
+    def global_grad_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of all gradients from that of the owned ones. Collective: every rank calls this."""
         return norm
 
-    def common(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def replicated_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return that part of the optimizer's state that is the same on all ranks."""
         return state
 
-    def gather_state(self, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:  # noqa: ARG002
+    def gather_optimizer_state(self, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the optimizer's state by PARAMETER/KEY, whole on rank 0. Collective: every rank calls."""
         return state
 
-    def scatter_state(
+    def scatter_optimizer_state(
         self,
         state: dict[str, Tensor],
         keys: Iterable[str],  # noqa: ARG002
@@ -161,16 +161,16 @@ class _BucketReduction:
             for name, parameter in bucket.parameters.items()
         }
         self.clear()
-        bucket.on_landed(self._landed)
+        bucket.register_grad_ready_hook(self._grad_ready)
 
-    def _landed(self, parameter: Tensor) -> None:
+    def _grad_ready(self, parameter: Tensor) -> None:
         self._collect(parameter)
         self._missing -= 1
         if self._missing == 0:
             self.send()
         elif self._missing < 0:
             raise RuntimeError(
-                "more backward passes than the reducer was built for: call averaged() after them"
+                "more backward passes than the reducer was built for: call synchronized_gradients() after them"
             )
 
     def send(self) -> None:

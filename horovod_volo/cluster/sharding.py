@@ -35,46 +35,50 @@ class ShardedReducer(Reducer):
         return world.size
 
     def _own(self, parameters: Mapping[str, Parameter], world: World) -> dict[str, Parameter]:
-        self._shares = [_Share(bucket, world) for bucket in self.buckets]
-        pieces = {name: piece for share in self._shares for name, piece in share.pieces.items()}
+        self._shards = [OptimizerShard(bucket, world) for bucket in self.buckets]
+        pieces = {name: piece for shard in self._shards for name, piece in shard.pieces.items()}
         return {name: pieces[name] for name in parameters if name in pieces}
 
     def _flat_gradients(self) -> list[Tensor]:
-        return [share.gradients for share in self._shares]
+        return [shard.gradients for shard in self._shards]
 
     def _route(self, bucket: Bucket) -> tuple[Tensor, ExchangeSum]:
-        return self._shares[self.buckets.index(bucket)].gradients, self._world.ring.start_scatter
+        return self._shards[
+            self.buckets.index(bucket)
+        ].gradients, self._world.collectives.reduce_scatter_async
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
+    def synchronized_gradients(self) -> Iterator[None]:
         """Inside, owned gradients are the average over ranks; after it, weights are whole. Collective."""
-        with super().averaged():
+        with super().synchronized_gradients():
             self._agree()
             yield
-            ring = self._world.ring
-            joins = [ring.start_join(share.weights, f"weights.{n}") for n, share in enumerate(self._shares)]
+            ring = self._world.collectives
+            joins = [
+                ring.allgather_async(shard.weights, f"weights.{n}") for n, shard in enumerate(self._shards)
+            ]
             for bucket, join in zip(self.buckets, joins, strict=True):
                 bucket.weights.copy_(join())
 
     def _spread_overflow(self) -> None:
         """Make one rank's overflow every rank's: all must skip the same step."""
-        flags = [share.gradients.abs().amax() * 0 for share in self._shares]  # 0, or nan
+        flags = [shard.gradients.abs().amax() * 0 for shard in self._shards]  # 0, or nan
         overflow = torch.stack(flags).sum()
-        self._world.ring.start_sum(overflow, "overflow", 1.0)()
-        for share in self._shares:
-            share.gradients[0] += overflow
+        self._world.collectives.allreduce_async(overflow, "overflow", 1.0)()
+        for shard in self._shards:
+            shard.gradients[0] += overflow
 
-    def whole_norm(self, norm: Tensor) -> Tensor:
+    def global_grad_norm(self, norm: Tensor) -> Tensor:
         """Return the norm of all gradients from that of the owned ones. Collective: every rank calls this."""
         squared = norm.square()
-        self._world.ring.start_sum(squared, "norm", 1.0)()
+        self._world.collectives.allreduce_async(squared, "norm", 1.0)()
         return squared.sqrt()
 
-    def common(self, state: dict[str, Tensor]) -> dict[str, Tensor]:  # noqa: ARG002
+    def replicated_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return nothing: no two ranks have the same state."""
         return {}
 
-    def gather_state(self, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:
+    def gather_optimizer_state(self, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:
         """Return the optimizer's state by PARAMETER/KEY, whole on rank 0. Collective: every rank calls.
 
         It is whole on no other rank, and on no device: it may be shared out for want of room.
@@ -82,23 +86,23 @@ class ShardedReducer(Reducer):
         whole: dict[str, Tensor] = {}
         for bucket, name, key in self._entries(keys):
             gathered = self._gathered(state.get(f"{name}/{key}"), bucket, name, key)
-            if self._world.is_main:
+            if self._world.is_rank_zero:
                 whole[f"{name}/{key}"] = gathered.cpu()
         return whole
 
     def _gathered(self, piece: Tensor | None, bucket: Bucket, name: str, key: str) -> Tensor:
         part = bucket.weights.new_empty(0) if piece is None else piece.to(bucket.weights).reshape(-1)
-        whole = self._world.ring.start_join(part, f"state.{key}")()
+        whole = self._world.collectives.allgather_async(part, f"state.{key}")()
         if key == SCALAR:
             return whole[0]
         parameter = bucket.parameters[name]
         return whole.as_strided(parameter.size(), parameter.stride())
 
-    def scatter_state(
+    def scatter_optimizer_state(
         self, state: dict[str, Tensor], keys: Iterable[str], saved: Mapping[str, Tensor]
     ) -> None:
         """Give every rank its part of a whole state that rank 0 has. Collective: every rank calls this."""
-        if not self._world.share(bool(saved)):
+        if not self._world.broadcast_object(bool(saved)):
             return  # a fresh state is the same everywhere
         for bucket, name, key in self._entries(keys):
             whole = (
@@ -106,10 +110,10 @@ class ShardedReducer(Reducer):
             )
             if f"{name}/{key}" in saved:
                 whole.detach().copy_(saved[f"{name}/{key}"])
-            self._world.ring.broadcast(whole, f"state.{key}")
+            self._world.collectives.broadcast(whole, f"state.{key}")
             if f"{name}/{key}" in state:
-                share = self._shares[self.buckets.index(bucket)]
-                state[f"{name}/{key}"].copy_(whole if key == SCALAR else share.cut(whole.detach(), name))
+                shard = self._shards[self.buckets.index(bucket)]
+                state[f"{name}/{key}"].copy_(whole if key == SCALAR else shard.cut(whole.detach(), name))
 
     def _entries(self, keys: Iterable[str]) -> list[tuple[Bucket, str, str]]:
         """List what the whole state consists of, in the same order on every rank."""
@@ -119,7 +123,7 @@ class ShardedReducer(Reducer):
         ]
 
 
-class _Share:
+class OptimizerShard:
     """This rank's part of a bucket: weights that are views of it, and gradients of its own."""
 
     def __init__(self, bucket: Bucket, world: World) -> None:

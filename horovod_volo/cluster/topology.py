@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from horovod_volo.files.facts import fact
+from horovod_volo.core.json_file import fact
 
 UNKNOWN = -1
 _CPUS = "sys/devices/system/cpu"

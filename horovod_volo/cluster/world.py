@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from horovod_volo.cluster.binding import Binding
-from horovod_volo.cluster.launch import Promise, promised
+from horovod_volo.cluster.collectives import Collectives, HorovodCollectives, LocalCollectives
+from horovod_volo.cluster.launch_env import LaunchEnv, read_launch_env
 from horovod_volo.cluster.pinning import unbound
-from horovod_volo.cluster.ring import HorovodRing, NoRing, Ring
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 T = TypeVar("T")
 
 
-class AgreedError(UserError):
+class AllRanksError(UserError):
     """A mistake that every rank knows of: one of them may speak for all."""
 
 
@@ -35,16 +35,16 @@ class World:
     launcher: str = "none"
     controller: str = "none"
     bound: Binding = field(default_factory=unbound)
-    ring: Ring = field(default_factory=NoRing, repr=False)
+    collectives: Collectives = field(default_factory=LocalCollectives, repr=False)
 
     @classmethod
-    def join(cls, bound: Binding | None = None) -> World:
+    def connect(cls, bound: Binding | None = None) -> World:
         """Meet the other ranks that the launcher started. Collective: every rank calls this."""
         bound = bound or unbound()
-        promise = promised()
+        promise = read_launch_env()
         if promise.size == 1:
             return cls(bound=bound)
-        ring = HorovodRing()
+        ring = HorovodCollectives()
         _hold_to(promise, ring)
         return cls(
             rank=ring.rank,
@@ -54,47 +54,47 @@ class World:
             launcher=promise.launcher,
             controller=ring.controller,
             bound=bound,
-            ring=ring,
+            collectives=ring,
         )
 
     @classmethod
-    def alone(cls) -> World:
+    def single(cls) -> World:
         """Make a world of one rank; no Horovod is needed for it."""
         return cls()
 
     @property
-    def is_main(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Say whether this rank writes files and speaks to the user."""
         return self.rank == 0
 
     def hosts(self) -> list[str]:
         """Name each rank's host. Collective: every rank calls this."""
-        return self.gather(socket.gethostname())
+        return self.allgather_object(socket.gethostname())
 
-    def gather(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: Any) -> list[Any]:
         """Return every rank's value, by rank. Collective: every rank calls this."""
-        return self.ring.gather(value)
+        return self.collectives.allgather_object(value)
 
-    def share(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value. Collective: every rank calls this."""
-        return self.ring.share(value)
+        return self.collectives.broadcast_object(value)
 
-    def total(self, *values: float) -> list[float]:
+    def sum_over_ranks(self, *values: float) -> list[float]:
         """Add each value over ranks, exactly up to 2^53. Collective: every rank calls this."""
         sums = torch.tensor(values, dtype=torch.float64)
-        self.ring.start_sum(sums, "total", 1.0)()
+        self.collectives.allreduce_async(sums, "total", 1.0)()
         return [float(value) for value in sums]
 
-    def mean_(self, tensor: Tensor, name: str) -> None:
+    def average_(self, tensor: Tensor, name: str) -> None:
         """Replace a float tensor by its mean over ranks. Collective: every rank calls this."""
-        self.ring.start_sum(tensor, name, 1.0 / self.size)()
+        self.collectives.allreduce_async(tensor, name, 1.0 / self.size)()
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by rank 0's. Collective: every rank calls this."""
         for number, tensor in enumerate(tensors):
-            self.ring.broadcast(tensor, f"broadcast.{number}")
+            self.collectives.broadcast(tensor, f"broadcast.{number}")
 
-    def together(self, action: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Do `action` on every rank; all raise what any finds wrong. Collective: every rank calls this."""
         results: list[T] = []
         problem: UserError | None = None
@@ -102,35 +102,35 @@ class World:
             results.append(action())
         except UserError as error:
             problem = error
-        self.raise_together(problem)
+        self.raise_on_all_ranks(problem)
         return results[0]
 
-    def on_main(self, action: Callable[[], T]) -> T:
+    def run_on_rank_zero(self, action: Callable[[], T]) -> T:
         """Do `action` on rank 0 and return its result on all. Collective: every rank calls this."""
-        result = self.together(action if self.is_main else lambda: None)
-        shared: T = self.share(result)
+        result = self.run_on_all_ranks(action if self.is_rank_zero else lambda: None)
+        shared: T = self.broadcast_object(result)
         return shared
 
-    def raise_together(self, problem: UserError | None) -> None:
+    def raise_on_all_ranks(self, problem: UserError | None) -> None:
         """Raise on every rank what any rank found wrong, said once. Collective: every rank calls this."""
-        found = self.gather(None if problem is None else str(problem))
+        found = self.allgather_object(None if problem is None else str(problem))
         texts = {text: [rank for rank, other in enumerate(found) if other == text] for text in found if text}
         if not texts:
             return
         text, ranks = next(iter(texts.items()))
         on_all = len(ranks) == self.size or ranks == [0]
         where = "" if on_all else f" (seen on rank {', '.join(map(str, ranks))} of {self.size})"
-        raise AgreedError(text + where)
+        raise AllRanksError(text + where)
 
     def assert_same(self, tensors: Iterable[Tensor], what: str) -> None:
         """Stop if a rank's tensors differ from rank 0's in one bit. Collective: every rank calls this."""
-        prints = self.gather(_fingerprint(tensors))
+        prints = self.allgather_object(_fingerprint(tensors))
         others = [rank for rank, other in enumerate(prints) if other != prints[0]]
         if others:
             raise RuntimeError(f"{what} on rank {', '.join(map(str, others))} differ from rank 0's.")
 
 
-def _hold_to(promise: Promise, ring: HorovodRing) -> None:
+def _hold_to(promise: LaunchEnv, ring: HorovodCollectives) -> None:
     if ring.size != promise.size:
         raise UserError(
             f"{promise.launcher} started {promise.size} ranks, but Horovod sees {ring.size}: every rank "

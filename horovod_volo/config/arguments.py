@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import NoReturn, get_args
 
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.values import all_settings
+from horovod_volo.core.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from horovod_volo.config import values
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.published_defaults import published_defaults, told_defaults
 from horovod_volo.config.recipe import load_recipe, recipe_names
-from horovod_volo.config.rules import check, check_flags
 from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import check, check_flags
 from horovod_volo.config.values import Setting
+from horovod_volo.core.errors import UserError
 
 
 @dataclass(frozen=True)

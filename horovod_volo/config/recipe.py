@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from horovod_volo.config import values
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Config, Published
+from horovod_volo.core.errors import UserError
 
 RECIPES = Path(__file__).parent / "recipes"
 

@@ -10,8 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Config, Published, group_types
+from horovod_volo.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_volo.data.augmentation.plan import Plan
+from horovod_volo.data.augmentation.crop_flip import CropFlip
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -117,7 +117,7 @@ def build_eval_pipeline(
     return pipeline
 
 
-def resizing_inputs(plan: Plan) -> tuple[list[NDArray[Any]], ...]:
+def resizing_inputs(plan: CropFlip) -> tuple[list[NDArray[Any]], ...]:
     """Return the training graph's last two inputs for the resizing of a batch."""
     dali = _dali()
     flips = np.stack([plan.flip_horizontal, plan.flip_vertical], axis=1).astype(np.int32)  # (batch, 2)

@@ -14,10 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.data.bad_sample import BadSampleError
-from horovod_volo.data.damage import Damage
-from horovod_volo.data.image_threads import ImageThreads
+from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.thread_pool import ImageThreadPool
 
 Encoded = NDArray[np.uint8]
 
@@ -54,7 +53,7 @@ def _bare_pixels(image: Image.Image) -> Encoded:
 
 
 def read_present(
-    indices: NDArray[np.int64], catalog: Catalog, damage: Damage, readers: ImageThreads
+    indices: NDArray[np.int64], catalog: Catalog, damage: BadSampleTracker, readers: ImageThreadPool
 ) -> tuple[list[Encoded], NDArray[np.int64], NDArray[np.bool_]]:
     """Return a batch's images, their sizes (batch, 2) and which are absent; black stands for those."""
 

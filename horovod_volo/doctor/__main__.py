@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from horovod_volo.config.arguments import Parser, add_binding
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:
-    from horovod_volo.cluster.launch import Promise
+    from horovod_volo.cluster.launch_env import LaunchEnv
     from horovod_volo.doctor.consultation import Heard
     from horovod_volo.doctor.finding import Finding
     from horovod_volo.doctor.report import Report
@@ -43,10 +43,10 @@ def main(arguments: Sequence[str]) -> int:
         chosen = build_parser().parse_args(arguments)
     except UserError as problem:
         return _refuse(problem)
-    from horovod_volo.cluster.launch import promised
+    from horovod_volo.cluster.launch_env import read_launch_env
     from horovod_volo.cluster.pinning import bind
 
-    place = promised()
+    place = read_launch_env()
     bound = bind(chosen.binding)  # before torch: what is looked at is what training gets
     from horovod_volo.doctor.gpus import look_at_gpus
     from horovod_volo.doctor.host import look_at_host
@@ -66,15 +66,15 @@ def main(arguments: Sequence[str]) -> int:
     os._exit(status)
 
 
-def _tell_for_all(heard: Heard, place: Promise, file: str) -> int:
+def _tell_for_all(heard: Heard, place: LaunchEnv, file: str) -> int:
     """Let rank 0 tell, and all ranks end alike. Collective: every rank calls this."""
     world = heard.world
     assert world is not None
-    status = _publish(_report(heard.findings, heard, place), file) if world.is_main else DONE
-    return int(world.share(status))  # nobody leaves before the report is out
+    status = _publish(_report(heard.findings, heard, place), file) if world.is_rank_zero else DONE
+    return int(world.broadcast_object(status))  # nobody leaves before the report is out
 
 
-def _tell_alone(own: list[Finding], heard: Heard, place: Promise, file: str) -> int:
+def _tell_alone(own: list[Finding], heard: Heard, place: LaunchEnv, file: str) -> int:
     """Tell what is known without the others."""
     assert heard.problem is not None
     if place.rank == 0:
@@ -92,7 +92,7 @@ def _tell_alone(own: list[Finding], heard: Heard, place: Promise, file: str) -> 
     return FAILED
 
 
-def _report(by_rank: list[list[Finding]], heard: Heard, place: Promise) -> Report:
+def _report(by_rank: list[list[Finding]], heard: Heard, place: LaunchEnv) -> Report:
     from horovod_volo.doctor.finding import merged
     from horovod_volo.doctor.report import Report
 
@@ -110,10 +110,10 @@ def _publish(report: Report, file: str) -> int:
     record = json.dumps(report.record(), indent=2)
     print(record if file == STDOUT else report.text(), flush=True)
     if file not in ("", STDOUT):
-        from horovod_volo.files.whole import whole_file
+        from horovod_volo.core.atomic_file import atomic_write
 
         try:
-            with whole_file(Path(file)) as opened:
+            with atomic_write(Path(file)) as opened:
                 opened.write(f"{record}\n".encode())
         except OSError as error:
             words = f"error: --json cannot write {file}: {error.strerror}. Name another file."
@@ -124,10 +124,10 @@ def _publish(report: Report, file: str) -> int:
 
 def _refuse(problem: UserError) -> int:
     """Say what is wrong with the command line: once, where ranks can meet."""
-    from horovod_volo.cluster.launch import promised
+    from horovod_volo.cluster.launch_env import read_launch_env
 
-    if promised().size > 1:
-        from horovod_volo.engine.agreed import refuse
+    if read_launch_env().size > 1:
+        from horovod_volo.cluster.entry import refuse
 
         with contextlib.suppress(Exception):  # ranks that cannot meet: each says it
             return refuse(problem)

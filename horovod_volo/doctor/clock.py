@@ -25,9 +25,9 @@ def look_at_clocks(world: World) -> list[Finding]:
     readings = []
     for _ in range(_EXCHANGES):
         sent = time.time()
-        world.gather(None)
+        world.allgather_object(None)
         readings.append((sent, time.time()))
-    seen = world.gather((socket.gethostname(), readings))
+    seen = world.allgather_object((socket.gethostname(), readings))
     if len({host for host, _ in seen}) == 1:
         return []  # one clock
     ahead, uncertain = ahead_of(readings, seen[0][1])

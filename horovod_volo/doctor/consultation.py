@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 
 from horovod_volo.cluster.binding import Binding
-from horovod_volo.cluster.ring import RankLostError
+from horovod_volo.cluster.collectives import RankLostError
 from horovod_volo.cluster.world import World
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.doctor.clock import look_at_clocks
 from horovod_volo.doctor.finding import Finding, failure, from_error
 from horovod_volo.doctor.network import look_at_ring
@@ -72,12 +72,14 @@ def consult(own: list[Finding], bound: Binding, folder: Path) -> Heard:
 def _ask(heard: Heard, met: threading.Event, own: list[Finding], bound: Binding, folder: Path) -> None:
     """Ask everything and keep the answers as they come. Collective: every rank calls this."""
     try:
-        heard.world = world = World.join(bound)
+        heard.world = world = World.connect(bound)
         met.set()
         heard.hosts = world.hosts()
-        heard.findings = [list(findings) for findings in world.gather(own)]
+        heard.findings = [list(findings) for findings in world.allgather_object(own)]
         for look in _joint(folder):
-            for findings, more in zip(heard.findings, world.gather(_looked(look, world)), strict=True):
+            for findings, more in zip(
+                heard.findings, world.allgather_object(_looked(look, world)), strict=True
+            ):
                 findings += more
     except UserError as problem:
         heard.problem = from_error(SUBJECT, problem)

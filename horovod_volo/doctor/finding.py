@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 
 class Level(StrEnum):

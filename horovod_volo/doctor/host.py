@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from horovod_volo.cluster.binding import Binding
-from horovod_volo.cluster.launch import Promise
+from horovod_volo.cluster.launch_env import LaunchEnv
 from horovod_volo.cluster.nvml import list_gpus
 from horovod_volo.cluster.topology import Host, read_host
 from horovod_volo.doctor.finding import Finding, attempt, failure, ok, warning
@@ -23,7 +23,7 @@ SHARED_NEEDED, SHARED_NEEDED_BY_GPU = 5 * _MIB, 32 * _MIB
 FILES_NEEDED, FILES_WANTED, FILES_FOR_EACH_RANK = 128, 512, 4
 
 
-def look_at_host(place: Promise, bound: Binding, root: Path = Path("/")) -> list[Finding]:
+def look_at_host(place: LaunchEnv, bound: Binding, root: Path = Path("/")) -> list[Finding]:
     """Look at what this rank has of its host."""
     return [
         *attempt("topology", lambda: [ok("topology", _described(read_host(root, list_gpus())))]),

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.doctor.finding import Finding, attempt, from_error, ok, warning
 
 _SETUP = "Run ./tools/setup."
@@ -111,7 +111,7 @@ def _dali() -> Iterator[Finding]:
 
 
 def _timm() -> Iterator[Finding]:
-    importlib.import_module("horovod_volo.models.timm_door")
+    importlib.import_module("horovod_volo.models.timm_api")
     yield ok("timm", _installed("timm"))
     yield from _unlike_asked("timm", "timm")
 
@@ -120,7 +120,7 @@ def _apex() -> Iterator[Finding]:
     if importlib.util.find_spec("apex") is None:
         yield ok("apex", "not installed; torch's own fused AdamW serves")
         return
-    from horovod_volo.optim.apex_door import check_apex
+    from horovod_volo.optim.apex_optimizers import check_apex
 
     try:
         check_apex(instead="adamw")

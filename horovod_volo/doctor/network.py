@@ -6,8 +6,8 @@ import os
 import socket
 from collections.abc import Sequence
 
-from horovod_volo.cluster.links import Interface, Speed, list_interfaces, measure
-from horovod_volo.cluster.share import share_of_host
+from horovod_volo.cluster.network import Interface, Speed, list_interfaces, measure
+from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.doctor.finding import Finding, failure, ok, warning
 
@@ -44,15 +44,15 @@ def look_at_ring(world: World) -> list[Finding]:
     """Time sums over all ranks, where gradients will travel. Collective: every rank calls this."""
     if world.size == 1:
         return []
-    share = share_of_host(world)
-    speed = measure(world, share.device)
-    hosts = world.gather((socket.gethostname(), _fastest(list_interfaces())))
-    between = "GPU" if share.device.type == "cuda" else "CPU"
+    resources = rank_resources(world)
+    speed = measure(world, resources.device)
+    hosts = world.allgather_object((socket.gethostname(), _fastest(list_interfaces())))
+    between = "GPU" if resources.device.type == "cuda" else "CPU"
     lines = [megabits for _, megabits in hosts]
     slowest = min(lines) if len({host for host, _ in hosts}) > 1 else 0
     cycle = float(os.environ.get("HOROVOD_CYCLE_TIME", "1")) / 1000
     # Rank 0's measurement is everybody's: one line of the report.
-    findings: list[Finding] = world.share(judge_ring(speed, slowest, cycle, f"{between}s"))
+    findings: list[Finding] = world.broadcast_object(judge_ring(speed, slowest, cycle, f"{between}s"))
     return findings
 
 

@@ -46,9 +46,9 @@ def look_for_differences(world: World) -> list[Finding]:
     settings = {name: os.environ[name] for name in SETTINGS if name in os.environ}
     code = code_prints(_PACKAGE)
     return [
-        compare_versions(versions, world.share(versions)),
-        compare_code(code, world.share(code)),
-        compare_settings(settings, world.share(settings)),
+        compare_versions(versions, world.broadcast_object(versions)),
+        compare_code(code, world.broadcast_object(code)),
+        compare_settings(settings, world.broadcast_object(settings)),
     ]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from horovod_volo.cluster.topology import cpu_ranges
 from horovod_volo.cluster.world import World
+from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.doctor.finding import Finding, failure, ok, warning
-from horovod_volo.files.whole import whole_file
 
 SLOW_SECONDS = 1.0
 _PATIENCE_SECONDS = 3.0  # network file systems show others' files after a while
@@ -21,25 +21,25 @@ _REMEDY = "Name a folder that every host has from the same file server: --shared
 
 def look_at_shared_folder(folder: Path, world: World) -> list[Finding]:
     """Write, let every rank read what all wrote, and leave nothing. Collective: every rank calls this."""
-    token = world.share(secrets.token_hex(8))
+    token = world.broadcast_object(secrets.token_hex(8))
     made: list[Path] = []
     problem, began = "", time.monotonic()
     mine = _file(folder, token, world.rank)
     try:
         try:
             made = _make(folder)
-            with whole_file(mine) as file:
+            with atomic_write(mine) as file:
                 file.write(token.encode())
         except OSError as error:
             problem = error.strerror or str(error)
-        wrote = world.gather((problem, time.monotonic() - began, socket.gethostname()))
+        wrote = world.allgather_object((problem, time.monotonic() - began, socket.gethostname()))
         there = [rank for rank, (other, _, _) in enumerate(wrote) if not other]
         unseen, waited = _wait_for(folder, token, there)
-        slowest = max(world.gather(waited))
+        slowest = max(world.allgather_object(waited))
     finally:
         with contextlib.suppress(OSError):
             mine.unlink()
-    world.gather(None)  # what others made may go when all are out of it
+    world.allgather_object(None)  # what others made may go when all are out of it
     for path in reversed(made):
         with contextlib.suppress(OSError):  # somebody else has begun to use it
             path.rmdir()

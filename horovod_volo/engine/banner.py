@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
-from horovod_volo.config.rules import token_label_side
 from horovod_volo.config.schema import Config, Published
+from horovod_volo.config.validation import token_label_side
 from horovod_volo.data.labels.source import LabelSource
-from horovod_volo.engine.job import Job
+from horovod_volo.engine.context import TrainContext
 
 
-def banner(job: Job, hosts: list[str], remarks: list[str]) -> str:
+def banner(context: TrainContext, hosts: list[str], remarks: list[str]) -> str:
     """Word the start of a run, one fact a line."""
-    world, images = job.world, job.images
-    parameters = sum(parameter.numel() for parameter in job.state.model.parameters())
+    world, images = context.world, context.images
+    parameters = sum(parameter.numel() for parameter in context.state.model.parameters())
     places = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
-    epoch, step_in_epoch = job.derived.epoch_of(job.state.step)
+    epoch, step_in_epoch = context.derived.epoch_of(context.state.step)
     facts = {
         "world": f"{world.size} ranks on {places}, launcher {world.launcher}, {world.controller} controller",
-        "binding": f"rank 0: {job.share}" if world.size > 1 else str(job.share),
-        "model": f"{job.config.model.model}, {parameters:,} parameters, {job.config.model.img_size} px",
+        "binding": f"rank 0: {context.resources}" if world.size > 1 else str(context.resources),
+        "model": f"{context.config.model.model}, {parameters:,} parameters, {context.config.model.img_size} px",
         "data": f"{len(images.train):,} training and {len(images.held_out):,} held-out images, "
-        f"{len(images.train.classes):,} classes; {labels_line(job.config, images.label_maps)}",
-        "batch": batch_line(job.config, job.derived),
-        "rate": rate_line(job.config, job.derived),
-        "length": length_line(job.derived),
-        "precision": exchange_line(job.config, len(job.state.reducer.buckets)),
-        "results": f"{job.folder}  (watch: tensorboard --logdir {job.folder.parent})",
+        f"{len(images.train.classes):,} classes; {labels_line(context.config, images.label_maps)}",
+        "batch": batch_line(context.config, context.derived),
+        "rate": rate_line(context.config, context.derived),
+        "length": length_line(context.derived),
+        "precision": exchange_line(context.config, len(context.state.reducer.buckets)),
+        "results": f"{context.folder}  (watch: tensorboard --logdir {context.folder.parent})",
     }
-    if job.state.step:
-        facts["resumed"] = f"at step {job.state.step:,}: epoch {epoch}, step {step_in_epoch} of it"
+    if context.state.step:
+        facts["resumed"] = f"at step {context.state.step:,}: epoch {epoch}, step {step_in_epoch} of it"
     return fact_lines(facts, remarks)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 Call = Callable[..., Any]
 

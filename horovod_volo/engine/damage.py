@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from horovod_volo.data.damage import Damage
-from horovod_volo.engine.job import Job
+from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.engine.context import TrainContext
 
 
-def tell_damage(job: Job, damage: Damage) -> None:
+def log_bad_samples(context: TrainContext, damage: BadSampleTracker) -> None:
     """Name the samples that any rank has left out since the last call. Collective: every rank calls this."""
     untold = damage.untold()
-    (anywhere,) = job.world.total(len(untold))
+    (anywhere,) = context.world.sum_over_ranks(len(untold))
     if not anywhere:
         return
-    for texts in job.world.gather(untold):
+    for texts in context.world.allgather_object(untold):
         for text in texts:
-            if text not in job.told:  # another rank may have met the same sample in another epoch
-                job.told.add(text)
-                job.tracker.say(f"left out: {text}")
+            if text not in context.told:  # another rank may have met the same sample in another epoch
+                context.told.add(text)
+                context.logger.log(f"left out: {text}")

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import World
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.stream import NO_CLASS, Batch, EvalStream
-from horovod_volo.engine.damage import tell_damage
-from horovod_volo.engine.job import Job
+from horovod_volo.data.loader import NO_CLASS, Batch, EvalLoader
+from horovod_volo.engine.context import TrainContext
+from horovod_volo.engine.damage import log_bad_samples
 
 Scores = dict[str, float | int]
 Note = Callable[[Batch, Tensor], object]  # of a batch and the class each image is taken for (batch,)
@@ -36,32 +36,32 @@ class Counts(NamedTuple):
         return {name: value / self.seen for name, value in means.items()} | images
 
 
-def evaluate(job: Job) -> Scores:
+def evaluate(context: TrainContext) -> Scores:
     """Evaluate the raw and the averaged weights. Collective: every rank calls this."""
-    scores = evaluate_model(job, job.state.model)
-    for name, model in job.state.average.models().items():
+    scores = evaluate_model(context, context.state.model)
+    for name, model in context.state.average.models().items():
         scores |= {
             f"{name}_{key}": value
-            for key, value in evaluate_model(job, model).items()
+            for key, value in evaluate_model(context, model).items()
             if key not in ("images", "bad_samples")
         }
-    job.state.model.train()
+    context.state.model.train()
     return scores
 
 
-def evaluate_model(job: Job, model: nn.Module) -> Scores:
+def evaluate_model(context: TrainContext, model: nn.Module) -> Scores:
     """Return top-1 and top-5 in per cent, the mean loss, and the images counted. Collective."""
     model.eval()
-    with torch.inference_mode(), job.autocast:
-        counts = count_right(model, job.eval_stream, job.share.device)
-    totals = total(counts, job.images.held_out, job.world)
-    tell_damage(job, job.eval_stream.damage)
+    with torch.inference_mode(), context.autocast:
+        counts = count_right(model, context.eval_loader, context.resources.device)
+    totals = total(counts, context.images.held_out, context.world)
+    log_bad_samples(context, context.eval_loader.damage)
     return totals.scores()
 
 
 def total(counts: Tensor, catalog: Catalog, world: World) -> Counts:
     """Add every rank's counts; each image of the catalog must be among them. Collective."""
-    top1, top5, loss, seen, absent = world.total(*counts.tolist())
+    top1, top5, loss, seen, absent = world.sum_over_ranks(*counts.tolist())
     if seen + absent != len(catalog):
         raise RuntimeError(f"evaluation saw {seen + absent:.0f} images of {len(catalog)}")
     if not seen:
@@ -71,7 +71,7 @@ def total(counts: Tensor, catalog: Catalog, world: World) -> Counts:
 
 def count_right(
     model: nn.Module,
-    stream: EvalStream,
+    stream: EvalLoader,
     device: torch.device,
     note: Note = lambda batch, taken: None,  # noqa: ARG005
 ) -> Tensor:

@@ -30,7 +30,7 @@ class StopRequest:
         return request
 
     @staticmethod
-    def come_too_late() -> None:
+    def ignore_from_now_on() -> None:
         """Let SIGUSR1 change nothing any more: Python's own end would make it deadly again."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 

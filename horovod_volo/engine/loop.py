@@ -9,71 +9,73 @@ from __future__ import annotations
 import gc
 import math
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.engine.damage import tell_damage
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.checkpoint.saving import save_evaluation, was_evaluated
+from horovod_volo.engine.context import TrainContext
+from horovod_volo.engine.damage import log_bad_samples
 from horovod_volo.engine.evaluation import evaluate
 from horovod_volo.engine.garbage import collected_by_hand
-from horovod_volo.engine.job import Job
-from horovod_volo.engine.keeping import keep, keep_evaluation, was_evaluated
 from horovod_volo.engine.step import train_step
 
 
-def fit(job: Job) -> bool:
+def fit(context: TrainContext) -> bool:
     """Train to the end, or return False where the run was asked to stop and is saved. Collective."""
     with collected_by_hand():
         while True:
-            if evaluation_due(job):
-                keep_evaluation(job, evaluate(job))
-            if job.state.step == job.derived.total_steps:
+            if evaluation_due(context):
+                save_evaluation(context, evaluate(context))
+            if context.state.step == context.derived.total_steps:
                 return True
-            finished = train_epoch(job)
-            keep(job)
+            finished = train_epoch(context)
+            save_checkpoint(context)
             if not finished:
                 return False
 
 
-def train_epoch(job: Job) -> bool:
+def train_epoch(context: TrainContext) -> bool:
     """Train to the end of the epoch the state stands in, or return False to stop before it. Collective."""
-    run, state = job.config.run, job.state
-    epoch, first_step = job.derived.epoch_of(state.step)
-    passes = job.train_stream.passes(epoch, first_step)
-    job.window.open()
-    for _ in range(first_step, job.derived.steps_per_epoch):
-        train_step(job, passes)
-        if state.step % run.log_every == 0 and log_point(job, epoch):
+    run, state = context.config.run, context.state
+    epoch, first_step = context.derived.epoch_of(state.step)
+    passes = context.train_loader.batches(epoch, first_step)
+    context.window.open()
+    for _ in range(first_step, context.derived.steps_per_epoch):
+        train_step(context, passes)
+        if state.step % run.log_every == 0 and log_point(context, epoch):
             return False
         if state.step == run.stop_at_step:
             return False
         if run.checkpoint_every and state.step % run.checkpoint_every == 0:
-            keep(job)
-    return not (job.window.passes and log_point(job, epoch))
+            save_checkpoint(context)
+    return not (context.window.passes and log_point(context, epoch))
 
 
-def log_point(job: Job, epoch: int) -> bool:
+def log_point(context: TrainContext, epoch: int) -> bool:
     """Tell how training goes; return True where any rank was asked to stop. Collective."""
-    window, world, step = job.window, job.world, job.state.step
+    window, world, step = context.window, context.world, context.state.step
     sums = window.sums()
     seconds = window.seconds
-    skipped = job.train_stream.damage.skipped
-    totals = world.total(*sums.values(), window.passes, seconds, window.waited, skipped, job.stop.received)
+    skipped = context.train_loader.damage.skipped
+    totals = world.sum_over_ranks(
+        *sums.values(), window.passes, seconds, window.waited, skipped, context.stop.received
+    )
     *losses, passes, all_seconds, waited, all_skipped, stops = totals
-    tell_damage(job, job.train_stream.damage)
+    log_bad_samples(context, context.train_loader.damage)
     means = {name: value / passes for name, value in zip(sums, losses, strict=True)}
     if not math.isfinite(means["total"]):
         raise UserError(
             f"The loss is {means['total']} at step {step}. Lower --lr or lengthen --warmup-epochs, and "
             "resume from the last checkpoint."
         )
-    job.tracker.train(
+    context.logger.log_training(
         step,
         {
             "epoch": epoch,
-            "images_seen": step * job.derived.global_batch,
+            "images_seen": step * context.derived.global_batch,
             "loss": means["total"],
             "class_loss": means["class_loss"],
             "token_loss": means["token_loss"],
-            "lr": job.lr(step - 1),
-            "images_per_second": passes * job.config.data.batch_size * world.size / all_seconds,
+            "lr": context.lr(step - 1),
+            "images_per_second": passes * context.config.data.batch_size * world.size / all_seconds,
             "data_wait": waited / all_seconds,
             "bad_samples": int(all_skipped),
         },
@@ -83,10 +85,10 @@ def log_point(job: Job, epoch: int) -> bool:
     return stops > 0
 
 
-def evaluation_due(job: Job) -> bool:
+def evaluation_due(context: TrainContext) -> bool:
     """Say whether an epoch has just ended that is to be evaluated and has not been. Collective."""
-    epochs_done, steps_over = job.derived.epoch_of(job.state.step)
+    epochs_done, steps_over = context.derived.epoch_of(context.state.step)
     if steps_over or epochs_done == 0:
         return False
-    chosen = epochs_done % job.config.run.eval_every == 0 or epochs_done == job.derived.epochs
-    return chosen and not was_evaluated(job)
+    chosen = epochs_done % context.config.run.eval_every == 0 or epochs_done == context.derived.epochs
+    return chosen and not was_evaluated(context)

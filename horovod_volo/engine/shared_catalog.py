@@ -22,6 +22,8 @@ def shared_catalog(data_dir: str, split: Split, folder: Path | None, world: Worl
 
     Without a folder the list is in memory: for a rank that is alone.
     """
-    built = world.together(lambda: build_catalog(data_dir, split, folder) if world.is_main else None)
-    path, digest = world.share(None if built is None else (built.path, built.digest))
-    return world.together(lambda: open_catalog(path, digest) if built is None else built)
+    built = world.run_on_all_ranks(
+        lambda: build_catalog(data_dir, split, folder) if world.is_rank_zero else None
+    )
+    path, digest = world.broadcast_object(None if built is None else (built.path, built.digest))
+    return world.run_on_all_ranks(lambda: open_catalog(path, digest) if built is None else built)

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.rules import trains_aux_head
 from horovod_volo.config.schema import Config
-from horovod_volo.engine.checkpoint import Files
+from horovod_volo.config.validation import trains_aux_head
+from horovod_volo.engine.checkpoint.files import Files
 from horovod_volo.engine.precision import mend_convolutions
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name
 from horovod_volo.models.weights import load_weights, read_weights
@@ -38,18 +38,18 @@ class TrainState:
     scaler: torch.amp.GradScaler
     step: int = 0
 
-    def common(self) -> Iterator[Tensor]:
+    def replicated_tensors(self) -> Iterator[Tensor]:
         """Go through the live tensors that are the same on all ranks, in the same order on each."""
         yield from self.model.state_dict().values()
-        yield from self.reducer.common(self._optimizer_state()).values()
+        yield from self.reducer.replicated_tensors(self._optimizer_state()).values()
         yield from self.average.tensors().values()
         yield from self.reducer.factors.state().values()
 
-    def whole(self) -> dict[str, dict[str, Tensor]]:
+    def full_state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return all tensors by file, the optimizer's on rank 0 alone. Collective: every rank calls this."""
         files = {
             "model": self.model.state_dict(),
-            "optimizer": self.reducer.gather_state(self._optimizer_state(), self.optimizer_keys),
+            "optimizer": self.reducer.gather_optimizer_state(self._optimizer_state(), self.optimizer_keys),
             "ema": self.average.tensors(),
             "exchange": self.reducer.factors.state(),
         }
@@ -70,10 +70,12 @@ class TrainState:
                     tensors[name].copy_(tensor)
             world.broadcast_(tensors.values())
         self.reducer.factors.restored()
-        self.reducer.scatter_state(self._optimizer_state(), self.optimizer_keys, saved.get("optimizer", {}))
+        self.reducer.scatter_optimizer_state(
+            self._optimizer_state(), self.optimizer_keys, saved.get("optimizer", {})
+        )
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        return state_tensors(self.optimizer, self.reducer.owned)
+        return state_tensors(self.optimizer, self.reducer.local_parameters)
 
 
 def build_state(
@@ -102,7 +104,7 @@ def build_state(
     reducer = _reducer(config, world, model)
     groups = parameter_groups(
         dict(model.named_parameters()),
-        reducer.owned,
+        reducer.local_parameters,
         exempt=exempt_from_decay(model),
         weight_decay=update.weight_decay,
         layers=layer_numbers(model) if update.layer_decay != 1.0 else {},

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
-from horovod_volo.data.stream import Batch
-from horovod_volo.engine.job import Job
+from horovod_volo.data.loader import Batch
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.objective.draws import bits
 from horovod_volo.objective.loss import Labels
 from horovod_volo.optim.clip import divide
@@ -20,23 +20,23 @@ from horovod_volo.optim.groups import set_lr
 _STREAM = 0x64_72_6F_70  # keeps stochastic depth apart from every other use of the seed
 
 
-def train_step(job: Job, passes: Iterator[Batch]) -> None:
+def train_step(context: TrainContext, passes: Iterator[Batch]) -> None:
     """Take the next passes and make one update of them. Collective: every rank calls this."""
-    state, accumulation = job.state, job.config.update.accumulation
-    set_lr(state.optimizer, job.lr(state.step))
+    state, accumulation = context.state, context.config.update.accumulation
+    set_lr(state.optimizer, context.lr(state.step))
     for number in range(accumulation):
         batch = next(passes)
         labels = Labels(batch.classes, batch.scores, batch.ids, batch.boxes, batch.reach)
-        mix = job.mix(state.step, number)
-        seed_pass(job.share.device, job.config.run.seed, state.step, job.world.rank, number)
-        with job.autocast:
-            class_logits, token_logits = job.forward(mix.images(batch.images), mix.exchange)
-        parts = job.loss(class_logits, token_logits, labels, mix)
+        mix = context.mix(state.step, number)
+        seed_pass(context.resources.device, context.config.run.seed, state.step, context.world.rank, number)
+        with context.autocast:
+            class_logits, token_logits = context.forward(mix.images(batch.images), mix.swap_tokens)
+        parts = context.loss(class_logits, token_logits, labels, mix)
         state.scaler.scale(parts.total / accumulation).backward()  # type: ignore[no-untyped-call]
-        job.window.add(parts)
-    with state.reducer.averaged():
+        context.window.add(parts)
+    with state.reducer.synchronized_gradients():
         state.scaler.unscale_(state.optimizer)
-        divide(state.optimizer, job.clip())
+        divide(state.optimizer, context.clip())
         state.scaler.step(state.optimizer)
     state.scaler.update()
     state.average.update(state.step)

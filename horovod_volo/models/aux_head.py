@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 AUX_HEAD = "aux_head."  # how the names of its parameters begin, in all published code
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from horovod_volo.models.drop_path import ALL, DropPathSample
 from horovod_volo.models.outlook import Outlook
-from horovod_volo.models.stochastic_depth import ALL, Kept
 
 
 class Attention(nn.Module):
@@ -54,7 +54,7 @@ class TwoBranches(nn.Module):
     norm2: nn.Module
     mlp: nn.Module
 
-    def forward(self, tokens: Tensor, first: Kept = ALL, second: Kept = ALL) -> Tensor:
+    def forward(self, tokens: Tensor, first: DropPathSample = ALL, second: DropPathSample = ALL) -> Tensor:
         """Return tokens of the same shape (batch, ..., channels)."""
         tokens = first.added(tokens, self.attended, self.weight)
         return second.added(tokens, self.refined, self.weight)

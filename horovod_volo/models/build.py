@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.config.rules import check_side
+from horovod_volo.config.validation import check_side
 from horovod_volo.config.values import nearest
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
-from horovod_volo.models.timm_door import (
+from horovod_volo.models.timm_api import (
     IMAGENET_DEFAULT_MEAN,
     IMAGENET_DEFAULT_STD,
     create_model,
@@ -22,11 +22,11 @@ from horovod_volo.models.timm_door import (
     is_model,
     list_models,
 )
-from horovod_volo.models.volo import SIZES, TokenExchange, Volo
+from horovod_volo.models.volo import SIZES, TokenSwap, Volo
 
 # Of a batch and the exchange of its tokens: class logits (batch, classes), and token logits
 # (batch, tokens, classes), of which a network without them has none.
-Forward = Callable[[Tensor, TokenExchange], tuple[Tensor, Tensor]]
+Forward = Callable[[Tensor, TokenSwap], tuple[Tensor, Tensor]]
 
 OUR_MODELS = (*SIZES, *LVVIT_SIZES)
 
@@ -123,7 +123,7 @@ def training_forward(model: nn.Module) -> Forward:
     return partial(_class_logits, model)
 
 
-def _class_logits(model: nn.Module, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _class_logits(model: nn.Module, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     logits: Tensor = model(images)
     return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
 

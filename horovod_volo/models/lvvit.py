@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.models.blocks import TwoBranches
-from horovod_volo.models.stochastic_depth import draw_kept
-from horovod_volo.models.volo import TokenExchange, runner_of_blocks
+from horovod_volo.models.drop_path import sample_drop_path
+from horovod_volo.models.volo import TokenSwap, runner_of_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
     "lvvit_t": {"layers": 12, "embed_dim": 240, "num_heads": 4, "stem_width": 64, "residual_divisor": 1.0},
@@ -140,7 +140,7 @@ class LvVit(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def training_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
+    def training_logits(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:
         """Return class and token logits; what `exchange` does to the tokens is undone before the head."""
         grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
         features = self._transformed(grid.flatten(1, 2))  # (batch, 1 + tokens, channels)
@@ -148,7 +148,7 @@ class LvVit(nn.Module):
         assert self.aux_head is not None, "without it there are class logits alone"
         return self.head(features[:, 0]), self.aux_head(own).flatten(1, 2)
 
-    def class_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
+    def class_logits(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:
         """Return class logits of images whose tokens `exchange` mixes, and no token logits."""
         grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
         logits: Tensor = self.head(self._transformed(grid.flatten(1, 2))[:, 0])
@@ -175,7 +175,7 @@ class LvVit(nn.Module):
         tokens = torch.cat([first, tokens], dim=1) + self.pos_embed  # (batch, 1 + tokens, channels)
         run = runner_of_blocks(self)
         rates = [rate if self.training else 0.0 for rate in self.rates for _ in range(2)]
-        kept = iter(draw_kept(rates, tokens))
+        kept = iter(sample_drop_path(rates, tokens))
         for block in self.blocks:
             tokens = run(block, tokens, next(kept), next(kept))
         features: Tensor = self.norm(tokens)

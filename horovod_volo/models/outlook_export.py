@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.models.outlook import Outlook
-from horovod_volo.models.timm_door import VOLO
+from horovod_volo.models.timm_api import VOLO
 
 
 def place_weights(channels: int, kernel: int) -> Tensor:

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import OUR_MODELS, check_model, facts_of
 from horovod_volo.models.lvvit import LvVit
-from horovod_volo.models.timm_door import VOLO
-from horovod_volo.models.trained import Trained, load_trained
+from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
+from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.weights import TIMM
 
 
@@ -50,12 +50,12 @@ def load_teacher(name: str, *, weights: str, pretrained: bool, image_side: int, 
     `name` is one of timm's, one of ours, or the folder of a run; `image_side` 0: what suits the teacher.
     """
     if Path(name).is_dir():
-        trained = load_trained(weights or name, image_side=image_side)
+        trained = load_pretrained(weights or name, image_side=image_side)
     elif pretrained and name not in OUR_MODELS:
-        trained = load_trained(f"{TIMM}{name}", image_side=image_side)
+        trained = load_pretrained(f"{TIMM}{name}", image_side=image_side)
     else:
         check_model(name, img_size=image_side or facts_of(name).image_side, tokens=False)
-        trained = load_trained(_required(weights, name), name=name, image_side=image_side)
+        trained = load_pretrained(_required(weights, name), name=name, image_side=image_side)
     if trained.num_classes != classes:
         raise UserError(
             f"the teacher {name} knows {trained.num_classes} classes, the images have {classes} class "
@@ -129,7 +129,7 @@ def _required(weights: str, name: str) -> str:
     return weights
 
 
-def _ready(trained: Trained, name: str) -> Teacher:
+def _ready(trained: PretrainedModel, name: str) -> Teacher:
     digest = hashlib.sha256()
     for tensor in trained.network.state_dict().values():
         digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

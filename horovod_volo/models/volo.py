@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from horovod_volo.models.blocks import Block, outlooker, transformer
-from horovod_volo.models.stochastic_depth import Kept, draw_kept
-from horovod_volo.models.timm_door import VOLO
+from horovod_volo.models.drop_path import DropPathSample, sample_drop_path
+from horovod_volo.models.timm_api import VOLO
 
-TokenExchange = Callable[[Tensor], Tensor]  # of a (batch, rows, columns, channels) grid; its own inverse
+TokenSwap = Callable[[Tensor], Tensor]  # of a (batch, rows, columns, channels) grid; its own inverse
 
 BlockRunner = Callable[..., Tensor]  # of a block, its tokens and what else it takes
 
@@ -48,12 +48,12 @@ def runner_of_blocks(model: Any) -> BlockRunner:
     return _recomputed if model.grad_checkpointing and model.training else _plain
 
 
-def _plain(block: nn.Module, tokens: Tensor, *kept: Kept) -> Tensor:
+def _plain(block: nn.Module, tokens: Tensor, *kept: DropPathSample) -> Tensor:
     result: Tensor = block(tokens, *kept)
     return result
 
 
-def _recomputed(block: nn.Module, tokens: Tensor, *kept: Kept) -> Tensor:
+def _recomputed(block: nn.Module, tokens: Tensor, *kept: DropPathSample) -> Tensor:
     # Blocks draw nothing themselves: the same branches are left out again.
     result: Tensor = checkpoint(block, tokens, *kept, use_reentrant=False, preserve_rng_state=False)
     return result
@@ -76,7 +76,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         # Listed once: to find them among hundreds of modules takes longer than to draw.
         self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
 
-    def training_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
+    def training_logits(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:
         """Return class and token logits; what `exchange` does to the tokens is undone before the head."""
         features = self.body(exchange(self.stem(images)))
         class_logits = self.head(self.head_drop(features[:, 0]))  # (batch, classes)
@@ -84,7 +84,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         assert self.aux_head is not None, "without it there are class logits alone"
         return class_logits, self.aux_head(grid).flatten(1, 2)  # the latter (batch, tokens, classes)
 
-    def class_logits(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
+    def class_logits(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:
         """Return class logits of images whose tokens `exchange` mixes, and no token logits."""
         features = self.body(exchange(self.stem(images)))
         logits: Tensor = self.head(self.head_drop(features[:, 0]))
@@ -108,7 +108,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
     def forward_tokens(self, tokens: Tensor) -> Tensor:
         """Return (batch, tokens, channels) of the stem's (batch, rows, columns, channels)."""
         run = runner_of_blocks(self)
-        kept = self._draw_kept(tokens)
+        kept = self._sample_drop_path(tokens)
         for index, stage in enumerate(self.network):
             if index == 2:  # behind the outlookers and the downsampling
                 tokens = self.pos_drop(tokens + self.pos_embed)
@@ -119,9 +119,9 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
                 tokens = stage(tokens)
         return tokens.flatten(1, 2)
 
-    def _draw_kept(self, tokens: Tensor) -> Iterator[Kept]:
+    def _sample_drop_path(self, tokens: Tensor) -> Iterator[DropPathSample]:
         """Yield who keeps each branch of each block."""
-        yield from draw_kept(self._rates if self.training else [0.0] * len(self._rates), tokens)
+        yield from sample_drop_path(self._rates if self.training else [0.0] * len(self._rates), tokens)
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
         """Return (batch, 1 + tokens, channels): a class token that has looked at the others comes first."""

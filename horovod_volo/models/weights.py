@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.aux_head import AUX_HEAD
 from horovod_volo.models.build import heads_of
 from horovod_volo.models.lvvit import LvVit
-from horovod_volo.models.timm_door import adapted_by_timm, downloaded_weights
+from horovod_volo.models.timm_api import adapted_by_timm, downloaded_weights
 from horovod_volo.models.volo import Volo
 
 State = Mapping[str, Tensor]

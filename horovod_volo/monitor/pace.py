@@ -9,7 +9,7 @@ SECONDS_BETWEEN_LINES = 30.0
 SECONDS_BETWEEN_MOVES = 0.2
 
 
-class Pace:
+class ThroughputLine:
     """Tells the pace of one piece of work: over and over in one line of a terminal, else line by line."""
 
     def __init__(self, what: str, *, shown: bool = True) -> None:

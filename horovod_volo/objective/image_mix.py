@@ -21,22 +21,22 @@ _STREAM = 0x4D_49_58_55  # keeps this use of the seed apart from every other
 class ImageMix:
     """How the images of one pass are mixed: pasted where there is a box, else blended."""
 
-    kept_share: float  # of an image's own class in its target
+    lam: float  # of an image's own class in its target
     box: tuple[int, int, int, int] | None = None  # top, left, height, width in pixels
 
     def images(self, images: Tensor) -> Tensor:
         """Return mixed images (batch, 3, side, side); the middle one of an odd batch is its own partner."""
-        if self.kept_share == 1.0:
+        if self.lam == 1.0:
             return images
         if self.box is None:
-            return images.lerp(images.flip(0), 1.0 - self.kept_share)
+            return images.lerp(images.flip(0), 1.0 - self.lam)
         top, left, height, width = self.box
         place = (..., slice(top, top + height), slice(left, left + width))
         mixed = images.clone()
         mixed[place] = images[place].flip(0)
         return mixed
 
-    def exchange(self, tokens: Tensor) -> Tensor:
+    def swap_tokens(self, tokens: Tensor) -> Tensor:
         """Leave tokens as they are: images were mixed before."""
         return tokens
 
@@ -49,15 +49,15 @@ def draw_image_mix(
     generator = np.random.Generator(np.random.Philox(key))
     mixed, switch, row, column = generator.random(4)
     if mixed >= settings.mixup_prob:
-        return ImageMix(kept_share=1.0)
+        return ImageMix(lam=1.0)
     pasted = settings.cutmix > 0 and (settings.mixup == 0 or switch < settings.mixup_switch_prob)
     strength = settings.cutmix if pasted else settings.mixup
     share = float(generator.beta(strength, strength))
     if not pasted:
-        return ImageMix(kept_share=share)
+        return ImageMix(lam=share)
     half = int(side * sqrt(1.0 - share)) // 2
     top, left = max(int(row * side) - half, 0), max(int(column * side) - half, 0)
     bottom, right = min(int(row * side) + half, side), min(int(column * side) + half, side)
     height, width = bottom - top, right - left
     # What the image's edge cut off the box stays with the image: the share follows the box.
-    return ImageMix(kept_share=1.0 - height * width / side**2, box=(top, left, height, width))
+    return ImageMix(lam=1.0 - height * width / side**2, box=(top, left, height, width))

@@ -18,8 +18,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from horovod_volo.objective.roi_weights import RoiWeights, roi_weights
 from horovod_volo.objective.soft_target import SoftTarget, joined
-from horovod_volo.objective.windows import Windows, axis_windows
 
 Geometry = Literal["corrected", "reference"]
 
@@ -90,14 +90,14 @@ def most_probable(target: SoftTarget) -> Tensor:
 
 def _windows(
     boxes: Tensor, height: int, width: int, side: int, geometry: Geometry, reach: float
-) -> tuple[Windows, Windows]:
+) -> tuple[RoiWeights, RoiWeights]:
     top, left, tall, wide = boxes.unbind(dim=1)
     starts, extents, scales = (top, left), (tall, wide), (height, width)
     if geometry == "reference":
         # The published code hands (top, left, bottom, right) to RoIAlign as (x1, y1, x2, y2), all of
         # them multiplied by the map's width.
         starts, extents, scales = (left, top), (wide, tall), (width, width)
-    of_axis = partial(axis_windows, side=side, reach=reach)
+    of_axis = partial(roi_weights, side=side, reach=reach)
     if height != width:
         return (
             of_axis(starts[0], extents[0], size=height, scale=scales[0]),
@@ -106,7 +106,7 @@ def _windows(
     # A square map's two axes go in one call: with so few numbers it is the calls that cost.
     cells, weights = of_axis(torch.cat(starts), torch.cat(extents), size=width, scale=width)
     batch = len(boxes)
-    return Windows(cells[:batch], weights[:batch]), Windows(cells[batch:], weights[batch:])
+    return RoiWeights(cells[:batch], weights[:batch]), RoiWeights(cells[batch:], weights[batch:])
 
 
 class _Cells(NamedTuple):
@@ -121,7 +121,7 @@ def _by_cell(maps: Tensor) -> Tensor:
     return maps.permute(0, 2, 3, 1).contiguous().flatten(0, 2)
 
 
-def _blocks(rows: Windows, columns: Windows, k: int) -> Iterator[slice]:
+def _blocks(rows: RoiWeights, columns: RoiWeights, k: int) -> Iterator[slice]:
     """Cut the batch into blocks whose entries stay in a processor's cache; a GPU takes all at once."""
     batch, side, length = rows.cells.shape
     entries = side * columns.cells.shape[1] * length * columns.cells.shape[2] * k  # of an image
@@ -129,7 +129,9 @@ def _blocks(rows: Windows, columns: Windows, k: int) -> Iterator[slice]:
     return (slice(first, min(first + images, batch)) for first in range(0, batch, images))
 
 
-def _near(images: slice, height: int, width: int, rows: Windows, columns: Windows) -> tuple[Tensor, Tensor]:
+def _near(
+    images: slice, height: int, width: int, rows: RoiWeights, columns: RoiWeights
+) -> tuple[Tensor, Tensor]:
     """Return the map cells that each target of these images averages, and their weights, (targets, cells)."""
     first = torch.arange(images.start, images.stop, device=rows.cells.device).mul_(height * width)
     begin = first.view(-1, 1, 1) + rows.cells[images] * width  # (images, side, length)

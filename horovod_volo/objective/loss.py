@@ -22,7 +22,7 @@ from horovod_volo.objective.soft_target import (
     SoftTarget,
     blend,
     cross_entropy,
-    cross_entropy_using_up,
+    cross_entropy_in_place,
     one_hot,
     smoothed,
 )
@@ -68,10 +68,10 @@ def build_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> L
         )
     targets: Callable[[Labels], Targets]
     if not settings.token_label_data:
-        targets = ImageClass(num_classes, tokens_per_side, settings.smoothing)
+        targets = ClassTargets(num_classes, tokens_per_side, settings.smoothing)
     else:
-        teacher = Teacher(num_classes, tokens_per_side, settings.smoothing, settings.label_geometry)
-        targets = TeacherWithTruth(teacher) if settings.ground_truth else teacher
+        teacher = LabelMapTargets(num_classes, tokens_per_side, settings.smoothing, settings.label_geometry)
+        targets = LabelMapAndClassTargets(teacher) if settings.ground_truth else teacher
     if not settings.dense_weight:  # the network then has no token logits
         return ClassLoss(lambda labels: targets(labels).classes, settings.cls_weight)
     return TokenLabelLoss(targets, settings.cls_weight, settings.dense_weight)
@@ -89,7 +89,7 @@ class TokenLabelLoss:
         """Return the loss of one pass."""
         targets = self.targets(labels)
         class_loss = cross_entropy(class_logits, _mixed(targets.classes, box)).mean()
-        token_loss = cross_entropy_using_up(token_logits.flatten(0, 1), targets.tokens).mean()
+        token_loss = cross_entropy_in_place(token_logits.flatten(0, 1), targets.tokens).mean()
         return LossParts(
             self.class_weight * class_loss + self.token_weight * token_loss, class_loss, token_loss
         )
@@ -109,7 +109,7 @@ class ClassLoss:
 
 
 @dataclass(frozen=True)
-class ImageClass:
+class ClassTargets:
     """Targets without a teacher: the image's class, for the image and for each of its tokens."""
 
     num_classes: int
@@ -126,7 +126,7 @@ class ImageClass:
 
 
 @dataclass(frozen=True)
-class Teacher:
+class LabelMapTargets:
     """Targets from label maps: the crop's for the image, the cell's for each token."""
 
     num_classes: int
@@ -151,10 +151,10 @@ class Teacher:
 
 
 @dataclass(frozen=True)
-class TeacherWithTruth:
+class LabelMapAndClassTargets:
     """The teacher's targets, with the true class mixed into the image's."""
 
-    teacher: Teacher
+    teacher: LabelMapTargets
 
     def __call__(self, labels: Labels) -> Targets:
         """Return the class target blended with the smoothed true class."""
@@ -168,4 +168,4 @@ class TeacherWithTruth:
 
 
 def _mixed(target: SoftTarget, box: Mix) -> SoftTarget:
-    return blend(target, target.reversed_batch(), box.kept_share)
+    return blend(target, target.reversed_batch(), box.lam)

@@ -32,7 +32,7 @@ class Box:
     grid: int
 
     @property
-    def kept_share(self) -> float:
+    def lam(self) -> float:
         """The share of the grid that stays with its own image."""
         return 1.0 - self.height * self.width / self.grid**2
 
@@ -40,7 +40,7 @@ class Box:
         """Leave images as they are: their tokens are mixed."""
         return images
 
-    def exchange(self, tokens: Tensor) -> Tensor:
+    def swap_tokens(self, tokens: Tensor) -> Tensor:
         """Replace the box by that of the reversed batch in (batch, rows, columns, channels) tokens.
 
         Doing it twice restores the tokens. The middle image of an odd batch is its own partner.

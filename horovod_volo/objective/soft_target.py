@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from horovod_volo.objective.entropy import Kept, UsedUp
+from horovod_volo.objective.sparse_cross_entropy import InPlaceSparseSoftTargetCE, SparseSoftTargetCE
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +80,13 @@ def cross_entropy(logits: Tensor, target: SoftTarget) -> Tensor:
     The gradient reaches the logits alone, in their dtype.
     """
     _check_rows(logits, target)
-    loss: Tensor = Kept.apply(  # type: ignore[no-untyped-call]
+    loss: Tensor = SparseSoftTargetCE.apply(  # type: ignore[no-untyped-call]
         logits, target.uniform, target.ids, target.weights, False
     )
     return loss
 
 
-def cross_entropy_using_up(logits: Tensor, target: SoftTarget) -> Tensor:
+def cross_entropy_in_place(logits: Tensor, target: SoftTarget) -> Tensor:
     """Return the same, and let the gradient take the logits' place in memory: nobody reads these afterwards.
 
     Only the result of an operation on the way to a gradient is overwritten; a leaf, a view of one, and
@@ -100,9 +100,9 @@ def cross_entropy_using_up(logits: Tensor, target: SoftTarget) -> Tensor:
     sparse = (target.uniform, target.ids, target.weights)
     loss: Tensor
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
-        loss = UsedUp.apply(logits, *sparse)  # type: ignore[no-untyped-call]
+        loss = InPlaceSparseSoftTargetCE.apply(logits, *sparse)  # type: ignore[no-untyped-call]
     else:
-        loss = Kept.apply(logits, *sparse, True)  # type: ignore[no-untyped-call]
+        loss = SparseSoftTargetCE.apply(logits, *sparse, True)  # type: ignore[no-untyped-call]
     return loss
 
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
 from horovod_volo.optim.adamw import AdamW
-from horovod_volo.optim.apex_door import fused_adam, fused_lamb
+from horovod_volo.optim.apex_optimizers import fused_adam, fused_lamb
 from horovod_volo.optim.lamb import Lamb
 from horovod_volo.optim.lars import Lars
 

@@ -26,17 +26,17 @@ def build_clip(
     *,
     flat_gradients: list[Tensor],
     heads: Iterable[str],
-    whole_norm: Callable[[Tensor], Tensor],
+    global_grad_norm: Callable[[Tensor], Tensor],
 ) -> Clip:
     """Return what bounds the gradients of `parameters`, or returns what to `divide` them by.
 
-    A bound of 0 means none. `flat_gradients` hold all gradients, with zeros between them. `whole_norm` makes
+    A bound of 0 means none. `flat_gradients` hold all gradients, with zeros between them. `global_grad_norm` makes
     the norm of all gradients from that of this rank's part; AGC leaves `heads` alone.
     """
     if not bound:
         return lambda: None
     if mode == "norm":
-        return partial(_over_bound, flat_gradients, bound, whole_norm)
+        return partial(_over_bound, flat_gradients, bound, global_grad_norm)
     if mode == "value":
         return partial(nn.utils.clip_grad_value_, list(parameters.values()), bound)  # returns None
     beginnings = tuple(f"{head}." for head in heads)
@@ -58,10 +58,10 @@ def divide(optimizer: Optimizer, divisor: Tensor | None) -> None:
 
 
 @torch.no_grad()
-def _over_bound(flats: list[Tensor], bound: float, whole_norm: Callable[[Tensor], Tensor]) -> Tensor:
+def _over_bound(flats: list[Tensor], bound: float, global_grad_norm: Callable[[Tensor], Tensor]) -> Tensor:
     """Return how many times the bound the norm is, 1 where it is within."""
     own = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(flats)))
-    return ((whole_norm(own) + 1e-6) / bound).clamp(min=1.0)
+    return ((global_grad_norm(own) + 1e-6) / bound).clamp(min=1.0)
 
 
 @torch.no_grad()

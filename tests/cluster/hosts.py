@@ -148,7 +148,7 @@ def network(number: int) -> Iterator[Network]:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         token = secrets.token_hex(2)
         names = {f"node{n}-{token}": f"10.77.0.{n}" for n in range(1, number + 1)}
-        prepare(folder, names)
+        setup(folder, names)
         switch = undo.enter_context(started("unshare", "--net", "sh", "-c", SWITCH))
         hosts = []
         for (name, address), cpu in zip(names.items(), cycle(sorted(os.sched_getaffinity(0))), strict=False):
@@ -162,7 +162,7 @@ def network(number: int) -> Iterator[Network]:
         yield Network(hosts, folder / "key")
 
 
-def prepare(folder: Path, names: dict[str, str]) -> None:
+def setup(folder: Path, names: dict[str, str]) -> None:
     """Write the files that the hosts' system needs."""
     command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in names.items())]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.data.demo.demo_set import make_demo_set
-from tests.cluster.slurm import Job, Slurm, kill, running_slurm, wait_until
+from tests.cluster.slurm import Slurm, TrainContext, kill, running_slurm, wait_until
 
 pytestmark = pytest.mark.needs("slurmctld", "slurmd", "sbatch", "munged")
 
@@ -123,7 +123,7 @@ def test_a_job_that_reaches_its_time_limit_queues_again(slurm: Slurm, tmp_path: 
     assert "done: 10 steps" in log_of(tmp_path)
 
 
-def assert_failed_for_good(job: Job) -> None:
+def assert_failed_for_good(job: TrainContext) -> None:
     facts = job.facts()
     assert facts["Restarts"] == "0"
     assert facts["ExitCode"] not in ("0:0", "75:0")

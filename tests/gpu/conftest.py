@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from horovod_volo.cluster.share import Share
+from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import assemble
 from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.job import Job
-from horovod_volo.engine.run import prepare
+from horovod_volo.engine.run import setup
 
-OpenJob = Callable[..., Job]
+OpenContext = Callable[..., TrainContext]
 
 ON_GPU = pytest.param(
     "cuda:0",
@@ -44,30 +44,30 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def open_job(
+def open_context(
     images: Path, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[OpenJob]:
+) -> Iterator[OpenContext]:
     """Return a function that prepares real runs on the device; all are closed at the end."""
 
-    def take_device(world: World) -> Share:
+    def take_device(world: World) -> RankResources:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        return Share(device=device, threads=2, binding="test")
+        return RankResources(device=device, threads=2, binding="test")
 
     # A run takes the GPU where there is one; here the test says which device it is.
-    monkeypatch.setattr("horovod_volo.engine.run.share_of_host", take_device)
-    jobs: list[Job] = []
+    monkeypatch.setattr("horovod_volo.engine.run.rank_resources", take_device)
+    contexts: list[TrainContext] = []
 
-    def opening(**settings: Any) -> Job:
-        job, _ = prepare(
-            _config(images, tmp_path / f"run{len(jobs)}", settings), World.alone(), StopRequest()
+    def opening(**settings: Any) -> TrainContext:
+        context, _ = setup(
+            _config(images, tmp_path / f"run{len(contexts)}", settings), World.single(), StopRequest()
         )
-        jobs.append(job)
-        return job
+        contexts.append(context)
+        return context
 
     yield opening
-    for job in jobs:
-        job.close()
+    for context in contexts:
+        context.close()
 
 
 def _config(images: Path, output: Path, settings: dict[str, Any]) -> Config:

@@ -13,8 +13,8 @@ import horovod.torch as hvd
 import torch
 from torch import nn
 
+from horovod_volo.cluster.collectives import HorovodCollectives
 from horovod_volo.cluster.reducer import Reducer
-from horovod_volo.cluster.ring import HorovodRing
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 
@@ -29,7 +29,7 @@ def gradients_agree(world: World, device: torch.device) -> bool:
     inputs = torch.randn(4, 5, device=device)
     expected = torch.autograd.grad(plain(inputs).square().sum(), list(plain.parameters()))
     reduced(inputs).square().sum().backward()
-    with reducer.averaged():
+    with reducer.synchronized_gradients():
         found = [parameter.grad for parameter in reduced.parameters()]
         same = [torch.equal(a, b) for a, b in zip(found, expected, strict=True) if a is not None]
     return len(reducer.buckets) > 1 and same == [True] * len(expected)
@@ -40,18 +40,18 @@ def main() -> None:
     device = torch.device(sys.argv[1])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ring = HorovodRing()
+    ring = HorovodCollectives()
     world = World(launcher="horovodrun", controller=ring.controller, ring=ring)
     results: dict[str, Any] = {}
     for dtype in (torch.float16, torch.float32, torch.float64):
         summed = torch.arange(4, dtype=dtype, device=device)
-        ring.start_sum(summed, f"sum.{dtype}", 0.5)()
+        ring.allreduce_async(summed, f"sum.{dtype}", 0.5)()
         results[str(dtype)] = summed.tolist()
     sent = torch.tensor([1.5, -2.0], dtype=torch.bfloat16, device=device)
     world.broadcast_([sent])
     results["broadcast"] = sent.tolist()
-    results["total"] = world.total(2.0, 3.0)
-    results["gather"] = world.gather("rank 0")
+    results["total"] = world.sum_over_ranks(2.0, 3.0)
+    results["gather"] = world.allgather_object("rank 0")
     results["built for the device"] = device.type == "cpu" or bool(hvd.nccl_built())
     results["gradients"] = gradients_agree(world, device)
     sys.stdout.write(json.dumps(results) + "\n")

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.augment import augment_
-from horovod_volo.data.augmentation.erasing import Eraser, draw_erasures
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data.augmentation.apply_ops import augment_
+from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.rand_augment import Operation, draw_operations
+from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
 from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
 
 SIDE, IMAGES = 64, 256
@@ -36,7 +36,7 @@ def test_operations_before_the_crop_are_those_of_the_cpu(device: torch.device) -
     image = torch.nn.functional.interpolate(255 * waves, (90, 120), mode="bilinear").to(torch.uint8)
     indices, sizes = np.arange(IMAGES), np.tile(np.array([90, 120]), (IMAGES, 1))
     operations = draw_operations(1, 0, indices, SETTINGS)
-    parts = parts_needed(plan_batch(1, 0, indices, sizes, SETTINGS).boxes, sizes, operations)
+    parts = parts_needed(draw_crops(1, 0, indices, sizes, SETTINGS).boxes, sizes, operations)
     differences = []
     for place, (top, left, height, width) in enumerate(parts.decoded.tolist()):
         part = image[..., top : top + height, left : left + width]

@@ -8,48 +8,48 @@ from pathlib import Path
 import pytest
 import torch
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.engine.job import Job
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 
-OpenJob = Callable[..., Job]
+OpenContext = Callable[..., TrainContext]
 STEPS = 3
 
 
-def losses(job: Job) -> list[float]:
-    passes = job.train_stream.passes(0, 0)
+def losses(context: TrainContext) -> list[float]:
+    passes = context.train_loader.batches(0, 0)
     found = []
     for _ in range(STEPS):
-        job.window.open()
-        train_step(job, passes)
-        found.append(job.window.sums()["total"])
+        context.window.open()
+        train_step(context, passes)
+        found.append(context.window.sums()["total"])
     return found
 
 
-def storages(job: Job) -> set[int]:
+def storages(context: TrainContext) -> set[int]:
     """Return where the gradients of all parameters lie."""
-    gradients = [parameter.grad for parameter in job.state.model.parameters()]
+    gradients = [parameter.grad for parameter in context.state.model.parameters()]
     return {gradient.untyped_storage().data_ptr() for gradient in gradients if gradient is not None}
 
 
-def test_compiled_blocks_train_alike(open_job: OpenJob, device: torch.device) -> None:
+def test_compiled_blocks_train_alike(open_context: OpenContext, device: torch.device) -> None:
     settings = {"img_size": 32, "drop_path": 0.0}
-    expected = losses(open_job(**settings))
+    expected = losses(open_context(**settings))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    job = open_job(compile=True, **settings)
+    context = open_context(compile=True, **settings)
     held: set[int] = set()
-    job.state.optimizer.register_step_pre_hook(lambda *_: held.update(storages(job)))
-    found = losses(job)
+    context.state.optimizer.register_step_pre_hook(lambda *_: held.update(storages(context)))
+    found = losses(context)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
-    assert held == {bucket.gradients.untyped_storage().data_ptr() for bucket in job.state.reducer.buckets}
+    assert held == {bucket.gradients.untyped_storage().data_ptr() for bucket in context.state.reducer.buckets}
 
 
 def test_without_a_compiler_nothing_begins(
-    open_job: OpenJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_context: OpenContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UserError, match="--compile needs a C\\+\\+ compiler"):
-        open_job(compile=True)
+        open_context(compile=True)
     assert not list(tmp_path.iterdir())

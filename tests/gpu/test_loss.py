@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.objective.soft_target import SoftTarget, cross_entropy, cross_entropy_using_up
+from horovod_volo.objective.soft_target import SoftTarget, cross_entropy, cross_entropy_in_place
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  # a rounding of the result
@@ -112,7 +112,7 @@ def test_autograd_gives_the_same(device: torch.device, dtype: torch.dtype) -> No
     logits, target, grad_loss = random_case(device, dtype, 4, 300, 20)
     expected_loss, expected_grad = exact(logits, target, grad_loss)
     tolerance = TOLERANCES[dtype]
-    for cross_entropy_of in (cross_entropy, cross_entropy_using_up):
+    for cross_entropy_of in (cross_entropy, cross_entropy_in_place):
         given = logits.clone().requires_grad_().clone()
         loss = cross_entropy_of(given, target)
         (grad,) = torch.autograd.grad(loss, given, grad_loss)

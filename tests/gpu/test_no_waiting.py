@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from horovod_volo.cluster.collectives import LocalCollectives
 from horovod_volo.cluster.reducer import Reducer
-from horovod_volo.cluster.ring import NoRing
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
-from horovod_volo.engine.job import Job
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 
-OpenJob = Callable[..., Job]
+OpenContext = Callable[..., TrainContext]
 
 # Their results are numbers or shapes that the host must know before it can go on.
 WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2"}
@@ -56,9 +56,12 @@ def nothing_waits(device: torch.device) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_training_step_does_not_wait(open_job: OpenJob, device: torch.device, precision: str) -> None:
+def test_a_training_step_does_not_wait(
+    open_context: OpenContext, device: torch.device, precision: str
+) -> None:
     take_steps(
-        open_job(precision=precision, drop_path=0.1, clip_grad=1.0, ema_decay=0.99, accumulation=2), device
+        open_context(precision=precision, drop_path=0.1, clip_grad=1.0, ema_decay=0.99, accumulation=2),
+        device,
     )
 
 
@@ -75,8 +78,10 @@ def test_a_training_step_does_not_wait(open_job: OpenJob, device: torch.device, 
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_no_other_update_waits(open_job: OpenJob, device: torch.device, settings: dict[str, Any]) -> None:
-    take_steps(open_job(**{"precision": "bf16", **settings}), device)
+def test_no_other_update_waits(
+    open_context: OpenContext, device: torch.device, settings: dict[str, Any]
+) -> None:
+    take_steps(open_context(**{"precision": "bf16", **settings}), device)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -87,7 +92,7 @@ def test_fp16_compression_does_not_wait(
     # On a CPU it costs nothing to ask for a maximum; here the lines for a GPU are watched there too.
     monkeypatch.setattr("horovod_volo.cluster.compression._on_host", lambda _: False)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(device)
-    world = World(size=2, ring=NoRing())  # what it sums stays as it is
+    world = World(size=2, ring=LocalCollectives())  # what it sums stays as it is
     settings = Exchange(precision="bf16", compression="fp16", bucket_mib=0.01)
     reducer = Reducer(model, world, settings, passes=passes)
     images = torch.randn(16, 64, device=device)
@@ -95,7 +100,7 @@ def test_fp16_compression_does_not_wait(
     def step() -> None:
         for _ in range(passes):
             (model(images).square().mean() / passes).backward()
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             pass
 
     for _ in range(WARM_UP_STEPS):
@@ -108,16 +113,16 @@ def test_fp16_compression_does_not_wait(
     assert reducer.factors.running.isfinite().all()
 
 
-def take_steps(job: Job, device: torch.device) -> None:
+def take_steps(context: TrainContext, device: torch.device) -> None:
     """Take a few steps, the later ones under watch."""
-    passes = job.train_stream.passes(0, 0)
+    passes = context.train_loader.batches(0, 0)
     for _ in range(WARM_UP_STEPS):
-        train_step(job, passes)
+        train_step(context, passes)
     with nothing_waits(device):
         for _ in range(WATCHED_STEPS):
-            train_step(job, passes)
-    assert job.window.passes == job.config.update.accumulation * (WARM_UP_STEPS + WATCHED_STEPS)
-    assert all(value > 0 for value in job.window.sums().values())
+            train_step(context, passes)
+    assert context.window.passes == context.config.update.accumulation * (WARM_UP_STEPS + WATCHED_STEPS)
+    assert all(value > 0 for value in context.window.sums().values())
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch import Tensor
 from horovod_volo.config.schema import Data
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
+from horovod_volo.data.loader import Batch, EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_STD
-from horovod_volo.data.stream import Batch, EvalStream, TrainStream
 
 # Of 255, over all images. In training the GPU's decoder doubles the rows and columns of colour, where the
 # CPU's interpolates: 1.3 for pictures like these. Evaluation asks it to interpolate too; what remains is
@@ -35,7 +35,7 @@ BatchesOf = Callable[[Path, torch.device], list[Batch]]
 
 def train_batches(folder: Path, device: torch.device, settings: Data = SETTINGS) -> list[Batch]:
     catalog = build_catalog(str(folder), "train", None)
-    stream = TrainStream(
+    stream = TrainLoader(
         catalog,
         open_labels(str(folder / "token_labels"), catalog, None),
         settings,
@@ -48,13 +48,13 @@ def train_batches(folder: Path, device: torch.device, settings: Data = SETTINGS)
         threads=2,
     )
     try:
-        return list(stream.passes(0, 0))
+        return list(stream.batches(0, 0))
     finally:
         stream.close()
 
 
 def eval_batches(folder: Path, device: torch.device) -> list[Batch]:
-    stream = EvalStream(
+    stream = EvalLoader(
         build_catalog(str(folder), "val", None),
         SETTINGS,
         image_size=64,

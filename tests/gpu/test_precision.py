@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.engine.job import Job
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.optim.build import state_tensors
 
-OpenJob = Callable[..., Job]
+OpenContext = Callable[..., TrainContext]
 
 
-def weights_with_optimizer_state(job: Job) -> dict[str, Tensor]:
+def weights_with_optimizer_state(context: TrainContext) -> dict[str, Tensor]:
     """Copy what an optimizer step changes."""
-    live = dict(job.state.model.named_parameters()) | state_tensors(
-        job.state.optimizer, job.state.reducer.owned
+    live = dict(context.state.model.named_parameters()) | state_tensors(
+        context.state.optimizer, context.state.reducer.local_parameters
     )
     return {name: tensor.detach().clone() for name, tensor in live.items()}
 
@@ -27,51 +27,51 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
-def test_an_overflow_changes_nothing_but_the_scale(open_job: OpenJob) -> None:
-    job = open_job(precision="fp16", clip_grad=1.0)
-    scaler = job.state.scaler
+def test_an_overflow_changes_nothing_but_the_scale(open_context: OpenContext) -> None:
+    context = open_context(precision="fp16", clip_grad=1.0)
+    scaler = context.state.scaler
     scaler.load_state_dict(
         scaler.state_dict() | {"scale": 256.0}
     )  # so low that only the planted one overflows
-    passes = job.train_stream.passes(0, 0)
-    fresh = weights_with_optimizer_state(job)
-    train_step(job, passes)
-    trained = weights_with_optimizer_state(job)
+    passes = context.train_loader.batches(0, 0)
+    fresh = weights_with_optimizer_state(context)
+    train_step(context, passes)
+    trained = weights_with_optimizer_state(context)
     assert changed(fresh, trained) == list(trained)
     assert scaler.get_scale() == 256.0
 
-    first = next(job.state.model.parameters())
+    first = next(context.state.model.parameters())
     planted = first.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
-    train_step(job, passes)
+    train_step(context, passes)
     planted.remove()
-    assert changed(trained, weights_with_optimizer_state(job)) == []
+    assert changed(trained, weights_with_optimizer_state(context)) == []
     assert scaler.get_scale() == 128.0
 
-    train_step(job, passes)
-    after = weights_with_optimizer_state(job)
+    train_step(context, passes)
+    after = weights_with_optimizer_state(context)
     assert changed(trained, after) == list(after)
     assert all(tensor.isfinite().all() for tensor in after.values())
     assert scaler.get_scale() == 128.0
 
 
-def losses(job: Job, steps: int) -> list[float]:
+def losses(context: TrainContext, steps: int) -> list[float]:
     """Train and return each step's loss."""
-    passes = job.train_stream.passes(0, 0)
+    passes = context.train_loader.batches(0, 0)
     found = []
     for _ in range(steps):
-        job.window.open()
-        train_step(job, passes)
-        found.append(job.window.sums()["total"])
+        context.window.open()
+        train_step(context, passes)
+        found.append(context.window.sums()["total"])
     return found
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_stays_near_fp32(open_job: OpenJob, precision: str) -> None:
-    exact = losses(open_job(precision="fp32"), steps=6)
-    job = open_job(precision=precision)
-    job.state.scaler.load_state_dict(job.state.scaler.state_dict() | {"scale": 256.0})
-    half = losses(job, steps=6)
+def test_half_precision_stays_near_fp32(open_context: OpenContext, precision: str) -> None:
+    exact = losses(open_context(precision="fp32"), steps=6)
+    context = open_context(precision=precision)
+    context.state.scaler.load_state_dict(context.state.scaler.state_dict() | {"scale": 256.0})
+    half = losses(context, steps=6)
     assert half == pytest.approx(exact, rel=0.005)
     assert half != exact  # else it was not half precision
-    assert all(parameter.isfinite().all() for parameter in job.state.model.parameters())
-    assert all(parameter.dtype == torch.float32 for parameter in job.state.model.parameters())
+    assert all(parameter.isfinite().all() for parameter in context.state.model.parameters())
+    assert all(parameter.dtype == torch.float32 for parameter in context.state.model.parameters())

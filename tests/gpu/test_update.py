@@ -31,7 +31,7 @@ class Sides:
         self.theirs = copy.deepcopy(self.ours)
         self.mean = [parameter.detach().clone() for parameter in self.theirs.parameters()]
         self.reducer = Reducer(
-            self.ours, World.alone(), Exchange(compression="none", bucket_mib=0.01), passes=1
+            self.ours, World.single(), Exchange(compression="none", bucket_mib=0.01), passes=1
         )
         named = dict(self.ours.named_parameters())
         groups = parameter_groups(named, named, exempt=(), weight_decay=DECAY, layers={}, layer_decay=1.0)
@@ -43,7 +43,7 @@ class Sides:
             named,
             flat_gradients=self.reducer.flat_gradients,
             heads=(),
-            whole_norm=self.reducer.whole_norm,
+            global_grad_norm=self.reducer.global_grad_norm,
         )
         self.average = Ema(self.ours, self.reducer.buckets, KEPT)
         self.scaler = torch.amp.GradScaler(device.type, enabled=scale != 1.0, init_scale=scale)
@@ -61,7 +61,7 @@ class Sides:
         self.theirs(images).square().mean().backward()
 
     def our_update(self) -> None:
-        with self.reducer.averaged():
+        with self.reducer.synchronized_gradients():
             self.scaler.unscale_(self.optimizer)
             divide(self.optimizer, self.clip())
             self.scaler.step(self.optimizer)
@@ -101,7 +101,9 @@ def test_an_overflow_is_skipped_and_not_counted(device: torch.device) -> None:
     sides = Sides(device, 256.0)
     sides.backward(0)
     sides.our_update()
-    live = dict(sides.ours.named_parameters()) | state_tensors(sides.optimizer, sides.reducer.owned)
+    live = dict(sides.ours.named_parameters()) | state_tensors(
+        sides.optimizer, sides.reducer.local_parameters
+    )
     before = {name: tensor.detach().clone() for name, tensor in live.items()}
     sides.backward(1, factor=float("inf"))
     sides.our_update()

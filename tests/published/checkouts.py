@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
+import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.objective.mixtoken import Box
 
 VARIABLE = "HOROVOD_VOLO_PUBLISHED"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import horovod_volo.models.lvvit as our_lvvit
 import horovod_volo.models.volo as our_volo
-from horovod_volo.models.stochastic_depth import ALL, Kept, draw_kept
+from horovod_volo.models.drop_path import ALL, DropPathSample, sample_drop_path
 from tests.published.checkouts import Published
 
 Draw = tuple[float, Tensor]  # a branch's rate, and the images that keep it
@@ -36,19 +36,19 @@ def recorded_published_draws(model: torch.nn.Module) -> Iterator[list[Draw]]:
 def ours_draw(draws: list[Draw]) -> Iterator[None]:
     """Let our networks take these draws instead of their own."""
 
-    def given(rates: Sequence[float], tokens: Tensor) -> list[Kept]:
+    def given(rates: Sequence[float], tokens: Tensor) -> list[DropPathSample]:
         branches = iter(draws)
         kept = [take(next(branches), rate) if rate else ALL for rate in rates]
         assert next(branches, None) is None
         return kept
 
-    def take(draw: Draw, rate: float) -> Kept:
+    def take(draw: Draw, rate: float) -> DropPathSample:
         assert draw[0] == pytest.approx(rate, rel=1e-6)
-        return Kept(draw[1], 1.0 / (1.0 - rate))
+        return DropPathSample(draw[1], 1.0 / (1.0 - rate))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(our_volo, "draw_kept", given)
-        patch.setattr(our_lvvit, "draw_kept", given)
+        patch.setattr(our_volo, "sample_drop_path", given)
+        patch.setattr(our_lvvit, "sample_drop_path", given)
         yield
 
 
@@ -57,8 +57,8 @@ def recorded_draws_of_ours() -> Iterator[list[Draw]]:
     """List what a network of ours draws, branch by branch."""
     draws: list[Draw] = []
 
-    def record(rates: Sequence[float], tokens: Tensor) -> list[Kept]:
-        kept = draw_kept(rates, tokens)
+    def record(rates: Sequence[float], tokens: Tensor) -> list[DropPathSample]:
+        kept = sample_drop_path(rates, tokens)
         everyone = torch.arange(len(tokens))
         draws.extend(
             (rate, everyone if branch.rows is None else branch.rows)
@@ -68,8 +68,8 @@ def recorded_draws_of_ours() -> Iterator[list[Draw]]:
         return kept
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(our_volo, "draw_kept", record)
-        patch.setattr(our_lvvit, "draw_kept", record)
+        patch.setattr(our_volo, "sample_drop_path", record)
+        patch.setattr(our_lvvit, "sample_drop_path", record)
         yield draws
 
 

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data import stream as stream_module
-from horovod_volo.data.augmentation.plan import Plan, plan_batch
+from horovod_volo.data import loader as stream_module
+from horovod_volo.data.augmentation.crop_flip import CropFlip, draw_crops
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.geometry import WHOLE
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.stream import Batch
+from horovod_volo.data.loader import Batch
 from tests.published.checkouts import Published, named_folder
 
 named_folder()  # or this module is skipped
@@ -76,7 +76,7 @@ def our_batch(folder: Path, settings: Data) -> tuple[Any, Batch]:
 
 
 @contextmanager
-def given_draws(transform: Any, plan: Plan, drawn: Operations) -> Iterator[None]:
+def given_draws(transform: Any, plan: CropFlip, drawn: Operations) -> Iterator[None]:
     """Let the published transforms draw what our plan of one image has drawn."""
     steps = {type(step).__name__: step for step in transform.transforms}
     steps["RandomHorizontalFlipWithLabel"].p = float(plan.flip_horizontal[0])
@@ -124,7 +124,7 @@ def published_sample(
     )
     with Image.open(path) as opened:
         image = opened.convert("RGB")
-    plan = plan_batch(SEED, EPOCH, np.array([index]), np.array([[image.height, image.width]]), SETTINGS)
+    plan = draw_crops(SEED, EPOCH, np.array([index]), np.array([[image.height, image.width]]), SETTINGS)
     numbers = torch.from_numpy(cell_numbers())
     with given_draws(transform, plan, drawn):
         pixels, label_map = transform(image, torch.stack([numbers, numbers]))

@@ -76,7 +76,7 @@ def assert_equal(
     own, other = random_logits(batch, side), random_logits(batch, side)
     ours = build_loss(settings, CLASSES, side)(*own, labels, box).total
     theirs = loss((*other, corners(box)), target)
-    compare(f"{what}, {batch} of {side} x {side}, kept share {box.kept_share:.2f}, loss", ours, theirs)
+    compare(f"{what}, {batch} of {side} x {side}, kept share {box.lam:.2f}, loss", ours, theirs)
     ours.backward()
     theirs.backward()
     for one, another in zip(own, other, strict=True):

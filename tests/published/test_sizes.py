@@ -31,7 +31,7 @@ def test_384_pixels(published: Published, compare: Compare, name: str) -> None:
 def test_odd_batches(published: Published, compare: Compare, name: str, batch: int) -> None:
     pair, images, box = pair_of(published, name), random_images(batch, 224), box_on(14)
     with torch.inference_mode(), published.given_box(name, box):
-        class_logits, token_logits = pair.ours.train().training_logits(images, box.exchange)
+        class_logits, token_logits = pair.ours.train().training_logits(images, box.swap_tokens)
         of_class, of_tokens, _ = pair.theirs.train()(images)
     compare(f"{name}, class logits of {batch}", class_logits, of_class)
     compare(f"{name}, token logits of {batch}", token_logits, of_tokens)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from horovod_volo.bench.synthetic import checked_config, synthetic_job
 from horovod_volo.cluster.world import World
-from horovod_volo.data.stream import Batch
-from horovod_volo.engine.job import Job
+from horovod_volo.data.loader import Batch
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.objective.loss import Labels
 from horovod_volo.objective.mixtoken import Box
@@ -40,7 +40,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Trained:
+class PretrainedModel:
     """What a training ends in."""
 
     losses: Tensor  # (steps,)
@@ -78,7 +78,7 @@ def test_ten_steps(published: Published, compare: Compare, name: str) -> None:
     compare_statistics(name, ours.model, single.model)
 
 
-def distances(one: Trained, other: Trained, begin: dict[str, Tensor]) -> dict[str, float]:
+def distances(one: PretrainedModel, other: PretrainedModel, begin: dict[str, Tensor]) -> dict[str, float]:
     """Return how far two trainings end apart as shares of the second's way, of each tensor and of all."""
     apart = {key: (one.weights[key] - end).norm().item() for key, end in other.weights.items()}
     ways = {key: (end - begin[key]).norm().item() for key, end in other.weights.items()}
@@ -86,7 +86,7 @@ def distances(one: Trained, other: Trained, begin: dict[str, Tensor]) -> dict[st
     return {key: apart[key] / ways[key] for key in ways} | {"all": whole}
 
 
-def job_of(name: str) -> Job:
+def job_of(name: str) -> TrainContext:
     """Build our run of the published command, but for the size of its images."""
     lvvit = name.startswith("lvvit")
     settings = {
@@ -102,11 +102,11 @@ def job_of(name: str) -> Job:
         "dense_weight": 1.0 if lvvit else 0.5,
         "precision": "fp32",
     }
-    job = synthetic_job(checked_config(settings), World.alone(), CLASSES)
+    job = synthetic_job(checked_config(settings), World.single(), CLASSES)
     return replace(job, lr=lambda step: 1e-4 * (step + 1))
 
 
-def train_ours(job: Job) -> tuple[Trained, list[Step]]:
+def train_ours(job: TrainContext) -> tuple[PretrainedModel, list[Step]]:
     """Take the steps by the engine; return with the result what the published training needs of them."""
     steps, losses = [], []
     for number in range(STEPS):
@@ -125,7 +125,7 @@ def train_ours(job: Job) -> tuple[Trained, list[Step]]:
 
 def train_published(
     published: Published, name: str, begin: dict[str, Tensor], steps: list[Step], precision: torch.dtype
-) -> Trained:
+) -> PretrainedModel:
     """Take the same steps with the published network and loss, and torch's own AdamW."""
     model = published.network(name, img_size=PIXELS, drop_path=0.1)
     model.load_state_dict(begin, strict=True)
@@ -155,7 +155,7 @@ def groups_of(model: nn.Module) -> list[dict[str, object]]:
     return [{"params": others, "weight_decay": 0.0}, {"params": decayed, "weight_decay": DECAY}]
 
 
-def trained(losses: list[float], model: nn.Module) -> Trained:
+def trained(losses: list[float], model: nn.Module) -> PretrainedModel:
     """Put the end of a training together, in double precision."""
     weights = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
-    return Trained(torch.tensor(losses, dtype=torch.float64), weights, model)
+    return PretrainedModel(torch.tensor(losses, dtype=torch.float64), weights, model)

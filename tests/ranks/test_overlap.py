@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.bench.machine import overlap
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from tests.ranks.launching import run
 
 SIZE = ("--model", "volo_demo", "--img-size", "32", "--batch-size", "2", "--pairs", "2", "--link", "1000")

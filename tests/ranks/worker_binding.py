@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from horovod_volo.cluster.launch import promised
+from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.pinning import bind, memory_nodes
 
 out, mode, root = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -15,11 +15,11 @@ bound = bind(mode, root=root)
 
 import torch  # noqa: E402  bound first: this is what is tested
 
-from horovod_volo.cluster.share import share_of_host  # noqa: E402
+from horovod_volo.cluster.resources import rank_resources  # noqa: E402
 from horovod_volo.cluster.world import World  # noqa: E402
 
-world = World.join(bound)
-share = share_of_host(world)
+world = World.connect(bound)
+resources = rank_resources(world)
 held = threading.Event()
 threading.Thread(target=held.wait).start()
 torch.randn(512, 512) @ torch.randn(512, 512)
@@ -40,5 +40,5 @@ left = {
     "variables": {name: os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "HOROVOD_THREAD_AFFINITY")},
 }
 held.set()
-torch.save(left, out / f"rank_{promised().rank}.pt")
-world.gather(None)
+torch.save(left, out / f"rank_{read_launch_env().rank}.pt")
+world.allgather_object(None)

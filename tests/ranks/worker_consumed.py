@@ -8,26 +8,26 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from horovod_volo.cluster.launch import promised
-from horovod_volo.data.stream import Batch, TrainStream
+from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.data.loader import Batch, TrainLoader
 from horovod_volo.train import main
 
-passes = TrainStream.passes
+passes = TrainLoader.passes
 
 
 def noting(notes: Path, killed_at: int) -> None:
     """Add a line for each batch to this rank's notes; the last rank is killed when it gets a step's batch."""
-    place = promised()
+    place = read_launch_env()
     file = (notes / f"{time.time_ns()}_{place.rank}.jsonl").open("w")
 
-    def noted(stream: TrainStream, epoch: int, first_step: int) -> Iterator[Batch]:
+    def noted(stream: TrainLoader, epoch: int, first_step: int) -> Iterator[Batch]:
         for step, batch in enumerate(passes(stream, epoch, first_step), epoch * stream.steps + first_step):
             print(json.dumps([step, batch.indices.tolist()]), file=file, flush=True)
             if step == killed_at and place.rank == place.size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield batch
 
-    TrainStream.passes = noted  # type: ignore[method-assign]
+    TrainLoader.passes = noted  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

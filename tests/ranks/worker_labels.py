@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from horovod_volo.cluster.world import World
-from horovod_volo.engine.labelling import Order, label_images
+from horovod_volo.labelling.generate import Order, label_images
 
 
 def main(out: Path, data: str, weights: str, seconds_a_batch: float) -> None:
-    world = World.join()
+    world = World.connect()
     order = Order(
         data_dir=data,
         store=out / "store",

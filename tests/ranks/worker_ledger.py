@@ -10,13 +10,13 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Data
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.stream import TrainStream
+from horovod_volo.data.loader import TrainLoader
 
 
 def main(out: Path, images: Path, global_batch: int) -> None:
-    world = World.join()
+    world = World.connect()
     catalog = build_catalog(str(images), "train", None)
-    stream = TrainStream(
+    stream = TrainLoader(
         catalog,
         open_labels(str(images / "token_labels"), catalog, None),
         Data(batch_size=global_batch // world.size, vflip=0.3),
@@ -31,7 +31,7 @@ def main(out: Path, images: Path, global_batch: int) -> None:
     entries = [
         (f"epoch {epoch} step {step}", int(index), *described)
         for epoch in (0, 1)
-        for step, batch in enumerate(stream.passes(epoch, 0))
+        for step, batch in enumerate(stream.batches(epoch, 0))
         for index, *described in zip(
             batch.indices,
             *map(digests, (batch.images, batch.classes, batch.scores, batch.ids, batch.boxes)),

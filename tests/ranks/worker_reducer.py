@@ -38,7 +38,7 @@ def main() -> None:
     asked = options.parse_args()
 
     torch.set_num_threads(1)
-    world = World.join()
+    world = World.connect()
     result = trained(asked, world, Reducer)
     if asked.shard:
         result["sharded"] = trained(asked, world, ShardedReducer)
@@ -57,7 +57,7 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
     reducer = kind(model, world, settings, passes=asked.passes)
     groups = parameter_groups(
         dict(model.named_parameters()),
-        reducer.owned,
+        reducer.local_parameters,
         exempt=model.no_weight_decay(),
         weight_decay=0.05,
         layers={},
@@ -68,10 +68,10 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
     clip = build_clip(
         "norm",
         asked.clip,
-        reducer.owned,
+        reducer.local_parameters,
         flat_gradients=reducer.flat_gradients,
         heads=(),
-        whole_norm=reducer.whole_norm,
+        global_grad_norm=reducer.global_grad_norm,
     )
     scaler = torch.amp.GradScaler("cpu", enabled=overflows, init_scale=1024.0)
     if world.rank == asked.overflow_on:
@@ -87,13 +87,13 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
             truth = classes[mine]
             loss = F.cross_entropy(class_logits, truth) + F.cross_entropy(token_logits.mean(1), truth)
             scaler.scale(asked.times * loss / asked.passes).backward()
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             gradients = torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
             scaler.unscale_(optimizer)
             divide(optimizer, clip())
             scaler.step(optimizer)
         scaler.update()
-    state = state_tensors(optimizer, reducer.owned)
+    state = state_tensors(optimizer, reducer.local_parameters)
     return {
         "gradients": gradients,
         "moved": float((_flat(model) - before).abs().max()),
@@ -101,7 +101,7 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
         "scale": scaler.get_scale() if overflows else 1.0,
         "buckets": len(reducer.buckets),
         "state_elements": sum(tensor.numel() for tensor in state.values() if tensor.ndim),
-        "state": reducer.gather_state(state, STATE_KEYS[asked.opt]),
+        "state": reducer.gather_optimizer_state(state, STATE_KEYS[asked.opt]),
     }
 
 

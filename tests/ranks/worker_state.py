@@ -8,8 +8,8 @@ import torch
 from horovod_volo.cluster.world import World
 from horovod_volo.config.recipe import load_recipe
 from horovod_volo.config.values import assemble
-from horovod_volo.engine.checkpoint import find_checkpoint
-from horovod_volo.engine.resuming import restore
+from horovod_volo.engine.checkpoint.files import find_checkpoint
+from horovod_volo.engine.checkpoint.resuming import restore
 from horovod_volo.engine.state import build_state
 
 
@@ -20,18 +20,18 @@ def main() -> None:
     options.add_argument("--shard-optimizer", action="store_true")
     asked = options.parse_args()
     torch.set_num_threads(1)
-    world = World.join()
+    world = World.connect()
     settings = load_recipe(str(asked.run / "resolved.toml")) | {"shard_optimizer": asked.shard_optimizer}
     config = assemble(settings, fallback_name="")
     state, _ = build_state(config, world, num_classes=10, device=torch.device("cpu"), finetune="")
     # Every rank but the first begins with something else than what was saved.
     if world.rank:
-        for tensor in state.common():
+        for tensor in state.replicated_tensors():
             tensor.fill_(world.rank)
     restore(state, find_checkpoint(str(asked.run)), world)
     whole = {
         file: {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        for file, tensors in state.whole().items()
+        for file, tensors in state.full_state_dict().items()
     }
     torch.save({**whole, "step": state.step}, asked.out / f"rank_{world.rank}.pt")
 

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import torch
 
-from horovod_volo.cluster.world import AgreedError, World
-from horovod_volo.config.errors import UserError
+from horovod_volo.cluster.world import AllRanksError, World
+from horovod_volo.core.errors import UserError
 
 
 def main(out: Path) -> None:
-    world = World.join()
+    world = World.connect()
     mean = torch.full((3,), float(world.rank))
-    world.mean_(mean, "mean")
+    world.average_(mean, "mean")
     number = torch.tensor(world.rank)
-    tensors = [torch.full((2, 2), float(world.rank)), number, torch.tensor([world.is_main])]
+    tensors = [torch.full((2, 2), float(world.rank)), number, torch.tensor([world.is_rank_zero])]
     world.broadcast_(tensors)
     world.assert_same(tensors[:1], "broadcast tensors")
     channels_last = torch.full((2, 3, 4, 5), float(world.rank)).to(memory_format=torch.channels_last)
@@ -23,12 +23,12 @@ def main(out: Path) -> None:
         {
             "facts": [world.rank, world.size, world.local_rank, world.local_size],
             "controller": world.controller,
-            "total": world.total(world.rank, 2.0**40 + world.rank),
+            "total": world.sum_over_ranks(world.rank, 2.0**40 + world.rank),
             "mean": mean,
             "broadcast": tensors,
             "channels_last_sum": float(channels_last.sum()),
-            "gathered": world.gather(f"from {world.rank}"),
-            "shared": world.share(f"from {world.rank}"),
+            "gathered": world.allgather_object(f"from {world.rank}"),
+            "shared": world.broadcast_object(f"from {world.rank}"),
             "problem": _problem_of_last_rank(world),
             "divergence": _divergence_of_last_rank(world),
         },
@@ -42,8 +42,8 @@ def _problem_of_last_rank(world: World) -> str:
             raise UserError("the disk is missing")
 
     try:
-        world.together(check)
-    except AgreedError as error:
+        world.run_on_all_ranks(check)
+    except AllRanksError as error:
         return str(error)
     return "nothing was raised"
 

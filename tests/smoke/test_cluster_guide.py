@@ -11,7 +11,7 @@ import pytest
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, resolve
-from horovod_volo.config.rules import notes
+from horovod_volo.config.validation import notes
 from tests.ranks.launching import run
 
 ROOT = Path(__file__).parents[2]

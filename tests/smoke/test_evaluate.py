@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-import horovod_volo.models.timm_door  # noqa: F401  # torchvision imports only after it
+import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only after it
 
 # isort: split
 import timm

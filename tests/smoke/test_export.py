@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from horovod_volo import export
-from horovod_volo.models import onnx_file, timm_folder
+from horovod_volo.models import onnx_export, timm_export
 from horovod_volo.models.build import build_model
 from tests.ranks.launching import run
 
@@ -147,7 +147,7 @@ def test_a_place_that_cannot_be_written_is_told_in_one_line(demo_run: Path, caps
 
 
 def test_missing_packages_are_told_before_anything_is_read(demo_run, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None)
+    monkeypatch.setattr(onnx_export, "find_spec", lambda name: None)
     assert "--onnx needs onnx and onnxscript." in refused(capsys, demo_run, tmp_path / "export", "--onnx")
 
 
@@ -155,7 +155,7 @@ def test_missing_packages_are_told_before_anything_is_read(demo_run, tmp_path, c
 def test_other_logits_are_an_error_and_leave_nothing(
     difference: float, demo_run: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timm_folder, "timm_difference", lambda trained, folder: difference)
+    monkeypatch.setattr(timm_export, "timm_difference", lambda trained, folder: difference)
     assert export.main([str(demo_run), str(tmp_path / "export")]) == export.DIFFERS
     assert f"error: timm gives logits that differ by {difference:.1e}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

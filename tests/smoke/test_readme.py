@@ -18,7 +18,7 @@ import pytest
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, nearest_batches, resolve
-from horovod_volo.config.rules import notes
+from horovod_volo.config.validation import notes
 from tests.ranks.launching import environment, run
 
 ROOT = Path(__file__).parents[2]

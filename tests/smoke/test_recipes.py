@@ -16,7 +16,7 @@ import pytest
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import RECIPES, recipe_names
 from horovod_volo.config.schema import Config
-from horovod_volo.engine.dry_run import Need, describe, dry_run, need_of
+from horovod_volo.dry_run import Need, describe, dry_run, need_of
 
 RANKS = (1, 8, 40, 256)
 IN_1K, IN_22K = (1_281_167, 1_000), (14_197_122, 21_841)

@@ -13,9 +13,11 @@ from pathlib import Path
 
 # From the ground up. A room imports rooms on floors below its own, and itself.
 FLOORS = (
-    {"config", "files", "kernels"},
+    {"core"},
+    {"config", "kernels"},
     {"cluster", "data", "models", "objective", "optim", "monitor"},
     {"engine"},
+    {"evaluation", "labelling", "dry_run"},
     {"train", "evaluate", "doctor", "bench", "export", "labels", "pack"},
 )
 

@@ -30,13 +30,13 @@ def house(folder: Path, files: dict[str, str]) -> Path:
     [
         ("config/schema.py", "from house.engine import loop", "engine is above config"),
         ("config/schema.py", "import numpy", "standard library alone"),
-        ("data/stream.py", "import house.engine.loop as x", "engine is above data"),
-        ("data/stream.py", "from house import engine", "engine is above data"),
-        ("data/stream.py", "from ..engine.loop import fit", "engine is above data"),
-        ("data/stream.py", "from .. import engine", "engine is above data"),
+        ("data/loader.py", "import house.engine.loop as x", "engine is above data"),
+        ("data/loader.py", "from house import engine", "engine is above data"),
+        ("data/loader.py", "from ..engine.loop import fit", "engine is above data"),
+        ("data/loader.py", "from .. import engine", "engine is above data"),
         ("data/far/away.py", "from ...engine import loop", "engine is above data"),
         ("data/__init__.py", "from ..engine import loop", "engine is above data"),
-        ("data/stream.py", "from ..cluster import world", "data and cluster are on one floor"),
+        ("data/loader.py", "from ..cluster import world", "data and cluster are on one floor"),
         ("train.py", "import house.bench.results", "train and bench are on one floor"),
         ("engine/loop.py", "from .. import train", "train is above engine"),
         ("engine/loop.py", "import house", "the package itself is no room"),
@@ -46,7 +46,7 @@ def house(folder: Path, files: dict[str, str]) -> Path:
         ("engine/loop.py", "from nvidia.dali import fn", "its one door is data"),
         ("engine/state.py", "from apex.optimizers import FusedLAMB", "its one door is optim"),
         ("engine/loop.py", "from torch.utils.tensorboard import SummaryWriter", "its one door is monitor"),
-        ("cluster/ring.py", "import torch.distributed as dist", "its one door is shut"),
+        ("cluster/collectives.py", "import torch.distributed as dist", "its one door is shut"),
         ("bench/machine/step.py", "import timm", "its one door is models"),
         ("bench/machine/peers_loss.py", "import nvidia.dali", "its one door is data"),
         ("models/build.py", "if TYPE_CHECKING:\n    from house.engine import loop", "engine is above models"),
@@ -63,10 +63,10 @@ def test_a_broken_rule_is_found(file: str, source: str, rule: str, tmp_path: Pat
 def test_what_is_allowed_is_let_through(tmp_path: Path) -> None:
     files = {
         "config/schema.py": "import argparse\nfrom .values import shown\nfrom house.config import values",
-        "cluster/ring.py": "import horovod.torch as hvd\nimport torch\nfrom ..config import errors",
-        "data/stream.py": "from nvidia.dali import fn\nfrom . import order\nfrom .order import epoch_order",
+        "cluster/collectives.py": "import horovod.torch as hvd\nimport torch\nfrom ..config import errors",
+        "data/loader.py": "from nvidia.dali import fn\nfrom . import order\nfrom .order import epoch_order",
         "models/build.py": "from timm.models.volo import VOLO",
-        "monitor/tracker.py": "from torch.utils.tensorboard import SummaryWriter",
+        "monitor/run_logger.py": "from torch.utils.tensorboard import SummaryWriter",
         "engine/loop.py": "from house.cluster import ring\nfrom ..data.stream import Batch\nimport timms",
         "bench/machine/loss.py": "from house.engine import loop\nfrom house.bench import comparison",
         "bench/machine/peers_reduce.py": "import horovod.torch\nimport torch.distributed",
@@ -77,7 +77,7 @@ def test_what_is_allowed_is_let_through(tmp_path: Path) -> None:
 
 def test_a_rule_broken_in_the_real_package_is_found(tmp_path: Path) -> None:
     copy = shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    broken = copy / "objective" / "windows.py"
+    broken = copy / "objective" / "roi_weights.py"
     broken.write_text(f"{broken.read_text(encoding='utf-8')}\nimport horovod_volo.engine.loop as above\n")
     assert len(broken_rules(copy)) == 1
     assert "engine is above objective" in broken_rules(copy)[0]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "horovod_volo"
 MODULES = {path.relative_to(ROOT).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
-MAY_PRINT = ("monitor", "bench", "train.py", "evaluate.py", "doctor", "export.py", "labels.py", "pack.py")
+MAY_PRINT = ("monitor", "core/messages.py", "bench", "train.py", "evaluate.py", "doctor", "export.py", "labels.py", "pack.py")
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 

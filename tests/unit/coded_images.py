@@ -13,8 +13,8 @@ from PIL import Image
 from horovod_volo.config.schema import Data
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.source import LabelSource
+from horovod_volo.data.loader import Batch, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
-from horovod_volo.data.stream import Batch, TrainStream
 
 # Cut, resize and flip alone: what is left when nothing recolours, moves or erases.
 PLAIN: dict[str, Any] = {"train_interpolation": "bicubic", "aa": "", "color_jitter": 0.0, "reprob": 0.0}
@@ -47,7 +47,7 @@ def only_batch(
     catalog: Catalog, labels: LabelSource | None, settings: Data, *, side: int, seed: int, epoch: int = 0
 ) -> Batch:
     """Return the batch of an epoch that has one."""
-    stream = TrainStream(
+    stream = TrainLoader(
         catalog,
         labels,
         settings,
@@ -59,7 +59,7 @@ def only_batch(
         device=torch.device("cpu"),
         threads=2,
     )
-    (batch,) = stream.passes(epoch, 0)
+    (batch,) = stream.batches(epoch, 0)
     stream.close()
     return batch
 

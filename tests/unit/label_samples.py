@@ -9,8 +9,8 @@ import torch
 
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.labels.keys import key_of, keys_of
-from horovod_volo.data.labels.making import begin
 from horovod_volo.data.labels.store import StoreFacts
+from horovod_volo.data.labels.store_writer import begin
 
 
 def catalog_of(root: Path, *names: str) -> Catalog:

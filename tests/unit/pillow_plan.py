@@ -8,7 +8,7 @@ from PIL import Image
 from published_augment import timm_augment
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.rand_augment import Operation, Operations
 
 
@@ -19,7 +19,7 @@ def by_pillow(
     alone = np.array([index])
     with Image.open(path) as opened:
         image = opened.convert("RGB")
-    plan = plan_batch(seed, epoch, alone, np.array([[image.height, image.width]]), settings)
+    plan = draw_crops(seed, epoch, alone, np.array([[image.height, image.width]]), settings)
     if plan.flip_horizontal[0]:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if plan.flip_vertical[0]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.data.augmentation.rand_augment import Operation
-from horovod_volo.models import timm_door  # noqa: F401  # lets timm in beside a CPU-only torch
+from horovod_volo.models import timm_api  # noqa: F401  # lets timm in beside a CPU-only torch
 
 SPELLING = "rand-m9-mstd0.5-inc1"
 NAMES = {

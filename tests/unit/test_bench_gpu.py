@@ -21,7 +21,7 @@ from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench import comparison
 from horovod_volo.bench.comparison import WrongResultError
 from horovod_volo.bench.machine import goals, overhead, step
-from horovod_volo.cluster.share import Share
+from horovod_volo.cluster.resources import RankResources
 from horovod_volo.models.build import build_model, training_forward
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +39,8 @@ TINY: dict[str, Any] = {
 def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks short, and leave torch's threads as they are."""
     monkeypatch.setattr(comparison, "BLOCK_SECONDS", 0.01)
-    share = Share(device=torch.device("cpu"), threads=1, binding="test")
-    monkeypatch.setattr("horovod_volo.bench.synthetic.share_of_host", lambda world: share)
+    resources = RankResources(device=torch.device("cpu"), threads=1, binding="test")
+    monkeypatch.setattr("horovod_volo.bench.synthetic.rank_resources", lambda world: resources)
 
 
 def plan(*words: str) -> list[tuple[int, command_line.Request]]:
@@ -172,7 +172,7 @@ def test_overhead_tells_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {figure.label: figure.value for figure in overhead.measure(batch_size=2, pairs=3).figures}
     assert list(figures) == ["engine's step", "bare loop", "beyond torch"]
     assert min(figures["engine's step"], figures["bare loop"]) > 0
-    monkeypatch.setattr(overhead, "step_of", lambda job, batch: lambda: None)
+    monkeypatch.setattr(overhead, "step_of", lambda context, batch: lambda: None)
     with pytest.raises(WrongResultError, match="weights after 20 steps"):
         overhead.measure(batch_size=2, pairs=3)
 

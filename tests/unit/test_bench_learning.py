@@ -18,7 +18,7 @@ from horovod_volo.bench.machine.training_runs import (
     timm_command,
 )
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 BUDGET = Budget("images", 10, 3 * 640, "volo_demo", 64, 64, 3, 2e-3)
 

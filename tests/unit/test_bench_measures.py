@@ -28,9 +28,9 @@ from horovod_volo.bench.machine import (
 )
 from horovod_volo.bench.machine.peers_loss import DenseLoss, PublishedLoss
 from horovod_volo.bench.synthetic import random_labels
-from horovod_volo.cluster.share import Share
-from horovod_volo.config.errors import UserError
+from horovod_volo.cluster.resources import RankResources
 from horovod_volo.config.schema import Objective
+from horovod_volo.core.errors import UserError
 from horovod_volo.objective.mixtoken import Box
 
 CPU = torch.device("cpu")
@@ -40,8 +40,8 @@ CPU = torch.device("cpu")
 def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks short, and leave torch's threads as they are."""
     monkeypatch.setattr(comparison, "BLOCK_SECONDS", 0.01)
-    share = Share(device=CPU, threads=1, binding="test")
-    monkeypatch.setattr("horovod_volo.bench.synthetic.share_of_host", lambda world: share)
+    resources = RankResources(device=CPU, threads=1, binding="test")
+    monkeypatch.setattr("horovod_volo.bench.synthetic.rank_resources", lambda world: resources)
 
 
 def test_random_label_maps_are_well_formed() -> None:
@@ -70,7 +70,7 @@ def test_the_dense_peers_are_the_published_loss(peer: type[DenseLoss] | type[Pub
         published.smooth(published.batch_target(*maps, side, 9, "corrected"), settings.smoothing)
         for side in (1, 3)
     )
-    mixed = box.kept_share * crop.squeeze(1) + (1 - box.kept_share) * crop.squeeze(1).flip(0)
+    mixed = box.lam * crop.squeeze(1) + (1 - box.lam) * crop.squeeze(1).flip(0)
     expected = 0.75 * published.cross_entropy(class_logits.double(), mixed)
     expected += 0.25 * published.cross_entropy(token_logits.double(), tokens)
     found = peer(settings, 9, 3)(class_logits, token_logits, labels, box)

@@ -10,7 +10,7 @@ import pytest
 
 from horovod_volo.bench.comparison import Estimate
 from horovod_volo.bench.results import Figure, Result, append, lines, markdown, read_records, record_of
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 RESULT = Result(
     "step volo_d1",

@@ -15,7 +15,7 @@ from horovod_volo.bench.scaling_study import simulate
 from horovod_volo.bench.scaling_study.grad_ready_times import measured_workload
 from horovod_volo.bench.scaling_study.network import Fabric, parameter_server_seconds, ring_seconds
 from horovod_volo.bench.scaling_study.validation import checked, published_points
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 LINKS = Fabric("links", 1, 0.002, 0.001, 0.001, 0.001, 0.001, 12e6, 12e6)
 SVG = "{http://www.w3.org/2000/svg}"

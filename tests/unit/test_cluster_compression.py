@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.cluster.compression import (
-    Factors,
+    BucketScales,
     Fp16Compression,
     NoCompression,
     largest,
@@ -33,7 +33,9 @@ class EmulatedRanks:
     def __init__(self, ranks: int, elements: int, *, adaptive: bool = True) -> None:
         self.ranks = ranks
         self.gradients = [torch.zeros(elements) for _ in range(ranks)]
-        self.factors = [Factors(1, ranks, like=self.gradients[0], adaptive=adaptive) for _ in range(ranks)]
+        self.factors = [
+            BucketScales(1, ranks, like=self.gradients[0], adaptive=adaptive) for _ in range(ranks)
+        ]
         self.sums = {"": torch.zeros(elements), ".fp16": torch.zeros(elements, dtype=torch.float16)}
         self.sent: list[str] = []
         self.compressions = [
@@ -138,7 +140,7 @@ def test_a_bucket_without_gradients_has_them_later() -> None:
 
 
 def test_factors_are_powers_of_two_and_their_inverse_is_exact() -> None:
-    factors = Factors(6, 3, like=torch.zeros(1), adaptive=True)
+    factors = BucketScales(6, 3, like=torch.zeros(1), adaptive=True)
     factors.maxima.copy_(torch.tensor([1e-25, 1e-7, 0.3, 1.0, 7e4, 1e30]))
     factors.update()
     mantissas, _ = torch.frexp(factors.forward)
@@ -149,7 +151,7 @@ def test_factors_are_powers_of_two_and_their_inverse_is_exact() -> None:
 
 
 def test_the_running_maximum_rises_at_once_and_falls_slowly() -> None:
-    factors = Factors(1, 2, like=torch.zeros(1), adaptive=True)
+    factors = BucketScales(1, 2, like=torch.zeros(1), adaptive=True)
     seen = []
     for maximum in (1.0, 8.0, 1.0, float("nan"), 1.0):
         factors.maxima.fill_(maximum)
@@ -184,7 +186,7 @@ def test_restored_maxima_continue_bit_by_bit() -> None:
         local = small_beside_large(4, seed)
         assert resumed.step(local).equal(through.step(local))
     assert "bucket" not in resumed.sent
-    assert Factors(3, 4, like=torch.zeros(1), adaptive=False).state() == {}
+    assert BucketScales(3, 4, like=torch.zeros(1), adaptive=False).state() == {}
 
 
 def test_the_predivisor_is_about_the_root() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from horovod_volo.cluster.launch import ALONE, Promise, promised
+from horovod_volo.cluster.launch_env import ALONE, LaunchEnv, read_launch_env
 
 HOROVODRUN = {
     "HOROVOD_RANK": "5",
@@ -31,34 +31,34 @@ SRUN = {
 @pytest.mark.parametrize(
     ("environment", "promise"),
     [
-        (HOROVODRUN, Promise("horovodrun", 5, 8, 1, 4)),
-        (OPEN_MPI, Promise("mpirun", 3, 4, 1, 2)),
-        (PMI, Promise("mpirun (PMI)", 0, 2, 0, 2)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Promise("mpirun (PMI)", 1, 2, 0, 1)),
-        (SRUN, Promise("srun", 6, 7, 0, 2)),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4,3"}, Promise("srun", 6, 7, 0, 4)),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "7"}, Promise("srun", 6, 7, 0, 7)),
+        (HOROVODRUN, LaunchEnv("horovodrun", 5, 8, 1, 4)),
+        (OPEN_MPI, LaunchEnv("mpirun", 3, 4, 1, 2)),
+        (PMI, LaunchEnv("mpirun (PMI)", 0, 2, 0, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, LaunchEnv("mpirun (PMI)", 1, 2, 0, 1)),
+        (SRUN, LaunchEnv("srun", 6, 7, 0, 2)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4,3"}, LaunchEnv("srun", 6, 7, 0, 4)),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "7"}, LaunchEnv("srun", 6, 7, 0, 7)),
         ({}, ALONE),
         ({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_FUSION_THRESHOLD": "0"}, ALONE),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ALONE),  # a batch script, outside of any step
         ({"OMPI_COMM_WORLD_SIZE": "4"}, ALONE),  # a size without a rank promises no place
     ],
 )
-def test_a_launchers_variables_are_its_promise(environment: dict[str, str], promise: Promise) -> None:
-    assert promised(environment) == promise
+def test_a_launchers_variables_are_its_promise(environment: dict[str, str], promise: LaunchEnv) -> None:
+    assert read_launch_env(environment) == promise
 
 
 def test_inside_a_slurm_step_the_inner_launcher_speaks() -> None:
-    assert promised(SRUN | OPEN_MPI).launcher == "mpirun"
-    assert promised(SRUN | OPEN_MPI | HOROVODRUN).launcher == "horovodrun"
-    assert promised(SRUN | PMI) == Promise("mpirun (PMI)", 0, 2, 0, 2)
+    assert read_launch_env(SRUN | OPEN_MPI).launcher == "mpirun"
+    assert read_launch_env(SRUN | OPEN_MPI | HOROVODRUN).launcher == "horovodrun"
+    assert read_launch_env(SRUN | PMI) == LaunchEnv("mpirun (PMI)", 0, 2, 0, 2)
 
 
 def test_without_a_launcher_one_rank_is_everybody() -> None:
-    assert Promise("none", 0, 1, 0, 1) == ALONE
+    assert LaunchEnv("none", 0, 1, 0, 1) == ALONE
 
 
 def test_the_process_environment_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in HOROVODRUN.items():
         monkeypatch.setenv(name, value)
-    assert promised() == Promise("horovodrun", 5, 8, 1, 4)
+    assert read_launch_env() == LaunchEnv("horovodrun", 5, 8, 1, 4)

@@ -11,10 +11,10 @@ import pytest
 from topologies_on_disk import host_of, lay_out
 
 from horovod_volo.cluster.binding import Binding, Seat, plan
+from horovod_volo.cluster.env_vars import TABLE, HorovodSwitches, launch_env_vars
 from horovod_volo.cluster.nvml import list_gpus, visible
 from horovod_volo.cluster.pinning import bind, compute_threads, placed_by_launcher, set_variables, shown
 from horovod_volo.cluster.topology import Card, Gpu, cpu_ranges, read_host
-from horovod_volo.cluster.variables import TABLE, Switches, variables_of
 
 GPUS = [(f"00000000:{bus}:00.0", f"GPU-{bus}{bus}-aaaa") for bus in ("07", "0F", "47", "4E")]
 CARDS = tuple(Card(f"mlx5_{number}", (), 0, interface=f"ib{number}") for number in range(2))
@@ -27,7 +27,7 @@ def binding(gpu: Gpu | None = None, cards: tuple[Card, ...] = (), service: tuple
 
 def test_variables_of_a_rank_with_a_gpu_and_a_card() -> None:
     chosen = binding(Gpu("0000:07:00.0", (), 1), CARDS, service=(3, 7))
-    assert variables_of(chosen, Switches()) == {
+    assert launch_env_vars(chosen, HorovodSwitches()) == {
         "OMP_NUM_THREADS": "4",
         "MKL_NUM_THREADS": "4",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -43,8 +43,8 @@ def test_variables_of_a_rank_with_a_gpu_and_a_card() -> None:
 
 
 def test_variables_of_a_rank_without() -> None:
-    switches = Switches(autotune="tried.csv", timeline="line.json")
-    assert variables_of(binding(), switches) == {
+    switches = HorovodSwitches(autotune="tried.csv", timeline="line.json")
+    assert launch_env_vars(binding(), switches) == {
         "OMP_NUM_THREADS": "4",
         "MKL_NUM_THREADS": "4",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -57,8 +57,8 @@ def test_variables_of_a_rank_without() -> None:
 
 
 def test_on_cpus_horovod_asks_less_often_unless_it_tunes_itself() -> None:
-    assert variables_of(binding(), Switches())["HOROVOD_CYCLE_TIME"] == "10"
-    assert "HOROVOD_CYCLE_TIME" not in variables_of(binding(), Switches(autotune="tried.csv"))
+    assert launch_env_vars(binding(), HorovodSwitches())["HOROVOD_CYCLE_TIME"] == "10"
+    assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), HorovodSwitches(autotune="tried.csv"))
 
 
 def test_every_variable_says_why() -> None:
@@ -76,15 +76,15 @@ def test_what_is_set_already_stays() -> None:
 )
 def test_a_number_of_threads_that_is_set_is_respected(set_to: str | None, threads: int) -> None:
     environment = {} if set_to is None else {"OMP_NUM_THREADS": set_to}
-    assert compute_threads(environment, share=4) == threads
+    assert compute_threads(environment, resources=4) == threads
 
 
 @pytest.mark.parametrize("set_to", ["1", "3"])
 def test_torch_computes_with_the_threads_that_are_set(set_to: str) -> None:
     program = (
         "from horovod_volo.cluster.pinning import bind; bound = bind('none'); import torch;"
-        "from horovod_volo.cluster.share import share_of_host; from horovod_volo.cluster.world import World;"
-        "share_of_host(World.join(bound)); print(torch.get_num_threads(), *bound.remarks)"
+        "from horovod_volo.cluster.resources import rank_resources; from horovod_volo.cluster.world import World;"
+        "rank_resources(World.connect(bound)); print(torch.get_num_threads(), *bound.remarks)"
     )
     command = [sys.executable, "-c", program]
     environment = os.environ | {"OMP_NUM_THREADS": set_to}

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.buckets import fill_buckets
+from horovod_volo.cluster.buckets import build_buckets
+from horovod_volo.cluster.collectives import LocalCollectives, Wait
 from horovod_volo.cluster.compression import scale_into
 from horovod_volo.cluster.reducer import Reducer
-from horovod_volo.cluster.ring import NoRing, Wait
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 
@@ -60,7 +60,7 @@ def reducer_of(
     compression: Literal["none", "fp16"] = "fp16",
 ) -> Reducer:
     settings = Exchange(compression=compression, bucket_mib=bucket_bytes / 2**20)
-    return Reducer(model, World.alone(), settings, passes=passes)
+    return Reducer(model, World.single(), settings, passes=passes)
 
 
 @BUCKETS
@@ -77,7 +77,7 @@ def test_gradients_are_autograds_to_the_bit(
             loss(plain, 10 * step + number).backward()  # type: ignore[no-untyped-call]
             loss(reduced, 10 * step + number).backward()  # type: ignore[no-untyped-call]
         expected = gradients(plain)
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             found = gradients(reduced)
         assert set(found) == set(expected) | {"unused"}
         for name in expected:
@@ -89,7 +89,7 @@ def test_what_takes_no_part_in_the_loss_has_a_gradient_of_zeros() -> None:
     model = Network()
     reducer = reducer_of(model)
     loss(model, 0).backward()  # type: ignore[no-untyped-call]
-    with reducer.averaged():
+    with reducer.synchronized_gradients():
         assert model.unused.grad is not None
         assert model.unused.grad.tolist() == [0.0, 0.0, 0.0]
     assert model.frozen.weight.grad is None
@@ -106,7 +106,7 @@ def test_gradients_lie_in_the_buckets_while_an_update_reads_them(bucket_bytes: i
     for step in range(3):
         for number in range(passes):
             loss(model, step + number).backward()  # type: ignore[no-untyped-call]
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             held = [parameter.grad for parameter in trained if parameter.grad is not None]
             assert len(held) == len(trained)
             assert {gradient.untyped_storage().data_ptr() for gradient in held} == storages
@@ -134,7 +134,7 @@ def test_buckets_grow_from_a_small_last_one(last_bytes: int) -> None:
     sizes = [40, 25, 30, 60, 35, 10, 50, 20, 45, 15, 55, 70, 5]  # elements of 4 bytes
     names = [f"layer{number}" for number in range(len(sizes))]
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in zip(names, sizes, strict=True)}
-    buckets = fill_buckets(parameters, bucket_bytes=600, parts=1, last_bytes=last_bytes)
+    buckets = build_buckets(parameters, bucket_bytes=600, parts=1, last_bytes=last_bytes)
     assert [name for bucket in buckets for name in bucket.parameters] == names[::-1]
     bound = min(last_bytes, 600)
     for number, bucket in enumerate(reversed(buckets)):
@@ -146,15 +146,15 @@ def test_buckets_grow_from_a_small_last_one(last_bytes: int) -> None:
             assert used + 4 * ahead.numel() > min(last_bytes * 4**number, 600)
 
 
-class Departures(NoRing):
+class Departures(LocalCollectives):
     """A ring of one rank that remembers what left."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
 
-    def start_sum(self, tensor: Tensor, name: str, scale: float) -> Wait:
+    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
         self.names.append(name)
-        return super().start_sum(tensor, name, scale)
+        return super().allreduce_async(tensor, name, scale)
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -163,7 +163,7 @@ def test_a_message_a_bucket_and_one_more_whatever_the_passes_and_parameters(laye
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)), nn.BatchNorm1d(6))
     ring = Departures()
     settings = Exchange(bucket_mib=1200 / 2**20, last_bucket_mib=200 / 2**20)
-    reducer = Reducer(model, World(ring=ring), settings, passes=passes)
+    reducer = Reducer(model, World(collectives=ring), settings, passes=passes)
     in_order = [f"bucket.{number}" for number in range(len(reducer.buckets))]
     assert len(in_order) < layers
     for _ in range(2):
@@ -171,7 +171,7 @@ def test_a_message_a_bucket_and_one_more_whatever_the_passes_and_parameters(laye
             assert ring.names == [], "nothing leaves before the last pass"
             model(torch.randn(5, 6)).square().sum().backward()
         assert ring.names == in_order, "all have left when backward ends"
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             assert ring.names == [*in_order, "statistics"]
         ring.names.clear()
 
@@ -195,7 +195,7 @@ def test_channels_last_weights_keep_channels_last_gradients() -> None:
     reducer = reducer_of(reduced)
     loss(plain, 0).backward()  # type: ignore[no-untyped-call]
     loss(reduced, 0).backward()  # type: ignore[no-untyped-call]
-    with reducer.averaged():
+    with reducer.synchronized_gradients():
         gradient = reduced.stem.weight.grad
         assert gradient is not None
         assert not gradient.is_contiguous()
@@ -222,7 +222,7 @@ def test_statistics_are_those_of_a_network_without_a_reducer() -> None:
         for model in (plain, reduced):
             loss(model, step).backward()  # type: ignore[no-untyped-call]
         before = {name: buffer.clone() for name, buffer in reduced.named_buffers()}
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             pass
         for name, buffer in plain.named_buffers():
             assert torch.equal(reduced.get_buffer(name), before[name]), name
@@ -254,7 +254,7 @@ def test_an_optimizer_steps_as_without_a_reducer(
         optimizers[0].step()
         optimizers[0].zero_grad(set_to_none=False)
         loss(reduced, step).backward()  # type: ignore[no-untyped-call]
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             optimizers[1].step()
     assert set(vars(optimizers[1])) == attributes
     for one, other in zip(plain.parameters(), reduced.parameters(), strict=True):
@@ -267,9 +267,9 @@ def test_an_optimizer_steps_as_without_a_reducer(
 
 def test_a_reducer_without_statistics_averages_all_the_same() -> None:
     model = nn.Linear(2, 2)
-    reducer = Reducer(model, World.alone(), Exchange(compression="none"), passes=1)
+    reducer = Reducer(model, World.single(), Exchange(compression="none"), passes=1)
     model(torch.ones(1, 2)).sum().backward()
-    with reducer.averaged():
+    with reducer.synchronized_gradients():
         assert model.weight.grad is not None
         assert model.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
@@ -277,10 +277,10 @@ def test_a_reducer_without_statistics_averages_all_the_same() -> None:
 @pytest.mark.parametrize("passes", [1, 2])
 def test_a_gradient_that_somebody_else_made_is_taken_all_the_same(passes: int) -> None:
     model = nn.Linear(2, 2)
-    reducer = Reducer(model, World.alone(), Exchange(compression="none"), passes=passes)
+    reducer = Reducer(model, World.single(), Exchange(compression="none"), passes=passes)
     for step in (1.0, 2.0):
         model.weight.grad = torch.full((2, 2), step)
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             assert model.weight.grad.tolist() == [[step, step], [step, step]]
             assert reducer.buckets[0].gradients.max() == step
             assert model.bias.grad is not None

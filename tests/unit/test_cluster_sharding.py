@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from horovod_volo.cluster.collectives import LocalCollectives
 from horovod_volo.cluster.reducer import Reducer
-from horovod_volo.cluster.ring import NoRing
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
@@ -27,21 +27,23 @@ def network() -> nn.Sequential:
 def trained(kind: type[Reducer], steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
     model = network()
     settings = Exchange(compression="none", bucket_mib=1e-3)
-    reducer = kind(model, World.alone(), settings, passes=1)
+    reducer = kind(model, World.single(), settings, passes=1)
     assert len(reducer.buckets) > 1
     optimizer = optimizer_of(model, reducer)
     random = torch.Generator().manual_seed(1)
     for _ in range(steps):
         model(torch.randn(4, 3, 3, 3, generator=random)).square().mean().backward()
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             optimizer.step()
-    return model, reducer.gather_state(state_tensors(optimizer, reducer.owned), STATE_KEYS["adamw"])
+    return model, reducer.gather_optimizer_state(
+        state_tensors(optimizer, reducer.local_parameters), STATE_KEYS["adamw"]
+    )
 
 
 def optimizer_of(model: nn.Module, reducer: Reducer) -> Any:
     parameters = dict(model.named_parameters())
     groups = parameter_groups(
-        parameters, reducer.owned, exempt=(), weight_decay=0.1, layers={}, layer_decay=1.0
+        parameters, reducer.local_parameters, exempt=(), weight_decay=0.1, layers={}, layer_decay=1.0
     )
     optimizer = build_optimizer("adamw", groups, momentum=0.0)
     set_lr(optimizer, 0.01)
@@ -66,10 +68,10 @@ def test_pieces_of_all_ranks_are_the_parameters(ranks: int) -> None:
     elements = []
     for rank in range(ranks):
         model = network()
-        world = World(rank=rank, size=ranks, ring=NoRing())
+        world = World(rank=rank, size=ranks, ring=LocalCollectives())
         reducer = ShardedReducer(model, world, Exchange(compression="none", bucket_mib=1e-3), passes=1)
-        elements.append(sum(piece.numel() for piece in reducer.owned.values()))
-        for name, piece in reducer.owned.items():
+        elements.append(sum(piece.numel() for piece in reducer.local_parameters.values()))
+        for name, piece in reducer.local_parameters.items():
             pieces[name].append(piece.detach())
     for name, whole in expected.items():
         in_memory_order = whole.as_strided((whole.numel(),), (1,))
@@ -79,12 +81,12 @@ def test_pieces_of_all_ranks_are_the_parameters(ranks: int) -> None:
 
 def test_a_copy_of_the_state_restores_it() -> None:
     model = network()
-    reducer = ShardedReducer(model, World.alone(), Exchange(compression="none"), passes=1)
+    reducer = ShardedReducer(model, World.single(), Exchange(compression="none"), passes=1)
     optimizer = optimizer_of(model, reducer)
-    state, keys = state_tensors(optimizer, reducer.owned), STATE_KEYS["adamw"]
+    state, keys = state_tensors(optimizer, reducer.local_parameters), STATE_KEYS["adamw"]
     _, saved = trained(Reducer, 3)
     saved = copy.deepcopy(saved)
-    reducer.scatter_state(state, keys, saved)
-    for name, tensor in reducer.gather_state(state, keys).items():
+    reducer.scatter_optimizer_state(state, keys, saved)
+    for name, tensor in reducer.gather_optimizer_state(state, keys).items():
         assert torch.equal(tensor, saved[name]), name
     assert float(state["0.weight/step"]) == 3.0

@@ -8,21 +8,21 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from horovod_volo.cluster.launch import promised
-from horovod_volo.cluster.ring import NoRing
-from horovod_volo.cluster.world import AgreedError, World
-from horovod_volo.config.errors import UserError
+from horovod_volo.cluster.collectives import LocalCollectives
+from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.cluster.world import AllRanksError, World
+from horovod_volo.core.errors import UserError
 
 
 @pytest.fixture
 def world() -> World:
-    return World.alone()
+    return World.single()
 
 
 def test_its_facts(world: World) -> None:
     assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
     assert (world.launcher, world.controller) == ("none", "none")
-    assert world.is_main
+    assert world.is_rank_zero
     assert world.hosts() == [socket.gethostname()]
 
 
@@ -30,25 +30,25 @@ def test_joining_without_a_launcher_is_being_alone(monkeypatch: pytest.MonkeyPat
     for variable in ("HOROVOD", "OMPI_COMM_WORLD", "PMI"):
         monkeypatch.delenv(f"{variable}_SIZE", raising=False)
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
-    assert promised().size == 1
-    world = World.join()
-    assert isinstance(world.ring, NoRing)
+    assert read_launch_env().size == 1
+    world = World.connect()
+    assert isinstance(world.collectives, LocalCollectives)
     assert world.size == 1
 
 
 def test_values_come_back_as_they_are(world: World) -> None:
     value = {"any": ["thing", None]}
-    assert world.gather(value) == [value]
-    assert world.share(value) is value
-    assert world.total(1, 2.5, True, 2.0**53) == [1.0, 2.5, 1.0, 2.0**53]
-    assert world.total() == []
+    assert world.allgather_object(value) == [value]
+    assert world.broadcast_object(value) is value
+    assert world.sum_over_ranks(1, 2.5, True, 2.0**53) == [1.0, 2.5, 1.0, 2.0**53]
+    assert world.sum_over_ranks() == []
 
 
 def test_tensors_come_back_to_the_bit(world: World) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         tensor = torch.tensor([1.1, -0.0, float("inf"), 1e-7]).to(dtype)
         before = tensor.clone()
-        world.mean_(tensor, "some")
+        world.average_(tensor, "some")
         world.broadcast_([tensor])
         assert torch.equal(tensor, before)
         assert torch.equal(tensor.signbit(), before.signbit())
@@ -57,7 +57,7 @@ def test_tensors_come_back_to_the_bit(world: World) -> None:
 
 def test_a_sum_that_is_asked_for_scaled_is_scaled(world: World) -> None:
     tensor = torch.tensor([3.0, -1.0])
-    world.ring.start_sum(tensor, "some", 0.5)()
+    world.collectives.allreduce_async(tensor, "some", 0.5)()
     assert tensor.tolist() == [1.5, -0.5]
 
 
@@ -69,10 +69,10 @@ def fail() -> None:
 def test_a_users_mistake_is_agreed_on_and_its_words_are_kept(
     do: Callable[[World, Callable[[], None]], None], world: World
 ) -> None:
-    with pytest.raises(AgreedError) as raised:
+    with pytest.raises(AllRanksError) as raised:
         do(world, fail)
     assert str(raised.value) == "the disk is missing. Insert it."
-    assert raised.value.__class__ is AgreedError  # what the entry says once for all ranks
+    assert raised.value.__class__ is AllRanksError  # what the entry says once for all ranks
 
 
 @pytest.mark.parametrize("do", [World.together, World.on_main])
@@ -90,9 +90,9 @@ def test_a_defect_of_the_program_keeps_its_own_kind(
 
 
 def test_no_problem_is_not_raised(world: World) -> None:
-    world.raise_together(None)
-    with pytest.raises(AgreedError, match=r"^such a pity$"):
-        world.raise_together(UserError("such a pity"))
+    world.raise_on_all_ranks(None)
+    with pytest.raises(AllRanksError, match=r"^such a pity$"):
+        world.raise_on_all_ranks(UserError("such a pity"))
 
 
 def test_one_ranks_tensors_are_the_same(world: World) -> None:

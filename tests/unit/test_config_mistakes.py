@@ -9,9 +9,9 @@ import pytest
 from schema_examples import recipe_of
 
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.errors import UserError
-from horovod_volo.config.rules import notes
 from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import notes
+from horovod_volo.core.errors import UserError
 
 
 def refusal(*argv: str) -> str:

@@ -14,9 +14,9 @@ from coded_images import PLAIN, only_batch, place_coded, smooth, unnormalised, w
 from PIL import Image
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data import stream as stream_module
-from horovod_volo.data.augmentation.moving import FILL
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data import loader as stream_module
+from horovod_volo.data.augmentation.crop_flip import draw_crops
+from horovod_volo.data.augmentation.geometric_ops import FILL
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
@@ -77,7 +77,7 @@ def test_pixels_lie_where_the_plan_says(tmp_path, ending, options, colour_steps)
     combinations = set()
     for number, index in enumerate(batch.indices):
         size = stored_size(catalog, index)
-        plan = plan_batch(11, 0, np.array([index]), size[None], Data(hflip=0.5, vflip=0.5))
+        plan = draw_crops(11, 0, np.array([index]), size[None], Data(hflip=0.5, vflip=0.5))
         horizontal, vertical = bool(plan.flip_horizontal[0]), bool(plan.flip_vertical[0])
         combinations.add((horizontal, vertical))
         top, left, height, width = plan.boxes[0]
@@ -182,7 +182,7 @@ def test_pixels_are_those_of_pil(tmp_path):
     colours = unnormalised(batch.images)
     for number, index in enumerate(batch.indices):
         size = stored_size(catalog, index)
-        plan = plan_batch(11, 0, np.array([index]), size[None], Data(hflip=0.5, vflip=0.5))
+        plan = draw_crops(11, 0, np.array([index]), size[None], Data(hflip=0.5, vflip=0.5))
         with Image.open(catalog.location(index)) as image:
             if plan.flip_horizontal[0]:
                 image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from published_augment import NAMES, SPELLING, record_draws, timm_augment, timm_erasing
 
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.augment import augment_
-from horovod_volo.data.augmentation.erasing import Eraser, draw_erasures
-from horovod_volo.data.augmentation.moving import FILL, moved_maps, source_matrices, turn_by_torch
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.augmentation.apply_ops import augment_
+from horovod_volo.data.augmentation.geometric_ops import FILL, moved_maps, rotate_by_torch, source_matrices
 from horovod_volo.data.augmentation.rand_augment import (
     GEOMETRIC,
     Operation,
@@ -26,6 +25,7 @@ from horovod_volo.data.augmentation.rand_augment import (
     draw_operations,
     parse,
 )
+from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
 
 SIDE = 96
 DRAWS = 6000
@@ -106,7 +106,7 @@ def test_a_gpus_bicubic_rotation_is_pillows() -> None:
     angles = np.array([-27.0, 14.0, 3.0], dtype=np.float32)
     sizes = np.full((3, 2), SIDE)
     matrices = source_matrices(np.full(3, Operation.ROTATE), angles, sizes)
-    ours = turn_by_torch(as_batch(photos), matrices, (SIDE, SIDE), bicubic=True)
+    ours = rotate_by_torch(as_batch(photos), matrices, (SIDE, SIDE), bicubic=True)
     for image, photo, angle in zip(ours, photos, angles.tolist(), strict=True):
         assert_as_sharp(image[None], timm_augment(Operation.ROTATE, photo, angle, bicubic=True))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import build_catalog, check_same_classes, open_catalog
 
 

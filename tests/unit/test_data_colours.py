@@ -9,13 +9,13 @@ import pytest
 import torch
 from coded_images import PLAIN, smooth, unnormalised, write_images
 
-from horovod_volo.cluster.share import Share
+from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config, Data, Model, Run
 from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_COLOURS, Colours
-from horovod_volo.data.stream import EvalStream, TrainStream
-from horovod_volo.engine.job import Images, _streams
+from horovod_volo.engine.context import Images, _streams
 
 SIDE = 32
 CPU = torch.device("cpu")
@@ -31,16 +31,16 @@ def folder(tmp_path: Path) -> Path:
 def batch_of(folder: Path, split: str, **colours: Any) -> torch.Tensor:
     settings = Data(batch_size=4, **PLAIN)
     place = {"rank": 0, "size": 1, "device": CPU, "threads": 1}
-    stream: TrainStream | EvalStream
+    stream: TrainLoader | EvalLoader
     if split == "train":
         catalog = build_catalog(str(folder), "train", None)
-        stream = TrainStream(
+        stream = TrainLoader(
             catalog, None, settings, image_size=SIDE, seed=Run().seed, accumulation=1, **place, **colours
         )
-        batches = stream.passes(0, 0)
+        batches = stream.batches(0, 0)
     else:
         catalog = build_catalog(str(folder), "val", None)
-        stream = EvalStream(catalog, settings, image_size=SIDE, crop_pct=0.9, **place, **colours)
+        stream = EvalLoader(catalog, settings, image_size=SIDE, crop_pct=0.9, **place, **colours)
         batches = iter(stream)
     (batch,) = batches
     stream.close()
@@ -68,8 +68,8 @@ def test_a_stream_shows_the_colours_that_are_asked_for(folder: Path, split: str)
 def test_a_run_shows_its_networks_colours(folder: Path, model: str, half: bool) -> None:
     images = Images(*(build_catalog(str(folder), split, None) for split in ("train", "val")), None)
     config = Config(model=Model(model=model, img_size=SIDE), data=Data(batch_size=4, crop_pct=0.9, **PLAIN))
-    train, held_out = _streams(config, World.alone(), images, Share(CPU, 1, 1))
-    (trained,), (evaluated,) = train.passes(0, 0), held_out
+    train, held_out = _streams(config, World.single(), images, RankResources(CPU, 1, 1))
+    (trained,), (evaluated,) = train.batches(0, 0), held_out
     train.close()
     held_out.close()
     colours = Colours((0.5,) * 3, (0.5,) * 3) if half else IMAGENET_COLOURS

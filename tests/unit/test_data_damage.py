@@ -15,14 +15,13 @@ from coded_images import PLAIN, smooth, unnormalised, write_images
 from PIL import Image
 from shard_writers import write_tar
 
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
-from horovod_volo.data.bad_sample import BadSampleError
-from horovod_volo.data.damage import Damage
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
+from horovod_volo.data.loader import NO_CLASS, EvalLoader, TrainLoader
 from horovod_volo.data.reading import read_image
-from horovod_volo.data.stream import NO_CLASS, EvalStream, TrainStream
 
 IMAGES, SIDE, SPOILT = 12, 32, 5
 FILE = f"train/a/{SPOILT:02d}.jpg"
@@ -37,9 +36,9 @@ def folder(tmp_path: Path) -> Path:
     return write_images(tmp_path / "images", images)
 
 
-def stream_of(folder: Path, maps: Path | None = None, **settings: object) -> TrainStream:
+def stream_of(folder: Path, maps: Path | None = None, **settings: object) -> TrainLoader:
     catalog = build_catalog(str(folder), "train", None)
-    return TrainStream(
+    return TrainLoader(
         catalog,
         None if maps is None else open_labels(str(maps), catalog, None),
         Data(batch_size=4, **(PLAIN | settings)),  # type: ignore[arg-type]
@@ -53,8 +52,8 @@ def stream_of(folder: Path, maps: Path | None = None, **settings: object) -> Tra
     )
 
 
-def seen(stream: TrainStream) -> list[int]:
-    return sorted(int(index) for batch in stream.passes(0, 0) for index in batch.indices)
+def seen(stream: TrainLoader) -> list[int]:
+    return sorted(int(index) for batch in stream.batches(0, 0) for index in batch.indices)
 
 
 def spoil(file: Path, how: str) -> None:
@@ -102,7 +101,7 @@ def test_a_damaged_image_ends_a_run_that_wants_none(folder: Path, how: str) -> N
     stream = stream_of(folder, bad_samples="fail")
     spoil(folder / FILE, how)
     with pytest.raises(UserError, match=r"05\.jpg.*--bad-samples skip"):
-        list(stream.passes(0, 0))
+        list(stream.batches(0, 0))
     stream.close()
 
 
@@ -117,7 +116,7 @@ def test_what_would_replace_it_may_be_damaged_too(folder: Path) -> None:
 
 
 def test_a_lost_shard_is_replaced_by_many_others() -> None:
-    damage = Damage("skip", limit=1000)
+    damage = BadSampleTracker("skip", limit=1000)
 
     def read(index: int) -> int:
         if 300 <= index < 400:
@@ -128,7 +127,7 @@ def test_a_lost_shard_is_replaced_by_many_others() -> None:
     assert len(set(found)) == 100
     assert damage.skipped == 100
     for images in range(1, 40):  # whatever their number, the last that can be read is found
-        last = Damage("skip", limit=1000)
+        last = BadSampleTracker("skip", limit=1000)
 
         def only_the_last(index: int, end: int = images - 1) -> int:
             if index != end:
@@ -143,7 +142,7 @@ def test_a_limit_ends_the_run(folder: Path) -> None:
     for number in (1, 3, 5):
         spoil(folder / f"train/a/{number:02d}.jpg", "empty")
     with pytest.raises(UserError, match=r"3 samples are damaged.*--bad-samples-limit"):
-        list(stream.passes(0, 0))
+        list(stream.batches(0, 0))
     stream.close()
 
 
@@ -230,7 +229,7 @@ def test_odd_images_are_seen_as_pillow_sees_them(tmp_path: Path, name: str) -> N
     assert read_image(catalog, 0)[1] == size
     if name == "turned.jpg":
         assert size == (50, 70)  # as stored, as timm has it
-    stream = EvalStream(
+    stream = EvalLoader(
         catalog,
         Data(batch_size=1),
         image_size=SIDE,
@@ -263,7 +262,7 @@ def test_evaluation_leaves_out_what_cannot_be_read(folder: Path) -> None:
     shutil.copytree(folder / "train", folder / "val")
     catalog = build_catalog(str(folder), "val", None)
     (folder / "val" / "a" / "03.jpg").write_bytes(b"")
-    stream = EvalStream(
+    stream = EvalLoader(
         catalog,
         Data(batch_size=5),
         image_size=SIDE,

@@ -8,16 +8,16 @@ import torch
 from coded_images import smooth, unnormalised, write_images
 from PIL import Image
 
-import horovod_volo.models.timm_door  # noqa: F401  # torchvision imports only after it
+import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only after it
 
 # isort: split
 from timm.data import create_transform
 from torchvision.transforms.functional import center_crop, resize
 
 from horovod_volo.config.schema import Data
+from horovod_volo.data.center_crop import crop_corners, resized_shapes
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.stream import EvalStream
-from horovod_volo.data.window import resized_sizes, window_corners
+from horovod_volo.data.loader import EvalLoader
 
 SIZES = [
     (300, 200),
@@ -34,7 +34,7 @@ SIZES = [
 def evaluated(folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3, interpolation="bicubic"):
     """Return the catalog and all batches of one rank."""
     catalog = build_catalog(str(folder), "val", None)
-    stream = EvalStream(
+    stream = EvalLoader(
         catalog,
         Data(batch_size=1, eval_batch_size=batch_size),
         image_size=image_size,
@@ -109,13 +109,13 @@ def test_sizes_and_windows_are_torchvisions():
     """Against the real transform, on images whose pixels number the places."""
     for image_size, crop_pct in itertools.product([32, 33], [0.875, 0.96, 1.0, 1.15]):
         for height, width in itertools.product([20, 33, 47, 50], [21, 33, 48, 90]):
-            resized = resized_sizes(np.array([[height, width]]), image_size, crop_pct)
+            resized = resized_shapes(np.array([[height, width]]), image_size, crop_pct)
             short = int(image_size / crop_pct)
             wanted = resize(torch.zeros(1, height, width), short).shape[1:]
             assert resized[0].tolist() == list(wanted)
             numbered = 1 + torch.arange(resized.prod()).reshape(1, *resized[0])
             theirs = center_crop(numbered, image_size)[0].numpy()
-            top, left = window_corners(resized, image_size)[0]
+            top, left = crop_corners(resized, image_size)[0]
             for row, column in itertools.product([0, image_size // 2, image_size - 1], repeat=2):
                 inside = 0 <= top + row < resized[0, 0] and 0 <= left + column < resized[0, 1]
                 place = 1 + (top + row) * resized[0, 1] + left + column
@@ -135,7 +135,7 @@ def test_every_image_comes_once_over_all_ranks(folder, size):
 
 def test_a_stream_evaluates_again_and_again(folder):
     catalog = build_catalog(str(folder), "val", None)
-    stream = EvalStream(
+    stream = EvalLoader(
         catalog,
         Data(batch_size=3),
         image_size=32,

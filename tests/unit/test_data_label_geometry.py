@@ -13,18 +13,18 @@ import torch
 from coded_images import place_coded
 from label_samples import catalog_of, make_store, publish
 
-import horovod_volo.models.timm_door  # noqa: F401  # torchvision imports only after it
+import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only after it
 
 # isort: split
 from torchvision.transforms.functional import center_crop, resize
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.data.labels.keys import keys_of
-from horovod_volo.data.labels.making import begin
 from horovod_volo.data.labels.published_maps import PublishedMaps
 from horovod_volo.data.labels.source import geometry_remark, open_labels
 from horovod_volo.data.labels.store import LabelStore, read_facts
+from horovod_volo.data.labels.store_writer import begin
 from horovod_volo.labels import main
 
 NAMES = tuple(f"{name}/{number}.jpg" for name in "ab" for number in range(2))

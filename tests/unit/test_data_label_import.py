@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from label_samples import catalog_of, publish, published_map, save
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.labels.importing import import_labels
+from horovod_volo.data.labels.import_maps import import_labels
 from horovod_volo.data.labels.published_maps import PublishedMaps
 from horovod_volo.data.labels.store import LabelStore
 from horovod_volo.labels import main

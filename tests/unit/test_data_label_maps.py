@@ -7,8 +7,8 @@ import pytest
 import torch
 from label_samples import catalog_of, publish, published_map, save
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.labels.keys import key_of
 from horovod_volo.data.labels.published_maps import PublishedMaps, flipped, read_published_map
 

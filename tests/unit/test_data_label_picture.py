@@ -9,22 +9,22 @@ from label_samples import make_store
 from PIL import Image
 
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
-from horovod_volo.data.labels.keys import keys_of
-from horovod_volo.data.labels.picture import (
+from horovod_volo.data.labels.figure import (
     BAR_HEIGHT,
     MARGIN,
     PALETTE,
-    Labelled,
+    LabelledImage,
     draw_labels,
     font_of,
     shown_words,
 )
+from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
+from horovod_volo.data.labels.keys import keys_of
 from horovod_volo.labels import main
 
 
 def labelled(ids, scores, *, size=(600, 300), geometry=WHOLE):
-    return Labelled(
+    return LabelledImage(
         image=Image.new("RGB", size, "white"),
         scores=np.array(scores, np.float16),
         ids=np.array(ids, np.int16),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from label_samples import catalog_of, make_store, publish, random_store
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.labels.keys import keys_of
 from horovod_volo.data.labels.published_maps import PublishedMaps
 from horovod_volo.data.labels.source import open_labels

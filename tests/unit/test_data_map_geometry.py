@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data import stream as stream_module
-from horovod_volo.data.augmentation.moving import FILL
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data import loader as stream_module
+from horovod_volo.data.augmentation.crop_flip import draw_crops
+from horovod_volo.data.augmentation.geometric_ops import FILL
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
@@ -109,7 +109,7 @@ def _extents(path: str, geometry: MapGeometry, index: int, drawn: Data) -> tuple
     """Return what the map covers of an image, and the height and width of a token of its crop."""
     with Image.open(path) as image:
         size = np.array([[image.height, image.width]])
-    plan = plan_batch(SEED, 0, np.array([index]), size, drawn)
+    plan = draw_crops(SEED, 0, np.array([index]), size, drawn)
     return geometry.covered(size)[0], (plan.boxes[0, 2:] / size[0] / TOKENS)[:, None, None]
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from horovod_volo.data.order import epoch_order, share_of_step
+from horovod_volo.data.sampler import epoch_order, rank_indices
 
 
 def test_an_epoch_is_a_permutation_fixed_by_seed_and_epoch():
@@ -33,7 +33,7 @@ def test_a_step_sees_the_same_images_however_they_are_shared(size, batch, accumu
     order = epoch_order(seed=0, epoch=0, length=40)
     for step in range(3):
         shares = [
-            share_of_step(order, step, rank=rank, size=size, batch=batch, accumulation=accumulation)
+            rank_indices(order, step, rank=rank, size=size, batch=batch, accumulation=accumulation)
             for rank in range(size)
         ]
         assert all(share.shape == (accumulation, batch) for share in shares)
@@ -42,7 +42,7 @@ def test_a_step_sees_the_same_images_however_they_are_shared(size, batch, accumu
 
 
 def test_a_rank_reads_every_size_th_position_from_its_own():
-    share = share_of_step(np.arange(100, dtype=np.uint32), 2, rank=1, size=3, batch=2, accumulation=2)
+    share = rank_indices(np.arange(100, dtype=np.uint32), 2, rank=1, size=3, batch=2, accumulation=2)
     assert share.dtype == np.int64
     assert share.tolist() == [[25, 28], [31, 34]]
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-import horovod_volo.models.timm_door  # noqa: F401  # torchvision imports only after it
+import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only after it
 
 # isort: split
 from torchvision.transforms import RandomResizedCrop
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.plan import plan_batch, uniforms
+from horovod_volo.data.augmentation.crop_flip import draw_crops, uniforms
 
 SAMPLES = 4000
 
@@ -93,9 +93,9 @@ def sizes_of(count, seed=0):
 def test_a_plan_does_not_depend_on_the_rest_of_its_batch():
     settings = Data(hflip=0.5, vflip=0.3)
     indices, sizes = np.arange(100, 164), sizes_of(64)
-    whole = plan_batch(3, 5, indices, sizes, settings)
+    whole = draw_crops(3, 5, indices, sizes, settings)
     for part in (slice(0, 1), slice(10, 17), slice(63, None, -1)):
-        alone = plan_batch(3, 5, indices[part], sizes[part], settings)
+        alone = draw_crops(3, 5, indices[part], sizes[part], settings)
         assert (alone.boxes == whole.boxes[part]).all()
         assert (alone.flip_horizontal == whole.flip_horizontal[part]).all()
         assert (alone.flip_vertical == whole.flip_vertical[part]).all()
@@ -103,11 +103,11 @@ def test_a_plan_does_not_depend_on_the_rest_of_its_batch():
 
 def test_plans_differ_between_epochs_seeds_and_samples():
     sizes = np.full((64, 2), 300)
-    plan = plan_batch(3, 5, np.arange(64), sizes, Data())
+    plan = draw_crops(3, 5, np.arange(64), sizes, Data())
     for other in (
-        plan_batch(3, 6, np.arange(64), sizes, Data()),
-        plan_batch(4, 5, np.arange(64), sizes, Data()),
-        plan_batch(3, 5, np.arange(64, 128), sizes, Data()),
+        draw_crops(3, 6, np.arange(64), sizes, Data()),
+        draw_crops(4, 5, np.arange(64), sizes, Data()),
+        draw_crops(3, 5, np.arange(64, 128), sizes, Data()),
     ):
         assert (plan.boxes == other.boxes).all(axis=1).mean() < 0.1
     assert len(np.unique(plan.boxes, axis=0)) == 64
@@ -115,7 +115,7 @@ def test_plans_differ_between_epochs_seeds_and_samples():
 
 def test_boxes_lie_inside_their_images():
     sizes = np.concatenate([sizes_of(500), [[1, 1], [1, 300], [300, 1], [2, 3]]])
-    boxes = plan_batch(0, 0, np.arange(504), sizes, Data()).boxes
+    boxes = draw_crops(0, 0, np.arange(504), sizes, Data()).boxes
     assert (boxes[:, :2] >= 0).all()
     assert (boxes[:, 2:] >= 1).all()
     assert (boxes[:, :2] + boxes[:, 2:] <= sizes).all()
@@ -123,7 +123,7 @@ def test_boxes_lie_inside_their_images():
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
 def test_flips_come_as_often_as_asked_and_independently(probability):
-    plan = plan_batch(0, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), 50), Data(hflip=probability, vflip=0.5))
+    plan = draw_crops(0, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), 50), Data(hflip=probability, vflip=0.5))
     deviation = np.sqrt(probability * (1 - probability) / SAMPLES)
     assert abs(plan.flip_horizontal.mean() - probability) <= 4 * deviation
     both = (plan.flip_horizontal & plan.flip_vertical).mean()
@@ -135,7 +135,7 @@ def test_flips_come_as_often_as_asked_and_independently(probability):
     [((375, 500), (0.08, 1.0)), ((64, 64), (0.08, 1.0)), ((333, 111), (0.3, 1.0)), ((40, 300), (0.08, 1.0))],
 )
 def test_boxes_are_distributed_as_torchvisions(size, scale):
-    plan = plan_batch(9, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), size), Data(scale=scale))
+    plan = draw_crops(9, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), size), Data(scale=scale))
     torch.manual_seed(0)
     image = torch.empty(3, *size)
     theirs = np.array(
@@ -161,7 +161,7 @@ def test_boxes_are_distributed_as_torchvisions(size, scale):
 )
 def test_the_fallback_is_torchvisions_central_crop(size, box):
     settings = Data(scale=(4.0, 4.0))  # four times the image never fits
-    plan = plan_batch(0, 0, np.arange(3), np.full((3, 2), size), settings)
+    plan = draw_crops(0, 0, np.arange(3), np.full((3, 2), size), settings)
     theirs = RandomResizedCrop.get_params(torch.empty(3, *size), [4.0, 4.0], [3 / 4, 4 / 3])
     assert theirs == box
     assert (plan.boxes == box).all()
@@ -169,7 +169,7 @@ def test_the_fallback_is_torchvisions_central_crop(size, box):
 
 def test_stored_boxes_cut_what_the_flipped_image_shows():
     sizes = sizes_of(200, seed=4)
-    plan = plan_batch(1, 1, np.arange(200), sizes, Data(hflip=0.5, vflip=0.5))
+    plan = draw_crops(1, 1, np.arange(200), sizes, Data(hflip=0.5, vflip=0.5))
     for number, (size, stored) in enumerate(zip(sizes, plan.stored_boxes(sizes), strict=True)):
         pixels = np.arange(size[0] * size[1]).reshape(size)
         vertical = -1 if plan.flip_vertical[number] else 1
@@ -183,7 +183,7 @@ def test_stored_boxes_cut_what_the_flipped_image_shows():
 
 def test_fractions_are_shares_of_height_and_width():
     sizes = np.array([[100, 200]])
-    plan = plan_batch(0, 0, np.array([0]), sizes, Data())
+    plan = draw_crops(0, 0, np.array([0]), sizes, Data())
     top, left, height, width = plan.boxes[0]
     fractions = plan.fractions(sizes)
     assert fractions.dtype == np.float32

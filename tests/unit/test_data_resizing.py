@@ -12,12 +12,12 @@ from coded_images import PLAIN, smooth
 from PIL import Image
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.erasing import draw_erasures
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.rand_augment import draw_operations
-from horovod_volo.data.conveyor import Conveyor, Load, Treatment
-from horovod_volo.data.finishing import Finisher
+from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.pipeline import build_train_pipeline, resizing_inputs
+from horovod_volo.data.prefetcher import AugmentParams, BatchPrefetcher, PendingBatch
+from horovod_volo.data.train_transform import TrainTransform
 
 SIDE, IMAGES = 64, 12
 
@@ -33,24 +33,26 @@ def batch_resized_by(*, dali: bool) -> torch.Tensor:
     pictures = [smooth(90 + 7 * number, 120 - 3 * number, seed=number) for number in range(IMAGES)]
     sizes = np.array([(picture.height, picture.width) for picture in pictures])
     indices = np.arange(IMAGES)
-    plan = plan_batch(4, 0, indices, sizes, settings)
+    plan = draw_crops(4, 0, indices, sizes, settings)
     assert 0 < plan.bicubic.sum() < IMAGES
     boxes = plan.stored_boxes(sizes)
     inputs = ([encoded(picture) for picture in pictures], list(boxes[:, :2]), list(boxes[:, 2:]))
-    treatment = Treatment(
+    treatment = AugmentParams(
         plan,
         draw_operations(4, 0, indices, settings),
         draw_erasures(4, 0, indices, settings, SIDE),
     )
     device = torch.device("cpu")
     with ThreadPoolExecutor(2) as cutters:
-        finisher = Finisher(settings, image_size=SIDE, seed=4, device=device, resized=dali, cutters=cutters)
+        finisher = TrainTransform(
+            settings, image_size=SIDE, seed=4, device=device, resized=dali, cutters=cutters
+        )
         build = partial(
             build_train_pipeline, image_size=SIDE, batch=IMAGES, device=device, threads=1, resize=dali
         )
-        conveyor = Conveyor(build, device, 1, lambda index: None, finisher)
+        conveyor = BatchPrefetcher(build, device, 1, lambda index: None, finisher)
         inputs += resizing_inputs(plan) if dali else ()
-        load = Load(indices, lambda: load, inputs, None, treatment)
+        load = PendingBatch(indices, lambda: load, inputs, None, treatment)
         ((_, images),) = conveyor.carry([lambda: load])
         conveyor.close()
     return images

@@ -11,7 +11,7 @@ from coded_images import smooth, unnormalised, write_images
 from PIL import Image
 
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.squashed_images import SquashedImages
+from horovod_volo.data.teacher_images import TeacherImages
 
 SIDE = 48
 SIZES = [(90, 40), (33, 70), (64, 64), (120, 61), (50, 50), (47, 31), (200, 100), (31, 90), (55, 44)]
@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 def opened(folder, batch=2):
     catalog = build_catalog(str(folder), "train", None)
-    images = SquashedImages(catalog, side=SIDE, batch=batch, device=torch.device("cpu"), threads=2)
+    images = TeacherImages(catalog, side=SIDE, batch=batch, device=torch.device("cpu"), threads=2)
     return closing(images)
 
 

@@ -11,11 +11,11 @@ import torch
 from coded_images import smooth, write_images
 
 from horovod_volo.bench.memory import resident_bytes
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.stream import TrainStream
+from horovod_volo.data.loader import TrainLoader
 
 IMAGES = 20
 
@@ -33,7 +33,7 @@ def open_stream(folder):
 
     def opening(*, maps=None, rank=0, size=1, accumulation=1, **settings):
         catalog = build_catalog(str(folder), "train", None)
-        stream = TrainStream(
+        stream = TrainLoader(
             catalog,
             None if maps is None else open_labels(str(maps), catalog, None),
             Data(**{"batch_size": 3, **settings}),
@@ -64,7 +64,7 @@ def assert_same(batches, others):
 def test_batches_carry_images_with_their_classes(open_stream, folder):
     stream = open_stream()
     assert stream.steps == 6
-    batches = list(stream.passes(0, 0))
+    batches = list(stream.batches(0, 0))
     assert len(batches) == 6
     targets = build_catalog(str(folder), "train", None).targets
     for batch in batches:
@@ -83,7 +83,7 @@ def test_ranks_share_a_step_without_changing_it(open_stream):
         steps = [set() for _ in range(3)]
         for rank in range(size):
             stream = open_stream(rank=rank, size=size, accumulation=accumulation, batch_size=batch_size)
-            for number, batch in enumerate(stream.passes(2, 0)):
+            for number, batch in enumerate(stream.batches(2, 0)):
                 for index, image in zip(batch.indices, batch.images, strict=True):
                     steps[number // accumulation].add((int(index), image.numpy().tobytes()))
         assert [len(step) for step in steps] == [6, 6, 6]
@@ -101,36 +101,36 @@ def test_an_epoch_resumed_is_the_rest_of_it(open_stream, first_step):
 
 def test_an_epoch_left_midway_leaves_nothing_behind(open_stream):
     stream = open_stream()
-    wanted = {epoch: list(stream.passes(epoch, 0)) for epoch in range(3)}
+    wanted = {epoch: list(stream.batches(epoch, 0)) for epoch in range(3)}
     for taken in (0, 1, 5, 6):
-        abandoned = stream.passes(0, 0)
+        abandoned = stream.batches(0, 0)
         for _ in range(taken):
             next(abandoned)
-        assert_same(list(stream.passes(1, 0)), wanted[1])
-    for batch in stream.passes(0, 0):
+        assert_same(list(stream.batches(1, 0)), wanted[1])
+    for batch in stream.batches(0, 0):
         assert (batch.indices == wanted[0][0].indices).all()
         break
-    assert_same(list(stream.passes(2, 2)), wanted[2][2:])
+    assert_same(list(stream.batches(2, 2)), wanted[2][2:])
 
 
 def test_an_epoch_that_another_ended_refuses_to_go_on(open_stream):
     stream = open_stream()
-    older, newer = stream.passes(0, 0), stream.passes(1, 0)
+    older, newer = stream.batches(0, 0), stream.batches(1, 0)
     next(older)
     first = next(newer)
     with pytest.raises(RuntimeError, match="a later run began"):
         next(older)
     rest = list(newer)
-    assert_same([first, *rest], list(stream.passes(1, 0)))
+    assert_same([first, *rest], list(stream.batches(1, 0)))
 
 
 def test_batches_stay_as_they_were(open_stream):
     stream = open_stream()
     kept, copies = [], []
-    for batch in stream.passes(0, 0):
+    for batch in stream.batches(0, 0):
         kept.append(batch.images)
         copies.append(batch.images.clone())
-    list(stream.passes(1, 0))
+    list(stream.batches(1, 0))
     stream.close()
     assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
 
@@ -146,7 +146,7 @@ def test_labels_stay_with_their_images(open_stream, folder, tmp_path):
     stream = open_stream(maps=tmp_path / "maps", aa="")
     plain = open_stream(aa="")
     for epoch in range(2):
-        for batch, unlabelled in zip(stream.passes(epoch, 0), plain.passes(epoch, 0), strict=True):
+        for batch, unlabelled in zip(stream.batches(epoch, 0), plain.batches(epoch, 0), strict=True):
             assert batch.ids.shape == (3, 1, 2, 2)
             assert (batch.scores[:, 0, 0, 0].numpy() == batch.indices).all()
             assert batch.boxes.dtype == torch.float32
@@ -165,30 +165,30 @@ def spoilt(file, how):
 @pytest.mark.parametrize("how", ["gone", "empty", "garbage", "cut short"])
 def test_a_spoilt_image_is_named_and_once_mended_training_goes_on(open_stream, folder, how):
     stream = open_stream(batch_size=5, bad_samples="fail")
-    wanted = list(stream.passes(1, 0))
+    wanted = list(stream.batches(1, 0))
     file = folder / "train" / "a" / "08.jpg"
     whole = spoilt(file, how)
     with pytest.raises(UserError, match=r"a/08\.jpg.*--bad-samples skip"):
-        list(stream.passes(0, 0))
+        list(stream.batches(0, 0))
     file.write_bytes(whole)
-    assert_same(list(stream.passes(1, 0)), wanted)
+    assert_same(list(stream.batches(1, 0)), wanted)
 
 
 def test_an_abandoned_epoch_may_hold_a_spoilt_image(open_stream, folder):
     stream = open_stream(batch_size=5, bad_samples="skip")
-    wanted = {epoch: list(stream.passes(epoch, 0)) for epoch in range(2)}
+    wanted = {epoch: list(stream.batches(epoch, 0)) for epoch in range(2)}
     catalog = build_catalog(str(folder), "train", None)
     in_second_batch = folder / "train" / catalog.name(int(wanted[0][1].indices[2]))
     whole = spoilt(in_second_batch, "cut short")
-    abandoned = stream.passes(0, 0)
+    abandoned = stream.batches(0, 0)
     assert_same([next(abandoned)], wanted[0][:1])
     in_second_batch.write_bytes(whole)
-    assert_same(list(stream.passes(1, 0)), wanted[1])
+    assert_same(list(stream.batches(1, 0)), wanted[1])
 
 
 def test_waiting_is_measured(open_stream):
     stream = open_stream()
-    batches = stream.passes(0, 0)
+    batches = stream.batches(0, 0)
     outside = 0.0
     for _ in range(6):
         began = perf_counter()
@@ -206,9 +206,9 @@ def test_closing_ends_every_thread(open_stream):
     before = {thread.ident for thread in threading.enumerate()}
     native_before = threads_of_process()
     streams = [open_stream(), open_stream(), open_stream()]
-    list(streams[0].passes(0, 0))
-    next(streams[1].passes(0, 0))
-    left_open = streams[2].passes(0, 0)
+    list(streams[0].batches(0, 0))
+    next(streams[1].batches(0, 0))
+    left_open = streams[2].batches(0, 0)
     next(left_open)
     assert threads_of_process() > native_before
     for stream in streams:
@@ -222,10 +222,10 @@ def test_closing_ends_every_thread(open_stream):
 
 def test_many_epochs_need_no_more_threads(open_stream):
     stream = open_stream()
-    list(stream.passes(0, 0))
+    list(stream.batches(0, 0))
     after_one = threads_of_process()
     for epoch in range(10):
-        for _ in stream.passes(epoch, 4):
+        for _ in stream.batches(epoch, 4):
             break
     assert threads_of_process() <= after_one
 
@@ -235,7 +235,7 @@ def test_fifty_starts_and_stops_leave_nothing(folder):
     held = []
     for start in range(50):
         catalog = build_catalog(str(folder), "train", None)
-        stream = TrainStream(
+        stream = TrainLoader(
             catalog,
             None,
             Data(batch_size=3),
@@ -247,7 +247,7 @@ def test_fifty_starts_and_stops_leave_nothing(folder):
             device=torch.device("cpu"),
             threads=2,
         )
-        for number, _ in enumerate(stream.passes(start, 0)):
+        for number, _ in enumerate(stream.batches(start, 0)):
             if start % 2 and number == 2:
                 break
         stream.close()

@@ -18,10 +18,10 @@ from PIL import Image
 from pillow_plan import by_pillow
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data import stream as stream_module
-from horovod_volo.data.augmentation.augment import COUNTING
-from horovod_volo.data.augmentation.moving import FILL
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data import loader as stream_module
+from horovod_volo.data.augmentation.apply_ops import HISTOGRAM_OPS
+from horovod_volo.data.augmentation.crop_flip import draw_crops
+from horovod_volo.data.augmentation.geometric_ops import FILL
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
 from horovod_volo.data.augmentation.whole_image import Parts, augment_part, parts_needed
 from horovod_volo.data.images.catalog import Catalog, build_catalog
@@ -113,7 +113,7 @@ def test_a_crop_of_what_was_moved_away_is_filled(tmp_path: Path, monkeypatch: py
 
 def plans(number: int) -> tuple[NDArray[np.int32], NDArray[np.int64], Operations]:
     indices, sizes = np.arange(number), np.tile(np.array([375, 500]), (number, 1))
-    crops = plan_batch(SEED, EPOCH, indices, sizes, SETTINGS).boxes
+    crops = draw_crops(SEED, EPOCH, indices, sizes, SETTINGS).boxes
     return crops, sizes, draw_operations(SEED, EPOCH, indices, SETTINGS)
 
 
@@ -126,9 +126,9 @@ def test_what_is_decoded_is_inside_the_image_and_no_more_than_needed() -> None:
     assert (high <= sizes[:, None]).all()
     assert (parts.boxes[:, -1] == crops).all()
     whole = (parts.decoded[:, 2:] == sizes).all(axis=1)
-    counted = np.isin(operations.kinds[:, 0], list(COUNTING))
+    counted = np.isin(operations.kinds[:, 0], list(HISTOGRAM_OPS))
     assert whole[counted].all()
-    pointwise = ~np.isin(operations.kinds, (*GEOMETRIC, *COUNTING, Operation.SHARPNESS)).any(axis=1)
+    pointwise = ~np.isin(operations.kinds, (*GEOMETRIC, *HISTOGRAM_OPS, Operation.SHARPNESS)).any(axis=1)
     assert (parts.decoded[pointwise] == crops[pointwise]).all()
     decoded = (parts.decoded[:, 2:].prod(axis=1) / sizes.prod(axis=1)).mean()
     cut = (crops[:, 2:].prod(axis=1) / sizes.prod(axis=1)).mean()

@@ -13,9 +13,9 @@ from pillow_plan import by_pillow
 from published_augment import FILL, NAMES, timm_augment
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.erasing import draw_erasures
-from horovod_volo.data.augmentation.moving import moved_maps
+from horovod_volo.data.augmentation.geometric_ops import moved_maps
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
+from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 
 SEED, EPOCH, SIDE, IMAGES = 3, 2, 64, 60

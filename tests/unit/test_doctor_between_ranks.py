@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.cluster.links import Speed, list_interfaces
+from horovod_volo.cluster.network import Speed, list_interfaces
 from horovod_volo.cluster.world import World
 from horovod_volo.doctor.clock import ahead_of, judge_clock
 from horovod_volo.doctor.network import judge_ring
@@ -109,7 +109,7 @@ def test_a_slow_folder_is_a_warning() -> None:
 
 
 def test_a_folder_is_left_as_it_was(tmp_path: Path) -> None:
-    world = World.alone()
+    world = World.single()
     (found,) = look_at_shared_folder(tmp_path / "new" / "runs", world)
     assert found.level == "ok"
     assert list(tmp_path.iterdir()) == []

@@ -84,7 +84,7 @@ def test_another_mpi_is_told(library: str, program: str, level: str, said: str) 
 
 def test_a_missing_horovod_is_told_from_one_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod_volo.cluster.horovod_build import read_build
-    from horovod_volo.config.errors import UserError
+    from horovod_volo.core.errors import UserError
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
         monkeypatch.delitem(sys.modules, name)

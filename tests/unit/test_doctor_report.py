@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.doctor.finding import Level, attempt, failure, merged, ok, warning
 from horovod_volo.doctor.report import Report
 

@@ -11,12 +11,12 @@ import pytest
 from coded_images import smooth, write_images
 
 from horovod_volo.cluster.world import World
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.stream import NO_CLASS
-from horovod_volo.engine.class_table import ClassScore, class_scores
-from horovod_volo.engine.imagenet_v2 import list_numbered, numbered_catalog
-from horovod_volo.engine.real_labels import read_real, score_real
+from horovod_volo.data.loader import NO_CLASS
+from horovod_volo.evaluation.imagenet_real import read_real, score_real
+from horovod_volo.evaluation.imagenet_v2 import list_numbered, numbered_catalog
+from horovod_volo.evaluation.per_class import ClassScore, class_scores
 
 CLASSES = 6
 
@@ -88,7 +88,7 @@ def test_numbered_folders_are_numbered_as_they_say(tmp_path: Path) -> None:
     write_images(tmp_path, names | {"3/another.png": smooth(20, 20, seed=3)})
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "readme.txt").touch()
-    catalog = numbered_catalog(str(tmp_path), World.alone())
+    catalog = numbered_catalog(str(tmp_path), World.single())
     assert catalog.classes == tuple(map(str, range(12)))
     folders = [int(catalog.name(index).partition("/")[0]) for index in range(len(catalog))]
     assert folders == catalog.targets.tolist() == [0, 1, 2, 3, 3, *range(4, 12)]

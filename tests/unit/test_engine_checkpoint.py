@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.engine.checkpoint import (
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.checkpoint.files import (
     damage,
     find_checkpoint,
     has_checkpoint,
@@ -21,7 +21,7 @@ from horovod_volo.engine.checkpoint import (
     prune,
     read_state,
     read_tensors,
-    save_checkpoint,
+    write_checkpoint,
 )
 
 Files = dict[str, dict[str, Tensor]]
@@ -36,7 +36,7 @@ def files(number: float = 1.0, length: int = 5) -> Files:
 
 
 def save(run: Path, step: int, number: float = 1.0) -> Path:
-    return save_checkpoint(run / "checkpoints", step, files(number), FACTS)
+    return write_checkpoint(run / "checkpoints", step, files(number), FACTS)
 
 
 def names(run: Path) -> list[str]:
@@ -70,7 +70,7 @@ def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path) -> None:
         "needs gradient": torch.nn.Parameter(torch.randn(3, generator=random)),
     }
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    checkpoint = save_checkpoint(tmp_path, 12, {"model": tensors}, {})
+    checkpoint = write_checkpoint(tmp_path, 12, {"model": tensors}, {})
     assert damage(checkpoint) is None
     found = read_tensors(checkpoint)["model"]
     assert found.keys() == tensors.keys()
@@ -266,7 +266,7 @@ def test_a_full_disk_is_told_and_earlier_checkpoints_are_intact(length: int, sma
     with pytest.raises(
         UserError, match=r"step_00000002 could not be written: .*No space left .*--resume auto"
     ):
-        save_checkpoint(small_disk / "checkpoints", 2, room, facts)
+        write_checkpoint(small_disk / "checkpoints", 2, room, facts)
     assert names(small_disk) == ["last", "step_00000001"]  # and the room is free again
     assert damage(earlier) is None
     assert find_checkpoint(str(small_disk)) == earlier

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.errors import UserError
-from horovod_volo.config.rules import notes
+from horovod_volo.config.validation import notes
+from horovod_volo.core.errors import UserError
 from horovod_volo.engine.compiled import blocks_of, check_compiler, compile_blocks
 from horovod_volo.models.build import build_model, training_forward
 

@@ -16,7 +16,7 @@ from PIL import Image
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.data.labels.keys import key_of
-from horovod_volo.engine.map_geometry import Comparison, compare_geometries, whereabouts_correlation
+from horovod_volo.labelling.map_geometry import Comparison, compare_geometries, whereabouts_correlation
 from horovod_volo.labels import main
 from horovod_volo.models.build import build_model
 from horovod_volo.models.teacher import Teacher, load_teacher

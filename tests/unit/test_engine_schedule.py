@@ -6,7 +6,7 @@ import pytest
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive
-from horovod_volo.engine.job import _schedule
+from horovod_volo.engine.context import _schedule
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Exchange, Objective
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.aux_head import reason_to_leave_out
 from horovod_volo.models.build import build_model, training_forward
-from horovod_volo.models.timm_door import VOLO
-from horovod_volo.models.trained import load_trained
+from horovod_volo.models.pretrained import load_pretrained
+from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
 from horovod_volo.objective.loss import Labels, build_loss
 from horovod_volo.objective.mixtoken import NO_BOX
@@ -102,7 +102,7 @@ def trained(
 ) -> nn.Module:
     """Train a network that has the head for some steps, as every version with a head for all networks did."""
     model = network(classes=classes).train()
-    reducer = Reducer(model, World.alone(), Exchange(compression="none"), passes=1)
+    reducer = Reducer(model, World.single(), Exchange(compression="none"), passes=1)
     named = dict(model.named_parameters())
     groups = parameter_groups(named, named, exempt=(), weight_decay=0.05, layers={}, layer_decay=1.0)
     optimizer = build_optimizer(opt, groups, momentum=0.9)
@@ -112,7 +112,7 @@ def trained(
         labels = Labels(torch.arange(4) + step)
         logits = model.training_logits(random_images(4, SIDE), unchanged)
         loss(*logits, labels, NO_BOX).total.backward()
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             optimizer.step()
     return model
 
@@ -181,7 +181,7 @@ def test_weights_are_loaded_without_it_or_with_it(run_folder: Path) -> None:
         ("[objective]\ntoken_label = false\n", "on", True),
     ):
         recipe.write_text(known + settings)
-        loaded = load_trained(str(run_folder), aux_head=choice)
+        loaded = load_pretrained(str(run_folder), aux_head=choice)
         assert loaded.has_aux_head == has
         assert any("evaluated by the class token alone" in remark for remark in loaded.remarks) != has
         with torch.inference_mode():
@@ -191,15 +191,15 @@ def test_weights_are_loaded_without_it_or_with_it(run_folder: Path) -> None:
 
 def test_a_head_that_is_not_there_cannot_be_asked_for(run_folder: Path) -> None:
     torch.save(without_head(network().state_dict()), run_folder / "weights.pth")
-    loaded = load_trained(str(run_folder))
+    loaded = load_pretrained(str(run_folder))
     assert "evaluated by the class token alone: the weights have no auxiliary head" in loaded.remarks
     with pytest.raises(UserError, match=r"have no auxiliary head\. Drop --aux-head on"):
-        load_trained(str(run_folder), aux_head="on")
+        load_pretrained(str(run_folder), aux_head="on")
 
 
 def test_networks_of_timm_are_left_as_they_are(tmp_path: Path) -> None:
     model = build_model("test_vit", img_size=160, num_classes=5, drop_path=0.0)
     torch.save(model.state_dict(), tmp_path / "weights.pth")
-    loaded = load_trained(str(tmp_path), name="test_vit")
+    loaded = load_pretrained(str(tmp_path), name="test_vit")
     assert not loaded.has_aux_head
     assert not any("class token" in remark for remark in loaded.remarks)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.models.lvvit import LvVit
-from horovod_volo.models.timm_door import VOLO
+from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import Volo
 
 Model = Volo | LvVit

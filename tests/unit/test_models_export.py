@@ -19,14 +19,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.models import onnx_file
+from horovod_volo.core.errors import UserError
+from horovod_volo.models import onnx_export
 from horovod_volo.models.build import build_model, facts_of
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
-from horovod_volo.models.onnx_file import check_packages, onnx_difference, write_onnx
+from horovod_volo.models.onnx_export import check_packages, onnx_difference, write_onnx
 from horovod_volo.models.outlook import Outlook
 from horovod_volo.models.outlook_export import exportable, fold_windows, place_weights, unfold_windows
-from horovod_volo.models.timm_folder import (
+from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
+from horovod_volo.models.timm_export import (
     CONFIG,
     WEIGHTS,
     check_folder,
@@ -35,7 +36,6 @@ from horovod_volo.models.timm_folder import (
     whole_folder,
     write_timm_folder,
 )
-from horovod_volo.models.trained import Trained, load_trained
 
 # kernel, padding, stride, rows, columns: VOLO's own, then odd ones and windows that do not reach the end
 GEOMETRIES = [(3, 1, 2, 28, 28), (3, 1, 2, 7, 9), (3, 1, 1, 5, 6), (2, 0, 2, 6, 7), (5, 2, 3, 11, 8)]
@@ -64,12 +64,12 @@ def built(name: str, side: int, classes: int = 10) -> nn.Module:
     return with_telling_weights(build_model(name, img_size=side, num_classes=classes, drop_path=0.0))
 
 
-def trained(folder: Path, name: str, side: int, classes: int = 10) -> Trained:
+def trained(folder: Path, name: str, side: int, classes: int = 10) -> PretrainedModel:
     torch.save(built(name, side, classes).state_dict(), folder / "weights.pt")
-    return load_trained(str(folder / "weights.pt"), name=name, image_side=side)
+    return load_pretrained(str(folder / "weights.pt"), name=name, image_side=side)
 
 
-def exported(folder: Path, network: Trained) -> Path:
+def exported(folder: Path, network: PretrainedModel) -> Path:
     made = folder / "export"
     made.mkdir()
     write_timm_folder(network, made)
@@ -177,7 +177,7 @@ def test_a_fixed_batch_and_a_newer_opset(tmp_path: Path) -> None:
 
 def test_weights_of_a_large_network_lie_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("onnxruntime")
-    monkeypatch.setattr(onnx_file, "_LARGEST_FILE_BYTES", 100)
+    monkeypatch.setattr(onnx_export, "_LARGEST_FILE_BYTES", 100)
     network = tiny()
     write_onnx(network, tmp_path / "model.onnx", image_side=8, batch=0, opset=18)
     assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data"}
@@ -198,7 +198,7 @@ def test_what_torch_cannot_export_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_missing_packages_are_named_with_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(onnx_file, "find_spec", lambda name: None)
+    monkeypatch.setattr(onnx_export, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--onnx needs onnx and onnxscript\. Install: .*\[export\]"):
         check_packages()
     assert onnx_difference(tiny(), Path("model.onnx"), image_side=8, batches=(1,)) is None
@@ -237,7 +237,7 @@ def test_a_network_without_an_auxiliary_head_is_exported_as_such(name: str, tmp_
     torch.manual_seed(0)
     source = build_model(name, img_size=side, num_classes=classes, drop_path=0.0)
     torch.save(source.state_dict(), tmp_path / "weights.pt")
-    network = load_trained(str(tmp_path / "weights.pt"), name=name, image_side=side)
+    network = load_pretrained(str(tmp_path / "weights.pt"), name=name, image_side=side)
     with torch.inference_mode():
         images = random(2, 3, side, side)
         of_class = source.eval().head(source.forward_features(images)[:, 0])
@@ -253,7 +253,7 @@ def test_a_network_without_an_auxiliary_head_is_exported_as_such(name: str, tmp_
         file = tmp_path / "model.onnx"
         write_onnx(network.network, file, image_side=side, batch=0, opset=18)
         assert onnx_difference(network.network, file, image_side=side, batches=(1, 3)) <= 1e-4
-    again = load_trained(str(made), name=name, image_side=side)
+    again = load_pretrained(str(made), name=name, image_side=side)
     assert "evaluated by the class token alone: the weights have no auxiliary head" in again.remarks
     with torch.inference_mode():
         assert torch.equal(again.network(images), network.network(images))
@@ -272,7 +272,7 @@ def test_what_timm_does_not_know_is_written_under_its_own_name(tmp_path: Path) -
     made = exported(tmp_path, network)
     assert json.loads((made / CONFIG).read_text())["architecture"] == "lvvit_t"
     assert timm_difference(network, made) is None
-    again = load_trained(str(made), name="lvvit_t", image_side=32)
+    again = load_pretrained(str(made), name="lvvit_t", image_side=32)
     assert torch.equal(again.network(random(1, 3, 32, 32)), network.network(random(1, 3, 32, 32)))
 
 

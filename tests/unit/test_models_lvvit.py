@@ -10,7 +10,7 @@ import torch
 from network_samples import perturbed, random_images, unchanged
 from torch import Tensor, nn
 
-import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
+import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.models.lvvit import LVVIT_SIZES, Block, LvVit
 from horovod_volo.objective.mixtoken import Box
 
@@ -137,13 +137,13 @@ def test_the_same_box_is_exchanged_after_the_stem_and_before_the_head() -> None:
 
     def watched(grid: Tensor) -> Tensor:
         seen.append(grid)
-        return box.exchange(grid)
+        return box.swap_tokens(grid)
 
     passed: list[Tensor] = []
 
     def only_before(grid: Tensor) -> Tensor:
         passed.append(grid)
-        return box.exchange(grid) if len(passed) == 1 else grid
+        return box.swap_tokens(grid) if len(passed) == 1 else grid
 
     class_logits, token_logits = model.training_logits(pictures, watched)
     class_of_mixed, tokens_of_mixed = model.training_logits(pictures, only_before)
@@ -152,7 +152,7 @@ def test_the_same_box_is_exchanged_after_the_stem_and_before_the_head() -> None:
     assert torch.equal(class_logits, class_of_mixed)
     assert not torch.allclose(class_logits, unmixed, atol=1e-3)
     assert not torch.allclose(token_logits, tokens_of_mixed, atol=1e-3)
-    own = box.exchange(tokens_of_mixed.view(4, 4, 4, 10)).flatten(1, 2)
+    own = box.swap_tokens(tokens_of_mixed.view(4, 4, 4, 10)).flatten(1, 2)
     torch.testing.assert_close(own, token_logits, rtol=0, atol=1e-6)
 
 

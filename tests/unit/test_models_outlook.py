@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.models import timm_door
 from horovod_volo.models.outlook import Outlook, outlook, plain_outlook
 
 # timm's own module is the reference; its door has made it importable.

@@ -11,10 +11,10 @@ from network_samples import random_images, unchanged
 from torch import Tensor, nn
 
 from horovod_volo.models.build import build_model
-from horovod_volo.models.stochastic_depth import ALL, Kept, draw_kept
+from horovod_volo.models.drop_path import ALL, DropPathSample, sample_drop_path
 
 
-def rows_of(kept: Kept, batch: int) -> list[int]:
+def rows_of(kept: DropPathSample, batch: int) -> list[int]:
     return list(range(batch)) if kept.rows is None else kept.rows.tolist()
 
 
@@ -26,7 +26,7 @@ def test_it_is_the_masked_form(rows: list[int]) -> None:
     sent = torch.randn(5, 3, 6)
     mask = torch.zeros(5, 1, 1).index_fill_(0, torch.tensor(rows, dtype=torch.int64), 1.0)
     usual = tokens + layer(tokens) * mask * 4.0
-    ours = Kept(torch.tensor(rows, dtype=torch.int64), 4.0).added(tokens, layer)
+    ours = DropPathSample(torch.tensor(rows, dtype=torch.int64), 4.0).added(tokens, layer)
     torch.testing.assert_close(ours, usual)
     wanted = torch.autograd.grad((usual * sent).sum(), [tokens, *layer.parameters()])
     found = torch.autograd.grad((ours * sent).sum(), [tokens, *layer.parameters()], allow_unused=not rows)
@@ -41,8 +41,8 @@ def test_the_left_out_are_not_computed() -> None:
         seen.append(len(tokens))
         return tokens
 
-    Kept(torch.tensor([1, 3]), 2.0).added(torch.ones(5, 2), branch)
-    Kept(torch.tensor([], dtype=torch.int64), 2.0).added(torch.ones(5, 2), branch)
+    DropPathSample(torch.tensor([1, 3]), 2.0).added(torch.ones(5, 2), branch)
+    DropPathSample(torch.tensor([], dtype=torch.int64), 2.0).added(torch.ones(5, 2), branch)
     ALL.added(torch.ones(5, 2), branch)
     assert seen == [2, 5]
 
@@ -52,7 +52,7 @@ def test_each_image_keeps_a_branch_as_often_as_asked() -> None:
     times = np.zeros((len(rates), batch))
     for seed in range(draws):
         torch.manual_seed(seed)
-        for number, kept in enumerate(draw_kept(rates, torch.empty(batch))):
+        for number, kept in enumerate(sample_drop_path(rates, torch.empty(batch))):
             times[number, rows_of(kept, batch)] += 1
     for rate, of_images in zip(rates, times / draws, strict=True):
         spread = np.sqrt(rate * (1 - rate) / draws)
@@ -63,7 +63,7 @@ def test_ranks_leave_out_nearly_as_many() -> None:
     counts = []
     for seed in range(200):
         torch.manual_seed(seed)
-        counts.append([len(rows_of(kept, 7)) for kept in draw_kept([0.3] * 5, torch.empty(7))])
+        counts.append([len(rows_of(kept, 7)) for kept in sample_drop_path([0.3] * 5, torch.empty(7))])
     assert {count for row in counts for count in row} == {4, 5}  # 4.9 on average
 
 
@@ -71,7 +71,7 @@ def test_draws_follow_from_torchs_seed_alone() -> None:
     def drawn(seed: int) -> list[list[int]]:
         torch.manual_seed(seed)
         torch.rand(seed)  # what else was drawn does not matter
-        return [rows_of(kept, 16) for kept in draw_kept([0.5] * 8, torch.empty(16))]
+        return [rows_of(kept, 16) for kept in sample_drop_path([0.5] * 8, torch.empty(16))]
 
     assert drawn(3) == drawn(3)
     assert drawn(3) != drawn(4)
@@ -79,10 +79,10 @@ def test_draws_follow_from_torchs_seed_alone() -> None:
 
 
 def test_what_is_kept_is_scaled_up() -> None:
-    (kept,) = draw_kept([0.75], torch.empty(8))
+    (kept,) = sample_drop_path([0.75], torch.empty(8))
     assert kept.scale == pytest.approx(4.0)
     assert len(rows_of(kept, 8)) == 2
-    assert draw_kept([0.0, 0.0], torch.empty(8)) == [ALL, ALL]
+    assert sample_drop_path([0.0, 0.0], torch.empty(8)) == [ALL, ALL]
 
 
 def test_the_network_leaves_out_in_training_alone() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.teacher import load_teacher, token_logits
-from horovod_volo.models.timm_door import create_model
+from horovod_volo.models.timm_api import create_model
 
 CLASSES = 7
 

@@ -7,8 +7,8 @@ import torch
 from network_samples import perturbed, random_images, unchanged
 from torch import Tensor, nn
 
-import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
-from horovod_volo.config.errors import UserError
+import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, check_model, facts_of
 from horovod_volo.models.volo import Volo
 from horovod_volo.objective.mixtoken import Box
@@ -102,10 +102,10 @@ def test_the_same_box_is_exchanged_after_the_stem_and_before_the_head() -> None:
 
     def watched(grid: Tensor) -> Tensor:
         seen.append(grid)
-        return box.exchange(grid)
+        return box.swap_tokens(grid)
 
     def only_before(grid: Tensor) -> Tensor:
-        return box.exchange(grid) if grid.shape[1] == 8 else grid
+        return box.swap_tokens(grid) if grid.shape[1] == 8 else grid
 
     with torch.inference_mode():
         class_logits, token_logits = model.training_logits(pictures, watched)
@@ -131,7 +131,9 @@ def test_exchanging_twice_restores_tokens() -> None:
     box = Box(top=0, left=1, height=3, width=2, grid=4)
     with torch.inference_mode():
         plain = model.training_logits(random_images(3, 64), unchanged)
-        twice = model.training_logits(random_images(3, 64), lambda grid: box.exchange(box.exchange(grid)))
+        twice = model.training_logits(
+            random_images(3, 64), lambda grid: box.swap_tokens(box.swap_tokens(grid))
+        )
     assert torch.equal(plain[0], twice[0])
     assert torch.equal(plain[1], twice[1])
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model
 from horovod_volo.models.volo import Volo
 from horovod_volo.models.weights import load_weights, read_weights, resize_position_embedding

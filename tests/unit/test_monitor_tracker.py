@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from horovod_volo.monitor.tracker import Silent, Tracker
+from horovod_volo.monitor.run_logger import NullLogger, RunLogger
 
 TRAIN: dict[str, float | int] = {
     "epoch": 0,
@@ -22,9 +22,9 @@ TRAIN: dict[str, float | int] = {
 SCORES: dict[str, float | int] = {"epoch": 0, "top1": 12.5, "images": 8}
 
 
-def train(tracker: Tracker, *steps: int, **changed: float) -> None:
+def train(logger: RunLogger, *steps: int, **changed: float) -> None:
     for step in steps:
-        tracker.train(step, TRAIN | changed)
+        logger.log_training(step, TRAIN | changed)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -43,21 +43,21 @@ def events(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_log_points_and_evaluations_are_one_object_a_line(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path / "runs" / "one", first_step=0, total_steps=100)
-    train(tracker, 1, 2)
-    tracker.evaluation(2, SCORES)
+    logger = RunLogger(tmp_path / "runs" / "one", first_step=0, total_steps=100)
+    train(logger, 1, 2)
+    logger.log_evaluation(2, SCORES)
     found = metrics(tmp_path / "runs" / "one")  # while the run goes on
-    tracker.close()
+    logger.close()
     assert found == [{"step": 1, **TRAIN}, {"step": 2, **TRAIN}, {"step": 2, **SCORES}]
     assert [list(record) for record in found[1:]] == [["step", *TRAIN], ["step", *SCORES]]
 
 
 def test_events_can_be_read_back(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, first_step=0, total_steps=100)
-    train(tracker, 1, 2, loss=0.5)
-    tracker.evaluation(2, SCORES)
+    logger = RunLogger(tmp_path, first_step=0, total_steps=100)
+    train(logger, 1, 2, loss=0.5)
+    logger.log_evaluation(2, SCORES)
     assert events(tmp_path, "train/loss") == [(1, 0.5), (2, 0.5)]  # while the run goes on
-    tracker.close()
+    logger.close()
     assert events(tmp_path, "evaluation/top1") == [(2, 12.5)]
     assert events(tmp_path, "train/top1") == []
     for name in TRAIN:
@@ -65,11 +65,11 @@ def test_events_can_be_read_back(tmp_path: Path) -> None:
 
 
 def test_after_a_resume_the_future_is_forgotten(tmp_path: Path) -> None:
-    first = Tracker(tmp_path, first_step=0, total_steps=10)
+    first = RunLogger(tmp_path, first_step=0, total_steps=10)
     train(first, 1, 2, 3, 4, loss=1.0)
     first.evaluation(4, SCORES)
     first.close()
-    second = Tracker(tmp_path, first_step=2, total_steps=10)
+    second = RunLogger(tmp_path, first_step=2, total_steps=10)
     assert [record["step"] for record in metrics(tmp_path)] == [1, 2]
     train(second, 3, loss=2.0)
     second.close()
@@ -84,10 +84,10 @@ def test_after_a_resume_the_future_is_forgotten(tmp_path: Path) -> None:
 
 def test_going_on_where_the_last_one_ended_forgets_nothing(tmp_path: Path) -> None:
     for first_step in (0, 2):
-        tracker = Tracker(tmp_path, first_step=first_step, total_steps=10)
-        train(tracker, first_step + 1, first_step + 2)
-        tracker.evaluation(first_step + 2, SCORES)
-        tracker.close()
+        logger = RunLogger(tmp_path, first_step=first_step, total_steps=10)
+        train(logger, first_step + 1, first_step + 2)
+        logger.log_evaluation(first_step + 2, SCORES)
+        logger.close()
     assert [record["step"] for record in metrics(tmp_path)] == [1, 2, 2, 3, 4, 4]
     assert [step for step, _ in events(tmp_path, "train/loss")] == [1, 2, 3, 4]
     assert [step for step, _ in events(tmp_path, "evaluation/top1")] == [2, 4]
@@ -98,24 +98,24 @@ def test_going_on_where_the_last_one_ended_forgets_nothing(tmp_path: Path) -> No
 )
 def test_a_last_line_cut_by_a_kill_is_survived(cut: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n' + cut, encoding="utf-8")
-    tracker = Tracker(tmp_path, first_step=5, total_steps=10)
-    train(tracker, 6)
-    tracker.close()
+    logger = RunLogger(tmp_path, first_step=5, total_steps=10)
+    train(logger, 6)
+    logger.close()
     assert [record["step"] for record in metrics(tmp_path)] == [1, 6]
 
 
 def test_a_last_line_that_lost_only_its_end_of_line_is_kept(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}', encoding="utf-8")
-    Tracker(tmp_path, first_step=5, total_steps=10).close()
+    RunLogger(tmp_path, first_step=5, total_steps=10).close()
     assert metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
 def test_the_log_keeps_what_the_terminal_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in (1, 2):
-        tracker = Tracker(tmp_path, first_step=number, total_steps=10)
-        tracker.say(f"life {number}\nof Größe")
-        train(tracker, number + 1)
-        tracker.close()
+        logger = RunLogger(tmp_path, first_step=number, total_steps=10)
+        logger.log(f"life {number}\nof Größe")
+        train(logger, number + 1)
+        logger.close()
     shown = capsys.readouterr().out
     assert (tmp_path / "log.txt").read_text(encoding="utf-8") == shown
     lines = shown.splitlines()
@@ -129,10 +129,10 @@ def test_the_log_keeps_what_the_terminal_shows(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_files_are_replaced_whole(tmp_path: Path) -> None:
-    tracker = Tracker(tmp_path, first_step=0, total_steps=10)
-    tracker.write_file("resolved.toml", "[run]\n" * 1000)
-    tracker.write_file("resolved.toml", 'name = "ü"\n')
-    tracker.close()
+    logger = RunLogger(tmp_path, first_step=0, total_steps=10)
+    logger.write_file("resolved.toml", "[run]\n" * 1000)
+    logger.write_file("resolved.toml", 'name = "ü"\n')
+    logger.close()
     assert (tmp_path / "resolved.toml").read_text(encoding="utf-8") == 'name = "ü"\n'
     assert not list(tmp_path.glob(".*"))
 
@@ -141,7 +141,7 @@ def test_the_silent_one_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    silent = Silent()
+    silent = NullLogger()
     silent.say("something")
     silent.write_file("resolved.toml", "something")
     silent.train(1, TRAIN)

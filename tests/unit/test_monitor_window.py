@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.monitor.window import Window
+from horovod_volo.monitor.meters import LossMeter
 
 CPU = torch.device("cpu")
 
@@ -24,8 +24,8 @@ class Waiting:
         return self.seconds
 
 
-def window() -> Window:
-    return Window(("total", "class_loss"), CPU, Waiting())
+def window() -> LossMeter:
+    return LossMeter(("total", "class_loss"), CPU, Waiting())
 
 
 def test_values_are_summed_by_name() -> None:
@@ -100,7 +100,7 @@ def test_time_and_waiting_count_from_the_opening(monkeypatch: pytest.MonkeyPatch
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     waiting = Waiting()
-    found = Window(("total",), CPU, waiting)
+    found = LossMeter(("total",), CPU, waiting)
     assert (found.seconds, found.waited) == (0.0, 0.0)
     now[0] += 4
     waiting.seconds += 1.5

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Objective
-from horovod_volo.models import timm_door  # noqa: F401  # lets timm in beside a CPU-only torch
+from horovod_volo.core.errors import UserError
+from horovod_volo.models import timm_api  # noqa: F401  # lets timm in beside a CPU-only torch
 from horovod_volo.objective.image_mix import ImageMix, draw_image_mix
 from horovod_volo.objective.loss import Labels, build_loss
 from horovod_volo.objective.mixtoken import NO_BOX
@@ -24,14 +24,14 @@ def drawn(**settings: float) -> list[ImageMix]:
 
 def test_blended_images() -> None:
     images = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    mixed = ImageMix(kept_share=0.25).images(images)
+    mixed = ImageMix(lam=0.25).images(images)
     assert torch.allclose(mixed[0], 0.25 * images[0] + 0.75 * images[2])
     assert torch.allclose(mixed[1], images[1])
 
 
 def test_pasted_images() -> None:
     images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    mixed = ImageMix(kept_share=1 - 12 / 64, box=(1, 2, 3, 4)).images(images)
+    mixed = ImageMix(lam=1 - 12 / 64, box=(1, 2, 3, 4)).images(images)
     inside = torch.zeros(8, 8, dtype=torch.bool)
     inside[1:4, 2:6] = True
     assert torch.equal(mixed[0][:, inside], images[1][:, inside])
@@ -40,10 +40,10 @@ def test_pasted_images() -> None:
 
 def test_neither_changes_nothing() -> None:
     images = torch.randn(2, 3, 8, 8)
-    assert ImageMix(kept_share=1.0).images(images) is images
+    assert ImageMix(lam=1.0).images(images) is images
     assert NO_BOX.images(images) is images
     tokens = torch.randn(2, 4, 4, 3)
-    assert ImageMix(kept_share=0.5).exchange(tokens) is tokens
+    assert ImageMix(lam=0.5).exchange(tokens) is tokens
 
 
 def test_shares_and_choices_are_timms() -> None:
@@ -54,7 +54,7 @@ def test_shares_and_choices_are_timms() -> None:
     expected = np.array([theirs._params_per_batch() for _ in range(DRAWS)])  # (draws, 2): share, pasted
     ours = drawn(mixup=0.2, cutmix=1.0, mixup_prob=0.8, mixup_switch_prob=0.3)
     pasted = np.array([mix.box is not None for mix in ours])
-    blended = np.array([mix.kept_share for mix in ours if mix.box is None and mix.kept_share < 1])
+    blended = np.array([mix.lam for mix in ours if mix.box is None and mix.lam < 1])
     assert abs(pasted.mean() - expected[:, 1].mean()) < 0.04
     of_theirs = np.sort(expected[(expected[:, 1] == 0) & (expected[:, 0] < 1), 0])
     points = np.linspace(0, 1, 50)
@@ -70,13 +70,13 @@ def test_boxes_are_timms() -> None:
     for _ in range(DRAWS):
         _, share = cutmix_bbox_and_lam((1, 3, SIDE, SIDE), np.random.beta(1.0, 1.0))
         expected.append(share)
-    ours = [mix.kept_share for mix in drawn(cutmix=1.0)]
+    ours = [mix.lam for mix in drawn(cutmix=1.0)]
     points = np.linspace(0, 1, 50)
     shares = [np.searchsorted(np.sort(sample), points) / DRAWS for sample in (ours, expected)]
     assert np.abs(shares[0] - shares[1]).max() < 1.95 * np.sqrt(2 / DRAWS)
     for mix in drawn(cutmix=1.0)[:200]:
         assert mix.box is not None
-        assert mix.kept_share == 1 - mix.box[2] * mix.box[3] / SIDE**2
+        assert mix.lam == 1 - mix.box[2] * mix.box[3] / SIDE**2
 
 
 def test_a_mix_depends_on_its_place_alone() -> None:
@@ -94,7 +94,7 @@ def test_the_class_target_is_mixed_with_the_share() -> None:
     target[range(2), classes] = 0.92
     target = 0.3 * target + 0.7 * target.flip(0)
     expected = -(target * logits.log_softmax(dim=1)).sum(dim=1).mean()
-    total = loss(logits, torch.zeros(2, 4, 5), Labels(classes), ImageMix(kept_share=0.3)).total
+    total = loss(logits, torch.zeros(2, 4, 5), Labels(classes), ImageMix(lam=0.3)).total
     assert torch.allclose(total, expected, atol=1e-6)
 
 

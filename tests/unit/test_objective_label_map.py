@@ -12,7 +12,7 @@ from torch import Tensor
 
 from horovod_volo.config.schema import Objective
 from horovod_volo.objective.label_map import Geometry, map_target, map_targets, most_probable
-from horovod_volo.objective.windows import axis_windows
+from horovod_volo.objective.roi_weights import roi_weights
 
 GEOMETRIES = get_args(Geometry)
 
@@ -114,7 +114,7 @@ def test_windows_beyond_a_map_hold_all_the_weight(size: int, side: int, reach: f
     extent = reach * (torch.rand(2000, generator=generator) * 0.95 + 0.05)
     start = 3 * torch.rand(2000, generator=generator) - 1
     extent[0] = reach
-    cells, weights = axis_windows(start, extent, side=side, size=size, scale=size, reach=reach)
+    cells, weights = roi_weights(start, extent, side=side, size=size, scale=size, reach=reach)
     assert cells.min() >= 0
     assert cells.max() < size
     beyond = (start < 0) | (start + extent > 1)
@@ -253,7 +253,7 @@ def test_windows_hold_all_the_weight_and_stay_on_the_map(size: int, side: int) -
     extent = torch.rand(2000, generator=generator) * 0.95 + 0.05
     start = torch.rand(2000, generator=generator) * (1 - extent)
     start[0], extent[0] = 0.0, 1.0
-    cells, weights = axis_windows(start, extent, side=side, size=size, scale=size)
+    cells, weights = roi_weights(start, extent, side=side, size=size, scale=size)
     assert cells.min() >= 0
     assert cells.max() < size
     inside = extent * size >= 1  # boxes under one cell are stretched and may leave the map

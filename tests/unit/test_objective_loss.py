@@ -65,7 +65,7 @@ def assert_equal_with_gradients(
     logits = [tensor.requires_grad_() for tensor in random_logits()]
     exact = [tensor.detach().double().requires_grad_() for tensor in logits]
     parts = build_loss(settings, CLASSES, SIDE)(*logits, labels, box)
-    expected = published_loss(*exact, class_target, token_target, box.kept_share)
+    expected = published_loss(*exact, class_target, token_target, box.lam)
     for part, expected_part in zip(parts, expected, strict=True):
         assert part.dtype == torch.float32
         torch.testing.assert_close(part.double(), expected_part, rtol=1e-5, atol=1e-5)
@@ -113,7 +113,7 @@ def test_without_token_labels_only_the_mixed_class_counts() -> None:
     settings = Objective(cls_weight=0.75)
     parts = build_loss(settings, CLASSES, SIDE)(class_logits, token_logits, Labels(labels.classes), BOX)
     target = published.one_hot(labels.classes, CLASSES) * 0.9 + 0.1 / CLASSES
-    mixed = BOX.kept_share * target + (1 - BOX.kept_share) * target.flip(0)
+    mixed = BOX.lam * target + (1 - BOX.lam) * target.flip(0)
     expected = published.cross_entropy(class_logits.detach().double(), mixed)
     torch.testing.assert_close(parts.class_loss.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(parts.total, 0.75 * parts.class_loss)

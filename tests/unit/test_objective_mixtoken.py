@@ -23,8 +23,8 @@ def test_a_finer_grid_is_exchanged_in_whole_blocks() -> None:
     box = Box(top=1, left=2, height=2, width=1, grid=4)
     coarse = torch.randn(2, 4, 4, 3, generator=torch.Generator().manual_seed(1))
     fine = coarse.repeat_interleave(2, dim=1).repeat_interleave(3, dim=2)  # (2, 8, 12, 3)
-    expected = box.exchange(coarse).repeat_interleave(2, dim=1).repeat_interleave(3, dim=2)
-    assert torch.equal(box.exchange(fine), expected)
+    expected = box.swap_tokens(coarse).repeat_interleave(2, dim=1).repeat_interleave(3, dim=2)
+    assert torch.equal(box.swap_tokens(fine), expected)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 5])
@@ -32,9 +32,9 @@ def test_exchanging_twice_restores_the_tokens(batch: int) -> None:
     tokens = torch.randn(batch, 6, 6, 2, generator=torch.Generator().manual_seed(2))
     untouched = tokens.clone()
     box = Box(top=2, left=0, height=3, width=6, grid=6)
-    once = box.exchange(tokens)
+    once = box.swap_tokens(tokens)
     assert batch == 1 or not torch.equal(once, tokens)
-    assert torch.equal(box.exchange(once), tokens)
+    assert torch.equal(box.swap_tokens(once), tokens)
     assert torch.equal(tokens, untouched)
 
 
@@ -43,15 +43,15 @@ def test_the_gradient_goes_where_the_token_came_from() -> None:
     box = Box(top=0, left=1, height=2, width=3, grid=4)
     leaf = tokens.requires_grad_()
     grad = torch.randn(3, 4, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
-    box.exchange(leaf).backward(grad)
+    box.swap_tokens(leaf).backward(grad)
     assert leaf.grad is not None
-    assert torch.equal(leaf.grad, box.exchange(grad))  # a permutation that is its own inverse
+    assert torch.equal(leaf.grad, box.swap_tokens(grad))  # a permutation that is its own inverse
 
 
 def test_no_box_changes_nothing() -> None:
     tokens = torch.randn(2, 7, 5, 1, generator=torch.Generator().manual_seed(5))
     assert torch.equal(NO_BOX.exchange(tokens), tokens)
-    assert NO_BOX.kept_share == 1.0
+    assert NO_BOX.lam == 1.0
 
 
 def test_a_grid_that_does_not_fit_is_refused() -> None:
@@ -88,7 +88,7 @@ def test_boxes_have_the_published_distribution() -> None:
     assert mean == pytest.approx(0.729, abs=1e-3)
     assert unmixed == pytest.approx(0.02, abs=1e-3)
     boxes = [draw_box(42, step, rank, 0, 14) for step in range(1000) for rank in range(8)]
-    shares = torch.tensor([box.kept_share for box in boxes])
+    shares = torch.tensor([box.lam for box in boxes])
     # Four standard errors of 8,000 draws.
     assert shares.mean().item() == pytest.approx(mean, abs=4 * shares.std().item() / 8000**0.5)
     assert (shares == 1).float().mean().item() == pytest.approx(unmixed, abs=4 * (0.02 * 0.98 / 8000) ** 0.5)
@@ -102,4 +102,4 @@ def test_the_kept_share_counts_the_clipped_area() -> None:
         assert 0 <= box.top <= box.top + box.height <= 6
         assert 0 <= box.left <= box.left + box.width <= 6
         tokens = torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1).expand(2, 6, 6, 1)
-        assert box.exchange(tokens)[0].mean().item() == pytest.approx(1 - box.kept_share, abs=1e-6)
+        assert box.swap_tokens(tokens)[0].mean().item() == pytest.approx(1 - box.lam, abs=1e-6)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.objective import entropy
+from horovod_volo.objective import sparse_cross_entropy
 from horovod_volo.objective.soft_target import (
     SoftTarget,
     blend,
     cross_entropy,
-    cross_entropy_using_up,
+    cross_entropy_in_place,
     one_hot,
     smoothed,
 )
@@ -98,7 +98,7 @@ def test_a_target_of_other_rows_is_refused() -> None:
 def used_up(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss per row, its gradient, and the logits that were used up."""
     given = logits.detach().clone().requires_grad_().clone()
-    loss = cross_entropy_using_up(given, target)
+    loss = cross_entropy_in_place(given, target)
     (grad,) = torch.autograd.grad((loss * torch.arange(1, len(loss) + 1)).sum(), given)
     return loss.detach(), grad, given
 
@@ -108,7 +108,7 @@ def used_up(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor, Tensor]
 def test_using_up_gives_the_same_in_the_logits_place(
     block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(entropy, "_BLOCK", block)
+    monkeypatch.setattr(sparse_cross_entropy, "_BLOCK", block)
     target = random_target(6, 30, 1001, seed=9)
     logits = (torch.randn(6, 1001, generator=torch.Generator().manual_seed(10)) * 3).to(dtype)
     loss, grad, given = used_up(logits, target)
@@ -146,7 +146,7 @@ def test_logits_that_are_somebody_elses_are_not_used_up(make: Callable[[Tensor],
     target = random_target(4, 3, 50, seed=11)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(12))
     before, given = logits.clone(), make(logits)
-    loss = cross_entropy_using_up(given, target)
+    loss = cross_entropy_in_place(given, target)
     if given.requires_grad:
         loss.sum().backward()
     assert torch.equal(given, before)
@@ -157,7 +157,7 @@ def test_evaluation_does_not_use_up_logits() -> None:
     given = torch.randn(4, 50, generator=torch.Generator().manual_seed(12)).requires_grad_() * 1.0
     before = given.detach().clone()
     with torch.no_grad():
-        cross_entropy_using_up(given, target)
+        cross_entropy_in_place(given, target)
     assert torch.equal(given, before)
 
 
@@ -165,7 +165,7 @@ def test_evaluation_does_not_use_up_logits() -> None:
 def test_a_second_backward_is_an_error(dtype: torch.dtype) -> None:
     target = random_target(4, 3, 50, seed=11)
     given = torch.randn(4, 50, generator=torch.Generator().manual_seed(12), dtype=dtype).requires_grad_() * 1
-    loss = cross_entropy_using_up(given, target).sum()
+    loss = cross_entropy_in_place(given, target).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -176,7 +176,7 @@ def test_a_backward_that_needs_the_logits_is_an_error(dtype: torch.dtype) -> Non
     target = random_target(4, 3, 50, seed=11)
     given = torch.zeros(4, 50, dtype=dtype).requires_grad_().exp()  # whose backward reads its own result
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        cross_entropy_using_up(given, target).sum().backward()
+        cross_entropy_in_place(given, target).sum().backward()
 
 
 def test_one_hot_has_mass_one() -> None:

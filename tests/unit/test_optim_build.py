@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
+import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers
 from horovod_volo.models.volo import Volo
 from horovod_volo.optim.build import STATE_KEYS, Name, build_optimizer, state_tensors

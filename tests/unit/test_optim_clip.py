@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
+import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
@@ -57,7 +57,12 @@ def clip(
     if flat_gradients is None:
         flat_gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
     return build_clip(
-        mode, bound, parameters, flat_gradients=flat_gradients, heads=("3",), whole_norm=lambda norm: norm
+        mode,
+        bound,
+        parameters,
+        flat_gradients=flat_gradients,
+        heads=("3",),
+        global_grad_norm=lambda norm: norm,
     )()
 
 
@@ -115,7 +120,7 @@ def test_the_norm_of_flat_gradients_is_that_of_all_and_no_more() -> None:
     model[3].bias.requires_grad_(False)  # what is frozen has none
     apart = copy.deepcopy(model)
     settings = Exchange(compression="none", bucket_mib=100 / 2**20, last_bucket_mib=100 / 2**20)
-    reducer = Reducer(model, World.alone(), settings, passes=1)
+    reducer = Reducer(model, World.single(), settings, passes=1)
     assert len(reducer.flat_gradients) > 1
     images = torch.randn(6, 3, 3, 3, generator=torch.Generator().manual_seed(2))
     for _ in range(2):  # the second is not the sum of both
@@ -123,7 +128,7 @@ def test_the_norm_of_flat_gradients_is_that_of_all_and_no_more() -> None:
             each.zero_grad()
             each(images).square().sum().backward()
         norm = nn.utils.get_total_norm([p.grad for p in apart.parameters() if p.grad is not None])
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             divisor = clip(model, "norm", 0.5, reducer.flat_gradients)
         assert divisor is not None
         assert divisor > 1.0

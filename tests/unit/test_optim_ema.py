@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import horovod_volo.models.timm_door  # noqa: F401  # torchvision imports only after it
+import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only after it
 
 # isort: split
 from timm.utils import ModelEmaV2
 
-from horovod_volo.cluster.buckets import Bucket, fill_buckets
+from horovod_volo.cluster.buckets import Bucket, build_buckets
 from horovod_volo.optim.ema import Ema, NoAverage, decay_at
 
 
@@ -21,7 +21,7 @@ def network() -> nn.Sequential:
 
 
 def flats(model: nn.Module) -> list[Bucket]:
-    return fill_buckets(dict(model.named_parameters()), bucket_bytes=40, parts=1, last_bytes=40)
+    return build_buckets(dict(model.named_parameters()), bucket_bytes=40, parts=1, last_bytes=40)
 
 
 def train_a_little(model: nn.Module, step: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import horovod_volo.models.timm_door  # noqa: F401  # before timm, which imports torchvision
+import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.optim.schedule import lr_at
 
 CosineLRScheduler = pytest.importorskip("timm.scheduler").CosineLRScheduler

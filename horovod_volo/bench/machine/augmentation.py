@@ -26,12 +26,12 @@ from horovod_volo.bench.machine.image_streams import (
 )
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.augment import augment_
-from horovod_volo.data.augmentation.moving import FILL
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.data.augmentation.apply_ops import augment_
+from horovod_volo.data.augmentation.crop_flip import draw_crops
+from horovod_volo.data.augmentation.geometric_ops import FILL
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, draw_operations
 from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
-from horovod_volo.data.stream import TrainStream
+from horovod_volo.data.loader import TrainLoader
 
 _SHAPE = (75, 100)  # height and width: the filled fraction is the same in larger images
 _SIDE = 64
@@ -83,7 +83,7 @@ def measure(
     return Result("augmentation", f"augmented training images at {img_size} px {where}", figures)
 
 
-def _block(stream: TrainStream, wall: list[float]) -> Callable[[], float]:
+def _block(stream: TrainLoader, wall: list[float]) -> Callable[[], float]:
     """Return a function that reads an epoch, records its wall-clock time and returns its CPU time."""
 
     def block() -> float:
@@ -97,7 +97,7 @@ def _block(stream: TrainStream, wall: list[float]) -> Callable[[], float]:
 def mean_fractions(settings: Data, plans: int) -> Fractions:
     """Return the mean fractions over so many drawn plans."""
     indices, sizes = np.arange(plans), np.tile(np.array(_SHAPE), (plans, 1))
-    crops = plan_batch(SEED, EPOCH, indices, sizes, settings).boxes
+    crops = draw_crops(SEED, EPOCH, indices, sizes, settings).boxes
     drawn = draw_operations(SEED, EPOCH, indices, settings)
     on_image = settings.randaugment_on == "image"
     needed = parts_needed(crops, sizes, drawn).decoded if on_image else crops

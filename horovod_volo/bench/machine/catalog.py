@@ -21,10 +21,10 @@ from horovod_volo.bench.cli import Flag, Pairs
 from horovod_volo.bench.comparison import alternate
 from horovod_volo.bench.memory import resident_bytes
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.order import epoch_order
-from horovod_volo.models.timm_door import listed_images
+from horovod_volo.data.sampler import epoch_order
+from horovod_volo.models.timm_api import listed_images
 
 Start = Callable[[str, str], object]  # from the data folder and the cache folder to what a rank then holds
 

@@ -20,10 +20,10 @@ from torch import Tensor
 from horovod_volo.bench.cli import BatchSize, DataDir, Flag, ImgSize, Model
 from horovod_volo.bench.machine.reduce_methods import ModelWithLoss
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.cluster.buckets import Bucket, fill_buckets
-from horovod_volo.cluster.compression import Factors, Fp16Compression, NoCompression, summed_in_fp32
-from horovod_volo.cluster.ring import Wait
-from horovod_volo.config.errors import UserError
+from horovod_volo.cluster.buckets import Bucket, build_buckets
+from horovod_volo.cluster.collectives import Wait
+from horovod_volo.cluster.compression import BucketScales, Fp16Compression, NoCompression, summed_in_fp32
+from horovod_volo.core.errors import UserError
 from horovod_volo.engine.precision import autocast, mend_convolutions
 from horovod_volo.models.build import build_model
 
@@ -68,7 +68,7 @@ def measure(
         _Exchange(number, form, source.buckets, maxima) for number in ranks for form in ("exact", *forms)
     ]
     for rank in range(max(ranks)):
-        source.fill_buckets(rank, "bf16")
+        source.build_buckets(rank, "bf16")
         for exchange in exchanges:
             if rank < exchange.ranks:
                 exchange.add()
@@ -94,7 +94,7 @@ class _GradientSource:
         self._classes = sorted({path.parent for path in files})
         parameters = dict(model.network.named_parameters())
         in_fp32 = summed_in_fp32(parameters)
-        self.buckets = fill_buckets(parameters, _BUCKET_BYTES, 1, _LAST_BUCKET_BYTES, in_fp32)
+        self.buckets = build_buckets(parameters, _BUCKET_BYTES, 1, _LAST_BUCKET_BYTES, in_fp32)
 
     def train(self, steps: int) -> float:
         """Take steps of AdamW, each on images of its own; return the mean loss of the last few."""
@@ -108,7 +108,7 @@ class _GradientSource:
             losses.append(float(loss))
         return fmean(losses[-_LAST_LOSSES:])
 
-    def fill_buckets(self, rank: int, precision: str) -> None:
+    def build_buckets(self, rank: int, precision: str) -> None:
         """Compute the gradients of one rank's images into the buckets."""
         self._model.zero_grad()
         self._loss(rank * self._batch, self._batch, precision).backward()  # type: ignore[no-untyped-call]
@@ -167,14 +167,14 @@ def _plain_sum(bucket: Bucket, ranks: int, _: Tensor, dtype: torch.dtype) -> Sum
     return Sum(lambda gradients: total.add_(gradients.to(dtype)), lambda: total.float() / ranks)
 
 
-def _factors(bucket: Bucket, ranks: int, maximum: Tensor, *, adaptive: bool = True) -> Factors:
-    factors = Factors(1, ranks, like=bucket.gradients, adaptive=adaptive)
+def _factors(bucket: Bucket, ranks: int, maximum: Tensor, *, adaptive: bool = True) -> BucketScales:
+    factors = BucketScales(1, ranks, like=bucket.gradients, adaptive=adaptive)
     factors.maxima.fill_(maximum)
     factors.update()
     return factors
 
 
-def _fp16_sum(bucket: Bucket, ranks: int, factors: Factors) -> Sum:
+def _fp16_sum(bucket: Bucket, ranks: int, factors: BucketScales) -> Sum:
     """The trainer's own compression, around an all-reduce that adds up what it is given."""
     total = torch.zeros_like(bucket.gradients, dtype=torch.float16)
     own = torch.zeros_like(bucket.gradients)
@@ -257,7 +257,7 @@ def _errors_of_bf16(source: _GradientSource) -> dict[str, float]:
     sums = {kind: [torch.zeros_like(b.gradients) for b in source.buckets] for kind in ("bf16", "fp32")}
     for precision, totals in sums.items():
         for rank in range(_RANKS_OF_BF16):
-            source.fill_buckets(rank, precision)
+            source.build_buckets(rank, precision)
             for total, bucket in zip(totals, source.buckets, strict=True):
                 total += bucket.gradients
     return {
@@ -272,6 +272,6 @@ def _mean_maxima(source: _GradientSource) -> Tensor:
     """Return the mean over a few ranks of the maximum in each bucket."""
     maxima = torch.zeros(len(source.buckets))
     for rank in range(_RANKS_OF_MAXIMA):
-        source.fill_buckets(rank, "bf16")
+        source.build_buckets(rank, "bf16")
         maxima += torch.stack([bucket.gradients.abs().max() for bucket in source.buckets])
     return maxima / _RANKS_OF_MAXIMA

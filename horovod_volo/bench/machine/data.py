@@ -26,12 +26,12 @@ from horovod_volo.bench.machine.image_streams import (
     time_epoch,
 )
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.images.catalog import Catalog, build_catalog
+from horovod_volo.data.loader import Batch, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
-from horovod_volo.data.stream import Batch, TrainStream
 
 _ALLOWED_DIFFERENCE = 2 / 255  # mean over pixels: decoders and filters round differently
 
@@ -68,10 +68,10 @@ def measure(
     return Result("data", title, figures)
 
 
-def _compare(stream: TrainStream, peer: Peer, batches: int, threads: int, pairs: int) -> list[Figure]:
+def _compare(stream: TrainLoader, peer: Peer, batches: int, threads: int, pairs: int) -> list[Figure]:
     first_step = stream.steps - batches
-    _assert_same_images(next(stream.passes(EPOCH, first_step)), peer)
-    indices = [batch.indices for batch in stream.passes(EPOCH, first_step)]
+    _assert_same_images(next(stream.batches(EPOCH, first_step)), peer)
+    indices = [batch.indices for batch in stream.batches(EPOCH, first_step)]
     wall: list[float] = []
 
     def our_block() -> float:
@@ -110,7 +110,7 @@ def pillow_batch(
     """Read, crop, resize, flip and normalise images one by one, (batch, 3, side, side)."""
     images = [Image.open(io.BytesIO(catalog.read(index).data)) for index in indices]
     sizes = np.array([(image.height, image.width) for image in images])
-    plan = plan_batch(SEED, EPOCH, indices, sizes, settings)
+    plan = draw_crops(SEED, EPOCH, indices, sizes, settings)
     pixels = []
     for image, (top, left, height, width), horizontal, vertical in zip(
         images, plan.stored_boxes(sizes).tolist(), plan.flip_horizontal, plan.flip_vertical, strict=True

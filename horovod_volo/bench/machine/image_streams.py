@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.bench.comparison import default_device, wait_for
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.labels.source import LabelSource
-from horovod_volo.data.stream import TrainStream
+from horovod_volo.data.loader import TrainLoader
 
 SEED = EPOCH = 0
 _CLASSES = 4
@@ -37,9 +37,9 @@ class EpochTime(NamedTuple):
 
 def single_rank_stream(
     catalog: Catalog, settings: Data, *, image_size: int, threads: int, labels: LabelSource | None = None
-) -> TrainStream:
+) -> TrainLoader:
     """Open a stream that receives every image."""
-    return TrainStream(
+    return TrainLoader(
         catalog,
         labels,
         settings,
@@ -53,10 +53,10 @@ def single_rank_stream(
     )
 
 
-def time_epoch(stream: TrainStream, first_step: int = 0) -> EpochTime:
+def time_epoch(stream: TrainLoader, first_step: int = 0) -> EpochTime:
     """Read an epoch from a step on."""
     began, cpu_before = perf_counter(), process_time()
-    images = sum(len(batch.images) for batch in stream.passes(EPOCH, first_step))
+    images = sum(len(batch.images) for batch in stream.batches(EPOCH, first_step))
     wait_for(default_device())
     return EpochTime((perf_counter() - began) / images, (process_time() - cpu_before) / images)
 

@@ -21,7 +21,7 @@ from horovod_volo.bench.comparison import Block, WrongResultError, alternate
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import MAP_SIDE, TOP, catalog_without_files
 from horovod_volo.config.arguments import whole_number
-from horovod_volo.data.labels.importing import import_labels
+from horovod_volo.data.labels.import_maps import import_labels
 from horovod_volo.data.labels.store import LabelStore
 
 _CLASSES = 1000

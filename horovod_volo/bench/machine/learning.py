@@ -30,7 +30,7 @@ from horovod_volo.bench.machine.training_runs import (
     timm_command,
 )
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.models.volo import SIZES
 

@@ -22,7 +22,7 @@ from horovod_volo.bench.machine.image_streams import (
 )
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.config.schema import Data
-from horovod_volo.models.timm_door import training_loader
+from horovod_volo.models.timm_api import training_loader
 
 
 def measure(

@@ -19,9 +19,9 @@ from horovod_volo.bench.machine.peers_loss import DenseLoss, PublishedLoss
 from horovod_volo.bench.memory import peak_extra_bytes
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import TOP, random_labels
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Objective
-from horovod_volo.objective.loss import Labels, Teacher, build_loss
+from horovod_volo.core.errors import UserError
+from horovod_volo.objective.loss import LabelMapTargets, Labels, build_loss
 from horovod_volo.objective.mixtoken import Box
 
 _TOLERANCE = 1e-5  # of ours, against float64
@@ -118,7 +118,7 @@ def _compare(num_classes: int, batch_size: int, side: int, pairs: int) -> list[F
         case.assert_right(f"{peer} at {name}", loss, expected, _PEER_TOLERANCE)
     del expected  # before memory is measured
 
-    teacher = Teacher(num_classes, side, settings.smoothing, settings.label_geometry)
+    teacher = LabelMapTargets(num_classes, side, settings.smoothing, settings.label_geometry)
     our_targets, their_targets = (
         peak_extra_bytes(targets, case.token_logits.device)
         for targets in (lambda: teacher(case.labels), lambda: published.targets(case.labels))

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from horovod_volo.bench.cli import Flag, ImgSize
 from horovod_volo.bench.comparison import WrongResultError
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.config.rules import OUTPUT_STRIDE
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.plan import plan_batch
+from horovod_volo.config.validation import OUTPUT_STRIDE
+from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
-from horovod_volo.objective.windows import axis_windows
+from horovod_volo.objective.roi_weights import roi_weights
 
 _SEED = 0
 # Aspect ratios (width : height) and the fraction of images that have them; others are from 1 : 2 to 2 : 1.
@@ -39,7 +39,7 @@ def measure(
     """Measure one training crop of each image."""
     geometry = MapGeometry.parse(map_geometry)
     sizes, tokens = _draw_sizes(images), img_size // OUTPUT_STRIDE
-    plan = plan_batch(_SEED, 0, np.arange(images), sizes, Data())
+    plan = draw_crops(_SEED, 0, np.arange(images), sizes, Data())
     crops = plan.fractions(sizes, geometry.covered(sizes))  # as fractions of what the maps cover
     centres = _token_centres(crops, tokens)
     figures = []
@@ -82,7 +82,7 @@ def _places_read(boxes: NDArray[np.float32], tokens: int, cells: int) -> NDArray
     places = []
     for axis in (0, 1):
         starts, extents = (torch.from_numpy(boxes[:, place].copy()) for place in (axis, axis + 2))
-        windows = axis_windows(starts, extents, side=tokens, size=cells, scale=cells, reach=reach)
+        windows = roi_weights(starts, extents, side=tokens, size=cells, scale=cells, reach=reach)
         places.append(((windows.cells + 0.5) / cells * windows.weights).sum(dim=2).numpy())
     return np.stack(places, axis=1).astype(np.float64)
 

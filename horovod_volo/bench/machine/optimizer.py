@@ -51,7 +51,7 @@ class OurUpdate:
 
     def __init__(self, model: nn.Module) -> None:
         named = dict(model.named_parameters())
-        self._reducer = Reducer(model, World.alone(), Exchange(compression="none"), passes=1)
+        self._reducer = Reducer(model, World.single(), Exchange(compression="none"), passes=1)
         exempt = exempt_from_decay(model)
         groups = parameter_groups(
             named, named, exempt=exempt, weight_decay=WEIGHT_DECAY, layers={}, layer_decay=1.0
@@ -64,13 +64,13 @@ class OurUpdate:
             named,
             flat_gradients=self._reducer.flat_gradients,
             heads=(),
-            whole_norm=self._reducer.whole_norm,
+            global_grad_norm=self._reducer.global_grad_norm,
         )
         self._average = Ema(model, self._reducer.buckets, EMA)
 
     def __call__(self) -> None:
         """Take one step."""
-        with self._reducer.averaged():
+        with self._reducer.synchronized_gradients():
             divide(self._optimizer, self._clip())
             self._optimizer.step()
         self._average.update(step=0)  # without warm-up all steps are alike

@@ -15,7 +15,7 @@ from horovod_volo.bench.comparison import Action, alternate, assert_agree, block
 from horovod_volo.bench.machine.peers_timm import outlook_core, outlook_module
 from horovod_volo.bench.memory import peak_extra_bytes
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.outlook import Outlook, outlook
 
 _HEAD_WIDTH = 32  # of every published VOLO

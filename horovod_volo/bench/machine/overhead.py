@@ -21,9 +21,9 @@ from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import checked_config, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.data.stream import Batch
-from horovod_volo.engine.job import Job
-from horovod_volo.models.volo import TokenExchange
+from horovod_volo.data.loader import Batch
+from horovod_volo.engine.context import TrainContext
+from horovod_volo.models.volo import TokenSwap
 from horovod_volo.objective.loss import Labels
 from horovod_volo.optim.build import build_optimizer
 from horovod_volo.optim.groups import parameter_groups
@@ -42,7 +42,7 @@ class OneLayer(nn.Module):
         super().__init__()
         self.head = nn.Linear(inputs, CLASSES)
 
-    def forward(self, images: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def forward(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Return class logits, and no token logits."""
         logits: Tensor = self.head(images.flatten(1))
         return logits, logits.new_empty(0)
@@ -61,27 +61,27 @@ def measure(*, batch_size: BatchSize = 8, pairs: Pairs = 7) -> Result:
             "weight_decay": _WEIGHT_DECAY,
         }
     )
-    job = synthetic_job(config, World.alone(), CLASSES)
+    context = synthetic_job(config, World.single(), CLASSES)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # synchronising several would take longer than either side computes
     try:
-        batch = random_batch(config, CLASSES, job.share.device, seed=0)
-        figures = _compare(_with_one_layer(job, batch), batch, pairs)
+        batch = random_batch(config, CLASSES, context.resources.device, seed=0)
+        figures = _compare(_with_one_layer(context, batch), batch, pairs)
     finally:
         torch.set_num_threads(threads)
-        job.close()
-    title = f"a step of one layer beside a bare loop, batch {batch_size}, {job.share.device.type}, one thread"
+        context.close()
+    title = f"a step of one layer beside a bare loop, batch {batch_size}, {context.resources.device.type}, one thread"
     return Result("overhead", title, figures)
 
 
-def _with_one_layer(job: Job, batch: Batch) -> Job:
+def _with_one_layer(context: TrainContext, batch: Batch) -> TrainContext:
     """Replace the network by one layer and keep the learning rate constant."""
     torch.manual_seed(0)
-    model = OneLayer(batch.images[0].numel()).to(job.share.device).train()
-    reducer = Reducer(model, job.world, job.config.exchange, passes=1)
-    optimizer = build_optimizer("adamw", _groups(model, reducer.owned), momentum=0.0)
-    state = dataclasses.replace(job.state, model=model, reducer=reducer, optimizer=optimizer)
-    return dataclasses.replace(job, state=state, forward=model, lr=lambda step: _LR)  # noqa: ARG005
+    model = OneLayer(batch.images[0].numel()).to(context.resources.device).train()
+    reducer = Reducer(model, context.world, context.config.exchange, passes=1)
+    optimizer = build_optimizer("adamw", _groups(model, reducer.local_parameters), momentum=0.0)
+    state = dataclasses.replace(context.state, model=model, reducer=reducer, optimizer=optimizer)
+    return dataclasses.replace(context, state=state, forward=model, lr=lambda step: _LR)  # noqa: ARG005
 
 
 def _groups(model: nn.Module, owned: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
@@ -96,10 +96,10 @@ def _groups(model: nn.Module, owned: dict[str, nn.Parameter]) -> list[dict[str, 
     return [group | {"lr": _LR} for group in groups]
 
 
-def _compare(job: Job, batch: Batch, pairs: int) -> list[Figure]:
-    device, model = job.share.device, job.state.model
+def _compare(context: TrainContext, batch: Batch, pairs: int) -> list[Figure]:
+    device, model = context.resources.device, context.state.model
     start, peer_model = _weights(model), copy.deepcopy(model)
-    engine_step, bare_step = step_of(job, batch), _bare_step(peer_model, job, batch)
+    engine_step, bare_step = step_of(context, batch), _bare_step(peer_model, context, batch)
     for _ in range(_COMPARED_STEPS):
         engine_step()
         bare_step()
@@ -115,17 +115,17 @@ def _compare(job: Job, batch: Batch, pairs: int) -> list[Figure]:
     ]
 
 
-def _bare_step(model: nn.Module, job: Job, batch: Batch) -> Callable[[], None]:
+def _bare_step(model: nn.Module, context: TrainContext, batch: Batch) -> Callable[[], None]:
     """Return a plain training step."""
     optimizer = torch.optim.AdamW(_groups(model, dict(model.named_parameters())), fused=True)
     labels = Labels(batch.classes)
-    boxes = itertools.cycle([job.mix(step, 0) for step in range(_BOXES)])
+    boxes = itertools.cycle([context.mix(step, 0) for step in range(_BOXES)])
 
     def step() -> None:
         box = next(boxes)
-        with job.autocast:
-            class_logits, token_logits = model(batch.images, box.exchange)
-        job.loss(class_logits, token_logits, labels, box).total.backward()  # type: ignore[no-untyped-call]
+        with context.autocast:
+            class_logits, token_logits = model(batch.images, box.swap_tokens)
+        context.loss(class_logits, token_logits, labels, box).total.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 

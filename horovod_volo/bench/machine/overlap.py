@@ -21,8 +21,8 @@ from horovod_volo.bench.cli import BatchSize, Flag, ImgSize, Model, Pairs
 from horovod_volo.bench.machine.reduce import OURS, PEERS, Against
 from horovod_volo.bench.network_namespaces import missing_for_namespaces, shaped_loopback
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.cluster.launch import promised
-from horovod_volo.config.errors import UserError
+from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.core.errors import UserError
 
 _RANKS = 2
 _TIMEOUT_SECONDS = 1200
@@ -41,7 +41,7 @@ def measure(
 ) -> Result:
     """Measure `reduce` on such a link."""
     missing = missing_for_namespaces()
-    if promised().size > 1:
+    if read_launch_env().size > 1:
         missing.append("a start without a launcher: it starts its own ranks")
     if missing:
         raise UserError(f"A slow network cannot be made here. Missing: {'; '.join(missing)}.")

@@ -25,10 +25,10 @@ from horovod_volo.bench.synthetic import (
     synthetic_job,
 )
 from horovod_volo.cluster.world import World
-from horovod_volo.config.rules import token_label_side
 from horovod_volo.config.schema import Config
-from horovod_volo.data.stream import Batch
-from horovod_volo.engine.job import Job
+from horovod_volo.config.validation import token_label_side
+from horovod_volo.data.loader import Batch
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.objective.mixtoken import NO_BOX, Box
 
 CLASSES = 1000
@@ -77,7 +77,7 @@ def _assert_same_losses(form: LoopName, config: Config) -> None:
 
 def _compare(form: LoopName, config: Config, pairs: int) -> list[Figure]:
     ours, batch, peer = _sides(form, config)
-    device, images = ours.share.device, config.data.batch_size
+    device, images = ours.resources.device, config.data.batch_size
     found = alternate(block_of(step_of(ours, batch), device), block_of(peer.step, device), pairs)
     ours.close()
     return [
@@ -87,10 +87,10 @@ def _compare(form: LoopName, config: Config, pairs: int) -> list[Figure]:
     ]
 
 
-def _sides(form: LoopName, config: Config) -> tuple[Job, Batch, TrainingLoop]:
+def _sides(form: LoopName, config: Config) -> tuple[TrainContext, Batch, TrainingLoop]:
     """Build our run, its images, and the peer with the same weights; both mix tokens by the same box."""
-    job = synthetic_job(config, World.alone(), CLASSES)
-    device = job.share.device
+    context = synthetic_job(config, World.single(), CLASSES)
+    device = context.resources.device
     batch = random_batch(config, CLASSES, device, seed=0)
     side = token_label_side(config)
     box = Box(0, 0, side // 2, side // 2, grid=side) if config.objective.mix_token else NO_BOX
@@ -98,5 +98,5 @@ def _sides(form: LoopName, config: Config) -> tuple[Job, Batch, TrainingLoop]:
         peer = published_loop(config, batch, device, box)
     else:
         peer = plain_loop(form, config, batch, device)
-    peer.network.load_state_dict(job.state.model.state_dict())
-    return replace(job, mix=lambda step, number: box), batch, peer  # noqa: ARG005
+    peer.network.load_state_dict(context.state.model.state_dict())
+    return replace(context, mix=lambda step, number: box), batch, peer  # noqa: ARG005

@@ -18,7 +18,7 @@ def main(checkout: str, flags: list[str]) -> None:
     """Run the script in this process as if it had been called directly."""
     sys.path.insert(0, checkout)
     # Imported here: the first import of timm decides which timm is used.
-    from horovod_volo.models.timm_door import let_posterize_keep_no_bits
+    from horovod_volo.models.timm_api import let_posterize_keep_no_bits
     from horovod_volo.models.volo import SIZES
 
     # isort: split

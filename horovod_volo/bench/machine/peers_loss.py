@@ -30,7 +30,7 @@ class DenseLoss:
     def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Box) -> Tensor:
         """Return the weighted sum of the class loss and the token loss."""
         class_target = self._target(labels, 1).squeeze(1)  # (batch, classes)
-        mixed = box.kept_share * class_target + (1 - box.kept_share) * class_target.flip(0)
+        mixed = box.lam * class_target + (1 - box.lam) * class_target.flip(0)
         class_loss = _soft_cross_entropy(class_logits, mixed)
         token_loss = _soft_cross_entropy(token_logits, self._target(labels, self.tokens_per_side))
         return self.settings.cls_weight * class_loss + self.settings.dense_weight * token_loss
@@ -56,7 +56,7 @@ class PublishedLoss:
     def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Box) -> Tensor:
         """Return the weighted sum of the class loss and the token loss."""
         target = self.targets(labels)
-        kept = box.kept_share
+        kept = box.lam
         mixed = kept * target[:, :, 1] + (1 - kept) * target[:, :, 1].flip(0)
         class_loss = _soft_cross_entropy(class_logits, mixed)
         rows = target[:, :, 2:].transpose(1, 2).reshape(-1, self.num_classes)  # (batch x tokens, classes)

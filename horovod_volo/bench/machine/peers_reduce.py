@@ -63,10 +63,10 @@ FORMS: dict[str, list[Callable[[Work], Method]]] = {
 def torch_ranks(world: World, device: torch.device) -> Iterator[None]:
     """Initialise torch.distributed with the same ranks. Collective: every rank calls this."""
     one_host = world.local_size == world.size
-    host = world.share("localhost" if one_host else socket.gethostname())
+    host = world.broadcast_object("localhost" if one_host else socket.gethostname())
     with socket.socket() as free:
         free.bind(("", 0))
-        port = world.share(free.getsockname()[1])
+        port = world.broadcast_object(free.getsockname()[1])
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         init_method=f"tcp://{host}:{port}",

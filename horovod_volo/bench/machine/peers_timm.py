@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.bench.machine.peers_loss import PublishedLoss
-from horovod_volo.config.rules import trains_aux_head
 from horovod_volo.config.schema import Config, Objective
-from horovod_volo.data.stream import Batch
-from horovod_volo.models.timm_door import VOLO
+from horovod_volo.config.validation import trains_aux_head
+from horovod_volo.data.loader import Batch
+from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
 from horovod_volo.objective.loss import Labels
 from horovod_volo.objective.mixtoken import Box
@@ -65,10 +65,10 @@ def published_loop(config: Config, batch: Batch, device: torch.device, box: Box)
     labels = Labels(batch.classes, batch.scores, batch.ids, batch.boxes)
 
     def loss() -> Tensor:
-        tokens = box.exchange(model.patch_embed(batch.images).permute(0, 2, 3, 1))
+        tokens = box.swap_tokens(model.patch_embed(batch.images).permute(0, 2, 3, 1))
         features = model.norm(model.forward_cls(model.forward_tokens(tokens)))
         grid = model.aux_head(features[:, 1:]).unflatten(1, model.pos_embed.shape[1:3])
-        token_logits = box.exchange(grid).flatten(1, 2)  # (batch, tokens, classes)
+        token_logits = box.swap_tokens(grid).flatten(1, 2)  # (batch, tokens, classes)
         return dense(model.head(features[:, 0]).float(), token_logits.float(), labels, box)
 
     return TrainingLoop(model, _step(model, loss, config, device))

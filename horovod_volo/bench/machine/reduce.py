@@ -23,11 +23,11 @@ from horovod_volo.bench.comparison import Action, assert_agree, wait_for
 from horovod_volo.bench.machine.peers_reduce import DDP, FORMS, STOCK, torch_ranks
 from horovod_volo.bench.machine.reduce_methods import Method, Work, after_backward, no_exchange, ours
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.cluster.launch import promised
+from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.pinning import bind
-from horovod_volo.cluster.share import share_of_host
+from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model
 
 CLASSES = 1000
@@ -57,7 +57,7 @@ def measure(
     against: Against = ("stock", "ddp", "late"),
 ) -> Result:
     """Measure rounds of our method, of no exchange, and of others. Collective: every rank calls this."""
-    if promised().size == 1:
+    if read_launch_env().size == 1:
         raise UserError(
             "There is nothing to reduce on one rank. Start several: "
             "horovodrun -np 2 python -m horovod_volo.bench reduce"
@@ -65,7 +65,7 @@ def measure(
     # The trainer turns Horovod's tensor fusion off; stock Horovod depends on it, so it is on here.
     os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", str(_HOROVODS_FUSION))
     cpus = os.sched_getaffinity(0)
-    world = World.join(bind("numa"))  # as the trainer does
+    world = World.connect(bind("numa"))  # as the trainer does
     try:
         return _measure(world, model, img_size, batch_size, [PEERS[name] for name in against], pairs)
     finally:
@@ -75,7 +75,7 @@ def measure(
 def _measure(
     world: World, model: str, img_size: int, batch_size: int, peers: Sequence[str], rounds: int
 ) -> Result:
-    device = share_of_host(world).device
+    device = rank_resources(world).device
     torch.set_num_threads(1)
     torch.manual_seed(0)
     network = build_model(model, img_size=img_size, num_classes=CLASSES, drop_path=0.0).to(device).train()
@@ -99,13 +99,13 @@ class _Clock:
 
     def block(self, action: Action, repeats: int) -> tuple[float, float]:
         """Return seconds per call until the last rank has ended, and processor time, mean over ranks."""
-        self.world.share(None)
+        self.world.broadcast_object(None)
         began, cpu_before = perf_counter(), process_time()
         for _ in range(repeats):
             action()
         wait_for(self._device)
         taken = (perf_counter() - began) / repeats, (process_time() - cpu_before) / repeats
-        walls, cpus = zip(*self.world.gather(taken), strict=True)
+        walls, cpus = zip(*self.world.allgather_object(taken), strict=True)
         return max(walls), fmean(cpus)
 
     def repeats(self, action: Action) -> int:

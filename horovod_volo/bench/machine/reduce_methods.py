@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from horovod_volo.bench.comparison import Action
+from horovod_volo.cluster.collectives import Collectives, Wait
 from horovod_volo.cluster.reducer import Reducer
-from horovod_volo.cluster.ring import Ring, Wait
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 from horovod_volo.models.build import training_forward
@@ -108,17 +108,17 @@ def after_backward(work: Work) -> Method:
 def _reduced(work: Work, compression: Compression, passes: int) -> Method:
     model = work.model()
     optimizer = sgd(model)
-    ring = _CountingRing(work.world.ring, f"{compression}.{passes}")
-    world = replace(work.world, ring=cast(Ring, ring))
+    ring = _CountingRing(work.world.collectives, f"{compression}.{passes}")
+    world = replace(work.world, collectives=cast(Collectives, ring))
     reducer = Reducer(model, world, Exchange(compression=compression), passes=passes)
 
     def step() -> None:
         work.loss(model).backward()  # type: ignore[no-untyped-call]
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             optimizer.step()
 
     def exchange() -> None:
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             pass
 
     return Method(DTYPES[compression], compression, model, step, exchange, lambda: ring.sums)
@@ -131,7 +131,7 @@ class _CountingRing:
         self._ring, self._prefix = ring, prefix
         self.sums = 0
 
-    def start_sum(self, tensor: Tensor, name: str, scale: float) -> Wait:
+    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
         self.sums += 1
-        wait: Wait = self._ring.start_sum(tensor, f"{self._prefix}.{name}", scale)
+        wait: Wait = self._ring.allreduce_async(tensor, f"{self._prefix}.{name}", scale)
         return wait

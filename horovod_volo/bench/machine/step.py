@@ -30,11 +30,11 @@ from horovod_volo.bench.synthetic import (
 )
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.data.stream import Batch
+from horovod_volo.data.loader import Batch
 from horovod_volo.engine.compiled import check_compiler, compile_blocks
-from horovod_volo.engine.job import Job
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
-from horovod_volo.monitor.window import Window
+from horovod_volo.monitor.meters import LossMeter
 from horovod_volo.objective.loss import Labels, LossParts
 from horovod_volo.objective.mixtoken import Mix
 
@@ -77,27 +77,27 @@ def measure(
         "compile": compile,
     }
     config = checked_config(settings | RANDOM_LABELS)
-    world = World.join()
+    world = World.connect()
     eager = _first_losses(config, world) if compile else None
-    job = synthetic_job(config, world, CLASSES)
-    device = job.share.device
+    context = synthetic_job(config, world, CLASSES)
+    device = context.resources.device
     try:
         if compile:
             check_compiler()
-            compile_blocks(job.state.model)
+            compile_blocks(context.state.model)
         batch = random_batch(config, CLASSES, device, seed=world.rank)
         began = perf_counter()
-        losses = losses_of(job, batch, _FIRST_STEPS)
+        losses = losses_of(context, batch, _FIRST_STEPS)
         first_seconds = perf_counter() - began
         if eager is not None:
             what = f"the losses of {_FIRST_STEPS} steps, with blocks compiled and without"
             assert_agree(what, losses, eager, _TOLERANCES[precision])
-        seconds = _whole_steps(job, batch, pairs)
+        seconds = _whole_steps(context, batch, pairs)
         of_gpu = _gpu_figures(model, img_size, [batch_size / value for value in seconds], device)
-        parts = _parts_of_steps(job, batch)
-        _assert_finite(job)
+        parts = _parts_of_steps(context, batch)
+        _assert_finite(context)
     finally:
-        job.close()
+        context.close()
     figures = [
         Figure.of_rate("images a second", seconds, batch_size * world.size),
         Figure.of_seconds("whole step", seconds),
@@ -127,36 +127,36 @@ def _gpu_figures(model: str, img_size: int, rates: Sequence[float], device: torc
 
 def _first_losses(config: Config, world: World) -> Tensor:
     """Return the losses of the first steps without compiled blocks."""
-    job = synthetic_job(config, world, CLASSES)
-    batch = random_batch(config, CLASSES, job.share.device, seed=world.rank)
-    losses = losses_of(job, batch, _FIRST_STEPS)
-    job.close()
+    context = synthetic_job(config, world, CLASSES)
+    batch = random_batch(config, CLASSES, context.resources.device, seed=world.rank)
+    losses = losses_of(context, batch, _FIRST_STEPS)
+    context.close()
     return losses
 
 
-def _whole_steps(job: Job, batch: Batch, blocks: int) -> list[float]:
+def _whole_steps(context: TrainContext, batch: Batch, blocks: int) -> list[float]:
     """Return the seconds of a step in each block."""
-    action = step_of(job, batch)
+    action = step_of(context, batch)
     # A step is a collective, so all ranks take the number of repeats from rank 0.
-    repeats = job.world.share(repeats_for(action, job.share.device))
-    block = timed(action, repeats, job.share.device)
+    repeats = context.world.broadcast_object(repeats_for(action, context.resources.device))
+    block = timed(action, repeats, context.resources.device)
     return [block() for _ in range(blocks)]
 
 
-def _parts_of_steps(job: Job, batch: Batch) -> dict[str, list[float]]:
+def _parts_of_steps(context: TrainContext, batch: Batch) -> dict[str, list[float]]:
     """Return the seconds of each part of a step, step by step."""
-    stopwatch = _Stopwatch(job.share.device)
+    stopwatch = _Stopwatch(context.resources.device)
 
     def loss(class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Mix) -> LossParts:
-        parts = job.loss(class_logits, token_logits, labels, box)
+        parts = context.loss(class_logits, token_logits, labels, box)
         stopwatch.lap("forward and loss")
         return parts
 
     # The engine's step calls these at the end of its parts; in fp16 unscaling counts as exchange.
     marked = dataclasses.replace(
-        job,
+        context,
         loss=loss,
-        window=_MarkedWindow(job.share.device, stopwatch),
+        window=_MarkedWindow(context.resources.device, stopwatch),
         clip=lambda: stopwatch.lap("exchange wait"),
     )
     micro_batches = itertools.repeat(batch)
@@ -184,7 +184,7 @@ class _Stopwatch:
         self.seconds.setdefault(name, []).append(self._last - before)
 
 
-class _MarkedWindow(Window):
+class _MarkedWindow(LossMeter):
     """The meters, which the engine's step updates directly after backward."""
 
     def __init__(self, device: torch.device, stopwatch: _Stopwatch) -> None:
@@ -196,9 +196,9 @@ class _MarkedWindow(Window):
         self._stopwatch.lap("backward")
 
 
-def _assert_finite(job: Job) -> None:
-    loss = statistics.fmean(job.window.sums().values())
-    weights = torch.stack([parameter.detach().abs().max() for parameter in job.state.model.parameters()])
+def _assert_finite(context: TrainContext) -> None:
+    loss = statistics.fmean(context.window.sums().values())
+    weights = torch.stack([parameter.detach().abs().max() for parameter in context.state.model.parameters()])
     if not (math.isfinite(loss) and weights.isfinite().all()):
         raise WrongResultError(
             "Loss or weights are not finite after the measured steps. Nothing is reported."

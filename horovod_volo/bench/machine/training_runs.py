@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.files.whole import whole_file
+from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.errors import UserError
 
 _FINISHED, _LOG = "finished.json", "output.txt"
 
@@ -103,7 +103,7 @@ def run_once(command: list[str], folder: Path) -> float:
     seconds = perf_counter() - began
     if status:
         raise RuntimeError(f"a run ended with status {status}: see {folder / _LOG}")
-    with whole_file(finished) as file:
+    with atomic_write(finished) as file:
         file.write(json.dumps({"command": command, "seconds": seconds}).encode())
     return seconds
 

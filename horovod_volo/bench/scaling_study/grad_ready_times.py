@@ -29,7 +29,7 @@ def measured_workload(model: str, img_size: int, repeats: int = _REPEATS) -> Wor
     torch.set_num_threads(1)
     try:
         network = build_model(model, img_size=img_size, num_classes=_CLASSES, drop_path=0.0).train()
-        reducer = Reducer(network, World.alone(), Exchange(), passes=1)
+        reducer = Reducer(network, World.single(), Exchange(), passes=1)
         fractions = _ready_fractions(network, img_size, repeats, reducer)
     finally:
         torch.set_num_threads(threads)
@@ -59,7 +59,7 @@ def _ready_fractions(network: nn.Module, img_size: int, repeats: int, reducer: R
         began = perf_counter()
         (class_logits.sum() + token_logits.sum()).backward()  # type: ignore[no-untyped-call]
         ended = perf_counter()
-        with reducer.averaged():
+        with reducer.synchronized_gradients():
             pass
         for name, moment in ready.items() if number else ():
             found.setdefault(name, []).append((moment - began) / (ended - began))

@@ -45,7 +45,7 @@ def join_ranks(hosts: str) -> Iterator[World]:
     dist.broadcast_object_list(port, src=0)
     os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = os.environ["MASTER_ADDR"]
     os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port[0])
-    yield World.join()
+    yield World.connect()
     hvd.shutdown()
     dist.barrier()  # rank 0 serves both until all have left Horovod
     dist.destroy_process_group()
@@ -113,7 +113,7 @@ class RingUpdate:
     def __call__(self, gradient: Tensor) -> None:
         """Update the weights. Collective: every rank calls this."""
         self._buffer.copy_(gradient)
-        self._world.ring.start_sum(self._buffer, self._name, 1.0 / self._world.size)()
+        self._world.collectives.allreduce_async(self._buffer, self._name, 1.0 / self._world.size)()
         self.weights.add_(self._buffer, alpha=-_LEARNING_RATE)
 
 
@@ -149,7 +149,7 @@ def measure_replay(world: World, messages: Sequence[tuple[float, int]], repeats:
         waits = []
         for number, (ready, _size) in enumerate(messages):
             time.sleep(max(0.0, began + ready - perf_counter()))
-            waits.append(world.ring.start_sum(buckets[number], f"replayed.{number}", 1.0))
+            waits.append(world.collectives.allreduce_async(buckets[number], f"replayed.{number}", 1.0))
         for wait in waits:
             wait()
 

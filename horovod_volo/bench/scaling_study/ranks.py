@@ -43,16 +43,16 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str]) -> None:
     """Run a job on each number of ranks that it names, and write what was measured."""
-    file, job = Path(arguments[0]), json.loads(arguments[1])
-    found = {ranks: _with_ranks(ranks, job) for ranks in job["ranks"]}
+    file, context = Path(arguments[0]), json.loads(arguments[1])
+    found = {ranks: _with_ranks(ranks, context) for ranks in context["ranks"]}
     file.write_text(json.dumps(found), encoding="utf-8")
 
 
-def _with_ranks(ranks: int, job: dict[str, Any]) -> Any:
+def _with_ranks(ranks: int, context: dict[str, Any]) -> Any:
     """Fork the ranks; return what rank 0 measured."""
-    hosts = [Host(place["address"], place["pid"]) for place in job["places"][:ranks]]
+    hosts = [Host(place["address"], place["pid"]) for place in context["places"][:ranks]]
     receiver, sender = Pipe(duplex=False)
-    arguments = (_environments(ranks, hosts), hosts, job, sender, os.getpid())
+    arguments = (_environments(ranks, hosts), hosts, context, sender, os.getpid())
     try:
         start_processes(  # type: ignore[no-untyped-call]
             _rank, arguments, nprocs=ranks, daemon=True, start_method="fork"
@@ -106,7 +106,7 @@ def _rank(
     rank: int,
     environments: Sequence[dict[str, str]],
     hosts: Sequence[Host],
-    job: dict[str, Any],
+    context: dict[str, Any],
     sender: Connection,
     parent: int,
 ) -> None:
@@ -119,36 +119,36 @@ def _rank(
     os.environ.update(environments[rank])
     torch.set_num_threads(1)
     size = len(environments)
-    if "model" in job and size == 1:
-        sender.send(_measure_steps(World.alone(), job))
+    if "model" in context and size == 1:
+        sender.send(_measure_steps(World.single(), context))
         return
-    names = [place["address"] for place in job["places"][:size]]
+    names = [place["address"] for place in context["places"][:size]]
     with join_ranks(",".join(f"{name}:1" for name in names) or f"localhost:{size}") as world:
-        found = _measure_steps(world, job) if "model" in job else _measure_exchanges(world, job)
-        if world.is_main:
+        found = _measure_steps(world, context) if "model" in context else _measure_exchanges(world, context)
+        if world.is_rank_zero:
             sender.send(found)
 
 
-def _measure_exchanges(world: World, job: dict[str, Any]) -> dict[str, Any]:
+def _measure_exchanges(world: World, context: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {
-        f"{mib:g}": measure_ring(world, round(mib * _MIB), job["pairs"]) for mib in job["ring_mib"]
+        f"{mib:g}": measure_ring(world, round(mib * _MIB), context["pairs"]) for mib in context["ring_mib"]
     }
-    found[f"{job['mib']:g}"] = measure_layouts(world, round(job["mib"] * _MIB), job["pairs"])
-    if job["replay"]:
-        found["replay"] = measure_replay(world, job["replay"], job["pairs"])
+    found[f"{context['mib']:g}"] = measure_layouts(world, round(context["mib"] * _MIB), context["pairs"])
+    if context["replay"]:
+        found["replay"] = measure_replay(world, context["replay"], context["pairs"])
     return found
 
 
-def _measure_steps(world: World, job: dict[str, Any]) -> dict[str, list[float]]:
+def _measure_steps(world: World, context: dict[str, Any]) -> dict[str, list[float]]:
     """Return the seconds of a step with and without exchange. Collective: every rank calls this."""
-    settings = {name: job[name] for name in ("model", "img_size", "batch_size")}
+    settings = {name: context[name] for name in ("model", "img_size", "batch_size")}
     config = checked_config(settings | RANDOM_LABELS)
-    together, apart = _step(config, world), _step(config, World.alone())
+    together, apart = _step(config, world), _step(config, World.single())
     torch.set_num_threads(1)  # building a run sets this rank's part of the host, which may be more
     blocks = _begun_together(together, world), _begun_together(apart, world)
     for block in blocks:
         block()
-    found = alternate(blocks[0], blocks[1], job["pairs"])
+    found = alternate(blocks[0], blocks[1], context["pairs"])
     return {"together": list(found.ours), "apart": list(found.peer)}
 
 
@@ -156,15 +156,15 @@ def _begun_together(step: Action, world: World) -> Block:
     block = timed(step, _STEPS_OF_BLOCK, torch.device("cpu"))
 
     def begin() -> float:
-        world.share(None)
+        world.broadcast_object(None)
         return block()
 
     return begin
 
 
 def _step(config: Config, world: World) -> Action:
-    job = synthetic_job(config, world, _CLASSES)
-    return step_of(job, random_batch(config, _CLASSES, job.share.device, seed=world.rank))
+    context = synthetic_job(config, world, _CLASSES)
+    return step_of(context, random_batch(config, _CLASSES, context.resources.device, seed=world.rank))
 
 
 if __name__ == "__main__":

@@ -52,8 +52,8 @@ def measure(
     figures += _exchange_figures(_run(exchange), "processes")
     title = f"a gradient of {mib:g} MiB exchanged by a parameter server and by the ring"
     if steps_of:
-        job = {"model": steps_of, "img_size": img_size, "batch_size": batch_size}
-        found = _run(job | {"places": [], "ranks": [1, 2, 4], "pairs": pairs})
+        context = {"model": steps_of, "img_size": img_size, "batch_size": batch_size}
+        found = _run(context | {"places": [], "ranks": [1, 2, 4], "pairs": pairs})
         figures += _step_figures(found, batch_size)
         title += f"; steps of {steps_of}, {img_size} px, {batch_size} images a rank"
     return Result("scaling", title, figures)
@@ -65,11 +65,17 @@ def replayed_messages(mib: float, mbit: float) -> list[tuple[float, int]]:
     return [(when * transfer, round(part * mib * _MIB) // 4 * 4) for when, part in _REPLAYED]
 
 
-def _run(job: dict[str, Any]) -> dict[str, Any]:
+def _run(context: dict[str, Any]) -> dict[str, Any]:
     """Run a job on new ranks; return what their rank 0 measured, by number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        command = [sys.executable, "-m", "horovod_volo.bench.scaling_study.ranks", str(file), json.dumps(job)]
+        command = [
+            sys.executable,
+            "-m",
+            "horovod_volo.bench.scaling_study.ranks",
+            str(file),
+            json.dumps(context),
+        ]
         # At the time limit the process is killed, and its ranks end with it.
         done = subprocess.run(
             command,

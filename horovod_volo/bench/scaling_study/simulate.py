@@ -25,7 +25,7 @@ from horovod_volo.bench.scaling_study.prediction import (
     step_seconds,
 )
 from horovod_volo.bench.scaling_study.validation import Checked, checked, published_points
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 _GOALS = {40: 98.0, 256: 97.5, 1024: 97.0, 10_000: 95.5}  # per cent, drawn in the charts
 _FEW = 4  # hosts, up to which the goal of the error is 3 %

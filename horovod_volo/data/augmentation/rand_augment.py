@@ -14,8 +14,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.config.errors import UserError
 from horovod_volo.config.schema import Data
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation.chance import uniforms
 
 OPERATION_STREAM = 0x6F7065726174  # keeps this use of the seed apart from every other

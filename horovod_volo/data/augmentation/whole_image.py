@@ -17,8 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.data.augmentation.augment import COUNTING, MOVING, RECOLOURING
-from horovod_volo.data.augmentation.moving import source_matrices
+from horovod_volo.data.augmentation.apply_ops import COLOR_OPS, GEOMETRIC_OPS, HISTOGRAM_OPS
+from horovod_volo.data.augmentation.geometric_ops import source_matrices
 from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations
 
 FILTER_REACH = 2  # pixels that the bicubic filter reads to either side of a place
@@ -51,7 +51,7 @@ def parts_needed(crops: NDArray[np.int32], sizes: NDArray[np.int64], operations:
         kinds = operations.kinds[:, layer]
         low, high = _sources(low, high, kinds, operations.arguments[:, layer], sizes)
         reach = SMOOTHING_REACH * (kinds == Operation.SHARPNESS)[:, None]
-        counts = np.isin(kinds, list(COUNTING))[:, None]
+        counts = np.isin(kinds, list(HISTOGRAM_OPS))[:, None]
         low = np.where(counts, 0, low - reach).clip(0, sizes - 1)
         # A crop that shows nothing of the image takes a pixel of its edge: nothing cannot be decoded.
         high = np.where(counts, sizes, high + reach).clip(low + 1, sizes)
@@ -91,15 +91,15 @@ def augment_part(image: Tensor, operations: Operations, parts: Parts) -> Tensor:
             )
             matrices[:, :, 2] += matrices[:, :, :2] @ after[1::-1] - before[1::-1]
             shape = (int(after[2]), int(after[3]))
-            image = MOVING[kind](image, matrices, shape, bicubic=bool(operations.bicubic[0, layer]))
+            image = GEOMETRIC_OPS[kind](image, matrices, shape, bicubic=bool(operations.bicubic[0, layer]))
             continue
         argument = torch.from_numpy(operations.arguments[:, layer]).to(image.device, non_blocking=True)
         top, left = (after[:2] - before[:2]).tolist()
         part = (..., slice(top, top + int(after[2])), slice(left, left + int(after[3])))
-        if kind in COUNTING:
-            image = COUNTING[kind](image[part], argument, image)
-        elif kind in RECOLOURING:
-            image = RECOLOURING[kind](image, argument)[part]
+        if kind in HISTOGRAM_OPS:
+            image = HISTOGRAM_OPS[kind](image[part], argument, image)
+        elif kind in COLOR_OPS:
+            image = COLOR_OPS[kind](image, argument)[part]
         else:
             image = image[part]
     return image

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.demo.demo_image import draw_demo_image
 from horovod_volo.data.demo.demo_shapes import CLASSES, Floats
 from horovod_volo.data.labels.geometry import WHOLE
 from horovod_volo.data.labels.published_maps import GEOMETRY_FILE
-from horovod_volo.files.whole import whole_file
 
 # Raise when any byte of the set would come out different: older folders then stop passing for current ones.
 EDITION = 1
@@ -90,7 +90,7 @@ def _tell_geometry(folder: Path) -> None:
     """Write down that the label maps cover whole images, unlike published ones of the same form."""
     path = folder / "token_labels" / GEOMETRY_FILE
     if not path.exists():
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             file.write(f"{WHOLE}\n".encode())
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog_file import Form, map_targets, read_facts, read_header, read_record
 from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
 from horovod_volo.data.images.listing import list_images
 from horovod_volo.data.images.open_files import OpenFile, OpenFiles
 from horovod_volo.data.images.recordio import image_of_parts
 from horovod_volo.data.images.split_folder import Split, SplitFolder, find_split, shortened
-from horovod_volo.files.whole import whole_file
 
 SHARDS_OPEN = 64
 
@@ -158,7 +158,7 @@ def _in_folder(images: SplitFolder, folder: Path, split: Split) -> Catalog:
     if kept is not None and kept.state == images.state:
         return kept
     folder.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         list_images(images, file.fileno())
     return Catalog(_open(path), path)
 

@@ -51,7 +51,7 @@ class Form(IntEnum):
     PARTS = 2  # such a range holds a RecordIO record in several parts
 
 
-class Record(NamedTuple):
+class CatalogEntry(NamedTuple):
     """What the file says about one image besides its class; the fields of RECORD."""
 
     name_start: int
@@ -168,9 +168,11 @@ def read_facts(descriptor: int, header: Header) -> dict[str, Any]:
     return facts
 
 
-def read_record(descriptor: int, header: Header, index: int) -> Record:
+def read_record(descriptor: int, header: Header, index: int) -> CatalogEntry:
     """Return what the file says about one image."""
-    return Record(*RECORD.unpack(os.pread(descriptor, RECORD.size, header.records_at + index * RECORD.size)))
+    return CatalogEntry(
+        *RECORD.unpack(os.pread(descriptor, RECORD.size, header.records_at + index * RECORD.size))
+    )
 
 
 def map_targets(descriptor: int, header: Header) -> NDArray[np.int32]:

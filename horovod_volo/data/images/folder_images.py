@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog_file import Rows
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
 from horovod_volo.data.images.split_folder import shortened

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 
 Split = Literal["train", "val"]
 Format = Literal["folder", "tar", "tfrecord", "recordio"]

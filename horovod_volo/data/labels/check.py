@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.keys import NO_ROW, digest_of, read_keys, rows_of
-from horovod_volo.data.labels.making import checksum
 from horovod_volo.data.labels.probability import best_classes
 from horovod_volo.data.labels.store import (
     DESCRIPTION,
@@ -23,6 +22,7 @@ from horovod_volo.data.labels.store import (
     read_facts,
     read_shard,
 )
+from horovod_volo.data.labels.store_writer import checksum
 
 Progress = Callable[[int, int], None]  # rows done, of how many
 MAPS_AT_ONCE = 256  # so that the sums of 21,841 classes take tens of megabytes, not gigabytes

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.window import resized_to, window_corners
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.center_crop import crop_corners, resized_to
 
 CENTRE_CROP = "centre-crop"
 
@@ -57,7 +57,7 @@ class MapGeometry:
         if not self.resize:
             return np.tile([0.0, 0.0, 1.0, 1.0], (len(sizes), 1))
         resized = resized_to(sizes, self.resize)
-        square = [window_corners(resized, self.size), np.full_like(resized, self.size)]
+        square = [crop_corners(resized, self.size), np.full_like(resized, self.size)]
         return np.concatenate(square, axis=1) / np.tile(resized, 2)
 
 

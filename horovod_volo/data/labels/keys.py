@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.files.whole import whole_file
 
 NO_ROW = -1
 
@@ -57,7 +57,7 @@ def rows_of(catalog: Catalog, keys_file: Path, keys_digest: str, cache: Path | N
     if not _holds_rows(kept, len(catalog)):
         cache.mkdir(parents=True, exist_ok=True)
         rows = _looked_up(catalog, keys_file)
-        with whole_file(kept) as file:
+        with atomic_write(kept) as file:
             np.save(file, rows)
     # As a plain array: looking up one row of a memmap costs a microsecond more.
     mapped: NDArray[np.int32] = np.load(kept, mmap_mode="r").view(np.ndarray)

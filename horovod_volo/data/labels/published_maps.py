@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import MapGeometry, assumed_geometry
 from horovod_volo.data.labels.keys import key_of

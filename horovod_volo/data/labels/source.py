@@ -8,12 +8,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import MapGeometry, assumption
-from horovod_volo.data.labels.making import is_unfinished
 from horovod_volo.data.labels.published_maps import PublishedMaps
 from horovod_volo.data.labels.store import LabelStore, is_store
+from horovod_volo.data.labels.store_writer import is_unfinished
 
 
 class LabelSource(Protocol):

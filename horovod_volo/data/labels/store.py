@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import CENTRE_CROP, PUBLISHED, MapGeometry, assumed_geometry
 from horovod_volo.data.labels.keys import NO_ROW, rows_of

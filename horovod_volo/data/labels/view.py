@@ -7,15 +7,15 @@ from pathlib import Path
 
 from PIL import Image
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.labels.figure import LabelledImage, draw_labels
 from horovod_volo.data.labels.geometry import coverage
 from horovod_volo.data.labels.keys import key_of
-from horovod_volo.data.labels.picture import Labelled, draw_labels
 from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.labels.store import DESCRIPTION, is_store, read_facts
-from horovod_volo.files.whole import whole_file
 
 PROBABILITY = (
     "In each cell: the most probable class. Probability: softmax over all classes, unnamed ones at 0."
@@ -37,7 +37,7 @@ def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> Non
         source.close()
     top, rows, columns = scores.shape
     drawn = draw_labels(
-        Labelled(
+        LabelledImage(
             image=pixels,
             scores=scores,
             ids=ids,
@@ -53,7 +53,7 @@ def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> Non
         )
     )
     try:
-        with whole_file(picture) as file:
+        with atomic_write(picture) as file:
             drawn.save(file, format="PNG")
     except OSError as error:
         raise UserError(f"{picture} cannot be written: {error.strerror}. Name another file.") from None

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from horovod_volo.config.errors import UserError
+from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.split_folder import CLASSES_FILE, index_beside
-from horovod_volo.files.whole import whole_file
 
 MANIFEST = "manifest.json"
 
@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def write_json(path: Path, facts: dict[str, Any]) -> None:
     """Write facts to a file that is whole or absent."""
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write((json.dumps(facts, indent=1) + "\n").encode())
 
 

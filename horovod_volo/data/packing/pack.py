@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.config.errors import UserError
-from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.core.atomic_file import atomic_write, remove_partials
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
 from horovod_volo.data.images.split_folder import CLASSES_FILE, FOLDER_NAMES, Split, index_beside
-from horovod_volo.data.order import epoch_order
 from horovod_volo.data.packing.manifest import Manifest, PackedShard, read_manifest, shard_of, write_json
 from horovod_volo.data.packing.packed_image import packed_image
 from horovod_volo.data.packing.tar_writer import TarWriter, member_bytes
-from horovod_volo.files.whole import remove_partials, whole_file
+from horovod_volo.data.sampler import epoch_order
 
 WORK = ".packing"  # folder beside the splits; gone when all is packed
 _PROBED_IMAGES = 256  # tell how many images fill a shard
@@ -54,7 +54,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _ShardTask:
     """One shard to make, as a worker is told."""
 
     catalog: Path
@@ -98,7 +98,7 @@ def _pack_split(
     images = len(catalog)
     order = epoch_order(packing.seed, 0, images) if packing.shuffle else np.arange(images, dtype=np.uint32)
     jobs = [
-        _Job(
+        _ShardTask(
             catalog=_path_of(catalog),
             digest=catalog.digest,
             indices=order[start : start + per_shard],
@@ -126,7 +126,7 @@ def _path_of(catalog: Catalog) -> Path:
     return catalog.path
 
 
-def _run(jobs: list[_Job], workers: int, tell: Callable[[int], None]) -> list[PackedShard]:
+def _run(jobs: list[_ShardTask], workers: int, tell: Callable[[int], None]) -> list[PackedShard]:
     """Make the shards that are not finished yet."""
     finished = {job.shard.name: shard for job in jobs if (shard := _finished(job)) is not None}
     left = [job for job in jobs if job.shard.name not in finished]
@@ -162,10 +162,10 @@ def _end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _pack_shard(job: _Job) -> PackedShard:
+def _pack_shard(job: _ShardTask) -> PackedShard:
     catalog = open_catalog(job.catalog, job.digest)
     left_out = []
-    with whole_file(job.shard) as file:
+    with atomic_write(job.shard) as file:
         writer = TarWriter(file)
         for index in job.indices.tolist():
             try:
@@ -177,7 +177,7 @@ def _pack_shard(job: _Job) -> PackedShard:
         sha256 = writer.finish()
     lines = writer.index()
     if lines is not None:
-        with whole_file(index_beside(job.shard)) as file:
+        with atomic_write(index_beside(job.shard)) as file:
             file.write(lines)
     shard = PackedShard(
         file=job.shard.name,
@@ -201,7 +201,7 @@ def _packed(catalog: Catalog, index: int, packing: Packing) -> tuple[str, bytes]
         raise BadSampleError(f"{catalog.location(index)} {error}") from error
 
 
-def _finished(job: _Job) -> PackedShard | None:
+def _finished(job: _ShardTask) -> PackedShard | None:
     """Return a shard that an earlier run has finished."""
     if not job.entry.exists():
         return None
@@ -236,7 +236,7 @@ def _publish(
 ) -> None:
     remove_partials(folder)
     names = "".join(f"{name}\n" for name in classes).encode()
-    with whole_file(folder / CLASSES_FILE) as file:
+    with atomic_write(folder / CLASSES_FILE) as file:
         file.write(names)
     manifest = Manifest(
         images=sum(shard.images for shard in shards),

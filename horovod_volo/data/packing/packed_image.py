@@ -9,7 +9,7 @@ import zlib
 
 from PIL import Image
 
-from horovod_volo.data.bad_sample import BadSampleError
+from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS, START_BYTES, ending_of
 
 # What decoders raise for damaged headers and pixels.

@@ -1,0 +1,58 @@
+"""What the launcher promised this process: its rank and how many there are, read from the environment.
+
+Horovod started with no launcher it knows runs alone without a word; the promise is what
+`World.join` holds it to.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Name, and the variables of rank, size, local rank, local size. The first whose size is set speaks.
+_LAUNCHERS = (
+    ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    (
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("mpirun (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+@dataclass(frozen=True)
+class LaunchEnv:
+    """The place a launcher gave to this process."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+ALONE = LaunchEnv(launcher="none", rank=0, size=1, local_rank=0, local_size=1)
+
+
+def read_launch_env(environment: Mapping[str, str] = os.environ) -> LaunchEnv:
+    """Read the launcher's variables; without any, this process is alone."""
+    for launcher, rank, size, local_rank, local_size in _LAUNCHERS:
+        if size in environment and rank in environment:
+            return LaunchEnv(
+                launcher,
+                int(environment[rank]),
+                int(environment[size]),
+                int(environment.get(local_rank, 0)),
+                _first_number(environment.get(local_size, "1")),
+            )
+    return ALONE
+
+
+def _first_number(text: str) -> int:
+    """Read the count of a plain number or of Slurm's "2(x3),1"."""
+    return int(text.partition("(")[0].partition(",")[0])

@@ -1,0 +1,1 @@
+"""The ground floor: errors, files, random numbers and labels that all other packages use."""

@@ -1,0 +1,139 @@
+"""How each training image is flipped and cut.
+
+The published order of things is "flip first, then crop": a box is expressed in pixels of the
+flipped image. A sample's plan is a pure function of (seed, epoch, sample index) and the image's
+size; it must never depend on which other samples share its batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_volo.config.schema import Data
+from horovod_volo.data.augmentation.chance import uniforms
+
+AnyFloat = TypeVar("AnyFloat", np.float32, np.float64)
+
+ATTEMPTS = 10
+PLAN_STREAM = 0x706C616E  # keeps this use of the seed apart from every other
+
+
+@dataclass(frozen=True, eq=False)
+class CropFlip:
+    """The flips and boxes of a batch; boxes are top, left, height, width in the flipped image."""
+
+    boxes: NDArray[np.int32]  # (batch, 4)
+    flip_horizontal: NDArray[np.bool_]  # (batch,)
+    flip_vertical: NDArray[np.bool_]  # (batch,)
+    bicubic: NDArray[np.bool_]  # (batch,) how the crop is resized; else bilinear
+
+    def stored_boxes(self, sizes: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Mirror the crops back into the stored image."""
+        return self.stored(self.boxes, sizes)
+
+    def stored(self, boxes: NDArray[np.int32], sizes: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Mirror boxes (batch, 4) of the flipped image back into the stored image, as the decoder cuts."""
+        top, left, height, width = boxes.T
+        return np.stack(
+            [
+                np.where(self.flip_vertical, sizes[:, 0] - top - height, top),
+                np.where(self.flip_horizontal, sizes[:, 1] - left - width, left),
+                height,
+                width,
+            ],
+            axis=1,
+        ).astype(np.int32)  # (batch, 4)
+
+    def fractions(
+        self, sizes: NDArray[np.int64], covered: NDArray[np.float64] | None = None
+    ) -> NDArray[np.float32]:
+        """Return the boxes as fractions of the flipped image, or of the part of it that label maps cover.
+
+        `covered` (batch, 4) is that part's top, left, height and width, as fractions of the stored image. A
+        box that reaches beyond the part begins below 0 or ends beyond 1.
+        """
+        boxes = self.boxes / np.tile(sizes, 2)  # (batch, 4)
+        if covered is not None:
+            boxes = relative_boxes(boxes, self._flipped(covered))
+        return boxes.astype(np.float32)
+
+    def whole_images(self, covered: NDArray[np.float64]) -> NDArray[np.float32]:
+        """Return the whole images as fractions of the part that label maps cover, (batch, 4)."""
+        wholes = np.tile([0.0, 0.0, 1.0, 1.0], (len(covered), 1))
+        return relative_boxes(wholes, self._flipped(covered)).astype(np.float32)
+
+    def _flipped(self, covered: NDArray[np.float64]) -> NDArray[np.float64]:
+        top, left, height, width = covered.T
+        return np.stack(
+            [
+                np.where(self.flip_vertical, 1 - top - height, top),
+                np.where(self.flip_horizontal, 1 - left - width, left),
+                height,
+                width,
+            ],
+            axis=1,
+        )  # (batch, 4)
+
+
+def relative_boxes(boxes: NDArray[AnyFloat], frames: NDArray[AnyFloat]) -> NDArray[AnyFloat]:
+    """Return boxes as fractions of frames; both (batch, 4), top, left, height, width of one image."""
+    corners = (boxes[:, :2] - frames[:, :2]) / frames[:, 2:]
+    return np.concatenate([corners, boxes[:, 2:] / frames[:, 2:]], axis=1)
+
+
+def draw_crops(
+    seed: int, epoch: int, indices: NDArray[np.int64], sizes: NDArray[np.int64], settings: Data
+) -> CropFlip:
+    """Draw flips and crop boxes; `sizes` (batch, 2) are the images' stored heights and widths."""
+    chance = uniforms(PLAN_STREAM, seed, epoch, indices, 2 * ATTEMPTS + 5)  # (batch, draws)
+    shapes = _crop_shapes(chance[:, :ATTEMPTS], chance[:, ATTEMPTS : 2 * ATTEMPTS], sizes, settings)
+    found = shapes[:, 0] > 0
+    shapes = np.where(found[:, None], shapes, _widest_shapes(sizes, settings.ratio))
+    room = sizes - shapes
+    corners = np.where(found[:, None], np.floor(chance[:, -5:-3] * (room + 1)), room // 2)  # (batch, 2)
+    return CropFlip(
+        boxes=np.concatenate([corners, shapes], axis=1).astype(np.int32),
+        flip_horizontal=chance[:, -3] < settings.hflip,
+        flip_vertical=chance[:, -2] < settings.vflip,
+        bicubic=_bicubic(chance[:, -1], settings.train_interpolation),
+    )
+
+
+def _bicubic(chance: NDArray[np.float64], interpolation: str) -> NDArray[np.bool_]:
+    if interpolation == "random":
+        return chance < 0.5
+    return np.full(chance.shape, interpolation == "bicubic")
+
+
+def _crop_shapes(
+    area_chance: NDArray[np.float64],
+    aspect_chance: NDArray[np.float64],
+    sizes: NDArray[np.int64],
+    settings: Data,
+) -> NDArray[np.int64]:
+    """Return the first drawn height and width that fits each image, (0, 0) where none does."""
+    low, high = settings.scale
+    areas = (low + (high - low) * area_chance) * sizes.prod(axis=1)[:, None]  # (batch, attempts)
+    log_low, log_high = np.log(settings.ratio)
+    aspects = np.exp(log_low + (log_high - log_low) * aspect_chance)  # width over height
+    shapes = np.rint(np.sqrt(np.stack([areas / aspects, areas * aspects], axis=2))).astype(np.int64)
+    fits = ((shapes > 0) & (shapes <= sizes[:, None, :])).all(axis=2)  # (batch, attempts)
+    first = shapes[np.arange(len(sizes)), fits.argmax(axis=1)]  # (batch, 2)
+    return np.where(fits.any(axis=1)[:, None], first, 0)
+
+
+def _widest_shapes(sizes: NDArray[np.int64], ratio: tuple[float, float]) -> NDArray[np.int64]:
+    """Return the largest height and width whose aspect lies within `ratio`."""
+    height, width = sizes.T
+    aspect = width / height
+    return np.stack(
+        [
+            np.where(aspect < ratio[0], np.rint(width / ratio[0]), height),
+            np.where(aspect > ratio[1], np.rint(height * ratio[1]), width),
+        ],
+        axis=1,
+    ).astype(np.int64)  # (batch, 2)

@@ -1,0 +1,1 @@
+"""Label maps made by a teacher network, and their geometry found with one."""

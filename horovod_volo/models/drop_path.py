@@ -1,0 +1,61 @@
+"""Stochastic depth that spares the work: a branch is computed only for the images that it is kept for.
+
+Each image keeps a branch with probability 1 - rate, and what is kept is scaled up by its inverse, as in the
+usual form, which computes all and multiplies by zero. Only the number of images that keep a branch hardly
+varies: it is the expected one, rounded up or down at random, so that all ranks do the same work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_STREAM = 0x64_65_70_74  # keeps these draws apart from every other use of a pass's seed
+
+Branch = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class DropPathSample:
+    """The images of a batch that keep a branch."""
+
+    rows: Tensor | None = None  # (kept,) int64; None: all of them
+    scale: float = 1.0
+
+    def added(self, tokens: Tensor, branch: Branch, weight: float = 1.0) -> Tensor:
+        """Return tokens (batch, ..., channels) with the weighted branch added to the kept images."""
+        if self.rows is None:
+            return torch.add(tokens, branch(tokens), alpha=weight * self.scale)
+        if not len(self.rows):
+            return tokens
+        result = branch(tokens.index_select(0, self.rows))
+        return tokens.index_add(0, self.rows, result.to(tokens.dtype), alpha=weight * self.scale)
+
+
+ALL = DropPathSample()
+
+
+def sample_drop_path(rates: Sequence[float], tokens: Tensor) -> list[DropPathSample]:
+    """Draw who keeps each of the branches that are left out at these rates, of a batch of tokens.
+
+    torch's seed says how. Drawn on the host, all devices leave out the same, and shapes are known without
+    waiting.
+    """
+    if not any(rates):
+        return [ALL] * len(rates)
+    batch, device = tokens.shape[0], tokens.device
+    random = np.random.Generator(np.random.Philox(key=[_STREAM, torch.initial_seed()]))
+    shares = 1.0 - np.asarray(rates)
+    counts = np.floor(batch * shares + random.random(len(rates))).astype(np.int64)  # expected: batch x share
+    orders = random.permuted(np.tile(np.arange(batch), (len(rates), 1)), axis=1)  # (branches, batch)
+    # One copy for all branches, from pinned memory where the device would make the host wait for it.
+    drawn = torch.from_numpy(orders)
+    drawn = (drawn.pin_memory() if device.type == "cuda" else drawn).to(device, non_blocking=True)
+    return [
+        DropPathSample(None if count == batch else row[:count], 1.0 / share)
+        for count, share, row in zip(counts.tolist(), shares.tolist(), drawn, strict=True)
+    ]

@@ -1,0 +1,102 @@
+"""The one place where timm's networks come in.
+
+timm imports torchvision. Beside a CPU-only torch, torchvision's compiled operators cannot load
+and its import fails for want of two names it registers fakes for; declaring them lets the
+Python part in, which is all timm needs. To be removed when torchvision has a CPU build on the
+package index, or imports without its operators.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.config.values import nearest
+from horovod_volo.core.errors import UserError
+
+
+def _declare_missing_operators() -> None:
+    for name, signature in (
+        ("nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
+        ("qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
+    ):
+        torch.library.define(f"torchvision::{name}", signature)
+
+
+try:
+    import torchvision  # noqa: F401
+except RuntimeError:  # "operator torchvision::nms does not exist"
+    _declare_missing_operators()
+
+from timm import create_model, get_pretrained_cfg, is_model, list_models  # noqa: E402
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD  # noqa: E402
+from timm.models import group_parameters  # noqa: E402
+from timm.models.volo import VOLO  # noqa: E402
+
+__all__ = [
+    "IMAGENET_DEFAULT_MEAN",
+    "IMAGENET_DEFAULT_STD",
+    "VOLO",
+    "adapted_by_timm",
+    "create_model",
+    "downloaded_weights",
+    "get_pretrained_cfg",
+    "group_parameters",
+    "is_model",
+    "let_posterize_keep_no_bits",
+    "list_models",
+    "listed_images",
+    "training_loader",
+]
+
+
+def training_loader(folder: str, **settings: Any) -> Any:
+    """Build timm's loader of an image folder, the peer that benchmarks measure against."""
+    from timm.data import create_loader
+
+    let_posterize_keep_no_bits()
+    return create_loader(listed_images(folder), **settings)
+
+
+def let_posterize_keep_no_bits() -> None:
+    """Have timm's RandAugment run beside Pillow 11 and newer: at the top magnitude it keeps no bits.
+
+    Pillow refuses that since. To be removed when timm asks for one bit or more.
+    """
+    from timm.data.auto_augment import NAME_TO_OP, posterize
+
+    def keep_bits(image: Any, bits: int, **others: Any) -> Any:
+        return posterize(image, bits, **others) if bits else image.point([0] * 256 * len(image.getbands()))
+
+    NAME_TO_OP["PosterizeIncreasing"] = keep_bits
+
+
+def listed_images(folder: str) -> Any:
+    """List a folder's images as timm's loader does when it starts."""
+    from timm.data import create_dataset
+
+    return create_dataset("", root=folder, is_training=True)
+
+
+def adapted_by_timm(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Bring another release's or another size's weights into the form of one of timm's networks."""
+    adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    return state if adapt is None else dict(adapt(state, model))
+
+
+def downloaded_weights(name: str) -> dict[str, Tensor]:
+    """Return the weights that timm publishes under a name, from its cache or from where they are."""
+    if not is_model(name):
+        hint = nearest(name.split(".")[0], list_models())
+        raise UserError(f"timm knows no model {name!r}.{hint}")
+    try:
+        model: nn.Module = create_model(name, pretrained=True)
+    except (OSError, RuntimeError) as error:
+        raise UserError(
+            f"timm has no weights of {name} in its cache and cannot fetch them "
+            f"({' '.join(str(error).split())[:300]}). Copy a file of weights here and name that."
+        ) from None
+    return model.state_dict()

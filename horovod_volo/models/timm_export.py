@@ -1,0 +1,197 @@
+"""A network's weights and facts in a folder that plain timm loads, as it loads those of the Hugging Face hub.
+
+Invariant: what timm makes of the folder gives the same logits up to rounding; `timm_difference` measures it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from horovod_volo.core.atomic_file import flush
+from horovod_volo.core.errors import UserError
+from horovod_volo.models.build import OUR_MODELS, heads_of
+from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
+from horovod_volo.models.pretrained import PretrainedModel
+from horovod_volo.models.timm_api import VOLO, create_model, get_pretrained_cfg, is_model
+from horovod_volo.models.volo import SIZES
+
+WEIGHTS, CONFIG, ONNX = "model.safetensors", "config.json", "model.onnx"
+_OF_AN_EXPORT = {WEIGHTS, CONFIG, ONNX, f"{ONNX}.data"}
+
+_TIMMS_SIDE = 224  # of timm's architectures that ours are made from
+_FACTS_OF_TIMM = ("crop_mode", "fixed_input_size", "pool_size", "first_conv", "classifier")
+
+
+def check_folder(folder: Path, *, replace: bool) -> None:
+    """Raise UserError where an export may not be put into this place."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file. Name a folder for the export.")
+    inside = {path.name for path in folder.iterdir()}
+    others = sorted(inside - _OF_AN_EXPORT)
+    if others:
+        raise UserError(
+            f"{folder} holds other things than an export ({others[0]}). Name a folder of its own."
+        )
+    if inside and not replace:
+        raise UserError(f"There is an export in {folder} already. Name another folder, or add --force.")
+
+
+@contextmanager
+def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
+    """Give a folder to fill; it becomes `folder` when the block ends, and vanishes if the block raises."""
+    folder = folder.resolve()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
+    try:
+        mode = folder.parent.stat().st_mode & 0o777  # a temporary folder is its maker's alone
+        beside.chmod(mode | 0o700)
+        yield beside
+        for file in beside.iterdir():
+            file.chmod(mode & 0o666 | 0o600)
+            flush(file)
+        flush(beside)
+        check_folder(folder, replace=replace)  # again: somebody else may have been faster
+        if folder.exists() and replace:
+            folder.replace(beside.with_suffix(".replaced"))
+        beside.replace(folder)
+        flush(folder.parent)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(beside.with_suffix(".replaced"), ignore_errors=True)
+
+
+def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:
+    """Write the weights and config.json of a network."""
+    # Copies: safetensors refuses to store views of one tensor.
+    state = {name: tensor.contiguous().clone() for name, tensor in trained.network.state_dict().items()}
+    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    text = json.dumps(config_of(trained), indent=2)
+    (folder / CONFIG).write_text(f"{text}\n", encoding="utf-8")
+
+
+def config_of(trained: PretrainedModel) -> dict[str, Any]:
+    """Describe a network as timm's config.json does."""
+    facts = {
+        "input_size": (3, trained.image_side, trained.image_side),
+        "mean": trained.mean,
+        "std": trained.std,
+        "crop_pct": trained.crop_pct,
+        "num_classes": trained.num_classes,
+    }
+    config: dict[str, Any] = {
+        "architecture": architecture_of(trained.name),
+        "num_classes": trained.num_classes,
+        "num_features": _features(trained.network),
+    }
+    arguments = _arguments(trained)
+    if arguments:
+        config["model_args"] = arguments
+    return config | {"pretrained_cfg": _published_facts(trained) | facts}
+
+
+def architecture_of(name: str) -> str:
+    """Return timm's name for a network's architecture; where timm has none, our own name."""
+    volo = f"{name}_{_TIMMS_SIDE}"
+    return volo if name in SIZES and is_model(volo) else name.split(".")[0]  # timm's: ARCHITECTURE.WEIGHTS
+
+
+def _features(network: nn.Module) -> int:
+    features: Any = network.head.in_features if isinstance(network, LvVit) else network.num_features
+    return int(features)
+
+
+def _arguments(trained: PretrainedModel) -> dict[str, Any]:
+    """Return what the constructor is to be told beside the number of classes."""
+    architecture = architecture_of(trained.name)
+    head = {} if trained.has_aux_head or trained.name not in OUR_MODELS else {"use_aux_head": False}
+    if not is_model(architecture):
+        # timm's functions for its architectures do not let layers and widths be given, its classes do.
+        return {
+            "img_size": trained.image_side,
+            **SIZES.get(architecture, {}),
+            **LVVIT_SIZES.get(architecture, {}),
+            **head,
+        }
+    usual = get_pretrained_cfg(architecture)
+    if not usual.fixed_input_size or usual.input_size[-1] == trained.image_side:
+        return head
+    return {"img_size": trained.image_side, **head}
+
+
+def _published_facts(trained: PretrainedModel) -> dict[str, Any]:
+    """Return what timm wants to know beside the facts of `trained`: mostly first and last layers."""
+    if trained.name in OUR_MODELS:
+        stem = "patch_embed.conv.0" if trained.name in SIZES else "patch_embed.conv1"
+        timms: Mapping[str, Any] = {"fixed_input_size": True, "first_conv": stem, "pool_size": None}
+        timms = {**timms, "crop_mode": "center", "classifier": _heads(trained)}
+    else:
+        timms = get_pretrained_cfg(trained.name).to_dict()
+        side = timms["input_size"][-1]
+        timms = timms if side == trained.image_side else {**timms, "pool_size": None}
+    facts = {key: timms[key] for key in _FACTS_OF_TIMM if key in timms}
+    return facts | {"interpolation": trained.interpolation}
+
+
+def _heads(trained: PretrainedModel) -> list[str]:
+    return [head for head in heads_of(trained.name) if getattr(trained.network, head) is not None]
+
+
+def how_timm_loads(name: str, folder: Path) -> str:
+    """Tell the user what makes a network of an export."""
+    if is_model(architecture_of(name)):
+        return f'timm loads it: timm.create_model("local-dir:{folder}", pretrained=True)'
+    refused = f"timm.create_model cannot load it, as timm has no {name}"
+    if name not in SIZES:
+        return f"{refused}."
+    return f"{refused}; timm.models.volo.VOLO can, given num_classes and model_args of {CONFIG}."
+
+
+def timm_difference(trained: PretrainedModel, folder: Path) -> float | None:
+    """Return the largest difference of logits from what plain timm makes of the folder; None: it cannot."""
+    images = fixed_images(2, trained.image_side)
+    # torch multiplies by a weight that asks for a gradient in another way, with other roundings.
+    loaded = [network.eval().requires_grad_(False) for network in _loaded_by_timm(folder)]
+    if not loaded:
+        return None
+    with torch.inference_mode():
+        expected = trained.network(images)
+        return max(float((network(images) - expected).abs().max()) for network in loaded)
+
+
+def _loaded_by_timm(folder: Path) -> list[nn.Module]:
+    config = _read_config(folder)
+    architecture, arguments = config["architecture"], config.get("model_args", {})
+    settings = {"num_classes": config["num_classes"], **arguments}
+    weights = folder / WEIGHTS
+    if is_model(architecture):
+        return [
+            create_model(f"local-dir:{folder}", pretrained=True),
+            create_model(architecture, checkpoint_path=str(weights), **settings),
+        ]
+    if architecture not in SIZES:
+        return []
+    network: nn.Module = VOLO(**settings)
+    network.load_state_dict(load_file(weights))
+    return [network]
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    return config
+
+
+def fixed_images(count: int, side: int) -> Tensor:
+    """Return images as normalised ones are, the same every time: (count, 3, side, side)."""
+    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(0))

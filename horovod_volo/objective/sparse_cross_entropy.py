@@ -1,0 +1,127 @@
+"""The cross-entropy of logits and sparse targets, with its gradient by hand.
+
+With lse = log sum exp x, log softmax(x)_c = x_c - lse. Hence for each row
+
+    loss       = mass x lse - uniform x sum_c x_c - sum_e w_e x[id_e]
+    d loss/d x = mass x softmax(x) - uniform - scatter(w)
+
+Invariant: besides the gradient nothing as large as the logits is made, and not even that where the
+logits may be overwritten. Work goes by blocks of rows that stay in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+_BLOCK = 1 << 20  # numbers in a block of rows: 4 MiB in fp32
+
+
+class SparseSoftTargetCE(Function):
+    """Leaves the logits as they are, unless told to put their gradient in their place in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor, overwrite: bool
+    ) -> Tensor:
+        # The detached tensor shares the version: whoever changed the logits in between is found out.
+        numbers = logits.detach().contiguous()
+        target = (uniform, ids, weights)
+        loss, lse = _kernel().loss_with_lse(numbers, *target) if numbers.is_cuda else _loss(numbers, *target)
+        ctx.overwrite = overwrite
+        ctx.save_for_backward(numbers, lse, *target)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None, None]:
+        numbers, lse, *target = ctx.saved_tensors
+        grad = numbers if ctx.overwrite else torch.empty_like(numbers)
+        write = _kernel().write_gradient if numbers.is_cuda else _write_gradient
+        write(grad, numbers, lse, grad_loss, *target)
+        return grad, None, None, None, None
+
+
+class InPlaceSparseSoftTargetCE(Function):
+    """Overwrites contiguous fp32 logits at once by their softmax, and this by the gradient in backward.
+
+    One softmax serves both ways. The version counter, which logits share with what backward finds,
+    makes a second backward an error, and so does an operation whose backward needs the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        numbers = logits.detach()
+        mass = _mass(numbers.shape[1], uniform, weights)
+        loss = torch.empty_like(uniform)
+        for rows in _blocks(numbers):
+            block = numbers[rows]
+            named = (weights[rows] * block.gather(1, ids[rows])).sum(dim=1)
+            spread = uniform[rows] * block.sum(dim=1)
+            lse = block.amax(dim=1)
+            torch.softmax(block, dim=1, out=block)
+            lse -= block.amax(dim=1).log_()  # the highest logit's share is 1 / sum exp(x - highest)
+            torch.sub(lse.mul_(mass[rows]), named.add_(spread), out=loss[rows])
+        ctx.save_for_backward(numbers, mass, uniform, ids, weights)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
+        grad, mass, uniform, ids, weights = ctx.saved_tensors
+        mass, shift = (mass * grad_loss).unsqueeze(1), (uniform * grad_loss).unsqueeze(1)
+        down = weights * -grad_loss.unsqueeze(1)
+        for rows in _blocks(grad):
+            grad[rows].mul_(mass[rows]).sub_(shift[rows]).scatter_add_(1, ids[rows], down[rows])
+        return grad, None, None, None
+
+
+def _kernel() -> ModuleType:
+    from horovod_volo.kernels import soft_cross_entropy  # Triton, which only GPUs need
+
+    return soft_cross_entropy
+
+
+def _loss(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return each row's loss and log sum exp."""
+    # The casts are explicit: the result must not depend on an autocast region around the call.
+    lse = torch.cat([logits[rows].float().logsumexp(dim=1) for rows in _blocks(logits)])  # (rows,)
+    named = (weights * logits.gather(1, ids).float()).sum(dim=1)
+    sums = logits.sum(dim=1, dtype=torch.float32)
+    return _mass(logits.shape[1], uniform, weights) * lse - uniform * sums - named, lse
+
+
+def _write_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    lse: Tensor,
+    grad_loss: Tensor,
+    uniform: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+) -> None:
+    """Fill `grad`, which may be the logits, with the gradient."""
+    mass = _mass(logits.shape[1], uniform, weights)
+    for rows in _blocks(logits):
+        # Subtracting the fp32 lse promotes half-precision logits.
+        block = (logits[rows] - lse[rows].unsqueeze(1)).exp_()  # (rows of the block, classes) fp32
+        block.mul_(mass[rows].unsqueeze(1)).sub_(uniform[rows].unsqueeze(1))
+        block.scatter_add_(1, ids[rows], -weights[rows])
+        torch.mul(block, grad_loss[rows].unsqueeze(1), out=grad[rows])
+
+
+def _mass(num_classes: int, uniform: Tensor, weights: Tensor) -> Tensor:
+    return uniform * num_classes + weights.sum(dim=1)
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Cut the rows into blocks."""
+    rows, classes = logits.shape
+    length = max(1, _BLOCK // classes)
+    return (slice(first, first + length) for first in range(0, rows, length))
