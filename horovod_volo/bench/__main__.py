@@ -1,11 +1,11 @@
-"""Measure and tell.
+"""Measure, print the figures, and record them on request.
 
     python -m horovod_volo.bench loss
     horovodrun -np 2 python -m horovod_volo.bench reduce --model volo_d1 --record
     python -m horovod_volo.bench table
 
-Rank 0 alone prints and records. Exit status: 0 measured, 2 a mistake in the request, told in one
-message, 1 anything else, a wrong result of ours or of the peer's among them.
+`NAME --help` lists the flags of one benchmark. Only rank 0 prints and records. Exit status: 0 measured, 2 a
+user error, reported in one message, 1 any other failure, such as wrong results on either side.
 """
 
 from __future__ import annotations
@@ -16,43 +16,93 @@ import os
 import shlex
 import sys
 from importlib import import_module
+from typing import Any, NamedTuple
 
-from horovod_volo.bench import table
-from horovod_volo.bench.results import Result, append, read_records, record_of
-from horovod_volo.bench.words import add_words
+from horovod_volo.bench.cli import add_flags
+from horovod_volo.bench.results import Result, append, lines, record_of
 from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.config.values import nearest
 from horovod_volo.core.errors import UserError
 
-_OF_EVERY_BENCHMARK = ("name", "json", "record")
+MACHINE = {
+    "step": "speed of a training step, the time of its parts, and the fraction of a GPU's peak FLOP/s",
+    "peers": "training step against plain and published training loops around timm's VOLO",
+    "overhead": "time of the engine's step beyond torch's operations",
+    "outlook": "outlook attention, operation and module, against timm's",
+    "loss": "sparse token-label loss against its published and its dense form",
+    "optimizer": "gradient clipping, AdamW and weight averaging against timm's",
+    "reduce": "exposed time of the gradient all-reduce; start with horovodrun or mpirun",
+    "overlap": "the same on a slow link emulated on this machine for two ranks; needs root",
+    "compression": "error of fp16 gradient compression, tensor by tensor",
+    "data": "training images per second against Pillow",
+    "loader": "augmented training images per second against timm's loader",
+    "augmentation": "RandAugment on the whole image against RandAugment on the crop",
+    "labels": "reading a token-label map against torch.load",
+    "map_geometry": "distance between a token and its label, by how label maps are read",
+    "catalog": "start-up time and memory of the image catalog against timm's",
+    "learning": "accuracy after equal training, against timm's train.py",
+}
+SCALING_STUDY = {
+    "scaling": "parameter server against ring all-reduce, and steps of 1, 2 and 4 ranks",
+    "growth": "cost of a step as resolution, classes and batch grow",
+    "simulate": "predicted efficiency on many GPUs",
+}
+REPORTS = {
+    "table": ("results", "print the recorded results as the table of docs/results.md"),
+    "goals": ("machine.goals", "print which goals for one GPU the recorded results meet"),
+}
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the command line: a word for each benchmark, and `table`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m horovod_volo.bench",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    words = parser.add_subparsers(dest="name", required=True, metavar="NAME")
-    add_words(words)
-    flags = words.add_parser("table", help="print the recorded results as the table of docs/results.md")
-    flags.add_argument("--headlines", action="store_true", help="as the README's, which is shorter")
-    return parser
+class Request(NamedTuple):
+    """A parsed command line: `function` is to be called with `settings`."""
+
+    name: str
+    function: Any
+    settings: dict[str, Any]
+    json: bool = False
+    record: bool = False
+
+
+def parse(arguments: list[str]) -> Request:
+    """Read the command line. Only the named benchmark is imported: others may need what is not installed."""
+    name, *flags = arguments
+    parts = {**dict.fromkeys(MACHINE, "machine"), **dict.fromkeys(SCALING_STUDY, "scaling_study")}
+    if name in REPORTS:
+        module, description = REPORTS[name]
+    elif name in parts:
+        module, description = f"{parts[name]}.{name}", (MACHINE | SCALING_STUDY)[name]
+    else:
+        raise UserError(
+            f"There is no benchmark {name!r}.{nearest(name, [*parts, *REPORTS])} --help lists all."
+        )
+    loaded = import_module(f"horovod_volo.bench.{module}")
+    function = getattr(loaded, name if name in REPORTS else "measure")
+    parser = argparse.ArgumentParser(prog=f"python -m horovod_volo.bench {name}", description=description)
+    add_flags(parser, function)
+    if name in REPORTS:
+        return Request(name, function, vars(parser.parse_args(flags)))
+    parser.add_argument("--json", action="store_true", help="print the record as one JSON object")
+    parser.add_argument("--record", action="store_true", help="append the record to docs/results.jsonl")
+    settings = vars(parser.parse_args(flags))
+    as_json, record = settings.pop("json"), settings.pop("record")
+    return Request(name, function, settings, as_json, record)
 
 
 def main(arguments: list[str]) -> int:
     """Run one benchmark on this rank; return its exit status."""
-    chosen = build_parser().parse_args(arguments or ["--help"])
-    if chosen.name == "table":
-        print(table.markdown(read_records(), table.HEADLINES if chosen.headlines else ()))
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
         return 0
     load_before = os.getloadavg()[0]
     try:
-        result = _measured(chosen)
-        if read_launch_env().rank == 0:
-            record = record_of(result, _command(arguments), (load_before, os.getloadavg()[0]))
-            print(json.dumps(record) if chosen.json else table.lines(record))
-            if chosen.record:
+        request = parse(arguments)
+        found = request.function(**request.settings)
+        if not isinstance(found, Result):
+            print(found)
+        elif read_launch_env().rank == 0:
+            record = record_of(found, _command(arguments), (load_before, os.getloadavg()[0]))
+            print(json.dumps(record) if request.json else lines(record))
+            if request.record:
                 append(record)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -60,16 +110,22 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _measured(chosen: argparse.Namespace) -> Result:
-    """Run `measure` of the module that is named as the benchmark; its settings are named as the flags."""
-    settings = {name: value for name, value in vars(chosen).items() if name not in _OF_EVERY_BENCHMARK}
-    # Imported where it is chosen: each brings in what the others need not have.
-    result: Result = import_module(f"horovod_volo.bench.{chosen.name}").measure(**settings)
-    return result
+def _overview() -> str:
+    parts = {
+        "On this machine": MACHINE,
+        "Scaling study": SCALING_STUDY,
+        "Reports": {name: description for name, (_, description) in REPORTS.items()},
+    }
+    rows = [
+        row
+        for title, entries in parts.items()
+        for row in (f"\n{title}:", *(f"  {name:<14}{description}" for name, description in entries.items()))
+    ]
+    return "\n".join(["usage: python -m horovod_volo.bench NAME [FLAGS]", "", __doc__.strip(), *rows])
 
 
 def _command(arguments: list[str]) -> str:
-    """Write the command as it can be typed again; that it was recorded is no part of it."""
+    """Return the command as it can be typed again, without the flags of output."""
     place = read_launch_env()
     launcher = [*place.launcher.split()[:1], "-n" if place.launcher == "srun" else "-np", str(place.size)]
     kept = [argument for argument in arguments if argument not in ("--json", "--record")]

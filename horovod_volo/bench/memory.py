@@ -1,4 +1,4 @@
-"""How much memory a piece of work needs, and how much a process holds."""
+"""Peak memory of a function, and resident memory of a process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from horovod_volo.bench.pairs import Action, wait_for
+from horovod_volo.bench.comparison import Action, wait_for
 
 
 def peak_extra_bytes(action: Action, device: torch.device) -> int:
-    """Return the most tensor memory that the action held at one moment, as the allocator counts it."""
+    """Return the peak tensor memory that the action allocates, as the allocator counts it."""
     if device.type == "cuda":
         wait_for(device)
         before = torch.cuda.memory_allocated(device)
@@ -23,7 +23,7 @@ def peak_extra_bytes(action: Action, device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         action()
-    # Only the exported trace tells every allocation; the profiler's own table keeps sums by operation.
+    # Only the exported trace has every allocation; the profiler's own table has sums by operation.
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         watched.export_chrome_trace(str(trace))

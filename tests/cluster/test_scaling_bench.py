@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.bench import scaling
+from horovod_volo.bench.network_namespaces import shaped_hosts
 from horovod_volo.bench.results import Figure
-from horovod_volo.bench.shaped_hosts import shaped_hosts
+from horovod_volo.bench.scaling_study import scaling
 
 pytestmark = pytest.mark.needs("ip", "unshare")
 
@@ -35,7 +35,7 @@ def test_exchanges_take_what_the_links_allow_and_leave_nothing_behind() -> None:
         assert milliseconds(result.figures, hosts, "server") > SLACK * (hosts - 1) * alone
     played_back = [figure for figure in result.figures if "played back" in figure.label]
     assert len(played_back) == 2
-    assert all(figure.value > 1e3 * scaling.replayed(MIB, MBIT)[-1][0] for figure in played_back)
+    assert all(figure.value > 1e3 * scaling.replayed_messages(MIB, MBIT)[-1][0] for figure in played_back)
     assert children() == before
 
 

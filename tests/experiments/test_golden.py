@@ -1,4 +1,4 @@
-"""A hundred training steps of a small VOLO: against a recorded loss curve, and against a plain loop on timm's network.
+"""A hundred training steps of a small VOLO against a recorded loss curve and a plain loop on timm's network.
 
 To record the curve again, after a change that is meant to change it:
 

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from horovod_volo.bench.learning import run_once
-from horovod_volo.bench.learning_commands import Budget, our_command, timm_command
-from horovod_volo.bench.learning_found import read_ours, read_timm
+from horovod_volo.bench.machine.training_runs import (
+    Budget,
+    our_command,
+    read_ours,
+    read_timm,
+    run_once,
+    timm_command,
+)
 from tests.published.checkouts import named_folder
 
 IMAGES, BATCH = 8, 4  # of each of two classes and in each split

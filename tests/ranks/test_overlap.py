@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.bench import overlap
+from horovod_volo.bench.machine import overlap
 from horovod_volo.core.errors import UserError
 from tests.ranks.launching import run
 

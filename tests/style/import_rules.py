@@ -37,7 +37,7 @@ DOORS = {
     "torch.utils.tensorboard": "monitor",
     "torch.distributed": None,
 }
-PEERS = "bench/peers*.py"  # what is measured against may come in here
+PEERS = "bench/*/peers*.py"  # what is measured against may come in here
 MEASURED_PEERS = {"horovod", "timm", "torch.distributed"}
 
 

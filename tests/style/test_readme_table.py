@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.bench.results import read_records
-from horovod_volo.bench.table import HEADLINES, markdown
+from horovod_volo.bench.results import HEADLINES, markdown, read_records
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -19,8 +18,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import goals, gpu, overhead, pairs
-from horovod_volo.bench.agreement import WrongResultError
+from horovod_volo.bench import comparison
+from horovod_volo.bench.comparison import WrongResultError
+from horovod_volo.bench.machine import goals, overhead, step
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.models.build import build_model, training_forward
 
@@ -38,16 +38,16 @@ TINY: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks short, and leave torch's threads as they are."""
-    monkeypatch.setattr(pairs, "BLOCK_SECONDS", 0.01)
+    monkeypatch.setattr(comparison, "BLOCK_SECONDS", 0.01)
     resources = RankResources(device=torch.device("cpu"), threads=1, binding="test")
     monkeypatch.setattr("horovod_volo.bench.synthetic.rank_resources", lambda world: resources)
 
 
-def plan(*words: str) -> list[tuple[int, argparse.Namespace]]:
+def plan(*words: str) -> list[tuple[int, command_line.Request]]:
     done = bench_script(ROOT, "--plan", *words)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
-    return [(int(limit), command_line.build_parser().parse_args(rest)) for limit, *rest in lines]
+    return [(int(limit), command_line.parse(rest)) for limit, *rest in lines]
 
 
 def bench_script(root: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -64,21 +64,22 @@ def bench_script(root: Path, *words: str, **variables: str) -> subprocess.Comple
 def results_of_the_plan() -> Iterator[tuple[str, str]]:
     """Yield the name of each result that the plan records, with one figure's label, or any."""
     for _, chosen in plan():
-        if chosen.name == "gpu":
-            compiled = " compiled" if chosen.compile else ""
-            yield f"gpu {chosen.model} {chosen.img_size}{compiled}", "*"
+        given = chosen.settings
+        if chosen.name == "step":
+            compiled = " compiled" if given["compile"] else ""
+            yield f"step {given['model']} {given['img_size']}{compiled}", "*"
         elif chosen.name == "peers":
-            name = f"peers {chosen.model} {chosen.precision} {' '.join(chosen.against)}"
-            yield from ((name, f"faster than {form}") for form in chosen.against)
+            name = f"peers {given['model']} {given['precision']} {' '.join(given['against'])}"
+            yield from ((name, f"faster than {form}") for form in given["against"])
         else:
-            yield f"{chosen.name} {chosen.model}" if hasattr(chosen, "model") else chosen.name, "*"
+            yield f"{chosen.name} {given['model']}" if "model" in given else chosen.name, "*"
 
 
 def test_every_command_of_the_plan_is_understood() -> None:
     planned = plan()
     assert len(planned) > 20
     assert all(20 <= limit <= 300 for limit, _ in planned)
-    assert [chosen.model for _, chosen in plan("peers --model volo_d5")] == ["volo_d5"] * 2
+    assert [chosen.settings["model"] for _, chosen in plan("peers --model volo_d5")] == ["volo_d5"] * 2
 
 
 def test_every_goal_is_measured_by_the_plan() -> None:
@@ -144,40 +145,34 @@ def test_what_there_is_no_time_for_is_told(checkout: Path) -> None:
     assert (checkout / "out" / "results.jsonl").read_text() == ""
 
 
-@pytest.mark.parametrize(("model", "side"), gpu.TRAIN_GFLOP)
+@pytest.mark.parametrize(("model", "side"), step.TRAIN_GFLOP)
 def test_the_counted_operations_are_those_of_the_network(model: str, side: int) -> None:
     with torch.device("meta"):
         network = build_model(model, img_size=side, num_classes=1000, drop_path=0.0)
         images = torch.zeros(1, 3, side, side)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         training_forward(network)(images, lambda tokens: tokens)
-    assert gpu.TRAIN_GFLOP[model, side] == pytest.approx(3e-9 * counter.get_total_flops(), rel=0.01)
+    assert step.TRAIN_GFLOP[model, side] == pytest.approx(3e-9 * counter.get_total_flops(), rel=0.01)
 
 
 def test_the_share_of_the_peak() -> None:
-    assert gpu.share_of_peak("volo_d5", 224, 1000) == pytest.approx(54.9, abs=0.05)
-
-
-def test_a_step_is_measured() -> None:
-    figures = {figure.label: figure.value for figure in gpu.measure(**TINY, compile=False).figures}
-    assert list(figures) == ["images a second", "step", "first 3 steps"]
-    assert figures["images a second"] == pytest.approx(2000 / figures["step"])
+    assert step.share_of_peak("volo_d5", 224, 1000) == pytest.approx(54.9, abs=0.05)
 
 
 def test_other_losses_of_compiled_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(model: nn.Module) -> None:
         nn.init.zeros_(model.head.weight)
 
-    monkeypatch.setattr(gpu, "compile_blocks", spoil)
+    monkeypatch.setattr(step, "compile_blocks", spoil)
     with pytest.raises(WrongResultError, match="with blocks compiled and without"):
-        gpu.measure(**TINY, compile=True)
+        step.measure(**TINY, compile=True)
 
 
 def test_overhead_tells_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {figure.label: figure.value for figure in overhead.measure(batch_size=2, pairs=3).figures}
     assert list(figures) == ["engine's step", "bare loop", "beyond torch"]
     assert min(figures["engine's step"], figures["bare loop"]) > 0
-    monkeypatch.setattr(overhead, "train_step", lambda context, passes: None)
+    monkeypatch.setattr(overhead, "step_of", lambda context, batch: lambda: None)
     with pytest.raises(WrongResultError, match="weights after 20 steps"):
         overhead.measure(batch_size=2, pairs=3)
 
@@ -196,11 +191,11 @@ def verdicts(*records: dict[str, Any]) -> dict[str, list[str]]:
 def test_goals_are_met_missed_or_not_measured() -> None:
     speed = "images a second"
     found = verdicts(
-        record("gpu volo_d5 448", speed, 300),
-        record("gpu volo_d5 448", speed, 220),
-        record("gpu volo_d5 448 compiled", speed, 230),
-        record("gpu volo_d5 512", speed, 167),
-        record("gpu volo_d5 224", speed, 2000, gpu="none"),
+        record("step volo_d5 448", speed, 300),
+        record("step volo_d5 448", speed, 220),
+        record("step volo_d5 448 compiled", speed, 230),
+        record("step volo_d5 512", speed, 167),
+        record("step volo_d5 224", speed, 2000, gpu="none"),
         record("optimizer volo_d5", "update", 4.4),
         record("overhead", "beyond torch", 160.0),
     )

@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 from coded_images import smooth, write_images
 
-from horovod_volo.bench.learning import measure
-from horovod_volo.bench.learning_commands import Budget, our_command, timm_command
-from horovod_volo.bench.learning_found import Learned, read_ours, read_timm
-from horovod_volo.bench.means import difference_of, mean_of, t_quantile
+from horovod_volo.bench.machine.learning import difference_of, mean_of, measure, t_quantile
+from horovod_volo.bench.machine.training_runs import (
+    Budget,
+    RunResult,
+    our_command,
+    read_ours,
+    read_timm,
+    timm_command,
+)
 from horovod_volo.config.command_line import parse
 from horovod_volo.core.errors import UserError
 
@@ -36,14 +41,14 @@ def test_our_metrics_are_read(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     # The last epoch counts, not the best one.
-    assert read_ours(tmp_path, 120.0, BUDGET) == Learned(40.0, 2.125, pytest.approx(2.4), 16.0, 2.0)
+    assert read_ours(tmp_path, 120.0, BUDGET) == RunResult(40.0, 2.125, pytest.approx(2.4), 16.0, 2.0)
 
 
 def test_timms_summary_is_read(tmp_path: Path) -> None:
     lines = ["epoch,train_loss,eval_loss,eval_top1,eval_top5,lr", "0,2.5,2.25,20.5,70.0,0.002"]
     lines += ["1,2.25,2.125,45.0,72.0,0.001", "2,2.125,2.0,40.5,75.0,1e-05"]
     (tmp_path / "summary.csv").write_text("\n".join(lines) + "\n")
-    assert read_timm(tmp_path, 60.0, BUDGET) == Learned(40.5, 2.0, 2.125, 32.0, 1.0)
+    assert read_timm(tmp_path, 60.0, BUDGET) == RunResult(40.5, 2.0, 2.125, 32.0, 1.0)
 
 
 def test_a_run_that_ended_early_is_no_result(tmp_path: Path) -> None:

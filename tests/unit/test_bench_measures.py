@@ -13,7 +13,9 @@ import torch
 from coded_images import smooth, write_images
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import (
+from horovod_volo.bench import comparison
+from horovod_volo.bench.comparison import WrongResultError
+from horovod_volo.bench.machine import (
     augmentation,
     catalog,
     data,
@@ -21,14 +23,11 @@ from horovod_volo.bench import (
     loader,
     loss,
     map_geometry,
-    pairs,
     reduce,
-    soak,
     step,
 )
-from horovod_volo.bench.agreement import WrongResultError
-from horovod_volo.bench.peers_loss import DenseLoss, PublishedLoss
-from horovod_volo.bench.random_labels import random_labels
+from horovod_volo.bench.machine.peers_loss import DenseLoss, PublishedLoss
+from horovod_volo.bench.synthetic import random_labels
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.config.schema import Objective
 from horovod_volo.core.errors import UserError
@@ -40,7 +39,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make blocks short, and leave torch's threads as they are."""
-    monkeypatch.setattr(pairs, "BLOCK_SECONDS", 0.01)
+    monkeypatch.setattr(comparison, "BLOCK_SECONDS", 0.01)
     resources = RankResources(device=CPU, threads=1, binding="test")
     monkeypatch.setattr("horovod_volo.bench.synthetic.rank_resources", lambda world: resources)
 
@@ -123,7 +122,7 @@ def test_a_step_is_split_into_its_parts() -> None:
     result = step.measure(model="volo_demo", img_size=32, batch_size=2, precision="fp32", pairs=3)
     figures = {figure.label: figure.value for figure in result.figures}
     parts = ["forward and loss", "backward", "exchange wait", "update"]
-    assert list(figures) == ["images a second", "whole step", *parts]
+    assert list(figures) == ["images a second", "whole step", *parts, "first 3 steps"]
     assert figures["images a second"] == pytest.approx(2000 / figures["whole step"])
     assert min(figures.values()) > 0
 
@@ -187,7 +186,7 @@ def test_labels_tells_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {figure.label: figure.value for figure in labels.measure(maps=20, pairs=2).figures}
     assert list(figures) == ["packed store", "torch.load", "faster than torch.load"]
     assert min(figures.values()) > 0
-    monkeypatch.setattr(labels, "_loaded", lambda path: np.zeros((2, 5, 18, 18), np.float16))
+    monkeypatch.setattr(labels, "_load", lambda path: np.zeros((2, 5, 18, 18), np.float16))
     with pytest.raises(WrongResultError, match="is not that of the file"):
         labels.measure(maps=20, pairs=2)
 
@@ -214,27 +213,3 @@ def test_catalog_tells_times_and_memory() -> None:
     }
     assert figures["from the list that is kept"] > 0
     assert figures["timm's"] > 0
-
-
-@pytest.mark.parametrize("leaks", [False, True])
-def test_soak_finds_what_is_left_open(folder: str, monkeypatch: pytest.MonkeyPatch, leaks: bool) -> None:
-    monkeypatch.setattr(soak, "_ALLOWED_GROWTH", 1.0)  # a few small images: the allocator still settles
-    opened = []
-    run = soak._run
-
-    def leaking(*given):
-        opened.append(Path(__file__).open())  # noqa: SIM115
-        return run(*given)
-
-    if leaks:
-        monkeypatch.setattr(soak, "_run", leaking)
-    given = {"data_dir": folder, "token_label_data": "", "img_size": 32, "batch_size": 4, "threads": 2}
-    if leaks:
-        with pytest.raises(WrongResultError, match="open files from"):
-            soak.measure(**given, minutes=0.0001)
-    else:
-        figures = {figure.label: figure.value for figure in soak.measure(**given, minutes=0.0001).figures}
-        assert figures["epochs"] == 9
-        assert figures["images"] == 9 * 12
-    for file in opened:
-        file.close()

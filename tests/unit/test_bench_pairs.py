@@ -9,10 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from horovod_volo.bench import pairs as module
-from horovod_volo.bench.agreement import WrongResultError, assert_agree
+from horovod_volo.bench import comparison as module
+from horovod_volo.bench.comparison import (
+    Pairs,
+    WrongResultError,
+    alternate,
+    assert_agree,
+    block_with_setup,
+    estimate,
+    repeats_for,
+    timed,
+)
 from horovod_volo.bench.memory import peak_extra_bytes
-from horovod_volo.bench.pairs import Pairs, alternate, estimate, repeats_for, timed
 
 CPU = torch.device("cpu")
 
@@ -32,7 +40,7 @@ def test_sides_take_turns_in_being_first() -> None:
 def test_the_ratio_is_the_median_of_pairs_not_of_sides() -> None:
     # A slow moment hits the second pair; the sides' medians would give 4 / 1.
     found = Pairs(ours=(1.0, 10.0, 1.0), peer=(2.0, 20.0, 4.0)).times_faster
-    assert found.median == 2.0
+    assert found.value == 2.0
     assert (found.low, found.high) == (2.0, 4.0)
 
 
@@ -55,7 +63,7 @@ def exact_interval(samples: list[float]) -> tuple[float, float]:
 def test_the_interval_is_the_exact_one(size: int) -> None:
     samples = list(np.random.default_rng(size).permutation(np.arange(size) ** 1.5))
     found = estimate(samples)
-    assert found.median == sorted(samples)[size // 2]
+    assert found.value == sorted(samples)[size // 2]
     assert (found.low, found.high) == exact_interval(samples)
     assert estimate(samples) == found
 
@@ -81,6 +89,20 @@ def test_a_block_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_SECONDS", 0.1)
     assert 2 <= repeats_for(lambda: sleep(0.02), CPU) <= 5
     assert repeats_for(lambda: sleep(0.2), CPU) == 1
+
+
+def test_the_setup_of_a_call_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_SECONDS", 0.02)
+    prepared = iter(range(100))
+    given: list[int] = []
+
+    def action(value: int) -> None:
+        given.append(value)
+        sleep(0.01)
+
+    seconds = block_with_setup(lambda: sleep(0.05) or next(prepared), action, CPU)()
+    assert given == list(range(len(given)))  # every call has a new one
+    assert 0.01 <= seconds < 0.04
 
 
 def test_values_that_differ_are_refused() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from horovod_volo.bench.pairs import Estimate
-from horovod_volo.bench.results import Figure, Result, append, read_records, record_of
-from horovod_volo.bench.table import lines, markdown
+from horovod_volo.bench.comparison import Estimate
+from horovod_volo.bench.results import Figure, Result, append, lines, markdown, read_records, record_of
 from horovod_volo.core.errors import UserError
 
 RESULT = Result(

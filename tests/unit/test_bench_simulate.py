@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from horovod_volo.bench import __main__ as command_line
-from horovod_volo.bench import simulate
-from horovod_volo.bench.figures import Chart, Line
 from horovod_volo.bench.results import Record
-from horovod_volo.bench.simulation.collectives import Fabric, parameter_server_seconds, ring_seconds
-from horovod_volo.bench.simulation.landings import measured_workload
-from horovod_volo.bench.simulation.published import published_points
-from horovod_volo.bench.simulation.validation import checked
+from horovod_volo.bench.scaling_study import simulate
+from horovod_volo.bench.scaling_study.grad_ready_times import measured_workload
+from horovod_volo.bench.scaling_study.network import Fabric, parameter_server_seconds, ring_seconds
+from horovod_volo.bench.scaling_study.validation import checked, published_points
 from horovod_volo.core.errors import UserError
 
 LINKS = Fabric("links", 1, 0.002, 0.001, 0.001, 0.001, 0.001, 12e6, 12e6)
@@ -62,40 +61,43 @@ def test_a_record_without_hosts_checks_nothing() -> None:
 def test_published_points_have_bounds_in_order() -> None:
     for point in published_points():
         assert 0 < point.low <= point.high <= 1
-        assert point.why
 
 
-def test_every_gradient_lands_within_backward() -> None:
-    workload = measured_workload("volo_demo", 32, passes=1)
+def test_every_gradient_is_ready_within_backward() -> None:
+    workload = measured_workload("volo_demo", 32, repeats=1)
     assert sum(tensor.size for tensor in workload.tensors) == 2 * workload.parameters
     assert all(0 < tensor.ready <= 1 for tensor in workload.tensors)
     ready = [bucket.ready for bucket in workload.buckets]
     assert ready == sorted(ready)
-    assert ready[-1] == workload.tensors[-1].ready  # what lands last leaves last
+    assert ready[-1] == workload.tensors[-1].ready  # the last gradient is in the last bucket
 
 
 def test_a_chart_is_svg_that_shows_every_line(tmp_path: Path) -> None:
-    lines = [Line("a < b", [(8, 99.0), (1024, 90.0)]), Line("second", [(8, 98.5), (1024, 90.1)])]
+    pytest.importorskip("matplotlib")
+    lines = {"a < b": [(8, 99.0), (1024, 90.0)], "second": [(8, 98.5), (1024, 90.1)]}
     file = tmp_path / "new" / "chart.svg"
-    Chart("Title & more", "ranks", "%", lines, 80.0, 100.0).write(file)
+    simulate.draw(file, lines, title="Title & more", x="ranks", y="%", y_range=(80.0, 100.0))
     drawing = ElementTree.parse(file).getroot()
     texts = [text.text for text in drawing.iter(f"{SVG}text")]
-    assert {"Title & more", "a < b", "second", "1,024", "80", "100"} <= set(texts)
-    places = [
-        [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
-        for line in drawing.iter(f"{SVG}polyline")
-    ]
-    assert [len(line) for line in places] == [2, 2]
-    assert places[0][0][1] < places[0][1][1]  # less is lower down
-    heights = sorted(
-        float(t.attrib["y"]) for t in drawing.iter(f"{SVG}text") if t.text in ("a < b", "second")
-    )
-    assert heights[1] - heights[0] >= 12  # the labels do not cover each other
+    assert {"Title & more", "ranks", "%", "a < b", "second", "8", "1,024"} <= set(texts)
+    first = file.read_bytes()
+    simulate.draw(file, lines, title="Title & more", x="ranks", y="%", y_range=(80.0, 100.0))
+    assert file.read_bytes() == first
+
+
+def test_charts_without_matplotlib_say_how_to_install_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(simulate, "measured_workload", lambda *_: pytest.fail("nothing is to be measured"))
+    assert command_line.main(["simulate", "--figures", str(tmp_path)]) == 2
+    assert "pip install -e '.[bench]'" in capsys.readouterr().err
 
 
 def test_the_command_tells_efficiencies_and_draws_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(simulate, "read_records", lambda: [recorded()])
     words = ["simulate", "--models", "volo_d1", "--fabrics", "h200-ndr", "--img-size", "32"]
     words += ["--ranks", "8", "256", "--figures", str(tmp_path), "--json"]
@@ -125,6 +127,7 @@ def test_a_mistake_is_told_with_its_remedy(
 
 
 def test_a_chart_without_hosts_says_what_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
     monkeypatch.setattr(simulate, "read_records", lambda: [{"name": "scaling", "figures": []}])
     monkeypatch.setattr(simulate, "measured_workload", lambda *_: pytest.fail("nothing is to be measured"))
     with pytest.raises(UserError, match="bench scaling"):

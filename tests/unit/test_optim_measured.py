@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from horovod_volo.bench import optimizer, pairs
-from horovod_volo.bench.agreement import WrongResultError
+from horovod_volo.bench import comparison
+from horovod_volo.bench.comparison import WrongResultError
+from horovod_volo.bench.machine import optimizer
 
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "BLOCK_SECONDS", 0.01)
+    monkeypatch.setattr(comparison, "BLOCK_SECONDS", 0.01)
 
 
 def test_all_sides_are_told() -> None:

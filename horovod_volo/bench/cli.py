@@ -1,0 +1,83 @@
+"""Flags of a benchmark, read from the signature of its `measure`: name, type, default, and an annotated help.
+
+`batch_size: Annotated[int, Flag("images per rank")] = 8` declares the flag `--batch-size N` with the help
+"images per rank (default: 8)". A Literal gives choices, a sequence takes several values, a bool is a switch;
+without a default a flag is required. Parameters that several benchmarks share are declared here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from horovod_volo.config.arguments import whole_number
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What the command line needs to know about a parameter beyond its name, type and default."""
+
+    help: str
+    metavar: str = "N"
+    read: Callable[[str], object] | None = None  # instead of the type, where not every value is allowed
+    positional: bool = False
+    may_be_empty: bool = False  # of a sequence
+
+
+Model = Annotated[str, Flag("VOLO size, or any model that the trainer builds", metavar="NAME")]
+ImgSize = Annotated[int, Flag("side of the square input images, in pixels")]
+BatchSize = Annotated[int, Flag("images per rank and step")]
+Precision = Annotated[Literal["fp32", "bf16", "fp16"], Flag("arithmetic of forward and backward")]
+DropPath = Annotated[float, Flag("largest drop path rate (stochastic depth)", metavar="RATE")]
+Pairs = Annotated[
+    int, Flag("timed blocks of each side", read=whole_number(2, because=": one pair has no spread"))
+]
+Threads = Annotated[int, Flag("data loading threads; 0: one for each core of this process")]
+DataDir = Annotated[str, Flag("folder with train/CLASS/IMAGE", metavar="DIR")]
+OptionalDataDir = Annotated[
+    str, Flag("folder with train/CLASS/IMAGE; empty: temporary generated images", metavar="DIR")
+]
+GeneratedImages = Annotated[
+    int, Flag("images to generate where no --data-dir is given, about 500 x 375 pixels")
+]
+
+
+def add_flags(parser: argparse.ArgumentParser, function: Callable[..., object]) -> None:
+    """Add a flag for each parameter of a function."""
+    hints = get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        kind, flag = get_args(hints[name])
+        options: dict[str, Any] = {"help": flag.help}
+        if parameter.default is not parameter.empty:
+            options["default"] = parameter.default
+            options["help"] += _shown_default(parameter.default)
+        if kind is bool:
+            options["action"] = "store_true"
+        else:
+            options |= _values(kind, flag)
+        if flag.positional:
+            parser.add_argument(name, **options)
+        else:
+            required = parameter.default is parameter.empty
+            parser.add_argument(f"--{name.replace('_', '-')}", required=required, **options)
+
+
+def _values(kind: Any, flag: Flag) -> dict[str, Any]:
+    """Return how argparse reads values of a type."""
+    options: dict[str, Any] = {}
+    if get_origin(kind) is Sequence:
+        options["nargs"] = "*" if flag.may_be_empty else "+"
+        (kind,) = get_args(kind)
+    if get_origin(kind) is Literal:
+        return options | {"choices": get_args(kind)}
+    return options | {"type": flag.read or kind, "metavar": flag.metavar}
+
+
+def _shown_default(default: object) -> str:
+    if default is False or default == "":
+        return ""
+    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
+    return f" (default: {shown})"

@@ -1,0 +1,1 @@
+"""How training grows: measured on emulated hosts, and computed for many GPUs."""

@@ -1,1 +1,0 @@
-"""A step on many ranks, computed: messages, links, negotiation and stragglers. Nothing here meets a rank."""
