@@ -10,8 +10,8 @@ export OUTPUT_DIR=${OUTPUT_DIR:-runs}
 # Label maps, packed or in a folder; empty: none, or pass --token-label-data to the job.
 export TOKEN_LABELS=${TOKEN_LABELS:-}
 
-# A file that is sourced before Python is started. tools/activate uses the .venv of ./tools/setup. For modules or
-# conda, name your own file with the commands you would type (module load openmpi; conda activate volo).
+# A file that is sourced before Python is started. tools/activate uses the .venv of ./tools/setup. For modules
+# or conda, name your own file with the commands you would type (module load openmpi; conda activate volo).
 export ACTIVATE_FILE=${ACTIVATE_FILE:-tools/activate}
 
 # The network interface of launcher and rendezvous, such as ib0 or eth1; empty: each library chooses.

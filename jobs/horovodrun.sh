@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains on several hosts with horovodrun and gloo, without a scheduler and without MPI. All hosts are reachable
-# by ssh and share the same folders.
+# Trains on several hosts with horovodrun and gloo, without a scheduler and without MPI. All hosts are
+# reachable by ssh and share the same folders.
 #
 #   HOSTS=node1:8,node2:8 ./jobs/horovodrun.sh RECIPE [flags of the trainer]
 #
@@ -11,8 +11,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source jobs/over_ssh.sh
 
-# horovodrun writes its entire environment into the commands that start ranks, which every user can read. So it
-# gets only what ranks need.
+# horovodrun writes its entire environment into the commands that start ranks, which every user can read. So
+# it gets only what ranks need.
 exported=()
 for name in $(compgen -e | grep -E '^(HOME|PATH|LD_LIBRARY_PATH|(NCCL|HOROVOD)_.*)$'); do
     exported+=("$name=${!name}")
@@ -24,9 +24,9 @@ command=(
     "${trainer[@]}"
 )
 
-# A horovodrun that receives a signal ends its ranks before they have saved. So the ranks are signalled directly:
-# those on this host or, if there are none, those of the first host; repeatedly, because they may not have been
-# started yet. The other ranks learn of it at the next log point.
+# A horovodrun that receives a signal ends its ranks before they have saved. So the ranks are signalled
+# directly: those on this host or, if there are none, those of the first host; repeatedly, because they may
+# not have been started yet. The other ranks learn of it at the next log point.
 request_stop() {
     trap '' USR1 TERM INT HUP
     [[ -n $child ]] || exit "$STOPPED"

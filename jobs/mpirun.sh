@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains on several hosts with Open MPI, without a scheduler. All hosts are reachable by ssh and share the same
-# folders.
+# Trains on several hosts with Open MPI, without a scheduler. All hosts are reachable by ssh and share the
+# same folders.
 #
 #   HOSTS=node1:8,node2:8 ./jobs/mpirun.sh RECIPE [flags of the trainer]
 #
@@ -27,8 +27,8 @@ command=(
     "${transport[@]}" "${exported[@]}" "${trainer[@]}"
 )
 
-# mpirun passes SIGUSR1 on to all ranks once it has started them; on any other signal it ends them. So SIGUSR1 is
-# sent, repeatedly.
+# mpirun passes SIGUSR1 on to all ranks once it has started them; on any other signal it ends them. So SIGUSR1
+# is sent, repeatedly.
 request_stop() {
     trap '' USR1 TERM INT HUP
     [[ -n $child ]] || exit "$STOPPED"

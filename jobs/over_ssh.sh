@@ -1,5 +1,6 @@
 # shellcheck shell=bash disable=SC2034  # the scripts that source this file use the variables
-# Sourced by horovodrun.sh and mpirun.sh with their arguments: checks the hosts and sets the trainer's command.
+# Sourced by horovodrun.sh and mpirun.sh with their arguments: checks the hosts and sets the trainer's
+# command.
 #
 # Exit status: 0 finished; 75 stopped and saved, the same command resumes; anything else: failed.
 

@@ -1,8 +1,8 @@
 # shellcheck shell=bash
 # Sourced by Slurm jobs in the folder of the checkout: how ranks are started, stopped and started again.
 #
-# A job stops on SIGUSR1. Slurm sends it before the time limit (--signal), and you can send it at any time (scancel
-# --full --signal=USR1 JOB). The ranks save and exit with STOPPED, and the same job is requeued.
+# A job stops on SIGUSR1. Slurm sends it before the time limit (--signal), and you can send it at any time
+# (scancel --full --signal=USR1 JOB). The ranks save and exit with STOPPED, and the same job is requeued.
 # Exit status: 0 finished; STOPPED stopped, saved and requeued; anything else: failed.
 
 MISTAKE=2
@@ -15,8 +15,8 @@ set +u # the scripts of modules and conda use unset variables
 # shellcheck source=/dev/null
 source "$ACTIVATE_FILE"
 set -u
-# mpirun starts its daemons as a job step. The step gets this entire environment, however the job was submitted,
-# so no -x is needed. It may overlap with an earlier step that a lost node keeps alive.
+# mpirun starts its daemons as a job step. The step gets this entire environment, however the job was
+# submitted, so no -x is needed. It may overlap with an earlier step that a lost node keeps alive.
 export SLURM_EXPORT_ENV=ALL SLURM_OVERLAP=1
 
 refuse() {
@@ -32,8 +32,8 @@ echo "commit $(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown), job $
 ranks() {
     local transport
     read -r -a transport <<<"$MPI_FLAGS"
-    # Ranks bind themselves (--binding), so mpirun must not. SIGUSR1 is blocked until a rank listens for it; without
-    # `env` it would kill a rank that is still starting.
+    # Ranks bind themselves (--binding), so mpirun must not. SIGUSR1 is blocked until a rank listens for it;
+    # without `env` it would kill a rank that is still starting.
     starter=(mpirun -np "$@" -bind-to none -map-by slot "${transport[@]}" env --block-signal=USR1)
 }
 
@@ -47,8 +47,8 @@ request_stop() {
     [[ -z $child ]] || keep_signalling "$child" >/dev/null 4>&- &
 }
 
-# Signal a process and, if it is not mpirun itself, the mpirun below it; repeatedly, because it may not have started
-# the ranks yet.
+# Signal a process and, if it is not mpirun itself, the mpirun below it; repeatedly, because it may not have
+# started the ranks yet.
 keep_signalling() {
     while kill -USR1 "$1" 2>/dev/null; do
         pkill -USR1 -P "$1" -x mpirun || true
