@@ -1,4 +1,4 @@
-# Other names for what stands in tools/.
+# Each target calls the script of the same name in tools/.
 .PHONY: setup demo test lint bench
 
 setup demo test lint bench:

@@ -1,14 +1,15 @@
-# shellcheck shell=bash disable=SC2034  # who sources it reads what is set
-# Sourced, not run, by horovodrun.sh and mpirun.sh with their arguments: hosts that are reached by ssh.
+# shellcheck shell=bash disable=SC2034  # the scripts that source this file use the variables
+# Sourced by horovodrun.sh and mpirun.sh with their arguments: checks the hosts and sets the trainer's
+# command.
 #
-# Exit status: 0 finished; 75 stopped and saved, the same line goes on; anything else is a failure's.
+# Exit status: 0 finished; 75 stopped and saved, the same command resumes; anything else: failed.
 
 MISTAKE=2
 STOPPED=75
-ASK_AGAIN_SECONDS=5
+SIGNAL_INTERVAL_SECONDS=5
 
 source jobs/env.sh
-set +u # files of modules and conda read variables that are not set
+set +u # the scripts of modules and conda use unset variables
 # shellcheck source=/dev/null
 source "$ACTIVATE_FILE"
 set -u
@@ -23,15 +24,15 @@ for host in ${HOSTS//,/ }; do
 done
 echo "commit $(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown), $ranks ranks on $HOSTS"
 
-mark=job=$(uname -n)-$$ # tells the ranks of this job from others; Python ignores it
+mark=job=$(uname -n)-$$ # identifies the ranks of this job; Python ignores it
 trainer=(
-    env --block-signal=USR1 # a rank may be asked to stop before it listens: it hears of it when it does
+    env --block-signal=USR1 # a signal that arrives before a rank listens for it is delivered when it does
     python -X "$mark" -m horovod_volo.train "$DATA_DIR" --output "$OUTPUT_DIR" --resume auto
     ${TOKEN_LABELS:+--token-label-data "$TOKEN_LABELS"} --recipe "$@"
 )
 child=""
 
-# Wait for the child to end and return its status: a signal ends the waiting, not the child.
+# Wait for the child to end and return its status. A signal ends `wait`, not the child.
 wait_for_child() {
     local status=0
     wait "$child" || status=$?

@@ -156,15 +156,13 @@ class Slurm:
             stderr=subprocess.STDOUT,
         )
 
-    def submit(
-        self, place: Path, *words: str, nodes: int, cwd: Path = CHECKOUT, **extra: str
-    ) -> TrainContext:
+    def submit(self, place: Path, *words: str, nodes: int, cwd: Path = CHECKOUT, **extra: str) -> SlurmJob:
         """Submit a job with one task a node; what it says goes to a file in `place`."""
         output = place / "job.txt"
         size = (f"--nodes={nodes}", "--ntasks-per-node=1", f"--output={output}")
         done = self.call("sbatch", "--parsable", *size, *words, cwd=cwd, **extra)
         assert done.returncode == 0, done.stdout
-        return TrainContext(self, done.stdout.strip(), output)
+        return SlurmJob(self, done.stdout.strip(), output)
 
     def cancel_all(self) -> None:
         """End all jobs, boot nodes that are off, and wait until all are free."""
@@ -199,7 +197,7 @@ class Slurm:
 
 
 @dataclass(frozen=True)
-class TrainContext:
+class SlurmJob:
     """A job that was submitted: what it says and what Slurm says of it."""
 
     slurm: Slurm

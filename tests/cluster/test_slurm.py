@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.data.demo.demo_set import make_demo_set
-from tests.cluster.slurm import Slurm, TrainContext, kill, running_slurm, wait_until
+from tests.cluster.slurm import Slurm, SlurmJob, kill, running_slurm, wait_until
 
 pytestmark = pytest.mark.needs("slurmctld", "slurmd", "sbatch", "munged")
 
@@ -80,7 +80,7 @@ def test_the_smoke_job_finds_all_well(slurm: Slurm, tmp_path: Path) -> None:
     done = slurm.call(*words, "--img-size", "32", seconds=240)
     text = (tmp_path / "job.txt").read_text(encoding="utf-8")
     assert done.returncode == 0, text
-    assert text.endswith("all is well: 2 ranks on n1 n2 have trained, stopped and gone on\n")
+    assert text.endswith("passed: 2 ranks on n1 n2 have trained, stopped and resumed\n")
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -101,7 +101,7 @@ def test_a_job_that_is_asked_to_stop_queues_again_whenever_and_however_often_it_
     ask_twice()  # the ranks that are not on the node of the script
     job.ends("COMPLETED")
     assert job.facts()["Restarts"] == "2"
-    assert job.text().count("has stopped and queues again") == 2
+    assert job.text().count("has stopped and is requeued") == 2
     assert_goes_on_where_it_stopped(log_of(tmp_path), 2)
     assert "done: 60 steps" in log_of(tmp_path)
 
@@ -115,7 +115,7 @@ def test_a_job_that_reaches_its_time_limit_queues_again(slurm: Slurm, tmp_path: 
     kill(ranks, signal.SIGSTOP)  # or these few steps would be over before the limit
     job.says("Forwarding signal", seconds=90)
     kill(ranks, signal.SIGCONT)
-    job.says("has stopped and queues again")
+    job.says("has stopped and is requeued")
     slurm.call("scontrol", "update", f"JobId={job.number}", "TimeLimit=10")
     job.ends("COMPLETED")
     assert job.facts()["Restarts"] == "1"
@@ -123,11 +123,11 @@ def test_a_job_that_reaches_its_time_limit_queues_again(slurm: Slurm, tmp_path: 
     assert "done: 10 steps" in log_of(tmp_path)
 
 
-def assert_failed_for_good(job: TrainContext) -> None:
+def assert_failed_for_good(job: SlurmJob) -> None:
     facts = job.facts()
     assert facts["Restarts"] == "0"
     assert facts["ExitCode"] not in ("0:0", "75:0")
-    assert "queues again" not in job.text()
+    assert "requeued" not in job.text()
 
 
 def test_a_killed_rank_fails_the_job_within_seconds(slurm: Slurm, tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_launcher_that_ends_well_before_training_does_fails_the_job(slurm: Slu
     job = slurm.submit(tmp_path, "jobs/pretrain.sbatch", "demo", *SMALL, nodes=2, MPI_FLAGS="--version")
     job.ends("FAILED", seconds=30)
     assert_failed_for_good(job)
-    assert "error: mpirun has ended before training has" in job.text()
+    assert "error: mpirun ended before training was finished" in job.text()
 
 
 def test_a_rank_that_cannot_start_fails_the_job(slurm: Slurm, tmp_path: Path) -> None:
@@ -176,13 +176,13 @@ def test_low_resolution_then_high_queues_again_in_between(slurm: Slurm, tmp_path
     job = slurm.submit(tmp_path, "jobs/coarse_to_fine.sbatch", "demo", "demo", *flags, nodes=2)
     job.says(STEP)
     slurm.call("scancel", "--batch", "--signal=USR1", job.number)
-    job.says("has stopped and queues again")
+    job.says("has stopped and is requeued")
     job.ends("COMPLETED")
     assert job.facts()["Restarts"] == "1"
     assert_goes_on_where_it_stopped(log_of(tmp_path, "chain/coarse"), 1)
     assert "done: 30 steps" in log_of(tmp_path, "chain/fine")
     assert f"weights from {tmp_path}/runs/chain/coarse" in log_of(tmp_path, "chain/fine")
-    assert "Both halves are finished" in job.text()
+    assert "Both stages are finished" in job.text()
 
 
 def test_speed_is_measured_on_one_node_and_on_all(slurm: Slurm, tmp_path: Path) -> None:
@@ -200,15 +200,15 @@ def test_speed_is_measured_on_one_node_and_on_all(slurm: Slurm, tmp_path: Path) 
 def test_lost_nodes_are_done_without_while_enough_are_left(slurm: Slurm, tmp_path: Path) -> None:
     flags = (*SMALL, "--epochs", "6", "--checkpoint-every", "2")
     job = slurm.submit(tmp_path, "jobs/elastic.sbatch", "demo", "12", "2", *flags, nodes=3)
-    job.says("trains on n1 n2 n3: 1 ranks each, 4 images a rank, 1 passes")
+    job.says("training on n1 n2 n3: 1 ranks per node, micro-batches per rank: 1 of 4 images")
     job.says(r"^step 3/60")
     slurm.power_off("n3")
     job.says("lost 1 of 3 nodes")
-    job.says("trains on n1 n2: 1 ranks each, 3 images a rank, 2 passes")
+    job.says("training on n1 n2: 1 ranks per node, micro-batches per rank: 2 of 3 images")
     job.says(rf"2 ranks on 2 hosts(.|\n)*{STEP}")
     slurm.call("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     slurm.power_off("n2")
-    job.says("has stopped and queues again")
+    job.says("has stopped and is requeued")
     for node in ("n2", "n3"):
         slurm.power_on(node)
     job.ends("COMPLETED")

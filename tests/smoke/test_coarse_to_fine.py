@@ -56,7 +56,7 @@ def uninterrupted(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     done = chain(demo_set, output)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count(f"done: {STEPS} steps") == 2
-    assert "Both halves are finished" in done.stdout.splitlines()[-1]
+    assert "Both stages are finished" in done.stdout.splitlines()[-1]
     return output
 
 
@@ -103,7 +103,7 @@ def test_what_is_finished_is_said_at_once(demo_set: Path, uninterrupted: Path) -
     again = chain(demo_set, uninterrupted)
     assert again.returncode == 0
     assert again.stdout.splitlines() == [
-        f"Both halves are finished; the best weights are in {uninterrupted}/chain/fine/checkpoints/best"
+        f"Both stages are finished; the best weights are in {uninterrupted}/chain/fine/checkpoints/best"
     ]
     assert time.monotonic() - began < 5
     assert files_under(uninterrupted) == before
@@ -113,7 +113,7 @@ def test_a_launcher_that_ends_before_training_has_is_not_believed(demo_set: Path
     """mpirun may return 0 where a host was lost."""
     done = chain(demo_set, tmp_path, launch="true")
     assert done.returncode == 1, done.stdout
-    assert "ended before training has" in done.stdout
+    assert "ended before training was finished" in done.stdout
     assert not list(tmp_path.rglob("finished"))
 
 
@@ -151,7 +151,7 @@ def test_under_horovodrun(demo_set: Path, tmp_path: Path) -> None:
     [
         (["data", "demo"], "usage: coarse_to_fine DATA_DIR COARSE_RECIPE FINE_RECIPE"),
         (["data", "demo", "demo", "--resume", "auto"], "--resume is set here"),
-        (["data", "demo", "demo", "--fine", "--name", "x"], "--name VALUE is for both halves"),
+        (["data", "demo", "demo", "--fine", "--name", "x"], "--name VALUE applies to both stages"),
         (["data", "demo", "demo", "--output=x"], "Write --output x, with a space."),
     ],
 )

@@ -1,7 +1,7 @@
-"""Who may import whom, read from the source of a package: what no reviewer should have to look for.
+"""The rules for imports inside a package, checked in its source.
 
-Nothing is imported to find out, so imports inside functions, under TYPE_CHECKING or behind a condition
-count like any other.
+Nothing is imported for the check, so imports inside functions, under TYPE_CHECKING or behind a condition
+count like all others.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# From the ground up. A room imports rooms on floors below its own, and itself.
-FLOORS = (
+# From bottom to top. A package may import itself and packages of lower layers.
+LAYERS = (
     {"core"},
     {"config", "kernels"},
     {"cluster", "data", "models", "objective", "optim", "monitor"},
@@ -21,8 +21,8 @@ FLOORS = (
     {"train", "evaluate", "doctor", "bench", "export", "labels", "pack"},
 )
 
-# Each heavy dependency has one door; torch.distributed, whose work Horovod does here, has none.
-DOORS = {
+# The only package that may import each heavy dependency. None imports torch.distributed: Horovod is used.
+ONLY_IMPORTER = {
     "horovod": "cluster",
     "nvidia.dali": "data",
     "apex": "optim",
@@ -37,12 +37,12 @@ DOORS = {
     "torch.utils.tensorboard": "monitor",
     "torch.distributed": None,
 }
-PEERS = "bench/*/peers*.py"  # what is measured against may come in here
+# Modules `peers*.py` of bench import these to measure against them.
 MEASURED_PEERS = {"horovod", "timm", "torch.distributed"}
 
 
 def broken_rules(package: Path) -> list[str]:
-    """Describe every import in a package folder that the house rules forbid."""
+    """Return one message for each import in a package folder that breaks a rule."""
     return [
         f"{file.relative_to(package).as_posix()}:{line} imports {name}: {rule}"
         for file in sorted(package.rglob("*.py"))
@@ -52,15 +52,15 @@ def broken_rules(package: Path) -> list[str]:
 
 
 def imports(file: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Yield line and absolute dotted name of everything that a file imports."""
-    home = [package.name, *file.relative_to(package).parent.parts]  # the package that a dot stands for
+    """Yield the line and the absolute dotted name of each import in a file."""
+    home = [package.name, *file.relative_to(package).parent.parts]  # the package that a leading dot refers to
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             source = home[: len(home) - node.level + 1] if node.level else []
             source = [*source, *(node.module or "").split(".")] if node.module else source
-            # `from a import b` may bring in the module a.b, so the name is told in full.
+            # `from a import b` may import the module a.b, so the full name is given.
             yield from ((node.lineno, ".".join([*source, alias.name])) for alias in node.names)
         elif isinstance(node, ast.Call) and _imports_by_name(node.func):
             names = [argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)]
@@ -73,27 +73,29 @@ def _imports_by_name(function: ast.expr) -> bool:
 
 
 def _broken_rule(file: Path, name: str, package: str) -> str:
-    """Return the rule that an import breaks, or nothing."""
-    room = file.parts[0].removesuffix(".py")
+    """Return the rule that an import breaks, or an empty string."""
+    importer = file.parts[0].removesuffix(".py")
     parts = name.split(".")
     if parts[0] == package:
-        return _broken_floor(room, parts[1] if len(parts) > 1 else "")
-    if room == "config" and parts[0] not in sys.stdlib_module_names:
-        return "config needs the standard library alone, so that --help answers at once"
-    for dependency, door in DOORS.items():
+        return _broken_layer(importer, parts[1] if len(parts) > 1 else "")
+    if importer == "config" and parts[0] not in sys.stdlib_module_names:
+        return "config may import only the standard library, so that --help is fast"
+    for dependency, only in ONLY_IMPORTER.items():
         if name == dependency or name.startswith(f"{dependency}."):
-            peer = dependency in MEASURED_PEERS and file.match(PEERS)
-            return "" if room == door or peer else f"its one door is {door or 'shut'}"
+            peer = dependency in MEASURED_PEERS and importer == "bench" and file.name.startswith("peers")
+            if importer == only or peer:
+                return ""
+            return f"only {only} may import it" if only else "no package may import it"
     return ""
 
 
-def _broken_floor(room: str, imported: str) -> str:
-    if room == imported:
+def _broken_layer(importer: str, imported: str) -> str:
+    if importer == imported:
         return ""
-    floors = {name: height for height, floor in enumerate(FLOORS) for name in floor}
-    unknown = next((name for name in (room, imported) if name not in floors), None)
+    heights = {name: height for height, layer in enumerate(LAYERS) for name in layer}
+    unknown = next((name for name in (importer, imported) if name not in heights), None)
     if unknown is not None:
-        return f"{unknown or 'the package itself'} is no room of the house"
-    if floors[room] == floors[imported]:
-        return f"{room} and {imported} are on one floor"
-    return f"{imported} is above {room}" if floors[room] < floors[imported] else ""
+        return f"{unknown or 'the package itself'} is in no layer"
+    if heights[importer] == heights[imported]:
+        return f"{importer} and {imported} are in the same layer"
+    return f"{imported} is above {importer}" if heights[importer] < heights[imported] else ""

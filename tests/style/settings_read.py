@@ -1,4 +1,4 @@
-"""Which settings a package reads: `GROUP.FIELD`, or `settings.FIELD` where a room is handed its group."""
+"""Find the settings that a package reads: `GROUP.FIELD`, or `settings.FIELD` where a group is passed in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unread_settings(package: Path, fields: Iterable[tuple[str, str]]) -> list[st
 
 
 def _attributes(tree: ast.Module) -> set[tuple[str, str]]:
-    """Collect owner and name of every attribute that is read; the owner by its last name, `_` dropped."""
+    """Return (owner, name) of each attribute that is read; the owner is its last name without leading `_`."""
     return {
         (_last_name(node.value).lstrip("_"), node.attr)
         for node in ast.walk(tree)

@@ -1,6 +1,6 @@
-"""environment.yml and setup.cfg name the same packages at the same versions.
+"""environment.yml and setup.cfg list the same packages with the same versions.
 
-Horovod alone stands in setup.cfg only: tools/build_horovod makes it, at the version written there.
+Only Horovod is missing in environment.yml: tools/build_horovod builds the version of setup.cfg.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def pip_requirements() -> list[str]:
     return list(groups[0])
 
 
-def test_conda_installs_what_setup_cfg_asks_for() -> None:
+def test_conda_installs_the_requirements_of_setup_cfg() -> None:
     built_here = [line for line in setup_requirements() if line.startswith("horovod==")]
     assert len(built_here) == 1
     assert sorted(pip_requirements() + built_here) == sorted(setup_requirements())
 
 
-def test_python_of_conda_is_one_that_setup_cfg_allows() -> None:
+def test_setup_cfg_allows_the_python_of_conda() -> None:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     oldest = re.fullmatch(r">=3\.(\d+)", setup["options"]["python_requires"])
@@ -55,7 +55,7 @@ def test_python_of_conda_is_one_that_setup_cfg_allows() -> None:
 
 
 def test_versions_that_the_tools_read_are_exact() -> None:
-    # tools/setup and tools/build_horovod cut these out of setup.cfg with sed.
+    # tools/setup and tools/build_horovod read these from setup.cfg with sed.
     text = (ROOT / "setup.cfg").read_text(encoding="utf-8")
     for name in ("torch", "horovod"):
         assert len(re.findall(rf"^ *{name}==\d+\.\d+\.\d+$", text, flags=re.MULTILINE)) == 1

@@ -1,6 +1,6 @@
-"""horovodrun reads its own flags from the whole line: none of ours may be a beginning of several of its.
+"""None of our flags is an ambiguous prefix of flags of horovodrun, which parses the entire command line.
 
-`--timeline` was one: it ended every launch with "ambiguous option".
+`--timeline` was one: every launch ended with "ambiguous option".
 """
 
 from __future__ import annotations

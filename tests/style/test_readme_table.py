@@ -1,4 +1,4 @@
-"""The tables of results are what the recorded results make them, and one command measures them again."""
+"""The tables of results are generated from the recorded results, and one command measures them again."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("file", "labels"), [("README.md", HEADLINES), ("docs/results.md", ())])
-def test_the_tables_are_made_of_the_results(file: str, labels: Sequence[str]) -> None:
+def test_the_tables_are_generated_from_the_results(file: str, labels: Sequence[str]) -> None:
     text = (ROOT / file).read_text(encoding="utf-8")
     blocks = re.findall(r"<!-- results -->\n(.*?)\n?<!-- /results -->", text, flags=re.DOTALL)
     assert len(blocks) == 1, f"{file} has no <!-- results --> ... <!-- /results --> block, or several"
     flag = " --headlines" if labels else ""
     assert blocks[0].strip() == markdown(read_records(), labels), (
-        f"Replace what stands between the markers by the output of: python -m horovod_volo.bench table{flag}"
+        f"Replace the text between the markers with the output of: python -m horovod_volo.bench table{flag}"
     )
 
 
-def test_one_command_measures_all_of_it_again() -> None:
+def test_tools_bench_measures_every_recorded_result() -> None:
     shown = subprocess.run(
         [ROOT / "tools" / "bench", "--plan"], capture_output=True, text=True, check=True, timeout=20
     )

@@ -1,4 +1,4 @@
-"""Every setting does something, and somebody is told of it: no flag without an effect or a use."""
+"""Every setting is read by the code, and set by a recipe or mentioned in the documentation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_setting_is_read() -> None:
     assert unread_settings(ROOT / "horovod_volo", fields) == []
 
 
-def test_a_setting_that_nobody_reads_is_found(tmp_path: Path) -> None:
+def test_an_unread_setting_is_found(tmp_path: Path) -> None:
     schema, loop = tmp_path / "config" / "schema.py", tmp_path / "engine" / "loop.py"
     for path, source in (
         (schema, "update.declared_only"),
@@ -34,13 +34,13 @@ def test_a_setting_that_nobody_reads_is_found(tmp_path: Path) -> None:
 
 
 def documents() -> str:
-    """Return the text of everything a user is given to read."""
+    """Return the text of README.md and docs/."""
     files = [*ROOT.glob("README.md"), *sorted((ROOT / "docs").glob("*.md"))]
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def is_mentioned(setting: Setting, text: str) -> bool:
-    """Say whether a text uses a flag of the setting; the positional one stands right after the entry."""
+    """Return whether a text contains a flag of the setting; the positional one follows the entry point."""
     if setting.positional:
         return re.search(r"horovod_volo\.train (?!-)\S", text) is not None
     spellings = [*setting.flags, *setting.shorthands]
@@ -50,13 +50,13 @@ def is_mentioned(setting: Setting, text: str) -> bool:
 
 
 def is_in_a_recipe(setting: Setting) -> bool:
-    """Say whether a recipe of the package sets it."""
+    """Return whether a recipe of the package sets it."""
     recipes = [tomllib.loads(path.read_text(encoding="utf-8")) for path in RECIPES.glob("*.toml")]
     return any(setting.name in recipe.get(setting.group, {}) for recipe in recipes)
 
 
 def test_every_flag_has_a_use() -> None:
-    """What fails here wants a recipe that sets it, a use shown in README.md or docs/, or its end."""
+    """A flag that fails here needs a recipe that sets it or a mention in the documents; else remove it."""
     text = documents()
     unused = [item.flags[0] for item in SETTINGS if not (is_in_a_recipe(item) or is_mentioned(item, text))]
     assert unused == []

@@ -1,4 +1,4 @@
-"""Files one can read in one go, under names that say what they answer, and nothing left lying about."""
+"""Limits on the length of modules and functions, on names and on printing; no leftovers in the repository."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAY_PRINT = (
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 
-def test_modules_and_functions_can_be_read_in_one_go() -> None:
+def test_modules_and_functions_are_short() -> None:
     assert [name for name, path in MODULES.items() if len(path.read_text().splitlines()) > 300] == []
     functions = {
         f"{name}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
@@ -39,18 +39,18 @@ def test_modules_and_functions_can_be_read_in_one_go() -> None:
     assert [name for name, lines in functions.items() if lines > 60] == []
 
 
-def test_modules_say_what_they_are_for() -> None:
+def test_modules_have_docstrings() -> None:
     tests = {path.name: ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("[!_]*.py")}
     assert [name for name, tree in (TREES | tests).items() if not ast.get_docstring(tree)] == []
 
 
-def test_modules_have_names_that_answer_something() -> None:
+def test_module_names_are_specific() -> None:
     names = {path.stem if path.stem != "__init__" else path.parent.name for path in MODULES.values()}
     assert names & VAGUE_NAMES == set()
     assert names & sys.stdlib_module_names == set()
 
 
-def test_only_those_who_speak_to_the_user_print() -> None:
+def test_only_entry_points_and_monitor_print() -> None:
     printing = {
         name
         for name, tree in TREES.items()
@@ -60,13 +60,13 @@ def test_only_those_who_speak_to_the_user_print() -> None:
     assert [name for name in printing if not name.removeprefix("horovod_volo/").startswith(MAY_PRINT)] == []
 
 
-def test_nothing_is_left_lying_about() -> None:
+def test_no_unfinished_work_and_no_local_paths() -> None:
     listed = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=False
     )
     if listed.returncode:
         pytest.skip("not a git checkout: which files belong to the project is not known")
-    # Written so that this file does not match itself: work put off, and paths of somebody's machine.
+    # Marks of unfinished work and paths of a developer's machine, written so that this file does not match.
     left = re.compile(r"\b(TO[D]O|FIX[M]E|XX[X])\b|(?<![\w./~$}-])/(root|work|home/[a-z]\w*)/")
     found = []
     for name in filter(None, listed.stdout.split("\0")):
