@@ -195,8 +195,8 @@ class _Fp16Sum:
 
     def add(self, gradients: Tensor) -> None:
         self._gradients.copy_(gradients)
-        self._compression.pack()
-        self._receive = self._compression.send()
+        self._compression.compress_bucket()
+        self._receive = self._compression.launch()
 
     def average(self) -> Tensor:
         self._receive()
@@ -212,7 +212,7 @@ class _TwoHalves:
 
     def add(self, gradients: Tensor) -> None:
         self._high.add(gradients)
-        factor = self._high.factors.forward[0]
+        factor = self._high.factors.scale[0]
         self._low.add(gradients - (gradients * factor).half().float() / factor)
 
     def average(self) -> Tensor:

@@ -101,7 +101,7 @@ def _reduced(work: Work, world: World, compression: Compression, passes: int) ->
     optimizer = _optimizer(lesson)
     ring = _Counted(world.collectives, f"{compression}.{passes}")
     here = replace(world, collectives=cast(Collectives, ring))
-    reducer = Reducer(lesson, here, Exchange(compression=compression), passes=passes)
+    reducer = Reducer(lesson, here, Exchange(compression=compression), micro_batches=passes)
 
     def step() -> None:
         work.loss(lesson).backward()  # type: ignore[no-untyped-call]

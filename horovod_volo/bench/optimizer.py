@@ -44,7 +44,7 @@ class OurUpdate:
 
     def __init__(self, model: nn.Module) -> None:
         named = dict(model.named_parameters())
-        self._reducer = Reducer(model, World.single(), Exchange(compression="none"), passes=1)
+        self._reducer = Reducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
         groups = parameter_groups(
             named, named, exempt=exempt_from_decay(model), weight_decay=DECAY, layers={}, layer_decay=1.0
         )
@@ -54,7 +54,7 @@ class OurUpdate:
             "norm",
             BOUND,
             named,
-            flat_gradients=self._reducer.flat_gradients,
+            flat_gradients=self._reducer.local_gradients,
             heads=(),
             global_grad_norm=self._reducer.global_grad_norm,
         )

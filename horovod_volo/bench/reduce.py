@@ -142,7 +142,7 @@ def _agreeing(way: Way, start: Tensor, moved: Tensor, clock: _Clock) -> Way:
         way.step()
     what = f"weights after {_COMPARED_STEPS} steps, {way.form}"
     assert_agree(what, weights(way.lesson) - start, moved, _TOLERANCES[way.compression])
-    clock.world.assert_same(way.lesson.parameters(), what)
+    clock.world.assert_identical(way.lesson.parameters(), what)
     return way
 
 

@@ -107,7 +107,7 @@ def test_a_horovod_without_pytorch_is_told_from_none(tmp_path, horovod_without_p
 def test_ranks_that_cannot_meet_tell_what_they_can(tmp_path, horovod_without_pytorch):
     told = examine(tmp_path, ranks=2, start_with="mpi", PYTHONPATH=horovod_without_pytorch)
     assert told.status == 1
-    assert told.only("ranks", "failure")["text"] == "cannot meet without a Horovod that works"
+    assert told.only("ranks", "failure")["text"] == "cannot connect without a working Horovod"
     assert told.only("horovod", "failure")["ranks"] == [0]
     assert told.of("/dev/shm")[0]["level"] == "ok"
     assert told.output.count("rank 1: horovod: Horovod 0.28.1 was built without PyTorch. Build it") == 1
@@ -140,7 +140,7 @@ def test_a_rank_that_sees_itself_alone_is_a_failure(tmp_path):
     assert found["text"].startswith("mpirun started 2 ranks, but Horovod sees 1")
     assert "horovodrun --gloo" in found["remedy"]
     assert told.at("failure") == [found]
-    assert "only rank 0 of 2 was heard" in told.output
+    assert "only rank 0 of 2 reported" in told.output
 
 
 def test_the_impostor_of_apex_and_too_few_open_files_are_named(tmp_path):
@@ -170,10 +170,10 @@ def test_a_folder_that_cannot_be_written_and_small_shared_memory_are_named(tmp_p
     assert told.status == 1
     assert {finding["subject"] for finding in told.at("failure")} == {"shared folder", "/dev/shm"}
     folder = told.only("shared folder", "failure")
-    assert folder["text"] == "results/runs: nothing can be written there: Read-only file system"
+    assert folder["text"] == "results/runs: cannot write there: Read-only file system"
     assert "--output" in folder["remedy"]
     memory = told.only("/dev/shm", "failure")
-    assert memory["text"] == "1 MiB free: MPI may want 5 MiB for each rank of the host"
+    assert memory["text"] == "1 MiB free: MPI may need 5 MiB for each rank of the host"
     assert "--shm-size=1g" in memory["remedy"]
 
 
@@ -199,7 +199,7 @@ def test_what_differs_between_ranks_is_named(tmp_path):
     assert "(rank 1 of 2)" in told.output
     apart = [finding for finding in told.of("shared folder") if finding["level"] == "failure"]
     assert [finding["ranks"] for finding in apart] == [[0], [1]]
-    assert apart[0]["text"].startswith("folder_0: is not shared: what rank 1 ")
-    assert apart[1]["text"].startswith("folder_1: is not shared: what rank 0 ")
+    assert apart[0]["text"].startswith("folder_0: is not shared: the files of rank 1 ")
+    assert apart[1]["text"].startswith("folder_1: is not shared: the files of rank 0 ")
     assert all("--output" in finding["remedy"] for finding in apart)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "told.json"]

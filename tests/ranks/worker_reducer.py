@@ -54,7 +54,7 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
     overflows = asked.overflow_on >= 0
     precision = "fp16" if overflows else "fp32"  # what asks for a loss scale
     settings = Exchange(precision=precision, compression=asked.compression, bucket_mib=0.5)
-    reducer = kind(model, world, settings, passes=asked.passes)
+    reducer = kind(model, world, settings, micro_batches=asked.passes)
     groups = parameter_groups(
         dict(model.named_parameters()),
         reducer.local_parameters,
@@ -69,7 +69,7 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
         "norm",
         asked.clip,
         reducer.local_parameters,
-        flat_gradients=reducer.flat_gradients,
+        flat_gradients=reducer.local_gradients,
         heads=(),
         global_grad_norm=reducer.global_grad_norm,
     )

@@ -29,7 +29,7 @@ def measured_workload(model: str, img_size: int, passes: int) -> Workload:
     torch.set_num_threads(1)
     try:
         network = build_model(model, img_size=img_size, num_classes=_CLASSES, drop_path=0.0).train()
-        reducer = Reducer(network, World.single(), Exchange(), passes=1)
+        reducer = Reducer(network, World.single(), Exchange(), micro_batches=1)
         shares = _shares(network, img_size, passes, reducer)
     finally:
         torch.set_num_threads(threads)
