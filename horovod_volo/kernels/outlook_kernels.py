@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def _cells_and_head(heads, cells: tl.constexpr):
-    """Return this program's cells and head; heads vary first, because a pixel's heads are adjacent in memory."""
+    """Return this program's cells and head; heads vary first, as they are adjacent in memory."""
     program = tl.program_id(0)
     return program // heads * cells + tl.arange(0, cells), program % heads
 

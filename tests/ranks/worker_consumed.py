@@ -1,4 +1,4 @@
-"""The trainer itself, told from outside: it notes which images each step is given, and may be killed."""
+"""Runs the trainer, records the images of each step, and kills the last rank at a given step."""
 
 import json
 import os
@@ -16,7 +16,7 @@ passes = TrainLoader.passes
 
 
 def noting(notes: Path, killed_at: int) -> None:
-    """Add a line for each batch to this rank's notes; the last rank is killed when it gets a step's batch."""
+    """Record each batch in a file of this rank; kill the last rank at the batch of step `killed_at`."""
     place = read_launch_env()
     file = (notes / f"{time.time_ns()}_{place.rank}.jsonl").open("w")
 

@@ -1,4 +1,4 @@
-"""What a rank sees of the world, and what it hears from the others."""
+"""Saves the results of World's attributes and collectives on this rank."""
 
 import sys
 from pathlib import Path
