@@ -142,7 +142,7 @@ def test_more_gpus_than_ranks_leave_the_last_ones_unused() -> None:
     assert gpus_of(bindings("dgx_a100", 2, visible=(5, 3, 0))) == ["0000:90:00.0", "0000:4e:00.0"]
 
 
-def test_fewer_gpus_than_ranks_are_nobodys() -> None:
+def test_fewer_gpus_than_ranks_are_not_assigned() -> None:
     """Three ranks and two GPUs: the ranks are placed as if there were none."""
     planned = bindings("container", 3, visible=(0, 1))
     assert gpus_of(planned) == ["none"] * 3
@@ -150,8 +150,8 @@ def test_fewer_gpus_than_ranks_are_nobodys() -> None:
     assert nodes_of(planned) == [(0,), (0,), (1,)]
 
 
-def test_a_lone_gpu_of_several_shares_its_node_with_the_unseen() -> None:
-    """The second GPU of node 7, one of two ranks: the first is taken to have the other GPU there."""
+def test_a_rank_that_sees_one_gpu_leaves_cpus_to_its_neighbours() -> None:
+    """The second GPU of node 7, one of two ranks: the other rank is assumed to have the first GPU there."""
     host = host_of("dgx_a100")
     rank = LaunchedRank(local_rank=1, local_size=2, allowed_cpus=every_cpu(host), visible_gpus=(5,))
     binding = plan_binding(host, rank)
@@ -159,7 +159,7 @@ def test_a_lone_gpu_of_several_shares_its_node_with_the_unseen() -> None:
     assert (cpu_ranges(binding.cpus), binding.memory_nodes) == ("120-127,248-255", (7,))
 
 
-def test_the_unseen_are_no_more_than_the_ranks() -> None:
+def test_there_are_no_more_neighbours_than_ranks() -> None:
     """Eight GPUs of a DGX-2 are at node 0, but two ranks alone: half of it for each."""
     planned = alone_with_its_gpu("dgx_2", 2)
     assert cpus_of(planned) == ["0-11,48-59", "12-23,60-71"]
@@ -373,7 +373,7 @@ def test_gpus_without_a_known_node_keep_their_rank() -> None:
     assert all_have(planned, background=(9, 11, 13, 15), nics=[])
 
 
-def test_where_one_gpus_node_is_not_told_all_ranks_are_spread() -> None:
+def test_if_the_node_of_one_gpu_is_unknown_all_ranks_are_spread() -> None:
     """Some placed by their GPU and some by number could overlap. No remark blames a node that is allowed."""
     host = host_of("separate_domains")
     lost = replace(host, gpus=(replace(host.gpus[0], node=-1), *host.gpus[1:]))
@@ -421,7 +421,7 @@ def test_a_core_with_a_thread_switched_off_is_one_core() -> None:
     assert all_have(planned, background=(), nics=["mlx4_0", "mlx4_2"])
 
 
-def test_nobody_lives_on_a_node_of_memory_alone() -> None:
+def test_no_rank_is_bound_to_a_node_without_cpus() -> None:
     alone = bindings("memory_node", 1)
     assert (cpus_of(alone), nodes_of(alone)) == (["0-7"], [()])
     two = bindings("memory_node", 2, visible=())
@@ -429,7 +429,7 @@ def test_nobody_lives_on_a_node_of_memory_alone() -> None:
 
 
 @pytest.mark.parametrize("mode", ["numa", "core"])
-def test_what_the_launcher_gave_a_rank_is_kept(mode: str) -> None:
+def test_cpus_bound_by_the_launcher_are_not_changed(mode: str) -> None:
     host = host_of("dgx_a100")
     cpus = frozenset(cpu_list("16-23,144-147"))
     rank = LaunchedRank(local_rank=4, local_size=8, allowed_cpus=cpus, ranks_bound_here=1)
@@ -440,7 +440,7 @@ def test_what_the_launcher_gave_a_rank_is_kept(mode: str) -> None:
     assert binding.warnings != ()
 
 
-def test_none_keeps_what_the_launcher_gave_and_leaves_memory_alone() -> None:
+def test_none_sets_no_memory_policy_for_a_rank_bound_by_the_launcher() -> None:
     rank = LaunchedRank(
         local_rank=4, local_size=8, allowed_cpus=frozenset(cpu_list("16-23,144-147")), ranks_bound_here=1
     )
@@ -481,7 +481,7 @@ def test_cpus_that_linux_does_not_list_are_still_the_processs(machine: str, mode
 
 @pytest.mark.parametrize(("ranks", "cpus"), [(1, ["0-7"]), (2, ["0-3", "4-7"]), (3, ["0-1", "2-4", "5-7"])])
 def test_without_sys_the_allowed_cpus_are_shared_out(tmp_path: Path, ranks: int, cpus: list[str]) -> None:
-    """A chroot in which /sys is not mounted tells nothing of the cpus that the process runs on."""
+    """A chroot in which /sys is not mounted does not list the CPUs that the process runs on."""
     host, allowed = read_host(tmp_path), frozenset(range(8))
     planned = [
         plan_binding(host, LaunchedRank(local_rank=r, local_size=ranks, allowed_cpus=allowed))

@@ -1,4 +1,4 @@
-"""What is read of a machine: its cores, nodes, GPUs and nics, and which nic is near."""
+"""Cores, NUMA nodes, GPUs and NICs read from /sys, and the distances between them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_gpus_are_in_driver_order_and_know_their_node(machine: str, gpus: str) -
     ]
 
 
-def test_gpus_whose_place_is_not_told_have_node_minus_one() -> None:
+def test_gpus_without_a_known_node_have_node_minus_one() -> None:
     assert [(gpu.name, gpu.node) for gpu in host_of("virtual_gpus").gpus] == [
         ("0000:00:04.0", -1),
         ("0000:00:05.0", -1),
@@ -170,7 +170,7 @@ def test_a_path_begins_at_the_root_bridge() -> None:
     ],
 )
 def test_cards_are_those_that_carry_traffic_in_natural_order(machine: str, nics: str) -> None:
-    """InfiniBand alone where any of it is active; Ethernet nics where none is."""
+    """Only InfiniBand if any port is active; otherwise Ethernet."""
     assert [f"{nic.name}@{nic.node}" for nic in host_of(machine).nics] == nics.split()
 
 
@@ -285,7 +285,7 @@ def test_a_card_without_an_interface_is_still_a_card(tmp_path: Path) -> None:
     assert (nic(host, "mlx5_2").interface, nic(host, "mlx5_3").interface) == ("", "enp42s0np0")
 
 
-def test_a_card_whose_state_is_not_told_is_not_used(tmp_path: Path) -> None:
+def test_a_nic_without_a_state_is_not_used(tmp_path: Path) -> None:
     root, gpus = lay_out("roce", tmp_path)
     remove(root / "sys/class/infiniband/mlx5_2/ports/1/state")
     assert [nic.name for nic in read_host(root, gpus).nics] == ["mlx5_1", "mlx5_3", "mlx5_4", "mlx5_10"]
@@ -315,7 +315,7 @@ def test_this_machine_is_as_lscpu_sees_it() -> None:
 
 
 @pytest.mark.parametrize("module", ["topology", "binding"])
-def test_what_decides_the_binding_needs_no_torch(module: str) -> None:
+def test_planning_the_binding_imports_no_torch(module: str) -> None:
     """A rank binds itself before it loads what starts threads."""
     words = f"import sys, horovod_volo.cluster.{module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60)

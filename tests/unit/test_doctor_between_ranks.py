@@ -41,7 +41,9 @@ def test_exchanges_bound_the_difference_of_clocks() -> None:
         (-90.0, 0.1, "warning", "90.00 s behind rank 0's"),
     ],
 )
-def test_a_clock_is_judged_by_what_is_certain(ahead: float, uncertain: float, level: str, said: str) -> None:
+def test_a_clock_is_assessed_by_its_certain_difference(
+    ahead: float, uncertain: float, level: str, said: str
+) -> None:
     found = assess_clock(ahead, uncertain)
     assert found.level == level
     assert said in found.text
@@ -68,7 +70,7 @@ def test_a_clock_is_judged_by_what_is_certain(ahead: float, uncertain: float, le
         (AllreduceSpeed(0.004, 2.4e8, correct=False), 0, "failure", "sums over all ranks are wrong"),
     ],
 )
-def test_the_ring_is_judged_by_the_line_and_the_cycle(
+def test_allreduce_is_assessed_by_interface_and_cycle_time(
     speed: AllreduceSpeed, line: int, level: str, said: str
 ) -> None:
     (found,) = assess_allreduce(speed, line, 0.001, "CPUs")

@@ -34,7 +34,7 @@ def test_memory_is_divided_among_ranks(free: int, ranks: int, level: str) -> Non
     [
         (64 * MIB, 8, False, "ok"),
         (39 * MIB, 8, False, "failure"),
-        (64 * MIB, 8, True, "failure"),  # what a container gets unless told otherwise
+        (64 * MIB, 8, True, "failure"),  # a container's default
         (256 * MIB, 8, True, "ok"),
         (None, 1, False, "failure"),
     ],
