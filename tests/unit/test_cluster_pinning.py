@@ -12,7 +12,7 @@ from topologies_on_disk import host_of, lay_out
 
 from horovod_volo.cluster.binding import Binding, LaunchedRank, plan_binding
 from horovod_volo.cluster.env_vars import ENV_VARS, HorovodOptions, launch_env_vars
-from horovod_volo.cluster.nvml import cuda_visible_devices, list_gpus
+from horovod_volo.cluster.nvml import cuda_visible_devices, driver_version, list_gpus
 from horovod_volo.cluster.pinning import (
     bind,
     compute_threads,
@@ -181,24 +181,30 @@ def test_a_refused_cpu_affinity_is_a_warning(monkeypatch: pytest.MonkeyPatch) ->
     assert bound.warnings == (f"cannot bind to CPUs {cpu_ranges(bound.cpus)}: Operation not permitted",)
 
 
-# A library with the functions of NVML that are called, and two GPUs; the struct is that of nvml.h.
+# A library with the functions of NVML that are called; of three GPUs the last has failed. The struct is that
+# of nvml.h.
 DRIVER = r"""
 #include <string.h>
 typedef struct { char legacy[16]; unsigned domain, bus, device, ids, subsystem; char address[32]; } Pci;
 static int started;
 int nvmlInitWithFlags(unsigned flags) { started = 1; return 0; }
 int nvmlShutdown(void) { started = 0; return 0; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return started ? 0 : 1; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return started ? 0 : 1; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device)
 {
     *device = (void *)(8ul * (index + 1));
-    return 0;
+    return index == 2 ? 15 : 0; /* NVML_ERROR_GPU_IS_LOST */
 }
 int nvmlDeviceGetPciInfo_v3(void *device, Pci *pci)
 {
     memset(pci, 'x', sizeof *pci);
     strcpy(pci->address, device == (void *)8 ? "00000000:07:00.0" : "00000000:0F:00.0");
     return 0;
+}
+int nvmlSystemGetDriverVersion(char *version, unsigned size)
+{
+    strncpy(version, "580.65", size);
+    return started ? 0 : 1;
 }
 int nvmlDeviceGetUUID(void *device, char *uuid, unsigned size)
 {
@@ -214,13 +220,16 @@ def test_gpus_are_read_from_the_drivers_library(tmp_path: Path) -> None:
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", library, str(tmp_path / "nvml.c")], check=True, timeout=60
     )
-    words = [sys.executable, "-c", "from horovod_volo.cluster.nvml import list_gpus; print(list_gpus())"]
+    program = "from horovod_volo.cluster import nvml; print(nvml.list_gpus(), nvml.driver_version())"
+    words = [sys.executable, "-c", program]
     environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "[('00000000:07:00.0', 'GPU-first'), ('00000000:0F:00.0', 'GPU-second')]"
+    gpus = "[('00000000:07:00.0', 'GPU-first'), ('00000000:0F:00.0', 'GPU-second')]"
+    assert done.stdout.strip() == f"{gpus} 580.65"
 
 
 def test_without_a_driver_there_are_no_gpus() -> None:
     if Path("/proc/driver/nvidia").exists():
         pytest.skip("this machine has NVIDIA's driver")
     assert list_gpus() == []
+    assert driver_version() == ""
