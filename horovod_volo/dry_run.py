@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from horovod_volo.cluster.buckets import Bucket
-from horovod_volo.cluster.reducer import lay_out
+from horovod_volo.cluster.reducer import build_gradient_buckets
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
@@ -89,7 +89,7 @@ def describe(config: Config, ranks: int, need: Need) -> str:
     derived = derive(config, ranks=ranks, images=need.images)
     state = state_bytes(config, ranks) * need.parameters
     activations = need.activation_bytes * config.data.batch_size
-    buckets = lay_out(need.weights, config.exchange, ranks=ranks, parts=1)
+    buckets = build_gradient_buckets(need.weights, config.exchange, ranks=ranks, shards=1)
     wire_bytes = sum(_wire_bytes(bucket, config) for bucket in buckets)
     # What comes back is the summed gradients, or, of a shared-out optimizer, the new weights.
     back_bytes = need.parameters * _FP32 if config.update.shard_optimizer else wire_bytes

@@ -50,12 +50,12 @@ def _train(config: Config) -> int:
     from horovod_volo.engine.interrupts import StopRequest
 
     stop = StopRequest.listening()  # a request may come while torch is still being imported
-    from horovod_volo.cluster.env_vars import HorovodSwitches
+    from horovod_volo.cluster.env_vars import HorovodOptions
     from horovod_volo.cluster.pinning import bind
 
     # Before torch: threads that start later inherit what is bound here.
     bound = bind(
-        config.launch.binding, HorovodSwitches(config.launch.horovod_autotune, config.launch.horovod_timeline)
+        config.launch.binding, HorovodOptions(config.launch.horovod_autotune, config.launch.horovod_timeline)
     )
     from horovod_volo.cluster.entry import run_on_ranks
     from horovod_volo.engine.run import run

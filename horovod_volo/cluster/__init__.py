@@ -1,4 +1,4 @@
-"""The other ranks: how this process was started, what it may say to the others, and how gradients meet.
+"""Ranks and what connects them: launch environment, CPU binding, collectives and the gradient reduction.
 
-The only room that imports horovod.
+The only package that imports horovod.
 """

@@ -1,7 +1,7 @@
-"""Which part of its host a rank gets, worked out from the host and the rank's seat in it.
+"""Chooses the CPUs, the NUMA memory, the GPU and the NIC of a rank from the topology of its host.
 
-Every rank works out the seats of all ranks of its host, so that parts do not overlap though ranks have
-not met yet. Nothing is touched here: `pinning.py` does what is planned.
+Each rank computes the choice for all ranks of its host, so that no CPUs overlap although Horovod is not
+initialized yet. Nothing is changed here: `pinning.py` applies the result.
 """
 
 from __future__ import annotations
@@ -12,180 +12,195 @@ from itertools import pairwise
 
 from horovod_volo.cluster.topology import (
     UNKNOWN,
-    Card,
     Device,
     Gpu,
     Host,
+    Nic,
     cpu_ranges,
     distance,
     node_distance,
 )
 
-_CPUS_TO_SPARE = 4  # from so many on, a rank can leave one to Horovod's own thread
+_MIN_CPUS_FOR_BACKGROUND_THREAD = 4  # with fewer, a rank does not leave one to Horovod's background thread
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A rank's place among those of its host, and what the launcher has settled already."""
+class LaunchedRank:
+    """A local rank as the launcher started it."""
 
     local_rank: int = 0
     local_size: int = 1
-    allowed: frozenset[int] = frozenset()  # CPUs that the process may use
-    placed: int = 0  # ranks to which the launcher gave these very CPUs, as far as is known; 0: it gave none
-    visible: tuple[int, ...] | None = None  # GPUs that CUDA shows the process; None: all of the host
+    allowed_cpus: frozenset[int] = frozenset()
+    # Ranks that the launcher bound to these CPUs, as far as is known; 0: the launcher did not bind.
+    ranks_bound_here: int = 0
+    visible_gpus: tuple[int, ...] | None = None  # indices in Host.gpus; None: all
 
 
 @dataclass(frozen=True)
 class Binding:
-    """A rank's part of its host."""
+    """The hardware of its host that a rank uses."""
 
     mode: str
     cpus: tuple[int, ...]
-    nodes: tuple[int, ...]  # NUMA nodes that memory comes from while they have some; empty: any
+    memory_nodes: tuple[int, ...]  # preferred NUMA nodes; empty: no memory policy
     gpu: Gpu | None
-    card: Card | None
-    cards: tuple[Card, ...]  # of all ranks of the host
-    service_cpus: tuple[int, ...]  # for Horovod's thread, one for each rank of the host; empty: any
+    nic: Nic | None
+    nics: tuple[Nic, ...]  # of all ranks of the host
+    background_cpus: tuple[int, ...]  # CPU of Horovod's background thread, by local rank; empty: any
     threads: int
-    remarks: tuple[str, ...] = ()
-    placed: bool = False  # where the launcher put the rank
+    warnings: tuple[str, ...] = ()
+    by_launcher: bool = False  # the launcher had bound the rank, and that was not changed
 
     def __str__(self) -> str:
         threads = f"{self.threads} thread{'s' if self.threads > 1 else ''}"
         cpus = f"CPU{'s' if len(self.cpus) > 1 else ''} {cpu_ranges(self.cpus)}"
         pinned = "" if self.mode != "none" else " (not pinned)"
-        memory = f", memory of NUMA node {cpu_ranges(self.nodes)}" if self.nodes else ""
-        card = f", {self.card}" if self.card else ""
-        return f"{threads} on {cpus}{pinned}{memory}{card}"
+        memory = f", memory of NUMA node {cpu_ranges(self.memory_nodes)}" if self.memory_nodes else ""
+        nic = f", {self.nic}" if self.nic else ""
+        return f"{threads} on {cpus}{pinned}{memory}{nic}"
 
 
-def plan(host: Host, seat: Seat, mode: str = "numa") -> Binding:
-    """Return what the rank in this seat gets."""
-    company, mine = _company(host, seat)
-    usable = _usable(host, seat)
-    homes = _homes(host, company, usable)
-    chosen = _choose_cards(host, company, homes)
-    cards = tuple(card for card in host.cards if card in chosen)
-    if mode == "none" or seat.placed:
-        return _unmoved(host, seat, mode, company[mine], chosen[mine], cards)
+def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
+    """Return the binding of a rank; `mode` is a value of --binding."""
+    gpus, index = _gpus_of_ranks(host, rank)
+    cpus_by_node = _allowed_cpus_by_node(host, rank)
+    nodes_of_ranks = _nodes_of_ranks(host, gpus, cpus_by_node)
+    nic_of_ranks = _assign_nics(host, gpus, nodes_of_ranks)
+    nics = tuple(nic for nic in host.nics if nic in nic_of_ranks)
+    if mode == "none" or rank.ranks_bound_here:
+        return _unchanged_binding(host, rank, mode, gpus[index], nic_of_ranks[index], nics)
 
-    parts = [_part(host, usable, homes, rank, mode) for rank in range(len(company))]
-    cpus, sharing = parts[mine]
-    known = mine == seat.local_rank and len(company) == seat.local_size
-    spare = known and all(len(part) >= _CPUS_TO_SPARE and alone == 1 for part, alone in parts)
+    slices = [_cpus_of_rank(host, cpus_by_node, nodes_of_ranks, other, mode) for other in range(len(gpus))]
+    cpus, sharing_ranks = slices[index]
+    # Only with the real local ranks as indices is the list of background CPUs right for Horovod.
+    indexed_by_local_rank = index == rank.local_rank and len(gpus) == rank.local_size
+    spare = indexed_by_local_rank and all(
+        len(part) >= _MIN_CPUS_FOR_BACKGROUND_THREAD and sharing == 1 for part, sharing in slices
+    )
     return Binding(
         mode=mode,
         cpus=cpus,
-        nodes=_memory(host, cpus),
-        gpu=company[mine],
-        card=chosen[mine],
-        cards=cards,
-        service_cpus=tuple(part[-1] for part, _ in parts) if spare else (),
-        threads=max(1, len(cpus) // sharing),
-        remarks=_remarks(company, mine, homes, cpus, sharing),
+        memory_nodes=_memory_nodes(host, cpus),
+        gpu=gpus[index],
+        nic=nic_of_ranks[index],
+        nics=nics,
+        background_cpus=tuple(part[-1] for part, _ in slices) if spare else (),
+        threads=max(1, len(cpus) // sharing_ranks),
+        warnings=_warnings(gpus, index, nodes_of_ranks[index], cpus, sharing_ranks),
     )
 
 
-def _unmoved(
-    host: Host, seat: Seat, mode: str, gpu: Gpu | None, card: Card | None, cards: tuple[Card, ...]
+def _unchanged_binding(
+    host: Host, rank: LaunchedRank, mode: str, gpu: Gpu | None, nic: Nic | None, nics: tuple[Nic, ...]
 ) -> Binding:
-    """Return the part of a rank that stays on the CPUs it was started on."""
-    cpus = tuple(sorted(seat.allowed))
-    threads = max(1, len(cpus) // (seat.placed or seat.local_size))
+    """Return the binding of a rank that stays on the CPUs on which it was started."""
+    cpus = tuple(sorted(rank.allowed_cpus))
+    threads = max(1, len(cpus) // (rank.ranks_bound_here or rank.local_size))
     if mode == "none":
-        return Binding(mode, cpus, (), gpu, card, cards, (), threads)
-    kept = f"the launcher gave this rank CPUs {cpu_ranges(cpus)}: they are kept"
-    return Binding(mode, cpus, _memory(host, cpus), gpu, card, cards, (), threads, (kept,), placed=True)
+        return Binding(mode, cpus, (), gpu, nic, nics, (), threads)
+    warning = f"the launcher bound this rank to CPUs {cpu_ranges(cpus)}: --binding does not change that"
+    memory = _memory_nodes(host, cpus)
+    return Binding(mode, cpus, memory, gpu, nic, nics, (), threads, (warning,), by_launcher=True)
 
 
-def _remarks(
-    company: list[Gpu | None], mine: int, homes: list[tuple[int, ...]], cpus: tuple[int, ...], sharing: int
+def _warnings(
+    gpus: list[Gpu | None], index: int, nodes: tuple[int, ...], cpus: tuple[int, ...], sharing_ranks: int
 ) -> tuple[str, ...]:
-    remarks = []
-    gpu, home = company[mine], homes[mine]
-    if gpu is not None and _all_at_nodes(company) and gpu.node not in home:
-        remarks.append(
-            f"GPU {gpu.name} is at NUMA node {gpu.node}, of which this process may use no CPU: "
-            f"node {cpu_ranges(home)} is the nearest"
+    warnings = []
+    gpu = gpus[index]
+    if gpu is not None and _all_have_nodes(gpus) and gpu.node not in nodes:
+        warnings.append(
+            f"GPU {gpu.name} is at NUMA node {gpu.node}, but this process may use no CPU there: "
+            f"node {cpu_ranges(nodes)} is the nearest"
         )
-    if sharing > 1:
-        remarks.append(f"{sharing} ranks share CPUs {cpu_ranges(cpus)}: there are fewer cores than ranks")
-    return tuple(remarks)
+    if sharing_ranks > 1:
+        warnings.append(
+            f"{sharing_ranks} ranks share CPUs {cpu_ranges(cpus)}: there are fewer cores than ranks"
+        )
+    return tuple(warnings)
 
 
-def _company(host: Host, seat: Seat) -> tuple[list[Gpu | None], int]:
-    """Return the GPUs of all ranks of the host, and which of these ranks is this one."""
-    shown = tuple(range(len(host.gpus))) if seat.visible is None else seat.visible
-    if len(shown) >= seat.local_size:
-        return [host.gpus[number] for number in shown[: seat.local_size]], seat.local_rank
-    if len(shown) != 1:
-        return [None] * seat.local_size, seat.local_rank
-    # Each rank sees its own alone. The others' are taken to stand beside it, in the order of ranks.
-    first = shown[0] - seat.local_rank
-    if first >= 0 and first + seat.local_size <= len(host.gpus):
-        return list(host.gpus[first : first + seat.local_size]), seat.local_rank
-    if seat.local_size > len(host.gpus):
-        return [host.gpus[shown[0]]] * seat.local_size, seat.local_rank
-    return list(host.gpus), shown[0]
+def _gpus_of_ranks(host: Host, rank: LaunchedRank) -> tuple[list[Gpu | None], int]:
+    """Return the GPU of each rank of the host, and the index of `rank` in this list."""
+    visible = tuple(range(len(host.gpus))) if rank.visible_gpus is None else rank.visible_gpus
+    if len(visible) >= rank.local_size:
+        return [host.gpus[number] for number in visible[: rank.local_size]], rank.local_rank
+    if len(visible) != 1:
+        return [None] * rank.local_size, rank.local_rank
+    # The scheduler shows each rank one GPU. Assume that local ranks have consecutive GPUs.
+    first = visible[0] - rank.local_rank
+    if first >= 0 and first + rank.local_size <= len(host.gpus):
+        return list(host.gpus[first : first + rank.local_size]), rank.local_rank
+    if rank.local_size > len(host.gpus):
+        return [host.gpus[visible[0]]] * rank.local_size, rank.local_rank
+    return list(host.gpus), visible[0]
 
 
-def _usable(host: Host, seat: Seat) -> dict[int, set[int]]:
-    """Return the CPUs that the process may use, by NUMA node."""
-    by_node = {node: seat.allowed & set(cpus) for node, cpus in sorted(host.nodes.items())}
-    return {node: set(cpus) for node, cpus in by_node.items() if cpus} or {0: set(seat.allowed)}
+def _allowed_cpus_by_node(host: Host, rank: LaunchedRank) -> dict[int, set[int]]:
+    """Return the CPUs that the process may use, by NUMA node; nodes without any are omitted."""
+    by_node = {node: rank.allowed_cpus & set(cpus) for node, cpus in sorted(host.nodes.items())}
+    return {node: set(cpus) for node, cpus in by_node.items() if cpus} or {0: set(rank.allowed_cpus)}
 
 
-def _homes(host: Host, company: list[Gpu | None], usable: dict[int, set[int]]) -> list[tuple[int, ...]]:
-    """Return each rank's NUMA nodes: the one nearest its GPU, or an equal share of them."""
-    nodes, ranks = tuple(usable), len(company)
-    if _all_at_nodes(company):
-        at = [gpu.node for gpu in company if gpu is not None]
-        return [(min(nodes, key=lambda node: node_distance(host, home, node)),) for home in at]
+def _nodes_of_ranks(
+    host: Host, gpus: list[Gpu | None], cpus_by_node: dict[int, set[int]]
+) -> list[tuple[int, ...]]:
+    """Return the NUMA nodes of each rank: the one nearest to its GPU, or an equal part of all nodes."""
+    nodes, ranks = tuple(cpus_by_node), len(gpus)
+    if _all_have_nodes(gpus):
+        gpu_nodes = [gpu.node for gpu in gpus if gpu is not None]
+        return [(min(nodes, key=lambda node: node_distance(host, at, node)),) for at in gpu_nodes]
     if ranks >= len(nodes):
         return [(nodes[rank * len(nodes) // ranks],) for rank in range(ranks)]
     cuts = [rank * len(nodes) // ranks for rank in range(ranks + 1)]
     return [nodes[first:last] for first, last in pairwise(cuts)]
 
 
-def _all_at_nodes(company: list[Gpu | None]) -> bool:
-    return all(gpu is not None and gpu.node != UNKNOWN for gpu in company)
+def _all_have_nodes(gpus: list[Gpu | None]) -> bool:
+    return all(gpu is not None and gpu.node != UNKNOWN for gpu in gpus)
 
 
-def _part(
-    host: Host, usable: dict[int, set[int]], homes: list[tuple[int, ...]], rank: int, mode: str
+def _cpus_of_rank(
+    host: Host,
+    cpus_by_node: dict[int, set[int]],
+    nodes_of_ranks: list[tuple[int, ...]],
+    rank: int,
+    mode: str,
 ) -> tuple[tuple[int, ...], int]:
-    """Return a rank's CPUs, and how many ranks share them."""
-    home = homes[rank]
-    there = set().union(*(usable[node] for node in home))
-    unlisted = there.difference(*host.cores)
-    every = sorted([*host.cores, *((cpu,) for cpu in unlisted)])
-    cores = [threads for core in every if (threads := [cpu for cpu in core if cpu in there])]
-    at_home = [other for other, its in enumerate(homes) if its == home]
-    place, sharing = at_home.index(rank), 1
-    if len(cores) < len(at_home):
-        sharing = len(at_home)
+    """Return the CPUs of a rank, and the number of ranks that share them."""
+    nodes = nodes_of_ranks[rank]
+    allowed = set().union(*(cpus_by_node[node] for node in nodes))
+    without_core = allowed.difference(*host.cores)
+    all_cores = sorted([*host.cores, *((cpu,) for cpu in without_core)])
+    cores = [threads for core in all_cores if (threads := [cpu for cpu in core if cpu in allowed])]
+    ranks_here = [other for other, its_nodes in enumerate(nodes_of_ranks) if its_nodes == nodes]
+    position, sharing_ranks = ranks_here.index(rank), 1
+    if len(cores) < len(ranks_here):
+        sharing_ranks = len(ranks_here)
     else:
-        first, last = (number * len(cores) // len(at_home) for number in (place, place + 1))
+        first, last = (number * len(cores) // len(ranks_here) for number in (position, position + 1))
         cores = cores[first:last]
-    taken = [core[:1] if mode == "core" else core for core in cores]
-    return tuple(sorted(cpu for core in taken for cpu in core)), sharing
+    chosen = [core[:1] if mode == "core" else core for core in cores]
+    return tuple(sorted(cpu for core in chosen for cpu in core)), sharing_ranks
 
 
-def _choose_cards(host: Host, company: list[Gpu | None], homes: list[tuple[int, ...]]) -> list[Card | None]:
-    """Give each rank the nearest card; of equally near ones, that which fewest ranks before it have."""
-    taken: Counter[Card] = Counter()
-    chosen: list[Card | None] = []
-    for gpu, home in zip(company, homes, strict=True):
-        place = gpu or Device("", (), home[0])
-        ways = {card: distance(host, place, card) for card in host.cards}
-        card = min(ways, key=lambda card: (ways[card], taken[card]), default=None)
-        chosen.append(card)
-        taken.update([card] if card else [])
-    return chosen
+def _assign_nics(
+    host: Host, gpus: list[Gpu | None], nodes_of_ranks: list[tuple[int, ...]]
+) -> list[Nic | None]:
+    """Return the nearest NIC of each rank; of equally near ones, the one with the fewest ranks so far."""
+    ranks_of_nic: Counter[Nic] = Counter()
+    assigned: list[Nic | None] = []
+    for gpu, nodes in zip(gpus, nodes_of_ranks, strict=True):
+        device = gpu or Device("", (), nodes[0])
+        distances = {nic: distance(host, device, nic) for nic in host.nics}
+        nic = min(distances, key=lambda nic: (distances[nic], ranks_of_nic[nic]), default=None)
+        assigned.append(nic)
+        ranks_of_nic.update([nic] if nic else [])
+    return assigned
 
 
-def _memory(host: Host, cpus: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the NUMA nodes of these CPUs, or none where that would be all there are."""
-    nodes = tuple(node for node, its in sorted(host.nodes.items()) if set(its) & set(cpus))
-    with_cpus = [node for node, its in host.nodes.items() if its]
+def _memory_nodes(host: Host, cpus: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the NUMA nodes of these CPUs; nothing where they are all nodes that have CPUs."""
+    nodes = tuple(node for node, its_cpus in sorted(host.nodes.items()) if set(its_cpus) & set(cpus))
+    with_cpus = [node for node, its_cpus in host.nodes.items() if its_cpus]
     return nodes if len(nodes) < len(with_cpus) else ()

@@ -1,7 +1,7 @@
-"""The two ways to reach other ranks: Horovod, and having none.
+"""Collective operations: Horovod's, and those of a single process.
 
-Every rank calls the same methods in the same order. `LocalCollectives` is the identity of each, so
-nobody has to ask whether there are others.
+Every rank calls the same methods in the same order. With one rank, `LocalCollectives` makes each method the
+identity, so that callers do not have to distinguish the two.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch import Tensor
 from horovod_volo.cluster.horovod_build import read_build
 
 Wait = Callable[[], None]
-Arrive = Callable[[], Tensor]  # waits, and returns what has arrived
+WaitForResult = Callable[[], Tensor]
 _POLL_SECONDS = 1e-4
 
 
 class RankLostError(RuntimeError):
-    """Another rank has left: what happened there is told by it, or by the launcher."""
+    """Another rank has exited; that rank or the launcher prints the reason."""
 
 
 class Collectives(Protocol):
-    """What the project asks of a collective library. Each method is a collective."""
+    """The collective operations that this project needs. An `_async` method returns a function that waits."""
 
     def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
-        """Begin to replace `tensor` by `scale` times its sum over ranks; the result waits for its end."""
+        """Replace `tensor` by `scale` times its sum over ranks."""
 
-    def reduce_scatter_async(self, tensor: Tensor, name: str) -> Arrive:
-        """Begin to sum a flat tensor over ranks, of which each receives its own of equal parts."""
+    def reduce_scatter_async(self, tensor: Tensor, name: str) -> WaitForResult:
+        """Sum a flat tensor over ranks and return the part of this rank, of `size` equal parts."""
 
-    def allgather_async(self, part: Tensor, name: str) -> Arrive:
-        """Begin to join every rank's flat tensor, of any length, in the order of ranks."""
+    def allgather_async(self, part: Tensor, name: str) -> WaitForResult:
+        """Concatenate the flat tensors of all ranks, which may differ in length, in the order of ranks."""
 
     def broadcast(self, tensor: Tensor, name: str) -> None:
         """Replace `tensor` by rank 0's."""
@@ -48,17 +48,17 @@ class Collectives(Protocol):
 
 
 class LocalCollectives:
-    """A world of one."""
+    """The collectives of a single rank."""
 
     def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:  # noqa: ARG002
         if scale != 1.0:
             tensor.mul_(scale)
         return lambda: None
 
-    def reduce_scatter_async(self, tensor: Tensor, name: str) -> Arrive:  # noqa: ARG002
+    def reduce_scatter_async(self, tensor: Tensor, name: str) -> WaitForResult:  # noqa: ARG002
         return lambda: tensor
 
-    def allgather_async(self, part: Tensor, name: str) -> Arrive:  # noqa: ARG002
+    def allgather_async(self, part: Tensor, name: str) -> WaitForResult:  # noqa: ARG002
         return lambda: part
 
     def broadcast(self, tensor: Tensor, name: str) -> None:
@@ -72,10 +72,10 @@ class LocalCollectives:
 
 
 class HorovodCollectives:
-    """Horovod's collectives, as started by the launcher."""
+    """Horovod's collectives among the ranks that the launcher started."""
 
     def __init__(self) -> None:
-        read_build()  # an unfit Horovod is imported without an error
+        read_build()  # imports of a Horovod without PyTorch support raise nothing
         import horovod.torch as hvd
 
         hvd.init()
@@ -88,54 +88,54 @@ class HorovodCollectives:
 
     def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
         hvd = self._hvd
-        with self._others_there():
+        with self._lost_rank_as_error():
             handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum, postscale_factor=scale)
 
         def wait() -> None:
-            self._arrived(handle)
+            self._synchronize(handle)
 
         return wait
 
-    def reduce_scatter_async(self, tensor: Tensor, name: str) -> Arrive:
+    def reduce_scatter_async(self, tensor: Tensor, name: str) -> WaitForResult:
         hvd = self._hvd
-        with self._others_there():
+        with self._lost_rank_as_error():
             handle = hvd.reducescatter_async(tensor, name=name, op=hvd.Sum)
-        return lambda: self._arrived(handle)
+        return lambda: self._synchronize(handle)
 
-    def allgather_async(self, part: Tensor, name: str) -> Arrive:
-        with self._others_there():
+    def allgather_async(self, part: Tensor, name: str) -> WaitForResult:
+        with self._lost_rank_as_error():
             handle = self._hvd.allgather_async(part, name=name)
-        return lambda: self._arrived(handle)
+        return lambda: self._synchronize(handle)
 
-    def _arrived(self, handle: int) -> Tensor:
-        with self._others_there():
-            # Horovod's own wait spins: it takes the core from the threads that are waited for, and
-            # lets no signal handler run.
+    def _synchronize(self, handle: int) -> Tensor:
+        with self._lost_rank_as_error():
+            # Horovod's synchronize() spins: it would take the core from the threads it waits for, and it
+            # lets no signal handler run. So poll until the result is there.
             while not self._hvd.poll(handle):
                 time.sleep(_POLL_SECONDS)
             result: Tensor = self._hvd.synchronize(handle)
         return result
 
     def broadcast(self, tensor: Tensor, name: str) -> None:
-        # Horovod wants contiguous memory and knows neither bool nor bf16: bytes travel instead.
+        # Horovod needs contiguous memory and supports neither bool nor bf16: broadcast the bytes.
         contiguous = tensor.detach().contiguous()
-        with self._others_there():
+        with self._lost_rank_as_error():
             self._hvd.broadcast_(contiguous.view(-1).view(torch.uint8), root_rank=0, name=name)
         tensor.detach().copy_(contiguous)
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self._others_there():
-            # Named, here and below: Horovod would name the message after the value's type, and ranks with
-            # values of different types would wait for each other for ever.
+        with self._lost_rank_as_error():
+            # Horovod derives the default name from the type of the value. Ranks with values of different
+            # types would wait for each other forever, so both methods for objects give a name.
             return list(self._hvd.allgather_object(value, name="gather"))
 
     def broadcast_object(self, value: Any) -> Any:
-        with self._others_there():
+        with self._lost_rank_as_error():
             return self._hvd.broadcast_object(value, root_rank=0, name="share")
 
     @contextmanager
-    def _others_there(self) -> Iterator[None]:
+    def _lost_rank_as_error(self) -> Iterator[None]:
         try:
             yield
         except self._hvd.HorovodInternalError as error:
-            raise RankLostError(f"a rank has left the ring ({error})") from None
+            raise RankLostError(f"another rank has exited ({error})") from None

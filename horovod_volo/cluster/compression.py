@@ -1,11 +1,11 @@
-"""The form in which a bucket's gradients are summed over ranks: as they are, or as fp16.
+"""Compression of a bucket's gradients for the reduction over ranks: none, or fp16 with a scale per bucket.
 
-fp16 holds 40 powers of two, gradients spread over more than that, and the sum over many ranks needs room at
-the upper end. So each bucket is multiplied by a power of two before the cast and divided by it after the sum.
-The factor follows from the bucket's running maximum. Each rank's maximum travels in the message that averages
-the batch-norm statistics, so all ranks compute the same factor, and the host never waits for the device.
+fp16 covers 40 powers of two. Gradients spread over more than that, and the sum over many ranks needs
+headroom. So each bucket is multiplied by a power of two before the cast, and divided by it after the sum. The
+scale follows from a running maximum of the bucket's gradients. Each rank's maximum is averaged together with
+the batch-norm statistics, so that all ranks compute the same scale and the host never waits for the device.
 
-Invariant: a factor is a power of two, so that multiplying by it and dividing by it round nothing.
+Invariant: a scale is a power of two, so that multiplying by it and dividing by it are exact.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from horovod_volo.cluster.collectives import Arrive, Wait
+from horovod_volo.cluster.collectives import Wait, WaitForResult
 
-ExchangeSum = Callable[[Tensor, str], Arrive]  # starts to sum a flat tensor; what arrives is this rank's part
+# Starts to sum a flat tensor of a given name over ranks; the result is what this rank receives of the sum.
+ReduceAsync = Callable[[Tensor, str], WaitForResult]
 
-_LARGEST_SUM = 2.0**15  # of fp16's 65504; what is left covers the rounding of a sum over many ranks
-# A maximum may grow by 2^6 from one step to the next before anything is limited. 2^-6 of fp16's range is left
-# unused for it, at the end where only values below 2^-26 of the largest would gain.
+_LARGEST_SUM = 2.0**15  # of fp16's 65504; the rest is for rounding errors of a sum over many ranks
+# A maximum may grow by 2^6 from one step to the next before values are clamped. This leaves 2^-6 of fp16's
+# range unused, of which only values below 2^-26 of the largest could have made use.
 _HEADROOM_BITS = 6
-_DECAY = 0.99  # of the running maximum in a step: it halves in 69
-_HEADS = {"head", "aux_head"}  # layers that give logits, as all published code names them
-_CACHED = 2**17  # elements of fp16, of which a copy in fp32 stays in a core's second cache
-_SMALLEST_EXPONENT, _LARGEST_EXPONENT = -100, 100  # a factor and its inverse are normal fp32 numbers
+_DECAY = 0.99  # of the running maximum per step: it halves in 69 steps
+_HEADS = {"head", "aux_head"}  # names of the layers that compute logits, in all published code
+_CACHED_ELEMENTS = 2**17  # elements of fp16 whose fp32 copy fits into a core's second-level cache
+_MIN_EXPONENT, _MAX_EXPONENT = -100, 100  # a scale and its inverse are normal fp32 numbers
 
 
 def summed_in_fp32(parameters: Mapping[str, Tensor]) -> set[str]:
-    """Name the parameters whose gradients fp16 would sum worse than bf16 arithmetic computes them.
+    """Return the names of parameters whose gradients lose more in an fp16 sum than in bf16 arithmetic.
 
-    All ranks agree on much of the gradient of a bias, a norm or a head. A sum of nearly equal numbers rounds
-    the same way at each addition, and the error grows with the ranks. They are a few per cent of a network.
+    Gradients of biases, norms and heads are nearly equal on all ranks. A sum of nearly equal numbers rounds
+    in the same direction at each addition, so its error grows with the ranks. These parameters are a few per
+    cent of a network.
     """
     return {
         name
@@ -46,171 +48,173 @@ def summed_in_fp32(parameters: Mapping[str, Tensor]) -> set[str]:
 
 
 class Compression(Protocol):
-    """How a bucket's gradients are exchanged."""
+    """Compresses the gradients of one bucket, reduces them over ranks and decompresses the result."""
 
-    form: Tensor  # what is summed over ranks, in the bucket's layout
+    buffer: Tensor  # the compressed gradients, in the bucket's layout
 
     @property
-    def direct(self) -> bool:
-        """Say whether a gradient may be written into `form` as soon as backward has made it."""
+    def compresses_per_gradient(self) -> bool:
+        """Return whether each gradient may be compressed as soon as backward has computed it."""
 
-    def put(self, target: Tensor, gradient: Tensor) -> None:
-        """Write a gradient into its place in `form`; this may overwrite the gradient."""
+    def compress_gradient(self, target: Tensor, gradient: Tensor) -> None:
+        """Compress a gradient into `target`, its view of `buffer`; this may overwrite the gradient."""
 
-    def pack(self) -> None:
-        """Write the bucket's gradients, collected in full precision, into `form`."""
+    def compress_bucket(self) -> None:
+        """Compress the bucket's gradients into `buffer`."""
 
-    def send(self) -> Wait:
-        """Start the exchange; the result waits until this rank's gradients hold their average."""
+    def launch(self) -> Wait:
+        """Launch the reduction of `buffer`; the returned function waits, and writes averaged gradients."""
 
 
 class NoCompression:
-    """Gradients as they are, divided by the ranks before the sum: on the way into the bucket that is free."""
+    """Sums gradients as they are, divided by the number of ranks while they are copied into the bucket."""
 
-    direct = True
+    compresses_per_gradient = True
 
     def __init__(
-        self, gradients: Tensor, target: Tensor, exchange: ExchangeSum, size: int, name: str
+        self, gradients: Tensor, output: Tensor, reduce_async: ReduceAsync, size: int, name: str
     ) -> None:
-        self.form, self.target, self.exchange, self.size, self.name = gradients, target, exchange, size, name
-        self._factor = 1.0 / size
+        """Reduce `gradients` over `size` ranks into `output`; `name` is the name of the collective."""
+        self.buffer, self.output, self.reduce_async = gradients, output, reduce_async
+        self.size, self.name = size, name
+        self._scale = 1.0 / size
 
-    def put(self, target: Tensor, gradient: Tensor) -> None:
-        torch.mul(gradient, self._factor, out=target)
+    def compress_gradient(self, target: Tensor, gradient: Tensor) -> None:
+        torch.mul(gradient, self._scale, out=target)
 
-    def pack(self) -> None:
+    def compress_bucket(self) -> None:
         if self.size > 1:
-            self.form.mul_(self._factor)
+            self.buffer.mul_(self._scale)
 
-    def send(self) -> Wait:
-        arrive = self.exchange(self.form, self.name)
+    def launch(self) -> Wait:
+        wait_for_result = self.reduce_async(self.buffer, self.name)
 
-        def receive() -> None:
-            arrived = arrive()
-            if arrived is not self.target:
-                self.target.copy_(arrived)
+        def finish() -> None:
+            result = wait_for_result()
+            if result is not self.output:
+                self.output.copy_(result)
 
-        return receive
+        return finish
 
 
 class Fp16Compression:
-    """Gradients rounded to fp16 after they are multiplied by the bucket's factor.
+    """Multiplies gradients by the bucket's scale and rounds them to fp16.
 
-    Until a maximum is known, which is in a run's first step alone, they are exchanged as they are.
+    Until a maximum is known, which is only in the first step of a run, gradients are not compressed.
     """
 
-    def __init__(self, plain: NoCompression, factors: BucketScales, number: int) -> None:
-        """Compress what `plain` would exchange, by the factor of this number."""
-        self.form = torch.zeros_like(plain.form, dtype=torch.float16)
-        self._plain, self._factors = plain, factors
-        self._factor, self._inverse = factors.forward[number], factors.backward[number]  # (1,) each
-        self._maximum = factors.maxima[number : number + 1]
-        self._limit = _LARGEST_SUM / _next_power_of_two(plain.size)
+    def __init__(self, uncompressed: NoCompression, scales: BucketScales, bucket_number: int) -> None:
+        """Compress the gradients of `uncompressed` by the scale of this bucket."""
+        self.buffer = torch.zeros_like(uncompressed.buffer, dtype=torch.float16)
+        self._uncompressed, self._scales = uncompressed, scales
+        self._scale, self._inverse_scale = scales.scale[bucket_number], scales.inverse_scale[bucket_number]
+        self._maximum = scales.maxima[bucket_number : bucket_number + 1]
+        self._limit = _LARGEST_SUM / _next_power_of_two(uncompressed.size)
 
     @property
-    def direct(self) -> bool:
-        return self._factors.known
+    def compresses_per_gradient(self) -> bool:
+        return self._scales.initialized
 
-    def put(self, target: Tensor, gradient: Tensor) -> None:
-        scale_into(target, gradient, self._factor)
+    def compress_gradient(self, target: Tensor, gradient: Tensor) -> None:
+        scale_into(target, gradient, self._scale)
 
-    def pack(self) -> None:
-        if self._factors.known:
-            scale_into(self.form, self._plain.form, self._factor)
+    def compress_bucket(self) -> None:
+        if self._scales.initialized:
+            scale_into(self.buffer, self._uncompressed.buffer, self._scale)
 
-    def send(self) -> Wait:
-        if not self._factors.known:
-            self._maximum.copy_(largest(self._plain.form))
-            self._plain.pack()
-            return self._plain.send()
-        if self._factors.adaptive:
-            self._limit_and_measure()
-        arrive = self._plain.exchange(self.form, f"{self._plain.name}.fp16")
+    def launch(self) -> Wait:
+        if not self._scales.initialized:
+            self._maximum.copy_(max_abs(self._uncompressed.buffer))
+            self._uncompressed.compress_bucket()
+            return self._uncompressed.launch()
+        if self._scales.adaptive:
+            self._clamp_and_measure()
+        wait_for_result = self._uncompressed.reduce_async(self.buffer, f"{self._uncompressed.name}.fp16")
 
-        def receive() -> None:
-            scale_into(self._plain.target, arrive(), self._inverse)
+        def finish() -> None:
+            scale_into(self._uncompressed.output, wait_for_result(), self._inverse_scale)
 
-        return receive
+        return finish
 
-    def _limit_and_measure(self) -> None:
-        """Keep the sum over ranks finite whatever this rank's gradients are, and note their maximum."""
-        maximum = largest(self.form)
-        # Of a GPU it is not asked whether anything is above the limit: the host would wait for the answer.
-        if not _on_host(self.form) or not maximum <= self._limit:
-            self.form.clamp_(-self._limit, self._limit)
+    def _clamp_and_measure(self) -> None:
+        """Clamp the buffer so that its sum over ranks is finite, and store this rank's maximum."""
+        maximum = max_abs(self.buffer)
+        # On a GPU, comparing with the limit would make the host wait: clamp always.
+        if not _on_cpu(self.buffer) or not maximum <= self._limit:
+            self.buffer.clamp_(-self._limit, self._limit)
             maximum = maximum.clamp(max=self._limit)
-        torch.div(maximum, self._factor, out=self._maximum)
+        torch.div(maximum, self._scale, out=self._maximum)
 
 
 class BucketScales:
-    """What each bucket's gradients are multiplied by before they are rounded to fp16."""
+    """The factor by which each bucket's gradients are multiplied before they are rounded to fp16."""
 
     def __init__(self, buckets: int, size: int, *, like: Tensor, adaptive: bool) -> None:
-        """Begin without history. Where they are not to adapt, the factors stay what they are at first."""
+        """Start without history; scales that are not adaptive keep their initial value."""
         self.adaptive = adaptive
-        self.known = not adaptive
-        self.maxima = like.new_zeros(buckets)  # of this rank's gradients; after the exchange their mean
-        self.running = like.new_zeros(buckets)  # largest recent mean over ranks of their maxima
-        self.forward = like.new_full((buckets, 1), 1.0 / predivisor(size))
-        self.backward = 1.0 / (self.forward * size)
+        self.initialized = not adaptive
+        self.maxima = like.new_zeros(buckets)  # of this rank's gradients; after the reduction their mean
+        self.running_maxima = like.new_zeros(buckets)  # decaying maximum of the mean over ranks
+        self.scale = like.new_full((buckets, 1), 1.0 / predivisor(size))
+        self.inverse_scale = 1.0 / (self.scale * size)  # contains the division by the number of ranks
         self._size = size
-        self._fixed = self.forward.clone()
+        self._initial_scale = self.scale.clone()
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the live tensors to store and restore; `restored` is called after the latter."""
-        return {"running_maxima": self.running} if self.adaptive else {}
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint; call `update_after_restore` once they are overwritten."""
+        return {"running_maxima": self.running_maxima} if self.adaptive else {}
 
-    def restored(self) -> None:
-        """Compute the factors from restored maxima; zeros are no history."""
-        if bool((self.running > 0).any()):
+    def update_after_restore(self) -> None:
+        """Compute the scales from restored maxima; zeros mean that there is no history."""
+        if bool((self.running_maxima > 0).any()):
             self._compute()
 
     def update(self) -> None:
-        """Take in the maxima of a step, averaged over ranks."""
+        """Update running maxima and scales from this step's maxima, averaged over ranks."""
         if self.adaptive:
-            torch.fmax(self.running * _DECAY, self.maxima, out=self.running)  # nan counts as nothing
+            torch.fmax(self.running_maxima * _DECAY, self.maxima, out=self.running_maxima)  # ignores nan
             self._compute()
 
     def _compute(self) -> None:
-        # The mean of the maxima times the ranks bounds every rank's values and their sum.
-        _, exponents = torch.frexp(self.running * self._size)  # bound < 2^exponent
+        # The mean of the ranks' maxima times the number of ranks bounds every rank's values and their sum.
+        _, exponents = torch.frexp(self.running_maxima * self._size)  # bound < 2^exponent
         wanted = int(math.log2(_LARGEST_SUM)) - _HEADROOM_BITS - exponents
-        powers = _power_of_two(wanted.clamp(_SMALLEST_EXPONENT, _LARGEST_EXPONENT)).unsqueeze(1)
-        some = (self.running > 0).unsqueeze(1)
-        self.forward.copy_(torch.where(some, powers, self._fixed))
-        self.backward.copy_(1.0 / (self.forward * self._size))
-        self.known = True
+        powers = _power_of_two(wanted.clamp(_MIN_EXPONENT, _MAX_EXPONENT)).unsqueeze(1)
+        has_history = (self.running_maxima > 0).unsqueeze(1)
+        self.scale.copy_(torch.where(has_history, powers, self._initial_scale))
+        self.inverse_scale.copy_(1.0 / (self.scale * self._size))
+        self.initialized = True
 
 
-def _on_host(tensor: Tensor) -> bool:
+def _on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def largest(tensor: Tensor) -> Tensor:
-    """Return the largest absolute value of a tensor, (1,) in fp32; of not a number, that."""
-    if _on_host(tensor) and tensor.dtype == torch.float16:
-        return _largest_by_bits(tensor)
+def max_abs(tensor: Tensor) -> Tensor:
+    """Return the maximum absolute value of a tensor, (1,) in fp32; nan if any element is nan."""
+    if _on_cpu(tensor) and tensor.dtype == torch.float16:
+        return _max_abs_from_bits(tensor)
     low, high = torch.aminmax(tensor)  # one pass, without a copy
     return torch.maximum(-low, high).float().view(1)
 
 
-def _largest_by_bits(tensor: Tensor) -> Tensor:
-    """Return the same of fp16 at four times the speed: a processor compares its bits, not its values.
+def _max_abs_from_bits(tensor: Tensor) -> Tensor:
+    """Return the same for fp16 at four times the speed: CPUs compare integers faster than fp16 values.
 
-    As whole numbers the bits grow with the absolute value, then infinity, then nan. The sign comes first:
-    with it as a sign the largest is the largest positive one, without it the largest negative one.
+    As integers, the bits grow with the absolute value, then come infinity and nan. The sign is the highest
+    bit: the largest int16 is the largest positive value, the largest uint16 the largest negative one.
     """
     signed = tensor.view(torch.int16).numpy()
     unsigned = signed.view(np.uint16)
-    most = 0
-    for begin in range(0, len(signed), _CACHED):
-        piece = slice(begin, begin + _CACHED)
-        most = max(most, int(signed[piece].max()), int(unsigned[piece].max()) & 0x7FFF)
-    return torch.tensor([most], dtype=torch.int16).view(torch.float16).float()
+    largest = 0
+    for start in range(0, len(signed), _CACHED_ELEMENTS):
+        part = slice(start, start + _CACHED_ELEMENTS)
+        largest = max(largest, int(signed[part].max()), int(unsigned[part].max()) & 0x7FFF)
+    return torch.tensor([largest], dtype=torch.int16).view(torch.float16).float()
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:
-    """Return 2 to these whole numbers, exactly: the bits of a float are written."""
+    """Return 2^exponents exactly, by writing the exponent bits of fp32."""
     return (exponents.int() + 127).bitwise_left_shift(23).view(torch.float32)
 
 
@@ -218,22 +222,22 @@ def _next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def predivisor(ranks: int) -> float:
-    """Return about the root of the ranks as a power of two.
+def predivisor(size: int) -> float:
+    """Return a power of two near sqrt(size).
 
-    Dividing by it before the sum and by the rest after it keeps fp16 from both of its ends.
+    Dividing by it before the sum and by the rest after it, fp16 neither overflows nor underflows.
     """
-    return float(2.0 ** math.ceil(math.log2(ranks) / 2))
+    return float(2.0 ** math.ceil(math.log2(size) / 2))
 
 
 def scale_into(target: Tensor, source: Tensor, factor: Tensor) -> None:
-    """Write `source` times a tensor (1,) into one of another type, rounded once; may overwrite the source."""
+    """Write source * factor (1,) into a target of another dtype, rounded once; may overwrite the source."""
     if source.is_cuda:
         torch.mul(source, factor, out=target)
     elif target.dtype.itemsize > source.dtype.itemsize:
-        # On a CPU torch would make a third tensor for a product of another type.
-        for begin in range(0, len(source), _CACHED):
-            piece = slice(begin, begin + _CACHED)
-            target[piece].copy_(source[piece]).mul_(factor)
+        # On a CPU, torch.mul with an output of another dtype would allocate a third tensor.
+        for start in range(0, len(source), _CACHED_ELEMENTS):
+            part = slice(start, start + _CACHED_ELEMENTS)
+            target[part].copy_(source[part]).mul_(factor)
     else:
         target.copy_(source.mul_(factor))

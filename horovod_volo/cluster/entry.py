@@ -1,4 +1,4 @@
-"""How a program of many ranks ends: its statuses, and one message for what is wrong, whoever finds it."""
+"""The entry point of programs that run on several ranks: exit statuses, and one message for each error."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from horovod_volo.cluster.collectives import RankLostError
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.core.errors import UserError
-from horovod_volo.core.messages import tell
+from horovod_volo.core.messages import print_error
 
 FAILED, MISTAKE = 1, 2
 
 
-def run_on_ranks(work: Callable[[World], int], bound: Binding) -> int:
-    """Meet the other ranks and do `work`; return its status, or that of what went wrong."""
+def run_on_ranks(work: Callable[[World], int], binding: Binding) -> int:
+    """Initialize Horovod and run `work`; return its exit status, or the status of the error that ended it."""
     rank = read_launch_env().rank
     try:
-        world = World.connect(bound)
+        world = World.connect(binding)
         return work(world)
-    except AllRanksError as problem:
-        return _say_once(problem, world)
-    except UserError as problem:
-        tell(f"error on rank {rank}: {problem}")
+    except AllRanksError as error:
+        return _print_once(error, world)
+    except UserError as error:
+        print_error(f"error on rank {rank}: {error}")
         return MISTAKE
-    except RankLostError as problem:
-        tell(f"rank {rank} stops: {problem}")
+    except RankLostError as error:
+        print_error(f"rank {rank} stops: {error}")
         return FAILED
 
 
-def refuse(problem: UserError) -> int:
-    """Say what is wrong with a command line that all ranks were given alike; return the status."""
-    return _say_once(problem, World.connect())
+def refuse(error: UserError) -> int:
+    """Print an error of the command line, which is the same on all ranks; return the exit status."""
+    return _print_once(error, World.connect())
 
 
-def _say_once(problem: UserError, world: World) -> int:
+def _print_once(error: UserError, world: World) -> int:
     if world.is_rank_zero:
-        tell(f"error: {problem}")
-    world.broadcast_object(None)  # a rank that left before the message is out would make the launcher end it
+        print_error(f"error: {error}")
+    # The launcher kills all ranks when the first one exits: wait until rank 0 has printed the message.
+    world.broadcast_object(None)
     return MISTAKE

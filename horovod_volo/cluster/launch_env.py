@@ -1,7 +1,7 @@
-"""What the launcher promised this process: its rank and how many there are, read from the environment.
+"""The rank and size that the launcher gave to this process, read from its environment variables.
 
-Horovod started with no launcher it knows runs alone without a word; the promise is what
-`World.join` holds it to.
+Without a launcher that it knows, Horovod silently runs with one rank. `World.connect` therefore compares what
+is read here with what Horovod reports.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Name, and the variables of rank, size, local rank, local size. The first whose size is set speaks.
+# Launcher, and its variables of rank, size, local rank, local size. The first launcher whose variables are
+# set is taken.
 _LAUNCHERS = (
     ("horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     (
@@ -27,7 +28,7 @@ _LAUNCHERS = (
 
 @dataclass(frozen=True)
 class LaunchEnv:
-    """The place a launcher gave to this process."""
+    """This process's rank and the number of ranks, according to the launcher."""
 
     launcher: str
     rank: int
@@ -40,7 +41,7 @@ ALONE = LaunchEnv(launcher="none", rank=0, size=1, local_rank=0, local_size=1)
 
 
 def read_launch_env(environment: Mapping[str, str] = os.environ) -> LaunchEnv:
-    """Read the launcher's variables; without any, this process is alone."""
+    """Read the launcher's variables; return `ALONE` without any."""
     for launcher, rank, size, local_rank, local_size in _LAUNCHERS:
         if size in environment and rank in environment:
             return LaunchEnv(
@@ -54,5 +55,5 @@ def read_launch_env(environment: Mapping[str, str] = os.environ) -> LaunchEnv:
 
 
 def _first_number(text: str) -> int:
-    """Read the count of a plain number or of Slurm's "2(x3),1"."""
+    """Parse a number, or the first one of Slurm's "2(x3),1"."""
     return int(text.partition("(")[0].partition(",")[0])

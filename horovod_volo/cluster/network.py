@@ -1,4 +1,4 @@
-"""The ways between ranks: this host's network interfaces, and how fast a sum over all ranks is."""
+"""Network interfaces of this host, and the measured speed of allreduce over all ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
+from horovod_volo.cluster.topology import read_text_or_empty
 from horovod_volo.cluster.world import World
-from horovod_volo.core.json_file import fact
 
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
-_UP = 0x1  # IFF_UP
+_SIOCGIFADDR = 0x8915
+_IFF_UP = 0x1
 _LARGE_BYTES = 16 * 2**20
-_SMALL_SUMS, _LARGE_SUMS = 30, 4
+_SMALL_REPEATS, _LARGE_REPEATS = 30, 4
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Interface:
 
     name: str
     address: str  # IPv4; empty: none
-    megabits: int  # per second; 0: not known
+    megabits: int  # per second; 0: unknown
     up: bool
 
     def __str__(self) -> str:
@@ -36,12 +36,12 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """How fast a sum over all ranks is."""
+class AllreduceSpeed:
+    """Measured speed of allreduce over all ranks."""
 
     latency_seconds: float  # of 4 bytes, median
-    bytes_per_second: float  # over the slowest link of a ring that does the same
-    right: bool  # whether the sums were what they must be
+    bytes_per_second: float  # bus bandwidth: over the slowest link of a ring allreduce
+    correct: bool  # whether the results were right
 
 
 def list_interfaces(root: Path = Path("/")) -> list[Interface]:
@@ -50,41 +50,42 @@ def list_interfaces(root: Path = Path("/")) -> list[Interface]:
     return [_interface(folder) for folder in folders if folder.name != "lo" and (folder / "flags").exists()]
 
 
-def measure(world: World, device: torch.device) -> Speed:
-    """Time small and large sums over all ranks, as gradients travel. Collective: every rank calls this."""
+def measure_allreduce(world: World, device: torch.device) -> AllreduceSpeed:
+    """Time allreduce of 4 bytes and of 16 MiB on `device`. Collective: every rank calls this."""
     small, large = torch.ones(1, device=device), torch.ones(_LARGE_BYTES // 4, device=device)
-    _timed_sum(world, small)  # the first sum of a name is agreed on at more length
-    latency = statistics.median(_timed_sum(world, small) for _ in range(_SMALL_SUMS))
-    _timed_sum(world, large)
-    best = min(_timed_sum(world, large) for _ in range(_LARGE_SUMS))
+    _timed_average(world, small)  # Horovod negotiates a tensor at length only the first time
+    latency = statistics.median(_timed_average(world, small) for _ in range(_SMALL_REPEATS))
+    _timed_average(world, large)
+    best = min(_timed_average(world, large) for _ in range(_LARGE_REPEATS))
     # A ring sends 2 (n - 1) / n of the data over each link.
-    share = 2 * (world.size - 1) / world.size
-    right = bool(torch.allclose(large, torch.ones_like(large))) and abs(small.item() - 1) < 1e-3
-    return Speed(latency, share * _LARGE_BYTES / best, right)
+    sent = 2 * (world.size - 1) / world.size * _LARGE_BYTES
+    correct = bool(torch.allclose(large, torch.ones_like(large))) and abs(small.item() - 1) < 1e-3
+    return AllreduceSpeed(latency, sent / best, correct)
 
 
-def _timed_sum(world: World, tensor: torch.Tensor) -> float:
-    began = time.perf_counter()
+def _timed_average(world: World, tensor: torch.Tensor) -> float:
+    start = time.perf_counter()
     world.average_(tensor, f"links.{tensor.numel()}")
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
 def _interface(folder: Path) -> Interface:
-    speed = fact(folder / "speed")  # -1, or no answer, where the interface does not know
+    speed = read_text_or_empty(folder / "speed")  # -1 or unreadable where the interface does not know
     return Interface(
         name=folder.name,
         address=_address(folder.name),
         megabits=max(0, int(speed)) if speed.removeprefix("-").isdecimal() else 0,
-        up=bool(int(fact(folder / "flags") or "0", 16) & _UP),
+        up=bool(int(read_text_or_empty(folder / "flags") or "0", 16) & _IFF_UP),
     )
 
 
 def _address(name: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
-            answer = fcntl.ioctl(asking.fileno(), _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            request = struct.pack("256s", name.encode()[:15])
+            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
         except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])

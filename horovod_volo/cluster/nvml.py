@@ -1,88 +1,67 @@
-"""The GPUs as NVIDIA's driver lists them, asked through its own library: CUDA stays untouched."""
+"""The GPUs as NVML, the library of NVIDIA's driver, lists them; CUDA is not initialized."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
-_LIBRARY = "libnvidia-ml.so.1"  # comes with the driver
-_TEXT = 96  # bytes for a UUID or a version, more than any takes
-
-
-class _PciInfo(ctypes.Structure):
-    """nvmlPciInfo_t: the long address stands last."""
-
-    _fields_ = (
-        ("short_address", ctypes.c_char * 16),
-        ("domain", ctypes.c_uint),
-        ("bus", ctypes.c_uint),
-        ("device", ctypes.c_uint),
-        ("ids", ctypes.c_uint),
-        ("subsystem_ids", ctypes.c_uint),
-        ("address", ctypes.c_char * 32),
-    )
+import pynvml
 
 
 def list_gpus() -> list[tuple[str, str]]:
-    """Return PCI address and UUID of each GPU; none where there is no driver."""
-    library = _open()
-    if library is None:
-        return []
-    try:
-        count = ctypes.c_uint()
-        if library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return []
-        return [gpu for number in range(count.value) if (gpu := _gpu(library, number))]
-    finally:
-        library.nvmlShutdown()
+    """Return PCI address and UUID of each GPU; nothing without a driver."""
+    gpus = []
+    with _nvml() as available:
+        for index in range(pynvml.nvmlDeviceGetCount() if available else 0):
+            with suppress(pynvml.NVMLError):  # a GPU that has failed does not hide the others
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                gpus.append((pynvml.nvmlDeviceGetPciInfo(handle).busId, pynvml.nvmlDeviceGetUUID(handle)))
+    return gpus
 
 
 def driver_version() -> str:
-    """Return the driver's version, or nothing where there is none."""
-    library = _open()
-    if library is None:
-        return ""
-    try:
-        text = ctypes.create_string_buffer(_TEXT)
-        return "" if library.nvmlSystemGetDriverVersion(text, _TEXT) else text.value.decode()
-    finally:
-        library.nvmlShutdown()
+    """Return the version of the driver; empty without one."""
+    version = ""
+    with _nvml() as available:
+        if available:
+            version = pynvml.nvmlSystemGetDriverVersion()
+    return version
 
 
-def visible(gpus: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Return which of these GPUs CUDA_VISIBLE_DEVICES leaves, in its order; None: all, or not to be told."""
-    wanted = environment.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
+def cuda_visible_devices(
+    gpus: Sequence[tuple[str, str]], environment: Mapping[str, str]
+) -> tuple[int, ...] | None:
+    """Return the indices of the GPUs that CUDA_VISIBLE_DEVICES selects, in its order.
+
+    None: the variable is not set, or names MIG devices.
+    """
+    text = environment.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
         return None
-    numbers: list[int] = []
-    for name in filter(None, (part.strip() for part in wanted.split(","))):
+    indices: list[int] = []
+    for name in filter(None, (part.strip() for part in text.split(","))):
         if name.isdecimal():
             matching = [int(name)] if int(name) < len(gpus) else []
         else:
-            matching = [number for number, (_, uuid) in enumerate(gpus) if uuid.startswith(name)]
+            matching = [index for index, (_, uuid) in enumerate(gpus) if uuid.startswith(name)]
         if len(matching) != 1:
-            # CUDA stops reading at the first name it does not know. MIG devices are slices of GPUs, which
-            # have no names in this list: which GPU is whose cannot be told.
-            return None if name.startswith("MIG-") else tuple(numbers)
-        numbers += matching
-    return tuple(numbers)
+            # CUDA ignores the rest of the list from the first invalid name on. A MIG device is a part of a
+            # GPU that this list does not contain: nobody can say of which.
+            return None if name.startswith("MIG-") else tuple(indices)
+        indices += matching
+    return tuple(indices)
 
 
-def _open() -> Any:
+@contextmanager
+def _nvml() -> Iterator[bool]:
+    """Initialize NVML inside the block; yield False where there is no driver. An error ends the block."""
     try:
-        library = ctypes.CDLL(_LIBRARY)
-    except OSError:
-        return None
-    return None if library.nvmlInit_v2() else library
-
-
-def _gpu(library: Any, number: int) -> tuple[str, str] | None:
-    handle, pci = ctypes.c_void_p(), _PciInfo()
-    uuid = ctypes.create_string_buffer(_TEXT)
-    if library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)):
-        return None
-    if library.nvmlDeviceGetPciInfo_v3(handle, ctypes.byref(pci)):
-        return None
-    library.nvmlDeviceGetUUID(handle, uuid, _TEXT)
-    return pci.address.decode(), uuid.value.decode()
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield False
+        return
+    with suppress(pynvml.NVMLError):
+        try:
+            yield True
+        finally:
+            pynvml.nvmlShutdown()

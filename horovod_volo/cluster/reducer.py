@@ -1,8 +1,7 @@
-"""Gradients averaged over ranks while backward runs, and batch-norm statistics with them.
+"""Averages gradients over ranks while backward runs, and batch-norm statistics together with them.
 
-A gradient is put into its bucket, in the form in which that travels, as soon as autograd has made it; the
-last one to land sends the bucket to the ring. Between steps no parameter has a gradient, so that autograd
-makes the next without adding it to anything.
+A gradient is compressed into its bucket as soon as autograd has computed it; the last one of a bucket
+launches the bucket's reduction. Between steps each `grad` is None, so that autograd need not accumulate.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from horovod_volo.cluster.buckets import Bucket, build_buckets
-from horovod_volo.cluster.collectives import Arrive, Wait
+from horovod_volo.cluster.collectives import Wait, WaitForResult
 from horovod_volo.cluster.compression import (
     BucketScales,
     Compression,
-    ExchangeSum,
     Fp16Compression,
     NoCompression,
+    ReduceAsync,
     summed_in_fp32,
 )
 from horovod_volo.cluster.world import World
@@ -30,109 +29,111 @@ from horovod_volo.config.schema import Exchange
 _MIB = 2**20
 
 
-def lay_out(
-    parameters: Mapping[str, Parameter], settings: Exchange, *, ranks: int, parts: int
+def build_gradient_buckets(
+    parameters: Mapping[str, Parameter], settings: Exchange, *, ranks: int, shards: int
 ) -> list[Bucket]:
-    """Lay parameters out in buckets as so many ranks exchange them."""
+    """Assign parameters to buckets as the settings say for this number of ranks."""
     compressed = settings.compression == "fp16" and ranks > 1
     return build_buckets(
         parameters,
         round(settings.bucket_mib * _MIB),
-        parts,
+        shards,
         round(settings.last_bucket_mib * _MIB),
         summed_in_fp32(parameters) if compressed else (),
     )
 
 
 class Reducer:
-    """Lays out gradients in buckets and averages them over ranks and passes' sums."""
+    """Sums gradients over micro-batches and averages them over ranks."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        settings: Exchange,
-        *,
-        passes: int,
-    ) -> None:
+    def __init__(self, model: nn.Module, world: World, settings: Exchange, *, micro_batches: int) -> None:
+        """Move the parameters into buckets; each step has `micro_batches` backward passes."""
         parameters = dict(model.named_parameters())
-        self.buckets = lay_out(parameters, settings, ranks=world.size, parts=self._parts(world))
-        self.local_parameters = self._own(parameters, world)  # what this rank's optimizer updates, by name
-        self.flat_gradients = self._flat_gradients()  # of what is owned, with zeros between
+        self.buckets = build_gradient_buckets(
+            parameters, settings, ranks=world.size, shards=self._shards_per_bucket(world)
+        )
+        # The parameters that this rank's optimizer updates, and their gradients with zeros between them.
+        self.local_parameters = self._local_parameters(parameters, world)
+        self.local_gradients = self._local_gradients()
         self._world = world
         compressed = settings.compression == "fp16" and world.size > 1
-        self.factors = BucketScales(
+        self.scales = BucketScales(
             sum(bucket.compressible for bucket in self.buckets) if compressed else 0,
             world.size,
             like=self.buckets[0].gradients,
-            # Gradients of a scaled loss fit fp16, and their overflow must stay visible to the scaler.
+            # Gradients of a scaled loss fit fp16, and the gradient scaler must see their overflow.
             adaptive=compressed and settings.precision != "fp16",
         )
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        # One message for all that is averaged besides gradients.
-        self._statistics = _joined([*buffers, self.factors.maxima])
+        # One collective for everything that is averaged besides gradients.
+        self._statistics = _flatten_in_place([*buffers, self.scales.maxima])
         self._reductions = [
-            _BucketReduction(bucket, passes, self._compression(bucket, number, compressed))
+            _BucketReduction(bucket, micro_batches, self._compression(bucket, number, compressed))
             for number, bucket in enumerate(self.buckets)
         ]
 
-    def _parts(self, world: World) -> int:  # noqa: ARG002
+    def _shards_per_bucket(self, world: World) -> int:  # noqa: ARG002
         return 1
 
-    def _own(self, parameters: Mapping[str, Parameter], world: World) -> dict[str, Parameter]:  # noqa: ARG002
+    def _local_parameters(
+        self,
+        parameters: Mapping[str, Parameter],
+        world: World,  # noqa: ARG002
+    ) -> dict[str, Parameter]:
         return dict(parameters)
 
-    def _flat_gradients(self) -> list[Tensor]:
+    def _local_gradients(self) -> list[Tensor]:
         return [bucket.gradients for bucket in self.buckets]
 
     def _compression(self, bucket: Bucket, number: int, compressed: bool) -> Compression:
-        target, exchange = self._route(bucket)
-        plain = NoCompression(bucket.gradients, target, exchange, self._world.size, f"bucket.{number}")
+        output, reduce_async = self._reduction(bucket)
+        name = f"bucket.{number}"
+        uncompressed = NoCompression(bucket.gradients, output, reduce_async, self._world.size, name)
         compressed = compressed and bucket.compressible
-        return Fp16Compression(plain, self.factors, number) if compressed else plain
+        return Fp16Compression(uncompressed, self.scales, number) if compressed else uncompressed
 
-    def _route(self, bucket: Bucket) -> tuple[Tensor, ExchangeSum]:
-        """Return where a bucket's averaged gradients go on this rank, and what sums them over ranks."""
+    def _reduction(self, bucket: Bucket) -> tuple[Tensor, ReduceAsync]:
+        """Return the tensor for a bucket's averaged gradients, and the collective that sums over ranks."""
 
-        def exchange(tensor: Tensor, name: str) -> Arrive:
+        def allreduce_async(tensor: Tensor, name: str) -> WaitForResult:
             wait = self._world.collectives.allreduce_async(tensor, name, 1.0)
 
-            def arrive() -> Tensor:
+            def wait_for_result() -> Tensor:
                 wait()
                 return tensor
 
-            return arrive
+            return wait_for_result
 
-        return bucket.gradients, exchange
+        return bucket.gradients, allreduce_async
 
     @contextmanager
     def synchronized_gradients(self) -> Iterator[None]:
-        """Inside, gradients are the average over ranks; after it, zero. Collective: every rank calls this.
+        """Inside, gradients are the average over ranks; afterwards None. Collective: every rank calls this.
 
-        Running statistics are averaged too: every rank evaluates, and saves, the same network.
+        Batch-norm statistics are averaged too, so that all ranks evaluate and save the same network.
         """
+        # Buckets with a parameter that the loss does not depend on have not been launched by backward.
         for reduction in self._reductions:
-            reduction.send()  # what backward has not sent: parameters that took no part in the loss
-        scale = 1.0 / self._world.size
-        statistics_arrived = self._world.collectives.allreduce_async(self._statistics, "statistics", scale)
+            reduction.launch()
+        wait = self._world.collectives.allreduce_async(self._statistics, "statistics", 1.0 / self._world.size)
         for reduction in self._reductions:
-            reduction.receive()
-        statistics_arrived()
-        self.factors.update()
+            reduction.finish()
+        wait()
+        self.scales.update()
         yield
         for reduction in self._reductions:
-            reduction.clear()
+            reduction.reset()
 
     def global_grad_norm(self, norm: Tensor) -> Tensor:
-        """Return the norm of all gradients from that of the owned ones. Collective: every rank calls this."""
+        """Return the norm of all gradients, given the local norm. Collective: every rank calls this."""
         return norm
 
     def replicated_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return that part of the optimizer's state that is the same on all ranks."""
+        """Return the part of the optimizer state that is the same on all ranks."""
         return state
 
     def gather_optimizer_state(self, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:  # noqa: ARG002
-        """Return the optimizer's state by PARAMETER/KEY, whole on rank 0. Collective: every rank calls."""
+        """Return the full optimizer state by PARAMETER/KEY on rank 0. Collective: every rank calls this."""
         return state
 
     def scatter_optimizer_state(
@@ -141,77 +142,78 @@ class Reducer:
         keys: Iterable[str],  # noqa: ARG002
         saved: Mapping[str, Tensor],
     ) -> None:
-        """Give every rank its part of a whole state that rank 0 has. Collective: every rank calls this."""
+        """Load rank 0's full optimizer state `saved` into `state`. Collective: every rank calls this."""
         for name, tensor in saved.items():
             state[name].copy_(tensor)
         self._world.broadcast_(state.values())
 
 
 class _BucketReduction:
-    """How far the reduction of a bucket's gradients is in this step."""
+    """Launches the reduction of one bucket when its last gradient of a step is ready."""
 
-    def __init__(self, bucket: Bucket, passes: int, compression: Compression) -> None:
+    def __init__(self, bucket: Bucket, micro_batches: int, compression: Compression) -> None:
         self._compression = compression
-        self._passes = passes
+        self._micro_batches = micro_batches
         self._wait: Wait | None = None
-        self._due = self._missing = passes * len(bucket.parameters)
-        self._direct = False  # whether gradients go into the compressed form as they come
-        self._places: dict[Tensor, tuple[Tensor, Tensor]] = {
-            parameter: (bucket.view(compression.form, name), bucket.view(bucket.gradients, name))
+        self._gradients_per_step = self._missing = micro_batches * len(bucket.parameters)
+        self._per_gradient = False  # whether gradients are compressed one by one
+        # For each parameter its views of the compression buffer and of the bucket's gradients.
+        self._views: dict[Tensor, tuple[Tensor, Tensor]] = {
+            parameter: (bucket.view(compression.buffer, name), bucket.view(bucket.gradients, name))
             for name, parameter in bucket.parameters.items()
         }
-        self.clear()
-        bucket.register_grad_ready_hook(self._grad_ready)
+        self.reset()
+        bucket.register_grad_ready_hook(self._on_grad_ready)
 
-    def _grad_ready(self, parameter: Tensor) -> None:
+    def _on_grad_ready(self, parameter: Tensor) -> None:
         self._collect(parameter)
         self._missing -= 1
         if self._missing == 0:
-            self.send()
+            self.launch()
         elif self._missing < 0:
             raise RuntimeError(
                 "more backward passes than the reducer was built for: call synchronized_gradients() after "
-                f"{self._passes} of them"
+                f"{self._micro_batches} of them"
             )
 
-    def send(self) -> None:
+    def launch(self) -> None:
         if self._wait is not None:
             return
         if self._missing:
-            for parameter in self._places:
+            for parameter in self._views:
                 self._collect(parameter)
-        if not self._direct:
-            self._compression.pack()
-        self._wait = self._compression.send()
+        if not self._per_gradient:
+            self._compression.compress_bucket()
+        self._wait = self._compression.launch()
 
     def _collect(self, parameter: Tensor) -> None:
-        """Put a parameter's gradient into the bucket, unless it is there; zeros where it has none."""
-        in_form, place = self._places[parameter]
+        """Copy a parameter's gradient into the bucket, unless it is there; zeros without a gradient."""
+        compressed, uncompressed = self._views[parameter]
         gradient = parameter.grad
         if gradient is None:
-            (in_form if self._direct else place).zero_()
-        elif gradient is not place:
-            if self._direct:
-                self._compression.put(in_form, gradient)
+            (compressed if self._per_gradient else uncompressed).zero_()
+        elif gradient is not uncompressed:
+            if self._per_gradient:
+                self._compression.compress_gradient(compressed, gradient)
             else:
-                place.copy_(gradient)
-        parameter.grad = place
+                uncompressed.copy_(gradient)
+        parameter.grad = uncompressed
 
-    def receive(self) -> None:
+    def finish(self) -> None:
         if self._wait is not None:
             self._wait()
 
-    def clear(self) -> None:
-        for parameter in self._places:
+    def reset(self) -> None:
+        for parameter in self._views:
             parameter.grad = None
-        self._missing = self._due
+        self._missing = self._gradients_per_step
         self._wait = None
-        # Several passes are summed up in full precision first.
-        self._direct = self._passes == 1 and self._compression.direct
+        # Gradients of several micro-batches are summed in full precision before they are compressed.
+        self._per_gradient = self._micro_batches == 1 and self._compression.compresses_per_gradient
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
-    """Move tensors into one flat tensor, of which they become views; it has one element at least."""
+def _flatten_in_place(tensors: list[Tensor]) -> Tensor:
+    """Return one flat tensor of which the given tensors become views; its length is at least 1."""
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
     if not len(flat):
         return flat.new_zeros(1)

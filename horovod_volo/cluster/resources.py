@@ -1,4 +1,4 @@
-"""What a rank uses of its host: a device, and as many threads as it has CPUs."""
+"""The device and the number of threads that a rank uses."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from horovod_volo.core.errors import UserError
 
 @dataclass(frozen=True)
 class RankResources:
-    """A rank's part of its host."""
+    """Device, threads and binding of a rank."""
 
     device: torch.device
-    threads: int  # as many as it has CPUs: for data, and for computing unless OMP_NUM_THREADS is set
-    binding: str  # in words
+    threads: int  # one for each CPU of the rank: for data, and for compute unless OMP_NUM_THREADS is set
+    binding: str  # as it is logged
 
     def __str__(self) -> str:
         return f"{self.device}; {self.binding}"
 
 
 def rank_resources(world: World) -> RankResources:
-    """Take this rank's share and keep torch within it. Collective: every rank calls this."""
+    """Return this rank's device and threads, and set both in torch. Collective: every rank calls this."""
     device = world.run_on_all_ranks(lambda: _device(world))
     _check_devices(device, world)
-    bound = world.bound
-    torch.set_num_threads(compute_threads(os.environ, bound.threads))
+    binding = world.binding
+    torch.set_num_threads(compute_threads(os.environ, binding.threads))
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return RankResources(device, bound.threads, str(bound))
+    return RankResources(device, binding.threads, str(binding))
 
 
 def _device(world: World) -> torch.device:
     gpus = torch.cuda.device_count()
     if gpus == 0:
         return torch.device("cpu")
-    if gpus == 1:  # of the host, or the one that a scheduler shows to this rank alone
+    if gpus == 1:  # the host has one, or the scheduler shows one to each rank
         return torch.device("cuda", 0)
     if world.local_size > gpus:
-        raise UserError(f"{world.local_size} ranks share a host with {gpus} GPUs. Start one rank a GPU.")
+        raise UserError(f"{world.local_size} ranks share a host with {gpus} GPUs. Start one rank per GPU.")
     return torch.device("cuda", world.local_rank)
 
 
 def _check_devices(device: torch.device, world: World) -> None:
-    """Stop if two ranks have one GPU, or some ranks none. Collective: every rank calls this."""
+    """Raise if two ranks use the same GPU, or only some have one. Collective: every rank calls this."""
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
-    places = world.allgather_object((socket.gethostname(), gpu))
-    without = [rank for rank, (_, other) in enumerate(places) if not other]
-    if 0 < len(without) < world.size:  # on all ranks alike
+    gpus = world.allgather_object((socket.gethostname(), gpu))
+    without = [rank for rank, (_, uuid) in enumerate(gpus) if not uuid]
+    if 0 < len(without) < world.size:  # the same on all ranks
         raise AllRanksError(
-            f"Rank {', '.join(map(str, without))} of {world.size} sees no GPU, the others do. "
-            "`python -m horovod_volo.doctor` under the same launcher tells of each host."
+            f"Rank {', '.join(map(str, without))} of {world.size} sees no GPU, but the others do. "
+            "Run `python -m horovod_volo.doctor` under the same launcher to see why."
         )
-    mine = [rank for rank, place in enumerate(places) if gpu and place == places[world.rank]]
-    sharing = f"Ranks {', '.join(map(str, mine))} have one GPU of {places[world.rank][0]} among them"
-    world.raise_on_all_ranks(UserError(f"{sharing}. Start one rank a GPU.") if len(mine) > 1 else None)
+    same = [rank for rank, other in enumerate(gpus) if gpu and other == gpus[world.rank]]
+    sharing = f"Ranks {', '.join(map(str, same))} use the same GPU of {gpus[world.rank][0]}"
+    world.raise_on_all_ranks(UserError(f"{sharing}. Start one rank per GPU.") if len(same) > 1 else None)

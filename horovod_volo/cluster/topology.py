@@ -1,7 +1,7 @@
-"""What a host is made of, as the kernel and the driver tell it: cores, NUMA nodes, GPUs, network cards.
+"""The topology of a host: cores, NUMA nodes, GPUs and network cards (NICs), read from /sys and /proc.
 
-Read from files alone and torch-free: this is looked at before anything that starts threads. A host
-that tells less (a container, a virtual machine) is read as far as it goes.
+No torch: this is read before anything that starts threads is imported. Files that are missing, as in a
+container or a virtual machine, leave the corresponding fields empty or unknown.
 """
 
 from __future__ import annotations
@@ -11,22 +11,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from horovod_volo.core.json_file import fact
-
 UNKNOWN = -1
 _CPUS = "sys/devices/system/cpu"
 _NODES = "sys/devices/system/node"
 _DEVICES = "sys/bus/pci/devices"
-_NVIDIA, _DISPLAY = "0x10de", "0x03"  # a vendor, and how the classes of what draws or computes begin
-_CARDS = "sys/class/infiniband"
+_NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and the first byte of the class of display controllers
+_NICS = "sys/class/infiniband"
 _BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
-_LOCAL, _FAR = 10, 255  # how the kernel writes the distance of a node to itself, and to one out of reach
-_ROOT_BRIDGE, _OTHER_BRIDGE = 100, 1000  # farther than any way below one switch, below one bridge
+_LOCAL, _FAR = 10, 255  # the kernel's distance of a node to itself, and to an unreachable one
+_ROOT_BRIDGE, _OTHER_BRIDGE = 100, 1000  # more than any path below one switch, and below one root bridge
 
 
 @dataclass(frozen=True)
 class Device:
-    """Something on the PCI bus."""
+    """A device on the PCI bus."""
 
     name: str
     path: tuple[str, ...]  # from the root bridge down to the device
@@ -35,17 +33,17 @@ class Device:
 
 @dataclass(frozen=True)
 class Gpu(Device):
-    """A GPU, named by its PCI address."""
+    """A GPU; its name is its PCI address."""
 
     uuid: str = ""
 
 
 @dataclass(frozen=True)
-class Card(Device):
-    """A port of a network card that RDMA can use, named as InfiniBand's tools do."""
+class Nic(Device):
+    """A port of a network card that supports RDMA; its name is that of InfiniBand's tools."""
 
     port: int = 1
-    interface: str = ""  # its network interface, where it has one
+    interface: str = ""  # network interface; empty without one
 
     def __str__(self) -> str:
         return f"{self.name}:{self.port}"
@@ -53,52 +51,65 @@ class Card(Device):
 
 @dataclass(frozen=True)
 class Host:
-    """One machine."""
+    """CPUs, GPUs and NICs of one machine."""
 
-    cores: tuple[tuple[int, ...], ...]  # physical cores: each its hardware threads, as CPU numbers
+    cores: tuple[tuple[int, ...], ...]  # physical cores, each with the CPU numbers of its hardware threads
     nodes: dict[int, tuple[int, ...]]  # CPUs of each NUMA node
-    distances: dict[int, dict[int, int]]
+    distances: dict[int, dict[int, int]]  # between NUMA nodes
     gpus: tuple[Gpu, ...]  # in the driver's order
-    cards: tuple[Card, ...]
+    nics: tuple[Nic, ...]
 
 
-def read_host(root: Path = Path("/"), gpus: Sequence[tuple[str, str]] = ()) -> Host:
-    """Read the host whose files lie below `root`; `gpus`: addresses and UUIDs, as the driver lists them."""
+def read_host(root: Path = Path("/"), driver_gpus: Sequence[tuple[str, str]] = ()) -> Host:
+    """Read the host whose /sys lies below `root`; `driver_gpus` are PCI addresses and UUIDs from NVML."""
     numbers = sorted(int(folder.name[4:]) for folder in (root / _NODES).glob("node[0-9]*"))
-    nodes = {number: cpu_list(fact(root / _NODES / f"node{number}/cpulist")) for number in numbers}
-    listed = tuple(sorted(cpu for cpus in nodes.values() for cpu in cpus))
-    online = cpu_list(fact(root / _CPUS / "online")) or listed
+    nodes = {
+        number: cpu_list(read_text_or_empty(root / _NODES / f"node{number}/cpulist")) for number in numbers
+    }
+    cpus_of_nodes = tuple(sorted(cpu for cpus in nodes.values() for cpu in cpus))
+    online = cpu_list(read_text_or_empty(root / _CPUS / "online")) or cpus_of_nodes
     return Host(
         cores=_cores(root, online),
-        nodes=nodes if listed else {0: online},
+        nodes=nodes if cpus_of_nodes else {0: online},
         distances=_distances(root, numbers),
-        gpus=_gpus(root, gpus),
-        cards=_cards(root),
+        gpus=_gpus(root, driver_gpus),
+        nics=_nics(root),
     )
 
 
 def distance(host: Host, one: Device, other: Device) -> int:
-    """Tell how far apart two devices are: below one switch, one root bridge, one node, one socket, or not."""
+    """Return the distance of two devices.
+
+    It increases in the order: same switch, same root bridge, same NUMA node, same socket, other socket.
+    """
     shared = 0
     for mine, its in zip(one.path, other.path, strict=False):
         if mine != its:
             break
         shared += 1
     if shared:
-        steps = len(one.path) + len(other.path) - 2 * shared
-        return steps if shared > 1 else _ROOT_BRIDGE + steps
+        hops = len(one.path) + len(other.path) - 2 * shared
+        return hops if shared > 1 else _ROOT_BRIDGE + hops
     return _OTHER_BRIDGE + node_distance(host, one.node, other.node)
 
 
 def node_distance(host: Host, one: int, other: int) -> int:
-    """Tell how far apart two NUMA nodes are, in the kernel's measure."""
+    """Return the distance of two NUMA nodes in the kernel's units."""
     if one == other and one != UNKNOWN:
         return _LOCAL
     return host.distances.get(one, {}).get(other, _FAR)
 
 
+def read_text_or_empty(file: Path) -> str:
+    """Return the stripped text of a file, as in /sys and /proc; empty where it cannot be read."""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
 def cpu_list(text: str) -> tuple[int, ...]:
-    """Read the kernel's way to write numbers: "0-3,8"."""
+    """Parse the kernel's list format, as in "0-3,8"."""
     numbers: list[int] = []
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -107,7 +118,7 @@ def cpu_list(text: str) -> tuple[int, ...]:
 
 
 def cpu_ranges(numbers: Iterable[int]) -> str:
-    """Write numbers as the kernel does."""
+    """Format numbers in the kernel's list format, as in "0-3,8"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -120,72 +131,75 @@ def cpu_ranges(numbers: Iterable[int]) -> str:
 def _cores(root: Path, online: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     cores = set()
     for cpu in online:
-        siblings = cpu_list(fact(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list"))
-        cores.add(tuple(sorted(set(siblings) & set(online))) or (cpu,))
+        text = read_text_or_empty(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list")
+        cores.add(tuple(sorted(set(cpu_list(text)) & set(online))) or (cpu,))
     return tuple(sorted(cores))
 
 
 def _distances(root: Path, numbers: list[int]) -> dict[int, dict[int, int]]:
-    rows = {number: fact(root / _NODES / f"node{number}/distance").split() for number in numbers}
-    # A row has one number for each node that is online, in their order.
+    rows = {
+        number: read_text_or_empty(root / _NODES / f"node{number}/distance").split() for number in numbers
+    }
+    # A row has one number for each online node, in ascending order of nodes.
     return {number: dict(zip(numbers, map(int, row), strict=False)) for number, row in rows.items() if row}
 
 
-def address_of(text: str) -> str:
-    """Write a PCI address as the kernel does: the driver gives the domain eight digits, the kernel four."""
+def kernel_address(text: str) -> str:
+    """Return a PCI address in the kernel's form: four digits of the domain, where the driver has eight."""
     domain, _, rest = text.lower().partition(":")
     return f"{int(domain, 16):04x}:{rest}"
 
 
 def gpus_on_bus(root: Path = Path("/")) -> set[str]:
-    """Return the addresses of NVIDIA's GPUs, without asking any driver."""
+    """Return the PCI addresses of NVIDIA GPUs; this needs no driver."""
     return {
         folder.name
         for folder in (root / _DEVICES).glob("*")
-        if fact(folder / "vendor") == _NVIDIA and fact(folder / "class").startswith(_DISPLAY)
+        if read_text_or_empty(folder / "vendor") == _NVIDIA
+        and read_text_or_empty(folder / "class").startswith(_DISPLAY)
     }
 
 
-def _gpus(root: Path, listed: Sequence[tuple[str, str]]) -> tuple[Gpu, ...]:
-    """Return the GPUs that the driver lists, and those that a cgroup hides from it but not from us."""
-    uuids = {address_of(address): uuid for address, uuid in listed}
+def _gpus(root: Path, driver_gpus: Sequence[tuple[str, str]]) -> tuple[Gpu, ...]:
+    """Return the GPUs that the driver lists, and those that a cgroup hides from the driver."""
+    uuids = {kernel_address(address): uuid for address, uuid in driver_gpus}
     hidden = gpus_on_bus(root) - uuids.keys() if uuids else set()
-    found = []
+    gpus = []
     for name in sorted({*uuids, *hidden}) if hidden else uuids:
         folder = (root / _DEVICES / name).resolve()
-        found.append(Gpu(name, _path(folder), _node(folder), uuids.get(name, "")))
-    return tuple(found)
+        gpus.append(Gpu(name, _pci_path(folder), _numa_node(folder), uuids.get(name, "")))
+    return tuple(gpus)
 
 
-def _cards(root: Path) -> tuple[Card, ...]:
-    """Return the ports that are up: InfiniBand's, and where there are none, those of RDMA over Ethernet."""
-    found: dict[str, list[Card]] = {"InfiniBand": [], "Ethernet": []}
-    for card in sorted((root / _CARDS).glob("*"), key=lambda folder: _natural(folder.name)):
-        folder = (card / "device").resolve()
-        # The kernel counts the ports of a card from 0 here, from 1 there.
+def _nics(root: Path) -> tuple[Nic, ...]:
+    """Return the active InfiniBand ports; without any, the active ports for RDMA over Ethernet."""
+    by_link: dict[str, list[Nic]] = {"InfiniBand": [], "Ethernet": []}
+    for nic in sorted((root / _NICS).glob("*"), key=lambda folder: _natural(folder.name)):
+        folder = (nic / "device").resolve()
+        # The kernel counts the ports of a card from 0 in dev_port, and from 1 below ports/.
         interfaces = {
-            int(fact(interface / "dev_port") or 0) + 1: interface.name
-            for interface in sorted((card / "device/net").glob("*"), reverse=True)
+            int(read_text_or_empty(interface / "dev_port") or 0) + 1: interface.name
+            for interface in sorted((nic / "device/net").glob("*"), reverse=True)
         }
-        for port in sorted((card / "ports").glob("[0-9]*"), key=lambda folder: int(folder.name)):
-            link = fact(port / "link_layer")
-            path, number = _path(folder), int(port.name)
-            # Without a way on the bus it is a program that plays a card.
-            if path and "ACTIVE" in fact(port / "state").split() and link in found:
+        for port in sorted((nic / "ports").glob("[0-9]*"), key=lambda folder: int(folder.name)):
+            link = read_text_or_empty(port / "link_layer")
+            path, number = _pci_path(folder), int(port.name)
+            # Without a path on the PCI bus this is software RDMA.
+            if path and "ACTIVE" in read_text_or_empty(port / "state").split() and link in by_link:
                 interface = interfaces.get(number, "")
-                found[link].append(Card(card.name, path, _node(folder), number, interface))
-    return tuple(found["InfiniBand"] or found["Ethernet"])
+                by_link[link].append(Nic(nic.name, path, _numa_node(folder), number, interface))
+    return tuple(by_link["InfiniBand"] or by_link["Ethernet"])
 
 
-def _path(folder: Path) -> tuple[str, ...]:
-    """Cut a device's folder, .../devices/pci0000:00/0000:00:01.1/0000:07:00.0, down to the PCI bus."""
+def _pci_path(folder: Path) -> tuple[str, ...]:
+    """Return the part of .../devices/pci0000:00/0000:00:01.1/0000:07:00.0 from the root bridge on."""
     parts = folder.parts
-    bridge = next((place for place, part in enumerate(parts) if _BRIDGE.fullmatch(part)), len(parts))
+    bridge = next((index for index, part in enumerate(parts) if _BRIDGE.fullmatch(part)), len(parts))
     return parts[bridge:]
 
 
-def _node(folder: Path) -> int:
-    text = fact(folder / "numa_node")
+def _numa_node(folder: Path) -> int:
+    text = read_text_or_empty(folder / "numa_node")
     return int(text) if text else UNKNOWN
 
 

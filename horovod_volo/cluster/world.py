@@ -1,4 +1,4 @@
-"""This process among the others: rank facts, and the few things ranks say to each other."""
+"""Rank and size of this process, and the collectives on objects, errors and small tensors."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 
 class AllRanksError(UserError):
-    """A mistake that every rank knows of: one of them may speak for all."""
+    """A mistake that every rank has raised, so that rank 0 can print it once for all."""
 
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of this run, seen from one of them."""
+    """The ranks of this run, seen from one of them."""
 
     rank: int = 0
     size: int = 1
@@ -34,41 +34,41 @@ class World:
     local_size: int = 1
     launcher: str = "none"
     controller: str = "none"
-    bound: Binding = field(default_factory=unbound)
+    binding: Binding = field(default_factory=unbound)
     collectives: Collectives = field(default_factory=LocalCollectives, repr=False)
 
     @classmethod
-    def connect(cls, bound: Binding | None = None) -> World:
-        """Meet the other ranks that the launcher started. Collective: every rank calls this."""
-        bound = bound or unbound()
-        promise = read_launch_env()
-        if promise.size == 1:
-            return cls(bound=bound)
-        ring = HorovodCollectives()
-        _hold_to(promise, ring)
+    def connect(cls, binding: Binding | None = None) -> World:
+        """Initialize Horovod with the ranks that the launcher started. Collective: every rank calls this."""
+        binding = binding or unbound()
+        launch = read_launch_env()
+        if launch.size == 1:
+            return cls(binding=binding)
+        collectives = HorovodCollectives()
+        _check_size(launch, collectives)
         return cls(
-            rank=ring.rank,
-            size=ring.size,
-            local_rank=ring.local_rank,
-            local_size=ring.local_size,
-            launcher=promise.launcher,
-            controller=ring.controller,
-            bound=bound,
-            collectives=ring,
+            rank=collectives.rank,
+            size=collectives.size,
+            local_rank=collectives.local_rank,
+            local_size=collectives.local_size,
+            launcher=launch.launcher,
+            controller=collectives.controller,
+            binding=binding,
+            collectives=collectives,
         )
 
     @classmethod
     def single(cls) -> World:
-        """Make a world of one rank; no Horovod is needed for it."""
+        """Return a world of one rank; this does not need Horovod."""
         return cls()
 
     @property
     def is_rank_zero(self) -> bool:
-        """Say whether this rank writes files and speaks to the user."""
+        """Return whether this rank writes files and prints messages."""
         return self.rank == 0
 
     def hosts(self) -> list[str]:
-        """Name each rank's host. Collective: every rank calls this."""
+        """Return each rank's host name. Collective: every rank calls this."""
         return self.allgather_object(socket.gethostname())
 
     def allgather_object(self, value: Any) -> list[Any]:
@@ -80,7 +80,7 @@ class World:
         return self.collectives.broadcast_object(value)
 
     def sum_over_ranks(self, *values: float) -> list[float]:
-        """Add each value over ranks, exactly up to 2^53. Collective: every rank calls this."""
+        """Return the sum over ranks of each value, exact up to 2^53. Collective: every rank calls this."""
         sums = torch.tensor(values, dtype=torch.float64)
         self.collectives.allreduce_async(sums, "total", 1.0)()
         return [float(value) for value in sums]
@@ -95,55 +95,57 @@ class World:
             self.collectives.broadcast(tensor, f"broadcast.{number}")
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> T:
-        """Do `action` on every rank; all raise what any finds wrong. Collective: every rank calls this."""
+        """Run `action` on every rank; a UserError is raised on all. Collective: every rank calls this."""
         results: list[T] = []
-        problem: UserError | None = None
+        error: UserError | None = None
         try:
             results.append(action())
-        except UserError as error:
-            problem = error
-        self.raise_on_all_ranks(problem)
+        except UserError as raised:
+            error = raised
+        self.raise_on_all_ranks(error)
         return results[0]
 
     def run_on_rank_zero(self, action: Callable[[], T]) -> T:
-        """Do `action` on rank 0 and return its result on all. Collective: every rank calls this."""
+        """Run `action` on rank 0 and return its result on all ranks. Collective: every rank calls this."""
         result = self.run_on_all_ranks(action if self.is_rank_zero else lambda: None)
-        shared: T = self.broadcast_object(result)
-        return shared
+        broadcast: T = self.broadcast_object(result)
+        return broadcast
 
-    def raise_on_all_ranks(self, problem: UserError | None) -> None:
-        """Raise on every rank what any rank found wrong, said once. Collective: every rank calls this."""
-        found = self.allgather_object(None if problem is None else str(problem))
-        texts = {text: [rank for rank, other in enumerate(found) if other == text] for text in found if text}
-        if not texts:
+    def raise_on_all_ranks(self, error: UserError | None) -> None:
+        """Raise the first error of any rank on every rank. Collective: every rank calls this."""
+        by_rank = self.allgather_object(None if error is None else str(error))
+        text = next(filter(None, by_rank), None)
+        if text is None:
             return
-        text, ranks = next(iter(texts.items()))
+        ranks = [rank for rank, other in enumerate(by_rank) if other == text]
         on_all = len(ranks) == self.size or ranks == [0]
         where = "" if on_all else f" (seen on rank {', '.join(map(str, ranks))} of {self.size})"
         raise AllRanksError(text + where)
 
-    def assert_same(self, tensors: Iterable[Tensor], what: str) -> None:
-        """Stop if a rank's tensors differ from rank 0's in one bit. Collective: every rank calls this."""
-        prints = self.allgather_object(_fingerprint(tensors))
-        others = [rank for rank, other in enumerate(prints) if other != prints[0]]
-        if others:
-            raise RuntimeError(f"{what} on rank {', '.join(map(str, others))} differ from rank 0's.")
+    def assert_identical(self, tensors: Iterable[Tensor], description: str) -> None:
+        """Raise if tensors differ from rank 0's in one bit. Collective: every rank calls this."""
+        hashes = self.allgather_object(_hash(tensors))
+        different = [rank for rank, other in enumerate(hashes) if other != hashes[0]]
+        if different:
+            raise RuntimeError(
+                f"{description} on rank {', '.join(map(str, different))} differ from rank 0's."
+            )
 
 
-def _hold_to(promise: LaunchEnv, ring: HorovodCollectives) -> None:
-    if ring.size != promise.size:
+def _check_size(launch: LaunchEnv, collectives: HorovodCollectives) -> None:
+    if collectives.size != launch.size:
         raise UserError(
-            f"{promise.launcher} started {promise.size} ranks, but Horovod sees {ring.size}: every rank "
+            f"{launch.launcher} started {launch.size} ranks, but Horovod sees {collectives.size}: every rank "
             "would train alone. Horovod must be built for this launcher: start with `horovodrun --gloo`, or "
-            "with the `mpirun` of the MPI it was built with (`horovodrun --check-build` tells)."
+            "with the `mpirun` of the MPI it was built with (see `horovodrun --check-build`)."
         )
 
 
-def _fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Hash tensors of 4- or 8-byte elements: their bits summed, and summed by position, on their device."""
+def _hash(tensors: Iterable[Tensor]) -> str:
+    """Hash tensors of 4- or 8-byte elements by the sums of their bits, plain and weighted by position."""
     sums = []
     for tensor in tensors:
         bits = tensor.detach().contiguous().view(-1).view(torch.int32).to(torch.int64)
-        places = torch.arange(1, len(bits) + 1, device=bits.device)
-        sums.append(torch.stack([bits.sum(), (bits * places).sum()]))
+        positions = torch.arange(1, len(bits) + 1, device=bits.device)
+        sums.append(torch.stack([bits.sum(), (bits * positions).sum()]))
     return hashlib.sha256(torch.stack(sums).cpu().numpy().tobytes()).hexdigest()

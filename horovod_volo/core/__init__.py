@@ -1,1 +1,1 @@
-"""The ground floor: errors, files, random numbers and labels that all other packages use."""
+"""Errors, atomic files and error messages: what every other package may import."""

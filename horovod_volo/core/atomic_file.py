@@ -1,6 +1,7 @@
-"""Files that are whole or absent: written beside their place, flushed to the disk, then renamed.
+"""Atomic file writes: a temporary file in the same folder is written, fsynced and renamed.
 
-The file beside has a name of its own in every process, so that several may publish the same file at once.
+Readers see the old file, the new file or none, never a part of one. The temporary name is unique, so several
+processes may write the same path at once.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import BinaryIO
 
 
 def remove_partials(folder: Path) -> None:
-    """Remove what killed processes were writing in a folder; nobody may be writing there now."""
-    for left in folder.glob(".*.partial"):
-        left.unlink(missing_ok=True)
+    """Remove the temporary files of killed processes; nobody may be writing in this folder now."""
+    for partial in folder.glob(".*.partial"):
+        partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Give a file to write; it appears at `path` when the block ends, and never if the block raises."""
+    """Open a file for writing; it appears at `path` when the block ends, and never if the block raises."""
     descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fchmod(file.fileno(), 0o644)  # a temporary file is its maker's alone
+            os.fchmod(file.fileno(), 0o644)  # mkstemp lets only the owner read
             os.fsync(file.fileno())
         Path(partial).replace(path)
     except BaseException:
@@ -37,7 +38,7 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's names, are on the disk."""
+    """Call fsync on a file, or on a folder so that its entries are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,9 +1,9 @@
-"""The one exception for mistakes a user can mend.
+"""The exception for mistakes of the user.
 
-Entries print its text without a traceback and exit with status 2, so the text must say
-what is wrong, where, and what to type instead.
+Entry points print its text without a traceback and exit with status 2. The text must therefore say what is
+wrong, where, and what to type instead.
 """
 
 
 class UserError(Exception):
-    """A mistake with its remedy, in words for the person at the keyboard."""
+    """A mistake that the user can correct; the message contains the remedy."""

@@ -1,4 +1,4 @@
-"""What went wrong, or could not be used, on the error stream."""
+"""Messages on stderr."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 SHOWN = 100
 
 
-def tell(message: str) -> None:
-    """Print a message at once."""
+def print_error(message: str) -> None:
+    """Print a message to stderr and flush it."""
     print(message, file=sys.stderr, flush=True)
 
 
 def list_problems(problems: Sequence[str]) -> None:
-    """Print the first problems and how many more there are."""
+    """Print the first `SHOWN` problems to stderr, and how many more there are."""
     for problem in problems[:SHOWN]:
         print(problem, file=sys.stderr)
     if len(problems) > SHOWN:

@@ -1,1 +1,1 @@
-"""One command that says what is wrong with an installation, a host, or the ways between hosts."""
+"""The command that checks an installation, its hosts and the network between them."""

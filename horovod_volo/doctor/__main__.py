@@ -1,11 +1,11 @@
-"""Say what is wrong: with the installation, with each host, and between the ranks.
+"""Check the installation, each host, and the connections between ranks.
 
     python -m horovod_volo.doctor
     horovodrun -np 8 python -m horovod_volo.doctor --shared /path/to/runs
     mpirun -np 2 -bind-to none -map-by slot python -m horovod_volo.doctor --json -
 
-Start it as training will be started. Rank 0 tells for all. Exit status: 0 nothing failed; 1 something
-did; 2 a mistake in the request.
+Start it with the launcher and flags of training. Rank 0 prints one report for all ranks. Exit status: 0 no
+failure; 1 a failure; 2 a mistake on the command line.
 """
 
 from __future__ import annotations
@@ -26,112 +26,118 @@ from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.launch_env import LaunchEnv
-    from horovod_volo.doctor.consultation import Heard
+    from horovod_volo.doctor.collect import CollectedFindings
     from horovod_volo.doctor.finding import Finding
     from horovod_volo.doctor.report import Report
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 STDOUT = "-"
-_LAST_WORDS_SECONDS = 10.0
+_RANK_ZERO_REPORT_SECONDS = 10.0
 
-# What the work needs is imported where it runs: --help must answer at once.
+# Heavy modules are imported where they are used, so that --help answers at once.
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one rank; return its exit status."""
     try:
-        chosen = build_parser().parse_args(arguments)
-    except UserError as problem:
-        return _refuse(problem)
+        options = build_parser().parse_args(arguments)
+    except UserError as error:
+        return _refuse(error)
     from horovod_volo.cluster.launch_env import read_launch_env
     from horovod_volo.cluster.pinning import bind
 
-    place = read_launch_env()
-    bound = bind(chosen.binding)  # before torch: what is looked at is what training gets
-    from horovod_volo.doctor.gpus import look_at_gpus
-    from horovod_volo.doctor.host import look_at_host
-    from horovod_volo.doctor.installation import look_at_installation
-    from horovod_volo.doctor.network import look_at_interfaces
+    launch = read_launch_env()
+    binding = bind(options.binding)  # before torch is imported, as in training
+    from horovod_volo.doctor.gpus import check_gpus
+    from horovod_volo.doctor.host import check_host
+    from horovod_volo.doctor.installation import check_installation
+    from horovod_volo.doctor.network import check_interfaces
 
-    own = [*look_at_installation(), *look_at_gpus(), *look_at_host(place, bound), *look_at_interfaces()]
-    from horovod_volo.doctor.consultation import consult
+    own = [*check_installation(), *check_gpus(), *check_host(launch, binding), *check_interfaces()]
+    from horovod_volo.doctor.collect import collect_findings
 
-    heard = consult(own, bound, Path(chosen.shared))
-    if heard.problem is None:
-        return _tell_for_all(heard, place, chosen.json)
-    status = _tell_alone(own, heard, place, chosen.json)
-    # A rank that waits inside Horovod for others cannot be asked to leave.
+    collected = collect_findings(own, binding, Path(options.shared))
+    if collected.problem is None:
+        return _report_all_ranks(collected, launch, options.json)
+    status = _report_this_rank(own, collected, launch, options.json)
+    # The thread may be waiting inside Horovod, and nothing can interrupt it.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _tell_for_all(heard: Heard, place: LaunchEnv, file: str) -> int:
-    """Let rank 0 tell, and all ranks end alike. Collective: every rank calls this."""
-    world = heard.world
+def _report_all_ranks(collected: CollectedFindings, launch: LaunchEnv, json_file: str) -> int:
+    """Publish the report on rank 0; return its status on all ranks. Collective: every rank calls this."""
+    world = collected.world
     assert world is not None
-    status = _publish(_report(heard.findings, heard, place), file) if world.is_rank_zero else DONE
-    return int(world.broadcast_object(status))  # nobody leaves before the report is out
+    status = DONE
+    if world.is_rank_zero:
+        status = _publish(_build_report(collected.findings, collected, launch), json_file)
+    # The launcher kills all ranks when the first one exits: wait until the report is out.
+    return int(world.broadcast_object(status))
 
 
-def _tell_alone(own: list[Finding], heard: Heard, place: LaunchEnv, file: str) -> int:
-    """Tell what is known without the others."""
-    assert heard.problem is not None
-    if place.rank == 0:
-        known = heard.findings or [own]
-        return _publish(_report([[heard.problem, *known[0]], *known[1:]], heard, place), file)
-    news = [] if heard.follows else [heard.problem]
-    news += [] if heard.findings else own  # rank 0 has them
-    for finding in news:
+def _report_this_rank(
+    own: list[Finding], collected: CollectedFindings, launch: LaunchEnv, json_file: str
+) -> int:
+    """Publish the report of rank 0, or print this rank's failures, without the other ranks."""
+    assert collected.problem is not None
+    if launch.rank == 0:
+        by_rank = collected.findings or [own]
+        by_rank = [[collected.problem, *by_rank[0]], *by_rank[1:]]
+        return _publish(_build_report(by_rank, collected, launch), json_file)
+    findings = [] if collected.already_reported else [collected.problem]
+    findings += [] if collected.findings else own  # otherwise rank 0 has them
+    for finding in findings:
         if finding.level == "failure":
-            words = f"rank {place.rank}: {finding.subject}: {finding.text}. {finding.remedy}"
-            print(words, file=sys.stderr, flush=True)
-    # The first rank that leaves makes the launcher end the others: rank 0 has more to tell, and goes first.
+            message = f"rank {launch.rank}: {finding.subject}: {finding.text}. {finding.remedy}"
+            print(message, file=sys.stderr, flush=True)
+    # The launcher kills all ranks when the first one exits: leave rank 0 the time to print its report.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(_LAST_WORDS_SECONDS)
+    time.sleep(_RANK_ZERO_REPORT_SECONDS)
     return FAILED
 
 
-def _report(by_rank: list[list[Finding]], heard: Heard, place: LaunchEnv) -> Report:
-    from horovod_volo.doctor.finding import merged
+def _build_report(by_rank: list[list[Finding]], collected: CollectedFindings, launch: LaunchEnv) -> Report:
+    from horovod_volo.doctor.finding import merge_findings
     from horovod_volo.doctor.report import Report
 
     return Report(
-        ranks=place.size,
-        hosts=tuple(heard.hosts) or (os.uname().nodename,),
-        launcher=place.launcher,
-        controller=heard.world.controller if heard.world else "ranks have not met",
-        findings=tuple(merged(by_rank)),
+        ranks=launch.size,
+        hosts=tuple(collected.hosts) or (os.uname().nodename,),
+        launcher=launch.launcher,
+        controller=collected.world.controller if collected.world else "not connected",
+        findings=tuple(merge_findings(by_rank)),
     )
 
 
-def _publish(report: Report, file: str) -> int:
-    """Print and write the report; return the status it means."""
+def _publish(report: Report, json_file: str) -> int:
+    """Print the report and write its JSON; return the exit status."""
     record = json.dumps(report.record(), indent=2)
-    print(record if file == STDOUT else report.text(), flush=True)
-    if file not in ("", STDOUT):
+    print(record if json_file == STDOUT else report.text(), flush=True)
+    if json_file not in ("", STDOUT):
         from horovod_volo.core.atomic_file import atomic_write
 
         try:
-            with atomic_write(Path(file)) as opened:
+            with atomic_write(Path(json_file)) as opened:
                 opened.write(f"{record}\n".encode())
         except OSError as error:
-            words = f"error: --json cannot write {file}: {error.strerror}. Name another file."
-            print(words, file=sys.stderr, flush=True)
+            message = f"error: --json cannot write {json_file}: {error.strerror}. Name another file."
+            print(message, file=sys.stderr, flush=True)
             return MISTAKE
     return FAILED if report.failed else DONE
 
 
-def _refuse(problem: UserError) -> int:
-    """Say what is wrong with the command line: once, where ranks can meet."""
+def _refuse(error: UserError) -> int:
+    """Print a mistake on the command line: once, if ranks can connect."""
     from horovod_volo.cluster.launch_env import read_launch_env
 
     if read_launch_env().size > 1:
         from horovod_volo.cluster.entry import refuse
 
-        with contextlib.suppress(Exception):  # ranks that cannot meet: each says it
-            return refuse(problem)
-    print(f"error: {problem}", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):  # ranks cannot connect: each prints the message
+            return refuse(error)
+    print(f"error: {error}", file=sys.stderr, flush=True)
     return MISTAKE
 
 
@@ -148,10 +154,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--shared",
         default="runs",
         metavar="DIR",
-        help="where results will go, as --output of training (%(default)s)",
+        help="folder of results, which all ranks must share: --output of training (%(default)s)",
     )
     add_binding(parser)
-    add("--json", default="", metavar="FILE", help="write all this to a file; - instead of the text")
+    add(
+        "--json",
+        default="",
+        metavar="FILE",
+        help="write the report as JSON to FILE; - prints it instead of text",
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""What was looked at and how it is: one finding, and equal findings of several ranks as one."""
+"""A finding is the result of one check on one rank; equal findings of several ranks are merged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from horovod_volo.core.errors import UserError
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """How severe a finding is; the most severe comes first."""
 
     FAILURE = "failure"
     WARNING = "warning"
@@ -19,65 +19,65 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at, on one rank."""
+    """The result of one check on one rank."""
 
     level: Level
     subject: str
     text: str
-    remedy: str = ""  # what to do; ok needs none
+    remedy: str = ""  # empty for ok
 
 
 @dataclass(frozen=True)
-class Told:
-    """A finding, and the ranks it holds for."""
+class MergedFinding:
+    """A finding and the ranks that have it."""
 
     finding: Finding
     ranks: tuple[int, ...]
 
 
 def ok(subject: str, text: str) -> Finding:
-    """Say that something is as it should be."""
+    """Return a finding without a problem."""
     return Finding(Level.OK, subject, text)
 
 
 def warning(subject: str, text: str, remedy: str) -> Finding:
-    """Say that something works, but badly."""
+    """Return a finding of something that works, but slowly or at a risk."""
     return Finding(Level.WARNING, subject, text, remedy)
 
 
 def failure(subject: str, text: str, remedy: str) -> Finding:
-    """Say that something does not work."""
+    """Return a finding of something that does not work."""
     return Finding(Level.FAILURE, subject, text, remedy)
 
 
-def from_error(subject: str, problem: UserError) -> Finding:
-    """Make a failure of an error that carries its remedy after its first sentence."""
-    text, _, remedy = str(problem).partition(". ")
+def from_error(subject: str, error: UserError) -> Finding:
+    """Return a failure with the first sentence of an error as text, and the others as remedy."""
+    text, _, remedy = str(error).partition(". ")
     return failure(subject, text.rstrip("."), remedy)
 
 
-def attempt(subject: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Look at something; what goes wrong on the way is a finding too."""
+def run_check(subject: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return the findings of a check; an exception in it becomes a failure."""
     try:
-        return list(look())
-    except UserError as problem:
-        return [from_error(subject, problem)]
-    except Exception as problem:  # whatever a broken installation raises
-        told = (str(problem).splitlines() or [""])[0]
-        text = f"cannot be looked at: {type(problem).__name__}: {told}".rstrip(": ")
-        return [failure(subject, text, "Mend what the message names, and run this again.")]
+        return list(check())
+    except UserError as error:
+        return [from_error(subject, error)]
+    except Exception as error:  # a broken installation may raise anything
+        first_line = (str(error).splitlines() or [""])[0]
+        text = f"the check raised {type(error).__name__}: {first_line}".rstrip(": ")
+        return [failure(subject, text, "Repair what the message names, then run the doctor again.")]
 
 
-def merged(by_rank: Sequence[Sequence[Finding]]) -> list[Told]:
-    """Make one of equal findings of several ranks: failures first, then warnings, each in order of asking."""
-    ranks: dict[Finding, list[int]] = {}
+def merge_findings(by_rank: Sequence[Sequence[Finding]]) -> list[MergedFinding]:
+    """Merge equal findings of several ranks; sort by level, then in the order of the checks."""
+    ranks_of: dict[Finding, list[int]] = {}
     for rank, findings in enumerate(by_rank):
         for finding in dict.fromkeys(findings):
-            ranks.setdefault(finding, []).append(rank)
-    subjects = list(dict.fromkeys(finding.subject for finding in ranks))
+            ranks_of.setdefault(finding, []).append(rank)
+    subjects = list(dict.fromkeys(finding.subject for finding in ranks_of))
     levels = list(Level)
-    told = [Told(finding, tuple(holders)) for finding, holders in ranks.items()]
+    merged = [MergedFinding(finding, tuple(ranks)) for finding, ranks in ranks_of.items()]
     return sorted(
-        told,
+        merged,
         key=lambda one: (levels.index(one.finding.level), subjects.index(one.finding.subject), one.ranks),
     )

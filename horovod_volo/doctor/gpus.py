@@ -1,4 +1,4 @@
-"""Whether the host's GPUs, their driver and torch go together."""
+"""Checks the GPUs, their driver and PyTorch's CUDA build."""
 
 from __future__ import annotations
 
@@ -7,91 +7,92 @@ import os
 from dataclasses import dataclass
 
 from horovod_volo.cluster.topology import gpus_on_bus
-from horovod_volo.doctor.finding import Finding, attempt, failure, ok
+from horovod_volo.doctor.finding import Finding, failure, ok, run_check
 
 
 @dataclass(frozen=True)
-class Seen:
-    """The GPUs, from the bus up to torch."""
+class GpuState:
+    """What the PCI bus, the driver and PyTorch report about GPUs."""
 
     on_bus: int
-    driver: str = ""  # version; empty: none answers
-    driver_cuda: int = 0  # as CUDA writes it: 12040 is 12.4
-    torch_cuda: str = ""  # that torch was built with
-    to_torch: int = 0
+    driver: str = ""  # version; empty: no driver responds
+    driver_cuda: int = 0  # newest CUDA version of the driver, in CUDA's format: 12040 is 12.4
+    torch_cuda: str = ""  # CUDA version of the PyTorch build; empty: built without
+    torch_gpus: int = 0
     names: str = ""
-    hidden: str | None = None  # CUDA_VISIBLE_DEVICES
+    cuda_visible_devices: str | None = None
 
 
-def look_at_gpus() -> list[Finding]:
-    """Look at GPUs, driver and torch."""
-    return attempt("gpu", lambda: judge_gpus(_see()))
+def check_gpus() -> list[Finding]:
+    """Check GPUs, driver and PyTorch."""
+    return run_check("gpu", lambda: assess_gpus(_read_state()))
 
 
-def judge_gpus(seen: Seen) -> list[Finding]:
-    """Say what keeps torch from the GPUs, the first cause only."""
-    if not seen.on_bus and not seen.to_torch:
+def assess_gpus(state: GpuState) -> list[Finding]:
+    """Report the first reason why PyTorch cannot use the GPUs."""
+    if not state.on_bus and not state.torch_gpus:
         return [ok("gpu", "none; ranks compute on the CPU")]
-    there = f"{seen.on_bus} NVIDIA GPU{'s' if seen.on_bus > 1 else ''}"
-    if not seen.driver:
+    on_bus = f"{state.on_bus} NVIDIA GPU{'s' if state.on_bus > 1 else ''}"
+    if not state.driver:
         return [
             failure(
                 "gpu",
-                f"{there}, but no driver answers",
-                "Install NVIDIA's driver; in a container, start it with the GPUs (--gpus all).",
+                f"{on_bus}, but no driver responds",
+                "Install NVIDIA's driver; start a container with the GPUs (--gpus all).",
             )
         ]
-    if not seen.torch_cuda:
+    if not state.torch_cuda:
         return [
             failure(
                 "gpu",
-                f"{there}, but torch is built without CUDA",
+                f"{on_bus}, but torch is built without CUDA",
                 "Point pip at an index with torch's CUDA build, remove .venv, and run ./tools/setup again.",
             )
         ]
-    if seen.driver_cuda and seen.driver_cuda // 1000 < int(seen.torch_cuda.partition(".")[0]):
-        most = f"{seen.driver_cuda // 1000}.{seen.driver_cuda % 1000 // 10}"
+    if state.driver_cuda and state.driver_cuda // 1000 < int(state.torch_cuda.partition(".")[0]):
+        newest = f"{state.driver_cuda // 1000}.{state.driver_cuda % 1000 // 10}"
         return [
             failure(
                 "gpu",
-                f"driver {seen.driver} is for CUDA up to {most}, torch is built with {seen.torch_cuda}",
-                f"Install a driver for CUDA {seen.torch_cuda}, or a torch built for {most}.",
+                f"driver {state.driver} supports CUDA up to {newest}, torch is built with {state.torch_cuda}",
+                f"Install a driver for CUDA {state.torch_cuda}, or a torch built with {newest}.",
             )
         ]
-    if not seen.to_torch:
-        why = "" if seen.hidden is None else f" (CUDA_VISIBLE_DEVICES={seen.hidden!r})"
+    if not state.torch_gpus:
+        value = state.cuda_visible_devices
+        reason = "" if value is None else f" (CUDA_VISIBLE_DEVICES={value!r})"
         return [
             failure(
                 "gpu",
-                f"{there}, but torch sees none{why}",
-                "Take CUDA_VISIBLE_DEVICES out of the job, or see what `nvidia-smi` says of the GPUs.",
+                f"{on_bus}, but torch sees none{reason}",
+                "Remove CUDA_VISIBLE_DEVICES from the job, or see what `nvidia-smi` reports.",
             )
         ]
-    return [ok("gpu", f"{seen.to_torch} x {seen.names}, driver {seen.driver}")]
+    return [ok("gpu", f"{state.torch_gpus} x {state.names}, driver {state.driver}")]
 
 
-def _see() -> Seen:
+def _read_state() -> GpuState:
     import torch
 
     from horovod_volo.cluster.nvml import driver_version
 
     count = torch.cuda.device_count()
     names = dict.fromkeys(torch.cuda.get_device_name(number) for number in range(count))
-    return Seen(
+    return GpuState(
         on_bus=len(gpus_on_bus()),
         driver=driver_version(),
         driver_cuda=_driver_cuda(),
         torch_cuda=torch.version.cuda or "",
-        to_torch=count,
+        torch_gpus=count,
         names=", ".join(names),
-        hidden=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
 
 def _driver_cuda() -> int:
     try:
-        library = ctypes.CDLL("libcuda.so.1")  # comes with the driver
+        library = ctypes.CDLL("libcuda.so.1")  # part of the driver
     except OSError:
         return 0
-    number = ctypes.c_int()
-    return 0 if library.cuDriverGetVersion(ctypes.byref(number)) else number.value
+    version = ctypes.c_int()
+    return 0 if library.cuDriverGetVersion(ctypes.byref(version)) else version.value

@@ -1,4 +1,4 @@
-"""What the host leaves to each rank: cores, memory, shared memory, open files."""
+"""Checks the resources of a host that its ranks share: CPUs, memory, shared memory and open files."""
 
 from __future__ import annotations
 
@@ -11,111 +11,109 @@ from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.launch_env import LaunchEnv
 from horovod_volo.cluster.nvml import list_gpus
 from horovod_volo.cluster.topology import Host, read_host
-from horovod_volo.doctor.finding import Finding, attempt, failure, ok, warning
+from horovod_volo.doctor.finding import Finding, failure, ok, run_check, warning
 
 _MIB, _GIB = 2**20, 2**30
 
-# A rank has taken almost half a GiB when torch, Horovod and DALI are loaded, before its first image.
+# A rank uses almost half a GiB for torch, Horovod and DALI before its first image.
 MEMORY_NEEDED, MEMORY_WANTED = _GIB, 4 * _GIB
-# Open MPI gives each rank a file of 4 MiB there, NCCL several buffers as large for each GPU.
+# Open MPI creates a file of 4 MiB there for each rank, NCCL several buffers of that size for each GPU.
 SHARED_NEEDED, SHARED_NEEDED_BY_GPU = 5 * _MIB, 32 * _MIB
-# 64 open shards, the ring's sockets (gloo: four for each rank), logs and libraries; CUDA opens hundreds.
+# 64 open shards, sockets (gloo: four for each rank), logs and libraries; CUDA opens hundreds.
 FILES_NEEDED, FILES_WANTED, FILES_FOR_EACH_RANK = 128, 512, 4
 
 
-def look_at_host(place: LaunchEnv, bound: Binding, root: Path = Path("/")) -> list[Finding]:
-    """Look at what this rank has of its host."""
+def check_host(launch: LaunchEnv, binding: Binding, root: Path = Path("/")) -> list[Finding]:
+    """Check the resources of this rank's host."""
+    on_gpu = bool(binding.gpu)
     return [
-        *attempt("topology", lambda: [ok("topology", _described(read_host(root, list_gpus())))]),
-        *attempt("binding", lambda: _binding(bound)),
-        *attempt("memory", lambda: [judge_memory(free_memory(root), place.local_size)]),
-        *attempt(
-            "/dev/shm", lambda: [judge_shared_memory(_free_shared(root), place.local_size, bool(bound.gpu))]
+        *run_check("topology", lambda: [ok("topology", _summary(read_host(root, list_gpus())))]),
+        *run_check("binding", lambda: _binding_findings(binding)),
+        *run_check("memory", lambda: [assess_memory(free_memory(root), launch.local_size)]),
+        *run_check(
+            "/dev/shm", lambda: [assess_shared_memory(_free_shared_memory(root), launch.local_size, on_gpu)]
         ),
-        *attempt(
-            "open files", lambda: [judge_open_files(resource.getrlimit(resource.RLIMIT_NOFILE), place.size)]
+        *run_check(
+            "open files", lambda: [assess_open_files(resource.getrlimit(resource.RLIMIT_NOFILE), launch.size)]
         ),
     ]
 
 
-def _described(host: Host) -> str:
+def _summary(host: Host) -> str:
     cores, threads = len(host.cores), sum(map(len, host.cores))
     parts = [
         f"{cores} cores" if cores == threads else f"{cores} cores, {threads} hardware threads",
         f"{len(host.nodes)} NUMA node{'s' if len(host.nodes) > 1 else ''}",
         f"{len(host.gpus) or 'no'} GPU{'' if len(host.gpus) == 1 else 's'}",
-        f"RDMA cards {', '.join(map(str, host.cards))}" if host.cards else "no RDMA card",
+        f"RDMA NICs {', '.join(map(str, host.nics))}" if host.nics else "no RDMA NIC",
     ]
     return ", ".join(parts)
 
 
-def _binding(bound: Binding) -> Iterator[Finding]:
-    gpu = f", GPU {bound.gpu.name}" if bound.gpu else ""
-    kept = "".join(f"; {remark}" for remark in bound.remarks) if bound.placed else ""
-    yield ok("binding", f"{bound.mode}: {bound}{gpu}{kept}")
-    if not bound.placed:
-        remedy = "Give the job these CPUs, or start fewer ranks; --binding none takes what there is."
-        yield from (warning("binding", remark, remedy) for remark in bound.remarks)
+def _binding_findings(binding: Binding) -> Iterator[Finding]:
+    gpu = f", GPU {binding.gpu.name}" if binding.gpu else ""
+    note = "".join(f"; {text}" for text in binding.warnings) if binding.by_launcher else ""
+    yield ok("binding", f"{binding.mode}: {binding}{gpu}{note}")
+    if not binding.by_launcher:
+        remedy = "Request these CPUs for the job, or start fewer ranks; --binding none uses all allowed CPUs."
+        yield from (warning("binding", text, remedy) for text in binding.warnings)
 
 
-def judge_memory(free: int, ranks: int) -> Finding:
-    """Say whether each rank of the host finds memory enough."""
-    share = free / ranks
-    told = f"{share / _GIB:.{0 if share >= 10 * _GIB else 1}f} GiB free for each rank"
-    remedy = "End what else runs on the host, ask the scheduler for more memory, or start fewer ranks on it."
-    if share < MEMORY_NEEDED:
+def assess_memory(free: int, ranks: int) -> Finding:
+    """Report whether the host's free memory, in bytes, is enough for its ranks."""
+    per_rank = free / ranks
+    text = f"{per_rank / _GIB:.{0 if per_rank >= 10 * _GIB else 1}f} GiB free for each rank"
+    remedy = "End other processes on the host, request more memory, or start fewer ranks on it."
+    if per_rank < MEMORY_NEEDED:
         return failure(
-            "memory", f"{told}: a rank does not start with less than {MEMORY_NEEDED // _GIB}", remedy
+            "memory", f"{text}: a rank does not start with less than {MEMORY_NEEDED // _GIB}", remedy
         )
-    if share < MEMORY_WANTED:
-        return warning("memory", f"{told}: images and checkpoints may want {MEMORY_WANTED // _GIB}", remedy)
-    return ok("memory", told)
+    if per_rank < MEMORY_WANTED:
+        return warning("memory", f"{text}: images and checkpoints may need {MEMORY_WANTED // _GIB}", remedy)
+    return ok("memory", text)
 
 
-def judge_shared_memory(free: int | None, ranks: int, on_gpu: bool) -> Finding:
-    """Say whether MPI and NCCL find room for the ranks of the host."""
-    each = SHARED_NEEDED_BY_GPU if on_gpu else SHARED_NEEDED
+def assess_shared_memory(free: int | None, ranks: int, on_gpu: bool) -> Finding:
+    """Report whether /dev/shm has enough bytes free for MPI and NCCL; None: it does not exist."""
+    per_rank = SHARED_NEEDED_BY_GPU if on_gpu else SHARED_NEEDED
     remedy = "As root: mount -o remount,size=1G /dev/shm. A container is started with --shm-size=1g."
     if free is None:
-        return failure("/dev/shm", "is missing: ranks of one host meet there", "Mount a tmpfs there.")
-    told = f"{free / _GIB:.0f} GiB free" if free >= 10 * _GIB else f"{free // _MIB} MiB free"
-    if free < ranks * each:
-        what = "NCCL and MPI" if on_gpu else "MPI"
-        return failure(
-            "/dev/shm", f"{told}: {what} may want {each // _MIB} MiB for each rank of the host", remedy
-        )
-    return ok("/dev/shm", told)
+        text = "is missing: the ranks of a host exchange data there"
+        return failure("/dev/shm", text, "Mount a tmpfs there.")
+    text = f"{free / _GIB:.0f} GiB free" if free >= 10 * _GIB else f"{free // _MIB} MiB free"
+    if free < ranks * per_rank:
+        users = "NCCL and MPI" if on_gpu else "MPI"
+        text = f"{text}: {users} may need {per_rank // _MIB} MiB for each rank of the host"
+        return failure("/dev/shm", text, remedy)
+    return ok("/dev/shm", text)
 
 
-def judge_open_files(limits: tuple[int, int], ranks: int) -> Finding:
-    """Say whether a rank may open its shards, its logs, and sockets to all others."""
+def assess_open_files(limits: tuple[int, int], ranks: int) -> Finding:
+    """Report whether the soft limit allows shards, logs and the sockets to all ranks."""
     soft, hard = limits
     if soft == resource.RLIM_INFINITY:
         return ok("open files", "no limit")
-    needed, wanted = (least + FILES_FOR_EACH_RANK * ranks for least in (FILES_NEEDED, FILES_WANTED))
-    enough = hard == resource.RLIM_INFINITY or hard >= wanted
-    higher = f"Run `ulimit -n {wanted}` before the launcher, on every host"
-    remedy = (
-        f"{higher}."
-        if enough
-        else f"{higher}; the hard limit, {hard}, is raised in /etc/security/limits.conf."
-    )
+    needed, wanted = (base + FILES_FOR_EACH_RANK * ranks for base in (FILES_NEEDED, FILES_WANTED))
+    hard_limit_suffices = hard == resource.RLIM_INFINITY or hard >= wanted
+    raise_soft = f"Run `ulimit -n {wanted}` before the launcher, on every host"
+    raise_hard = f"; raise the hard limit, {hard}, in /etc/security/limits.conf"
+    remedy = f"{raise_soft}." if hard_limit_suffices else f"{raise_soft}{raise_hard}."
     if soft < needed:
         return failure("open files", f"at most {soft}, but a rank of {ranks} needs {needed}", remedy)
     if soft < wanted:
-        return warning("open files", f"at most {soft}; a rank of {ranks} may want {wanted}", remedy)
+        return warning("open files", f"at most {soft}; a rank of {ranks} may need {wanted}", remedy)
     return ok("open files", f"at most {soft}")
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Return what the host has free, or this process's group if that is less."""
+    """Return the free bytes of the host, or of this process's control groups where they have less."""
     lines = (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()
     host = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return min([host, *_left_to_groups(root)])
+    return min([host, *_free_in_groups(root)])
 
 
-def _left_to_groups(root: Path) -> Iterator[int]:
-    """Yield what each control group around this process leaves: a container's, or a job's."""
+def _free_in_groups(root: Path) -> Iterator[int]:
+    """Yield the free bytes of each control group of this process: a container's, or a job's."""
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -126,24 +124,26 @@ def _left_to_groups(root: Path) -> Iterator[int]:
             if controllers
             else ("memory.max", "memory.current")
         )
-        inside = mount / path.lstrip("/")
-        for folder in [inside, *inside.parents]:
+        group = mount / path.lstrip("/")
+        for folder in [group, *group.parents]:
             if folder.is_relative_to(mount):
-                yield from _left(folder, *names)
+                yield from _free_in_group(folder, *names)
 
 
-def _left(folder: Path, limit: str, used: str) -> Iterator[int]:
+def _free_in_group(folder: Path, limit_file: str, usage_file: str) -> Iterator[int]:
     try:
-        most, now = ((folder / name).read_text(encoding="utf-8").strip() for name in (limit, used))
+        limit, usage = (
+            (folder / name).read_text(encoding="utf-8").strip() for name in (limit_file, usage_file)
+        )
         stat = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
-    except OSError:  # a group that sets no limit, or one outside of the container
+    except OSError:  # the group has no limit, or is outside the container
         return
     cache = next((int(line.split()[1]) for line in stat if line.startswith("inactive_file ")), 0)
-    if most.isdecimal():
-        yield int(most) - int(now) + cache  # files in the cache give way
+    if limit.isdecimal():
+        yield int(limit) - int(usage) + cache  # the kernel can evict cached files
 
 
-def _free_shared(root: Path) -> int | None:
+def _free_shared_memory(root: Path) -> int | None:
     try:
         state = os.statvfs(root / "dev/shm")
     except OSError:

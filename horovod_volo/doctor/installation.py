@@ -1,4 +1,4 @@
-"""What is installed, and whether it can be used: Python, torch, Horovod, MPI, DALI, timm, Apex."""
+"""Checks the installed packages: Python, torch, Horovod and its MPI, DALI, timm and Apex."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import subprocess
 from collections.abc import Iterator
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.doctor.finding import Finding, attempt, from_error, ok, warning
+from horovod_volo.doctor.finding import Finding, from_error, ok, run_check, warning
 
 _SETUP = "Run ./tools/setup."
-_SECONDS = 20  # for a program that only tells its version
+_VERSION_TIMEOUT_SECONDS = 20
 
 
-def look_at_installation() -> list[Finding]:
-    """Look at every package that training needs."""
+def check_installation() -> list[Finding]:
+    """Check every package that training needs."""
     return [
         ok("python", platform.python_version()),
-        *attempt("torch", _torch),
-        *attempt("horovod", _horovod),
-        *attempt("dali", _dali),
-        *attempt("timm", _timm),
-        *attempt("apex", _apex),
+        *run_check("torch", _torch),
+        *run_check("horovod", _horovod),
+        *run_check("dali", _dali),
+        *run_check("timm", _timm),
+        *run_check("apex", _apex),
     ]
 
 
@@ -35,20 +35,20 @@ def _torch() -> Iterator[Finding]:
 
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     yield ok("torch", f"{torch.__version__}, {cuda}")
-    yield from _unlike_asked("torch", "torch")
+    yield from _other_version("torch", "torch")
 
 
 def _horovod() -> Iterator[Finding]:
     from horovod_volo.cluster.horovod_build import read_build
 
     build = read_build()
-    parts = {"PyTorch": True, "MPI": build.mpi, "gloo": build.gloo, "NCCL": build.nccl}
-    without = [name for name, there in parts.items() if not there]
-    there = ", ".join(name for name, there in parts.items() if there)
-    yield ok("horovod", f"{build.version} with {there}{'; no ' + ', no '.join(without) if without else ''}")
+    features = {"PyTorch": True, "MPI": build.mpi, "gloo": build.gloo, "NCCL": build.nccl}
+    present = ", ".join(name for name, built in features.items() if built)
+    missing = [name for name, built in features.items() if not built]
+    yield ok("horovod", f"{build.version} with {present}{'; no ' + ', no '.join(missing) if missing else ''}")
     yield from _nccl(build.nccl)
-    yield from _unlike_asked("horovod", "horovod")
-    yield from compare_mpi(build.mpi_library, _mpirun())
+    yield from _other_version("horovod", "horovod")
+    yield from compare_mpi(build.mpi_library, _mpirun_version())
 
 
 def _nccl(built: bool) -> Iterator[Finding]:
@@ -57,24 +57,28 @@ def _nccl(built: bool) -> Iterator[Finding]:
     if torch.cuda.is_available() and not built:
         yield warning(
             "horovod",
-            "was built without NCCL: gradients go from GPU to GPU through host memory",
+            "was built without NCCL: gradients pass through host memory",
             "Build it on a machine with a GPU, or with HOROVOD_GPU_OPERATIONS=NCCL ./tools/build_horovod.",
         )
 
 
-def _mpirun() -> str:
-    """Return what the mpirun on PATH calls itself; nothing without one."""
+def _mpirun_version() -> str:
+    """Return the version line of the mpirun on PATH; empty without one."""
     program = shutil.which("mpirun")
     if program is None:
         return ""
     done = subprocess.run(
-        [program, "--version"], capture_output=True, text=True, timeout=_SECONDS, check=False
+        [program, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=_VERSION_TIMEOUT_SECONDS,
+        check=False,
     )
     return next(iter(f"{done.stdout}{done.stderr}".splitlines()), "").strip()
 
 
 def compare_mpi(library: str, program: str) -> list[Finding]:
-    """Hold the MPI inside Horovod against the mpirun on PATH: of two MPIs, each rank would be alone."""
+    """Compare Horovod's MPI with the mpirun on PATH: with two MPIs, each rank would run alone."""
     if not library:
         return [ok("mpirun", f"{program or 'none'}; not needed: Horovod is built without MPI")]
     if not program:
@@ -85,70 +89,69 @@ def compare_mpi(library: str, program: str) -> list[Finding]:
                 f"Put the mpirun of {library} on PATH, or start with `horovodrun --gloo`.",
             )
         ]
-    mine, its = _family_and_version(library), _family_and_version(program)
-    if mine != its:
+    if _family_and_version(library) != _family_and_version(program):
         return [
             warning(
                 "mpirun",
-                f"on PATH is {program}, but Horovod is built with {library}: it may start ranks that do not "
-                "find each other",
+                f"on PATH is {program}, but Horovod is built with {library}: ranks may not find each other",
                 f"Put the mpirun of {library} first on PATH, or start with `horovodrun --gloo`.",
             )
         ]
-    return [ok("mpirun", f"{library}, Horovod's own")]
+    return [ok("mpirun", f"{library}, the one that Horovod is built with")]
 
 
 def _family_and_version(text: str) -> tuple[bool, str]:
-    """Tell Open MPI from others, and its major version: minor ones understand each other."""
+    """Return whether it is Open MPI, and the major version; minor versions are compatible."""
     number = re.search(r"\d+(?=\.\d)", text)
     return "open mpi" in text.lower() or "openrte" in text.lower(), number[0] if number else ""
 
 
 def _dali() -> Iterator[Finding]:
-    importlib.import_module("horovod_volo.data.pipeline")  # DALI's one door
-    yield ok("dali", _installed("nvidia-dali"))
-    yield from _unlike_asked("dali", "nvidia-dali")
+    importlib.import_module("horovod_volo.data.pipeline")  # the only module that imports DALI
+    yield ok("dali", _name_and_version("nvidia-dali"))
+    yield from _other_version("dali", "nvidia-dali")
 
 
 def _timm() -> Iterator[Finding]:
     importlib.import_module("horovod_volo.models.timm_api")
-    yield ok("timm", _installed("timm"))
-    yield from _unlike_asked("timm", "timm")
+    yield ok("timm", _name_and_version("timm"))
+    yield from _other_version("timm", "timm")
 
 
 def _apex() -> Iterator[Finding]:
     if importlib.util.find_spec("apex") is None:
-        yield ok("apex", "not installed; torch's own fused AdamW serves")
+        yield ok("apex", "not installed; torch's fused AdamW is used")
         return
     from horovod_volo.optim.apex_optimizers import check_apex
 
     try:
         check_apex(instead="adamw")
-    except UserError as problem:
-        found = from_error("apex", problem)
-        yield warning("apex", found.text, found.remedy)
+    except UserError as error:
+        problem = from_error("apex", error)
+        yield warning("apex", problem.text, problem.remedy)
     else:
         yield ok("apex", "NVIDIA's, with its CUDA kernels")
 
 
-def _asked() -> dict[str, str]:
-    """Return the versions that this package asks for exactly, by package."""
+def _pinned_versions() -> dict[str, str]:
+    """Return the exact versions in this package's requirements, by package."""
     exact = (
         re.match(r"([\w-]+)==([\w.]+)", line) for line in importlib.metadata.requires("horovod_volo") or ()
     )
     return {match[1]: match[2] for match in exact if match}
 
 
-def _installed(beginning: str) -> str:
-    """Return name and version of the package that is asked for by a name with this beginning."""
-    name = next((name for name in _asked() if name.startswith(beginning)), beginning)
+def _name_and_version(prefix: str) -> str:
+    """Return name and installed version of the requirement whose name starts with `prefix`."""
+    name = next((name for name in _pinned_versions() if name.startswith(prefix)), prefix)
     version = importlib.metadata.version(name)
-    return version if name == beginning else f"{name} {version}"
+    return version if name == prefix else f"{name} {version}"
 
 
-def _unlike_asked(subject: str, beginning: str) -> Iterator[Finding]:
-    for name, wanted in _asked().items():
-        if name.startswith(beginning):
-            there = importlib.metadata.version(name)
-            if there.partition("+")[0] != wanted:
-                yield warning(subject, f"is {there}; everything was tried with {wanted}", _SETUP)
+def _other_version(subject: str, prefix: str) -> Iterator[Finding]:
+    """Warn if the installed version is not the required one."""
+    for name, required in _pinned_versions().items():
+        if name.startswith(prefix):
+            installed = importlib.metadata.version(name)
+            if installed.partition("+")[0] != required:
+                yield warning(subject, f"is {installed}; only {required} is tested", _SETUP)

@@ -1,4 +1,4 @@
-"""The findings of all ranks as text and as JSON."""
+"""Formats the merged findings of all ranks as text and as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from horovod_volo.cluster.topology import cpu_ranges
-from horovod_volo.doctor.finding import Level, Told
+from horovod_volo.doctor.finding import Level, MergedFinding
 
 _WIDTH = 110
 _MARKS = {Level.FAILURE: "FAILURE", Level.WARNING: "warning", Level.OK: "ok"}
@@ -17,21 +17,21 @@ _MARKS = {Level.FAILURE: "FAILURE", Level.WARNING: "warning", Level.OK: "ok"}
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, and by whom."""
+    """The findings of a run of the doctor, and its ranks."""
 
     ranks: int  # that the launcher started
-    hosts: tuple[str, ...]  # of each rank that was heard: all, or rank 0 alone
+    hosts: tuple[str, ...]  # of each rank that reported: all, or only rank 0
     launcher: str
     controller: str
-    findings: tuple[Told, ...]
+    findings: tuple[MergedFinding, ...]
 
     @property
     def failed(self) -> bool:
-        """Say whether something does not work."""
+        """Return whether there is a failure."""
         return self._count(Level.FAILURE) > 0
 
     def record(self) -> dict[str, Any]:
-        """Return everything as JSON takes it."""
+        """Return the report for JSON."""
         return {
             "failures": self._count(Level.FAILURE),
             "warnings": self._count(Level.WARNING),
@@ -40,32 +40,32 @@ class Report:
             "launcher": self.launcher,
             "controller": self.controller,
             "findings": [
-                {**asdict(told.finding), "level": told.finding.level.value, "ranks": list(told.ranks)}
-                for told in self.findings
+                {**asdict(one.finding), "level": one.finding.level.value, "ranks": list(one.ranks)}
+                for one in self.findings
             ],
         }
 
     def text(self) -> str:
-        """Return it for a terminal: what is wrong first."""
-        subject = max((len(told.finding.subject) for told in self.findings), default=0)
+        """Return the report for a terminal, with failures first."""
+        subject_width = max((len(one.finding.subject) for one in self.findings), default=0)
         lines = [self._title(), ""]
         level = None
-        for told in self.findings:
-            if level not in (None, told.finding.level):
+        for one in self.findings:
+            if level not in (None, one.finding.level):
                 lines.append("")
-            level = told.finding.level
-            lines += _lines(told, subject, self._whose(told.ranks))
+            level = one.finding.level
+            lines += _lines(one, subject_width, self._ranks_text(one.ranks))
         return "\n".join([*lines, "", self._summary()])
 
     def _title(self) -> str:
         hosts = len(set(self.hosts))
-        where = f"{_counted(self.ranks, 'rank')} on {_counted(hosts, 'host')}"
+        ranks = f"{_counted(self.ranks, 'rank')} on {_counted(hosts, 'host')}"
         if len(self.hosts) < self.ranks:
-            where = f"only rank 0 of {self.ranks} was heard"
+            ranks = f"only rank 0 of {self.ranks} reported"
         started = "no launcher" if self.launcher == "none" else f"{self.launcher} ({self.controller})"
-        return f"{where}, {started}"
+        return f"{ranks}, {started}"
 
-    def _whose(self, ranks: Sequence[int]) -> str:
+    def _ranks_text(self, ranks: Sequence[int]) -> str:
         if len(ranks) == len(self.hosts):
             return ""
         return f"rank{'s' if len(ranks) > 1 else ''} {cpu_ranges(ranks)} of {self.ranks}"
@@ -79,15 +79,15 @@ class Report:
         return "Everything is well."
 
     def _count(self, level: Level) -> int:
-        return Counter(told.finding.level for told in self.findings)[level]
+        return Counter(one.finding.level for one in self.findings)[level]
 
 
-def _lines(told: Told, width: int, whose: str) -> list[str]:
-    """Lay one finding out: mark, subject, text, whose it is; below it the remedy."""
-    finding = told.finding
+def _lines(merged: MergedFinding, width: int, ranks: str) -> list[str]:
+    """Return the lines of one finding: level, subject, text and ranks, then the remedy."""
+    finding = merged.finding
     head = f"{_MARKS[finding.level]:<8} {finding.subject:<{width}}  "
     margin = " " * len(head)
-    text = f"{finding.text} ({whose})" if whose else finding.text
+    text = f"{finding.text} ({ranks})" if ranks else finding.text
     lines = textwrap.wrap(
         text,
         _WIDTH,

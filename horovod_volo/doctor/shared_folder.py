@@ -1,4 +1,4 @@
-"""Whether all ranks can write where results go, and see there what the others wrote."""
+"""Checks that all ranks can write to the folder of results, and read what the others wrote."""
 
 from __future__ import annotations
 
@@ -14,65 +14,62 @@ from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.doctor.finding import Finding, failure, ok, warning
 
 SLOW_SECONDS = 1.0
-_PATIENCE_SECONDS = 3.0  # network file systems show others' files after a while
+_VISIBLE_SECONDS = 3.0  # network file systems show the files of other hosts with a delay
 _POLL_SECONDS = 0.05
-_REMEDY = "Name a folder that every host has from the same file server: --shared here, --output for training."
+_REMEDY = (
+    "Name a folder that every host mounts from the same file server: --shared here, --output for training."
+)
 
 
-def look_at_shared_folder(folder: Path, world: World) -> list[Finding]:
-    """Write, let every rank read what all wrote, and leave nothing. Collective: every rank calls this."""
+def check_shared_folder(folder: Path, world: World) -> list[Finding]:
+    """Write a file on every rank, read all of them, and remove them. Collective: every rank calls this."""
     token = world.broadcast_object(secrets.token_hex(8))
-    made: list[Path] = []
-    problem, began = "", time.monotonic()
-    mine = _file(folder, token, world.rank)
+    created: list[Path] = []
+    problem, start = "", time.monotonic()
+    own_file = _file(folder, token, world.rank)
     try:
         try:
-            made = _make(folder)
-            with atomic_write(mine) as file:
+            created = _create(folder)
+            with atomic_write(own_file) as file:
                 file.write(token.encode())
         except OSError as error:
             problem = error.strerror or str(error)
-        wrote = world.allgather_object((problem, time.monotonic() - began, socket.gethostname()))
-        there = [rank for rank, (other, _, _) in enumerate(wrote) if not other]
-        unseen, waited = _wait_for(folder, token, there)
-        slowest = max(world.allgather_object(waited))
+        written = world.allgather_object((problem, time.monotonic() - start, socket.gethostname()))
+        writers = [rank for rank, (other, _, _) in enumerate(written) if not other]
+        invisible, waited = _wait_for_files(folder, token, writers)
+        longest_wait = max(world.allgather_object(waited))
     finally:
         with contextlib.suppress(OSError):
-            mine.unlink()
-    world.allgather_object(None)  # what others made may go when all are out of it
-    for path in reversed(made):
-        with contextlib.suppress(OSError):  # somebody else has begun to use it
+            own_file.unlink()
+    world.allgather_object(None)  # a created folder can be removed once all ranks have removed their files
+    for path in reversed(created):
+        with contextlib.suppress(OSError):  # somebody else has started to use it
             path.rmdir()
     if problem:
-        return [
-            failure(
-                "shared folder", f"{folder}: nothing can be written there: {problem}", _unwritable(folder)
-            )
-        ]
-    if unseen:
-        return [
-            failure("shared folder", _not_shared(folder, unseen, [host for _, _, host in wrote]), _REMEDY)
-        ]
-    return [judge_times(folder, max(seconds for _, seconds, _ in wrote), slowest, world.size)]
+        return [failure("shared folder", f"{folder}: cannot write there: {problem}", _unwritable(folder))]
+    if invisible:
+        text = _not_shared(folder, invisible, [host for _, _, host in written])
+        return [failure("shared folder", text, _REMEDY)]
+    return [assess_times(folder, max(seconds for _, seconds, _ in written), longest_wait, world.size)]
 
 
-def judge_times(folder: Path, writing: float, seeing: float, ranks: int) -> Finding:
-    """Say whether the folder is fast enough to keep checkpoints in."""
-    told = f"{folder}: a file is on the disk after {_duration(writing)}"
+def assess_times(folder: Path, write_seconds: float, visible_seconds: float, ranks: int) -> Finding:
+    """Report whether the folder is fast enough for checkpoints."""
+    text = f"{folder}: a file is on the disk after {_duration(write_seconds)}"
     if ranks > 1:
-        told += f", and seen by all ranks after {_duration(seeing)} more"
-    if max(writing, seeing) > SLOW_SECONDS:
-        return warning("shared folder", told, "Training waits for its checkpoints: name a faster folder.")
-    return ok("shared folder", told)
+        text += f", and visible to all ranks {_duration(visible_seconds)} later"
+    if max(write_seconds, visible_seconds) > SLOW_SECONDS:
+        return warning("shared folder", text, "Training waits for its checkpoints: name a faster folder.")
+    return ok("shared folder", text)
 
 
 def _file(folder: Path, token: str, rank: int) -> Path:
     return folder / f".doctor-{token}-{rank}"
 
 
-def _make(folder: Path) -> list[Path]:
-    """Make a folder; return what had to be made, from the outermost on."""
-    made = []
+def _create(folder: Path) -> list[Path]:
+    """Create a folder; return the folders that did not exist, outermost first."""
+    created = []
     for path in reversed([folder, *folder.parents]):
         try:
             path.mkdir()
@@ -80,38 +77,38 @@ def _make(folder: Path) -> list[Path]:
             if not path.is_dir():
                 raise
         else:
-            made.append(path)
-    return made
+            created.append(path)
+    return created
 
 
-def _wait_for(folder: Path, token: str, ranks: list[int]) -> tuple[list[int], float]:
-    """Return whose files do not come, and how long the last of the others took."""
-    began = time.monotonic()
-    unseen = list(ranks)
+def _wait_for_files(folder: Path, token: str, ranks: list[int]) -> tuple[list[int], float]:
+    """Return the ranks whose files stay invisible, and the time until the last of the others was visible."""
+    start = time.monotonic()
+    invisible = list(ranks)
     while True:
-        unseen = [rank for rank in unseen if not _is_there(_file(folder, token, rank), token)]
-        waited = time.monotonic() - began
-        if not unseen or waited > _PATIENCE_SECONDS:
-            return unseen, waited
+        invisible = [rank for rank in invisible if not _is_visible(_file(folder, token, rank), token)]
+        waited = time.monotonic() - start
+        if not invisible or waited > _VISIBLE_SECONDS:
+            return invisible, waited
         time.sleep(_POLL_SECONDS)
 
 
-def _is_there(file: Path, token: str) -> bool:
+def _is_visible(file: Path, token: str) -> bool:
     try:
         return file.read_text(encoding="utf-8") == token
     except OSError:
         return False
 
 
-def _not_shared(folder: Path, unseen: list[int], hosts: list[str]) -> str:
-    names = ", ".join(dict.fromkeys(hosts[rank] for rank in unseen))
-    ranks = f"rank{'s' if len(unseen) > 1 else ''} {cpu_ranges(unseen)} (on {names})"
-    return f"{folder}: is not shared: what {ranks} wrote there is not seen"
+def _not_shared(folder: Path, invisible: list[int], hosts: list[str]) -> str:
+    names = ", ".join(dict.fromkeys(hosts[rank] for rank in invisible))
+    ranks = f"rank{'s' if len(invisible) > 1 else ''} {cpu_ranges(invisible)} (on {names})"
+    return f"{folder}: is not shared: the files of {ranks} are not visible"
 
 
 def _unwritable(folder: Path) -> str:
     return (
-        f"Mount it for writing, and give it to this user (`ls -ld {folder}`); or name another: "
+        f"Mount it for writing and give this user permission (see `ls -ld {folder}`), or name another: "
         "--shared here, --output for training."
     )
 

@@ -201,7 +201,7 @@ def _clip(config: Config, state: TrainState) -> Clip:
         config.update.clip_mode,
         config.update.clip_grad,
         state.reducer.local_parameters,
-        flat_gradients=state.reducer.flat_gradients,
+        flat_gradients=state.reducer.local_gradients,
         heads=heads_of(config.model.model),
         global_grad_norm=state.reducer.global_grad_norm,
     )

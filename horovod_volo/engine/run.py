@@ -105,7 +105,7 @@ def _tracker(config: Config, world: World, first_step: int, total_steps: int) ->
 def log_start(context: TrainContext, remarks: list[str]) -> None:
     """Say what runs and keep with what it was made. Collective: every rank calls this."""
     hosts, bindings = context.world.hosts(), context.world.allgather_object(str(context.resources))
-    of_ranks = context.world.allgather_object(context.world.bound.remarks)
+    of_ranks = context.world.allgather_object(context.world.binding.warnings)
     bound = dict.fromkeys(remark for of_rank in of_ranks for remark in of_rank)  # each once
     context.logger.log(banner(context, hosts, [*bound, *remarks]))
     context.logger.write_file("resolved.toml", dump(context.config))

@@ -43,7 +43,7 @@ class TrainState:
         yield from self.model.state_dict().values()
         yield from self.reducer.replicated_tensors(self._optimizer_state()).values()
         yield from self.average.tensors().values()
-        yield from self.reducer.factors.state().values()
+        yield from self.reducer.scales.state_tensors().values()
 
     def full_state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Return all tensors by file, the optimizer's on rank 0 alone. Collective: every rank calls this."""
@@ -51,7 +51,7 @@ class TrainState:
             "model": self.model.state_dict(),
             "optimizer": self.reducer.gather_optimizer_state(self._optimizer_state(), self.optimizer_keys),
             "ema": self.average.tensors(),
-            "exchange": self.reducer.factors.state(),
+            "exchange": self.reducer.scales.state_tensors(),
         }
         return {file: tensors for file, tensors in files.items() if tensors}
 
@@ -61,7 +61,7 @@ class TrainState:
         own = {
             "model": self.model.state_dict(),
             "ema": self.average.tensors(),
-            "exchange": self.reducer.factors.state(),
+            "exchange": self.reducer.scales.state_tensors(),
         }
         for file, tensors in own.items():
             for name, tensor in saved.get(file, {}).items():
@@ -69,7 +69,7 @@ class TrainState:
                 if file != "exchange" or (name in tensors and tensors[name].shape == tensor.shape):
                     tensors[name].copy_(tensor)
             world.broadcast_(tensors.values())
-        self.reducer.factors.restored()
+        self.reducer.scales.update_after_restore()
         self.reducer.scatter_optimizer_state(
             self._optimizer_state(), self.optimizer_keys, saved.get("optimizer", {})
         )
@@ -123,4 +123,4 @@ def build_state(
 
 def _reducer(config: Config, world: World, model: nn.Module) -> Reducer:
     kind = ShardedReducer if config.update.shard_optimizer else Reducer
-    return kind(model, world, config.exchange, passes=config.update.accumulation)
+    return kind(model, world, config.exchange, micro_batches=config.update.accumulation)

@@ -76,7 +76,7 @@ def measure_accuracy(question: EvalRequest, world: World, progress: Progress) ->
     resources = rank_resources(world)
     catalog = _list_images(question, world)
     network = world.run_on_all_ranks(partial(_load, question, catalog))
-    world.assert_same(network.network.parameters(), "The weights")
+    world.assert_identical(network.network.parameters(), "The weights")
     real = world.run_on_all_ranks(partial(_real, question, catalog, network)) if question.real else None
     network.network.to(resources.device)
     mend_convolutions(network.network, question.precision, resources.device)

@@ -1,1 +1,1 @@
-"""Kernels for NVIDIA GPUs, written in Triton: the only place that imports it, and only where one is used."""
+"""Triton kernels for NVIDIA GPUs. No other package imports Triton; import this only where a kernel runs."""

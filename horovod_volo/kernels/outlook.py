@@ -1,6 +1,6 @@
-"""Outlook attention of 3 x 3 windows, 2 apart, on an NVIDIA GPU, without unfolded windows in memory.
+"""Fused outlook attention on NVIDIA GPUs: 3 x 3 windows at stride 2, without unfolding them in memory.
 
-Invariant: what is kept for backward are the inputs alone; the softmax is done again.
+Invariant: only the inputs are saved for backward; it recomputes the softmax.
 """
 
 from __future__ import annotations
@@ -11,41 +11,44 @@ import torch
 import triton
 from torch import Tensor
 
-from horovod_volo.kernels import outlook_programs
+from horovod_volo.kernels import outlook_kernels
 
-# Of a program of four warps: fewer than threads, so that each thread loads the numbers of its own cell.
+# Cells of one program: fewer than the threads of its four warps, so that each thread loads its cell's scores.
 _CELLS = 32
 
 
 @torch.library.custom_op("horovod_volo::outlook_fused", mutates_args=())
 def fused_outlook(values: Tensor, scores: Tensor, heads: int, scale: float) -> Tensor:
-    """Return values (batch, height, width, channels), mixed by scores (batch, rows, columns, heads * 81)."""
+    """Return outlook attention of values (batch, height, width, channels).
+
+    `scores` are the attention logits (batch, rows, columns, heads * 81) of windows, multiplied by `scale`.
+    """
     values, scores = values.contiguous(), scores.contiguous()
-    mixed = torch.empty_like(values)
+    output = torch.empty_like(values)
     sizes = _sizes(values, scores, heads)
-    outlook_programs.gather[_grid(scores, heads)](
-        values, scores, scores, mixed, *sizes, scale, backward=False, **_blocks(values, heads)
+    outlook_kernels.aggregate_windows[_grid(scores, heads)](
+        values, scores, scores, output, *sizes, scale, backward=False, **_blocks(values, heads)
     )
-    return mixed
+    return output
 
 
 @torch.library.custom_op("horovod_volo::outlook_fused_backward", mutates_args=())
 def fused_outlook_backward(
     gradient: Tensor, values: Tensor, scores: Tensor, heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the values and of the scores."""
+    """Return the gradients of values and scores."""
     gradient, values, scores = gradient.contiguous(), values.contiguous(), scores.contiguous()
-    of_values, of_scores = torch.empty_like(values), torch.empty_like(scores)
+    grad_values, grad_scores = torch.empty_like(values), torch.empty_like(scores)
     batch, rows, columns = scores.shape[:3]
-    logarithms = scores.new_empty((batch, rows, columns, heads, 9), dtype=torch.float32)
+    log_sum_exp = scores.new_empty((batch, rows, columns, heads, 9), dtype=torch.float32)
     sizes, grid, blocks = _sizes(values, scores, heads), _grid(scores, heads), _blocks(values, heads)
-    outlook_programs.differentiate_scores[grid](
-        gradient, values, scores, of_scores, logarithms, *sizes, scale, **blocks
+    outlook_kernels.scores_backward[grid](
+        gradient, values, scores, grad_scores, log_sum_exp, *sizes, scale, **blocks
     )
-    outlook_programs.gather[grid](
-        gradient, scores, logarithms, of_values, *sizes, scale, backward=True, **blocks
+    outlook_kernels.aggregate_windows[grid](
+        gradient, scores, log_sum_exp, grad_values, *sizes, scale, backward=True, **blocks
     )
-    return of_values, of_scores
+    return grad_values, grad_scores
 
 
 def _sizes(values: Tensor, scores: Tensor, heads: int) -> tuple[int, ...]:
@@ -59,31 +62,34 @@ def _grid(scores: Tensor, heads: int) -> tuple[int]:
 
 
 def _blocks(values: Tensor, heads: int) -> dict[str, int]:
-    width = values.shape[3] // heads
-    return {"depth": width, "lanes": triton.next_power_of_2(width), "cells": _CELLS}
+    head_dim = values.shape[3] // heads
+    return {"head_dim": head_dim, "lanes": triton.next_power_of_2(head_dim), "cells": _CELLS}
 
 
 @fused_outlook.register_fake
-def _form(values: Tensor, _scores: Tensor, _heads: int, _scale: float) -> Tensor:
+def _fake(values: Tensor, _scores: Tensor, _heads: int, _scale: float) -> Tensor:
     return torch.empty_like(values, memory_format=torch.contiguous_format)
 
 
 @fused_outlook_backward.register_fake
-def _backward_form(
+def _fake_backward(
     _: Tensor, values: Tensor, scores: Tensor, _heads: int, _scale: float
 ) -> tuple[Tensor, Tensor]:
-    form = torch.contiguous_format
-    return torch.empty_like(values, memory_format=form), torch.empty_like(scores, memory_format=form)
+    contiguous = torch.contiguous_format
+    return (
+        torch.empty_like(values, memory_format=contiguous),
+        torch.empty_like(scores, memory_format=contiguous),
+    )
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], **_: Tensor) -> None:
-    *both, ctx.heads, ctx.scale = inputs
-    ctx.save_for_backward(*both)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], **_: Tensor) -> None:
+    *tensors, ctx.heads, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-    of_both = fused_outlook_backward(gradient, *ctx.saved_tensors, ctx.heads, ctx.scale)
-    return *of_both, None, None
+    gradients = fused_outlook_backward(gradient, *ctx.saved_tensors, ctx.heads, ctx.scale)
+    return *gradients, None, None
 
 
-fused_outlook.register_autograd(_backward, setup_context=_keep)
+fused_outlook.register_autograd(_backward, setup_context=_setup_context)

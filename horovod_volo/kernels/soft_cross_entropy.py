@@ -1,10 +1,10 @@
-"""The cross-entropy of logits and sparse soft targets on an NVIDIA GPU: one program a row.
+"""Cross-entropy of logits with sparse soft targets on NVIDIA GPUs, one Triton program per row.
 
-A row's target is `uniform` on every class plus `weights` on the classes `ids`, which may repeat. Logits are
-read once forward, and once backward, where their gradient may take their place. Arithmetic is fp32.
+The target of a row is `uniform` on every class plus `weights` on the classes `ids`, which may repeat. Forward
+reads the logits once; backward reads them once and may overwrite them by their gradient. Arithmetic is fp32.
 
-Invariant: the gradient is the same bits each time. Only one lane writes to a class: that of the class's
-first entry, which adds up all entries of its class.
+Invariant: the gradient is bitwise reproducible. If a class is repeated in `ids`, only the lane of its first
+entry writes the class, with the sum over all its entries.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_MOST_AT_ONCE = 4096  # classes: what the registers of eight warps hold
-_ENTRIES_AT_ONCE = 64
+_MAX_BLOCK_CLASSES = 4096  # as many as fit into the registers of eight warps
+_BLOCK_ENTRIES = 64
 
 
 def loss_with_lse(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each row's loss, and log sum exp of its logits, both (rows,) fp32."""
+    """Return the loss and the log-sum-exp of the logits of each row, both (rows,) in fp32."""
     rows = logits.shape[0]
     loss = torch.empty(rows, device=logits.device)
     lse = torch.empty_like(loss)
     target = (uniform.contiguous(), ids.contiguous(), weights.contiguous())
-    _loss_of_row[(rows,)](logits, *target, loss, lse, logits.shape[1], ids.shape[1], **_blocks(logits))
+    _loss_kernel[(rows,)](logits, *target, loss, lse, logits.shape[1], ids.shape[1], **_blocks(logits))
     return loss, lse
 
 
@@ -39,24 +39,24 @@ def write_gradient(
     ids: Tensor,
     weights: Tensor,
 ) -> None:
-    """Fill contiguous `grad`, which may be the logits, with the gradient."""
+    """Write the gradient of the logits into contiguous `grad`, which may be the logits themselves."""
     target = (uniform.contiguous(), ids.contiguous(), weights.contiguous())
-    _gradient_of_row[(logits.shape[0],)](
+    _gradient_kernel[(logits.shape[0],)](
         logits, *target, lse, grad_loss.contiguous(), grad, logits.shape[1], ids.shape[1], **_blocks(logits)
     )
 
 
 def _blocks(logits: Tensor) -> dict[str, Any]:
-    at_once = min(triton.next_power_of_2(logits.shape[1]), _MOST_AT_ONCE)
+    block_classes = min(triton.next_power_of_2(logits.shape[1]), _MAX_BLOCK_CLASSES)
     return {
-        "classes_at_once": at_once,
-        "entries_at_once": _ENTRIES_AT_ONCE,
-        "num_warps": 8 if at_once == _MOST_AT_ONCE else 4,
+        "block_classes": block_classes,
+        "block_entries": _BLOCK_ENTRIES,
+        "num_warps": 8 if block_classes == _MAX_BLOCK_CLASSES else 4,
     }
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _loss_of_row(  # type: ignore[no-untyped-def]
+def _loss_kernel(  # type: ignore[no-untyped-def]
     logits,
     uniform,
     ids,
@@ -65,38 +65,39 @@ def _loss_of_row(  # type: ignore[no-untyped-def]
     lse,
     classes,
     entries,
-    classes_at_once: tl.constexpr,
-    entries_at_once: tl.constexpr,
+    block_classes: tl.constexpr,
+    block_entries: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    numbers = logits + row * classes
-    highest = -float("inf")
-    exponentials = 0.0  # their sum, each divided by e^highest
-    total = 0.0
-    for first in range(0, classes, classes_at_once):
-        place = first + tl.arange(0, classes_at_once)
-        x = tl.load(numbers + place, mask=place < classes, other=-float("inf")).to(tl.float32)
-        now_highest = tl.maximum(highest, tl.max(x, axis=0))
-        exponentials = exponentials * tl.exp(highest - now_highest) + tl.sum(tl.exp(x - now_highest), axis=0)
-        highest = now_highest
-        total += tl.sum(tl.where(place < classes, x, 0.0), axis=0)
-    row_lse = highest + tl.log(exponentials)
+    row_logits = logits + row * classes
+    maximum = -float("inf")
+    sum_exp = 0.0  # of exp(logit - maximum)
+    logit_sum = 0.0
+    for first in range(0, classes, block_classes):
+        index = first + tl.arange(0, block_classes)
+        x = tl.load(row_logits + index, mask=index < classes, other=-float("inf")).to(tl.float32)
+        new_maximum = tl.maximum(maximum, tl.max(x, axis=0))
+        sum_exp = sum_exp * tl.exp(maximum - new_maximum) + tl.sum(tl.exp(x - new_maximum), axis=0)
+        maximum = new_maximum
+        logit_sum += tl.sum(tl.where(index < classes, x, 0.0), axis=0)
+    row_lse = maximum + tl.log(sum_exp)
 
     weight_sum = 0.0
-    named = 0.0
-    for first in range(0, entries, entries_at_once):
-        place = first + tl.arange(0, entries_at_once)
-        id = tl.load(ids + row * entries + place, mask=place < entries, other=0)
-        weight = tl.load(weights + row * entries + place, mask=place < entries, other=0.0)
+    weighted_logits = 0.0
+    for first in range(0, entries, block_entries):
+        index = first + tl.arange(0, block_entries)
+        id = tl.load(ids + row * entries + index, mask=index < entries, other=0)
+        weight = tl.load(weights + row * entries + index, mask=index < entries, other=0.0)
         weight_sum += tl.sum(weight, axis=0)
-        named += tl.sum(weight * tl.load(numbers + id).to(tl.float32), axis=0)
-    share = tl.load(uniform + row)
+        weighted_logits += tl.sum(weight * tl.load(row_logits + id).to(tl.float32), axis=0)
+    uniform_weight = tl.load(uniform + row)
     tl.store(lse + row, row_lse)
-    tl.store(loss + row, (share * classes + weight_sum) * row_lse - share * total - named)
+    target_sum = uniform_weight * classes + weight_sum
+    tl.store(loss + row, target_sum * row_lse - uniform_weight * logit_sum - weighted_logits)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gradient_of_row(  # type: ignore[no-untyped-def]
+def _gradient_kernel(  # type: ignore[no-untyped-def]
     logits,
     uniform,
     ids,
@@ -106,37 +107,37 @@ def _gradient_of_row(  # type: ignore[no-untyped-def]
     grad,
     classes,
     entries,
-    classes_at_once: tl.constexpr,
-    entries_at_once: tl.constexpr,
+    block_classes: tl.constexpr,
+    block_entries: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    numbers, out = logits + row * classes, grad + row * classes
+    row_logits, row_grad = logits + row * classes, grad + row * classes
     row_ids, row_weights = ids + row * entries, weights + row * entries
     weight_sum = 0.0
-    for first in range(0, entries, entries_at_once):
-        place = first + tl.arange(0, entries_at_once)
-        weight_sum += tl.sum(tl.load(row_weights + place, mask=place < entries, other=0.0), axis=0)
-    scale, share = tl.load(grad_loss + row), tl.load(uniform + row)
-    mass, row_lse = share * classes + weight_sum, tl.load(lse + row)
-    for first in range(0, classes, classes_at_once):
-        place = first + tl.arange(0, classes_at_once)
-        x = tl.load(numbers + place, mask=place < classes, other=0.0).to(tl.float32)
-        value = scale * (mass * tl.exp(x - row_lse) - share)
-        tl.store(out + place, value.to(out.dtype.element_ty), mask=place < classes)
-    # Other threads of this program wrote the numbers that an entry's thread now reads.
+    for first in range(0, entries, block_entries):
+        index = first + tl.arange(0, block_entries)
+        weight_sum += tl.sum(tl.load(row_weights + index, mask=index < entries, other=0.0), axis=0)
+    scale, uniform_weight = tl.load(grad_loss + row), tl.load(uniform + row)
+    target_sum, row_lse = uniform_weight * classes + weight_sum, tl.load(lse + row)
+    for first in range(0, classes, block_classes):
+        index = first + tl.arange(0, block_classes)
+        x = tl.load(row_logits + index, mask=index < classes, other=0.0).to(tl.float32)
+        value = scale * (target_sum * tl.exp(x - row_lse) - uniform_weight)
+        tl.store(row_grad + index, value.to(row_grad.dtype.element_ty), mask=index < classes)
+    # The loop below reads gradients that other threads of this program have written.
     tl.debug_barrier()
-    for first in range(0, entries, entries_at_once):
-        place = first + tl.arange(0, entries_at_once)
-        id = tl.load(row_ids + place, mask=place < entries, other=-1)
-        weight = tl.zeros([entries_at_once], tl.float32)  # of all entries of the class
-        earlier = tl.zeros([entries_at_once], tl.int32)  # entries of the class
-        for other_first in range(0, entries, entries_at_once):
-            other_place = other_first + tl.arange(0, entries_at_once)
-            other_id = tl.load(row_ids + other_place, mask=other_place < entries, other=-2)
-            other_weight = tl.load(row_weights + other_place, mask=other_place < entries, other=0.0)
+    for first in range(0, entries, block_entries):
+        index = first + tl.arange(0, block_entries)
+        id = tl.load(row_ids + index, mask=index < entries, other=-1)
+        weight = tl.zeros([block_entries], tl.float32)  # sum over all entries of the class
+        earlier = tl.zeros([block_entries], tl.int32)  # earlier entries of the same class
+        for other_first in range(0, entries, block_entries):
+            other_index = other_first + tl.arange(0, block_entries)
+            other_id = tl.load(row_ids + other_index, mask=other_index < entries, other=-2)
+            other_weight = tl.load(row_weights + other_index, mask=other_index < entries, other=0.0)
             same = id[:, None] == other_id[None, :]
             weight += tl.sum(tl.where(same, other_weight[None, :], 0.0), axis=1)
-            earlier += tl.sum((same & (other_place[None, :] < place[:, None])).to(tl.int32), axis=1)
-        writes = (place < entries) & (earlier == 0)
-        value = tl.load(out + id, mask=writes, other=0.0).to(tl.float32) - scale * weight
-        tl.store(out + id, value.to(out.dtype.element_ty), mask=writes)
+            earlier += tl.sum((same & (other_index[None, :] < index[:, None])).to(tl.int32), axis=1)
+        writes = (index < entries) & (earlier == 0)
+        value = tl.load(row_grad + id, mask=writes, other=0.0).to(tl.float32) - scale * weight
+        tl.store(row_grad + id, value.to(row_grad.dtype.element_ty), mask=writes)

@@ -68,7 +68,7 @@ LogLevel ERROR
 
 @dataclass(frozen=True)
 class Host:
-    """One host of a network, seen from outside."""
+    """One emulated host, with the process ids that the test needs."""
 
     name: str
     address: str
@@ -79,7 +79,7 @@ class Host:
     folder: Path
 
     def here(self, *words: str) -> list[str]:
-        """Return the words that run others on this host."""
+        """Return the command prefix that runs a command on this host."""
         cpu = ("taskset", "--cpu-list", str(self.cpu))
         spaces = ("--net", "--uts", "--pid", "--mount", "--root")  # the root too: tests may run in a chroot
         entered = ("--target", str(self.pid), *spaces, f"--wd={Path.cwd()}")
@@ -87,7 +87,7 @@ class Host:
         return [*cpu, "nsenter", *entered, "--", "env", *own, *words]
 
     def received_bytes(self) -> int:
-        """Return how much has come to this host through its cable."""
+        """Return the bytes that this host has received over its link."""
         lines = Path(f"/proc/{self.pid}/net/dev").read_text().splitlines()
         line = next(line for line in lines if line.strip().startswith(f"{INTERFACE}:"))
         return int(line.partition(":")[2].split()[0])
@@ -120,7 +120,7 @@ class Network:
     key: Path
 
     def slots(self, number: int) -> str:
-        """Name the first `number` hosts as launchers want it, with one rank each."""
+        """Return the first `number` hosts in the format of launchers, with one rank each."""
         return ",".join(f"{host.name}:1" for host in self.hosts[:number])
 
     def running(self, text: str) -> list[str]:
@@ -141,7 +141,7 @@ def environment() -> dict[str, str]:
 
 @contextlib.contextmanager
 def network(number: int) -> Iterator[Network]:
-    """Make a network of hosts; it is gone at the end, whatever happens."""
+    """Create a network of hosts, and remove it at the end even after an error."""
     # A short path: sockets lie below it, and theirs may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="hosts_"))
     with contextlib.ExitStack() as undo:
@@ -174,7 +174,7 @@ def setup(folder: Path, names: dict[str, str]) -> None:
 
 
 def connect(host: Host) -> None:
-    """Lay a cable between a host and its switch."""
+    """Connect a host to the switch by a veth pair."""
     at_switch = ("nsenter", "--target", str(host.switch), "--net", "ip")
     at_host = ("nsenter", "--target", str(host.pid), "--net", "ip")
     peer = ("peer", "name", INTERFACE, "netns", str(host.pid))
@@ -186,7 +186,7 @@ def connect(host: Host) -> None:
 
 @contextlib.contextmanager
 def started(*words: str) -> Iterator[int]:
-    """Start a process that ends with this one; return its number once it has said that it is ready."""
+    """Start a process that ends with this one; return its id once it has reported that it is ready."""
     with subprocess.Popen(
         [*ENDS_WITH_ITS_PARENT, *words],
         stdin=subprocess.DEVNULL,

@@ -59,12 +59,12 @@ NODE_LINE = "NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port} 
 
 
 class Slurm:
-    """Three nodes, and the commands that a user and an administrator type."""
+    """Three nodes, and the commands of a user and an administrator."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        # The system's own Slurm, and a job that the tests may run in, are not to be seen.
+        # Hide the system's own Slurm, and a Slurm job in which the tests may run.
         kept = {key: value for key, value in environment().items() if not key.startswith(("SLURM", "SBATCH"))}
         # More ranks than cores: one that waits for another must not keep it from running.
         kept |= {"OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -173,7 +173,7 @@ class Slurm:
         wait_until(lambda: {self.state_of(node) for node in NODES} == {"idle"}, 60, "all nodes to be idle")
 
     def state_of(self, node: str) -> str:
-        """Return a node's state in a word."""
+        """Return a node's state."""
         self._all_run()
         return self.call("sinfo", "-h", "-n", node, "-o", "%T").stdout.strip()
 
@@ -205,16 +205,16 @@ class SlurmJob:
     output: Path
 
     def text(self) -> str:
-        """Return what the job has said so far."""
+        """Return the output of the job so far."""
         return self.output.read_text(encoding="utf-8") if self.output.exists() else ""
 
     def facts(self) -> dict[str, str]:
-        """Return what Slurm knows of the job."""
+        """Return Slurm's record of the job."""
         words = self.slurm.call("scontrol", "--oneliner", "show", "job", self.number).stdout.split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def story(self) -> str:
-        """Return all that a failed test should show."""
+        """Return output and state, for the message of a failed test."""
         facts = self.facts()
         return f"{facts['JobState']}, reason {facts['Reason']}, exit {facts['ExitCode']}\n{self.text()}"
 
@@ -238,7 +238,7 @@ class SlurmJob:
 
 @contextlib.contextmanager
 def running_slurm(folder: Path) -> Iterator[Slurm]:
-    """Give a Slurm that is ready, and end it."""
+    """Start a Slurm for the block and stop it afterwards."""
     slurm = Slurm(folder)
     try:
         slurm.start()

@@ -1,4 +1,4 @@
-"""Several hosts, each with a name, an address, processes and a CPU of its own, train what one host trains."""
+"""Training on several emulated hosts gives the same weights as training on one."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def job(script: str) -> tuple[str, ...]:
 
 
 def finish(words: list[str], **extra: str) -> str:
-    """Run a command that must succeed; return what it said."""
+    """Run a command that must succeed; return its output."""
     done = run(words, seconds=PATIENCE_SECONDS, **extra)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
 def site(net: Network, images: Path, output: Path) -> dict[str, str]:
-    """Return the variables that a job on two hosts is told by."""
+    """Return the environment variables of a job on two hosts."""
     return {
         "HOSTS": net.slots(2),
         "SSH_PORT": str(SSH_PORT),
@@ -125,7 +125,7 @@ def started(words: list[str], **extra: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_for_step(process: subprocess.Popen[str], output: Path, step: int) -> None:
-    """Wait until a run has come to a step and saved it."""
+    """Wait until a run has saved a checkpoint of this step."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     saved = output / "run" / "checkpoints"
     while not any(int(folder.name.removeprefix("step_")) >= step for folder in saved.glob("step_????????")):

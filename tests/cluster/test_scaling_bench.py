@@ -1,4 +1,4 @@
-"""The scaling study's hosts: their links have the rate that is asked for, and nothing of them is left."""
+"""The emulated hosts of the scaling study: link rates are as requested, and nothing remains afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The jobs of jobs/*.sbatch under a real Slurm: over several nodes, stopped in every way, with what fails."""
+"""jobs/*.sbatch under a real Slurm: several nodes, stop requests, time limits and failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where something is missing a cluster test skips and says what to install; in CI that is a failure."""
+"""Without its requirements a cluster test is skipped and names them; in CI it fails."""
 
 from __future__ import annotations
 

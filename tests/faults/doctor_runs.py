@@ -1,4 +1,4 @@
-"""The doctor run for a test, alone or by many ranks, and what it told."""
+"""Runs the doctor for a test on one rank or several, and returns its report."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SECONDS = 120
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one run of the doctor told."""
+class DoctorRun:
+    """Exit status, output and JSON report of one run of the doctor."""
 
     status: int
     output: str  # of all ranks, both streams
@@ -32,7 +32,7 @@ class Told:
         return [finding for finding in self.record["findings"] if finding["level"] == level]
 
     def only(self, subject: str, level: str) -> dict[str, Any]:
-        """Return the one finding on a subject at a level; it stands in the text too, with its remedy."""
+        """Return the only finding on a subject at a level; the text must contain it and its remedy."""
         found = [finding for finding in self.of(subject) if finding["level"] == level]
         assert len(found) == 1, self.output
         words = " ".join(line.partition("<stdout>:")[2] or line for line in self.output.splitlines())
@@ -50,8 +50,8 @@ def examine(
     before: str = "",
     inside: Sequence[str] = (),
     **extra: str,
-) -> Told:
-    """Run the doctor in a folder, each rank after the shell commands `before`, which $RANK tells its rank."""
+) -> DoctorRun:
+    """Run the doctor in a folder, on each rank after the shell commands `before`, with its rank in $RANK."""
     file = folder / "told.json"
     doctor = shlex.join([sys.executable, "-m", "horovod_volo.doctor", "--json", str(file), *flags])
     script = f"RANK=${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-0}}}}; {before}\nexec {doctor} $MORE"
@@ -67,4 +67,4 @@ def examine(
     ]
     done = run(words, seconds=SECONDS, **extra)
     assert file.exists(), done.stdout
-    return Told(done.returncode, done.stdout, json.loads(file.read_text()))
+    return DoctorRun(done.returncode, done.stdout, json.loads(file.read_text()))

@@ -1,4 +1,4 @@
-"""The doctor finds what is planted, says what to do, and finds nothing on a machine that is well."""
+"""The doctor reports injected faults with their remedies, and nothing on a healthy machine."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def mounts() -> None:
 
 
 @pytest.mark.parametrize(("start_with", "ranks"), [("none", 1), ("gloo", 2), ("mpi", 2)])
-def test_nothing_is_wrong_with_a_machine_that_is_well(tmp_path, start_with, ranks):
-    told = examine(tmp_path, ranks=ranks, start_with=start_with)
-    assert told.status == 0, told.output
-    assert told.at("failure") == []
-    assert told.record["failures"] == 0
-    assert told.record["ranks"] == len(told.record["hosts"]) == ranks
-    assert told.record["controller"] == {"none": "none", "gloo": "gloo", "mpi": "MPI"}[start_with]
-    assert all(finding["ranks"] for finding in told.record["findings"])
+def test_a_healthy_machine_has_no_failures(tmp_path, start_with, ranks):
+    result = examine(tmp_path, ranks=ranks, start_with=start_with)
+    assert result.status == 0, result.output
+    assert result.at("failure") == []
+    assert result.record["failures"] == 0
+    assert result.record["ranks"] == len(result.record["hosts"]) == ranks
+    assert result.record["controller"] == {"none": "none", "gloo": "gloo", "mpi": "MPI"}[start_with]
+    assert all(finding["ranks"] for finding in result.record["findings"])
     together = {"python", "torch", "horovod", "dali", "timm", "gpu", "/dev/shm", "open files"}
     together |= {"versions", "code", "settings", "ring"} if ranks > 1 else set()
     for subject in together:
-        assert [finding["ranks"] for finding in told.of(subject)] == [list(range(ranks))], subject
-    bound = sorted(rank for finding in told.of("binding") for rank in finding["ranks"])
+        assert [finding["ranks"] for finding in result.of(subject)] == [list(range(ranks))], subject
+    bound = sorted(rank for finding in result.of("binding") for rank in finding["ranks"])
     assert sorted(set(bound)) == list(range(ranks))
-    assert told.only("shared folder", "ok")["text"].startswith("runs: ")
-    assert told.output.count("Everything is well.") + told.output.count("Nothing failed; ") == 1
+    assert result.only("shared folder", "ok")["text"].startswith("runs: ")
+    assert result.output.count("Everything is well.") + result.output.count("Nothing failed; ") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["told.json"]
 
 
-def test_help_needs_nothing_that_may_be_broken(tmp_path):
+def test_help_does_not_import_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
     began = time.monotonic()
     words = [sys.executable, "-m", "horovod_volo.doctor", "--help"]
@@ -77,7 +77,7 @@ def test_help_needs_nothing_that_may_be_broken(tmp_path):
     assert time.monotonic() - began < 5
 
 
-def test_a_mistake_in_the_request_is_said_once(tmp_path):
+def test_a_mistake_on_the_command_line_is_printed_once(tmp_path):
     words = [sys.executable, "-m", "horovod_volo.doctor", "--binding", "sideways"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -86,8 +86,8 @@ def test_a_mistake_in_the_request_is_said_once(tmp_path):
     assert "sideways" in done.stderr
 
 
-def test_a_horovod_without_pytorch_is_told_from_none(tmp_path, horovod_without_pytorch):
-    """The JSON on stdout stays whole, though Horovod prints there as well."""
+def test_a_horovod_without_pytorch_is_reported(tmp_path, horovod_without_pytorch):
+    """The JSON on stdout is valid, although Horovod prints to stdout too."""
     words = [sys.executable, "-m", "horovod_volo.doctor", "--json", "-"]
     done = subprocess.run(
         words,
@@ -104,61 +104,61 @@ def test_a_horovod_without_pytorch_is_told_from_none(tmp_path, horovod_without_p
     assert "tools/build_horovod" in found[1]["remedy"]
 
 
-def test_ranks_that_cannot_meet_tell_what_they_can(tmp_path, horovod_without_pytorch):
-    told = examine(tmp_path, ranks=2, start_with="mpi", PYTHONPATH=horovod_without_pytorch)
-    assert told.status == 1
-    assert told.only("ranks", "failure")["text"] == "cannot meet without a Horovod that works"
-    assert told.only("horovod", "failure")["ranks"] == [0]
-    assert told.of("/dev/shm")[0]["level"] == "ok"
-    assert told.output.count("rank 1: horovod: Horovod 0.28.1 was built without PyTorch. Build it") == 1
-    assert "rank 1: ranks" not in told.output
+def test_ranks_that_cannot_connect_report_separately(tmp_path, horovod_without_pytorch):
+    result = examine(tmp_path, ranks=2, start_with="mpi", PYTHONPATH=horovod_without_pytorch)
+    assert result.status == 1
+    assert result.only("ranks", "failure")["text"] == "cannot connect without a working Horovod"
+    assert result.only("horovod", "failure")["ranks"] == [0]
+    assert result.of("/dev/shm")[0]["level"] == "ok"
+    assert result.output.count("rank 1: horovod: Horovod 0.28.1 was built without PyTorch. Build it") == 1
+    assert "rank 1: ranks" not in result.output
 
 
-def test_rank_0_tells_that_another_has_failed_where_it_would_wait_for_ever(tmp_path, horovod_without_pytorch):
+def test_rank_0_reports_that_another_rank_has_failed(tmp_path, horovod_without_pytorch):
     broken = f'if [ "$RANK" = 1 ]; then export PYTHONPATH={horovod_without_pytorch}; fi'
     began = time.monotonic()
-    told = examine(tmp_path, ranks=2, start_with="gloo", before=broken)
+    result = examine(tmp_path, ranks=2, start_with="gloo", before=broken)
     assert time.monotonic() - began < 60
-    assert told.status == 1
-    assert "one of them has failed" in told.only("ranks", "failure")["text"]
-    assert told.only("horovod", "ok")["ranks"] == [0]
-    assert told.output.count("rank 1: horovod: Horovod 0.28.1 was built without PyTorch. Build it") == 1
+    assert result.status == 1
+    assert "one of them has failed" in result.only("ranks", "failure")["text"]
+    assert result.only("horovod", "ok")["ranks"] == [0]
+    assert result.output.count("rank 1: horovod: Horovod 0.28.1 was built without PyTorch. Build it") == 1
 
 
-def test_a_rank_that_sees_itself_alone_is_a_failure(tmp_path):
-    """Open MPI's variables promise two ranks; Horovod, told to use gloo without its launcher, sees one."""
-    promise = {
+def test_a_size_that_horovod_does_not_report_is_a_failure(tmp_path):
+    """Open MPI's variables say two ranks; Horovod uses gloo without its launcher and reports one."""
+    variables = {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_SIZE": "2",
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_HOSTNAME": socket.gethostname(),
     }
-    told = examine(tmp_path, **promise)
-    assert told.status == 1
-    found = told.only("ranks", "failure")
+    result = examine(tmp_path, **variables)
+    assert result.status == 1
+    found = result.only("ranks", "failure")
     assert found["text"].startswith("mpirun started 2 ranks, but Horovod sees 1")
     assert "horovodrun --gloo" in found["remedy"]
-    assert told.at("failure") == [found]
-    assert "only rank 0 of 2 was heard" in told.output
+    assert result.at("failure") == [found]
+    assert "only rank 0 of 2 reported" in result.output
 
 
-def test_the_impostor_of_apex_and_too_few_open_files_are_named(tmp_path):
+def test_another_package_called_apex_and_too_few_open_files_are_reported(tmp_path):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text('"""A toolkit for the web."""\n')
-    told = examine(tmp_path, before="ulimit -n 64", PYTHONPATH=str(tmp_path))
-    assert told.status == 1
-    assert [finding["subject"] for finding in told.at("failure")] == ["open files"]
-    files = told.only("open files", "failure")
+    result = examine(tmp_path, before="ulimit -n 64", PYTHONPATH=str(tmp_path))
+    assert result.status == 1
+    assert [finding["subject"] for finding in result.at("failure")] == ["open files"]
+    files = result.only("open files", "failure")
     assert files["text"] == "at most 64, but a rank of 1 needs 132"
     assert "ulimit -n 516" in files["remedy"]
-    apex = told.only("apex", "warning")
+    apex = result.only("apex", "warning")
     assert apex["text"] == "the installed package called apex is not NVIDIA's"
     assert "Uninstall it" in apex["remedy"]
-    assert told.output.index("FAILURE") < told.output.index("warning") < told.output.index("ok ")
+    assert result.output.index("FAILURE") < result.output.index("warning") < result.output.index("ok ")
 
 
-def test_a_folder_that_cannot_be_written_and_small_shared_memory_are_named(tmp_path, mounts):
+def test_a_read_only_folder_and_small_shared_memory_are_reported(tmp_path, mounts):
     (tmp_path / "results").mkdir()
     ours = Path("/proc/self/ns/mnt").readlink()
     before = (
@@ -166,19 +166,19 @@ def test_a_folder_that_cannot_be_written_and_small_shared_memory_are_named(tmp_p
         "mount -t tmpfs -o size=1m tmpfs /dev/shm; "
         f"mount -t tmpfs -o ro tmpfs {tmp_path / 'results'}; MORE='--shared results/runs'"
     )
-    told = examine(tmp_path, before=before, inside=("unshare", "-m"))
-    assert told.status == 1
-    assert {finding["subject"] for finding in told.at("failure")} == {"shared folder", "/dev/shm"}
-    folder = told.only("shared folder", "failure")
-    assert folder["text"] == "results/runs: nothing can be written there: Read-only file system"
+    result = examine(tmp_path, before=before, inside=("unshare", "-m"))
+    assert result.status == 1
+    assert {finding["subject"] for finding in result.at("failure")} == {"shared folder", "/dev/shm"}
+    folder = result.only("shared folder", "failure")
+    assert folder["text"] == "results/runs: cannot write there: Read-only file system"
     assert "--output" in folder["remedy"]
-    memory = told.only("/dev/shm", "failure")
-    assert memory["text"] == "1 MiB free: MPI may want 5 MiB for each rank of the host"
+    memory = result.only("/dev/shm", "failure")
+    assert memory["text"] == "1 MiB free: MPI may need 5 MiB for each rank of the host"
     assert "--shm-size=1g" in memory["remedy"]
 
 
-def test_what_differs_between_ranks_is_named(tmp_path):
-    """One byte of code, a variable of NCCL, and folders that are not one."""
+def test_differences_between_ranks_are_reported(tmp_path):
+    """One byte of code, one variable of NCCL, and two folders that are not shared."""
     other = tmp_path / "other"
     shutil.copytree(PACKAGE, other / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     changed = other / PACKAGE.name / "models" / "volo.py"
@@ -186,20 +186,20 @@ def test_what_differs_between_ranks_is_named(tmp_path):
     before = (
         f'if [ "$RANK" = 1 ]; then export PYTHONPATH={other} NCCL_ALGO=Tree; fi; MORE="--shared folder_$RANK"'
     )
-    told = examine(tmp_path, ranks=2, start_with="gloo", before=before)
-    assert told.status == 1
-    assert {finding["subject"] for finding in told.at("failure")} == {"code", "settings", "shared folder"}
-    code = told.only("code", "failure")
+    result = examine(tmp_path, ranks=2, start_with="gloo", before=before)
+    assert result.status == 1
+    assert {finding["subject"] for finding in result.at("failure")} == {"code", "settings", "shared folder"}
+    code = result.only("code", "failure")
     assert code["text"] == "differs from rank 0's: models/volo.py"
     assert code["ranks"] == [1]
     assert "same commit" in code["remedy"]
-    settings = told.only("settings", "failure")
+    settings = result.only("settings", "failure")
     assert settings["text"] == "NCCL_ALGO is Tree, on rank 0 not set"
     assert settings["ranks"] == [1]
-    assert "(rank 1 of 2)" in told.output
-    apart = [finding for finding in told.of("shared folder") if finding["level"] == "failure"]
+    assert "(rank 1 of 2)" in result.output
+    apart = [finding for finding in result.of("shared folder") if finding["level"] == "failure"]
     assert [finding["ranks"] for finding in apart] == [[0], [1]]
-    assert apart[0]["text"].startswith("folder_0: is not shared: what rank 1 ")
-    assert apart[1]["text"].startswith("folder_1: is not shared: what rank 0 ")
+    assert apart[0]["text"].startswith("folder_0: is not shared: the files of rank 1 ")
+    assert apart[1]["text"].startswith("folder_1: is not shared: the files of rank 0 ")
     assert all("--output" in finding["remedy"] for finding in apart)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "told.json"]

@@ -1,4 +1,4 @@
-"""What goes wrong while ranks train: said once, by the rank that knows, and soon over."""
+"""A fault during training is reported once, by the rank that has it, and ends the run soon."""
 
 import json
 import signal
@@ -49,8 +49,8 @@ def test_a_missing_label_map_is_named(images, tmp_path):
 
 
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
-def test_damage_is_left_out_named_once_and_counted(images, tmp_path, start_with):
-    """A truncated and a deleted image, a missing map and a damaged held-out image: all steps are made."""
+def test_bad_samples_are_skipped_named_once_and_counted(images, tmp_path, start_with):
+    """A truncated image, a missing label map and an empty validation image are skipped in all steps."""
     maps = images / "token_labels"
     truncated, _, lonely = sorted((images / "train" / "ring").iterdir())[:3]
     truncated.write_bytes(truncated.read_bytes()[:300])
@@ -73,7 +73,7 @@ def test_damage_is_left_out_named_once_and_counted(images, tmp_path, start_with)
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_asked_to_stop_it_saves_and_goes_on_later(images, tmp_path, number):
+def test_a_stop_signal_saves_and_the_run_resumes(images, tmp_path, number):
     words = [
         sys.executable,
         "-m",
@@ -101,7 +101,7 @@ def test_asked_to_stop_it_saves_and_goes_on_later(images, tmp_path, number):
     assert f"at step {step}:" in resumed.stdout
 
 
-def test_asked_too_early_and_too_often_it_stops_once(images, tmp_path):
+def test_early_and_repeated_stop_signals_stop_once(images, tmp_path):
     words = [sys.executable, "-m", "horovod_volo.train", str(images), *SMALL, "--output", str(tmp_path)]
     words += ["--epochs", "400", "--eval-every", "400", "--log-every", "2", "--name", "run"]
     blocked = ["env", "--block-signal=USR1", *words]  # as jobs start their ranks
@@ -129,7 +129,7 @@ def _wait_for_a_line(path, seconds=60.0):
 
 
 def test_a_state_that_is_not_finite_replaces_no_checkpoint(images, tmp_path):
-    """Losses are read at log points alone; a checkpoint between two of them reads them too."""
+    """Losses are read on the host only at log points, and before each checkpoint."""
     words = (str(images), *SMALL, "--output", str(tmp_path), "--name", "run", "--checkpoint-every", "1")
     words = (*words, "--log-every", "50", "--keep-checkpoints", "3")
     first = train(*words, "--stop-at-step", "3", ranks=2, start_with="gloo")
@@ -148,7 +148,7 @@ def test_a_state_that_is_not_finite_replaces_no_checkpoint(images, tmp_path):
                 assert tensor.isfinite().all(), (checkpoint.name, name)
 
 
-def test_an_evaluation_that_cannot_be_written_is_told_once_by_all(images, tmp_path):
+def test_an_evaluation_that_cannot_be_written_is_one_error(images, tmp_path):
     (tmp_path / "run" / "checkpoints" / "best").mkdir(parents=True)  # where a link should be
     began = time.monotonic()
     words = (str(images), *SMALL, "--output", str(tmp_path), "--name", "run")

@@ -25,7 +25,7 @@ def gradients_agree(world: World, device: torch.device) -> bool:
     plain = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3)).to(device)
     reduced = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3)).to(device)
     reduced.load_state_dict(plain.state_dict())
-    reducer = Reducer(reduced, world, Exchange(compression="none", bucket_mib=64 / 2**20), passes=1)
+    reducer = Reducer(reduced, world, Exchange(compression="none", bucket_mib=64 / 2**20), micro_batches=1)
     inputs = torch.randn(4, 5, device=device)
     expected = torch.autograd.grad(plain(inputs).square().sum(), list(plain.parameters()))
     reduced(inputs).square().sum().backward()

@@ -94,7 +94,7 @@ def test_fp16_compression_does_not_wait(
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(device)
     world = World(size=2, ring=LocalCollectives())  # what it sums stays as it is
     settings = Exchange(precision="bf16", compression="fp16", bucket_mib=0.01)
-    reducer = Reducer(model, world, settings, passes=passes)
+    reducer = Reducer(model, world, settings, micro_batches=passes)
     images = torch.randn(16, 64, device=device)
 
     def step() -> None:
@@ -105,12 +105,12 @@ def test_fp16_compression_does_not_wait(
 
     for _ in range(WARM_UP_STEPS):
         step()
-    before = reducer.factors.running.clone()
+    before = reducer.scales.running_maxima.clone()
     with nothing_waits(device):
         for _ in range(WATCHED_STEPS):
             step()
     assert (before > 0).all()
-    assert reducer.factors.running.isfinite().all()
+    assert reducer.scales.running_maxima.isfinite().all()
 
 
 def take_steps(context: TrainContext, device: torch.device) -> None:

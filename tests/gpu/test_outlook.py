@@ -28,19 +28,20 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from horovod_volo.kernels.outlook_programs import differentiate_scores, gather
+from horovod_volo.kernels.outlook_kernels import aggregate_windows, scores_backward
 
 def compiled(program, **constants):
     sizes = dict.fromkeys(("count", "heads", "rows", "columns", "height", "width"), "i32")
-    pointers = dict.fromkeys(("taken", "given", "scores", "gradient", "values", "of_scores"), "*bf16")
-    types = sizes | pointers | {"logarithms": "*fp32", "scale": "fp32"}
+    pointers = dict.fromkeys(("pixels", "output", "scores", "gradient", "values", "grad_scores"), "*bf16")
+    types = sizes | pointers | {"log_sum_exp": "*fp32", "scale": "fp32"}
     signature = {name: types.get(name, "constexpr") for name in program.arg_names}
-    source = ASTSource(program, signature, constants | {"depth": 32, "lanes": 32, "cells": 32})
+    source = ASTSource(program, signature, constants | {"head_dim": 32, "lanes": 32, "cells": 32})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
-compiled(differentiate_scores)
+compiled(scores_backward)
 for backward in (False, True):
-    exchanging = [word for word in ("shfl", "bar.sync") if word in compiled(gather, backward=backward)]
+    ptx = compiled(aggregate_windows, backward=backward)
+    exchanging = [word for word in ("shfl", "bar.sync") if word in ptx]
     assert not exchanging, f"threads exchange data by {exchanging}, which is slow"
 """
 
@@ -79,7 +80,7 @@ def test_values_and_gradients_are_those_of_the_plain_form(device: torch.device, 
     for (dtype, tolerance, _), given, (runs, found) in zip(
         CASES, cases, passes(cases, device, tmp_path), strict=True
     ):
-        assert runs == ["gather", "differentiate_scores", "gather"]
+        assert runs == ["aggregate_windows", "scores_backward", "aggregate_windows"]
         assert [tensor.dtype for tensor in found] == [dtype] * 3
         values, scores, above, heads, scale = given
         exact = [tensor.double().requires_grad_() for tensor in (values, scores)]

@@ -31,7 +31,7 @@ class Sides:
         self.theirs = copy.deepcopy(self.ours)
         self.mean = [parameter.detach().clone() for parameter in self.theirs.parameters()]
         self.reducer = Reducer(
-            self.ours, World.single(), Exchange(compression="none", bucket_mib=0.01), passes=1
+            self.ours, World.single(), Exchange(compression="none", bucket_mib=0.01), micro_batches=1
         )
         named = dict(self.ours.named_parameters())
         groups = parameter_groups(named, named, exempt=(), weight_decay=DECAY, layers={}, layer_decay=1.0)
@@ -41,7 +41,7 @@ class Sides:
             "norm",
             BOUND,
             named,
-            flat_gradients=self.reducer.flat_gradients,
+            flat_gradients=self.reducer.local_gradients,
             heads=(),
             global_grad_norm=self.reducer.global_grad_norm,
         )

@@ -1,4 +1,4 @@
-"""What a run promises of its ranks' CPUs and memory is what the kernel says of the live processes."""
+"""The binding that a run reports is the one that the kernel reports for the live processes."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def test_each_rank_has_its_node(tmp_path: Path, start_with: str) -> None:
         assert left["nodes"] == [rank]
     assert found[0]["memory"] == [0]
     assert found[0]["policy"] == ["prefer:0"]
-    assert found[0]["remarks"] == []
+    assert found[0]["warnings"] == []
     if not Path("/sys/devices/system/node/node1").is_dir():
-        # What the system refuses is said, and nothing else happens.
+        # A refusal of the system is only a warning.
         assert found[1]["memory"] == []
         assert found[1]["policy"] == ["default"]
-        assert found[1]["remarks"] == ["memory is not bound to NUMA node 1: Invalid argument"]
+        assert found[1]["warnings"] == ["memory is not bound to NUMA node 1: Invalid argument"]
 
 
 @two_cpus
-def test_not_bound_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_binding_none_changes_nothing(tmp_path: Path) -> None:
     root = two_nodes(tmp_path / "host")
     for left in ranks_of("binding", tmp_path, "none", str(root), ranks=2, start_with="gloo", plain=True):
         assert left["cpus_of_threads"] == [cpu_ranges(MINE)]
@@ -63,7 +63,7 @@ def test_not_bound_where_that_is_asked_for(tmp_path: Path) -> None:
 
 
 @two_cpus
-def test_a_launchers_own_placement_is_kept(tmp_path: Path) -> None:
+def test_cpus_bound_by_the_launcher_are_not_changed(tmp_path: Path) -> None:
     words = ["mpirun", "-np", "2", "-bind-to", "core", "-map-by", "slot"]
     script = str(Path(__file__).parent / "worker_binding.py")
     subprocess.run(
@@ -79,13 +79,15 @@ def test_a_launchers_own_placement_is_kept(tmp_path: Path) -> None:
     for left in found:
         cpus = cpu_ranges(left["cpus"])
         assert left["cpus_of_threads"] == [cpus]
-        assert left["remarks"] == [f"the launcher gave this rank CPUs {cpus}: they are kept"]
+        assert left["warnings"] == [
+            f"the launcher bound this rank to CPUs {cpus}: --binding does not change that"
+        ]
 
 
 @two_cpus
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
-def test_a_run_keeps_what_it_says(tmp_path: Path, start_with: str) -> None:
-    """A real training, looked at from outside while it runs."""
+def test_a_run_has_the_binding_that_it_reports(tmp_path: Path, start_with: str) -> None:
+    """Inspect a real training run from outside while it runs."""
     images = tmp_path / "images"
     make_demo_set(images, train=64, val=16)
     words = [*launcher(start_with, 2, plain=True), sys.executable, "-m", "horovod_volo.train", str(images)]
@@ -115,7 +117,7 @@ def test_a_run_keeps_what_it_says(tmp_path: Path, start_with: str) -> None:
         ) as run,
     ):
         try:
-            promised = json.loads(first_text(tmp_path / "run" / "environment.json", run, seconds=90))[
+            reported = json.loads(first_text(tmp_path / "run" / "environment.json", run, seconds=90))[
                 "bindings"
             ]
             first_text(tmp_path / "run" / "metrics.jsonl", run, seconds=60)
@@ -125,7 +127,7 @@ def test_a_run_keeps_what_it_says(tmp_path: Path, start_with: str) -> None:
                 threads = list((process / "task").iterdir())
                 assert len(threads) > 3
                 assert {cpus_of(thread) for thread in threads} == {str(MINE[rank])}
-                assert promised[rank] == f"cpu; 1 thread on CPU {MINE[rank]}"
+                assert reported[rank] == f"cpu; 1 thread on CPU {MINE[rank]}"
             assert "allreduce" in (tmp_path / "line.json").read_text()
             assert "tensor_fusion_threshold" in (tmp_path / "tried.csv").read_text()
         finally:

@@ -1,4 +1,4 @@
-"""Any number of ranks gives the accuracy that a plain loop over the images counts, class by class."""
+"""Any number of ranks gives the same per-class accuracy as a simple loop over the images."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class Seen(NamedTuple):
-    """One image as a plain loop sees it."""
+    """The result of the simple loop for one image."""
 
     name: str
     truth: int
@@ -40,14 +40,14 @@ class Seen(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """How a run of the entry ended."""
+    """Exit status and output of a run of the command."""
 
     status: int
     output: str  # of both streams
 
 
 def evaluated(*arguments: str, ranks: int = 1, start_with: str = "none") -> Ended:
-    """Run the entry under a launcher as its users do; alone, in this process."""
+    """Run the command under a launcher, or without one in this process."""
     if start_with == "none":
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -59,7 +59,7 @@ def evaluated(*arguments: str, ranks: int = 1, start_with: str = "none") -> Ende
 
 
 def answer_of(place: Path, data: str, *arguments: str, **how: Any) -> dict[str, Any]:
-    """Run the entry on several ranks; return the JSON it wrote."""
+    """Run the command on several ranks; return its JSON."""
     file = place / "answer.json"
     file.unlink(missing_ok=True)
     flags = ("--batch-size", "4", "--json", str(file), "--catalog-dir", str(place / "catalogs"))
@@ -70,7 +70,7 @@ def answer_of(place: Path, data: str, *arguments: str, **how: Any) -> dict[str, 
 
 
 def save_run(folder: Path, classes: int) -> None:
-    """Save a network with random weights, large enough that it tells images apart, as a run does."""
+    """Save a network in a run's format, with random weights large enough to distinguish images."""
     torch.manual_seed(classes)
     network = build_model("volo_demo", img_size=SIDE, num_classes=classes, drop_path=0.0)
     with torch.no_grad():

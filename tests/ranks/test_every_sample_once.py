@@ -82,7 +82,7 @@ def test_each_sample_of_an_epoch_is_taken_once(images, form, tmp_path):
     assert f"at step {STOPPED_AT}" in ended.stdout
 
     taken = [read_notes(notes, ranks) for ranks in ([0, 1], [0, 1], [0, 1, 2])]
-    # What an attempt did beyond the state it left is lost with it, and done again by the next.
+    # Steps after the last checkpoint of an attempt are lost and repeated by the next one.
     lasting = {step: taken[0][step] for step in range(SAVED_AT)}
     lasting |= {step: taken[1][step] for step in range(SAVED_AT, STOPPED_AT)}
     lasting |= {step: taken[2][step] for step in range(STOPPED_AT, EPOCHS * STEPS)}

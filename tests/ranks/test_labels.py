@@ -1,4 +1,4 @@
-"""One rank, several, or a second attempt after a kill make the same labels, and they are the teacher's."""
+"""Labels are the teacher's, and the same from one rank, several ranks, or a run resumed after a kill."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_several_ranks_make_the_same_store(place, alone, ranks, start_with):
     assert len(made) == 2 + -(-IMAGES // 6)
 
 
-def test_a_killed_attempt_is_gone_on_with(place, alone):
+def test_a_killed_run_is_resumed(place, alone):
     out = place / "killed"
     out.mkdir()
     words = [*python(), str(HERE / "worker_labels.py"), str(out), str(place / "set")]

@@ -1,4 +1,4 @@
-"""However many ranks share a step, it sees the same images, cut, flipped and labelled the same way."""
+"""A step has the same images, crops, flips and labels on any number of ranks."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""The benchmark of a slow network runs to its end on two ranks, and leaves nothing behind."""
+"""The benchmark of a slow network finishes on two ranks and leaves no processes or links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def links() -> set[str]:
 
 
 def rank_processes() -> list[Path]:
-    """Find processes that run the benchmark which the one of a slow network starts."""
+    """Return the rank processes that this benchmark has started."""
     words = b"\0".join(word.encode() for word in ("reduce", "--json", *SIZE[:4]))
     return [path for path in Path("/proc").glob("[0-9]*/cmdline") if words in content(path)]
 

@@ -10,7 +10,7 @@ from tests.ranks.launching import ranks_of
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """Return what a single rank makes of the whole batch, by worker arguments; each is computed once."""
+    """Return a cached function from worker arguments to the result of one rank with the whole batch."""
 
     @functools.cache
     def compute(*arguments):
@@ -22,9 +22,9 @@ def one_rank(tmp_path_factory):
 
 
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
-@pytest.mark.parametrize("passes", [1, 2])
-def test_two_ranks_equal_one(tmp_path, one_rank, start_with, passes):
-    arguments = ("--passes", str(passes))
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_two_ranks_equal_one(tmp_path, one_rank, start_with, micro_batches):
+    arguments = ("--micro-batches", str(micro_batches))
     found = ranks_of("reducer", tmp_path, *arguments, ranks=2, start_with=start_with)
     expected = one_rank()["gradients"]
     assert found[0]["buckets"] > 2
@@ -32,24 +32,24 @@ def test_two_ranks_equal_one(tmp_path, one_rank, start_with, passes):
     for rank in found:
         assert torch.allclose(rank["gradients"], expected, rtol=0, atol=1e-6)
     assert torch.equal(found[0]["weights"], found[1]["weights"])
-    assert torch.allclose(one_rank("--passes", "2")["gradients"], expected, rtol=0, atol=1e-6)
+    assert torch.allclose(one_rank("--micro-batches", "2")["gradients"], expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("times", [1.0, 1e-7], ids=["as-is", "tiny"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_fp16_on_the_wire_rounds_and_no_more(tmp_path, one_rank, ranks, times):
-    # Two steps on the same weights: the first one is exchanged uncompressed.
+def test_fp16_compression_adds_only_rounding_errors(tmp_path, one_rank, ranks, times):
+    # Two steps on the same weights: gradients of the first are not compressed.
     arguments = ("--steps", "2", "--lr", "0", "--times", str(times))
     found = ranks_of("reducer", tmp_path, "--compression", "fp16", *arguments, ranks=ranks, start_with="gloo")
     exact = one_rank(*arguments)["gradients"]
     for rank in found:
         error = (rank["gradients"] - exact).abs()
-        # Each rank's part is rounded, and each sum of them: half a unit in the last of 11 places each time,
-        # of parts that may be larger than their sum.
+        # Each rank's gradient and each partial sum is rounded, with a relative error of up to 2^-11; the
+        # gradient of one rank may be larger than the sum.
         assert error.max() < (2 * ranks - 1) * 2**-11 * exact.abs().max()
         assert error.median() < 2**-11 * exact.abs().median() * ranks
     assert all(torch.equal(found[0]["weights"], rank["weights"]) for rank in found)
-    assert error.max() > 2**-14 * exact.abs().max(), "fp16 left no trace: was it used at all?"
+    assert error.max() > 2**-14 * exact.abs().max(), "no rounding error of fp16: is it used at all?"
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])

@@ -1,4 +1,4 @@
-"""A run that is stopped and started again ends in the bits of one that was not."""
+"""A run that is stopped and resumed is bit-equal to one that was not."""
 
 import hashlib
 import json
@@ -84,7 +84,7 @@ def test_stopped_and_resumed_is_bit_equal(images, uninterrupted, tmp_path, stop_
 
 
 def test_fp16_compression_resumes_bit_equal(images, tmp_path):
-    """What a bucket is multiplied by follows from maxima of earlier steps: they are part of a checkpoint."""
+    """The scales of buckets depend on the maxima of earlier steps, which a checkpoint therefore contains."""
     fp16 = ("--compression", "fp16", "--epochs", "1")
     through, stopped = tmp_path / "through", tmp_path / "stopped"
     assert start(images, through, *fp16).returncode == 0
@@ -107,8 +107,8 @@ def test_a_batch_that_would_shift_the_samples_is_refused(images, uninterrupted, 
     assert allowed.returncode == 0, allowed.stdout
 
 
-def test_a_given_global_batch_goes_on_with_fewer_ranks(images, tmp_path):
-    """The same line on one rank: twice the passes, the same samples in each step."""
+def test_a_run_with_global_batch_resumes_on_fewer_ranks(images, tmp_path):
+    """The same command on one rank: twice the micro-batches, the same samples in each step."""
     whole = ("--global-batch", "8")
     stopped = start(images, tmp_path, *whole, "--stop-at-step", "3")
     assert stopped.returncode == 75 or "stopped at step 3 and saved" in stopped.stdout, stopped.stdout
@@ -137,7 +137,7 @@ def test_rates_that_cross_end_the_run_before_it_begins(images, tmp_path):
 
 
 def forget(checkpoint: Path, *facts: str) -> None:
-    """Make a checkpoint one of an earlier version, which did not write these facts."""
+    """Remove the metadata that an earlier version did not write from a checkpoint."""
     state = json.loads((checkpoint / "state.json").read_text())
     del state["checksum"]
     for fact in facts:
@@ -150,7 +150,7 @@ def test_a_run_whose_averages_were_warmed_up_resumes_as_such_alone(images, tmp_p
     alone = {"start_with": "none", "ranks": 1}
     stopped = start(images, tmp_path, "--stop-at-step", "3", "--ema-warmup", **alone)
     assert stopped.returncode == 75, stopped.stdout
-    # Earlier versions always warmed up, and did not say so.
+    # Earlier versions always warmed the average up, without writing it to the checkpoint.
     forget(tmp_path / "run" / "checkpoints" / "step_00000003", "ema_warmup")
     refused = start(images, tmp_path, "--resume", "auto", **alone)
     assert refused.returncode == 2, refused.stdout

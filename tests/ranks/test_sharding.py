@@ -1,4 +1,4 @@
-"""Ranks that share out the optimizer end where ranks end that each keep all of it."""
+"""A sharded optimizer ends training with the same weights as one that is replicated on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks.launching import ranks_of, train
 
 STEPS = ("--steps", "50")
 # Two ranks have one sum; three have several, by their order, and a norm has one for each way to cut it.
-# At a rate of 1e-2 training doubles what rounding leaves every few steps: a lower one, or double precision.
+# With a learning rate of 1e-2 rounding errors double every few steps: use a lower one, or double precision.
 # The averages are of gradients, which the network's curvature puts further apart than the weights.
 FP32_OF_THREE = 1e-5
 CASES = {
@@ -44,14 +44,14 @@ def test_fifty_steps_end_at_the_same_weights(
     for name, tensor in plain[0]["state"].items():
         bound = 1e-6 if ranks == 2 or "--double" in more else FP32_OF_THREE
         assert (sharded[0]["state"][name] - tensor).abs().max() <= bound, name
-    # Each has its part of the two averages; no rank much more than another.
+    # Each rank has its shard of the two moments; no rank has much more than another.
     elements = [rank["state_elements"] for rank in sharded]
     assert sum(elements) == plain[0]["state_elements"]
     assert max(elements) <= 1.02 * sum(elements) / ranks
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_an_overflow_in_one_share_is_skipped_by_all(tmp_path: Path, compression: str) -> None:
+def test_an_overflow_in_one_shard_is_skipped_by_all(tmp_path: Path, compression: str) -> None:
     arguments = ("--overflow-on", "1", "--compression", compression, "--shard")
     for rank in ranks_of("reducer", tmp_path, *arguments, ranks=3, start_with="gloo"):
         assert rank["sharded"]["moved"] == 0.0
@@ -94,13 +94,11 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_sharded_run_that_was_stopped_ends_in_the_bits_of_one_that_is_not_sharded(
-    images: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_sharded_run_is_bit_equal_to_an_unsharded_one(images: Path, tmp_path: Path) -> None:
     plain, shard = tmp_path / "plain", tmp_path / "shard"
     start(images, plain, 2, batch=6)
     start(images, shard, 2, "--shard-optimizer", "--stop-at-step", "3", batch=6)
-    start(images, shard, 2, "--stop-at-step", "7", batch=6)  # nor need all of it be sharded
+    start(images, shard, 2, "--stop-at-step", "7", batch=6)  # resuming may switch to an unsharded optimizer
     start(images, shard, 2, "--shard-optimizer", batch=6)
     expected, found = files_of(plain), files_of(shard)
     assert expected.keys() == found.keys() == {"model", "optimizer", "ema"}
@@ -110,10 +108,10 @@ def test_a_sharded_run_that_was_stopped_ends_in_the_bits_of_one_that_is_not_shar
             assert torch.equal(found[file][key], tensor), (file, key)
 
 
-def test_a_run_goes_on_on_other_numbers_of_ranks(images: Path, tmp_path: Path) -> None:
-    """2 ranks, then 3, then 1: what each has loaded is to the bit what the one before has saved."""
+def test_a_run_resumes_on_other_numbers_of_ranks(images: Path, tmp_path: Path) -> None:
+    """2 ranks, then 3, then 1: each loads bit for bit the state that the one before has saved."""
     flag = "--shard-optimizer"
-    # Ranks, the step they stop at, and the ranks that are to go on from there.
+    # Number of ranks, the step at which they stop, and the number of ranks that resume.
     for ranks, stop, others in ((2, 3, 3), (3, 7, 1), (1, 0, 0)):
         start(images, tmp_path, ranks, flag, "--stop-at-step", str(stop), batch=12 // ranks)
         saved = files_of(tmp_path)
@@ -130,6 +128,6 @@ def test_a_run_goes_on_on_other_numbers_of_ranks(images: Path, tmp_path: Path) -
             for file, tensors in saved.items():
                 for key, tensor in tensors.items():
                     assert torch.equal(first[file][key], tensor), (others, file, key)
-                    if file != "optimizer":  # of which each has its own part: rank 0 has gathered it
+                    if file != "optimizer":  # sharded: only rank 0 has gathered it
                         assert all(torch.equal(rank[file][key], tensor) for rank in rest), (file, key)
     assert float(files_of(tmp_path)["optimizer"]["head.weight/step"]) == 10.0

@@ -1,4 +1,4 @@
-"""The world is the same under every launcher; a launcher's promise that Horovod does not keep is refused."""
+"""World gives the same results under every launcher, and refuses a size that Horovod does not report."""
 
 import socket
 import sys
@@ -31,16 +31,16 @@ def test_ranks_agree(tmp_path, start_with, ranks, controller):
 
 
 def test_ranks_that_would_train_alone_are_refused(tmp_path):
-    """Open MPI's variables promise two ranks; Horovod, told to use gloo without its launcher, sees one."""
+    """Open MPI's variables say two ranks; Horovod uses gloo without its launcher and reports one."""
     words = [sys.executable, str(HERE / "worker_world.py"), str(tmp_path)]
-    promise = {
+    variables = {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_SIZE": "2",
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
         "HOROVOD_HOSTNAME": socket.gethostname(),
     }
-    done = run(words, **promise)
+    done = run(words, **variables)
     assert done.returncode != 0
     assert "started 2 ranks, but Horovod sees 1" in done.stdout
     assert not list(tmp_path.iterdir())

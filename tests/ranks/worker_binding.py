@@ -1,4 +1,4 @@
-"""Binds itself as the trainer does, starts threads, and leaves what the kernel says of each of them."""
+"""Binds itself as the trainer does, starts threads, and saves what the kernel reports about each of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.pinning import bind, memory_nodes
 
 out, mode, root = Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-bound = bind(mode, root=root)
+binding = bind(mode, root=root)
 
-import torch  # noqa: E402  bound first: this is what is tested
+import torch  # noqa: E402  after bind, as in the trainer
 
 from horovod_volo.cluster.resources import rank_resources  # noqa: E402
 from horovod_volo.cluster.world import World  # noqa: E402
 
-world = World.connect(bound)
+world = World.connect(binding)
 resources = rank_resources(world)
 held = threading.Event()
 threading.Thread(target=held.wait).start()
@@ -29,9 +29,9 @@ allowed = {
 }
 maps = Path("/proc/self/numa_maps").read_text().splitlines()
 left = {
-    "cpus": list(bound.cpus),
-    "nodes": list(bound.nodes),
-    "remarks": list(bound.remarks),
+    "cpus": list(binding.cpus),
+    "nodes": list(binding.memory_nodes),
+    "warnings": list(binding.warnings),
     "threads_of_torch": torch.get_num_threads(),
     "cpus_of_threads": sorted(allowed),
     "threads": len(status),

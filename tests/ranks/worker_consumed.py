@@ -1,4 +1,4 @@
-"""The trainer itself, told from outside: it notes which images each step is given, and may be killed."""
+"""Runs the trainer, records the images of each step, and kills the last rank at a given step."""
 
 import json
 import os
@@ -12,24 +12,25 @@ from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.data.loader import Batch, TrainLoader
 from horovod_volo.train import main
 
-passes = TrainLoader.passes
+batches = TrainLoader.batches
 
 
-def noting(notes: Path, killed_at: int) -> None:
-    """Add a line for each batch to this rank's notes; the last rank is killed when it gets a step's batch."""
-    place = read_launch_env()
-    file = (notes / f"{time.time_ns()}_{place.rank}.jsonl").open("w")
+def record_batches(folder: Path, killed_at: int) -> None:
+    """Record each batch in a file of this rank; kill the last rank at the batch of step `killed_at`."""
+    launch = read_launch_env()
+    file = (folder / f"{time.time_ns()}_{launch.rank}.jsonl").open("w")
 
-    def noted(stream: TrainLoader, epoch: int, first_step: int) -> Iterator[Batch]:
-        for step, batch in enumerate(passes(stream, epoch, first_step), epoch * stream.steps + first_step):
+    def recorded(loader: TrainLoader, epoch: int, first_step: int) -> Iterator[Batch]:
+        first = epoch * loader.steps + first_step
+        for step, batch in enumerate(batches(loader, epoch, first_step), first):
             print(json.dumps([step, batch.indices.tolist()]), file=file, flush=True)
-            if step == killed_at and place.rank == place.size - 1:
+            if step == killed_at and launch.rank == launch.size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             yield batch
 
-    TrainLoader.passes = noted  # type: ignore[method-assign]
+    TrainLoader.batches = recorded  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    noting(Path(sys.argv[1]), int(sys.argv[2]))
+    record_batches(Path(sys.argv[1]), int(sys.argv[2]))
     sys.exit(main(sys.argv[3:]))

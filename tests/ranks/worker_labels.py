@@ -1,4 +1,4 @@
-"""This rank's part of a label store, in shards small enough that every rank has several."""
+"""Writes this rank's part of a label store, in shards small enough that every rank has several."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""What this rank was given to train on: which images, cut how, showing which pixels, with which labels."""
+"""Saves the training samples of this rank: indices, and hashes of pixels, labels and crop boxes."""
 
 import hashlib
 import sys

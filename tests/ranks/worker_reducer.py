@@ -1,6 +1,6 @@
-"""Gradients of one batch, computed by however many ranks there are; with --shard once more with shares.
+"""Computes the gradients of one batch on any number of ranks; with --shard also with a sharded optimizer.
 
-Batch norm is frozen: its statistics are of a rank's own images, which is not what is tested.
+Batch norm is frozen, because its statistics depend on how images are distributed over ranks.
 """
 
 import argparse
@@ -25,7 +25,7 @@ IMAGES, SIDE, CLASSES = 8, 32, 7
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("out", type=Path)
-    options.add_argument("--passes", type=int, default=1)
+    options.add_argument("--micro-batches", type=int, default=1)
     options.add_argument("--compression", default="none")
     options.add_argument("--overflow-on", type=int, default=-1)
     options.add_argument("--steps", type=int, default=1)
@@ -34,7 +34,7 @@ def main() -> None:
     options.add_argument("--lr", type=float, default=1e-2)
     options.add_argument("--opt", default="adamw")
     options.add_argument("--double", action="store_true")
-    options.add_argument("--times", type=float, default=1.0, help="what the loss is multiplied by")
+    options.add_argument("--times", type=float, default=1.0, help="factor of the loss")
     asked = options.parse_args()
 
     torch.set_num_threads(1)
@@ -52,9 +52,9 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
     if asked.double:
         model, images = model.double(), images.double()
     overflows = asked.overflow_on >= 0
-    precision = "fp16" if overflows else "fp32"  # what asks for a loss scale
+    precision = "fp16" if overflows else "fp32"  # fp16 uses a loss scale
     settings = Exchange(precision=precision, compression=asked.compression, bucket_mib=0.5)
-    reducer = kind(model, world, settings, passes=asked.passes)
+    reducer = kind(model, world, settings, micro_batches=asked.micro_batches)
     groups = parameter_groups(
         dict(model.named_parameters()),
         reducer.local_parameters,
@@ -69,24 +69,24 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
         "norm",
         asked.clip,
         reducer.local_parameters,
-        flat_gradients=reducer.flat_gradients,
+        flat_gradients=reducer.local_gradients,
         heads=(),
         global_grad_norm=reducer.global_grad_norm,
     )
     scaler = torch.amp.GradScaler("cpu", enabled=overflows, init_scale=1024.0)
     if world.rank == asked.overflow_on:
-        # What fp32 can hold and fp16 cannot, where gradients travel in fp16; else what neither can.
+        # With fp16 compression a value that overflows fp16 but not fp32; else one that overflows both.
         factor = 1e8 if asked.compression == "fp16" else float("inf")
         model.patch_embed.proj.weight.register_hook(lambda gradient: gradient * factor)
     before = _flat(model)
     gradients = torch.zeros_like(before)
     for _ in range(asked.steps):
-        for number in range(asked.passes):
-            mine = slice(number * world.size + world.rank, None, world.size * asked.passes)
+        for number in range(asked.micro_batches):
+            mine = slice(number * world.size + world.rank, None, world.size * asked.micro_batches)
             class_logits, token_logits = model.training_logits(images[mine], lambda tokens: tokens)
             truth = classes[mine]
             loss = F.cross_entropy(class_logits, truth) + F.cross_entropy(token_logits.mean(1), truth)
-            scaler.scale(asked.times * loss / asked.passes).backward()
+            scaler.scale(asked.times * loss / asked.micro_batches).backward()
         with reducer.synchronized_gradients():
             gradients = torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
             scaler.unscale_(optimizer)

@@ -1,4 +1,4 @@
-"""Loads the last checkpoint of a run on however many ranks there are, and leaves its state whole."""
+"""Loads the last checkpoint of a run on any number of ranks, and saves the full state that was loaded."""
 
 import argparse
 from pathlib import Path
@@ -24,7 +24,7 @@ def main() -> None:
     settings = load_recipe(str(asked.run / "resolved.toml")) | {"shard_optimizer": asked.shard_optimizer}
     config = assemble(settings, fallback_name="")
     state, _ = build_state(config, world, num_classes=10, device=torch.device("cpu"), finetune="")
-    # Every rank but the first begins with something else than what was saved.
+    # Every rank but the first starts with values that differ from the checkpoint.
     if world.rank:
         for tensor in state.replicated_tensors():
             tensor.fill_(world.rank)

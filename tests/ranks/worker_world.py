@@ -1,4 +1,4 @@
-"""What a rank sees of the world, and what it hears from the others."""
+"""Saves the results of World's attributes and collectives on this rank."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ def main(out: Path) -> None:
     number = torch.tensor(world.rank)
     tensors = [torch.full((2, 2), float(world.rank)), number, torch.tensor([world.is_rank_zero])]
     world.broadcast_(tensors)
-    world.assert_same(tensors[:1], "broadcast tensors")
+    world.assert_identical(tensors[:1], "broadcast tensors")
     channels_last = torch.full((2, 3, 4, 5), float(world.rank)).to(memory_format=torch.channels_last)
     world.broadcast_([channels_last])
     torch.save(
@@ -53,7 +53,7 @@ def _divergence_of_last_rank(world: World) -> str:
     if world.rank == world.size - 1:
         weights.view(torch.int32)[7] ^= 1
     try:
-        world.assert_same([weights], "Weights")
+        world.assert_identical([weights], "Weights")
     except RuntimeError as error:
         return str(error)
     return "nothing was raised"

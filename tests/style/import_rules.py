@@ -25,6 +25,7 @@ LAYERS = (
 ONLY_IMPORTER = {
     "horovod": "cluster",
     "nvidia.dali": "data",
+    "pynvml": "cluster",
     "apex": "optim",
     "amp_C": "optim",
     "timm": "models",

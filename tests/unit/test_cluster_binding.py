@@ -1,4 +1,4 @@
-"""What each rank of a machine is given: cpus, memory, GPU and card, worked out by hand from the machine."""
+"""The CPUs, memory nodes, GPU and NIC of each rank, against values worked out by hand for real machines."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from topologies_on_disk import host_of
 
-from horovod_volo.cluster.binding import Binding, Seat, plan
+from horovod_volo.cluster.binding import Binding, LaunchedRank, plan_binding
 from horovod_volo.cluster.topology import Host, cpu_list, cpu_ranges, read_host
 
-HDR_CARDS = ("mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3", "mlx5_6", "mlx5_7", "mlx5_8", "mlx5_9")
+HDR_NICS = ("mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3", "mlx5_6", "mlx5_7", "mlx5_8", "mlx5_9")
 
 
 def bindings(
@@ -23,18 +23,24 @@ def bindings(
     allowed: str | None = None,
     visible: tuple[int, ...] | None = None,
 ) -> list[Binding]:
-    """Plan every local rank of a machine, all of whose cpus are allowed unless told otherwise."""
+    """Plan every local rank of a machine, with all of its CPUs allowed unless `allowed` lists some."""
     host = host_of(machine)
     cpus = every_cpu(host) if allowed is None else frozenset(cpu_list(allowed))
-    seats = [Seat(local_rank=r, local_size=ranks, allowed=cpus, visible=visible) for r in range(ranks)]
-    return [plan(host, seat, mode) for seat in seats]
+    launched = [
+        LaunchedRank(local_rank=r, local_size=ranks, allowed_cpus=cpus, visible_gpus=visible)
+        for r in range(ranks)
+    ]
+    return [plan_binding(host, rank, mode) for rank in launched]
 
 
 def alone_with_its_gpu(machine: str, ranks: int) -> list[Binding]:
     """Plan every local rank where the scheduler shows rank r nothing but GPU r."""
     host = host_of(machine)
     return [
-        plan(host, Seat(local_rank=r, local_size=ranks, allowed=every_cpu(host), visible=(r,)))
+        plan_binding(
+            host,
+            LaunchedRank(local_rank=r, local_size=ranks, allowed_cpus=every_cpu(host), visible_gpus=(r,)),
+        )
         for r in range(ranks)
     ]
 
@@ -48,25 +54,25 @@ def cpus_of(planned: Sequence[Binding]) -> list[str]:
 
 
 def nodes_of(planned: Sequence[Binding]) -> list[tuple[int, ...]]:
-    return [binding.nodes for binding in planned]
+    return [binding.memory_nodes for binding in planned]
 
 
 def gpus_of(planned: Sequence[Binding]) -> list[str]:
     return [binding.gpu.name if binding.gpu else "none" for binding in planned]
 
 
-def card_of(planned: Sequence[Binding]) -> list[str]:
-    return [binding.card.name if binding.card else "none" for binding in planned]
+def nics_of(planned: Sequence[Binding]) -> list[str]:
+    return [binding.nic.name if binding.nic else "none" for binding in planned]
 
 
 def threads_of(planned: Sequence[Binding]) -> list[int]:
     return [binding.threads for binding in planned]
 
 
-def all_say(planned: Sequence[Binding], *, service: tuple[int, ...], cards: Sequence[str]) -> bool:
-    """Tell whether all ranks know the same about the host: the service cpus and cards of all of them."""
+def all_have(planned: Sequence[Binding], *, background: tuple[int, ...], nics: Sequence[str]) -> bool:
+    """Return whether all ranks compute the same background CPUs and NICs for the host."""
     return all(
-        (binding.service_cpus, [card.name for card in binding.cards]) == (service, list(cards))
+        (binding.background_cpus, [nic.name for nic in binding.nics]) == (background, list(nics))
         for binding in planned
     )
 
@@ -86,19 +92,19 @@ EIGHT_A100 = (
 def test_eight_ranks_of_a_dgx_a100() -> None:
     planned = bindings("dgx_a100", 8)
     assert list(
-        zip(gpus_of(planned), cpus_of(planned), nodes_of(planned), card_of(planned), strict=True)
-    ) == [(gpu, cpus, (node,), card) for gpu, cpus, node, card in EIGHT_A100]
+        zip(gpus_of(planned), cpus_of(planned), nodes_of(planned), nics_of(planned), strict=True)
+    ) == [(gpu, cpus, (node,), nic) for gpu, cpus, node, nic in EIGHT_A100]
     assert threads_of(planned) == [16] * 8
-    assert all_say(planned, service=(183, 191, 151, 159, 247, 255, 215, 223), cards=HDR_CARDS)
-    assert [(binding.mode, binding.remarks) for binding in planned] == [("numa", ())] * 8
+    assert all_have(planned, background=(183, 191, 151, 159, 247, 255, 215, 223), nics=HDR_NICS)
+    assert [(binding.mode, binding.warnings) for binding in planned] == [("numa", ())] * 8
 
 
 def test_eight_ranks_that_each_see_one_gpu_are_bound_the_same() -> None:
     planned = alone_with_its_gpu("dgx_a100", 8)
     assert list(
-        zip(gpus_of(planned), cpus_of(planned), nodes_of(planned), card_of(planned), strict=True)
-    ) == [(gpu, cpus, (node,), card) for gpu, cpus, node, card in EIGHT_A100]
-    assert [[card.name for card in binding.cards] for binding in planned] == [list(HDR_CARDS)] * 8
+        zip(gpus_of(planned), cpus_of(planned), nodes_of(planned), nics_of(planned), strict=True)
+    ) == [(gpu, cpus, (node,), nic) for gpu, cpus, node, nic in EIGHT_A100]
+    assert [[nic.name for nic in binding.nics] for binding in planned] == [list(HDR_NICS)] * 8
     assert threads_of(planned) == [16] * 8
 
 
@@ -107,8 +113,8 @@ def test_two_ranks_of_a_dgx_a100_have_the_first_two_gpus() -> None:
     assert gpus_of(planned) == ["0000:07:00.0", "0000:0f:00.0"]
     assert cpus_of(planned) == ["48-55,176-183", "56-63,184-191"]
     assert nodes_of(planned) == [(3,), (3,)]
-    assert card_of(planned) == ["mlx5_0", "mlx5_1"]
-    assert all_say(planned, service=(183, 191), cards=["mlx5_0", "mlx5_1"])
+    assert nics_of(planned) == ["mlx5_0", "mlx5_1"]
+    assert all_have(planned, background=(183, 191), nics=["mlx5_0", "mlx5_1"])
 
 
 def test_one_rank_of_a_dgx_a100_has_its_gpus_node() -> None:
@@ -117,26 +123,26 @@ def test_one_rank_of_a_dgx_a100_has_its_gpus_node() -> None:
     assert cpus_of(planned) == ["48-63,176-191"]
     assert nodes_of(planned) == [(3,)]
     assert threads_of(planned) == [32]
-    assert card_of(planned) == ["mlx5_0"]
-    assert all_say(planned, service=(191,), cards=["mlx5_0"])
+    assert nics_of(planned) == ["mlx5_0"]
+    assert all_have(planned, background=(191,), nics=["mlx5_0"])
 
 
 def test_ranks_have_the_gpus_that_cuda_shows_in_its_order() -> None:
     last_two = bindings("dgx_a100", 2, visible=(7, 6))
     assert gpus_of(last_two) == ["0000:bd:00.0", "0000:b7:00.0"]
     assert cpus_of(last_two) == ["80-87,208-215", "88-95,216-223"]
-    assert card_of(last_two) == ["mlx5_8", "mlx5_9"]
+    assert nics_of(last_two) == ["mlx5_8", "mlx5_9"]
     apart = bindings("dgx_a100", 2, visible=(1, 4))
     assert gpus_of(apart) == ["0000:0f:00.0", "0000:87:00.0"]
     assert cpus_of(apart) == ["48-63,176-191", "112-127,240-255"]
-    assert all_say(apart, service=(191, 255), cards=["mlx5_0", "mlx5_6"])
+    assert all_have(apart, background=(191, 255), nics=["mlx5_0", "mlx5_6"])
 
 
 def test_more_gpus_than_ranks_leave_the_last_ones_unused() -> None:
     assert gpus_of(bindings("dgx_a100", 2, visible=(5, 3, 0))) == ["0000:90:00.0", "0000:4e:00.0"]
 
 
-def test_fewer_gpus_than_ranks_are_nobodys() -> None:
+def test_fewer_gpus_than_ranks_are_not_assigned() -> None:
     """Three ranks and two GPUs: the ranks are placed as if there were none."""
     planned = bindings("container", 3, visible=(0, 1))
     assert gpus_of(planned) == ["none"] * 3
@@ -144,20 +150,20 @@ def test_fewer_gpus_than_ranks_are_nobodys() -> None:
     assert nodes_of(planned) == [(0,), (0,), (1,)]
 
 
-def test_a_lone_gpu_of_several_shares_its_node_with_the_unseen() -> None:
-    """The second GPU of node 7, one of two ranks: the first is taken to have the other GPU there."""
+def test_a_rank_that_sees_one_gpu_leaves_cpus_to_its_neighbours() -> None:
+    """The second GPU of node 7, one of two ranks: the other rank is assumed to have the first GPU there."""
     host = host_of("dgx_a100")
-    seat = Seat(local_rank=1, local_size=2, allowed=every_cpu(host), visible=(5,))
-    binding = plan(host, seat)
+    rank = LaunchedRank(local_rank=1, local_size=2, allowed_cpus=every_cpu(host), visible_gpus=(5,))
+    binding = plan_binding(host, rank)
     assert binding.gpu == host.gpus[5]
-    assert (cpu_ranges(binding.cpus), binding.nodes) == ("120-127,248-255", (7,))
+    assert (cpu_ranges(binding.cpus), binding.memory_nodes) == ("120-127,248-255", (7,))
 
 
-def test_the_unseen_are_no_more_than_the_ranks() -> None:
+def test_there_are_no_more_neighbours_than_ranks() -> None:
     """Eight GPUs of a DGX-2 are at node 0, but two ranks alone: half of it for each."""
     planned = alone_with_its_gpu("dgx_2", 2)
     assert cpus_of(planned) == ["0-11,48-59", "12-23,60-71"]
-    assert card_of(planned) == ["mlx5_0", "mlx5_0"]
+    assert nics_of(planned) == ["mlx5_0", "mlx5_0"]
 
 
 def test_one_rank_that_sees_one_gpu_has_the_node_for_itself() -> None:
@@ -170,7 +176,7 @@ def test_core_takes_one_thread_of_each_core() -> None:
     assert cpus_of(planned) == ["48-55", "56-63", "16-23", "24-31", "112-119", "120-127", "80-87", "88-95"]
     assert threads_of(planned) == [8] * 8
     assert nodes_of(planned) == [(3,), (3,), (1,), (1,), (7,), (7,), (5,), (5,)]
-    assert all_say(planned, service=(55, 63, 23, 31, 119, 127, 87, 95), cards=HDR_CARDS)
+    assert all_have(planned, background=(55, 63, 23, 31, 119, 127, 87, 95), nics=HDR_NICS)
     assert [binding.mode for binding in planned] == ["core"] * 8
 
 
@@ -183,7 +189,7 @@ def test_cores_are_shared_out_whole_whichever_of_their_threads_are_allowed() -> 
     planned = bindings("dgx_a100", 2, allowed="48-51,176-183")
     assert cpus_of(planned) == ["48-51,176-179", "180-183"]
     assert threads_of(planned) == [8, 4]
-    assert all_say(planned, service=(179, 183), cards=["mlx5_0", "mlx5_1"])
+    assert all_have(planned, background=(179, 183), nics=["mlx5_0", "mlx5_1"])
 
 
 def test_none_leaves_the_cpus_alone_but_knows_gpu_and_card() -> None:
@@ -192,8 +198,8 @@ def test_none_leaves_the_cpus_alone_but_knows_gpu_and_card() -> None:
     assert nodes_of(planned) == [()] * 8
     assert threads_of(planned) == [32] * 8
     assert gpus_of(planned) == [gpu for gpu, _, _, _ in EIGHT_A100]
-    assert card_of(planned) == list(HDR_CARDS)
-    assert all_say(planned, service=(), cards=HDR_CARDS)
+    assert nics_of(planned) == list(HDR_NICS)
+    assert all_have(planned, background=(), nics=HDR_NICS)
     assert [binding.mode for binding in planned] == ["none"] * 8
 
 
@@ -224,18 +230,18 @@ def test_sixteen_ranks_of_a_dgx_2() -> None:
     ]
     assert nodes_of(planned) == [(0,)] * 8 + [(1,)] * 8
     assert threads_of(planned) == [6] * 16
-    service = (50, 53, 56, 59, 62, 65, 68, 71, 74, 77, 80, 83, 86, 89, 92, 95)
-    assert all_say(planned, service=service, cards=HDR_CARDS)
+    background = (50, 53, 56, 59, 62, 65, 68, 71, 74, 77, 80, 83, 86, 89, 92, 95)
+    assert all_have(planned, background=background, nics=HDR_NICS)
 
 
 def test_two_gpus_of_a_dgx_2_share_the_card_of_their_switch() -> None:
     pairs = "mlx5_0 mlx5_0 mlx5_1 mlx5_1 mlx5_2 mlx5_2 mlx5_3 mlx5_3"
     more = "mlx5_6 mlx5_6 mlx5_7 mlx5_7 mlx5_8 mlx5_8 mlx5_9 mlx5_9"
-    assert card_of(bindings("dgx_2", 16)) == f"{pairs} {more}".split()
+    assert nics_of(bindings("dgx_2", 16)) == f"{pairs} {more}".split()
 
 
 def test_a_part_below_four_cpus_has_none_to_spare() -> None:
-    assert all_say(bindings("dgx_2", 16, "core"), service=(), cards=HDR_CARDS)
+    assert all_have(bindings("dgx_2", 16, "core"), background=(), nics=HDR_NICS)
 
 
 def test_a_workstation_is_used_whole_and_has_no_memory_policy() -> None:
@@ -244,8 +250,8 @@ def test_a_workstation_is_used_whole_and_has_no_memory_policy() -> None:
     assert cpus_of(planned) == ["0-15"]
     assert nodes_of(planned) == [()]
     assert threads_of(planned) == [16]
-    assert card_of(planned) == ["none"]
-    assert all_say(planned, service=(15,), cards=[])
+    assert nics_of(planned) == ["none"]
+    assert all_have(planned, background=(15,), nics=[])
     assert cpus_of(bindings("workstation", 1, "core")) == ["0,2,4,6,8,10,12,14"]
 
 
@@ -272,15 +278,15 @@ def test_without_gpus_ranks_are_spread_over_the_nodes(
     assert cpus_of(planned) == cpus
     assert nodes_of(planned) == nodes
     assert threads_of(planned) == [len(cpu_list(text)) for text in cpus]
-    assert gpus_of(planned) == card_of(planned) == ["none"] * ranks
-    assert [binding.remarks for binding in planned] == [()] * ranks
+    assert gpus_of(planned) == nics_of(planned) == ["none"] * ranks
+    assert [binding.warnings for binding in planned] == [()] * ranks
 
 
 def test_ranks_of_a_node_without_enough_cores_share_all_of_it() -> None:
     planned = bindings("cpu_vm", 9)
     assert cpus_of(planned) == ["0-3"] * 5 + ["4", "5", "6", "7"]
     assert threads_of(planned) == [1] * 9
-    assert [bool(binding.remarks) for binding in planned] == [True] * 5 + [False] * 4
+    assert [bool(binding.warnings) for binding in planned] == [True] * 5 + [False] * 4
 
 
 def test_sharing_ranks_divide_the_threads() -> None:
@@ -288,16 +294,16 @@ def test_sharing_ranks_divide_the_threads() -> None:
     planned = bindings("workstation", 2, allowed="6-7", visible=())
     assert cpus_of(planned) == ["6-7", "6-7"]
     assert threads_of(planned) == [1, 1]
-    assert all(binding.remarks for binding in planned)
+    assert all(binding.warnings for binding in planned)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "service"),
+    ("ranks", "background"),
     [(1, (7,)), (2, (3, 7)), (3, ()), (4, ()), (9, ()), (16, ())],
 )
-def test_service_cpus_are_for_all_ranks_or_none(ranks: int, service: tuple[int, ...]) -> None:
+def test_background_cpus_are_for_all_ranks_or_none(ranks: int, background: tuple[int, ...]) -> None:
     """None where a part is small, and none where ranks share all of a node: it would be one for them all."""
-    assert all_say(bindings("cpu_vm", ranks), service=service, cards=[])
+    assert all_have(bindings("cpu_vm", ranks), background=background, nics=[])
 
 
 @pytest.mark.parametrize(
@@ -328,8 +334,8 @@ def test_fewer_ranks_than_nodes_have_several_each() -> None:
 def test_without_a_gpu_the_card_is_near_the_first_node() -> None:
     """Nodes 0 and 2 have none but four on their socket: the second rank takes another than the first."""
     planned = bindings("dgx_a100", 3, visible=())
-    assert card_of(planned) == ["mlx5_0", "mlx5_1", "mlx5_8"]
-    assert all_say(planned, service=(159, 207, 255), cards=["mlx5_0", "mlx5_1", "mlx5_8"])
+    assert nics_of(planned) == ["mlx5_0", "mlx5_1", "mlx5_8"]
+    assert all_have(planned, background=(159, 207, 255), nics=["mlx5_0", "mlx5_1", "mlx5_8"])
 
 
 def test_a_container_on_one_socket_serves_the_gpus_of_both() -> None:
@@ -338,15 +344,15 @@ def test_a_container_on_one_socket_serves_the_gpus_of_both() -> None:
     assert cpus_of(planned) == ["4-5", "6-7", "8-9", "10-11"]
     assert nodes_of(planned) == [(0,)] * 4
     assert threads_of(planned) == [2] * 4
-    assert [bool(binding.remarks) for binding in planned] == [False, False, True, True]
-    assert all_say(planned, service=(), cards=[])
+    assert [bool(binding.warnings) for binding in planned] == [False, False, True, True]
+    assert all_have(planned, background=(), nics=[])
 
 
 def test_cores_that_do_not_divide_are_shared_out_in_order() -> None:
     assert cpus_of(bindings("container", 3, allowed="4-11")) == ["4-5", "6-8", "9-11"]
     two = bindings("container", 2, allowed="4-11")
     assert cpus_of(two) == ["4-7", "8-11"]
-    assert all_say(two, service=(7, 11), cards=[])
+    assert all_have(two, background=(7, 11), nics=[])
 
 
 def test_gpus_of_nodes_that_are_not_allowed_go_to_the_nearest() -> None:
@@ -354,9 +360,9 @@ def test_gpus_of_nodes_that_are_not_allowed_go_to_the_nearest() -> None:
     planned = bindings("dgx_a100", 8, allowed="32-47,96-111")
     assert cpus_of(planned) == ["32-35", "36-39", "40-43", "44-47", "96-99", "100-103", "104-107", "108-111"]
     assert nodes_of(planned) == [(2,)] * 4 + [(6,)] * 4
-    assert card_of(planned) == list(HDR_CARDS)
-    assert all(binding.remarks for binding in planned)
-    assert all_say(planned, service=(35, 39, 43, 47, 99, 103, 107, 111), cards=HDR_CARDS)
+    assert nics_of(planned) == list(HDR_NICS)
+    assert all(binding.warnings for binding in planned)
+    assert all_have(planned, background=(35, 39, 43, 47, 99, 103, 107, 111), nics=HDR_NICS)
 
 
 def test_gpus_without_a_known_node_keep_their_rank() -> None:
@@ -364,38 +370,41 @@ def test_gpus_without_a_known_node_keep_their_rank() -> None:
     assert gpus_of(planned) == ["0000:00:04.0", "0000:00:05.0", "0000:00:06.0", "0000:00:07.0"]
     assert cpus_of(planned) == ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"]
     assert nodes_of(planned) == [()] * 4
-    assert all_say(planned, service=(9, 11, 13, 15), cards=[])
+    assert all_have(planned, background=(9, 11, 13, 15), nics=[])
 
 
-def test_where_one_gpus_node_is_not_told_all_ranks_are_spread() -> None:
+def test_if_the_node_of_one_gpu_is_unknown_all_ranks_are_spread() -> None:
     """Some placed by their GPU and some by number could overlap. No remark blames a node that is allowed."""
     host = host_of("separate_domains")
     lost = replace(host, gpus=(replace(host.gpus[0], node=-1), *host.gpus[1:]))
-    planned = [plan(lost, Seat(local_rank=r, local_size=4, allowed=every_cpu(host))) for r in range(4)]
+    planned = [
+        plan_binding(lost, LaunchedRank(local_rank=r, local_size=4, allowed_cpus=every_cpu(host)))
+        for r in range(4)
+    ]
     assert cpus_of(planned) == ["0-5", "6-11", "12-17", "18-23"]
-    assert [binding.remarks for binding in planned] == [()] * 4
+    assert [binding.warnings for binding in planned] == [()] * 4
 
 
 def test_equally_near_cards_are_taken_in_turn() -> None:
     planned = bindings("separate_domains", 4)
     assert cpus_of(planned) == ["12-17", "18-23", "0-5", "6-11"]
-    assert card_of(planned) == ["mlx5_ib2", "mlx5_ib3", "mlx5_ib0", "mlx5_ib1"]
+    assert nics_of(planned) == ["mlx5_ib2", "mlx5_ib3", "mlx5_ib0", "mlx5_ib1"]
     all_cards = ["mlx5_ib0", "mlx5_ib1", "mlx5_ib2", "mlx5_ib3"]
-    assert all_say(planned, service=(17, 23, 5, 11), cards=all_cards)
+    assert all_have(planned, background=(17, 23, 5, 11), nics=all_cards)
 
 
 def test_after_the_last_of_the_near_cards_comes_the_first_again() -> None:
     planned = bindings("separate_domains", 6, visible=())
     assert cpus_of(planned) == ["0-3", "4-7", "8-11", "12-15", "16-19", "20-23"]
-    assert card_of(planned) == ["mlx5_ib0", "mlx5_ib1", "mlx5_ib0", "mlx5_ib2", "mlx5_ib3", "mlx5_ib2"]
+    assert nics_of(planned) == ["mlx5_ib0", "mlx5_ib1", "mlx5_ib0", "mlx5_ib2", "mlx5_ib3", "mlx5_ib2"]
 
 
 def test_ethernet_cards_serve_where_there_is_no_infiniband() -> None:
     planned = bindings("roce", 2)
     assert cpus_of(planned) == ["0-3", "12-15"]
     assert nodes_of(planned) == [(0,), (3,)]
-    assert card_of(planned) == ["mlx5_10", "mlx5_1"]
-    assert all_say(planned, service=(3, 15), cards=["mlx5_1", "mlx5_10"])
+    assert nics_of(planned) == ["mlx5_10", "mlx5_1"]
+    assert all_have(planned, background=(3, 15), nics=["mlx5_1", "mlx5_10"])
 
 
 def test_a_bare_machine_is_one_node_of_single_cores() -> None:
@@ -409,10 +418,10 @@ def test_a_core_with_a_thread_switched_off_is_one_core() -> None:
     planned = bindings("two_ports", 2)
     assert cpus_of(planned) == ["0-1,4", "2-3,6-7"]
     assert threads_of(planned) == [3, 4]
-    assert all_say(planned, service=(), cards=["mlx4_0", "mlx4_2"])
+    assert all_have(planned, background=(), nics=["mlx4_0", "mlx4_2"])
 
 
-def test_nobody_lives_on_a_node_of_memory_alone() -> None:
+def test_no_rank_is_bound_to_a_node_without_cpus() -> None:
     alone = bindings("memory_node", 1)
     assert (cpus_of(alone), nodes_of(alone)) == (["0-7"], [()])
     two = bindings("memory_node", 2, visible=())
@@ -420,22 +429,24 @@ def test_nobody_lives_on_a_node_of_memory_alone() -> None:
 
 
 @pytest.mark.parametrize("mode", ["numa", "core"])
-def test_what_the_launcher_gave_a_rank_is_kept(mode: str) -> None:
+def test_cpus_bound_by_the_launcher_are_not_changed(mode: str) -> None:
     host = host_of("dgx_a100")
     cpus = frozenset(cpu_list("16-23,144-147"))
-    seat = Seat(local_rank=4, local_size=8, allowed=cpus, placed=True)
-    binding = plan(host, seat, mode)
+    rank = LaunchedRank(local_rank=4, local_size=8, allowed_cpus=cpus, ranks_bound_here=1)
+    binding = plan_binding(host, rank, mode)
     assert cpu_ranges(binding.cpus) == "16-23,144-147"
-    assert (binding.threads, binding.nodes, binding.service_cpus) == (12, (1,), ())
-    assert (binding.gpu, binding.card and binding.card.name) == (host.gpus[4], "mlx5_6")
-    assert binding.remarks != ()
+    assert (binding.threads, binding.memory_nodes, binding.background_cpus) == (12, (1,), ())
+    assert (binding.gpu, binding.nic and binding.nic.name) == (host.gpus[4], "mlx5_6")
+    assert binding.warnings != ()
 
 
-def test_none_keeps_what_the_launcher_gave_and_leaves_memory_alone() -> None:
-    seat = Seat(local_rank=4, local_size=8, allowed=frozenset(cpu_list("16-23,144-147")), placed=True)
-    binding = plan(host_of("dgx_a100"), seat, "none")
+def test_none_sets_no_memory_policy_for_a_rank_bound_by_the_launcher() -> None:
+    rank = LaunchedRank(
+        local_rank=4, local_size=8, allowed_cpus=frozenset(cpu_list("16-23,144-147")), ranks_bound_here=1
+    )
+    binding = plan_binding(host_of("dgx_a100"), rank, "none")
     assert cpu_ranges(binding.cpus) == "16-23,144-147"
-    assert (binding.threads, binding.nodes, binding.service_cpus) == (12, (), ())
+    assert (binding.threads, binding.memory_nodes, binding.background_cpus) == (12, (), ())
 
 
 @pytest.mark.parametrize(
@@ -449,26 +460,33 @@ def test_none_keeps_what_the_launcher_gave_and_leaves_memory_alone() -> None:
     ],
 )
 def test_a_placed_rank_has_the_memory_of_its_cpus(machine: str, allowed: str, nodes: tuple[int, ...]) -> None:
-    seat = Seat(local_rank=0, local_size=2, allowed=frozenset(cpu_list(allowed)), placed=True)
-    assert plan(host_of(machine), seat).nodes == nodes
+    rank = LaunchedRank(
+        local_rank=0, local_size=2, allowed_cpus=frozenset(cpu_list(allowed)), ranks_bound_here=1
+    )
+    assert plan_binding(host_of(machine), rank).memory_nodes == nodes
 
 
 @pytest.mark.parametrize("mode", ["numa", "core", "none"])
 @pytest.mark.parametrize("machine", ["bare", "cpu_vm", "dgx_a100"])
 def test_cpus_that_linux_does_not_list_are_still_the_processs(machine: str, mode: str) -> None:
     """Some containers list cpus 0 to 3 and run on others."""
-    for rank in range(2):
-        seat = Seat(local_rank=rank, local_size=2, allowed=frozenset({900, 901}), visible=())
-        binding = plan(host_of(machine), seat, mode)
+    for local_rank in range(2):
+        rank = LaunchedRank(
+            local_rank=local_rank, local_size=2, allowed_cpus=frozenset({900, 901}), visible_gpus=()
+        )
+        binding = plan_binding(host_of(machine), rank, mode)
         assert set(binding.cpus) <= {900, 901}
         assert len(binding.cpus) == binding.threads * (2 if mode == "none" else 1) > 0
 
 
 @pytest.mark.parametrize(("ranks", "cpus"), [(1, ["0-7"]), (2, ["0-3", "4-7"]), (3, ["0-1", "2-4", "5-7"])])
 def test_without_sys_the_allowed_cpus_are_shared_out(tmp_path: Path, ranks: int, cpus: list[str]) -> None:
-    """A chroot in which /sys is not mounted tells nothing of the cpus that the process runs on."""
+    """A chroot in which /sys is not mounted does not list the CPUs that the process runs on."""
     host, allowed = read_host(tmp_path), frozenset(range(8))
-    planned = [plan(host, Seat(local_rank=r, local_size=ranks, allowed=allowed)) for r in range(ranks)]
+    planned = [
+        plan_binding(host, LaunchedRank(local_rank=r, local_size=ranks, allowed_cpus=allowed))
+        for r in range(ranks)
+    ]
     assert cpus_of(planned) == cpus
     assert nodes_of(planned) == [()] * ranks
     assert threads_of(planned) == [len(cpu_list(text)) for text in cpus]

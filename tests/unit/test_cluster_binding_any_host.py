@@ -1,4 +1,4 @@
-"""What holds of the binding on any machine: parts do not overlap, nobody has none, all ranks agree."""
+"""Properties of the binding on random machines: disjoint CPUs, none empty, and all ranks agree."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from horovod_volo.cluster.binding import Seat, plan
-from horovod_volo.cluster.topology import Card, Gpu, Host
+from horovod_volo.cluster.binding import LaunchedRank, plan_binding
+from horovod_volo.cluster.topology import Gpu, Host, Nic
 
 
 def random_host(draw: random.Random) -> Host:
@@ -28,18 +28,18 @@ def random_host(draw: random.Random) -> Host:
         cores += at_home
         nodes[node] = tuple(sorted(cpu for core in at_home for cpu in core))
     far = {one: {other: 10 + 10 * abs(one - other) for other in nodes} for one in nodes}
-    told = draw.random() < 0.8
+    nodes_known = draw.random() < 0.8
     gpus = []
     for number in range(draw.choice((0, 0, 1, 2, 4))):
-        node = draw.choice(list(nodes)) if told else -1
+        node = draw.choice(list(nodes)) if nodes_known else -1
         address = f"0000:{number:02x}:00.0"
         gpus.append(Gpu(name=address, path=random_path(draw, address), node=node, uuid=f"GPU-{number}"))
-    cards = []
+    nics = []
     for number in range(draw.randint(0, 3)):
         path = random_path(draw, f"0000:{90 + number:02x}:00.0")
         node = draw.choice([*nodes, -1])
-        cards.append(Card(name=f"mlx5_{number}", path=path, node=node, port=1, interface=""))
-    return Host(cores=tuple(cores), nodes=nodes, distances=far, gpus=tuple(gpus), cards=tuple(cards))
+        nics.append(Nic(name=f"mlx5_{number}", path=path, node=node, port=1, interface=""))
+    return Host(cores=tuple(cores), nodes=nodes, distances=far, gpus=tuple(gpus), nics=tuple(nics))
 
 
 def random_path(draw: random.Random, address: str) -> tuple[str, ...]:
@@ -47,50 +47,56 @@ def random_path(draw: random.Random, address: str) -> tuple[str, ...]:
     return f"pci0000:{bridge}", f"0000:{bridge}:{port}", address
 
 
-def random_seats(draw: random.Random, host: Host) -> list[Seat]:
-    """Return the seats of all local ranks: any number, any cpus, any GPUs, or one GPU for each."""
+def random_launch(draw: random.Random, host: Host) -> list[LaunchedRank]:
+    """Return all local ranks of a launch: any number, any CPUs, any GPUs, or one GPU for each."""
     cpus = sorted(cpu for cpus in host.nodes.values() for cpu in cpus)
     if draw.random() < 0.5:
         cpus = draw.sample(cpus, draw.randint(1, len(cpus)))
     allowed, gpus = frozenset(cpus), len(host.gpus)
     if gpus > 1 and draw.random() < 0.25:
-        return [Seat(local_rank=r, local_size=gpus, allowed=allowed, visible=(r,)) for r in range(gpus)]
+        return [
+            LaunchedRank(local_rank=r, local_size=gpus, allowed_cpus=allowed, visible_gpus=(r,))
+            for r in range(gpus)
+        ]
     ranks = draw.randint(1, 9)
     shown = draw.sample(range(gpus), draw.randint(0, gpus))
     # One GPU of several, and the same to all ranks, is a mistake: no rank can know what the others see.
     visible = None if draw.random() < 0.5 or len(shown) == 1 < ranks else tuple(shown)
-    return [Seat(local_rank=r, local_size=ranks, allowed=allowed, visible=visible) for r in range(ranks)]
+    return [
+        LaunchedRank(local_rank=r, local_size=ranks, allowed_cpus=allowed, visible_gpus=visible)
+        for r in range(ranks)
+    ]
 
 
-def random_machines() -> Iterator[tuple[int, Host, list[Seat]]]:
+def random_machines() -> Iterator[tuple[int, Host, list[LaunchedRank]]]:
     for seed in range(250):
         draw = random.Random(seed)
         host = random_host(draw)
-        yield seed, host, random_seats(draw, host)
+        yield seed, host, random_launch(draw, host)
 
 
 @pytest.mark.parametrize("mode", ["numa", "core", "none"])
 def test_every_rank_of_any_machine_has_cpus_and_none_that_are_not_allowed(mode: str) -> None:
-    for seed, host, seats in random_machines():
-        for seat in seats:
-            binding = plan(host, seat, mode)
+    for seed, host, launched in random_machines():
+        for rank in launched:
+            binding = plan_binding(host, rank, mode)
             assert binding.cpus, seed
-            assert binding.cpus == tuple(sorted(set(binding.cpus) & seat.allowed)), seed
+            assert binding.cpus == tuple(sorted(set(binding.cpus) & rank.allowed_cpus)), seed
             assert binding.threads >= 1, seed
-            assert set(binding.nodes) < set(host.nodes), seed
+            assert set(binding.memory_nodes) < set(host.nodes), seed
 
 
 def test_ranks_of_any_machine_divide_the_allowed_cores_of_their_homes() -> None:
     """Cores stay whole, none is two ranks' where there are enough, and none of a rank's node is left idle."""
     shared = 0
-    for seed, host, seats in random_machines():
-        planned = [plan(host, seat) for seat in seats]
+    for seed, host, launched in random_machines():
+        planned = [plan_binding(host, rank) for rank in launched]
         used = {cpu for binding in planned for cpu in binding.cpus}
         homes = [set(cpus) for cpus in host.nodes.values() if used & set(cpus)]
-        assert used == set().union(*homes) & seats[0].allowed, seed
+        assert used == set().union(*homes) & launched[0].allowed_cpus, seed
         for core in host.cores:
             owners = [binding for binding in planned if set(core) & set(binding.cpus)]
-            assert all(set(core) & seats[0].allowed <= set(owner.cpus) for owner in owners), seed
+            assert all(set(core) & launched[0].allowed_cpus <= set(owner.cpus) for owner in owners), seed
             if len(owners) > 1:
                 shared += 1
                 assert {owner.cpus for owner in owners} == {owners[0].cpus}, seed
@@ -102,44 +108,44 @@ def test_ranks_of_any_machine_divide_the_allowed_cores_of_their_homes() -> None:
 
 
 def test_core_is_one_thread_of_each_core_that_numa_gives() -> None:
-    for seed, host, seats in random_machines():
-        for seat in seats:
-            whole = set(plan(host, seat, "numa").cpus)
+    for seed, host, launched in random_machines():
+        for rank in launched:
+            whole = set(plan_binding(host, rank, "numa").cpus)
             first = {min(set(core) & whole) for core in host.cores if set(core) & whole}
-            assert set(plan(host, seat, "core").cpus) == first, seed
+            assert set(plan_binding(host, rank, "core").cpus) == first, seed
 
 
 def test_ranks_of_any_machine_are_at_home_with_their_gpu_or_say_why_not() -> None:
     moved = stayed = 0
-    for seed, host, seats in random_machines():
-        planned = [plan(host, seat) for seat in seats]
+    for seed, host, launched in random_machines():
+        planned = [plan_binding(host, rank) for rank in launched]
         for binding in planned:
             crowded = sum(other.cpus == binding.cpus for other in planned) > 1
             home = set(host.nodes[binding.gpu.node]) if binding.gpu and binding.gpu.node >= 0 else None
             if home is None:
-                assert bool(binding.remarks) == crowded, seed
-            elif home & seats[0].allowed:
+                assert bool(binding.warnings) == crowded, seed
+            elif home & launched[0].allowed_cpus:
                 stayed += 1
                 assert set(binding.cpus) <= home, seed
-                assert bool(binding.remarks) == crowded, seed
+                assert bool(binding.warnings) == crowded, seed
             else:
                 moved += 1
-                assert binding.remarks, seed
+                assert binding.warnings, seed
     assert stayed > 100
     assert moved > 20
 
 
 def test_ranks_of_any_machine_agree_on_cards_and_service_cpus() -> None:
     known = 0
-    for seed, host, seats in random_machines():
-        planned = [plan(host, seat) for seat in seats]
-        assert len({(binding.cards, binding.service_cpus) for binding in planned}) == 1, seed
-        taken = {binding.card for binding in planned}
-        assert list(planned[0].cards) == [card for card in host.cards if card in taken], seed
-        assert (None in taken) == (not host.cards), seed
-        if planned[0].service_cpus:
+    for seed, host, launched in random_machines():
+        planned = [plan_binding(host, rank) for rank in launched]
+        assert len({(binding.nics, binding.background_cpus) for binding in planned}) == 1, seed
+        assigned = {binding.nic for binding in planned}
+        assert list(planned[0].nics) == [nic for nic in host.nics if nic in assigned], seed
+        assert (None in assigned) == (not host.nics), seed
+        if planned[0].background_cpus:
             known += 1
-            assert len(set(planned[0].service_cpus)) == len(planned), seed
-            for cpu, binding in zip(planned[0].service_cpus, planned, strict=True):
+            assert len(set(planned[0].background_cpus)) == len(planned), seed
+            for cpu, binding in zip(planned[0].background_cpus, planned, strict=True):
                 assert cpu == binding.cpus[-1], seed
     assert known > 10

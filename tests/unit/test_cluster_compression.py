@@ -1,7 +1,7 @@
-"""fp16 compression keeps what fp32 gradients say, at any number of ranks, and stays finite.
+"""fp16 compression preserves fp32 gradients at any number of ranks, and its sums stay finite.
 
-Ranks are emulated here: each rank's bucket goes through its own compression, and the forms are added in fp16,
-one after the other, as a ring adds them. Real ranks are in tests/ranks.
+Ranks are emulated: each rank's bucket goes through its own compression, and the buffers are added in fp16 one
+after the other, as in a ring allreduce. Tests with real ranks are in tests/ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from horovod_volo.cluster.compression import (
     BucketScales,
     Fp16Compression,
     NoCompression,
-    largest,
+    max_abs,
     predivisor,
     summed_in_fp32,
 )
@@ -28,25 +28,25 @@ HALF_A_UNIT = 2.0**-11  # largest relative error of rounding to fp16; equal valu
 
 
 class EmulatedRanks:
-    """So many ranks with one bucket each, exchanged step by step."""
+    """Ranks with one bucket each, reduced step by step."""
 
     def __init__(self, ranks: int, elements: int, *, adaptive: bool = True) -> None:
         self.ranks = ranks
         self.gradients = [torch.zeros(elements) for _ in range(ranks)]
-        self.factors = [
+        self.scales = [
             BucketScales(1, ranks, like=self.gradients[0], adaptive=adaptive) for _ in range(ranks)
         ]
         self.sums = {"": torch.zeros(elements), ".fp16": torch.zeros(elements, dtype=torch.float16)}
-        self.sent: list[str] = []
+        self.names: list[str] = []
         self.compressions = [
-            Fp16Compression(NoCompression(mine, mine, self._exchange, ranks, "bucket"), factors, 0)
-            for mine, factors in zip(self.gradients, self.factors, strict=True)
+            Fp16Compression(NoCompression(mine, mine, self._reduce_async, ranks, "bucket"), scales, 0)
+            for mine, scales in zip(self.gradients, self.scales, strict=True)
         ]
 
-    def _exchange(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+    def _reduce_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         total = self.sums[name.removeprefix("bucket")]
         total += tensor
-        self.sent.append(name)
+        self.names.append(name)
         return lambda: total
 
     def step(self, local: list[Tensor]) -> Tensor:
@@ -56,18 +56,18 @@ class EmulatedRanks:
         waits = []
         for rank, compression in enumerate(self.compressions):
             gradient = local[rank].clone()
-            if compression.direct:
-                compression.put(compression.form, gradient)
+            if compression.compresses_per_gradient:
+                compression.compress_gradient(compression.buffer, gradient)
             else:
                 self.gradients[rank].copy_(gradient)
-                compression.pack()
-            waits.append(compression.send())
+                compression.compress_bucket()
+            waits.append(compression.launch())
         for wait in waits:
             wait()
-        mean = torch.stack([factors.maxima for factors in self.factors]).mean(dim=0)
-        for factors in self.factors:
-            factors.maxima.copy_(mean)
-            factors.update()
+        mean = torch.stack([scales.maxima for scales in self.scales]).mean(dim=0)
+        for scales in self.scales:
+            scales.maxima.copy_(mean)
+            scales.update()
         assert all(mine.equal(self.gradients[0]) or mine.isnan().any() for mine in self.gradients)
         return self.gradients[0].clone()
 
@@ -82,12 +82,12 @@ def small_beside_large(ranks: int, seed: int) -> list[Tensor]:
 
 
 @RANKS
-def test_small_gradients_survive_beside_large_ones(ranks: int) -> None:
+def test_small_gradients_do_not_underflow_beside_large_ones(ranks: int) -> None:
     emulated = EmulatedRanks(ranks, 1000)
     emulated.step(small_beside_large(ranks, seed=0))
     local = small_beside_large(ranks, seed=1)
     found, exact = emulated.step(local), torch.stack(local).double().mean(dim=0)
-    assert emulated.sent[-1] == "bucket.fp16"
+    assert emulated.names[-1] == "bucket.fp16"
     for part in (slice(0, 500), slice(500, 1000)):
         error = (found[part] - exact[part]).norm() / exact[part].norm()
         # Each addition rounds the sum so far: that grows with the root of the ranks.
@@ -97,19 +97,19 @@ def test_small_gradients_survive_beside_large_ones(ranks: int) -> None:
 
 
 @RANKS
-def test_a_fixed_factor_loses_them(ranks: int) -> None:
-    """What the adaptive factor is for: without it half a bucket rounds to nothing."""
+def test_with_a_fixed_scale_they_underflow(ranks: int) -> None:
+    """Without adaptive scales half of the bucket underflows."""
     emulated = EmulatedRanks(ranks, 1000, adaptive=False)
     local = small_beside_large(ranks, seed=1)
     found, exact = emulated.step(local), torch.stack(local).double().mean(dim=0)
     assert (found[500:] - exact[500:]).norm() / exact[500:].norm() > 0.05
 
 
-def test_the_first_step_is_exchanged_as_it_is() -> None:
+def test_the_first_step_is_not_compressed() -> None:
     emulated = EmulatedRanks(3, 1000)
     local = small_beside_large(3, seed=0)
     found = emulated.step(local)
-    assert emulated.sent == ["bucket"] * 3
+    assert emulated.names == ["bucket"] * 3
     assert torch.allclose(found, torch.stack(local).mean(dim=0), rtol=1e-5, atol=0)
 
 
@@ -124,9 +124,9 @@ def test_no_growth_overflows(ranks: int, growth: float) -> None:
     found = emulated.step([growth * mine for mine in local])
     assert found.isfinite().all()
     assert torch.equal(found.sign(), before.sign())
-    if growth == 30.0:  # inside the headroom nothing is limited
+    if growth == 30.0:  # within the headroom nothing is clamped
         assert torch.allclose(found, growth * before, rtol=ranks * HALF_A_UNIT)
-    for _ in range(25):  # what was limited is in range again after some steps
+    for _ in range(25):  # clamped values are in range again after some steps
         found = emulated.step([min(growth, 1e6) * mine for mine in local])
     assert torch.allclose(found, min(growth, 1e6) * before, rtol=ranks * HALF_A_UNIT)
 
@@ -139,29 +139,29 @@ def test_a_bucket_without_gradients_has_them_later() -> None:
     assert torch.allclose(emulated.step(local), local[0])
 
 
-def test_factors_are_powers_of_two_and_their_inverse_is_exact() -> None:
-    factors = BucketScales(6, 3, like=torch.zeros(1), adaptive=True)
-    factors.maxima.copy_(torch.tensor([1e-25, 1e-7, 0.3, 1.0, 7e4, 1e30]))
-    factors.update()
-    mantissas, _ = torch.frexp(factors.forward)
+def test_scales_are_powers_of_two_and_their_inverse_is_exact() -> None:
+    scales = BucketScales(6, 3, like=torch.zeros(1), adaptive=True)
+    scales.maxima.copy_(torch.tensor([1e-25, 1e-7, 0.3, 1.0, 7e4, 1e30]))
+    scales.update()
+    mantissas, _ = torch.frexp(scales.scale)
     assert (mantissas == 0.5).all()
-    assert torch.equal(factors.backward, 1.0 / (3 * factors.forward))
-    reach = factors.forward.squeeze(1) * 3 * factors.running
+    assert torch.equal(scales.inverse_scale, 1.0 / (3 * scales.scale))
+    reach = scales.scale.squeeze(1) * 3 * scales.running_maxima
     assert ((reach > 2.0**7) & (reach < 2.0**9)).all()
 
 
 def test_the_running_maximum_rises_at_once_and_falls_slowly() -> None:
-    factors = BucketScales(1, 2, like=torch.zeros(1), adaptive=True)
+    scales = BucketScales(1, 2, like=torch.zeros(1), adaptive=True)
     seen = []
     for maximum in (1.0, 8.0, 1.0, float("nan"), 1.0):
-        factors.maxima.fill_(maximum)
-        factors.update()
-        seen.append(float(factors.running))
+        scales.maxima.fill_(maximum)
+        scales.update()
+        seen.append(float(scales.running_maxima))
     assert seen[:2] == [1.0, 8.0]
     assert seen[2:] == pytest.approx([7.92, 7.8408, 7.762392])
 
 
-def test_not_a_number_arrives_as_not_a_number() -> None:
+def test_nan_stays_nan() -> None:
     emulated = EmulatedRanks(2, 10)
     for _ in range(2):
         emulated.step([torch.ones(10)] * 2)
@@ -179,14 +179,14 @@ def test_restored_maxima_continue_bit_by_bit() -> None:
         through.step(small_beside_large(4, seed))
         stopped.step(small_beside_large(4, seed))
     resumed = EmulatedRanks(4, 1000)
-    for mine, theirs in zip(resumed.factors, stopped.factors, strict=True):
-        mine.state()["running_maxima"].copy_(theirs.state()["running_maxima"])
-        mine.restored()
+    for mine, theirs in zip(resumed.scales, stopped.scales, strict=True):
+        mine.state_tensors()["running_maxima"].copy_(theirs.state_tensors()["running_maxima"])
+        mine.update_after_restore()
     for seed in (3, 4):
         local = small_beside_large(4, seed)
         assert resumed.step(local).equal(through.step(local))
-    assert "bucket" not in resumed.sent
-    assert BucketScales(3, 4, like=torch.zeros(1), adaptive=False).state() == {}
+    assert "bucket" not in resumed.names
+    assert BucketScales(3, 4, like=torch.zeros(1), adaptive=False).state_tensors() == {}
 
 
 def test_the_predivisor_is_about_the_root() -> None:
@@ -206,7 +206,7 @@ def test_vectors_and_heads_are_summed_in_fp32(name: str) -> None:
 
 @pytest.mark.parametrize("ranks", [40, 256])
 def test_what_ranks_agree_on_is_worse_in_fp16(ranks: int) -> None:
-    """Why some gradients are summed in fp32: nearly equal ones round the same way at each addition."""
+    """Nearly equal gradients round in the same direction at each addition: the reason for sums in fp32."""
     emulated = EmulatedRanks(ranks, 1000)
     random = torch.Generator().manual_seed(0)
     agreed = 1e-3 * torch.randn(1000, generator=random)
@@ -217,14 +217,14 @@ def test_what_ranks_agree_on_is_worse_in_fp16(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_the_largest_is_that_of_absolute_values(dtype: torch.dtype) -> None:
+def test_max_abs_is_the_largest_absolute_value(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     many = torch.randn(300_001, generator=random).to(dtype)  # more than one piece of the cache
     small = torch.tensor([-0.0, 6e-8, -6e-8]).to(dtype)
     for values in (many, many.abs(), -many.abs(), small, -small.abs(), torch.zeros(3, dtype=dtype)):
-        assert largest(values).equal(values.float().abs().max().view(1))
+        assert max_abs(values).equal(values.float().abs().max().view(1))
     for odd in (torch.inf, -torch.inf):
-        assert largest(torch.tensor([1.0, odd, -2.0], dtype=dtype)).item() == torch.inf
+        assert max_abs(torch.tensor([1.0, odd, -2.0], dtype=dtype)).item() == torch.inf
     for sign in (1, -1):
         nan = torch.tensor([1.0, torch.inf, torch.nan, -2.0], dtype=dtype) * sign
-        assert largest(nan).isnan().all()
+        assert max_abs(nan).isnan().all()

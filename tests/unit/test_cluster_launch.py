@@ -1,4 +1,4 @@
-"""What each launcher's variables promise; the first launcher that set its own speaks."""
+"""Rank and size from each launcher's variables; the first launcher in the list wins."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SRUN = {
 
 
 @pytest.mark.parametrize(
-    ("environment", "promise"),
+    ("environment", "expected"),
     [
         (HOROVODRUN, LaunchEnv("horovodrun", 5, 8, 1, 4)),
         (OPEN_MPI, LaunchEnv("mpirun", 3, 4, 1, 2)),
@@ -41,20 +41,20 @@ SRUN = {
         ({}, ALONE),
         ({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_FUSION_THRESHOLD": "0"}, ALONE),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ALONE),  # a batch script, outside of any step
-        ({"OMPI_COMM_WORLD_SIZE": "4"}, ALONE),  # a size without a rank promises no place
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, ALONE),  # a size without a rank
     ],
 )
-def test_a_launchers_variables_are_its_promise(environment: dict[str, str], promise: LaunchEnv) -> None:
-    assert read_launch_env(environment) == promise
+def test_rank_and_size_are_the_launchers(environment: dict[str, str], expected: LaunchEnv) -> None:
+    assert read_launch_env(environment) == expected
 
 
-def test_inside_a_slurm_step_the_inner_launcher_speaks() -> None:
+def test_inside_a_slurm_step_the_inner_launcher_counts() -> None:
     assert read_launch_env(SRUN | OPEN_MPI).launcher == "mpirun"
     assert read_launch_env(SRUN | OPEN_MPI | HOROVODRUN).launcher == "horovodrun"
     assert read_launch_env(SRUN | PMI) == LaunchEnv("mpirun (PMI)", 0, 2, 0, 2)
 
 
-def test_without_a_launcher_one_rank_is_everybody() -> None:
+def test_without_a_launcher_there_is_one_rank() -> None:
     assert LaunchEnv("none", 0, 1, 0, 1) == ALONE
 
 

@@ -1,4 +1,4 @@
-"""What surrounds the plan: the GPUs a driver lists, who placed a process, the variables that follow."""
+"""Inputs and effects of a binding: GPUs of the driver, CPUs set by the launcher, environment variables."""
 
 from __future__ import annotations
 
@@ -10,24 +10,30 @@ from pathlib import Path
 import pytest
 from topologies_on_disk import host_of, lay_out
 
-from horovod_volo.cluster.binding import Binding, Seat, plan
-from horovod_volo.cluster.env_vars import TABLE, HorovodSwitches, launch_env_vars
-from horovod_volo.cluster.nvml import list_gpus, visible
-from horovod_volo.cluster.pinning import bind, compute_threads, placed_by_launcher, set_variables, shown
-from horovod_volo.cluster.topology import Card, Gpu, cpu_ranges, read_host
+from horovod_volo.cluster.binding import Binding, LaunchedRank, plan_binding
+from horovod_volo.cluster.env_vars import ENV_VARS, HorovodOptions, launch_env_vars
+from horovod_volo.cluster.nvml import cuda_visible_devices, driver_version, list_gpus
+from horovod_volo.cluster.pinning import (
+    bind,
+    compute_threads,
+    ranks_bound_by_launcher,
+    set_variables,
+    visible_gpus,
+)
+from horovod_volo.cluster.topology import Gpu, Nic, cpu_ranges, read_host
 
 GPUS = [(f"00000000:{bus}:00.0", f"GPU-{bus}{bus}-aaaa") for bus in ("07", "0F", "47", "4E")]
-CARDS = tuple(Card(f"mlx5_{number}", (), 0, interface=f"ib{number}") for number in range(2))
+NICS = tuple(Nic(f"mlx5_{number}", (), 0, interface=f"ib{number}") for number in range(2))
 
 
-def binding(gpu: Gpu | None = None, cards: tuple[Card, ...] = (), service: tuple[int, ...] = ()) -> Binding:
-    card = cards[-1] if cards else None
-    return Binding("numa", (4, 5, 6, 7), (1,), gpu, card, cards, service, threads=4)
+def binding(gpu: Gpu | None = None, nics: tuple[Nic, ...] = (), background: tuple[int, ...] = ()) -> Binding:
+    nic = nics[-1] if nics else None
+    return Binding("numa", (4, 5, 6, 7), (1,), gpu, nic, nics, background, threads=4)
 
 
 def test_variables_of_a_rank_with_a_gpu_and_a_card() -> None:
-    chosen = binding(Gpu("0000:07:00.0", (), 1), CARDS, service=(3, 7))
-    assert launch_env_vars(chosen, HorovodSwitches()) == {
+    chosen = binding(Gpu("0000:07:00.0", (), 1), NICS, background=(3, 7))
+    assert launch_env_vars(chosen, HorovodOptions()) == {
         "OMP_NUM_THREADS": "4",
         "MKL_NUM_THREADS": "4",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -43,8 +49,8 @@ def test_variables_of_a_rank_with_a_gpu_and_a_card() -> None:
 
 
 def test_variables_of_a_rank_without() -> None:
-    switches = HorovodSwitches(autotune="tried.csv", timeline="line.json")
-    assert launch_env_vars(binding(), switches) == {
+    options = HorovodOptions(autotune="tried.csv", timeline="line.json")
+    assert launch_env_vars(binding(), options) == {
         "OMP_NUM_THREADS": "4",
         "MKL_NUM_THREADS": "4",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -57,12 +63,12 @@ def test_variables_of_a_rank_without() -> None:
 
 
 def test_on_cpus_horovod_asks_less_often_unless_it_tunes_itself() -> None:
-    assert launch_env_vars(binding(), HorovodSwitches())["HOROVOD_CYCLE_TIME"] == "10"
-    assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), HorovodSwitches(autotune="tried.csv"))
+    assert launch_env_vars(binding(), HorovodOptions())["HOROVOD_CYCLE_TIME"] == "10"
+    assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), HorovodOptions(autotune="tried.csv"))
 
 
-def test_every_variable_says_why() -> None:
-    assert [variable.name for variable in TABLE if len(variable.reason.split()) < 4] == []
+def test_every_variable_has_a_reason() -> None:
+    assert [variable.name for variable in ENV_VARS if len(variable.reason.split()) < 4] == []
 
 
 def test_what_is_set_already_stays() -> None:
@@ -76,7 +82,7 @@ def test_what_is_set_already_stays() -> None:
 )
 def test_a_number_of_threads_that_is_set_is_respected(set_to: str | None, threads: int) -> None:
     environment = {} if set_to is None else {"OMP_NUM_THREADS": set_to}
-    assert compute_threads(environment, resources=4) == threads
+    assert compute_threads(environment, default=4) == threads
 
 
 @pytest.mark.parametrize("set_to", ["1", "3"])
@@ -85,7 +91,7 @@ def test_torch_computes_with_the_threads_that_are_set(set_to: str) -> None:
         "from horovod_volo.cluster.pinning import bind; bound = bind('none'); import torch;"
         "from horovod_volo.cluster.resources import rank_resources;"
         "from horovod_volo.cluster.world import World;"
-        "rank_resources(World.connect(bound)); print(torch.get_num_threads(), *bound.remarks)"
+        "rank_resources(World.connect(bound)); print(torch.get_num_threads(), *bound.warnings)"
     )
     command = [sys.executable, "-c", program]
     environment = os.environ | {"OMP_NUM_THREADS": set_to}
@@ -110,20 +116,20 @@ def test_torch_computes_with_the_threads_that_are_set(set_to: str) -> None:
     ],
 )
 def test_the_gpus_that_cuda_shows(wanted: str | None, shown: tuple[int, ...] | None) -> None:
-    assert visible(GPUS, {} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}) == shown
+    assert cuda_visible_devices(GPUS, {} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}) == shown
 
 
 def test_gpus_that_a_cgroup_hides_are_still_neighbours(tmp_path: Path) -> None:
-    """Slurm shows the driver of each task one GPU; the others are on the bus all the same."""
+    """Slurm's cgroup shows each task one GPU; the PCI bus lists all of them."""
     root, gpus = lay_out("dgx_a100", tmp_path)
     host = read_host(root, gpus[5:6])
     assert [gpu.name for gpu in host.gpus] == [gpu.name for gpu in read_host(root, gpus).gpus]
     assert [gpu.uuid for gpu in host.gpus if gpu.uuid] == [gpus[5][1]]
-    assert shown(host, gpus[5:6], {}) == (5,)
-    assert shown(host, gpus[5:6], {"CUDA_VISIBLE_DEVICES": "0"}) == (5,)
-    seat = Seat(local_rank=5, local_size=8, allowed=frozenset(range(256)), visible=(5,))
-    assert cpu_ranges(plan(host, seat).cpus) == "120-127,248-255"  # the second half of node 7
-    assert shown(read_host(root, gpus), gpus, {}) is None
+    assert visible_gpus(host, gpus[5:6], {}) == (5,)
+    assert visible_gpus(host, gpus[5:6], {"CUDA_VISIBLE_DEVICES": "0"}) == (5,)
+    rank = LaunchedRank(local_rank=5, local_size=8, allowed_cpus=frozenset(range(256)), visible_gpus=(5,))
+    assert cpu_ranges(plan_binding(host, rank).cpus) == "120-127,248-255"  # the second half of node 7
+    assert visible_gpus(read_host(root, gpus), gpus, {}) is None
 
 
 def process(proc: Path, number: str, name: str, parent: str, cpus: str) -> None:
@@ -144,53 +150,61 @@ def process(proc: Path, number: str, name: str, parent: str, cpus: str) -> None:
         ("slurmstepd", "0-63", "0-15", 0),  # the 16 CPUs of the job, which stepd is not held to
     ],
 )
-def test_who_placed_a_process(tmp_path: Path, launcher: str, its_cpus: str, mine: str, placed: int) -> None:
+def test_the_ranks_that_the_launcher_bound_to_these_cpus(
+    tmp_path: Path, launcher: str, its_cpus: str, mine: str, placed: int
+) -> None:
     process(tmp_path, "self", "python3", "30", mine)
     process(tmp_path, "30", "bash", "20", mine)  # a wrapper script between launcher and rank
     process(tmp_path, "20", launcher, "1", its_cpus)
     process(tmp_path, "1", "systemd", "0", "0-127")
     slurm = {"SLURM_CPUS_ON_NODE": "16"} if launcher == "slurmstepd" else {}
-    assert placed_by_launcher(8, slurm, tmp_path) == placed
+    assert ranks_bound_by_launcher(8, slurm, tmp_path) == placed
 
 
-def test_a_process_without_a_proc_is_not_placed(tmp_path: Path) -> None:
-    assert placed_by_launcher(2, {}, tmp_path) == 0
+def test_without_proc_the_launcher_did_not_bind(tmp_path: Path) -> None:
+    assert ranks_bound_by_launcher(2, {}, tmp_path) == 0
 
 
 def test_threads_are_divided_among_the_ranks_of_a_socket() -> None:
     host = host_of("cpu_vm")
-    bound = plan(host, Seat(1, 4, frozenset(range(4)), placed=2))
-    assert (bound.cpus, bound.threads, bound.nodes) == ((0, 1, 2, 3), 2, (0,))
+    bound = plan_binding(host, LaunchedRank(1, 4, frozenset(range(4)), ranks_bound_here=2))
+    assert (bound.cpus, bound.threads, bound.memory_nodes) == ((0, 1, 2, 3), 2, (0,))
 
 
-def test_without_the_right_to_pin_a_rank_goes_on_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_cpu_affinity_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "sched_setaffinity", refused)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     bound = bind("numa")
-    assert bound.remarks == (f"CPUs {cpu_ranges(bound.cpus)} could not be taken: Operation not permitted",)
+    assert bound.warnings == (f"cannot bind to CPUs {cpu_ranges(bound.cpus)}: Operation not permitted",)
 
 
-# What the driver's library does for these calls, with two GPUs; the struct is laid out as in nvml.h.
+# A library with the functions of NVML that are called; of three GPUs the last has failed. The struct is that
+# of nvml.h.
 DRIVER = r"""
 #include <string.h>
 typedef struct { char legacy[16]; unsigned domain, bus, device, ids, subsystem; char address[32]; } Pci;
 static int started;
-int nvmlInit_v2(void) { started = 1; return 0; }
+int nvmlInitWithFlags(unsigned flags) { started = 1; return 0; }
 int nvmlShutdown(void) { started = 0; return 0; }
-int nvmlDeviceGetCount_v2(unsigned *count) { *count = 2; return started ? 0 : 1; }
+int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return started ? 0 : 1; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device)
 {
     *device = (void *)(8ul * (index + 1));
-    return 0;
+    return index == 2 ? 15 : 0; /* NVML_ERROR_GPU_IS_LOST */
 }
 int nvmlDeviceGetPciInfo_v3(void *device, Pci *pci)
 {
     memset(pci, 'x', sizeof *pci);
     strcpy(pci->address, device == (void *)8 ? "00000000:07:00.0" : "00000000:0F:00.0");
     return 0;
+}
+int nvmlSystemGetDriverVersion(char *version, unsigned size)
+{
+    strncpy(version, "580.65", size);
+    return started ? 0 : 1;
 }
 int nvmlDeviceGetUUID(void *device, char *uuid, unsigned size)
 {
@@ -206,13 +220,16 @@ def test_gpus_are_read_from_the_drivers_library(tmp_path: Path) -> None:
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", library, str(tmp_path / "nvml.c")], check=True, timeout=60
     )
-    words = [sys.executable, "-c", "from horovod_volo.cluster.nvml import list_gpus; print(list_gpus())"]
+    program = "from horovod_volo.cluster import nvml; print(nvml.list_gpus(), nvml.driver_version())"
+    words = [sys.executable, "-c", program]
     environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.strip() == "[('00000000:07:00.0', 'GPU-first'), ('00000000:0F:00.0', 'GPU-second')]"
+    gpus = "[('00000000:07:00.0', 'GPU-first'), ('00000000:0F:00.0', 'GPU-second')]"
+    assert done.stdout.strip() == f"{gpus} 580.65"
 
 
 def test_without_a_driver_there_are_no_gpus() -> None:
     if Path("/proc/driver/nvidia").exists():
         pytest.skip("this machine has NVIDIA's driver")
     assert list_gpus() == []
+    assert driver_version() == ""

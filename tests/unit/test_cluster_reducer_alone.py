@@ -1,4 +1,4 @@
-"""On one rank the reducer changes where gradients lie, and nothing about them."""
+"""With one rank the reducer changes the memory of gradients, not their values."""
 
 from __future__ import annotations
 
@@ -55,25 +55,27 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def reducer_of(
     model: nn.Module,
     *,
-    passes: int = 1,
+    micro_batches: int = 1,
     bucket_bytes: int = 300,
     compression: Literal["none", "fp16"] = "fp16",
 ) -> Reducer:
     settings = Exchange(compression=compression, bucket_mib=bucket_bytes / 2**20)
-    return Reducer(model, World.single(), settings, passes=passes)
+    return Reducer(model, World.single(), settings, micro_batches=micro_batches)
 
 
 @BUCKETS
 @pytest.mark.parametrize("compression", ["none", "fp16"])
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 def test_gradients_are_autograds_to_the_bit(
-    passes: int, compression: Literal["none", "fp16"], bucket_bytes: int
+    micro_batches: int, compression: Literal["none", "fp16"], bucket_bytes: int
 ) -> None:
     plain, reduced = Network(), Network()
-    reducer = reducer_of(reduced, passes=passes, bucket_bytes=bucket_bytes, compression=compression)
-    for step in range(2):  # twice: nothing of the first step is left in the second
+    reducer = reducer_of(
+        reduced, micro_batches=micro_batches, bucket_bytes=bucket_bytes, compression=compression
+    )
+    for step in range(2):  # twice: the second step must not contain gradients of the first
         plain.zero_grad()
-        for number in range(passes):
+        for number in range(micro_batches):
             loss(plain, 10 * step + number).backward()  # type: ignore[no-untyped-call]
             loss(reduced, 10 * step + number).backward()  # type: ignore[no-untyped-call]
         expected = gradients(plain)
@@ -85,7 +87,7 @@ def test_gradients_are_autograds_to_the_bit(
         assert all(parameter.any() for parameter in expected.values())
 
 
-def test_what_takes_no_part_in_the_loss_has_a_gradient_of_zeros() -> None:
+def test_a_parameter_that_the_loss_does_not_depend_on_has_zero_gradients() -> None:
     model = Network()
     reducer = reducer_of(model)
     loss(model, 0).backward()  # type: ignore[no-untyped-call]
@@ -96,22 +98,22 @@ def test_what_takes_no_part_in_the_loss_has_a_gradient_of_zeros() -> None:
 
 
 @BUCKETS
-@pytest.mark.parametrize("passes", [1, 2])
-def test_gradients_lie_in_the_buckets_while_an_update_reads_them(bucket_bytes: int, passes: int) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_are_views_of_the_buckets_during_the_update(bucket_bytes: int, micro_batches: int) -> None:
     model = Network()
-    reducer = reducer_of(model, bucket_bytes=bucket_bytes, passes=passes)
+    reducer = reducer_of(model, bucket_bytes=bucket_bytes, micro_batches=micro_batches)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     storages = {bucket.gradients.untyped_storage().data_ptr() for bucket in reducer.buckets}
     laid = set()
     for step in range(3):
-        for number in range(passes):
+        for number in range(micro_batches):
             loss(model, step + number).backward()  # type: ignore[no-untyped-call]
         with reducer.synchronized_gradients():
             held = [parameter.grad for parameter in trained if parameter.grad is not None]
             assert len(held) == len(trained)
             assert {gradient.untyped_storage().data_ptr() for gradient in held} == storages
             laid.add(tuple(gradient.data_ptr() for gradient in held))
-        assert all(parameter.grad is None for parameter in trained), "the next ones are made, not added"
+        assert all(parameter.grad is None for parameter in trained), "autograd must not accumulate"
     assert len(laid) == 1
     assert len(set(*laid)) == len(trained)
 
@@ -134,7 +136,7 @@ def test_buckets_grow_from_a_small_last_one(last_bytes: int) -> None:
     sizes = [40, 25, 30, 60, 35, 10, 50, 20, 45, 15, 55, 70, 5]  # elements of 4 bytes
     names = [f"layer{number}" for number in range(len(sizes))]
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in zip(names, sizes, strict=True)}
-    buckets = build_buckets(parameters, bucket_bytes=600, parts=1, last_bytes=last_bytes)
+    buckets = build_buckets(parameters, bucket_bytes=600, shards=1, last_bytes=last_bytes)
     assert [name for bucket in buckets for name in bucket.parameters] == names[::-1]
     bound = min(last_bytes, 600)
     for number, bucket in enumerate(reversed(buckets)):
@@ -146,8 +148,8 @@ def test_buckets_grow_from_a_small_last_one(last_bytes: int) -> None:
             assert used + 4 * ahead.numel() > min(last_bytes * 4**number, 600)
 
 
-class Departures(LocalCollectives):
-    """A ring of one rank that remembers what left."""
+class RecordingCollectives(LocalCollectives):
+    """Collectives of one rank that record the names of the allreduces."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -157,23 +159,23 @@ class Departures(LocalCollectives):
         return super().allreduce_async(tensor, name, scale)
 
 
-@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("layers", [4, 40])
-def test_a_message_a_bucket_and_one_more_whatever_the_passes_and_parameters(layers: int, passes: int) -> None:
+def test_one_allreduce_per_bucket_and_one_for_statistics(layers: int, micro_batches: int) -> None:
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(layers)), nn.BatchNorm1d(6))
-    ring = Departures()
+    collectives = RecordingCollectives()
     settings = Exchange(bucket_mib=1200 / 2**20, last_bucket_mib=200 / 2**20)
-    reducer = Reducer(model, World(collectives=ring), settings, passes=passes)
+    reducer = Reducer(model, World(collectives=collectives), settings, micro_batches=micro_batches)
     in_order = [f"bucket.{number}" for number in range(len(reducer.buckets))]
     assert len(in_order) < layers
     for _ in range(2):
-        for _ in range(passes):
-            assert ring.names == [], "nothing leaves before the last pass"
+        for _ in range(micro_batches):
+            assert collectives.names == [], "no bucket is launched before the last micro-batch"
             model(torch.randn(5, 6)).square().sum().backward()
-        assert ring.names == in_order, "all have left when backward ends"
+        assert collectives.names == in_order, "all buckets are launched when backward ends"
         with reducer.synchronized_gradients():
-            assert ring.names == [*in_order, "statistics"]
-        ring.names.clear()
+            assert collectives.names == [*in_order, "statistics"]
+        collectives.names.clear()
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5, 2 / 3])
@@ -186,7 +188,7 @@ def test_scaling_rounds_once(types: tuple[torch.dtype, torch.dtype], factor: flo
     large = torch.tensor([98_304.0])
     half = torch.zeros(1, dtype=torch.float16)
     scale_into(half, large, torch.tensor([0.5]))
-    assert half.item() == 49_152.0, "fp16 holds what is scaled, not what comes in"
+    assert half.item() == 49_152.0, "the product is cast to fp16, not the source"
 
 
 def test_channels_last_weights_keep_channels_last_gradients() -> None:
@@ -204,15 +206,15 @@ def test_channels_last_weights_keep_channels_last_gradients() -> None:
         assert torch.equal(gradient, plain.stem.weight.grad)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_one_backward_pass_too_many_is_an_error(passes: int) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_one_backward_pass_too_many_is_an_error(micro_batches: int) -> None:
     model = Network()
     model.unused.requires_grad_(False)
-    reducer_of(model, passes=passes)
-    for number in range(passes):
+    reducer_of(model, micro_batches=micro_batches)
+    for number in range(micro_batches):
         loss(model, number).backward()  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError, match="more backward passes than the reducer was built for"):
-        loss(model, passes).backward()  # type: ignore[no-untyped-call]
+        loss(model, micro_batches).backward()  # type: ignore[no-untyped-call]
 
 
 def test_statistics_are_those_of_a_network_without_a_reducer() -> None:
@@ -267,17 +269,17 @@ def test_an_optimizer_steps_as_without_a_reducer(
 
 def test_a_reducer_without_statistics_averages_all_the_same() -> None:
     model = nn.Linear(2, 2)
-    reducer = Reducer(model, World.single(), Exchange(compression="none"), passes=1)
+    reducer = Reducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
     model(torch.ones(1, 2)).sum().backward()
     with reducer.synchronized_gradients():
         assert model.weight.grad is not None
         assert model.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_gradient_that_somebody_else_made_is_taken_all_the_same(passes: int) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_a_gradient_that_backward_did_not_compute_is_reduced_too(micro_batches: int) -> None:
     model = nn.Linear(2, 2)
-    reducer = Reducer(model, World.single(), Exchange(compression="none"), passes=passes)
+    reducer = Reducer(model, World.single(), Exchange(compression="none"), micro_batches=micro_batches)
     for step in (1.0, 2.0):
         model.weight.grad = torch.full((2, 2), step)
         with reducer.synchronized_gradients():

@@ -1,4 +1,4 @@
-"""A share of everything is everything: on one rank sharding changes nothing, however tensors are cut."""
+"""With one rank a sharded optimizer equals an unsharded one; the shards of all ranks form the network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def network() -> nn.Sequential:
 def trained(kind: type[Reducer], steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
     model = network()
     settings = Exchange(compression="none", bucket_mib=1e-3)
-    reducer = kind(model, World.single(), settings, passes=1)
+    reducer = kind(model, World.single(), settings, micro_batches=1)
     assert len(reducer.buckets) > 1
     optimizer = optimizer_of(model, reducer)
     random = torch.Generator().manual_seed(1)
@@ -68,8 +68,8 @@ def test_pieces_of_all_ranks_are_the_parameters(ranks: int) -> None:
     elements = []
     for rank in range(ranks):
         model = network()
-        world = World(rank=rank, size=ranks, ring=LocalCollectives())
-        reducer = ShardedReducer(model, world, Exchange(compression="none", bucket_mib=1e-3), passes=1)
+        world = World(rank=rank, size=ranks, collectives=LocalCollectives())
+        reducer = ShardedReducer(model, world, Exchange(compression="none", bucket_mib=1e-3), micro_batches=1)
         elements.append(sum(piece.numel() for piece in reducer.local_parameters.values()))
         for name, piece in reducer.local_parameters.items():
             pieces[name].append(piece.detach())
@@ -81,7 +81,7 @@ def test_pieces_of_all_ranks_are_the_parameters(ranks: int) -> None:
 
 def test_a_copy_of_the_state_restores_it() -> None:
     model = network()
-    reducer = ShardedReducer(model, World.single(), Exchange(compression="none"), passes=1)
+    reducer = ShardedReducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
     optimizer = optimizer_of(model, reducer)
     state, keys = state_tensors(optimizer, reducer.local_parameters), STATE_KEYS["adamw"]
     _, saved = trained(Reducer, 3)

@@ -1,4 +1,4 @@
-"""What is read of a machine: its cores, nodes, GPUs and cards, and which card is near."""
+"""Cores, NUMA nodes, GPUs and NICs read from /sys, and the distances between them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from topologies_on_disk import MACHINES, host_of, lay_out
 
-from horovod_volo.cluster.topology import Card, Device, Gpu, Host, cpu_list, cpu_ranges, distance, read_host
+from horovod_volo.cluster.topology import Device, Gpu, Host, Nic, cpu_list, cpu_ranges, distance, read_host
 
 
-def card(host: Host, name: str) -> Card:
-    return next(card for card in host.cards if card.name == name)
+def nic(host: Host, name: str) -> Nic:
+    return next(nic for nic in host.nics if nic.name == name)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_gpus_are_in_driver_order_and_know_their_node(machine: str, gpus: str) -
     ]
 
 
-def test_gpus_whose_place_is_not_told_have_node_minus_one() -> None:
+def test_gpus_without_a_known_node_have_node_minus_one() -> None:
     assert [(gpu.name, gpu.node) for gpu in host_of("virtual_gpus").gpus] == [
         ("0000:00:04.0", -1),
         ("0000:00:05.0", -1),
@@ -153,12 +153,12 @@ def test_pci_domains_keep_four_digits() -> None:
 def test_a_path_begins_at_the_root_bridge() -> None:
     bridges = ("pci0000:b0", "0000:b0:01.1", "0000:b1:00.0")
     assert host_of("dgx_a100").gpus[7].path == (*bridges, "0000:b2:08.0", "0000:bd:00.0")
-    assert card(host_of("dgx_a100"), "mlx5_9").path == (*bridges, "0000:b2:0c.0", "0000:cc:00.0")
+    assert nic(host_of("dgx_a100"), "mlx5_9").path == (*bridges, "0000:b2:0c.0", "0000:cc:00.0")
     assert host_of("separate_domains").gpus[2].path == ("pci000b:00", "000b:00:00.0")
 
 
 @pytest.mark.parametrize(
-    ("machine", "cards"),
+    ("machine", "nics"),
     [
         ("dgx_a100", "mlx5_0@3 mlx5_1@3 mlx5_2@1 mlx5_3@1 mlx5_6@7 mlx5_7@7 mlx5_8@5 mlx5_9@5"),
         ("dgx_2", "mlx5_0@0 mlx5_1@0 mlx5_2@0 mlx5_3@0 mlx5_6@1 mlx5_7@1 mlx5_8@1 mlx5_9@1"),
@@ -169,44 +169,44 @@ def test_a_path_begins_at_the_root_bridge() -> None:
         ("two_ports", "mlx4_0@0 mlx4_2@0"),
     ],
 )
-def test_cards_are_those_that_carry_traffic_in_natural_order(machine: str, cards: str) -> None:
-    """InfiniBand alone where any of it is active; Ethernet cards where none is."""
-    assert [f"{card.name}@{card.node}" for card in host_of(machine).cards] == cards.split()
+def test_cards_are_those_that_carry_traffic_in_natural_order(machine: str, nics: str) -> None:
+    """Only InfiniBand if any port is active; otherwise Ethernet."""
+    assert [f"{nic.name}@{nic.node}" for nic in host_of(machine).nics] == nics.split()
 
 
 def test_cards_know_their_port_and_interface() -> None:
     dgx = host_of("dgx_a100")
-    assert (card(dgx, "mlx5_6").port, card(dgx, "mlx5_6").interface) == (1, "ib6")
-    assert card(host_of("roce"), "mlx5_10").interface == "enp39s0np0"
+    assert (nic(dgx, "mlx5_6").port, nic(dgx, "mlx5_6").interface) == (1, "ib6")
+    assert nic(host_of("roce"), "mlx5_10").interface == "enp39s0np0"
     old = host_of("two_ports")
-    assert (card(old, "mlx4_0").port, card(old, "mlx4_0").interface) == (2, "ib1")
-    assert (card(old, "mlx4_2").port, card(old, "mlx4_2").interface) == (1, "")
+    assert (nic(old, "mlx4_0").port, nic(old, "mlx4_0").interface) == (2, "ib1")
+    assert (nic(old, "mlx4_2").port, nic(old, "mlx4_2").interface) == (1, "")
 
 
 def test_a_shared_switch_is_nearer_than_a_root_bridge_a_node_a_socket() -> None:
     host = host_of("roce")
     names = ("mlx5_10", "mlx5_3", "mlx5_2", "mlx5_4", "mlx5_1")
-    far = [distance(host, host.gpus[0], card(host, name)) for name in names]
+    far = [distance(host, host.gpus[0], nic(host, name)) for name in names]
     assert far == sorted(set(far))
 
 
 def test_what_hangs_below_one_switch_is_equally_near() -> None:
     host = host_of("dgx_a100")
     for gpu in host.gpus[:2]:
-        assert distance(host, gpu, card(host, "mlx5_0")) == distance(host, gpu, card(host, "mlx5_1"))
+        assert distance(host, gpu, nic(host, "mlx5_0")) == distance(host, gpu, nic(host, "mlx5_1"))
 
 
 def test_a_leaf_switch_is_nearer_than_the_one_above_it() -> None:
-    """On a DGX-2 all four GPUs of an upper switch share it; only two of them share the card's own."""
+    """On a DGX-2 all four GPUs of an upper switch share it; only two of them share the nic's own."""
     host = host_of("dgx_2")
-    own, next_to_it, elsewhere = (card(host, f"mlx5_{number}") for number in (1, 0, 2))
+    own, next_to_it, elsewhere = (nic(host, f"mlx5_{number}") for number in (1, 0, 2))
     for gpu in host.gpus[2:4]:
         assert distance(host, gpu, own) < distance(host, gpu, next_to_it) < distance(host, gpu, elsewhere)
 
 
 def test_without_shared_bridges_the_node_decides() -> None:
     host = host_of("separate_domains")
-    near, also_near, far = (card(host, f"mlx5_ib{number}") for number in (2, 3, 0))
+    near, also_near, far = (nic(host, f"mlx5_ib{number}") for number in (2, 3, 0))
     assert distance(host, host.gpus[0], near) == distance(host, host.gpus[0], also_near)
     assert distance(host, host.gpus[0], near) < distance(host, host.gpus[0], far)
 
@@ -214,7 +214,7 @@ def test_without_shared_bridges_the_node_decides() -> None:
 @pytest.mark.parametrize("machine", ["dgx_a100", "dgx_2", "roce", "separate_domains", "virtual_gpus"])
 def test_a_distance_is_the_same_both_ways(machine: str) -> None:
     host = host_of(machine)
-    devices: list[Device] = [*host.gpus, *host.cards]
+    devices: list[Device] = [*host.gpus, *host.nics]
     for one in devices:
         for other in devices:
             assert distance(host, one, other) == distance(host, other, one)
@@ -282,19 +282,19 @@ def test_a_card_without_an_interface_is_still_a_card(tmp_path: Path) -> None:
     root, gpus = lay_out("roce", tmp_path)
     remove(root / "sys/devices/pci0000:00/0000:00:03.1/0000:01:00.0/net")
     host = read_host(root, gpus)
-    assert (card(host, "mlx5_2").interface, card(host, "mlx5_3").interface) == ("", "enp42s0np0")
+    assert (nic(host, "mlx5_2").interface, nic(host, "mlx5_3").interface) == ("", "enp42s0np0")
 
 
-def test_a_card_whose_state_is_not_told_is_not_used(tmp_path: Path) -> None:
+def test_a_nic_without_a_state_is_not_used(tmp_path: Path) -> None:
     root, gpus = lay_out("roce", tmp_path)
     remove(root / "sys/class/infiniband/mlx5_2/ports/1/state")
-    assert [card.name for card in read_host(root, gpus).cards] == ["mlx5_1", "mlx5_3", "mlx5_4", "mlx5_10"]
+    assert [nic.name for nic in read_host(root, gpus).nics] == ["mlx5_1", "mlx5_3", "mlx5_4", "mlx5_10"]
 
 
 def test_without_any_of_it_nothing_is_wrong(tmp_path: Path) -> None:
     """Elsewhere than on Linux there is no /sys, and a dry run is to work there too."""
     host = read_host(tmp_path)
-    assert (host.gpus, host.cards) == ((), ())
+    assert (host.gpus, host.nics) == ((), ())
 
 
 @pytest.mark.skipif(not shutil.which("lscpu"), reason="lscpu is not installed")
@@ -315,7 +315,7 @@ def test_this_machine_is_as_lscpu_sees_it() -> None:
 
 
 @pytest.mark.parametrize("module", ["topology", "binding"])
-def test_what_decides_the_binding_needs_no_torch(module: str) -> None:
+def test_planning_the_binding_imports_no_torch(module: str) -> None:
     """A rank binds itself before it loads what starts threads."""
     words = f"import sys, horovod_volo.cluster.{module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""A world of one rank: every collective is the identity, and mistakes are agreed on at once."""
+"""With one rank every collective is the identity, and errors are raised as on several ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def world() -> World:
     return World.single()
 
 
-def test_its_facts(world: World) -> None:
+def test_rank_and_size(world: World) -> None:
     assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
     assert (world.launcher, world.controller) == ("none", "none")
     assert world.is_rank_zero
     assert world.hosts() == [socket.gethostname()]
 
 
-def test_joining_without_a_launcher_is_being_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connecting_without_a_launcher_gives_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("HOROVOD", "OMPI_COMM_WORLD", "PMI"):
         monkeypatch.delenv(f"{variable}_SIZE", raising=False)
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
@@ -66,13 +66,13 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("do", [World.run_on_all_ranks, World.run_on_rank_zero])
-def test_a_users_mistake_is_agreed_on_and_its_words_are_kept(
+def test_a_user_error_keeps_its_message(
     do: Callable[[World, Callable[[], None]], None], world: World
 ) -> None:
     with pytest.raises(AllRanksError) as raised:
         do(world, fail)
     assert str(raised.value) == "the disk is missing. Insert it."
-    assert raised.value.__class__ is AllRanksError  # what the entry says once for all ranks
+    assert raised.value.__class__ is AllRanksError  # the entry point prints it once for all ranks
 
 
 @pytest.mark.parametrize("do", [World.run_on_all_ranks, World.run_on_rank_zero])
@@ -82,7 +82,7 @@ def test_the_results_of_actions(do: Callable[[World, Callable[[], object]], obje
 
 
 @pytest.mark.parametrize("do", [World.run_on_all_ranks, World.run_on_rank_zero])
-def test_a_defect_of_the_program_keeps_its_own_kind(
+def test_other_exceptions_keep_their_type(
     do: Callable[[World, Callable[[], object]], object], world: World
 ) -> None:
     with pytest.raises(ZeroDivisionError):
@@ -96,4 +96,4 @@ def test_no_problem_is_not_raised(world: World) -> None:
 
 
 def test_one_ranks_tensors_are_the_same(world: World) -> None:
-    world.assert_same([torch.randn(5, 3).t(), torch.tensor(4), torch.tensor(float("nan"))], "Weights")
+    world.assert_identical([torch.randn(5, 3).t(), torch.tensor(4), torch.tensor(float("nan"))], "Weights")

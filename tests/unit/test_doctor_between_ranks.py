@@ -1,4 +1,4 @@
-"""What one rank makes of another's clock, code, versions and settings, and of the speed between them."""
+"""The doctor's checks between ranks: clocks, code, versions, settings, allreduce speed, shared folder."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.cluster.network import Speed, list_interfaces
+from horovod_volo.cluster.network import AllreduceSpeed, list_interfaces
 from horovod_volo.cluster.world import World
-from horovod_volo.doctor.clock import ahead_of, judge_clock
-from horovod_volo.doctor.network import judge_ring
-from horovod_volo.doctor.sameness import code_prints, compare_code, compare_settings, compare_versions
-from horovod_volo.doctor.shared_folder import judge_times, look_at_shared_folder
+from horovod_volo.doctor.consistency import (
+    assess_clock,
+    clock_difference,
+    code_hashes,
+    compare_code,
+    compare_settings,
+    compare_versions,
+)
+from horovod_volo.doctor.network import assess_allreduce
+from horovod_volo.doctor.shared_folder import assess_times, check_shared_folder
 
 
 def test_exchanges_bound_the_difference_of_clocks() -> None:
@@ -20,10 +26,10 @@ def test_exchanges_bound_the_difference_of_clocks() -> None:
     # in the second at 20.1, 20.0, 20.2, 20.2. b's clock is 5 s ahead.
     a = [(10.0, 10.4), (20.1, 20.2)]
     b = [(15.3, 15.5), (25.0, 25.2)]
-    ahead, uncertain = ahead_of(b, a)
+    ahead, uncertain = clock_difference(b, a)
     assert ahead - uncertain == pytest.approx(4.9)  # b sent at 15.3 before a had received at 10.4
     assert ahead + uncertain == pytest.approx(5.1)  # b had received at 25.2 after a sent at 20.1
-    assert ahead_of(a, b) == pytest.approx((-5.0, 0.1))
+    assert clock_difference(a, b) == pytest.approx((-5.0, 0.1))
 
 
 @pytest.mark.parametrize(
@@ -35,8 +41,10 @@ def test_exchanges_bound_the_difference_of_clocks() -> None:
         (-90.0, 0.1, "warning", "90.00 s behind rank 0's"),
     ],
 )
-def test_a_clock_is_judged_by_what_is_certain(ahead: float, uncertain: float, level: str, said: str) -> None:
-    found = judge_clock(ahead, uncertain)
+def test_a_clock_is_assessed_by_its_certain_difference(
+    ahead: float, uncertain: float, level: str, said: str
+) -> None:
+    found = assess_clock(ahead, uncertain)
     assert found.level == level
     assert said in found.text
 
@@ -44,16 +52,28 @@ def test_a_clock_is_judged_by_what_is_certain(ahead: float, uncertain: float, le
 @pytest.mark.parametrize(
     ("speed", "line", "level", "said"),
     [
-        (Speed(0.004, 2.4e8, right=True), 0, "ok", "4.0 ms for 4 bytes, 240 MB/s for 16 MiB"),
-        (Speed(0.004, 1.1e8, right=True), 1000, "ok", "110 MB/s"),
-        (Speed(0.004, 1.1e8, right=True), 100_000, "warning", "less than 5% of the 12.5 GB/s"),
-        (Speed(0.004, 2.0e7, right=True), 0, "warning", "a gigabit line"),
-        (Speed(0.031, 2.4e8, right=True), 0, "warning", "at a cycle of 1 ms, less than 30 ms"),
-        (Speed(0.004, 2.4e8, right=False), 0, "failure", "sums over all ranks are wrong"),
+        (AllreduceSpeed(0.004, 2.4e8, correct=True), 0, "ok", "4.0 ms for 4 bytes, 240 MB/s for 16 MiB"),
+        (AllreduceSpeed(0.004, 1.1e8, correct=True), 1000, "ok", "110 MB/s"),
+        (
+            AllreduceSpeed(0.004, 1.1e8, correct=True),
+            100_000,
+            "warning",
+            "less than 5% of the interfaces' 12.5 GB/s",
+        ),
+        (AllreduceSpeed(0.004, 2.0e7, correct=True), 0, "warning", "a gigabit line"),
+        (
+            AllreduceSpeed(0.031, 2.4e8, correct=True),
+            0,
+            "warning",
+            "with a cycle time of 1 ms, less than 30 ms",
+        ),
+        (AllreduceSpeed(0.004, 2.4e8, correct=False), 0, "failure", "sums over all ranks are wrong"),
     ],
 )
-def test_the_ring_is_judged_by_the_line_and_the_cycle(speed: Speed, line: int, level: str, said: str) -> None:
-    (found,) = judge_ring(speed, line, 0.001, "CPUs")
+def test_allreduce_is_assessed_by_interface_and_cycle_time(
+    speed: AllreduceSpeed, line: int, level: str, said: str
+) -> None:
+    (found,) = assess_allreduce(speed, line, 0.001, "CPUs")
     assert found.level == level
     assert said in found.text
     assert bool(found.remedy) == (level != "ok")
@@ -93,30 +113,30 @@ def test_code_and_recipes_are_fingerprinted(tmp_path: Path) -> None:
     for name in ("a.py", "deep/b.toml", "deep/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("same")
-    before = code_prints(tmp_path)
+    before = code_hashes(tmp_path)
     assert list(before) == ["a.py", "deep/b.toml"]
     (tmp_path / "deep/b.toml").write_text("sane")
-    changed = code_prints(tmp_path)
+    changed = code_hashes(tmp_path)
     assert changed["a.py"] == before["a.py"]
     assert changed["deep/b.toml"] != before["deep/b.toml"]
 
 
 def test_a_slow_folder_is_a_warning() -> None:
-    assert judge_times(Path("runs"), 0.9, 0.9, 2).level == "ok"
-    assert "others" not in judge_times(Path("runs"), 0.01, 0.0, 1).text
-    assert judge_times(Path("runs"), 1.5, 0.0, 2).level == "warning"
-    assert judge_times(Path("runs"), 0.1, 1.5, 2).level == "warning"
+    assert assess_times(Path("runs"), 0.9, 0.9, 2).level == "ok"
+    assert "others" not in assess_times(Path("runs"), 0.01, 0.0, 1).text
+    assert assess_times(Path("runs"), 1.5, 0.0, 2).level == "warning"
+    assert assess_times(Path("runs"), 0.1, 1.5, 2).level == "warning"
 
 
 def test_a_folder_is_left_as_it_was(tmp_path: Path) -> None:
     world = World.single()
-    (found,) = look_at_shared_folder(tmp_path / "new" / "runs", world)
+    (found,) = check_shared_folder(tmp_path / "new" / "runs", world)
     assert found.level == "ok"
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "kept").mkdir()
     (tmp_path / "file").write_text("not a folder")
-    look_at_shared_folder(tmp_path / "kept", world)
+    check_shared_folder(tmp_path / "kept", world)
     assert list((tmp_path / "kept").iterdir()) == []
-    (found,) = look_at_shared_folder(tmp_path / "file" / "runs", world)
+    (found,) = check_shared_folder(tmp_path / "file" / "runs", world)
     assert found.level == "failure"
-    assert "nothing can be written there" in found.text
+    assert "cannot write there" in found.text

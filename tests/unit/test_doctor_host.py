@@ -1,4 +1,4 @@
-"""What counts as too little of a host, and where it is read."""
+"""The limits of memory, shared memory and open files, and the files they are read from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.doctor.finding import Level
-from horovod_volo.doctor.host import free_memory, judge_memory, judge_open_files, judge_shared_memory
+from horovod_volo.doctor.host import assess_memory, assess_open_files, assess_shared_memory, free_memory
 
 MIB, GIB = 2**20, 2**30
 GROUP = "sys/fs/cgroup"
@@ -24,7 +24,7 @@ GROUP = "sys/fs/cgroup"
     ],
 )
 def test_memory_is_divided_among_ranks(free: int, ranks: int, level: str) -> None:
-    found = judge_memory(free, ranks)
+    found = assess_memory(free, ranks)
     assert found.level == level
     assert bool(found.remedy) == (level != "ok")
 
@@ -34,13 +34,13 @@ def test_memory_is_divided_among_ranks(free: int, ranks: int, level: str) -> Non
     [
         (64 * MIB, 8, False, "ok"),
         (39 * MIB, 8, False, "failure"),
-        (64 * MIB, 8, True, "failure"),  # what a container gets unless told otherwise
+        (64 * MIB, 8, True, "failure"),  # a container's default
         (256 * MIB, 8, True, "ok"),
         (None, 1, False, "failure"),
     ],
 )
 def test_shared_memory_must_hold_all_ranks_of_the_host(free, ranks, on_gpu, level) -> None:
-    assert judge_shared_memory(free, ranks, on_gpu).level == level
+    assert assess_shared_memory(free, ranks, on_gpu).level == level
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,13 @@ def test_shared_memory_must_hold_all_ranks_of_the_host(free, ranks, on_gpu, leve
     ],
 )
 def test_open_files_grow_with_the_ranks(soft: int, hard: int, ranks: int, level: str) -> None:
-    assert judge_open_files((soft, hard), ranks).level == level
+    assert assess_open_files((soft, hard), ranks).level == level
 
 
 def test_a_hard_limit_is_named_where_it_is_in_the_way() -> None:
-    assert "hard limit, 64," in judge_open_files((64, 64), 1).remedy
-    assert "hard limit" not in judge_open_files((64, 4096), 1).remedy
-    assert "hard limit" not in judge_open_files((64, resource.RLIM_INFINITY), 1).remedy
+    assert "hard limit, 64," in assess_open_files((64, 64), 1).remedy
+    assert "hard limit" not in assess_open_files((64, 4096), 1).remedy
+    assert "hard limit" not in assess_open_files((64, resource.RLIM_INFINITY), 1).remedy
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:

@@ -1,4 +1,4 @@
-"""Which GPUs, drivers and builds do not go together, and which MPI is another one."""
+"""Combinations of GPUs, drivers and builds that do not work, and an mpirun of another MPI."""
 
 from __future__ import annotations
 
@@ -8,43 +8,51 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.cluster.topology import gpus_on_bus
-from horovod_volo.doctor.gpus import Seen, judge_gpus
+from horovod_volo.doctor.gpus import GpuState, assess_gpus
 from horovod_volo.doctor.installation import compare_mpi
 
-WELL = Seen(on_bus=8, driver="550.54", driver_cuda=12040, torch_cuda="12.8", to_torch=8, names="NVIDIA H100")
+WELL = GpuState(
+    on_bus=8, driver="550.54", driver_cuda=12040, torch_cuda="12.8", torch_gpus=8, names="NVIDIA H100"
+)
 OPEN_MPI = "Open MPI v4.1.4"
 
 
 @pytest.mark.parametrize(
-    ("seen", "level", "said"),
+    ("state", "level", "text"),
     [
         (WELL, "ok", "8 x NVIDIA H100, driver 550.54"),
-        (Seen(on_bus=0), "ok", "compute on the CPU"),
-        (Seen(on_bus=0, torch_cuda="12.8"), "ok", "compute on the CPU"),
-        (Seen(on_bus=2, torch_cuda="12.8"), "failure", "no driver answers"),
+        (GpuState(on_bus=0), "ok", "compute on the CPU"),
+        (GpuState(on_bus=0, torch_cuda="12.8"), "ok", "compute on the CPU"),
+        (GpuState(on_bus=2, torch_cuda="12.8"), "failure", "no driver responds"),
         (
-            Seen(on_bus=1, driver="550.54", driver_cuda=12040),
+            GpuState(on_bus=1, driver="550.54", driver_cuda=12040),
             "failure",
             "1 NVIDIA GPU, but torch is built without",
         ),
         (
-            Seen(on_bus=1, driver="450.80", driver_cuda=11000, torch_cuda="12.8"),
+            GpuState(on_bus=1, driver="450.80", driver_cuda=11000, torch_cuda="12.8"),
             "failure",
-            "driver 450.80 is for CUDA up to 11.0, torch is built with 12.8",
+            "driver 450.80 supports CUDA up to 11.0, torch is built with 12.8",
         ),
         (
-            Seen(on_bus=1, driver="550.54", driver_cuda=12040, torch_cuda="12.8", hidden=""),
+            GpuState(
+                on_bus=1, driver="550.54", driver_cuda=12040, torch_cuda="12.8", cuda_visible_devices=""
+            ),
             "failure",
             "torch sees none (CUDA_VISIBLE_DEVICES='')",
         ),
-        (Seen(on_bus=0, driver="550.54", torch_cuda="12.8", to_torch=1, names="A100"), "ok", "1 x A100"),
+        (
+            GpuState(on_bus=0, driver="550.54", torch_cuda="12.8", torch_gpus=1, names="A100"),
+            "ok",
+            "1 x A100",
+        ),
     ],
     ids=["well", "none", "CUDA for none", "no driver", "CPU build", "old driver", "hidden", "not on the bus"],
 )
-def test_the_first_cause_is_named(seen: Seen, level: str, said: str) -> None:
-    (found,) = judge_gpus(seen)
+def test_the_first_cause_is_named(state: GpuState, level: str, text: str) -> None:
+    (found,) = assess_gpus(state)
     assert found.level == level
-    assert said in found.text
+    assert text in found.text
     assert bool(found.remedy) == (level != "ok")
 
 
@@ -66,23 +74,23 @@ def test_gpus_are_counted_on_the_bus(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("library", "program", "level", "said"),
     [
-        (OPEN_MPI, "mpirun (Open MPI) 4.1.4", "ok", "Horovod's own"),
-        (OPEN_MPI, "mpirun (Open MPI) 4.0.2", "ok", "Horovod's own"),
+        (OPEN_MPI, "mpirun (Open MPI) 4.1.4", "ok", "the one that Horovod is built with"),
+        (OPEN_MPI, "mpirun (Open MPI) 4.0.2", "ok", "the one that Horovod is built with"),
         (OPEN_MPI, "mpirun (Open MPI) 5.0.1", "warning", "4.1.4"),
-        (OPEN_MPI, "HYDRA build details: Version: 4.0.2", "warning", "do not find each other"),
+        (OPEN_MPI, "HYDRA build details: Version: 4.0.2", "warning", "may not find each other"),
         (OPEN_MPI, "", "warning", "is not on PATH"),
         ("", "mpirun (Open MPI) 4.1.4", "ok", "without MPI"),
         ("", "", "ok", "none; not needed"),
     ],
 )
-def test_another_mpi_is_told(library: str, program: str, level: str, said: str) -> None:
+def test_another_mpi_is_a_warning(library: str, program: str, level: str, said: str) -> None:
     (found,) = compare_mpi(library, program)
     assert found.level == level
     assert said in found.text
     assert bool(found.remedy) == (level != "ok")
 
 
-def test_a_missing_horovod_is_told_from_one_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_horovod_is_not_called_one_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod_volo.cluster.horovod_build import read_build
     from horovod_volo.core.errors import UserError
 

@@ -1,9 +1,9 @@
-"""Findings of several ranks become one report: what is wrong first, and whose it is."""
+"""The findings of several ranks become one report: failures first, each with its ranks."""
 
 from __future__ import annotations
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.doctor.finding import Level, attempt, failure, merged, ok, warning
+from horovod_volo.doctor.finding import Level, failure, merge_findings, ok, run_check, warning
 from horovod_volo.doctor.report import Report
 
 SLOW = warning("disk", "is slow", "Buy another.")
@@ -12,12 +12,12 @@ BROKEN = failure("network", "is down", "Plug it in.")
 
 def report(*by_rank: list, ranks: int = 0) -> Report:
     hosts = tuple(f"h{rank // 2}" for rank in range(len(by_rank)))
-    return Report(ranks or len(by_rank), hosts, "mpirun", "MPI", tuple(merged(by_rank)))
+    return Report(ranks or len(by_rank), hosts, "mpirun", "MPI", tuple(merge_findings(by_rank)))
 
 
 def test_equal_findings_of_ranks_are_one() -> None:
-    told = merged([[ok("a", "1"), SLOW], [ok("a", "2"), SLOW], [ok("a", "1"), BROKEN]])
-    assert [(one.finding, one.ranks) for one in told] == [
+    merged = merge_findings([[ok("a", "1"), SLOW], [ok("a", "2"), SLOW], [ok("a", "1"), BROKEN]])
+    assert [(one.finding, one.ranks) for one in merged] == [
         (BROKEN, (2,)),
         (SLOW, (0, 1)),
         (ok("a", "1"), (0, 2)),
@@ -26,15 +26,15 @@ def test_equal_findings_of_ranks_are_one() -> None:
 
 
 def test_findings_of_a_subject_stay_together() -> None:
-    told = merged([[ok("a", "1"), ok("b", "1")], [ok("a", "2"), ok("b", "1")]])
-    assert [one.finding.subject for one in told] == ["a", "a", "b"]
+    merged = merge_findings([[ok("a", "1"), ok("b", "1")], [ok("a", "2"), ok("b", "1")]])
+    assert [one.finding.subject for one in merged] == ["a", "a", "b"]
 
 
-def test_a_rank_that_says_it_twice_is_named_once() -> None:
-    assert [one.ranks for one in merged([[SLOW, SLOW], [SLOW]])] == [(0, 1)]
+def test_a_finding_that_a_rank_repeats_is_merged() -> None:
+    assert [one.ranks for one in merge_findings([[SLOW, SLOW], [SLOW]])] == [(0, 1)]
 
 
-def test_the_text_is_aligned_and_says_whose() -> None:
+def test_the_text_is_aligned_and_names_the_ranks() -> None:
     by_rank = [[ok("disk", "there")], [ok("disk", "there"), BROKEN], [ok("disk", "there"), BROKEN, SLOW]]
     assert report(*by_rank).text().splitlines() == [
         "3 ranks on 2 hosts, mpirun (MPI)",
@@ -60,7 +60,7 @@ def test_long_text_stays_in_its_column() -> None:
     assert all(line.startswith(" " * 15) for line in lines[1:])
 
 
-def test_one_rank_is_not_told_from_others() -> None:
+def test_the_ranks_are_omitted_for_one_rank() -> None:
     assert "(rank" not in report([SLOW]).text()
 
 
@@ -71,9 +71,9 @@ def test_the_summary_counts() -> None:
     assert [report([one]).failed for one in (ok("a", "1"), SLOW, BROKEN)] == [False, False, True]
 
 
-def test_ranks_that_were_not_heard_are_counted() -> None:
+def test_ranks_that_did_not_report_are_counted() -> None:
     lines = report([ok("a", "1")], ranks=4).text().splitlines()
-    assert lines[0] == "only rank 0 of 4 was heard, mpirun (MPI)"
+    assert lines[0] == "only rank 0 of 4 reported, mpirun (MPI)"
     assert lines[2] == "ok       a  1"
 
 
@@ -95,16 +95,16 @@ def test_the_record_has_everything() -> None:
     }
 
 
-def test_what_goes_wrong_while_looking_is_a_finding() -> None:
+def test_an_exception_in_a_check_is_a_failure() -> None:
     def mistaken() -> list:
         raise UserError("It is missing. Install it. Then run again.")
 
     def broken() -> list:
         raise ImportError("libsomething.so: not found\nand more")
 
-    assert attempt("thing", lambda: [SLOW]) == [SLOW]
-    assert attempt("thing", mistaken) == [failure("thing", "It is missing", "Install it. Then run again.")]
-    (found,) = attempt("thing", broken)
+    assert run_check("thing", lambda: [SLOW]) == [SLOW]
+    assert run_check("thing", mistaken) == [failure("thing", "It is missing", "Install it. Then run again.")]
+    (found,) = run_check("thing", broken)
     assert found.level == Level.FAILURE
-    assert found.text == "cannot be looked at: ImportError: libsomething.so: not found"
+    assert found.text == "the check raised ImportError: libsomething.so: not found"
     assert found.remedy

@@ -102,7 +102,7 @@ def trained(
 ) -> nn.Module:
     """Train a network that has the head for some steps, as every version with a head for all networks did."""
     model = network(classes=classes).train()
-    reducer = Reducer(model, World.single(), Exchange(compression="none"), passes=1)
+    reducer = Reducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
     named = dict(model.named_parameters())
     groups = parameter_groups(named, named, exempt=(), weight_decay=0.05, layers={}, layer_decay=1.0)
     optimizer = build_optimizer(opt, groups, momentum=0.9)

@@ -120,8 +120,8 @@ def test_the_norm_of_flat_gradients_is_that_of_all_and_no_more() -> None:
     model[3].bias.requires_grad_(False)  # what is frozen has none
     apart = copy.deepcopy(model)
     settings = Exchange(compression="none", bucket_mib=100 / 2**20, last_bucket_mib=100 / 2**20)
-    reducer = Reducer(model, World.single(), settings, passes=1)
-    assert len(reducer.flat_gradients) > 1
+    reducer = Reducer(model, World.single(), settings, micro_batches=1)
+    assert len(reducer.local_gradients) > 1
     images = torch.randn(6, 3, 3, 3, generator=torch.Generator().manual_seed(2))
     for _ in range(2):  # the second is not the sum of both
         for each in (model, apart):
@@ -129,7 +129,7 @@ def test_the_norm_of_flat_gradients_is_that_of_all_and_no_more() -> None:
             each(images).square().sum().backward()
         norm = nn.utils.get_total_norm([p.grad for p in apart.parameters() if p.grad is not None])
         with reducer.synchronized_gradients():
-            divisor = clip(model, "norm", 0.5, reducer.flat_gradients)
+            divisor = clip(model, "norm", 0.5, reducer.local_gradients)
         assert divisor is not None
         assert divisor > 1.0
         torch.testing.assert_close(divisor, norm / 0.5, rtol=1e-5, atol=0)

@@ -21,7 +21,7 @@ def network() -> nn.Sequential:
 
 
 def flats(model: nn.Module) -> list[Bucket]:
-    return build_buckets(dict(model.named_parameters()), bucket_bytes=40, parts=1, last_bytes=40)
+    return build_buckets(dict(model.named_parameters()), bucket_bytes=40, shards=1, last_bytes=40)
 
 
 def train_a_little(model: nn.Module, step: int) -> None:

@@ -1,6 +1,6 @@
-"""Machines as files: lays out below a folder what Linux shows of a machine in /sys.
+"""Writes the /sys files of a described machine below a folder.
 
-`topologies/NAME.txt` describes a machine, one line a fact; no path begins with a slash:
+`topologies/NAME.txt` describes a machine, one file or property per line; paths have no leading slash:
 
     # comment
     sys/devices/system/node/node0/cpulist = 0-15            a file and its content
@@ -8,12 +8,12 @@
     sys/bus/pci/devices/0000:01:00.0 -> ../../../devices/pci0000:00/0000:00:01.0/0000:01:00.0
     gpu = 00000000:01:00.0 GPU-1                            address and uuid, in NVML's order
 
-Two lines stand for all that /sys says of a device, and of one port of a network card:
+Two short forms describe all files of a PCI device, and of one port of a NIC:
 
     pci pci0000:00/0000:00:01.0/0000:01:00.0 = 0 0x030200 0x10de    NUMA node, class, vendor
     port mlx5_0 1 0000:02:00.0 = ib0; 4: ACTIVE; InfiniBand; 200 Gb/sec (4X HDR)
 
-The pci line of a card stands above its ports.
+The pci line of a NIC precedes the lines of its ports.
 """
 
 from __future__ import annotations

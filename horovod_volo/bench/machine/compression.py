@@ -188,8 +188,8 @@ def _fp16_sum(bucket: Bucket, ranks: int, factors: BucketScales) -> Sum:
 
     def add(gradients: Tensor) -> None:
         own.copy_(gradients)
-        compression.pack()
-        receive[:] = [compression.send()]
+        compression.compress_bucket()
+        receive[:] = [compression.launch()]
 
     def average() -> Tensor:
         receive[0]()
@@ -214,7 +214,7 @@ def _sum_of_halves(bucket: Bucket, ranks: int, maximum: Tensor) -> Sum:
 
     def add(gradients: Tensor) -> None:
         high.add(gradients)
-        factor = factors.forward[0]
+        factor = factors.scale[0]
         low.add(gradients - (gradients * factor).half().float() / factor)
 
     return Sum(add, lambda: high.average() + low.average())

@@ -51,7 +51,7 @@ class OurUpdate:
 
     def __init__(self, model: nn.Module) -> None:
         named = dict(model.named_parameters())
-        self._reducer = Reducer(model, World.single(), Exchange(compression="none"), passes=1)
+        self._reducer = Reducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
         exempt = exempt_from_decay(model)
         groups = parameter_groups(
             named, named, exempt=exempt, weight_decay=WEIGHT_DECAY, layers={}, layer_decay=1.0
@@ -62,7 +62,7 @@ class OurUpdate:
             "norm",
             MAX_NORM,
             named,
-            flat_gradients=self._reducer.flat_gradients,
+            flat_gradients=self._reducer.local_gradients,
             heads=(),
             global_grad_norm=self._reducer.global_grad_norm,
         )

@@ -79,7 +79,7 @@ def _with_one_layer(context: TrainContext, batch: Batch) -> TrainContext:
     """Replace the network by one layer and keep the learning rate constant."""
     torch.manual_seed(0)
     model = OneLayer(batch.images[0].numel()).to(context.resources.device).train()
-    reducer = Reducer(model, context.world, context.config.exchange, passes=1)
+    reducer = Reducer(model, context.world, context.config.exchange, micro_batches=1)
     optimizer = build_optimizer("adamw", _groups(model, reducer.local_parameters), momentum=0.0)
     state = dataclasses.replace(context.state, model=model, reducer=reducer, optimizer=optimizer)
     return dataclasses.replace(context, state=state, forward=model, lr=lambda step: _LR)  # noqa: ARG005

@@ -127,7 +127,7 @@ def _build_methods(work: Work, clock: _Clock, peers: Sequence[str]) -> dict[str,
             method.step()
         what = f"weights after {_COMPARED_STEPS} steps, {method.form}"
         assert_agree(what, _weights(method.model) - start, expected, _TOLERANCES[method.compression])
-        clock.world.assert_same(method.model.parameters(), what)
+        clock.world.assert_identical(method.model.parameters(), what)
         return method
 
     methods = {OURS: checked(ours)}

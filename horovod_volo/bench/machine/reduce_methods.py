@@ -96,7 +96,7 @@ def no_exchange(work: Work) -> Method:
 
 def ours(work: Work) -> Method:
     """Build a step with our reducer and the trainer's default settings."""
-    return _reduced(work, Exchange().compression, passes=1)
+    return _reduced(work, Exchange().compression, micro_batches=1)
 
 
 def after_backward(work: Work) -> Method:
@@ -110,7 +110,7 @@ def _reduced(work: Work, compression: Compression, passes: int) -> Method:
     optimizer = sgd(model)
     ring = _CountingRing(work.world.collectives, f"{compression}.{passes}")
     world = replace(work.world, collectives=cast(Collectives, ring))
-    reducer = Reducer(model, world, Exchange(compression=compression), passes=passes)
+    reducer = Reducer(model, world, Exchange(compression=compression), micro_batches=passes)
 
     def step() -> None:
         work.loss(model).backward()  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ def measured_workload(model: str, img_size: int, repeats: int = _REPEATS) -> Wor
     torch.set_num_threads(1)
     try:
         network = build_model(model, img_size=img_size, num_classes=_CLASSES, drop_path=0.0).train()
-        reducer = Reducer(network, World.single(), Exchange(), passes=1)
+        reducer = Reducer(network, World.single(), Exchange(), micro_batches=1)
         fractions = _ready_fractions(network, img_size, repeats, reducer)
     finally:
         torch.set_num_threads(threads)

@@ -79,7 +79,7 @@ def restore(state: TrainState, checkpoint: Path | None, world: World) -> list[st
         state.scaler.load_state_dict(facts["scaler"])
     fitting = _without_aux_head(saved) if getattr(state.model, "aux_head", None) is None else saved
     state.restore(fitting, world)
-    world.assert_same(state.replicated_tensors(), "Weights or optimizer state")
+    world.assert_identical(state.replicated_tensors(), "Weights or optimizer state")
     left_out = sum(map(len, saved.values())) - sum(map(len, fitting.values()))
     return [f"aux_head of {checkpoint} is left out: this run does not train it"] if left_out else []
 

@@ -30,7 +30,7 @@ _AFTER_DIVERGENCE = "Lower --lr or lengthen --warmup-epochs, and resume from the
 def save_checkpoint(context: TrainContext) -> None:
     """Save the state of the step it stands at. Collective: every rank calls this."""
     check_losses(context, context.world.sum_over_ranks(*context.window.sums().values()))
-    context.world.assert_same(context.state.replicated_tensors(), "Weights or optimizer state")
+    context.world.assert_identical(context.state.replicated_tensors(), "Weights or optimizer state")
     files = context.state.full_state_dict()
     context.world.run_on_rank_zero(lambda: _write(context, files))
 
