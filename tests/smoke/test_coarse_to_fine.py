@@ -150,7 +150,7 @@ def test_under_horovodrun(demo_set: Path, tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["data", "demo"], "usage: coarse_to_fine DATA_DIR COARSE_RECIPE FINE_RECIPE"),
-        (["data", "demo", "demo", "--resume", "auto"], "--resume is set here"),
+        (["data", "demo", "demo", "--resume", "auto"], "--resume is set by this script"),
         (["data", "demo", "demo", "--fine", "--name", "x"], "--name VALUE applies to both stages"),
         (["data", "demo", "demo", "--output=x"], "Write --output x, with a space."),
     ],
