@@ -96,7 +96,7 @@ def no_exchange(work: Work) -> Method:
 
 def ours(work: Work) -> Method:
     """Build a step with our reducer and the trainer's default settings."""
-    return _reduced(work, Exchange().compression, micro_batches=1)
+    return _reduced(work, Exchange().compression, passes=1)
 
 
 def after_backward(work: Work) -> Method:
