@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 def _measure(chosen: argparse.Namespace, world: World) -> int:
     from horovod_volo.core.messages import list_problems
     from horovod_volo.evaluation.accuracy import EvalRequest, check_writable, measure_accuracy
-    from horovod_volo.monitor.pace import ThroughputLine
+    from horovod_volo.monitor.progress import ThroughputLine
 
     question = EvalRequest(
         data_dir=chosen.data_dir,
@@ -73,7 +73,7 @@ def _measure(chosen: argparse.Namespace, world: World) -> int:
     if chosen.json not in ("", STDOUT):
         world.run_on_rank_zero(lambda: check_writable(chosen.json))
     whose = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    answer = measure_accuracy(question, world, ThroughputLine(whose, shown=world.is_rank_zero))
+    answer = measure_accuracy(question, world, ThroughputLine(whose, enabled=world.is_rank_zero))
     if world.is_rank_zero:
         list_problems([f"left out: {text}" for text in answer.damage])
         if chosen.json != STDOUT:

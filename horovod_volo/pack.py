@@ -20,7 +20,7 @@ from pathlib import Path
 from horovod_volo.config.arguments import whole_number
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.messages import list_problems
-from horovod_volo.monitor.pace import ThroughputLine
+from horovod_volo.monitor.progress import ThroughputLine
 
 DONE, DAMAGED, MISTAKE = 0, 1, 2
 SPLITS = ("train", "val")

@@ -45,9 +45,9 @@ def measure(*, maps: int, pairs: int) -> Result:
             catalog,
             classes=_CLASSES,
             workers=1,
-            bad_samples_end_it=True,
+            fail_on_bad_samples=True,
             progress=lambda *_: None,
-            tell=lambda _: None,
+            warn=lambda _: None,
         )
         store = LabelStore(packed, catalog, cache=None)
         order = source.permutation(maps).tolist()
