@@ -50,7 +50,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tools/pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
+    add, count = parser.add_argument, whole_number(1)
+    add(
         "folders",
         nargs="+",
         type=Path,
@@ -60,53 +61,45 @@ def build_parser() -> argparse.ArgumentParser:
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--shard-size-mb",
-        type=whole_number(1),
+        type=count,
         default=256,
         metavar="MB",
-        help="size of a shard, MB (default: %(default)s)",
+        help="size of a shard (default: %(default)s)",
     )
     size.add_argument(
-        "--shard-images",
-        type=whole_number(1),
-        default=0,
-        metavar="N",
-        help="images per shard, instead of a size",
+        "--shard-images", type=count, default=0, metavar="N", help="images per shard, instead of a size"
     )
-    parser.add_argument(
+    add(
         "--resize",
-        type=whole_number(1),
+        type=count,
         default=0,
         metavar="SIDE",
         help="shrink larger images to this shorter side, pixels, and encode them as JPEG",
     )
-    parser.add_argument(
+    add(
         "--quality",
         type=whole_number(1, 100),
         default=95,
         metavar="Q",
         help="JPEG quality of --resize, 1 to 100 (default: %(default)s)",
     )
-    parser.add_argument(
+    cores = len(os.sched_getaffinity(0))
+    add(
         "--workers",
-        type=whole_number(1),
-        default=len(os.sched_getaffinity(0)),
+        type=count,
+        default=cores,
         metavar="N",
         help="processes (default: one per core, %(default)s)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the shuffled order (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--no-shuffle", action="store_true", help="keep the order of the images, class by class"
-    )
-    parser.add_argument(
+    add("--seed", type=int, default=0, help="seed of the shuffled order (default: %(default)s)")
+    add("--no-shuffle", action="store_true", help="keep the order of the images, class by class")
+    add(
         "--bad-samples",
         choices=("fail", "skip"),
         default="fail",
-        help="exit status for images that cannot be decoded and are left out: fail: 1, skip: 0 "
-        "(default: %(default)s)",
+        help="exit status if undecodable images were left out; fail: 1, skip: 0 (default: %(default)s)",
     )
-    parser.add_argument("--verify", action="store_true", help="read all shards and compare their checksums")
+    add("--verify", action="store_true", help="read all shards and compare their checksums")
     return parser
 
 

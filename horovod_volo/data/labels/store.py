@@ -102,7 +102,7 @@ def read_metadata(path: Path) -> StoreMetadata:
         return _with_geometry(StoreMetadata(**stored, shards=shards))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} is not the metadata of a label store: {error}. Copy the store again, or make it anew."
+            f"{path} is not the metadata of a label store: {error}. Copy the store again, or make it again."
         ) from None
 
 
@@ -129,12 +129,8 @@ def read_shard(folder: Path, metadata: StoreMetadata, number: int) -> Maps:
     except (OSError, SafetensorError) as error:
         raise BadSampleError(f"the shard {path} of label maps cannot be read: {error}") from None
     shape = (shard.rows, *metadata.map_shape)
-    if (scores.shape, ids.shape, scores.dtype, ids.dtype) != (
-        shape,
-        shape,
-        np.float16,
-        np.dtype(metadata.ids),
-    ):
+    expected = (shape, shape, np.float16, np.dtype(metadata.ids))
+    if (scores.shape, ids.shape, scores.dtype, ids.dtype) != expected:
         raise BadSampleError(f"the arrays in the shard {path} are not those that {METADATA_FILE} describes")
     return scores, ids
 

@@ -157,9 +157,8 @@ def _pack_shards(
 
 def _die_with_parent(parent: int) -> None:
     """Make a worker process end when its parent is killed, and ignore Ctrl-C."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes; the parent lets workers finish
+    # Ctrl-C reaches all processes of the terminal; the parent lets its workers finish.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
