@@ -73,7 +73,7 @@ def _measure(chosen: argparse.Namespace, world: World) -> int:
     if chosen.json not in ("", STDOUT):
         world.run_on_rank_zero(lambda: check_writable(chosen.json))
     whose = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    answer = measure_accuracy(question, world, ThroughputLine(whose, enabled=world.is_rank_zero))
+    answer = measure_accuracy(question, world, ThroughputLine(whose, shown=world.is_rank_zero))
     if world.is_rank_zero:
         list_problems([f"left out: {text}" for text in answer.damage])
         if chosen.json != STDOUT:

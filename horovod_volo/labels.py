@@ -57,16 +57,18 @@ def main(arguments: Sequence[str]) -> int:
 def _import(args: argparse.Namespace) -> int:
     from horovod_volo.data.labels.import_maps import import_labels
 
+    geometry = _geometry(args.map_geometry)
+    catalog = _catalog(args.data) if args.data else None
     maps, problems = import_labels(
         args.published,
         args.store,
-        _catalog(args.data) if args.data else None,
+        catalog,
         classes=args.classes,
         workers=args.workers or len(os.sched_getaffinity(0)),
         fail_on_bad_samples=args.bad_samples == "fail",
         progress=ThroughputLine("maps"),
         warn=lambda message: print(f"note: {message}", file=sys.stderr),
-        geometry=_geometry(args.map_geometry),
+        geometry=geometry,
     )
     list_problems(problems)
     if problems and args.bad_samples == "fail":
@@ -103,7 +105,7 @@ def _generate_on_rank(args: argparse.Namespace, world: World) -> int:
         top_k=args.top,
     )
     unit = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    images, problems = generate_labels(request, world, ThroughputLine(unit, enabled=world.is_rank_zero))
+    images, problems = generate_labels(request, world, ThroughputLine(unit, shown=world.is_rank_zero))
     if world.is_rank_zero:
         list_problems(problems)
         print(f"{args.store}: {images - len(problems)} maps, {len(problems)} left out")

@@ -18,9 +18,9 @@ Values = dict[str, float | int]
 class ThroughputLine:
     """Progress of one long operation on stderr: items done, items per second and time left."""
 
-    def __init__(self, unit: str, *, enabled: bool = True) -> None:
+    def __init__(self, unit: str, *, shown: bool = True) -> None:
         self._unit = unit
-        self._enabled = enabled
+        self._shown = shown
         self._live = sys.stderr.isatty()
         self._start: tuple[float, int] | None = None  # time and `done` of the first call
         self._last_shown = 0.0
@@ -31,7 +31,7 @@ class ThroughputLine:
         if self._start is None:
             self._start = (now, done)
         interval = SECONDS_BETWEEN_REWRITES if self._live else SECONDS_BETWEEN_LINES
-        if not self._enabled or (done < total and now - self._last_shown < interval):
+        if not self._shown or (done < total and now - self._last_shown < interval):
             return
         self._last_shown = now
         line = f"{done:,}/{total:,} {self._unit}{self._throughput(self._start, now, done, total)}"

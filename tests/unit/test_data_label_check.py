@@ -58,10 +58,8 @@ def test_images_and_maps_are_counted(tmp_path, catalog):
     make_store(tmp_path / "s", keys, scores, ids, classes=4)
     report = check_store(tmp_path / "s", catalog, no_progress)
     assert (report.missing, report.damage) == (1, [])
-    assert (report.images_without_map, report.maps_without_image) == (
-        3,
-        2,
-    )  # one has no map in its row, two have no row
+    # One image has a row without a map, two images have no row.
+    assert (report.images_without_map, report.maps_without_image) == (3, 2)
     assert (report.agreeing, report.with_image) == (7, 9)
 
 

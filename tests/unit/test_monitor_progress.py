@@ -118,7 +118,7 @@ def test_throughput_in_a_file_is_printed_line_by_line(
 
 
 def test_throughput_of_other_ranks_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    ThroughputLine("maps", enabled=False)(1, 1)
+    ThroughputLine("maps", shown=False)(1, 1)
     assert capsys.readouterr().err == ""
 
 
