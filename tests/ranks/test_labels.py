@@ -99,7 +99,7 @@ def test_a_killed_command_is_resumed(place, alone):
         stderr=subprocess.DEVNULL,
     ) as process:
         first = out / "store" / "maps-00000.json"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240  # starting two ranks takes long on a loaded machine
         while not first.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)

@@ -112,9 +112,9 @@ def _pack_split(
     return [image for shard in shards for image in shard.left_out]
 
 
-def _mismatch(found: Path) -> UserError:
+def _mismatch(packed: Path) -> UserError:
     return UserError(
-        f"{found} was packed from other images or with other options. Repeat the command it was packed with, "
+        f"{packed} was packed from other images or with other options. Repeat the same command, "
         "name another output folder, or remove this one."
     )
 
