@@ -171,7 +171,7 @@ def test_a_killed_worker_ends_the_command(tmp_path):
 def test_another_pack_in_the_same_folder_is_refused(images, packed, tmp_path, capsys):
     assert pack(images, packed, "--shard-images", 16, "--seed", 1) == 2
     assert (
-        "train was packed from other images or with other options. Repeat the same command"
+        "train was packed from other images or with other options. Give those it was packed"
         in capsys.readouterr().err
     )
     assert pack(images, images) == 2

@@ -114,8 +114,8 @@ def _pack_split(
 
 def _mismatch(packed: Path) -> UserError:
     return UserError(
-        f"{packed} was packed from other images or with other options. Repeat the same command, "
-        "name another output folder, or remove this one."
+        f"{packed} was packed from other images or with other options. Give those it was packed "
+        "with, name another output folder, or remove this one."
     )
 
 
