@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 def _measure(chosen: argparse.Namespace, world: World) -> int:
     from horovod_volo.core.messages import list_problems
     from horovod_volo.evaluation.accuracy import EvalRequest, check_writable, measure_accuracy
-    from horovod_volo.monitor.pace import ThroughputLine
+    from horovod_volo.monitor.progress import ThroughputLine
 
     question = EvalRequest(
         data_dir=chosen.data_dir,

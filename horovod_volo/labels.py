@@ -1,12 +1,12 @@
-"""Make, check and look at token labels.
+"""Import, generate, verify and show token-label maps.
 
     tools/labels import /path/to/published /path/to/store --data /path/to/imagenet
     horovodrun -np 8 tools/labels generate /path/to/imagenet /path/to/store --teacher dm_nfnet_f6 ...
     tools/labels verify /path/to/store --data /path/to/imagenet --teacher dm_nfnet_f6 --teacher-pretrained
     tools/labels show /path/to/store /path/to/imagenet n01440764/n01440764_10026 picture.png
 
-Exit status: 0 done; 1 something is damaged or missing, the maps cover another part of their images than is
-recorded, or another failure; 2 a mistake in the request, told in one message.
+Exit status: 0 done; 1 maps are damaged, missing or cover another part of their images than is recorded, or
+another failure; 2 a mistake on the command line, explained in one message.
 """
 
 from __future__ import annotations
@@ -19,144 +19,150 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from horovod_volo.config.arguments import add_binding, whole_number
+from horovod_volo.config.arguments import Parser, add_shared_settings, whole_number
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.messages import list_problems
-from horovod_volo.monitor.pace import ThroughputLine
+from horovod_volo.monitor.progress import ThroughputLine
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.data.images.catalog import Catalog
-    from horovod_volo.data.labels.check import Found
     from horovod_volo.data.labels.geometry import MapGeometry
-    from horovod_volo.data.labels.store import StoreFacts
 
 DONE, FAILED, MISTAKE = 0, 1, 2
+IMAGES = "folder of the training images"
+MAP_GEOMETRY = "part of its image that a map covers: whole, or centre-crop:RESIZE:SIZE; empty: "
 
-# What a command needs is imported where it runs: --help must answer at once.
+# Each command imports its modules itself, so that --help answers at once.
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; return its exit status."""
-    chosen = build_parser().parse_args(arguments)
-    if chosen.command == "generate":
-        return _generate(chosen)
+    try:
+        args = build_parser().parse_args(arguments)
+    except UserError as problem:
+        from horovod_volo.cluster.entry import refuse
+
+        return refuse(problem)
+    if args.command == "generate":
+        return _generate(args)
     commands = {"import": _import, "verify": _verify, "show": _show}
     try:
-        return commands[chosen.command](chosen)
+        return commands[args.command](args)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return MISTAKE
 
 
-def _import(chosen: argparse.Namespace) -> int:
+def _import(args: argparse.Namespace) -> int:
     from horovod_volo.data.labels.import_maps import import_labels
 
-    geometry = _geometry(chosen.map_geometry)
-    catalog = _catalog(chosen.data) if chosen.data else None
+    geometry = _geometry(args.map_geometry)
+    catalog = _catalog(args.data) if args.data else None
     maps, problems = import_labels(
-        chosen.published,
-        chosen.store,
+        args.published,
+        args.store,
         catalog,
-        classes=chosen.classes,
-        workers=chosen.workers or len(os.sched_getaffinity(0)),
-        bad_samples_end_it=chosen.bad_samples == "fail",
+        classes=args.classes,
+        workers=args.workers or len(os.sched_getaffinity(0)),
+        fail_on_bad_samples=args.bad_samples == "fail",
         progress=ThroughputLine("maps"),
-        tell=lambda remark: print(f"note: {remark}", file=sys.stderr),
+        warn=lambda message: print(f"note: {message}", file=sys.stderr),
         geometry=geometry,
     )
     list_problems(problems)
-    if problems and chosen.bad_samples == "fail":
+    if problems and args.bad_samples == "fail":
         print(
-            f"error: {len(problems)} of {maps} maps cannot be used; {chosen.store} is not finished. Mend "
-            "them and give the same command again, or leave them out with --bad-samples skip.",
+            f"error: {len(problems)} of {maps} maps cannot be used; {args.store} is not finished. Repair "
+            "them and run the same command again, or leave them out with --bad-samples skip.",
             file=sys.stderr,
         )
         return FAILED
-    print(f"{chosen.store}: {maps - len(problems)} maps, {len(problems)} left out")
+    print(f"{args.store}: {maps - len(problems)} maps, {len(problems)} left out")
     return DONE
 
 
-def _generate(chosen: argparse.Namespace) -> int:
+def _generate(args: argparse.Namespace) -> int:
     from horovod_volo.cluster.pinning import bind
 
-    bound = bind(chosen.binding)
+    bound = bind(args.binding)
     from horovod_volo.cluster.entry import run_on_ranks
 
-    return run_on_ranks(partial(_label, chosen), bound)
+    return run_on_ranks(partial(_generate_on_rank, args), bound)
 
 
-def _label(chosen: argparse.Namespace, world: World) -> int:
-    from horovod_volo.labelling.generate import Order, label_images
+def _generate_on_rank(args: argparse.Namespace, world: World) -> int:
+    from horovod_volo.labelling.generate import GenerateRequest, generate_labels
 
-    order = Order(
-        data_dir=chosen.data_dir,
-        store=chosen.store,
-        teacher=chosen.teacher,
-        weights=chosen.teacher_weights,
-        pretrained=chosen.teacher_pretrained,
-        image_side=chosen.img_size,
-        batch=chosen.batch_size,
-        top=chosen.top,
+    request = GenerateRequest(
+        data_dir=args.data_dir,
+        store=args.store,
+        teacher=args.teacher,
+        weights=args.teacher_weights,
+        pretrained=args.teacher_pretrained,
+        image_size=args.img_size,
+        batch_size=args.batch_size,
+        top_k=args.top,
     )
-    whose = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    images, problems = label_images(order, world, ThroughputLine(whose, shown=world.is_rank_zero))
+    unit = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
+    images, problems = generate_labels(request, world, ThroughputLine(unit, shown=world.is_rank_zero))
     if world.is_rank_zero:
         list_problems(problems)
-        print(f"{chosen.store}: {images - len(problems)} maps, {len(problems)} left out")
+        print(f"{args.store}: {images - len(problems)} maps, {len(problems)} left out")
     return DONE
 
 
-def _verify(chosen: argparse.Namespace) -> int:
-    from horovod_volo.data.labels.check import check_store
+def _verify(args: argparse.Namespace) -> int:
+    from horovod_volo.data.labels.check import check_store, report_rows
     from horovod_volo.data.labels.store import is_store
 
-    if chosen.teacher and not chosen.data:
-        raise UserError("--teacher labels images to compare with: give --data DATA_DIR as well.")
-    catalog = _catalog(chosen.data) if chosen.data else None
+    if args.teacher and not args.data:
+        raise UserError("--teacher needs images to label: give --data DATA_DIR as well.")
+    catalog = _catalog(args.data) if args.data else None
     damage: list[str] = []
-    if is_store(chosen.store) or not chosen.teacher:  # a teacher is asked of published maps too
-        found = check_store(chosen.store, catalog, ThroughputLine("maps"))
-        print(_table(found, compared=catalog is not None))
-        list_problems(found.damage)
-        damage = found.damage
-    lies_elsewhere = catalog is not None and bool(chosen.teacher) and _lies_elsewhere(chosen, catalog)
-    return FAILED if damage or lies_elsewhere else DONE
+    if is_store(args.store) or not args.teacher:  # a folder of published maps has nothing else to verify
+        report = check_store(args.store, catalog, ThroughputLine("maps"))
+        print(_columns(report_rows(report, compared=catalog is not None)))
+        list_problems(report.damage)
+        damage = report.damage
+    geometry_fits = catalog is None or not args.teacher or _geometry_fits(args, catalog)
+    return DONE if geometry_fits and not damage else FAILED
 
 
-def _lies_elsewhere(chosen: argparse.Namespace, catalog: Catalog) -> bool:
-    """Print how maps fit a teacher; say whether they fit it better otherwise than they are recorded."""
-    from horovod_volo.labelling.map_geometry import Comparison, compare_geometries
+def _geometry_fits(args: argparse.Namespace, catalog: Catalog) -> bool:
+    """Print the correlation with a teacher for both geometries; return False if the other one fits better."""
+    from horovod_volo.labelling.map_geometry import GeometryRequest, compare_geometries
 
-    asked = Comparison(
-        labels=chosen.store,
-        geometry=_geometry(chosen.map_geometry),
-        teacher=chosen.teacher,
-        weights=chosen.teacher_weights,
-        pretrained=chosen.teacher_pretrained,
-        image_side=chosen.img_size,
-        batch=chosen.batch_size,
-        images=chosen.images,
+    request = GeometryRequest(
+        labels=args.store,
+        geometry=_geometry(args.map_geometry),
+        teacher=args.teacher,
+        weights=args.teacher_weights,
+        pretrained=args.teacher_pretrained,
+        image_size=args.img_size,
+        batch_size=args.batch_size,
+        images=args.images,
     )
-    fit = compare_geometries(asked, catalog, ThroughputLine("images"))
-    recorded, other = fit.means
-    told = "assumed" if fit.assumed else "stated" if chosen.map_geometry else "recorded"
+    result = compare_geometries(request, catalog, ThroughputLine("images"))
+    recorded, other = result.means
+    origin = "assumed" if result.assumed else "stated" if args.map_geometry else "recorded"
+    better = "undecided: increase --images" if result.better is None else f"{result.better}"
     lines = [
-        ("compared with", fit.teacher),
-        ("images that tell", f"{len(fit.correlations)}"),
-        (f"{fit.recorded}", f"correlation {recorded:.3f}, as is {told}"),
-        (f"{fit.other}", f"correlation {other:.3f}"),
-        ("fits better", "cannot be told: take more --images" if fit.better is None else f"{fit.better}"),
+        ("compared with", result.teacher),
+        ("images compared", f"{len(result.correlations)}"),
+        (f"{result.recorded}", f"correlation {recorded:.3f}, as {origin}"),
+        (f"{result.other}", f"correlation {other:.3f}"),
+        ("fits better", better),
     ]
     print(_columns(lines))
-    if fit.better != fit.other:
-        return False
+    if result.better != result.other:
+        return True
     print(
-        f"error: the maps cover {fit.other.described}, not {fit.recorded.described}. Import them again with "
-        f"--map-geometry {fit.other}, or train with it.",
+        f"error: the maps cover {result.other.description}, not {result.recorded.description}. Import them "
+        f"again with --map-geometry {result.other}, or train with it.",
         file=sys.stderr,
     )
-    return True
+    return False
 
 
 def _geometry(text: str) -> MapGeometry | None:
@@ -165,46 +171,14 @@ def _geometry(text: str) -> MapGeometry | None:
     return MapGeometry.parse(text) if text else None
 
 
-def _table(found: Found, *, compared: bool) -> str:
-    facts = found.facts
-    lines = [
-        ("maps", f"{facts.maps - found.missing}, and {found.missing} rows without a map"),
-        ("of a map", f"{facts.top} classes in {facts.height} x {facts.width} cells"),
-        ("classes", f"{facts.classes}, numbers kept as {facts.ids}"),
-        ("teacher", facts.teacher),
-        ("a map covers", _coverage(facts)),
-        ("shards", f"{len(facts.shards)}"),
-    ]
-    if compared:
-        share = 100 * found.agreeing / max(1, found.with_image)
-        lines += [
-            ("images without a map", f"{found.images_without_map}"),
-            ("maps without an image", f"{found.maps_without_image}"),
-            (
-                "agreement",
-                f"{share:.2f} % of {found.with_image} maps: the class most probable over all cells",
-            ),
-            ("", "is the image's folder"),
-        ]
-    lines.append(("damage", f"{len(found.damage)} found" if found.damage else "none"))
-    return _columns(lines)
-
-
-def _coverage(facts: StoreFacts) -> str:
-    from horovod_volo.data.labels.geometry import MapGeometry, coverage
-
-    return coverage(MapGeometry.parse(facts.geometry), assumed=facts.geometry_assumed)
-
-
 def _columns(lines: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name:<23}{value}" for name, value in lines)
 
 
-def _show(chosen: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> int:
     from horovod_volo.data.labels.view import draw_sample
 
-    catalog = _catalog(chosen.data_dir)
-    draw_sample(chosen.store, catalog, chosen.image, chosen.picture)
+    draw_sample(args.store, _catalog(args.data_dir), args.image, args.picture)
     return DONE
 
 
@@ -216,80 +190,91 @@ def _catalog(data_dir: str) -> Catalog:
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="tools/labels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    words = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_import(commands.add_parser("import", help="pack published maps, CLASS/IMAGE.pt, into a store"))
+    _add_generate(commands.add_parser("generate", help="label the training images with a teacher"))
+    _add_verify(commands.add_parser("verify", help="check a store for damage, and its labels against images"))
+    _add_show(commands.add_parser("show", help="draw one image with the labels of its cells"))
+    return parser
 
-    flags = words.add_parser("import", help="pack the published maps, CLASS/IMAGE.pt, into a store")
-    flags.add_argument("published", type=Path, metavar="PT_FOLDER", help="folder that holds CLASS/IMAGE.pt")
-    flags.add_argument("store", type=Path, metavar="STORE", help="folder to make")
-    flags.add_argument("--data", default="", metavar="DATA_DIR", help="pack the maps of these images only")
-    flags.add_argument(
-        "--classes", type=whole_number(1), default=0, metavar="N", help="default: the class folders"
-    )
-    flags.add_argument("--workers", type=whole_number(1), default=0, metavar="N", help="default: the cores")
-    flags.add_argument(
-        "--bad-samples",
-        choices=("fail", "skip"),
-        default="fail",
-        help="what becomes of the store if a map is damaged or missing (%(default)s)",
-    )
-    _add_geometry(flags, "default: as map_geometry.txt in PT_FOLDER says, else assumed and told")
 
-    flags = words.add_parser("generate", help="label the training images with a teacher, on one rank or many")
-    flags.add_argument("data_dir", metavar="DATA_DIR", help="folder that holds the training images")
-    flags.add_argument("store", type=Path, metavar="STORE", help="folder to make, seen by all hosts")
+def _add_import(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("published", type=Path, metavar="PT_FOLDER", help="folder with CLASS/IMAGE.pt")
+    flags.add_argument("store", type=Path, metavar="STORE", help="folder to create")
+    flags.add_argument("--data", default="", metavar="DATA_DIR", help="pack only the maps of these images")
+    flags.add_argument(
+        "--classes",
+        type=whole_number(1),
+        default=0,
+        metavar="N",
+        help="number of classes (default: as many as class folders)",
+    )
+    add_shared_settings(
+        flags,
+        ("workers", "bad_samples", "map_geometry"),
+        defaults={"bad_samples": "fail"},  # a store is used many times: nothing is left out unasked
+        helps={
+            "workers": "processes; 0: one per core",
+            "bad_samples": "leave out damaged and missing maps, or do not finish the store",
+            "map_geometry": f"{MAP_GEOMETRY}as map_geometry.txt in PT_FOLDER says, else assumed, with a note",
+        },
+    )
+
+
+def _add_generate(flags: argparse.ArgumentParser) -> None:
+    add_shared_settings(flags, ("data_dir",), helps={"data_dir": IMAGES})
+    flags.add_argument("store", type=Path, metavar="STORE", help="folder to create, shared by all hosts")
     _add_teacher(flags, required=True)
     flags.add_argument(
-        "--top", type=whole_number(1), default=5, metavar="N", help="classes kept in a cell (%(default)s)"
+        "--top", type=whole_number(1), default=5, metavar="N", help="classes per cell (default: %(default)s)"
     )
-    add_binding(flags)
+    add_shared_settings(flags, ("binding",))
 
-    flags = words.add_parser("verify", help="check that a store is whole, and whether its teacher is right")
+
+def _add_verify(flags: argparse.ArgumentParser) -> None:
     flags.add_argument(
-        "store", type=Path, metavar="STORE", help="with --teacher also a folder that holds CLASS/IMAGE.pt"
+        "store", type=Path, metavar="STORE", help="store; with --teacher also a folder with CLASS/IMAGE.pt"
     )
-    flags.add_argument("--data", default="", metavar="DATA_DIR", help="compare with the training images here")
+    flags.add_argument("--data", default="", metavar="DATA_DIR", help="compare with these training images")
     _add_teacher(flags, required=False)
     flags.add_argument(
         "--images",
         type=whole_number(2, because=": one has no spread"),
         default=64,
         metavar="N",
-        help="to compare with the teacher, spread over DATA_DIR (%(default)s)",
+        help="images for --teacher to label, spread over DATA_DIR (default: %(default)s)",
     )
-    _add_geometry(flags, "to compare with the teacher; default: as recorded")
+    help = f"with --teacher: {MAP_GEOMETRY}as recorded"
+    add_shared_settings(flags, ("map_geometry",), helps={"map_geometry": help})
 
-    flags = words.add_parser("show", help="draw one image and the labels of its parts")
-    flags.add_argument("store", metavar="STORE", help="a store, or a folder that holds CLASS/IMAGE.pt")
-    flags.add_argument("data_dir", metavar="DATA_DIR", help="folder that holds the training images")
-    flags.add_argument("image", metavar="NAME_OR_INDEX", help="CLASS/IMAGE, or its place in the catalog")
+
+def _add_show(flags: argparse.ArgumentParser) -> None:
+    flags.add_argument("store", metavar="STORE", help="store, or folder with CLASS/IMAGE.pt")
+    add_shared_settings(flags, ("data_dir",), helps={"data_dir": IMAGES})
+    flags.add_argument("image", metavar="NAME_OR_INDEX", help="CLASS/IMAGE, or the image's index")
     flags.add_argument("picture", type=Path, metavar="OUT.png", help="file to write")
-    return parser
-
-
-def _add_geometry(flags: argparse.ArgumentParser, usual: str) -> None:
-    flags.add_argument(
-        "--map-geometry",
-        default="",
-        metavar="whole|centre-crop:RESIZE:SIZE",
-        help=f"what a map covers of its image; {usual}",
-    )
 
 
 def _add_teacher(flags: argparse.ArgumentParser, *, required: bool) -> None:
-    whose = "a model of timm or of ours, or the folder of a run"
-    usual = whose if required else f"{whose}: tests which part of its image a map covers"
-    flags.add_argument("--teacher", required=required, default="", metavar="NAME", help=usual)
-    flags.add_argument("--teacher-weights", default="", metavar="FILE", help="its weights")
+    teacher = "a timm model, a model of this package, or a run folder"
+    help = teacher if required else f"find with it which part of its image a map covers: {teacher}"
+    flags.add_argument("--teacher", required=required, default="", metavar="NAME", help=help)
+    flags.add_argument("--teacher-weights", default="", metavar="FILE", help="file of the teacher's weights")
     flags.add_argument(
-        "--teacher-pretrained", action="store_true", help="take timm's weights, from its cache or the network"
+        "--teacher-pretrained", action="store_true", help="load timm's weights, from its cache or the network"
     )
-    flags.add_argument(
-        "--img-size", type=whole_number(32), default=0, metavar="N", help="default: what suits the teacher"
+    add_shared_settings(
+        flags,
+        ("img_size", "batch_size"),
+        defaults={"img_size": 0},  # training's default is that of the model that is trained
+        helps={
+            "img_size": "side of the images that the teacher sees, pixels; 0: the teacher's own",
+            "batch_size": "images per rank and forward pass",
+        },
     )
-    flags.add_argument("--batch-size", type=whole_number(1), default=32, metavar="N", help="(%(default)s)")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Pack images into tar shards, which file systems read faster than small files.
+"""Pack images into tar shards, which parallel file systems read faster than small files.
 
     tools/pack /path/to/imagenet /path/to/packed
     tools/pack /path/to/imagenet /path/to/packed256 --resize 256
     tools/pack /path/to/packed --verify
 
-OUT_DIR then holds train/ and val/ with NAME-000000.tar, an index beside each, classes.txt and manifest.json,
-and is a data folder like any other. A pack that was killed goes on when the same command is given again.
-Exit status: 0 done; 1 images were left out or shards are damaged; 2 a mistake, told in one message.
+OUT_DIR is a data folder for training: train/ and val/ with NAME-000000.tar, their indexes, classes.txt and
+manifest.json. If the command was killed, run it again to resume.
+Exit status: 0 done; 1 images were left out or shards are damaged; 2 a mistake on the command line, explained
+in one message.
 """
 
 from __future__ import annotations
@@ -20,27 +21,25 @@ from pathlib import Path
 from horovod_volo.config.arguments import whole_number
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.messages import list_problems
-from horovod_volo.monitor.pace import ThroughputLine
+from horovod_volo.monitor.progress import ThroughputLine
 
 DONE, DAMAGED, MISTAKE = 0, 1, 2
 SPLITS = ("train", "val")
 _MB = 10**6
 
-# What a command needs is imported where it runs: --help must answer at once.
+# Each command imports its modules itself, so that --help answers at once.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Pack, or verify what was packed; return the exit status."""
+    """Pack, verify, or both; return the exit status."""
     parser = build_parser()
-    chosen = parser.parse_args(arguments)
-    folders = chosen.folders
-    if len(folders) > 2 or (len(folders) < 2 and not chosen.verify):
-        parser.error(
-            "name the folder of images and the folder to pack into; with --verify the packed one alone"
-        )
+    args = parser.parse_args(arguments)
+    folders = args.folders
+    if len(folders) > 2 or (len(folders) < 2 and not args.verify):
+        parser.error("give DATA_DIR and OUT_DIR, or only a packed folder with --verify")
     try:
-        status = DONE if len(folders) == 1 else _pack(folders[0], folders[1], chosen)
-        return max(status, _verify(folders[-1], chosen.workers)) if chosen.verify else status
+        status = DONE if len(folders) == 1 else _pack(folders[0], folders[1], args)
+        return max(status, _verify(folders[-1], args.workers)) if args.verify else status
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return MISTAKE
@@ -51,87 +50,87 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tools/pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
+    add, count = parser.add_argument, whole_number(1)
+    add(
         "folders",
         nargs="+",
         type=Path,
         metavar="DATA_DIR OUT_DIR",
-        help="the images, and where the shards go",
+        help="folder of images, and folder to create",
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
         "--shard-size-mb",
-        type=whole_number(1),
+        type=count,
         default=256,
         metavar="MB",
-        help="size of a shard (%(default)s)",
+        help="size of a shard (default: %(default)s)",
     )
     size.add_argument(
-        "--shard-images", type=whole_number(1), default=0, metavar="N", help="instead: images in a shard"
+        "--shard-images", type=count, default=0, metavar="N", help="images per shard, instead of a size"
     )
-    parser.add_argument(
+    add(
         "--resize",
-        type=whole_number(1),
+        type=count,
         default=0,
         metavar="SIDE",
-        help="shrink the shorter side of larger images to so many pixels, and save them as JPEG",
+        help="shrink larger images to this shorter side, pixels, and encode them as JPEG",
     )
-    parser.add_argument(
+    add(
         "--quality",
         type=whole_number(1, 100),
         default=95,
         metavar="Q",
-        help="of these JPEGs, 1 to 100 (%(default)s)",
+        help="JPEG quality of --resize, 1 to 100 (default: %(default)s)",
     )
-    parser.add_argument(
+    cores = len(os.sched_getaffinity(0))
+    add(
         "--workers",
-        type=whole_number(1),
-        default=len(os.sched_getaffinity(0)),
+        type=count,
+        default=cores,
         metavar="N",
-        help="(%(default)s)",
+        help="processes (default: one per core, %(default)s)",
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the order, in which classes are mixed (%(default)s)"
-    )
-    parser.add_argument("--no-shuffle", action="store_true", help="keep the images' order")
-    parser.add_argument(
+    add("--seed", type=int, default=0, help="seed of the shuffled order (default: %(default)s)")
+    add("--no-shuffle", action="store_true", help="keep the order of the images, class by class")
+    add(
         "--bad-samples",
         choices=("fail", "skip"),
         default="fail",
-        help="images that cannot be decoded are left out; whether that is exit status 1 (%(default)s)",
+        help="exit status if undecodable images were left out; fail: 1, skip: 0 (default: %(default)s)",
     )
-    parser.add_argument("--verify", action="store_true", help="read all shards again and compare their sums")
+    add("--verify", action="store_true", help="read all shards and compare their checksums")
     return parser
 
 
-def _pack(data_dir: Path, out: Path, chosen: argparse.Namespace) -> int:
-    from horovod_volo.data.packing.pack import Packing, pack
+def _pack(data_dir: Path, out: Path, args: argparse.Namespace) -> int:
+    from horovod_volo.data.packing.pack import PackOptions, pack
 
-    packing = Packing(
-        shard_images=chosen.shard_images,
-        shard_bytes=chosen.shard_size_mb * _MB,
-        shorter_side=chosen.resize,
-        quality=chosen.quality,
-        seed=chosen.seed,
-        shuffle=not chosen.no_shuffle,
+    options = PackOptions(
+        shard_images=args.shard_images,
+        shard_bytes=args.shard_size_mb * _MB,
+        shorter_side=args.resize,
+        quality=args.quality,
+        seed=args.seed,
+        shuffle=not args.no_shuffle,
     )
     try:
         left_out = pack(
             data_dir,
             out,
-            packing,
-            workers=chosen.workers,
-            pace=lambda split: ThroughputLine(f"images of {split}"),
+            options,
+            workers=args.workers,
+            progress=lambda split: ThroughputLine(f"images of {split}"),
         )
     except OSError as error:
         raise UserError(
-            f"cannot pack into {out}: {error}. Mend this and give the same command again: finished "
-            "shards are kept."
+            f"cannot pack into {out}: {error}. Correct this and run the same command again: finished "
+            "shards are reused."
         ) from error
     list_problems(left_out)
     if left_out:
         print(f"{len(left_out)} images were left out", file=sys.stderr)
-    return DAMAGED if left_out and chosen.bad_samples == "fail" else DONE
+    return DAMAGED if left_out and args.bad_samples == "fail" else DONE
 
 
 def _verify(out: Path, workers: int) -> int:
@@ -144,7 +143,7 @@ def _verify(out: Path, workers: int) -> int:
     for split in SPLITS:
         manifest = read_manifest(out / split)
         print(f"{out / split}: {manifest.images:,} images in {len(manifest.shards):,} shards")
-    print("damaged: pack again, or copy these files again" if problems else "all sums are right")
+    print("damaged: copy these files again, or pack again" if problems else "all checksums match")
     return DAMAGED if problems else DONE
 
 

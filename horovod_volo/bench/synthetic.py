@@ -103,7 +103,7 @@ def losses_of(context: TrainContext, batch: Batch, steps: int) -> torch.Tensor:
     """Take steps on the same batch and return the loss of each."""
     step, losses = step_of(context, batch), []
     for _ in range(steps):
-        context.window.open()
+        context.window.reset()
         step()
         losses.append(context.window.sums()["total"])
     return torch.tensor(losses)

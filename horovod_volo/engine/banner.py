@@ -47,7 +47,7 @@ def labels_line(config: Config, maps: LabelSource | None) -> str:
     side = token_label_side(config)
     if maps is None:
         return f"{side} x {side} token labels, the image's class on every token"
-    geometry = f"{config.objective.label_geometry} geometry, maps of {maps.geometry.described}"
+    geometry = f"{config.objective.label_geometry} geometry, maps of {maps.geometry.description}"
     return f"{side} x {side} token labels from {config.objective.token_label_data} ({geometry})"
 
 

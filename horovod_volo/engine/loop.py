@@ -40,7 +40,7 @@ def train_epoch(context: TrainContext) -> bool:
     run, state = context.config.run, context.state
     epoch, first_step = context.derived.epoch_of(state.step)
     passes = context.train_loader.batches(epoch, first_step)
-    context.window.open()
+    context.window.reset()
     for _ in range(first_step, context.derived.steps_per_epoch):
         train_step(context, passes)
         if state.step % run.log_every == 0 and log_point(context, epoch):
@@ -49,7 +49,7 @@ def train_epoch(context: TrainContext) -> bool:
             return False
         if run.checkpoint_every and state.step % run.checkpoint_every == 0:
             save_checkpoint(context)
-    return not (context.window.passes and log_point(context, epoch))
+    return not (context.window.micro_batches and log_point(context, epoch))
 
 
 def log_point(context: TrainContext, epoch: int) -> bool:
@@ -59,7 +59,12 @@ def log_point(context: TrainContext, epoch: int) -> bool:
     seconds = window.seconds
     skipped = context.train_loader.damage.skipped
     totals = world.sum_over_ranks(
-        *sums.values(), window.passes, seconds, window.waited, skipped, context.stop.received
+        *sums.values(),
+        window.micro_batches,
+        seconds,
+        window.data_wait_seconds,
+        skipped,
+        context.stop.received,
     )
     *losses, passes, all_seconds, waited, all_skipped, stops = totals
     log_bad_samples(context, context.train_loader.damage)
@@ -80,7 +85,7 @@ def log_point(context: TrainContext, epoch: int) -> bool:
         },
     )
     gc.collect()  # here all ranks have just met, and do it at once
-    window.open()
+    window.reset()
     return stops > 0
 
 

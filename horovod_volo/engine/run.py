@@ -16,7 +16,7 @@ from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import notes, uses_tokens
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.labels.source import geometry_remark
+from horovod_volo.data.labels.source import geometry_warnings
 from horovod_volo.engine.banner import banner, batch_notes
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore
 from horovod_volo.engine.compiled import check_compiler, compile_blocks
@@ -66,7 +66,7 @@ def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext
     logger = world.run_on_all_ranks(partial(_tracker, config, world, state.step, derived.total_steps))
     context = build_context(config, world, images, resources, state, logger, stop)
     if images.label_maps is not None:
-        remarks = geometry_remark(config.objective.token_label_data, images.label_maps) + remarks
+        remarks = geometry_warnings(config.objective.token_label_data, images.label_maps) + remarks
     found = notes(config) + batch_notes(config, derived, len(images.train))
     return context, found + remarks_on(config.exchange.precision, resources.device) + remarks
 

@@ -1,1 +1,1 @@
-"""Label maps made by a teacher network, and their geometry found with one."""
+"""Teacher networks at work: generate label maps, and verify the geometry of existing ones."""

@@ -1,8 +1,7 @@
-"""Label every part of every training image with a teacher, on as many ranks as there are.
+"""Generate token-label maps of the training images with a teacher, on any number of ranks.
 
-Each rank makes whole shards of the store, by their numbers, and meets the others only at the beginning and at
-the end. A map covers the whole image, squashed to the teacher's square: crops are found in it by their shares
-of the image's height and width.
+Shards of the store are divided among the ranks by number; ranks communicate only at the start and at the end.
+A map covers the whole image, resized to the teacher's square input without keeping the aspect ratio.
 """
 
 from __future__ import annotations
@@ -21,146 +20,153 @@ from horovod_volo.cluster.world import World
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import WHOLE
-from horovod_volo.data.labels.keys import keys_of
-from horovod_volo.data.labels.store_writer import SHARD_ROWS, LabelStoreWriter, begin, check_free
+from horovod_volo.data.labels.keys import catalog_keys
+from horovod_volo.data.labels.store_writer import SHARD_ROWS, LabelStoreWriter, check_new_store, open_writer
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.teacher_images import TeacherImages
 from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.models.teacher import Teacher, load_teacher
 
-Progress = Callable[[int, int], None]  # images done by this rank, of how many
+Progress = Callable[[int, int], None]  # images that this rank has labelled, images it has to label
 CATALOG_FOLDER = ".catalog"
 
 
 @dataclass(frozen=True)
-class Order:
-    """Which images are to be labelled, by whom, and where the labels go."""
+class GenerateRequest:
+    """The images to label, the teacher, and the store to write."""
 
     data_dir: str
     store: Path
     teacher: str
     weights: str
     pretrained: bool
-    image_side: int
-    batch: int
-    top: int
+    image_size: int
+    batch_size: int
+    top_k: int
     shard_rows: int = SHARD_ROWS
 
 
-def label_images(order: Order, world: World, progress: Progress) -> tuple[int, list[str]]:
-    """Make the store; return its number of rows and what was left out. Collective: every rank calls this."""
+def generate_labels(request: GenerateRequest, world: World, progress: Progress) -> tuple[int, list[str]]:
+    """Write the store; return its number of rows and the problems of all ranks.
+
+    Collective: every rank calls this.
+    """
     resources = rank_resources(world)
     if resources.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # the labels are kept in half precision
-    world.run_on_rank_zero(lambda: check_free(order.store))
-    catalog = shared_catalog(order.data_dir, "train", order.store / CATALOG_FOLDER, world)
-    teacher = world.run_on_all_ranks(lambda: _teacher(order, len(catalog.classes), resources.device))
-    making: LabelStoreWriter = world.run_on_rank_zero(
-        lambda: _begin(order, catalog, teacher, resources.device)
+        torch.set_float32_matmul_precision("high")  # TF32: the logits are stored as fp16
+    world.run_on_rank_zero(lambda: check_new_store(request.store))
+    catalog = shared_catalog(request.data_dir, "train", request.store / CATALOG_FOLDER, world)
+    teacher = world.run_on_all_ranks(lambda: _load_teacher(request, len(catalog.classes), resources.device))
+    writer: LabelStoreWriter = world.run_on_rank_zero(
+        lambda: _open_writer(request, catalog, teacher, resources.device)
     )
     images = TeacherImages(
         catalog,
         side=teacher.image_side,
-        batch=order.batch,
+        batch=request.batch_size,
         device=resources.device,
         threads=resources.threads,
     )
     with closing(images):
-        problems = _label_share(making, teacher, images, order.top, world, progress)
-    everyones = world.allgather_object(problems)
+        problems = _label_shards(writer, teacher, images, request.top_k, world, progress)
+    problems_by_rank = world.allgather_object(problems)
     if world.is_rank_zero:
-        making.finish()
-        shutil.rmtree(order.store / CATALOG_FOLDER)
-    return len(catalog), [problem for of_rank in everyones for problem in of_rank]
+        writer.finish()
+        shutil.rmtree(request.store / CATALOG_FOLDER)
+    return len(catalog), [problem for of_rank in problems_by_rank for problem in of_rank]
 
 
-def _teacher(order: Order, classes: int, device: torch.device) -> Teacher:
-    if order.top > classes:
-        raise UserError(f"--top is {order.top}, but there are {classes} classes. Give {classes} or less.")
+def _load_teacher(request: GenerateRequest, classes: int, device: torch.device) -> Teacher:
+    if request.top_k > classes:
+        raise UserError(f"--top is {request.top_k}, but there are {classes} classes. Give at most {classes}.")
     return load_teacher(
-        order.teacher,
-        weights=order.weights,
-        pretrained=order.pretrained,
-        image_side=order.image_side,
+        request.teacher,
+        weights=request.weights,
+        pretrained=request.pretrained,
+        image_side=request.image_size,
         classes=classes,
     ).on(device)
 
 
-def _begin(order: Order, catalog: Catalog, teacher: Teacher, device: torch.device) -> LabelStoreWriter:
-    trial = teacher.label(torch.zeros(1, 3, teacher.image_side, teacher.image_side, device=device))
-    _, _, rows, columns = trial.shape
-    return begin(
-        order.store,
-        keys_of(catalog),
+def _open_writer(
+    request: GenerateRequest, catalog: Catalog, teacher: Teacher, device: torch.device
+) -> LabelStoreWriter:
+    """Open the writer; the shape of the maps is that of the teacher's logits for a blank image."""
+    blank = torch.zeros(1, 3, teacher.image_side, teacher.image_side, device=device)
+    height, width = teacher.label(blank).shape[2:]
+    return open_writer(
+        request.store,
+        catalog_keys(catalog),
         classes=len(catalog.classes),
-        size=(order.top, rows, columns),
+        map_shape=(request.top_k, height, width),
         geometry=str(WHOLE),
         teacher=teacher.name,
         catalog=catalog.digest,
-        shard_rows=order.shard_rows,
+        shard_rows=request.shard_rows,
     )
 
 
-def _label_share(
-    making: LabelStoreWriter,
+def _label_shards(
+    writer: LabelStoreWriter,
     teacher: Teacher,
     images: TeacherImages,
-    top: int,
+    top_k: int,
     world: World,
     progress: Progress,
 ) -> list[str]:
-    """Make this rank's shards that are not finished yet; return what is missing in all of its shards."""
+    """Write the unfinished shards of this rank; return the problems of all its shards."""
     problems: list[str] = []
-    to_make = []
-    for number in range(world.rank, making.shards, world.size):
-        record = making.finished(number)
+    unfinished = []
+    for number in range(world.rank, writer.shards, world.size):
+        record = writer.finished(number)
         if record is None:
-            to_make.append(number)
+            unfinished.append(number)
         else:
             problems += record.problems
-    total = sum(len(making.rows(number)) for number in to_make)
+    total = sum(len(writer.rows(number)) for number in unfinished)
     done = 0
     progress(done, total)
-    for number in to_make:
-        problems += _label_shard(making, number, teacher, images, top, partial(_tell, progress, done, total))
-        done += len(making.rows(number))
+    for number in unfinished:
+        shard_progress = partial(_report_progress, progress, done, total)
+        problems += _label_shard(writer, number, teacher, images, top_k, shard_progress)
+        done += len(writer.rows(number))
     return problems
 
 
-def _tell(progress: Progress, before: int, total: int, labelled: int) -> None:
-    progress(before + labelled, total)
+def _report_progress(progress: Progress, done_before: int, total: int, labelled: int) -> None:
+    progress(done_before + labelled, total)
 
 
 def _label_shard(
-    making: LabelStoreWriter,
+    writer: LabelStoreWriter,
     number: int,
     teacher: Teacher,
     images: TeacherImages,
-    top: int,
-    tell: Callable[[int], None],
+    top_k: int,
+    progress: Callable[[int], None],
 ) -> tuple[str, ...]:
-    rows = making.rows(number)
-    scores, ids = making.empty(number)
+    rows = writer.rows(number)
+    scores, ids = writer.empty_shard(number)
     labelled = 0
     images.problems.clear()
-    for places, pixels in images.batches(rows):
-        logits = teacher.label(colours_of(pixels))  # (images, classes, rows, columns)
-        best = logits.topk(top, dim=1)
-        own = [place - rows.start for place in places]
-        scores[own] = best.values.half().cpu().numpy()
-        ids[own] = best.indices.cpu().numpy()
-        labelled += len(places)
-        tell(labelled)
+    for indices, pixels in images.batches(rows):
+        logits = teacher.label(denormalize(pixels))  # (images, classes, height, width)
+        best = logits.topk(top_k, dim=1)
+        shard_rows = [index - rows.start for index in indices]
+        scores[shard_rows] = best.values.half().cpu().numpy()
+        ids[shard_rows] = best.indices.cpu().numpy()
+        labelled += len(indices)
+        progress(labelled)
     if not torch.from_numpy(scores).isfinite().all():
         raise UserError(
-            f"the logits of {teacher.name} are no numbers that half precision can hold. Check that the "
-            "weights are whole and belong to this network."
+            f"the logits of {teacher.name} are not finite in half precision. Check that the weights are "
+            "complete and belong to this network."
         )
-    tell(len(rows))
-    return making.write(number, scores, ids, images.problems).problems
+    progress(len(rows))
+    return writer.write(number, scores, ids, images.problems).problems
 
 
-def colours_of(pixels: torch.Tensor) -> torch.Tensor:
-    """Undo the trainer's normalisation: colours from 0 to 1."""
+def denormalize(pixels: torch.Tensor) -> torch.Tensor:
+    """Undo the normalisation of the data pipeline; return pixel values from 0 to 1."""
     mean, std = (pixels.new_tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
     return pixels * std + mean

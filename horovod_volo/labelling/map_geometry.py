@@ -1,9 +1,9 @@
-"""Where label maps lie in their images, told by a teacher: it labels some images on two hypotheses.
+"""Verify the geometry of label maps with a teacher: does the recorded or the other geometry fit better?
 
-For each image the teacher labels what the maps are recorded to cover, and what they would cover otherwise.
-Both are compared with the stored map by the correlation of where in the map each class is likely and where
-it is not; which classes are likely on average plays no part, since it is alike on both hypotheses. It takes
-no knowledge of who made the maps: any trained teacher of the same classes will do.
+For each geometry the teacher labels the part of each image that the map would cover, and its class
+probabilities are correlated over the cells with those of the stored map. The mean of every class is
+subtracted first, because it is nearly the same for both geometries. Any trained teacher of the same classes
+will do; it need not be the one that made the maps.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.data.labels.source import LabelSource, open_labels
 from horovod_volo.data.reading import read_image
 from horovod_volo.data.teacher_images import TeacherImages
-from horovod_volo.labelling.generate import colours_of
+from horovod_volo.labelling.generate import denormalize
 from horovod_volo.models.teacher import Teacher, load_teacher
 
-Progress = Callable[[int, int], None]  # images labelled, of how many
-LEAST_CELLS = 0.5  # by which what a map covers must differ between the hypotheses
-STANDARD_ERRORS = 2.0  # beyond which a mean difference is taken for one
+Progress = Callable[[int, int], None]  # images labelled, images in all
+MIN_SHIFT_CELLS = 0.5  # images whose cells move less than this between the geometries are left out
+STANDARD_ERRORS = 2.0  # a mean difference below this many standard errors is undecided
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """Which maps are compared with which teacher, on how many images."""
+class GeometryRequest:
+    """The maps to compare, the teacher, and the number of images."""
 
     labels: Path
-    geometry: MapGeometry | None  # what the maps are said to cover; None: as they are recorded
+    geometry: MapGeometry | None  # instead of the recorded one
     teacher: str
     weights: str
     pretrained: bool
-    image_side: int
-    batch: int
+    image_size: int
+    batch_size: int
     images: int
 
 
 @dataclass(frozen=True, eq=False)
-class Fit:
-    """How well maps fit a teacher as they are recorded, and otherwise."""
+class GeometryResult:
+    """Correlations of maps with a teacher under the recorded and the other geometry."""
 
     teacher: str
     recorded: MapGeometry
-    assumed: bool
+    assumed: bool  # `recorded` is assumed
     other: MapGeometry
-    correlations: NDArray[np.float64]  # (images, 2) as recorded, and otherwise
+    correlations: NDArray[np.float64]  # (images, 2): recorded, other
 
     @property
     def means(self) -> tuple[float, float]:
-        """Return the mean correlations as recorded and otherwise; 0 where there is none."""
+        """Return the mean correlations under the recorded and the other geometry; 0 without images."""
         recorded, other = self.correlations.mean(axis=0) if len(self.correlations) else (0.0, 0.0)
         return float(recorded), float(other)
 
     @property
     def better(self) -> MapGeometry | None:
-        """Return the hypothesis that fits better; None where the images do not tell."""
+        """Return the geometry with the higher mean correlation; None if the difference is not significant."""
         if len(self.correlations) < 2:
             return None
         gain = self.correlations[:, 0] - self.correlations[:, 1]  # (images,)
@@ -78,50 +78,52 @@ class Fit:
         return self.recorded if gain.mean() > 0 else self.other
 
 
-def compare_geometries(asked: Comparison, catalog: Catalog, progress: Progress) -> Fit:
-    """Compare the maps of images spread over a catalog; images that do not tell are left out.
+def compare_geometries(request: GeometryRequest, catalog: Catalog, progress: Progress) -> GeometryResult:
+    """Correlate the maps of images spread over a catalog with a teacher, under two geometries.
 
-    These are the ones without a map, and those of which both hypotheses show the same, such as square ones.
+    Images without a map, and those that both geometries cover alike, such as square ones, are left out.
     """
     resources = rank_resources(World.single())
     teacher = load_teacher(
-        asked.teacher,
-        weights=asked.weights,
-        pretrained=asked.pretrained,
-        image_side=asked.image_side,
+        request.teacher,
+        weights=request.weights,
+        pretrained=request.pretrained,
+        image_side=request.image_size,
         classes=len(catalog.classes),
     ).on(resources.device)
-    with closing(open_labels(str(asked.labels), catalog, None, asked.geometry)) as labels:
+    with closing(open_labels(str(request.labels), catalog, None, request.geometry)) as labels:
         recorded = labels.geometry
         other = WHOLE if recorded != WHOLE else PUBLISHED
-        spread = np.linspace(0, len(catalog) - 1, asked.images).round().astype(np.int64)
-        maps = _telling_maps(np.unique(spread).tolist(), labels, catalog, (recorded, other))
+        spread = np.linspace(0, len(catalog) - 1, request.images).round().astype(np.int64)
+        maps = _informative_maps(np.unique(spread).tolist(), labels, catalog, (recorded, other))
         assumed = labels.geometry_assumed
-    found: list[dict[int, float]] = []  # by the places of images
+    by_geometry: list[dict[int, float]] = []  # correlation by image index
     for number, geometry in enumerate((recorded, other)):
         images = TeacherImages(
             catalog,
             side=teacher.image_side,
-            batch=asked.batch,
+            batch=request.batch_size,
             device=resources.device,
             threads=resources.threads,
             geometry=geometry,
         )
         with closing(images):
-            found.append(_correlations(maps, images, teacher, len(catalog.classes)))
+            by_geometry.append(_correlations(maps, images, teacher, len(catalog.classes)))
         progress((number + 1) * len(maps), 2 * len(maps))
-    pairs = [(found[0][index], found[1][index]) for index in found[0] if index in found[1]]
+    pairs = [
+        (by_geometry[0][index], by_geometry[1][index]) for index in by_geometry[0] if index in by_geometry[1]
+    ]
     correlations = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-    return Fit(teacher.name, recorded, assumed, other, correlations)
+    return GeometryResult(teacher.name, recorded, assumed, other, correlations)
 
 
-def _telling_maps(
+def _informative_maps(
     indices: Sequence[int],
     labels: LabelSource,
     catalog: Catalog,
-    hypotheses: tuple[MapGeometry, MapGeometry],
+    geometries: tuple[MapGeometry, MapGeometry],
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return the scores and ids, (k, rows, columns) each, of images that the hypotheses show differently."""
+    """Return logits and ids (k, height, width) by index, of images that the geometries cover differently."""
     maps = {}
     for index in indices:
         try:
@@ -129,8 +131,8 @@ def _telling_maps(
             scores, ids = labels.read(index)
         except BadSampleError:
             continue
-        recorded, other = (geometry.covered(size) for geometry in hypotheses)
-        if np.abs(recorded - other).max() * max(scores.shape[1:]) > LEAST_CELLS:
+        recorded, other = (geometry.covered(size) for geometry in geometries)
+        if np.abs(recorded - other).max() * max(scores.shape[1:]) > MIN_SHIFT_CELLS:
             maps[index] = torch.from_numpy(scores).float(), torch.from_numpy(ids).long()
     return maps
 
@@ -138,30 +140,31 @@ def _telling_maps(
 def _correlations(
     maps: dict[int, tuple[Tensor, Tensor]], images: TeacherImages, teacher: Teacher, classes: int
 ) -> dict[int, float]:
-    """Return the correlation of each image's map with the teacher's labels of what is shown of it."""
-    found = {}
-    for places, pixels in images.batches(list(maps)):
-        logits = teacher.label(colours_of(pixels)).float().cpu()  # (images, classes, rows, columns)
-        for place, of_image in zip(places, logits, strict=True):
-            correlation = whereabouts_correlation(*maps[place], of_image, classes)
+    """Return by image index the correlation of its map with the teacher's logits."""
+    correlations = {}
+    for indices, pixels in images.batches(list(maps)):
+        logits = teacher.label(denormalize(pixels)).float().cpu()  # (images, classes, height, width)
+        for index, image_logits in zip(indices, logits, strict=True):
+            correlation = spatial_correlation(*maps[index], image_logits, classes)
             if correlation is not None:
-                found[place] = correlation
-    return found
+                correlations[index] = correlation
+    return correlations
 
 
-def whereabouts_correlation(scores: Tensor, ids: Tensor, logits: Tensor, classes: int) -> float | None:
-    """Return how alike a map and a teacher's logits (classes, rows, columns) place classes.
+def spatial_correlation(scores: Tensor, ids: Tensor, logits: Tensor, classes: int) -> float | None:
+    """Return the correlation over cells of the class probabilities of a map and of a teacher.
 
-    The map's scores and ids are (k, rows, columns). None where either says the same of all places.
+    `scores` and `ids` (k, height, width) are the map. Of the teacher's `logits` (classes, height, width) the
+    k highest are used, as in the map. Return None if either is the same in all cells.
     """
     if logits.shape[1:] != scores.shape[1:]:
         logits = interpolate(logits[None], scores.shape[1:], mode="bilinear", antialias=True)[0]
     best = logits.topk(len(scores), dim=0)
-    placed = []
+    normalized = []
     for values, numbers in ((scores, ids), (best.values, best.indices)):
         dense = torch.zeros(classes, *scores.shape[1:]).scatter_(0, numbers, values)
-        likely = dense.softmax(dim=0).flatten(1).double()  # (classes, cells) as training reads a map
-        deviation = likely - likely.mean(dim=1, keepdim=True)
-        placed.append(deviation / deviation.norm())
-    correlation = float((placed[0] * placed[1]).sum())
+        probabilities = dense.softmax(dim=0).flatten(1).double()  # (classes, cells), as in the token loss
+        deviation = probabilities - probabilities.mean(dim=1, keepdim=True)
+        normalized.append(deviation / deviation.norm())
+    correlation = float((normalized[0] * normalized[1]).sum())
     return correlation if math.isfinite(correlation) else None

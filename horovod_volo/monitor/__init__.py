@@ -1,1 +1,1 @@
-"""What people look at: the terminal, log.txt, metrics.jsonl and TensorBoard. Only rank 0 writes."""
+"""Logs and metrics of a run: terminal, log.txt, metrics.jsonl and TensorBoard. Only rank 0 writes."""

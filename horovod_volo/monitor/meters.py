@@ -1,4 +1,4 @@
-"""Sums between two log points, kept on the device until somebody looks."""
+"""Losses, time and data wait between two log points, accumulated without synchronising with the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class LossMeter:
-    """Losses, time and waiting since the last log point. Adding to it never waits for the device."""
+    """Sums of losses in fp64 on the device, and timers, since the last reset.
+
+    `waited_seconds` returns how long the run has waited for data since it started.
+    """
 
     def __init__(
         self, names: tuple[str, ...], device: torch.device, waited_seconds: Callable[[], float]
@@ -18,30 +21,30 @@ class LossMeter:
         self._names = names
         self._sums = torch.zeros(len(names), dtype=torch.float64, device=device)
         self._waited_seconds = waited_seconds
-        self.open()
+        self.reset()
 
-    def open(self) -> None:
-        """Begin anew."""
+    def reset(self) -> None:
+        """Set sums and timers to zero."""
         self._sums.zero_()
-        self.passes = 0
-        self._began = time.monotonic()
-        self._waited_before = self._waited_seconds()
+        self.micro_batches = 0
+        self._start_time = time.monotonic()
+        self._waited_at_reset = self._waited_seconds()
 
     def add(self, values: tuple[Tensor, ...]) -> None:
-        """Add one pass's values."""
+        """Add the losses of one micro-batch. Does not synchronise with the device."""
         self._sums += torch.stack([value.detach() for value in values]).to(self._sums.dtype)
-        self.passes += 1
+        self.micro_batches += 1
 
     def sums(self) -> dict[str, float]:
-        """Return the sums by name. Waits for the device."""
+        """Return the sums by name. Synchronises with the device."""
         return dict(zip(self._names, self._sums.tolist(), strict=True))
 
     @property
     def seconds(self) -> float:
-        """Time since the window opened."""
-        return time.monotonic() - self._began
+        """Return the seconds since the last reset."""
+        return time.monotonic() - self._start_time
 
     @property
-    def waited(self) -> float:
-        """Seconds of it spent waiting for data."""
-        return self._waited_seconds() - self._waited_before
+    def data_wait_seconds(self) -> float:
+        """Return the seconds since the last reset that were spent waiting for data."""
+        return self._waited_seconds() - self._waited_at_reset

@@ -1,6 +1,6 @@
-"""What a run leaves to look at: log.txt, metrics.jsonl, TensorBoard events, and lines on the terminal.
+"""Loggers of a run: log.txt, metrics.jsonl (one JSON object per line), TensorBoard and the terminal.
 
-One line of metrics.jsonl is one object. After a resume, nothing later than the resumed step remains.
+Invariant: after a resume, no record later than the resumed step remains.
 """
 
 from __future__ import annotations
@@ -12,32 +12,30 @@ from typing import Any, Protocol
 from torch.utils.tensorboard import SummaryWriter
 
 from horovod_volo.core.atomic_file import atomic_write
-from horovod_volo.monitor.progress import Progress
-
-Values = dict[str, float | int]
+from horovod_volo.monitor.progress import TrainingProgress, Values
 
 
 class Logger(Protocol):
-    """What the engine tells, whether anybody listens or not."""
+    """What the engine logs to: a `RunLogger` on rank 0, a `NullLogger` on all other ranks."""
 
     def log(self, text: str) -> None:
-        """Print text and keep it in log.txt."""
+        """Print text and append it to log.txt."""
 
     def write_file(self, name: str, content: str) -> None:
-        """Keep a file in the run folder."""
+        """Write a file into the run folder."""
 
     def log_training(self, step: int, values: Values) -> None:
-        """Record a log point of training."""
+        """Log the training metrics of a log point."""
 
     def log_evaluation(self, step: int, values: Values) -> None:
-        """Record an evaluation."""
+        """Log the metrics of an evaluation."""
 
     def close(self) -> None:
         """Flush and close files."""
 
 
 class NullLogger:
-    """Every rank but the first."""
+    """Logger of the ranks that write nothing."""
 
     def log(self, text: str) -> None:
         pass
@@ -56,20 +54,23 @@ class NullLogger:
 
 
 class RunLogger:
-    """Writes into a run folder, from `first_step` on; `live` lets the progress line move in place."""
+    """Logger of rank 0: appends to the files of a run folder after `first_step`.
+
+    `live` rewrites the progress line in place on a terminal.
+    """
 
     def __init__(self, folder: Path, *, first_step: int, total_steps: int, live: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._metrics_path = folder / "metrics.jsonl"
-        _forget_after(self._metrics_path, first_step)
+        _drop_records_after(self._metrics_path, first_step)
         self._metrics = self._metrics_path.open("a", encoding="utf-8")
         self._log = (folder / "log.txt").open("a", encoding="utf-8")
-        self._board = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
-        self._progress = Progress(first_step=first_step, total_steps=total_steps, live=live)
+        self._tensorboard = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
+        self._progress = TrainingProgress(first_step=first_step, total_steps=total_steps, live=live)
 
     def log(self, text: str) -> None:
-        self._progress.clear()
+        self._progress.end_line()
         print(text, flush=True)
         print(text, file=self._log, flush=True)
 
@@ -79,7 +80,7 @@ class RunLogger:
 
     def log_training(self, step: int, values: Values) -> None:
         self._record("train", step, values)
-        line = self._progress.line(step, values)
+        line = self._progress.format(step, values)
         self._progress.show(line)
         print(line, file=self._log, flush=True)
 
@@ -90,23 +91,23 @@ class RunLogger:
         self._metrics.write(json.dumps({"step": step, **values}) + "\n")
         self._metrics.flush()
         for name, value in values.items():
-            self._board.add_scalar(f"{kind}/{name}", value, step)
-        self._board.flush()
+            self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+        self._tensorboard.flush()
 
     def close(self) -> None:
-        self._progress.clear()
-        self._board.close()
+        self._progress.end_line()
+        self._tensorboard.close()
         self._metrics.close()
         self._log.close()
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines later than `step`: they are of a future that is being run again."""
+def _drop_records_after(path: Path, step: int) -> None:
+    """Remove the records of steps later than `step`, which will be trained again."""
     if not path.exists():
         return
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+    lines = path.read_text(encoding="utf-8").splitlines()
     with atomic_write(path) as file:
-        file.write("".join(f"{line}\n" for line in kept).encode())
+        file.write("".join(f"{line}\n" for line in lines if _step_of(line) <= step).encode())
 
 
 def _step_of(line: str) -> float:
@@ -114,4 +115,4 @@ def _step_of(line: str) -> float:
         record: Any = json.loads(line)
         return float(record["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line cut short by a killed writer
+        return float("inf")  # a line that a killed process wrote in part

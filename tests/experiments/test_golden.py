@@ -91,7 +91,7 @@ def losses_of(context: TrainContext, seen: Callable[[Any], Any] = lambda batch: 
     losses = []
     batches: Iterator[Any] = map(seen, context.train_loader.batches(0, 0))
     for _ in range(STEPS):
-        context.window.open()
+        context.window.reset()
         train_step(context, batches)
         losses.append(context.window.sums()["total"])
     return torch.tensor(losses)

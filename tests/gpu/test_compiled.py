@@ -20,7 +20,7 @@ def losses(context: TrainContext) -> list[float]:
     passes = context.train_loader.batches(0, 0)
     found = []
     for _ in range(STEPS):
-        context.window.open()
+        context.window.reset()
         train_step(context, passes)
         found.append(context.window.sums()["total"])
     return found

@@ -59,7 +59,7 @@ def losses(context: TrainContext, steps: int) -> list[float]:
     passes = context.train_loader.batches(0, 0)
     found = []
     for _ in range(steps):
-        context.window.open()
+        context.window.reset()
         train_step(context, passes)
         found.append(context.window.sums()["total"])
     return found

@@ -115,7 +115,7 @@ def train_ours(job: TrainContext) -> tuple[PretrainedModel, list[Step]]:
         box = job.mix(number, 0)
         assert isinstance(box, Box)
         batch = Batch(images, labels.classes, None, labels.scores, labels.ids, labels.boxes)
-        job.window.open()
+        job.window.reset()
         with recorded_draws_of_ours() as draws:
             train_step(job, iter([batch]))
         losses.append(job.window.sums()["total"])

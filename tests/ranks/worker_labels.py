@@ -1,4 +1,4 @@
-"""Writes this rank's part of a label store, in shards small enough that every rank has several."""
+"""Generate labels on this rank, with shards small enough that every rank writes several."""
 
 import sys
 import time
@@ -7,30 +7,30 @@ from pathlib import Path
 import torch
 
 from horovod_volo.cluster.world import World
-from horovod_volo.labelling.generate import Order, label_images
+from horovod_volo.labelling.generate import GenerateRequest, generate_labels
 
 
-def main(out: Path, data: str, weights: str, seconds_a_batch: float) -> None:
+def main(out: Path, data: str, weights: str, seconds_per_batch: float) -> None:
     world = World.connect()
-    order = Order(
+    request = GenerateRequest(
         data_dir=data,
         store=out / "store",
         teacher="volo_demo",
         weights=weights,
         pretrained=False,
-        image_side=64,
-        batch=2,
-        top=3,
+        image_size=64,
+        batch_size=2,
+        top_k=3,
         shard_rows=6,
     )
-    told: list[list[int]] = []
+    calls: list[list[int]] = []
 
     def progress(done: int, total: int) -> None:
-        told.append([done, total])
-        time.sleep(seconds_a_batch)
+        calls.append([done, total])
+        time.sleep(seconds_per_batch)
 
-    images, problems = label_images(order, world, progress)
-    torch.save({"images": images, "problems": problems, "told": told}, out / f"rank_{world.rank}.pt")
+    images, problems = generate_labels(request, world, progress)
+    torch.save({"images": images, "problems": problems, "progress": calls}, out / f"rank_{world.rank}.pt")
 
 
 if __name__ == "__main__":

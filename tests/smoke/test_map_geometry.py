@@ -53,7 +53,10 @@ def test_a_run_tells_how_it_reads_published_maps(
     ("flags", "told"),
     [
         (("--map-geometry", "whole"), "--map-geometry is about label maps: give --token-label-data"),
-        (("--token-label-data", "maps", "--map-geometry", "middle"), "'middle' is no geometry of label maps"),
+        (
+            ("--token-label-data", "maps", "--map-geometry", "middle"),
+            "'middle' is not a geometry of label maps",
+        ),
         (
             (
                 "--token-label-data",

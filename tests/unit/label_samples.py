@@ -1,4 +1,4 @@
-"""Image folders without pixels, and label maps for them, for tests of what reads labels."""
+"""Image folders with empty files, and label maps for them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.labels.keys import key_of, keys_of
-from horovod_volo.data.labels.store import StoreFacts
-from horovod_volo.data.labels.store_writer import begin
+from horovod_volo.data.labels.keys import catalog_keys, label_key
+from horovod_volo.data.labels.store import StoreMetadata
+from horovod_volo.data.labels.store_writer import open_writer
 
 
 def catalog_of(root: Path, *names: str) -> Catalog:
-    """Make empty files under the names "CLASS/FILE" of training images, and list them."""
+    """Create empty training images named "CLASS/FILE"; return their catalog."""
     for name in names:
         file = root / "train" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ def catalog_of(root: Path, *names: str) -> Catalog:
 def published_map(
     seed: int = 0, *, k: int = 5, height: int = 6, width: int = 9, classes: int = 1000
 ) -> torch.Tensor:
-    """Return a random label map as it is published."""
+    """Return a random label map in the published format."""
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(k, height, width, generator=random)
     ids = torch.randint(0, classes, (k, height, width), generator=random)
@@ -33,16 +33,16 @@ def published_map(
 
 
 def save(content: object, file: Path) -> None:
-    """Save anything with torch, making the folder."""
+    """Save an object with torch; create the folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.save(content, file)
 
 
 def publish(root: Path, catalog: Catalog, **shape: int) -> Path:
-    """Save a map for each image of a catalog, seeded by its place."""
+    """Save a random published map for each image of a catalog, seeded by its index."""
     for index in range(len(catalog)):
         content = published_map(index, classes=len(catalog.classes), **shape)
-        save(content, root / f"{key_of(catalog.name(index))}.pt")
+        save(content, root / f"{label_key(catalog.name(index))}.pt")
     return root
 
 
@@ -55,29 +55,29 @@ def make_store(
     classes: int,
     digest: str = "",
     shard_rows: int = 3,
-) -> StoreFacts:
-    """Write a store of these maps."""
-    making = begin(
+) -> StoreMetadata:
+    """Write a store with these maps."""
+    writer = open_writer(
         folder,
         keys,
         classes=classes,
-        size=scores.shape[1:],
+        map_shape=scores.shape[1:],
         geometry="whole",
         teacher="a test",
         catalog=digest,
         shard_rows=shard_rows,
     )
-    for number in range(making.shards):
-        own = slice(making.rows(number).start, making.rows(number).stop)
-        making.write(number, scores[own], ids[own].astype(making.facts.ids), [])
-    return making.finish()
+    for number in range(writer.shards):
+        own = slice(writer.rows(number).start, writer.rows(number).stop)
+        writer.write(number, scores[own], ids[own].astype(writer.metadata.ids), [])
+    return writer.finish()
 
 
-def random_store(folder: Path, catalog: Catalog, **how: object) -> tuple[np.ndarray, np.ndarray]:
-    """Write a store of random maps for a catalog's images and return what is in it."""
+def random_store(folder: Path, catalog: Catalog, **options: object) -> tuple[np.ndarray, np.ndarray]:
+    """Write a store of random maps for a catalog's images; return logits and class numbers."""
     random = np.random.default_rng(0)
     shape = (len(catalog), 2, 3, 4)
     scores = random.normal(size=shape).astype(np.float16)
     ids = random.integers(0, len(catalog.classes), shape)
-    make_store(folder, keys_of(catalog), scores, ids, classes=len(catalog.classes), **how)
+    make_store(folder, catalog_keys(catalog), scores, ids, classes=len(catalog.classes), **options)
     return scores, ids

@@ -1,4 +1,4 @@
-"""The demo set: reproducible, whole or absent, true to its labels, and not solvable without seeing shapes."""
+"""The demo set: reproducible, created atomically, labelled correctly, and learnable only from shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.demo.demo_image import AREA_SHARES, GRID, draw_demo_image
+from horovod_volo.data.demo.demo_image import AREA_FRACTIONS, GRID, draw_demo_image
 from horovod_volo.data.demo.demo_set import main, make_demo_set, token_label
 from horovod_volo.data.demo.demo_shapes import CLASSES, SHAPES
 
@@ -33,7 +33,7 @@ def small_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# What lies where.
+# Layout.
 
 
 def test_layout_is_image_folders_with_balanced_classes(small_set: Path) -> None:
@@ -75,11 +75,11 @@ def test_same_arguments_give_the_same_bytes(small_set: Path, tmp_path: Path) -> 
     assert bytes_of(tmp_path / "again") == bytes_of(small_set)
 
 
-def test_an_image_depends_on_its_number_alone(small_set: Path, tmp_path: Path) -> None:
+def test_an_image_depends_only_on_its_number(small_set: Path, tmp_path: Path) -> None:
     make_demo_set(tmp_path / "smaller", train=12, val=10)
     smaller, larger = bytes_of(tmp_path / "smaller"), bytes_of(small_set)
     smaller.pop("demo_set.json")
-    assert len(smaller) == 12 + 12 + 10 + 1  # and one file that tells what a label map covers
+    assert len(smaller) == 12 + 12 + 10 + 1  # and the file with the geometry of the maps
     assert all(larger[name] == content for name, content in smaller.items())
 
 
@@ -89,7 +89,7 @@ def test_seeds_and_splits_give_other_images(small_set: Path, tmp_path: Path) -> 
     assert len(set(images)) == len(images)
 
 
-# Whole or absent.
+# Created atomically.
 
 
 def test_a_complete_set_is_left_alone(small_set: Path) -> None:
@@ -105,13 +105,13 @@ def test_another_set_is_refused(small_set: Path) -> None:
 
 @pytest.mark.parametrize("content", ["file", "folder"])
 def test_anything_else_is_refused(tmp_path: Path, content: str) -> None:
-    place = tmp_path / "place"
+    folder = tmp_path / "folder"
     if content == "file":
-        place.write_text("mine")
+        folder.write_text("mine")
     else:
-        (place / "photographs").mkdir(parents=True)
+        (folder / "photographs").mkdir(parents=True)
     with pytest.raises(UserError, match="is not a demo set"):
-        make_demo_set(place, train=10, val=10)
+        make_demo_set(folder, train=10, val=10)
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_two_makers_the_second_keeps_the_first_ones_set(
+def test_a_set_that_another_process_creates_meanwhile_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, save = tmp_path / "set", torch.save
@@ -159,7 +159,7 @@ def test_command_line_makes_the_set_and_reports_mistakes(
     assert "at least 10 of each" in capsys.readouterr().err
 
 
-# True labels.
+# Correct labels.
 
 
 def test_label_maps_have_the_published_format(small_set: Path) -> None:
@@ -186,11 +186,11 @@ def test_label_follows_coverage() -> None:
     background = coverage == 0
     assert logits[:, background].max() <= 1
     guesses = Counter(ids[0][background].tolist())
-    assert len(guesses) > 5, "background cells must not tell the class"
+    assert len(guesses) > 5, "background cells must not reveal the class"
 
 
 def cells_that_differ(first: Image.Image, second: Image.Image, *, reach: float) -> Array:
-    """Which cells of the label grid hold pixels that differ, looking `reach` cells beyond their edges."""
+    """Return the cells that contain differing pixels, extended by `reach` cells beyond their edges."""
     changed = np.abs(np.asarray(first, int) - np.asarray(second, int)).max(2) > 40
     height, width = changed.shape
     found = np.zeros((GRID, GRID), bool)
@@ -205,13 +205,13 @@ def cells_that_differ(first: Image.Image, second: Image.Image, *, reach: float) 
 
 @pytest.mark.parametrize("number", range(12))
 def test_scenes_differ_only_where_coverage_says_the_object_is(number: int) -> None:
-    # The class changes the shape alone, so two classes in one scene show by their difference where they lie.
+    # Only the shape depends on the class: the difference of two classes in one scene shows where they are.
     name, other = "triangle", "ring"
     ours = draw_demo_image(name, np.random.default_rng((3, number)), image_side=80)
     theirs = draw_demo_image(other, np.random.default_rng((3, number)), image_side=80)
     either = np.maximum(ours.coverage, theirs.coverage)
-    exactly = cells_that_differ(ours.picture, theirs.picture, reach=0)
-    nearby = cells_that_differ(ours.picture, theirs.picture, reach=0.5)
+    exactly = cells_that_differ(ours.image, theirs.image, reach=0)
+    nearby = cells_that_differ(ours.image, theirs.image, reach=0.5)
     only_one = np.abs(ours.coverage - theirs.coverage) > 0.5
     assert only_one.any()
     assert nearby[only_one].all(), "coverage claims an object where nothing is drawn"
@@ -219,7 +219,7 @@ def test_scenes_differ_only_where_coverage_says_the_object_is(number: int) -> No
 
 
 def neighbourhood(coverage: Array) -> Array:
-    """The greatest coverage among a cell and its neighbours; shadows fall a few pixels beside objects."""
+    """Return the maximum coverage of a cell and its neighbours; shadows extend beyond objects."""
     padded = np.pad(coverage, 1)
     shifted = [padded[row : row + GRID, column : column + GRID] for row in range(3) for column in range(3)]
     greatest: Array = np.stack(shifted).max(axis=0)
@@ -235,16 +235,18 @@ def test_covered_area_is_alike_for_all_classes() -> None:
 
 
 def test_occlusion_hides_at_most_a_quarter() -> None:
-    # Without occlusion the smallest object would cover the least share of the square over the shorter side.
+    # Without occlusion every object covers at least the smallest fraction of the squared shorter side.
     for number in range(100):
         image = draw_demo_image("stripes", np.random.default_rng((7, number)), image_side=80)
-        width, height = image.picture.size
-        assert image.coverage.mean() * width * height > 0.75 * 0.97 * AREA_SHARES[0] * min(width, height) ** 2
+        width, height = image.image.size
+        assert (
+            image.coverage.mean() * width * height > 0.75 * 0.97 * AREA_FRACTIONS[0] * min(width, height) ** 2
+        )
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_mirrored_object_is_still_one_of_its_class(name: str) -> None:
-    # Shapes fit the unit circle; each but the spiral, which is drawn in both senses, is its own mirror image.
+    # Each shape is its own mirror image, except the spiral, which is drawn in both orientations.
     steps = np.linspace(-1.2, 1.2, 240, dtype=np.float32)
     x, y = np.meshgrid(steps, steps)
     inside, _ = SHAPES[name](x, y)
@@ -254,29 +256,29 @@ def test_a_mirrored_object_is_still_one_of_its_class(name: str) -> None:
         assert min(np.mean(inside != mirrored) for mirrored in own_mirrors) < 0.005
 
 
-# Only shapes tell the class.
+# Learnable only from shapes.
 
 
 @pytest.fixture(scope="module")
-def pictures() -> tuple[list[Image.Image], Array]:
+def drawn_images() -> tuple[list[Image.Image], Array]:
     targets = np.arange(1600) % len(CLASSES)
     drawn = [
         draw_demo_image(CLASSES[target], np.random.default_rng((11, number)), image_side=80)
         for number, target in enumerate(targets)
     ]
-    return [image.picture for image in drawn], targets
+    return [image.image for image in drawn], targets
 
 
 def linear_accuracy(features: Array, targets: Array) -> float:
-    """Held-out accuracy, in percent, of the best of several ridge regressions on standardised features."""
+    """Return the held-out accuracy, in percent, of the best of several ridge regressions."""
     features = (features - features.mean(0)) / (features.std(0) + 1e-9)
     features = np.concatenate([features, np.ones((len(features), 1))], axis=1)  # (images, features + 1)
     known, held_out = slice(0, 1200), slice(1200, None)
-    wanted = np.eye(len(CLASSES))[targets[known]]  # (1200, classes)
+    one_hot = np.eye(len(CLASSES))[targets[known]]  # (1200, classes)
     accuracies = []
     for ridge in (1, 30, 1000, 30000):
         gram = features[known].T @ features[known] + ridge * np.eye(features.shape[1])
-        weights = np.linalg.solve(gram, features[known].T @ wanted)
+        weights = np.linalg.solve(gram, features[known].T @ one_hot)
         guesses = (features[held_out] @ weights).argmax(1)
         accuracies.append(100 * float(np.mean(guesses == targets[held_out])))
     return max(accuracies)
@@ -289,17 +291,17 @@ def centroid_accuracy(features: Array, targets: Array) -> float:
     return 100 * float(np.mean(guesses == targets[1200:]))
 
 
-def test_colour_statistics_do_not_tell_the_class(pictures: tuple[list[Image.Image], Array]) -> None:
-    images, targets = pictures
+def test_colour_statistics_do_not_predict_the_class(drawn_images: tuple[list[Image.Image], Array]) -> None:
+    images, targets = drawn_images
     pixels = [np.asarray(image, float).reshape(-1, 3) for image in images]
     features = np.stack([np.concatenate([p.mean(0), p.var(0)]) for p in pixels])
     assert linear_accuracy(features, targets) < 25
     assert centroid_accuracy(features, targets) < 25
 
 
-def test_thumbnails_do_not_tell_the_class_linearly(
-    pictures: tuple[list[Image.Image], Array],
+def test_a_linear_model_of_thumbnails_does_not_predict_the_class(
+    drawn_images: tuple[list[Image.Image], Array],
 ) -> None:
-    images, targets = pictures
+    images, targets = drawn_images
     features = np.stack([np.asarray(image.convert("L").resize((16, 16)), float).ravel() for image in images])
     assert linear_accuracy(features, targets) < 45

@@ -1,4 +1,4 @@
-"""Published label maps come back as they were saved, flip as arrays flip, and say what is wrong with them."""
+"""Published label maps: read as saved, flipped like arrays, and refused with a reason if invalid."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from label_samples import catalog_of, publish, published_map, save
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.labels.keys import key_of
+from horovod_volo.data.labels.keys import label_key
 from horovod_volo.data.labels.published_maps import PublishedMaps, flipped, read_published_map
 
 
@@ -21,14 +21,14 @@ from horovod_volo.data.labels.published_maps import PublishedMaps, flipped, read
         ("a/plain.jpg", "a/plain"),
     ],
 )
-def test_a_key_ends_at_the_files_first_dot(name, key):
-    assert key_of(name) == key
+def test_a_key_ends_at_the_first_dot_of_the_file_name(name, key):
+    assert label_key(name) == key
 
 
-def test_maps_are_found_by_key_and_come_back_as_saved(tmp_path):
+def test_maps_are_read_by_key_as_saved(tmp_path):
     catalog = catalog_of(tmp_path, "a.b/photo.final.png", "a.b/plain.jpg", "c/n01_12.JPEG")
     maps = PublishedMaps(publish(tmp_path / "maps", catalog), catalog)
-    assert maps.size == (5, 6, 9)
+    assert maps.map_shape == (5, 6, 9)
     for index in range(3):
         stored = published_map(index, classes=2).numpy()
         scores, ids = maps.read(index)
@@ -37,13 +37,13 @@ def test_maps_are_found_by_key_and_come_back_as_saved(tmp_path):
         assert (ids == stored[1].astype(int)).all()
 
 
-def test_keeps_class_numbers_that_half_precision_cannot_hold(tmp_path):
+def test_class_numbers_beyond_fp16_are_exact_in_fp32_files(tmp_path):
     stored = torch.stack([torch.zeros(1, 2, 2), torch.tensor([[[2049.0, 21841.0], [40001.0, 0.0]]])])
     save(stored, tmp_path / "1.pt")
     assert read_published_map(tmp_path / "1.pt", 40002)[1].tolist() == [[[2049, 21841], [40001, 0]]]
 
 
-def test_class_numbers_that_half_precision_has_rounded_are_refused(tmp_path):
+def test_class_numbers_that_fp16_rounds_are_refused(tmp_path):
     stored = torch.stack([torch.zeros(1, 1, 2), torch.tensor([[[2051.0, 3.0]]])]).half()
     save(stored, tmp_path / "1.pt")
     with pytest.raises(BadSampleError, match="in half precision, which rounds them"):
@@ -52,23 +52,23 @@ def test_class_numbers_that_half_precision_has_rounded_are_refused(tmp_path):
 
 @pytest.mark.parametrize("horizontal", [False, True])
 @pytest.mark.parametrize("vertical", [False, True])
-def test_flips_rows_and_columns(horizontal, vertical):
+def test_flips_reverse_rows_and_columns(horizontal, vertical):
     ids = np.arange(2 * 3 * 4, dtype=np.int32).reshape(2, 3, 4)
     scores = (ids / 2).astype(np.float16)
-    turned_scores, turned_ids = flipped(scores, ids, horizontal, vertical)
+    flipped_scores, flipped_ids = flipped(scores, ids, horizontal, vertical)
     for k, row, column in np.ndindex(2, 3, 4):
         source = (k, 2 - row if vertical else row, 3 - column if horizontal else column)
-        assert turned_ids[k, row, column] == ids[source]
-        assert turned_scores[k, row, column] == scores[source]
+        assert flipped_ids[k, row, column] == ids[source]
+        assert flipped_scores[k, row, column] == scores[source]
 
 
-def test_a_missing_map_is_named(tmp_path):
+def test_a_missing_map_is_reported(tmp_path):
     with pytest.raises(BadSampleError, match=r"no label map .*a/1\.pt"):
         read_published_map(tmp_path / "a" / "1.pt", 1000)
 
 
 @pytest.mark.parametrize("length", [0, 10, 300])
-def test_a_short_map_is_named(tmp_path, length):
+def test_a_truncated_map_is_reported(tmp_path, length):
     save(published_map(), tmp_path / "1.pt")
     whole = (tmp_path / "1.pt").read_bytes()
     (tmp_path / "1.pt").write_bytes(whole[:length])
@@ -83,26 +83,26 @@ def test_a_map_that_would_run_code_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (torch.zeros(5, 6, 9), r"holds \[5, 6, 9\], not a tensor \[2, k, height, width\]"),
         (torch.zeros(3, 5, 6, 9), r"holds \[3, 5, 6, 9\]"),
         (torch.zeros(2, 5, 0, 9), r"holds \[2, 5, 0, 9\]"),
         ({"logits": torch.zeros(2, 5, 6, 9)}, r"holds dict"),
-        (torch.full((2, 5, 6, 9), -1.0), r"no logits or no class numbers"),
-        (torch.full((2, 5, 6, 9), 1.5), r"no logits or no class numbers"),
-        (torch.full((2, 5, 6, 9), torch.nan), r"no logits or no class numbers"),
-        (torch.stack([torch.full((1, 2, 2), 1e6), torch.zeros(1, 2, 2)]), r"no logits or no class numbers"),
+        (torch.full((2, 5, 6, 9), -1.0), r"not logits or not class numbers"),
+        (torch.full((2, 5, 6, 9), 1.5), r"not logits or not class numbers"),
+        (torch.full((2, 5, 6, 9), torch.nan), r"not logits or not class numbers"),
+        (torch.stack([torch.full((1, 2, 2), 1e6), torch.zeros(1, 2, 2)]), r"not logits or not class numbers"),
         (torch.full((2, 5, 6, 9), 10.0), r"names class 10, but there are 10 classes"),
     ],
 )
-def test_an_odd_map_is_named(tmp_path, content, told):
+def test_an_invalid_map_is_reported(tmp_path, content, message):
     save(content, tmp_path / "1.pt")
-    with pytest.raises(BadSampleError, match=rf"label map .*1\.pt .*{told}"):
+    with pytest.raises(BadSampleError, match=rf"label map .*1\.pt .*{message}"):
         read_published_map(tmp_path / "1.pt", 10)
 
 
-def test_a_map_of_another_size_is_named(tmp_path):
+def test_a_map_of_another_shape_is_reported(tmp_path):
     catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg")
     maps = PublishedMaps(publish(tmp_path / "maps", catalog), catalog)
     save(published_map(height=7, classes=1), tmp_path / "maps" / "a" / "2.pt")
@@ -112,7 +112,7 @@ def test_a_map_of_another_size_is_named(tmp_path):
         maps.read(1)
 
 
-def test_a_class_may_lack_maps_but_not_all(tmp_path):
+def test_a_class_without_any_map_is_refused(tmp_path):
     catalog = catalog_of(tmp_path, "a/1.jpg", "b/1.jpg", "b/2.jpg", "c/1.jpg")
     folder = publish(tmp_path / "maps", catalog)
     (folder / "b" / "1.pt").unlink()
@@ -122,22 +122,23 @@ def test_a_class_may_lack_maps_but_not_all(tmp_path):
         maps.read(1)
     (folder / "b" / "2.pt").unlink()
     with pytest.raises(
-        UserError, match=r"no label map .*b/1\.pt, nor one of any other image of class b\. --tok"
+        UserError, match=r"no label map .*b/1\.pt, nor one for any other image of class b\. --tok"
     ):
         PublishedMaps(folder, catalog)
 
 
-def test_a_damaged_first_map_does_not_hide_the_size(tmp_path):
+def test_a_damaged_first_map_does_not_hide_the_shape(tmp_path):
     catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg")
     folder = publish(tmp_path / "maps", catalog)
     (folder / "a" / "1.pt").write_bytes(b"")
-    assert PublishedMaps(folder, catalog).size == (5, 6, 9)
+    assert PublishedMaps(folder, catalog).map_shape == (5, 6, 9)
 
 
 def test_maps_for_other_classes_are_refused_at_once(tmp_path):
     catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg")
     save(published_map(classes=1000), tmp_path / "maps" / "a" / "1.pt")
     with pytest.raises(
-        UserError, match=r"the first: .* but there are 1 classes: it was made for others\. Name"
+        UserError,
+        match=r"the first problem: .* but there are 1 classes: it was made for other classes\. Name",
     ):
         PublishedMaps(tmp_path / "maps", catalog)

@@ -1,4 +1,4 @@
-"""The picture of a sample shows every cell where it belongs, under words that tell its class."""
+"""The figure of a sample: colour, bar and caption of every cell."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from horovod_volo.data.labels.figure import (
     MARGIN,
     PALETTE,
     LabelledImage,
+    cell_captions,
     draw_labels,
-    font_of,
-    shown_words,
+    load_font,
 )
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
-from horovod_volo.data.labels.keys import keys_of
+from horovod_volo.data.labels.keys import catalog_keys
 from horovod_volo.labels import main
 
 
@@ -30,13 +30,13 @@ def labelled(ids, scores, *, size=(600, 300), geometry=WHOLE):
         ids=np.array(ids, np.int16),
         classes=tuple(f"class {number}" for number in range(10)),
         title="t",
-        notes=("one", "two"),
+        captions=("one", "two"),
         geometry=geometry,
     )
 
 
 def bars(picture, rows, columns, *, left, width, bottom, height):
-    """Return the colour at the left end of the bar at the foot of each cell."""
+    """Return the colour at the left end of each cell's bar."""
     return [
         [
             picture.getpixel(
@@ -57,50 +57,50 @@ def bars(picture, rows, columns, *, left, width, bottom, height):
         (WHOLE, 0, 900, 0),
         (MapGeometry(576, 576), 225, 450, 0),
         (MapGeometry(256, 128), 337.5, 225, -112.5),
-        (MapGeometry(100, 150), 112.5, 675, 112.5),  # a square higher than the image
+        (MapGeometry(100, 150), 112.5, 675, 112.5),  # a square taller than the image
     ],
 )
 def test_cells_have_the_colour_of_their_class(geometry, left, width, border):
     ids = [[[4, 4, 7], [4, 2, 2]], [[1, 1, 1], [1, 1, 1]]]  # (k, rows, columns)
     scores = [[[9, 9, 9], [9, 9, 9]], [[0, 0, 0], [0, 0, 0]]]
     picture = draw_labels(labelled(ids, scores, geometry=geometry))
-    assert picture.height - MARGIN > 450  # the image is 900 x 450 now
+    assert picture.height - MARGIN > 450  # the image is enlarged to 900 x 450
     foot = picture.height - MARGIN + min(0, border)
     found = bars(picture, 2, 3, left=MARGIN + left, width=width, bottom=foot, height=450 + 2 * border)
-    colour = {4: PALETTE[0], 2: PALETTE[1], 7: PALETTE[2]}
-    assert found == [[colour[4], colour[4], colour[7]], [colour[4], colour[2], colour[2]]]
+    color = {4: PALETTE[0], 2: PALETTE[1], 7: PALETTE[2]}
+    assert found == [[color[4], color[4], color[7]], [color[4], color[2], color[2]]]
 
 
-def test_a_bar_is_as_long_as_the_class_is_probable():
-    scores = [[[np.log(9)]]]  # of ten classes: 9 of 18
+def test_the_length_of_a_bar_is_the_probability():
+    scores = [[[np.log(9)]]]  # with ten classes: probability 9 / (9 + 9)
     picture = draw_labels(labelled([[[3]]], scores, size=(100, 100)))
     foot = [picture.getpixel((MARGIN + x, picture.height - MARGIN - 3)) for x in range(900)]
     assert abs(foot.count(PALETTE[0]) - 450) < 4
 
 
-def test_the_best_of_a_cells_classes_is_named_wherever_it_stands():
+def test_the_order_of_the_classes_in_a_cell_does_not_matter():
     picture = draw_labels(labelled([[[3]], [[5]]], [[[1]], [[6]]], size=(100, 100)))
     other = draw_labels(labelled([[[5]], [[3]]], [[[6]], [[1]]], size=(100, 100)))
     assert picture.tobytes() == other.tobytes()
 
 
-def test_words_tell_classes_apart():
+def test_captions_are_unambiguous():
     classes = ("dog", "a very long name of a dog", "a very long name of a cat", "x" * 40)
-    font = font_of(17)
-    wide = shown_words([0, 1], classes, 400, font)
+    font = load_font(17)
+    wide = cell_captions([0, 1], classes, 400, font)
     assert wide == {0: "dog", 1: "a very long name of a dog"}
-    assert shown_words([0, 1], classes, 80, font)[1].endswith("…")
-    assert shown_words([1, 2], classes, 80, font) == {1: "1", 2: "2"}
-    assert shown_words([0, 3], classes, 20, font) == {0: "0", 3: "3"}
+    assert cell_captions([0, 1], classes, 80, font)[1].endswith("…")
+    assert cell_captions([1, 2], classes, 80, font) == {1: "1", 2: "2"}
+    assert cell_captions([0, 3], classes, 20, font) == {0: "0", 3: "3"}
 
 
-def test_the_command_draws(tmp_path):
+def test_the_command_writes_a_figure(tmp_path):
     write_images(
         tmp_path, {"train/a/one.x.png": Image.new("RGB", (40, 30)), "train/b/two.png": Image.new("L", (9, 9))}
     )
     catalog = build_catalog(str(tmp_path), "train", None)
     ids = np.arange(2 * 1 * 4 * 4).reshape(2, 1, 4, 4) % 2
-    make_store(tmp_path / "s", keys_of(catalog), np.ones(ids.shape, np.float16), ids, classes=2)
+    make_store(tmp_path / "s", catalog_keys(catalog), np.ones(ids.shape, np.float16), ids, classes=2)
     pictures = []
     for name in ("0", "a/one.x.png", "a/one", "1"):
         out = tmp_path / "out.png"

@@ -1,4 +1,4 @@
-"""A packed store gives back every map exactly, by an image's place, and says what is wrong with it."""
+"""A packed store returns every map exactly by the index of its image, and reports damage."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from label_samples import catalog_of, make_store, publish, random_store
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.labels.keys import keys_of
+from horovod_volo.data.labels.keys import catalog_keys
 from horovod_volo.data.labels.published_maps import PublishedMaps
 from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.labels.store import LabelStore
@@ -19,9 +19,9 @@ from horovod_volo.data.labels.store import LabelStore
 NAMES = ("a/1.jpg", "a/2.x.jpg", "b/1.jpg", "b/3.png", "c/1.jpg", "c/2.jpg", "c/4.jpg")
 
 
-def test_every_map_comes_back_whatever_the_order_of_the_store(tmp_path):
+def test_maps_are_read_by_index_from_a_store_in_any_order(tmp_path):
     catalog = catalog_of(tmp_path, *NAMES)
-    keys = keys_of(catalog)
+    keys = catalog_keys(catalog)
     assert keys[:2] == ["a/1", "a/2"]
     order = np.random.default_rng(1).permutation(len(keys))
     scores, ids = random_store(tmp_path / "same", catalog, digest=catalog.digest)
@@ -35,7 +35,7 @@ def test_every_map_comes_back_whatever_the_order_of_the_store(tmp_path):
     )
     for folder, cache in (("same", None), ("shuffled", None), ("shuffled", tmp_path / "cache")):
         labels = open_labels(str(tmp_path / folder), catalog, cache)
-        assert labels.size == (2, 3, 4)
+        assert labels.map_shape == (2, 3, 4)
         for index in np.random.default_rng(2).integers(0, len(catalog), 50).tolist():
             read_scores, read_ids = labels.read(index)
             assert (read_scores.dtype, read_ids.dtype) == (np.float16, np.int16)
@@ -46,40 +46,40 @@ def test_every_map_comes_back_whatever_the_order_of_the_store(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("classes", "kept_as"), [(21841, np.int16), (32767, np.int16), (32768, np.int32), (40001, np.int32)]
+    ("classes", "dtype"), [(21841, np.int16), (32767, np.int16), (32768, np.int32), (40001, np.int32)]
 )
-def test_class_numbers_are_exact_up_to_the_last(tmp_path, classes, kept_as):
+def test_class_numbers_are_exact_up_to_the_last(tmp_path, classes, dtype):
     catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg")
-    # A catalog of so many classes is not made for this: only their number matters.
+    # Only the number of classes is used.
     catalog.classes = ("a",) * classes
     ids = np.array([[[[0, 2049, 16385, classes - 1]]], [[[2047, 2048, classes // 2, classes - 2]]]])
     make_store(
-        tmp_path / "s", keys_of(catalog), np.zeros(ids.shape, np.float16), ids, classes=classes,
+        tmp_path / "s", catalog_keys(catalog), np.zeros(ids.shape, np.float16), ids, classes=classes,
         digest=catalog.digest,
     )  # fmt: skip
     store = LabelStore(tmp_path / "s", catalog, None)
     for index in range(2):
         read = store.read(index)[1]
-        assert read.dtype == kept_as
+        assert read.dtype == dtype
         assert (read == ids[index]).all()
 
 
-def test_rows_are_looked_up_once(tmp_path):
+def test_rows_are_computed_once_and_cached(tmp_path):
     catalog = catalog_of(tmp_path, *NAMES)
     scores, _ = random_store(tmp_path / "s", catalog)
     cache = tmp_path / "cache"
     LabelStore(tmp_path / "s", catalog, cache)
-    (kept,) = cache.iterdir()
-    (tmp_path / "s" / "keys.txt").unlink()  # no longer needed
+    (cached,) = cache.iterdir()
+    (tmp_path / "s" / "keys.txt").unlink()  # the cached rows are used
     assert (LabelStore(tmp_path / "s", catalog, cache).read(4)[0] == scores[4]).all()
-    kept.write_bytes(b"cut short")
+    cached.write_bytes(b"truncated")
     with pytest.raises(UserError, match=r"keys\.txt cannot be read"):
         LabelStore(tmp_path / "s", catalog, cache)
 
 
-def test_images_without_a_map_are_named(tmp_path):
+def test_images_without_a_map_are_reported(tmp_path):
     catalog = catalog_of(tmp_path, *NAMES)
-    keys = keys_of(catalog)
+    keys = catalog_keys(catalog)
     scores, ids = random_store(tmp_path / "all", catalog)
     ids[2] = -1
     make_store(tmp_path / "s", keys[:-1], scores[:-1], ids[:-1], classes=3)
@@ -96,27 +96,27 @@ def test_images_without_a_map_are_named(tmp_path):
 def test_a_store_for_other_images_is_refused(tmp_path):
     catalog = catalog_of(tmp_path, *NAMES)
     scores, ids = random_store(tmp_path / "all", catalog)
-    keys = [key.replace("b/", "z/") for key in keys_of(catalog)]
+    keys = [key.replace("b/", "z/") for key in catalog_keys(catalog)]
     make_store(tmp_path / "classes", keys, scores, ids, classes=3)
     with pytest.raises(
         UserError, match=r"no label map for any image of class b\. It was made for other images"
     ):
         open_labels(str(tmp_path / "classes"), catalog, None)
-    make_store(tmp_path / "number", keys_of(catalog), scores, ids, classes=4)
+    make_store(tmp_path / "number", catalog_keys(catalog), scores, ids, classes=4)
     with pytest.raises(
-        UserError, match=r"are of 4 classes, the training images of 3\. Point --token-label-data"
+        UserError, match=r"have 4 classes, the training images have 3\. Point --token-label-data"
     ):
         open_labels(str(tmp_path / "number"), catalog, None)
 
 
-@pytest.mark.parametrize("damage", ["absent", "short", "other"])
-def test_a_damaged_shard_spoils_its_own_maps_only(tmp_path, damage):
+@pytest.mark.parametrize("damage", ["missing", "truncated", "other shard"])
+def test_a_damaged_shard_affects_only_its_own_maps(tmp_path, damage):
     catalog = catalog_of(tmp_path, *NAMES)
     scores, _ = random_store(tmp_path / "s", catalog)
     shard = tmp_path / "s" / "maps-00001.safetensors"
-    if damage == "absent":
+    if damage == "missing":
         shard.unlink()
-    elif damage == "short":
+    elif damage == "truncated":
         os.truncate(shard, shard.stat().st_size - 1)
     else:
         shard.write_bytes((tmp_path / "s" / "maps-00002.safetensors").read_bytes())
@@ -128,17 +128,17 @@ def test_a_damaged_shard_spoils_its_own_maps_only(tmp_path, damage):
             store.read(index)
 
 
-def test_class_numbers_that_rot_are_found(tmp_path):
+def test_damaged_class_numbers_are_found(tmp_path):
     catalog = catalog_of(tmp_path, *NAMES)
     _, ids = random_store(tmp_path / "s", catalog)
     shard = tmp_path / "s" / "maps-00000.safetensors"
     content = shard.read_bytes()
-    place = content.index(ids[1].astype(np.int16).tobytes()) + 7  # a high byte
-    shard.write_bytes(content[:place] + b"\x40" + content[place + 1 :])
+    offset = content.index(ids[1].astype(np.int16).tobytes()) + 7  # a high byte
+    shard.write_bytes(content[:offset] + b"\x40" + content[offset + 1 :])
     store = LabelStore(tmp_path / "s", catalog, None)
     store.read(0)
     with pytest.raises(
-        BadSampleError, match=r"label map of a/2\.x\.jpg .* none of the 3: its shard is damaged"
+        BadSampleError, match=r"label map of a/2\.x\.jpg .* outside the 3 classes: its shard is damaged"
     ):
         store.read(1)
 
@@ -159,18 +159,18 @@ def test_threads_read_the_same_and_no_descriptor_stays_open(tmp_path):
     assert descriptors() == before
 
 
-def test_what_is_not_a_store_is_told_apart(tmp_path):
+def test_other_folders_are_recognised_or_refused(tmp_path):
     catalog = catalog_of(tmp_path, *NAMES)
     folder = publish(tmp_path / "maps", catalog)
     assert isinstance(open_labels(str(folder), catalog, None), PublishedMaps)
-    with pytest.raises(UserError, match=r"there is no folder .*nowhere\. --token-label-data names"):
+    with pytest.raises(UserError, match=r"there is no folder .*nowhere\. --token-label-data takes"):
         open_labels(str(tmp_path / "nowhere"), catalog, None)
     random_store(tmp_path / "s", catalog)
     (tmp_path / "s" / "store.json").rename(tmp_path / "s" / "making.json")
-    with pytest.raises(UserError, match=r"is not whole yet\. Finish it"):
+    with pytest.raises(UserError, match=r"is unfinished\. Run"):
         open_labels(str(tmp_path / "s"), catalog, None)
     (tmp_path / "s" / "making.json").rename(tmp_path / "s" / "store.json")
-    facts = json.loads((tmp_path / "s" / "store.json").read_text())
-    (tmp_path / "s" / "store.json").write_text(json.dumps(facts | {"version": 2}))
-    with pytest.raises(UserError, match="is of format 2, this program reads 1"):
+    metadata = json.loads((tmp_path / "s" / "store.json").read_text())
+    (tmp_path / "s" / "store.json").write_text(json.dumps(metadata | {"version": 2}))
+    with pytest.raises(UserError, match="has format version 2, this program reads 1"):
         open_labels(str(tmp_path / "s"), catalog, None)

@@ -1,4 +1,4 @@
-"""A pack holds what was packed, whole or to be gone on with, and tells every byte that has changed."""
+"""Packing: same images and names, reproducible shards, resumable, and verified by checksums."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from horovod_volo.pack import main
 
 
 def write_images(folder, count):
-    """Write a data folder; names have dots, and those of one class come in runs."""
+    """Write a data folder; names contain dots, and numbers continue from class to class."""
     for split, images in (("train", count), ("val", 4)):
         for number in range(images):
             file = folder / split / ["ant", "bee", "cow"][number * 3 // images] / f"{number:03d}.x.jpg"
@@ -31,7 +31,7 @@ def write_images(folder, count):
 
 
 def content(folder, split):
-    """Return class and bytes of every image by its name."""
+    """Return class and bytes of every image by name."""
     catalog = build_catalog(str(folder), split, None)
     return {
         catalog.name(index): (catalog.classes[catalog.targets[index]], catalog.read(index).tobytes())
@@ -63,7 +63,7 @@ def packed(images, tmp_path_factory):
     return out
 
 
-def test_the_pack_has_the_same_images_under_the_same_names(images, packed):
+def test_images_and_names_are_unchanged(images, packed):
     for split in ("train", "val"):
         assert content(packed, split) == content(images, split)
     assert sorted(path.name for path in packed.iterdir()) == ["train", "val"]
@@ -74,15 +74,15 @@ def test_the_pack_has_the_same_images_under_the_same_names(images, packed):
     ]
 
 
-def test_classes_are_mixed_unless_their_order_is_kept(images, packed, tmp_path):
+def test_classes_are_mixed_without_no_shuffle(images, packed, tmp_path):
     mixed = build_catalog(str(packed), "train", None).targets
     assert (np.diff(mixed) != 0).sum() > 10
     assert pack(images, tmp_path, "--workers", 1, "--no-shuffle") == 0
-    kept, folder = (build_catalog(str(place), "train", None) for place in (tmp_path, images))
-    assert kept.digest == folder.digest
+    unshuffled, folder = (build_catalog(str(path), "train", None) for path in (tmp_path, images))
+    assert unshuffled.digest == folder.digest
 
 
-def test_others_can_read_the_shards_and_their_index(packed, tmp_path):
+def test_shards_and_indexes_have_the_formats_of_webdataset_and_dali(packed, tmp_path):
     shard = packed / "train/train-000001.tar"
     with tarfile.open(shard) as tar:
         names = tar.getnames()
@@ -96,12 +96,12 @@ def test_others_can_read_the_shards_and_their_index(packed, tmp_path):
     assert copy.with_suffix(".idx").read_text() == shard.with_suffix(".idx").read_text()
 
 
-def test_a_name_with_spaces_leaves_its_shard_without_an_index(packed):
+def test_a_shard_with_spaces_in_a_name_has_no_index(packed):
     assert [path.name for path in (packed / "val").glob("*.idx")] == []
     assert "bee/spaces in it.png" in content(packed, "val")
 
 
-def test_shards_are_as_large_as_asked_for(tmp_path):
+def test_shards_have_the_requested_size(tmp_path):
     random = np.random.default_rng(0)
     for split in ("train", "val"):
         for number in range(40):
@@ -115,15 +115,15 @@ def test_shards_are_as_large_as_asked_for(tmp_path):
     assert all(abs(size - 1e6) < 2e5 for size in sizes[:-1])
 
 
-def test_a_killed_pack_goes_on(tmp_path):
+def test_a_killed_pack_is_resumed(tmp_path):
     write_images(tmp_path / "images", 600)
     out = tmp_path / "out"
     command = [sys.executable, "-m", "horovod_volo.pack", tmp_path / "images", out]
     command += ["--workers", "2", "--shard-images", "10"]
     running = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    entries = out / ".packing"
+    records = out / ".packing"
     deadline = time.monotonic() + 60
-    while len(list(entries.glob("train-0*.json"))) < 5:
+    while len(list(records.glob("train-0*.json"))) < 5:
         assert running.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -135,20 +135,20 @@ def test_a_killed_pack_goes_on(tmp_path):
         time.sleep(0.01)
     assert len(workers) >= 2
     assert not (out / "train").exists()
-    finished = {json.loads(entry.read_text())["file"] for entry in entries.glob("train-0*.json")}
+    finished = {json.loads(record.read_text())["file"] for record in records.glob("train-0*.json")}
     before = {name: (out / "train.packing" / name).stat().st_mtime_ns for name in finished}
     assert 5 <= len(finished) < 60
-    (out / "train.packing/.train-000059.tar.x.partial").touch()  # what a worker may leave
+    (out / "train.packing/.train-000059.tar.x.partial").touch()  # the temporary file of a killed worker
 
     subprocess.run(command, check=True)
     assert content(out, "train") == content(tmp_path / "images", "train")
     assert {name: (out / "train" / name).stat().st_mtime_ns for name in finished} == before
     assert pack(tmp_path / "images", tmp_path / "again", *command[-4:]) == 0
     assert files(out) == files(tmp_path / "again")
-    assert pack(*command[3:]) == 0  # there is nothing to do
+    assert pack(*command[3:]) == 0  # nothing is left to do
 
 
-def test_a_killed_worker_is_told_at_once(tmp_path):
+def test_a_killed_worker_ends_the_command(tmp_path):
     write_images(tmp_path / "images", 3000)
     out = tmp_path / "out"
     command = [sys.executable, "-m", "horovod_volo.pack", tmp_path / "images", out]
@@ -162,23 +162,26 @@ def test_a_killed_worker_is_told_at_once(tmp_path):
     children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
     worker = next(child for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text())
     os.kill(int(worker), signal.SIGKILL)
-    _, said = running.communicate(timeout=20)
+    _, stderr = running.communicate(timeout=20)
     assert running.returncode == 2
-    assert "a packing process was killed" in said
-    assert "Traceback" not in said
+    assert "a worker process was killed" in stderr
+    assert "Traceback" not in stderr
 
 
-def test_another_pack_in_the_same_place_is_refused(images, packed, tmp_path, capsys):
+def test_another_pack_in_the_same_folder_is_refused(images, packed, tmp_path, capsys):
     assert pack(images, packed, "--shard-images", 16, "--seed", 1) == 2
-    assert "train is of other images, or of other settings. Give the same command" in capsys.readouterr().err
+    assert (
+        "train was packed from other images or with other options. Give those it was packed"
+        in capsys.readouterr().err
+    )
     assert pack(images, images) == 2
-    assert "train has no manifest.json: it is no packed split. Name another" in capsys.readouterr().err
+    assert "train has no manifest.json: it is not a packed split. Name another" in capsys.readouterr().err
     assert not (images / ".packing").exists()
     assert pack(tmp_path / "nowhere", tmp_path / "out") == 2
     assert capsys.readouterr().err.startswith("error: there is no data folder")
 
 
-def test_verify_finds_what_has_changed(packed, tmp_path, capsys):
+def test_verify_finds_every_change(packed, tmp_path, capsys):
     for name, data in files(packed).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
@@ -191,11 +194,11 @@ def test_verify_finds_what_has_changed(packed, tmp_path, capsys):
     index.unlink()
     (tmp_path / "train/other.tar").touch()
     assert pack(tmp_path, "--verify") == 1
-    told = capsys.readouterr().err
-    assert f"{shard} is damaged: its sum is another" in told
-    assert f"{index} is missing" in told
-    assert "other.tar is not in manifest.json" in told
-    assert "000000" not in told
+    stderr = capsys.readouterr().err
+    assert f"{shard} is damaged: its checksum differs" in stderr
+    assert f"{index} is missing" in stderr
+    assert "other.tar is not in manifest.json" in stderr
+    assert "000000" not in stderr
     (tmp_path / "train/manifest.json").write_bytes(b"{")
     assert pack(tmp_path, "--verify") == 2
 
@@ -218,23 +221,23 @@ def test_images_are_shrunk_but_never_enlarged(tmp_path):
         assert np.abs(np.asarray(small, int) - np.asarray(expected, int)).mean() < 2
 
 
-def test_damaged_images_are_named_and_left_out(tmp_path, capsys):
+def test_damaged_images_are_reported_and_left_out(tmp_path, capsys):
     folder = write_images(tmp_path / "images", 12)
     damaged = folder / "train/ant/000.x.jpg"
     damaged.write_bytes(picture(0)[:-30])
     (folder / "train/bee/005.x.jpg").write_bytes(b"")
     arguments = (folder, tmp_path / "out", "--workers", 1, "--shard-images", 5)
     assert pack(*arguments) == 1
-    told = capsys.readouterr().err
-    assert f"{damaged} cannot be decoded: " in told
-    assert "005.x.jpg is empty" in told
-    assert "2 images were left out" in told
-    assert pack(*arguments, "--bad-samples", "skip") == 0  # and again they are told
+    stderr = capsys.readouterr().err
+    assert f"{damaged} cannot be decoded: " in stderr
+    assert "005.x.jpg is empty" in stderr
+    assert "2 images were left out" in stderr
+    assert pack(*arguments, "--bad-samples", "skip") == 0  # reported again
     assert "2 images were left out" in capsys.readouterr().err
     assert len(content(tmp_path / "out", "train")) == 10
 
 
-def test_names_without_an_ending_get_one(tmp_path):
+def test_names_without_a_suffix_get_one(tmp_path):
     for split in ("train", "val"):
         features = {"image/encoded": picture(3, "PNG"), "image/class/label": 1, "image/filename": "x"}
         write_tfrecord(tmp_path / f"images/{split}/s.tfrecord", [example(features)])
@@ -242,14 +245,14 @@ def test_names_without_an_ending_get_one(tmp_path):
     assert content(tmp_path / "out", "val") == {"1/x.png": ("1", picture(3, "PNG"))}
 
 
-def test_the_command_line_tells_what_it_wants(capsys):
+def test_wrong_arguments_are_refused(capsys):
     for arguments in (["one"], ["a", "b", "c"], ["a", "b", "--quality", "101"], ["a", "b", "--workers", "0"]):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
     assert "takes a whole number from 1 on, not '0'" in capsys.readouterr().err
 
 
-def test_the_tool_answers_at_once(tmp_path):
+def test_the_tool_prints_its_help(tmp_path):
     tool = Path(__file__).parents[2] / "tools/pack"
     answer = subprocess.run(
         [tool, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True, env=dict(os.environ)

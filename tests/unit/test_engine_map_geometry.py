@@ -1,7 +1,7 @@
-"""A teacher tells which part of its image a label map covers, whoever made the map.
+"""The comparison with a teacher finds the part of its image that a label map covers.
 
-Maps are made here as the published generator makes them, by timm's evaluation transform, and of whole
-images; the network's weights are random, which is enough for labels that depend on the place.
+The maps are made of whole images and, as by the published generator, of crops by timm's evaluation transform.
+The teacher's weights are random, which suffices for labels that depend on the position.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from PIL import Image
 
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
-from horovod_volo.data.labels.keys import key_of
-from horovod_volo.labelling.map_geometry import Comparison, compare_geometries, whereabouts_correlation
+from horovod_volo.data.labels.keys import label_key
+from horovod_volo.labelling.map_geometry import GeometryRequest, compare_geometries, spatial_correlation
 from horovod_volo.labels import main
 from horovod_volo.models.build import build_model
 from horovod_volo.models.teacher import Teacher, load_teacher
 
 # isort: split
-from timm.data import create_transform  # torchvision imports only after timm's door
+from timm.data import create_transform  # torchvision imports only after horovod_volo.models
 
 SIDE, CLASSES = 96, 10
 SIZES = [(160, 100), (97, 151), (120, 90), (64, 64)]  # width, height
@@ -31,7 +31,7 @@ IMAGES = 24
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with images of ten classes, the weights of a teacher and those of one much like it."""
+    """Return a folder with images of ten classes, a teacher's weights and slightly perturbed ones."""
     folder = tmp_path_factory.mktemp("geometry")
     images = {
         f"train/{n % CLASSES}/{n:02d}.png": smooth(*SIZES[n % len(SIZES)], seed=n) for n in range(IMAGES)
@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.add_(0.1 * parameter.std(correction=0) * torch.randn_like(parameter))
-    torch.save(network.state_dict(), folder / "alike.pt")
+    torch.save(network.state_dict(), folder / "perturbed.pt")
     teacher = load_teacher(
         "volo_demo",
         weights=str(folder / "teacher.pt"),
@@ -53,20 +53,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     catalog = build_catalog(str(folder / "images"), "train", None)
     for geometry in (WHOLE, PUBLISHED, MapGeometry(128, 96)):
-        label(folder / str(geometry), catalog, teacher, geometry)
+        save_maps(folder / str(geometry), catalog, teacher, geometry)
     return folder
 
 
-def label(folder: Path, catalog: Catalog, teacher: Teacher, geometry: MapGeometry) -> None:
-    """Save maps in the published form."""
-    part = geometry.size / geometry.resize if geometry.resize else 1.0
-    cut = create_transform(SIDE, crop_pct=part, interpolation="bicubic", mean=(0, 0, 0), std=(1, 1, 1))
+def save_maps(folder: Path, catalog: Catalog, teacher: Teacher, geometry: MapGeometry) -> None:
+    """Save the teacher's maps in the published format."""
+    crop_pct = geometry.size / geometry.resize if geometry.resize else 1.0
+    transform = create_transform(
+        SIDE, crop_pct=crop_pct, interpolation="bicubic", mean=(0, 0, 0), std=(1, 1, 1)
+    )
     for index in range(len(catalog)):
         with Image.open(catalog.location(index)) as opened:
             image = opened.convert("RGB")
         shown = image.resize((SIDE, SIDE), Image.Resampling.BICUBIC) if geometry == WHOLE else image
-        best = teacher.label(cut(shown)[None])[0].topk(5, dim=0)
-        file = folder / f"{key_of(catalog.name(index))}.pt"
+        best = teacher.label(transform(shown)[None])[0].topk(5, dim=0)
+        file = folder / f"{label_key(catalog.name(index))}.pt"
         file.parent.mkdir(parents=True, exist_ok=True)
         torch.save(torch.stack([best.values, best.indices.float()]).half(), file)
 
@@ -75,86 +77,86 @@ CENTRE, SMALLER = "centre-crop:576:576", "centre-crop:128:96"
 
 
 @pytest.mark.parametrize(
-    ("weights", "truth", "stated", "better", "telling"),
+    ("weights", "truth", "stated", "better", "compared"),
     [
-        ("teacher.pt", "whole", "whole", "whole", 18),  # of square images both readings are the same
+        ("teacher.pt", "whole", "whole", "whole", 18),  # square images are left out
         ("teacher.pt", "whole", CENTRE, "whole", 18),
         ("teacher.pt", CENTRE, "whole", CENTRE, 18),
-        ("alike.pt", CENTRE, CENTRE, CENTRE, 18),
-        ("alike.pt", SMALLER, SMALLER, SMALLER, IMAGES),
-        ("alike.pt", "whole", SMALLER, "whole", IMAGES),
+        ("perturbed.pt", CENTRE, CENTRE, CENTRE, 18),
+        ("perturbed.pt", SMALLER, SMALLER, SMALLER, IMAGES),
+        ("perturbed.pt", "whole", SMALLER, "whole", IMAGES),
     ],
 )
-def test_the_right_reading_fits_better(
-    place: Path, weights: str, truth: str, stated: str, better: str, telling: int
+def test_the_right_geometry_fits_better(
+    place: Path, weights: str, truth: str, stated: str, better: str, compared: int
 ) -> None:
-    asked = Comparison(
+    request = GeometryRequest(
         labels=place / truth,
         geometry=MapGeometry.parse(stated),
         teacher="volo_demo",
         weights=str(place / weights),
         pretrained=False,
-        image_side=SIDE,
-        batch=8,
+        image_size=SIDE,
+        batch_size=8,
         images=IMAGES,
     )
     catalog = build_catalog(str(place / "images"), "train", None)
-    told: list[tuple[int, int]] = []
-    fit = compare_geometries(asked, catalog, lambda *done: told.append(done))
-    assert str(fit.better) == better
-    assert (str(fit.recorded), len(fit.correlations)) == (stated, telling)
-    assert told[-1] == (2 * telling, 2 * telling)
-    assert max(fit.means) > (0.99 if weights == "teacher.pt" else 0.85)
-    assert abs(fit.means[0] - fit.means[1]) > 0.05
+    progress: list[tuple[int, int]] = []
+    result = compare_geometries(request, catalog, lambda *done: progress.append(done))
+    assert str(result.better) == better
+    assert (str(result.recorded), len(result.correlations)) == (stated, compared)
+    assert progress[-1] == (2 * compared, 2 * compared)
+    assert max(result.means) > (0.99 if weights == "teacher.pt" else 0.85)
+    assert abs(result.means[0] - result.means[1]) > 0.05
 
 
 def verify(place: Path, *arguments: str, images: str = "images") -> list[str]:
-    shown = ["--data", str(place / images), "--images", str(IMAGES)]
+    data = ["--data", str(place / images), "--images", str(IMAGES)]
     teacher = ["--teacher", "volo_demo", "--img-size", str(SIDE), "--teacher-weights"]
-    return ["verify", *arguments, *shown, *teacher, str(place / "teacher.pt")]
+    return ["verify", *arguments, *data, *teacher, str(place / "teacher.pt")]
 
 
-def test_the_command_fails_where_another_reading_fits(
+def test_the_command_fails_if_the_other_geometry_fits_better(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published = str(place / CENTRE)
     wrong, right = str(tmp_path / "wrong"), str(tmp_path / "right")
     assert main(["import", published, wrong, "--map-geometry", "whole", "--workers", "1"]) == 0
     assert main(["import", published, right, "--workers", "1"]) == 0
-    assert f"Test it with tools/labels verify {right} --data" in capsys.readouterr().err
+    assert f"Verify it with tools/labels verify {right} --data" in capsys.readouterr().err
     assert main(verify(place, wrong)) == 1
-    said = capsys.readouterr()
-    assert "fits better            centre-crop:576:576\n" in said.out
+    output = capsys.readouterr()
+    assert "fits better            centre-crop:576:576\n" in output.out
     assert (
         "error: the maps cover the image's centre crop (centre-crop:576:576), not the whole image."
-        in said.err
+        in output.err
     )
-    assert "Import them again with --map-geometry centre-crop:576:576" in said.err
+    assert "Import them again with --map-geometry centre-crop:576:576" in output.err
     for arguments in ([right], [wrong, "--map-geometry", CENTRE], [published]):
         assert main(verify(place, *arguments)) == 0
         assert "fits better            centre-crop:576:576\n" in capsys.readouterr().out
 
 
-def test_without_images_there_is_nothing_to_compare(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_teacher_needs_images(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(place / CENTRE), "--teacher", "volo_demo"]) == 2
-    assert "--teacher labels images to compare with: give --data DATA_DIR" in capsys.readouterr().err
+    assert "--teacher needs images to label: give --data DATA_DIR" in capsys.readouterr().err
 
 
-def test_images_that_do_not_tell_are_no_reason_to_fail(
+def test_without_informative_images_the_result_is_undecided(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     squares = {f"train/{n}/{n:02d}.png": smooth(64, 64, seed=n) for n in range(CLASSES)}
     write_images(place / "squares", squares)
     assert main(verify(place, str(place / "whole"), images="squares")) == 0
-    assert "cannot be told: take more --images\n" in capsys.readouterr().out
+    assert "undecided: increase --images\n" in capsys.readouterr().out
 
 
-def test_classes_placed_alike_correlate_whatever_their_average() -> None:
+def test_the_correlation_is_that_of_positions() -> None:
     random = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 4, 4, generator=random)
     best = logits.topk(3, dim=0)
-    assert whereabouts_correlation(best.values, best.indices, logits, 6) == pytest.approx(1, abs=1e-6)
-    turned = whereabouts_correlation(best.values, best.indices, logits.flip(2), 6)
-    assert turned is not None
-    assert turned < 0.5
-    assert whereabouts_correlation(best.values, best.indices, torch.zeros(6, 4, 4), 6) is None
+    assert spatial_correlation(best.values, best.indices, logits, 6) == pytest.approx(1, abs=1e-6)
+    mirrored = spatial_correlation(best.values, best.indices, logits.flip(2), 6)
+    assert mirrored is not None
+    assert mirrored < 0.5
+    assert spatial_correlation(best.values, best.indices, torch.zeros(6, 4, 4), 6) is None

@@ -1,4 +1,4 @@
-"""The progress line: what it says, and how it behaves on a terminal and in a file."""
+"""The text of the progress lines, and their output on a terminal and in a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from horovod_volo.monitor.progress import Progress
+from horovod_volo.monitor.progress import ThroughputLine, TrainingProgress
 
 VALUES: dict[str, float | int] = {
     "epoch": 3,
@@ -21,7 +21,7 @@ VALUES: dict[str, float | int] = {
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -37,10 +37,18 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_the_line(clock: Clock) -> None:
-    progress = Progress(first_step=0, total_steps=200)
+def read(screen: int, *, ending: str) -> str:
+    """Read what a terminal shows, up to `ending`."""
+    shown = b""
+    while not shown.endswith(ending.encode()):
+        shown += os.read(screen, 1000)
+    return shown.decode()
+
+
+def test_a_log_point_is_formatted(clock: Clock) -> None:
+    progress = TrainingProgress(first_step=0, total_steps=200)
     clock.now += 50
-    assert progress.line(50, VALUES) == (
+    assert progress.format(50, VALUES) == (
         "step 50/200  25 %  epoch 3  loss 2.346  lr 1.58e-03  437 images/s  data wait 13 %  2:30 left"
     )
 
@@ -54,23 +62,23 @@ def test_the_line(clock: Clock) -> None:
         (0, 1, 2, 3599, "59:59"),
         (0, 1, 2, 3600, "1:00:00"),
         (0, 1, 101, 3661, "101:41:40"),
-        (90, 95, 100, 10, "0:10"),  # after a resume the pace is that of this life
+        (90, 95, 100, 10, "0:10"),  # after a resume only the steps of this process count
         (0, 100, 100, 10, "0:00"),
     ],
 )
 def test_the_time_left(
     first_step: int, step: int, total: int, seconds: float, left: str, clock: Clock
 ) -> None:
-    progress = Progress(first_step=first_step, total_steps=total)
+    progress = TrainingProgress(first_step=first_step, total_steps=total)
     clock.now += seconds
-    assert progress.line(step, VALUES).split("  ")[-1] == f"{left} left"
+    assert progress.format(step, VALUES).split("  ")[-1] == f"{left} left"
 
 
-def test_in_a_file_each_line_stands_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Progress(first_step=0, total_steps=2)
+def test_in_a_file_every_line_is_separate(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = TrainingProgress(first_step=0, total_steps=2)
     progress.show("a longer line")
     progress.show("short")
-    progress.clear()
+    progress.end_line()
     assert capsys.readouterr().out == "a longer line\nshort\n"
 
 
@@ -78,16 +86,52 @@ def test_on_a_terminal_the_line_is_rewritten(monkeypatch: pytest.MonkeyPatch) ->
     screen, terminal = pty.openpty()
     with os.fdopen(terminal, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        progress = Progress(first_step=0, total_steps=2)
+        progress = TrainingProgress(first_step=0, total_steps=2)
         progress.show("a longer line")
         progress.show("short")
-        progress.clear()
-        progress.clear()  # once is enough
+        progress.end_line()
+        progress.end_line()  # the second call prints nothing
         print("next", flush=True)
         monkeypatch.undo()
-        shown = ""
-        while not shown.endswith("next\r\n"):  # what is written comes in parts where the machine is busy
-            shown += os.read(screen, 1000).decode()
+        shown = read(screen, ending="next\r\n")
     os.close(screen)
-    # The terminal itself turns each line end into a return and a line feed.
+    # The terminal replaces each line feed by a carriage return and a line feed.
     assert shown == "\ra longer line\rshort        \r\nnext\r\n"
+
+
+def test_throughput_in_a_file_is_printed_line_by_line(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = ThroughputLine("maps")
+    progress(1000, 9000)
+    clock.now += 20
+    progress(3000, 9000)  # too soon after the first line
+    clock.now += 20
+    progress(5000, 9000)
+    clock.now += 3600
+    progress(9000, 9000)
+    assert capsys.readouterr().err.splitlines() == [
+        "1,000/9,000 maps",
+        "5,000/9,000 maps, 100 per second, 0:40 left",
+        "9,000/9,000 maps, 2 per second, 0:00 left",
+    ]
+
+
+def test_throughput_of_other_ranks_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    ThroughputLine("maps", shown=False)(1, 1)
+    assert capsys.readouterr().err == ""
+
+
+def test_throughput_on_a_terminal_is_rewritten(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, terminal = pty.openpty()
+    with os.fdopen(terminal, "w") as output:
+        monkeypatch.setattr(sys, "stderr", output)
+        progress = ThroughputLine("maps")
+        progress(0, 4)
+        clock.now += 2
+        progress(4, 4)
+        monkeypatch.undo()
+        shown = read(screen, ending="\r\n")
+    os.close(screen)
+    last = "4/4 maps, 2 per second, 0:00 left"
+    assert shown == f"\r{'0/4 maps':<78}\r{last:<78}\r\n"

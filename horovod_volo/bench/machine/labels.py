@@ -43,9 +43,9 @@ def measure(
             catalog,
             classes=_CLASSES,
             workers=1,
-            bad_samples_end_it=True,
+            fail_on_bad_samples=True,
             progress=lambda *_: None,
-            tell=lambda _: None,
+            warn=lambda _: None,
         )
         store = LabelStore(packed, catalog, cache=None)
         order = source.permutation(maps).tolist()

@@ -1,1 +1,1 @@
-"""A data set of drawn shapes, with token labels, to try everything on."""
+"""A synthetic data set of drawn shapes with token labels, for tests and first runs."""

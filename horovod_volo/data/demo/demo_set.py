@@ -1,11 +1,10 @@
-"""Make the demo data set: a small, truly learnable stand-in for ImageNet and its token labels.
+"""Make the demo data set: a small, learnable substitute for ImageNet and its token labels.
 
     python -m horovod_volo.data.demo.demo_set FOLDER [--train 4000] [--val 1000]
 
-Writes FOLDER/train/CLASS/NAME.jpg, FOLDER/val/CLASS/NAME.jpg and, for training images, the dense label map
-FOLDER/token_labels/CLASS/NAME.pt, which covers the whole image. Invariants: an image is a pure function of
-(seed, split, number), so that sets of different sizes share their images; and FOLDER appears by rename,
-whole or not at all.
+Writes FOLDER/train/CLASS/NAME.jpg, FOLDER/val/CLASS/NAME.jpg and, for training images, the label map
+FOLDER/token_labels/CLASS/NAME.pt, which covers the whole image. Invariants: an image depends only on (seed,
+split, number), so that the images of a smaller set are also in a larger one; FOLDER is created atomically.
 """
 
 from __future__ import annotations
@@ -29,65 +28,64 @@ from horovod_volo.data.demo.demo_shapes import CLASSES, Floats
 from horovod_volo.data.labels.geometry import WHOLE
 from horovod_volo.data.labels.published_maps import GEOMETRY_FILE
 
-# Raise when any byte of the set would come out different: older folders then stop passing for current ones.
+# Increase when the content of the set changes, so that folders of earlier versions are not reused.
 EDITION = 1
 DESCRIPTION = "demo_set.json"
 SPLIT_STREAMS = {"train": 0, "val": 1}
 
-# A teacher's logit where the object fills this share of a cell or more; it falls to 0 with the share.
-SURE_LOGIT = 16.0
-SURE_SHARE = 0.25
-# Classes kept per cell in the published format.
-TOP = 5
+# The logit of the object's class rises linearly with the covered fraction of the cell, up to this fraction.
+MAX_LOGIT = 16.0
+MAX_LOGIT_COVERAGE = 0.25
+TOP_K = 5  # classes per cell, as in the published maps
 
 
 def make_demo_set(
     folder: Path, *, train: int = 4000, val: int = 1000, image_side: int = 64, seed: int = 0
 ) -> None:
-    """Make the demo set in `folder`; return at once if the same set is already there."""
+    """Create the demo set in `folder`; do nothing if the same set is already there."""
     if min(train, val) < len(CLASSES):
         raise UserError(
-            f"a demo set of {train} training and {val} validation images leaves classes empty. "
-            f"Ask for at least {len(CLASSES)} of each: one per class."
+            f"a demo set of {train} training and {val} validation images has empty classes. "
+            f"Give at least {len(CLASSES)} of each: one per class."
         )
     description = {"edition": EDITION, "train": train, "val": val, "image_side": image_side, "seed": seed}
-    if _holds(folder, description):
-        _tell_geometry(folder)  # sets made earlier did not
+    if _is_same_set(folder, description):
+        _write_geometry(folder)  # earlier versions did not
         return
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         for split, count in (("train", train), ("val", val)):
             _make_split(partial, split, count, image_side=image_side, seed=seed)
-        _tell_geometry(partial)
+        _write_geometry(partial)
         (partial / DESCRIPTION).write_text(json.dumps(description) + "\n")
         _publish(partial, folder, description)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _holds(folder: Path, description: dict[str, int]) -> bool:
-    """Whether `folder` is this very set; a user's error if it is anything else but empty or absent."""
+def _is_same_set(folder: Path, description: dict[str, int]) -> bool:
+    """Return True for the same set, False for no or an empty folder; else raise UserError."""
     if not folder.exists():
         return False
     try:
-        found = json.loads((folder / DESCRIPTION).read_text())
+        existing = json.loads((folder / DESCRIPTION).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
         if folder.is_dir() and not any(folder.iterdir()):
             return False
         raise UserError(
             f"{folder} exists and is not a demo set. Name a folder that does not exist yet."
         ) from None
-    if found != description:
+    if existing != description:
         raise UserError(
-            f"{folder} holds another demo set: {found} instead of {description}. "
+            f"{folder} holds another demo set: {existing} instead of {description}. "
             "Delete it, or name another folder."
         )
     return True
 
 
-def _tell_geometry(folder: Path) -> None:
-    """Write down that the label maps cover whole images, unlike published ones of the same form."""
+def _write_geometry(folder: Path) -> None:
+    """Record that the label maps cover whole images, which is not assumed for square maps."""
     path = folder / "token_labels" / GEOMETRY_FILE
     if not path.exists():
         with atomic_write(path) as file:
@@ -98,8 +96,8 @@ def _publish(partial: Path, folder: Path, description: dict[str, int]) -> None:
     try:
         partial.replace(folder)
     except OSError:
-        # Another process may have published the same set meanwhile; then its copy serves as well.
-        if not _holds(folder, description):
+        # Another process may have created the same set in the meantime.
+        if not _is_same_set(folder, description):
             raise
 
 
@@ -110,33 +108,33 @@ def _make_split(root: Path, split: str, count: int, *, image_side: int, seed: in
             (root / "token_labels" / name).mkdir(parents=True)
     for number in range(count):
         random = np.random.default_rng((seed, SPLIT_STREAMS[split], number))
-        place, target = divmod(number, len(CLASSES))
-        name, stem = CLASSES[target], f"n{target:04d}_{place:05d}"
-        image = draw_demo_image(name, random, image_side=image_side)
-        image.picture.save(root / split / name / f"{stem}.jpg", quality=int(random.integers(75, 96)))
+        index, target = divmod(number, len(CLASSES))
+        name, stem = CLASSES[target], f"n{target:04d}_{index:05d}"
+        demo_image = draw_demo_image(name, random, image_side=image_side)
+        demo_image.image.save(root / split / name / f"{stem}.jpg", quality=int(random.integers(75, 96)))
         if split == "train":
-            label = token_label(image.coverage, target, random)
+            label = token_label(demo_image.coverage, target, random)
             torch.save(torch.from_numpy(label), root / "token_labels" / name / f"{stem}.pt")
 
 
 def token_label(coverage: Floats, target: int, random: np.random.Generator) -> NDArray[np.float16]:
-    """A perfect teacher's label map in the published format: logits and numbers of each cell's top classes.
+    """Return the label map of a perfect teacher in the published format, (2, top k, rows, columns).
 
-    Cells without the object get the flat guesses of a teacher that has no class for "nothing".
+    Cells without the object get small random logits, because no class stands for the background.
     """
     logits = random.uniform(0, 1, (len(CLASSES), *coverage.shape))  # (classes, rows, columns)
-    logits[target] += SURE_LOGIT * np.minimum(1, coverage / SURE_SHARE)
-    top = np.argsort(-logits, axis=0)[:TOP]  # (top, rows, columns)
+    logits[target] += MAX_LOGIT * np.minimum(1, coverage / MAX_LOGIT_COVERAGE)
+    top = np.argsort(-logits, axis=0)[:TOP_K]  # (top, rows, columns)
     return np.stack([np.take_along_axis(logits, top, axis=0), top]).astype(np.float16)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make a demo set from the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m horovod_volo.data.demo.demo_set",
-        description="Make a small image classification set with token labels, to try the trainer on.",
+        description="Make a small image classification set with token labels for first runs of the trainer.",
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to make")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
     parser.add_argument("--train", type=int, default=4000, help="training images (default: %(default)s)")
     parser.add_argument("--val", type=int, default=1000, help="validation images (default: %(default)s)")
     chosen = parser.parse_args(arguments)

@@ -1,8 +1,8 @@
 """The shapes that are the classes of the demo set.
 
-A shape is a function of points (x, y), which tells of each whether it is inside the shape, and whether it has
-the shape's second colour. Invariant: a shape lies within the unit circle, and its mirror image belongs to its
-own class, because training flips images.
+A shape is a function of points (x, y) that returns two masks: the points inside the shape, and the points in
+its second colour. Invariant: a shape lies within the unit circle, and its mirror image is of the same class,
+because training flips images.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ SHAPES: dict[str, Callable[[Floats, Floats], tuple[Mask, Mask]]] = {
     "stripes": _stripes,
     "triangle": _triangle,
 }
-# A class's number is its place among the sorted folder names.
+# Class numbers are indices into the sorted folder names.
 CLASSES = tuple(sorted(SHAPES))
 
 
 @cache
 def area_in_unit_circle(name: str) -> float:
-    """Measure a shape's area, counting the points of a fine grid."""
+    """Return the area of a shape, measured on a fine grid."""
     steps = np.arange(-0.9975, 1, 0.005, dtype=np.float32)
     x, y = np.meshgrid(steps, steps)
     inside, _ = SHAPES[name](x, y)

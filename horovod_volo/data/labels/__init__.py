@@ -1,1 +1,1 @@
-"""Token-label maps: read, made, packed, checked and shown."""
+"""Token-label maps: published files, packed stores, their geometry, checks and figures."""

@@ -1,8 +1,8 @@
-"""Which part of its image a label map covers: the whole, or the centre crop of an evaluation transform.
+"""The part of its image that a label map covers: the whole image, or a centre crop.
 
-A centre crop "centre-crop:RESIZE:SIZE" is what timm and torchvision cut for evaluation: the shorter side
-resized to RESIZE pixels, then the square of SIZE pixels in the middle, with black borders where SIZE is the
-larger. Their roundings are repeated, so nothing of where a map lies is approximated.
+The centre crop "centre-crop:RESIZE:SIZE" is timm's and torchvision's evaluation transform: resize the shorter
+side to RESIZE pixels, then crop the central square of SIZE pixels, padded with black where SIZE is larger.
+Invariant: their rounding is reproduced exactly.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ CENTRE_CROP = "centre-crop"
 
 @dataclass(frozen=True)
 class MapGeometry:
-    """Where the label maps of a set lie in their images; `resize` 0: they cover whole images."""
+    """The part of each image that the label maps of a set cover; `resize` 0: the whole image."""
 
-    resize: int = 0  # pixels that the shorter side is resized to
-    size: int = 0  # pixels a side of the square that is cut from the middle then
+    resize: int = 0  # length of the shorter side after resizing, pixels
+    size: int = 0  # side of the square cropped from the centre of the resized image, pixels
 
     @classmethod
     def parse(cls, text: str) -> MapGeometry:
-        """Read what `str` writes."""
+        """Parse the form that `str` returns."""
         if text == "whole":
             return cls()
-        found = re.fullmatch(rf"{CENTRE_CROP}:([1-9]\d*):([1-9]\d*)", text)
-        if found is None:
+        match = re.fullmatch(rf"{CENTRE_CROP}:([1-9]\d*):([1-9]\d*)", text)
+        if match is None:
             raise UserError(
-                f"{text!r} is no geometry of label maps. Give --map-geometry whole, or {CENTRE_CROP}:"
-                "RESIZE:SIZE with the pixels of the resized shorter side and of the square cut from its "
-                f"middle, as in {PUBLISHED}."
+                f"{text!r} is not a geometry of label maps. Give --map-geometry whole, or {CENTRE_CROP}:"
+                "RESIZE:SIZE with the length of the shorter side after resizing and the side of the central "
+                f"square, in pixels, as in {PUBLISHED}."
             )
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     def __str__(self) -> str:
         return f"{CENTRE_CROP}:{self.resize}:{self.size}" if self.resize else "whole"
 
     @property
-    def described(self) -> str:
-        """Tell it in words."""
+    def description(self) -> str:
+        """Return the geometry as a phrase for messages."""
         return f"the image's centre crop ({self})" if self.resize else "the whole image"
 
     def covered(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Return top, left, height and width of what maps cover, (batch, 4), as fractions of the images.
+        """Return the boxes (batch, 4) that maps cover: top, left, height, width as fractions of the image.
 
-        `sizes` (batch, 2) are the images' heights and widths. A crop with borders begins below 0 and ends
-        beyond 1.
+        `sizes` (batch, 2) are the heights and widths of the images. The box of a padded crop starts below 0
+        and ends above 1.
         """
         if not self.resize:
             return np.tile([0.0, 0.0, 1.0, 1.0], (len(sizes), 1))
@@ -62,30 +62,29 @@ class MapGeometry:
 
 
 WHOLE = MapGeometry()
-# The published generator's transform, at the size and --crop-pct 1.0 of its published command.
+# The transform of the published generator, with the image size and --crop-pct 1.0 of its published command.
 PUBLISHED = MapGeometry(576, 576)
 
 
 def assumed_geometry(height: int, width: int) -> MapGeometry:
-    """Return what maps of so many cells in the published form cover, where nothing tells."""
+    """Return the geometry to assume for published maps of height x width cells that record none."""
     return PUBLISHED if height == width else WHOLE
 
 
-def coverage(geometry: MapGeometry, *, assumed: bool) -> str:
-    """Tell what a map covers, and whether that was only assumed."""
-    return f"{geometry.described}{', as is assumed' if assumed else ''}"
+def describe_coverage(geometry: MapGeometry, *, assumed: bool) -> str:
+    """Describe what a map covers, and whether that is assumed."""
+    return f"{geometry.description}{' (assumed)' if assumed else ''}"
 
 
-def assumption(folder: object, geometry: MapGeometry) -> str:
-    """Say that a geometry was assumed, why, and how to test it."""
+def assumption_warning(folder: object, geometry: MapGeometry) -> str:
+    """Return a warning that the geometry of the maps in `folder` is assumed, why, and how to verify it."""
     reason = (
-        "the published generator labels that crop, which its evaluation transform cuts, and the files "
-        "themselves do not tell"
+        "the published generator labels this crop, and the files do not record what they cover"
         if geometry.resize
-        else "they are not square, as maps of a centre crop are"
+        else "maps of a centre crop are square, and these are not"
     )
     return (
-        f"a label map in {folder} is assumed to cover {geometry.described}: {reason}. Test it "
+        f"a label map in {folder} is assumed to cover {geometry.description}: {reason}. Verify it "
         f"with tools/labels verify {folder} --data DATA_DIR --teacher NAME; state it with --map-geometry "
         f"whole or {CENTRE_CROP}:RESIZE:SIZE"
     )

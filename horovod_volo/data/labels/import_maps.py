@@ -1,7 +1,7 @@
-"""Pack the published label maps, one small file for each image, into a store.
+"""Pack published label maps, one file per image, into a store.
 
-Every map is read and checked once. A shard that an earlier attempt finished is kept, unless maps are missing
-in it that may have been mended since.
+Every map is read and validated once. Shards that an earlier attempt finished are reused, except those with
+missing maps, which may have been repaired since.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from pathlib import Path
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.labels.geometry import MapGeometry, assumption
-from horovod_volo.data.labels.keys import keys_of
+from horovod_volo.data.labels.geometry import MapGeometry, assumption_warning
+from horovod_volo.data.labels.keys import catalog_keys
 from horovod_volo.data.labels.published_maps import (
-    MAPS_TRIED,
-    first_size,
-    geometry_of,
+    MAPS_PROBED,
+    probe_map_shape,
+    read_geometry,
     read_published_map,
 )
 from horovod_volo.data.labels.store_writer import (
     SHARD_ROWS,
     LabelStoreWriter,
-    ShardProgress,
-    begin,
-    check_free,
+    ShardRecord,
+    check_new_store,
+    open_writer,
 )
 
-Progress = Callable[[int, int], None]  # maps done, of how many
-Tell = Callable[[str], None]
+Progress = Callable[[int, int], None]  # maps done, maps in all
 
 
 def published_keys(source: Path) -> tuple[list[str], int]:
-    """Return the keys of all maps in a published tree, sorted, and how many class folders it has."""
+    """Return the sorted keys of all maps in a folder CLASS/IMAGE.pt, and the number of class folders."""
     if not source.is_dir():
-        raise UserError(f"there is no folder {source}. Name the folder that holds CLASS/IMAGE.pt.")
+        raise UserError(f"there is no folder {source}. Name the folder with CLASS/IMAGE.pt.")
     with os.scandir(source) as entries:
         classes = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
     keys = []
@@ -48,7 +47,7 @@ def published_keys(source: Path) -> tuple[list[str], int]:
             stems = (entry.name.removesuffix(".pt") for entry in entries if entry.name.endswith(".pt"))
             keys += [f"{name}/{stem}" for stem in sorted(stems)]
     if not keys:
-        raise UserError(f"{source} has no label maps. Name the folder that holds CLASS/IMAGE.pt.")
+        raise UserError(f"{source} has no label maps. Name the folder with CLASS/IMAGE.pt.")
     return keys, len(classes)
 
 
@@ -59,102 +58,103 @@ def import_labels(
     *,
     classes: int,
     workers: int,
-    bad_samples_end_it: bool,
+    fail_on_bad_samples: bool,
     progress: Progress,
-    tell: Tell,
+    warn: Callable[[str], None],
     shard_rows: int = SHARD_ROWS,
     geometry: MapGeometry | None = None,
 ) -> tuple[int, list[str]]:
-    """Pack `source` into the store `folder`; return the number of maps and what was wrong with some.
+    """Pack the maps in `source` into the store `folder`; return their number and the problems found.
 
-    With a catalog, the maps of its images are packed, in its order. `classes` 0 stands for as many as
-    there are classes in the catalog or else class folders in the tree. Where problems end it, the folder
-    is left for another attempt. `geometry` is which part of its image a map covers; None: as the folder
-    says, or else assumed, and then `tell` is told.
+    With a catalog only the maps of its images are packed, in its order. `classes` 0 means as many as the
+    catalog or, without one, `source` has. With `fail_on_bad_samples`, problems leave the store unfinished, to
+    be resumed. `geometry` None means as recorded in `source`; without a record it is assumed, and `warn` is
+    called.
     """
-    check_free(folder)
+    check_new_store(folder)
     if catalog is None:
-        keys, folders = published_keys(source)
+        keys, class_folders = published_keys(source)
     else:
-        keys, folders = keys_of(catalog), len(catalog.classes)
-    tried = (source / f"{key}.pt" for key in keys[:: max(1, len(keys) // MAPS_TRIED)])
-    size = first_size(tried, classes or folders)
-    covered, assumed = (geometry, False) if geometry is not None else geometry_of(source, size)
+        keys, class_folders = catalog_keys(catalog), len(catalog.classes)
+    probed = (source / f"{key}.pt" for key in keys[:: max(1, len(keys) // MAPS_PROBED)])
+    map_shape = probe_map_shape(probed, classes or class_folders)
+    geometry, assumed = (geometry, False) if geometry is not None else read_geometry(source, map_shape)
     if assumed:
-        tell(assumption(folder, covered))
-    making = begin(
+        warn(assumption_warning(folder, geometry))
+    writer = open_writer(
         folder,
         keys,
-        classes=classes or folders,
-        size=size,
-        geometry=str(covered),
+        classes=classes or class_folders,
+        map_shape=map_shape,
+        geometry=str(geometry),
         geometry_assumed=assumed,
         teacher="unknown",
         catalog="" if catalog is None else catalog.digest,
         shard_rows=shard_rows,
     )
-    records = _kept(making, remake_incomplete=bad_samples_end_it)
+    records = _reusable_shards(writer, complete_only=fail_on_bad_samples)
     done = sum(record.shard.rows for record in records.values())
     progress(done, len(keys))
-    for number, record in _made(making, source, keys, workers, records):
+    for number, record in _import_shards(writer, source, keys, workers, records):
         records[number] = record
         done += record.shard.rows
         progress(done, len(keys))
-    problems = [problem for number in range(making.shards) for problem in records[number].problems]
-    if not (problems and bad_samples_end_it):
-        making.finish()
+    problems = [problem for number in range(writer.shards) for problem in records[number].problems]
+    if not (problems and fail_on_bad_samples):
+        writer.finish()
     return len(keys), problems
 
 
-def _kept(making: LabelStoreWriter, *, remake_incomplete: bool) -> dict[int, ShardProgress]:
-    """Return the records of the shards that need not be made."""
-    found = {number: making.finished(number) for number in range(making.shards)}
+def _reusable_shards(writer: LabelStoreWriter, *, complete_only: bool) -> dict[int, ShardRecord]:
+    """Return the records of finished shards; `complete_only` excludes those with missing maps."""
+    records = {number: writer.finished(number) for number in range(writer.shards)}
     return {
         number: record
-        for number, record in found.items()
-        if record is not None and not (record.problems and remake_incomplete)
+        for number, record in records.items()
+        if record is not None and not (record.problems and complete_only)
     }
 
 
-def _made(
-    making: LabelStoreWriter, source: Path, keys: Sequence[str], workers: int, kept: Container[int]
-) -> Iterator[tuple[int, ShardProgress]]:
-    """Make the shards that are not kept, in any order."""
-    work = {
-        number: (making, number, source, [keys[row] for row in making.rows(number)])
-        for number in range(making.shards)
-        if number not in kept
+def _import_shards(
+    writer: LabelStoreWriter, source: Path, keys: Sequence[str], workers: int, finished: Container[int]
+) -> Iterator[tuple[int, ShardRecord]]:
+    """Write the shards that are not in `finished`; yield number and record of each as it is done."""
+    tasks = {
+        number: (writer, number, source, [keys[row] for row in writer.rows(number)])
+        for number in range(writer.shards)
+        if number not in finished
     }
-    if workers == 1 or len(work) < 2:
-        yield from ((number, make_shard(*order)) for number, order in work.items())
+    if workers == 1 or len(tasks) < 2:
+        yield from ((number, import_shard(*task)) for number, task in tasks.items())
         return
-    # Spawned, not forked: torch has started threads here, which a forked process would wait for in vain.
-    with ProcessPoolExecutor(min(workers, len(work)), mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(make_shard, *order): number for number, order in work.items()}
+    # Spawned, not forked: a forked process inherits the locks of torch's threads but not the threads.
+    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(import_shard, *task): number for number, task in tasks.items()}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
         except BrokenProcessPool:
             raise UserError(
-                "a worker process was killed, perhaps for want of memory. Give the same command again, with "
-                "fewer --workers if it happens again: finished shards are kept."
+                "a worker process was killed, perhaps for lack of memory. Run the same command again, with "
+                "fewer --workers if it happens again: finished shards are reused."
             ) from None
 
 
-def make_shard(making: LabelStoreWriter, number: int, source: Path, keys: Sequence[str]) -> ShardProgress:
+def import_shard(writer: LabelStoreWriter, number: int, source: Path, keys: Sequence[str]) -> ShardRecord:
     """Read the maps of one shard and write it."""
-    scores, ids = making.empty(number)
+    scores, ids = writer.empty_shard(number)
     problems = []
-    for place, key in enumerate(keys):
+    for row, key in enumerate(keys):
         path = source / f"{key}.pt"
         try:
-            read_scores, read_ids = read_published_map(path, making.facts.classes)
-            if read_scores.shape != making.facts.size:
+            map_scores, map_ids = read_published_map(path, writer.metadata.classes)
+            if map_scores.shape != writer.metadata.map_shape:
                 raise BadSampleError(
-                    f"the label map {path} has the shape {read_scores.shape}, others have {making.facts.size}"
+                    f"the label map {path} has the shape {map_scores.shape}, the others have "
+                    f"{writer.metadata.map_shape}"
                 )
         except BadSampleError as problem:
             problems.append(str(problem))
             continue
-        scores[place], ids[place] = read_scores, read_ids
-    return making.write(number, scores, ids, problems)
+        scores[row], ids[row] = map_scores, map_ids
+    return writer.write(number, scores, ids, problems)

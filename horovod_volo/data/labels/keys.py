@@ -1,7 +1,7 @@
-"""By what name a label map is found, and in which row of a packed store the map of an image lies.
+"""Keys of label maps, and the rows of a packed store that belong to the images of a catalog.
 
-The key of an image is "CLASS/STEM", the stem being its file name up to the first dot: the published maps
-are named so. Rows are looked up once for a pair of catalog and store and kept beside the catalog.
+The key of an image is "CLASS/STEM", where STEM is its file name up to the first dot, as in the names of the
+published maps. The rows for a pair of catalog and store are computed once and cached beside the catalog.
 """
 
 from __future__ import annotations
@@ -20,58 +20,61 @@ from horovod_volo.data.images.catalog import Catalog
 NO_ROW = -1
 
 
-def key_of(name: str) -> str:
+def label_key(name: str) -> str:
     """Return the key of the image that a catalog names "CLASS/FILE"."""
     class_name, _, file = name.rpartition("/")
     return f"{class_name}/{file.partition('.')[0]}"
 
 
-def keys_of(catalog: Catalog) -> list[str]:
+def catalog_keys(catalog: Catalog) -> list[str]:
     """Return the keys of all images, in the catalog's order."""
-    return [key_of(catalog.name(index)) for index in range(len(catalog))]
+    return [label_key(catalog.name(index)) for index in range(len(catalog))]
 
 
-def text_of(keys: Sequence[str]) -> bytes:
-    """Return keys as they are kept, one a line; what digests are taken of."""
+def encode_keys(keys: Sequence[str]) -> bytes:
+    """Return the content of a keys file: one key per line."""
     return "".join(f"{key}\n" for key in keys).encode(errors="surrogateescape")
 
 
-def digest_of(content: bytes) -> str:
-    """Return the SHA-256 of some content, in hexadecimal."""
+def sha256_hex(content: bytes) -> str:
+    """Return the SHA-256 of `content` in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def read_keys(path: Path) -> list[str]:
-    """Read kept keys."""
+    """Read a keys file."""
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")[:-1]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}. Copy the store again.") from None
 
 
-def rows_of(catalog: Catalog, keys_file: Path, keys_digest: str, cache: Path | None) -> NDArray[np.int32]:
-    """Return the row of each image's map, NO_ROW where there is none; memory-mapped from `cache` if given."""
+def find_rows(catalog: Catalog, keys_file: Path, keys_digest: str, cache: Path | None) -> NDArray[np.int32]:
+    """Return the store's row for each image (images,), NO_ROW where it has no map.
+
+    With a `cache` folder the rows are written there once and memory-mapped.
+    """
     if cache is None:
-        return _looked_up(catalog, keys_file)
-    kept = cache / f"label_rows_{catalog.digest[:16]}_{keys_digest[:16]}.npy"
-    if not _holds_rows(kept, len(catalog)):
+        return _match_keys(catalog, keys_file)
+    cached = cache / f"label_rows_{catalog.digest[:16]}_{keys_digest[:16]}.npy"
+    if not _is_valid_cache(cached, len(catalog)):
         cache.mkdir(parents=True, exist_ok=True)
-        rows = _looked_up(catalog, keys_file)
-        with atomic_write(kept) as file:
+        rows = _match_keys(catalog, keys_file)
+        with atomic_write(cached) as file:
             np.save(file, rows)
-    # As a plain array: looking up one row of a memmap costs a microsecond more.
-    mapped: NDArray[np.int32] = np.load(kept, mmap_mode="r").view(np.ndarray)
+    # As a plain array: indexing a np.memmap takes a microsecond longer.
+    mapped: NDArray[np.int32] = np.load(cached, mmap_mode="r").view(np.ndarray)
     return mapped
 
 
-def _looked_up(catalog: Catalog, keys_file: Path) -> NDArray[np.int32]:
-    row_of = {key: row for row, key in enumerate(read_keys(keys_file))}
-    found = (row_of.get(key_of(catalog.name(index)), NO_ROW) for index in range(len(catalog)))
-    return np.fromiter(found, dtype=np.int32, count=len(catalog))  # (images,)
+def _match_keys(catalog: Catalog, keys_file: Path) -> NDArray[np.int32]:
+    row_of_key = {key: row for row, key in enumerate(read_keys(keys_file))}
+    rows = (row_of_key.get(label_key(catalog.name(index)), NO_ROW) for index in range(len(catalog)))
+    return np.fromiter(rows, dtype=np.int32, count=len(catalog))  # (images,)
 
 
-def _holds_rows(path: Path, images: int) -> bool:
-    """Say whether a file has the rows of so many images: one written by another version has not."""
+def _is_valid_cache(path: Path, images: int) -> bool:
+    """Return whether a file holds the rows of `images` images; another version may have written it."""
     try:
         rows = np.load(path, mmap_mode="r")
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Where label maps come from, whatever form they lie in."""
+"""Open label maps, whether they are a packed store or a folder of published files."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from numpy.typing import NDArray
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.labels.geometry import MapGeometry, assumption
+from horovod_volo.data.labels.geometry import MapGeometry, assumption_warning
 from horovod_volo.data.labels.published_maps import PublishedMaps
 from horovod_volo.data.labels.store import LabelStore, is_store
 from horovod_volo.data.labels.store_writer import is_unfinished
 
 
 class LabelSource(Protocol):
-    """The label maps of a catalog's images; all are of one size."""
+    """Label maps of a catalog's images, all of the same shape."""
 
-    size: tuple[int, int, int]  # k, height, width
-    geometry: MapGeometry  # which part of its image a map is taken to cover
-    geometry_assumed: bool  # for want of a record
-    recorded_geometry: MapGeometry | None  # None: there is none
+    map_shape: tuple[int, int, int]  # k, height, width
+    geometry: MapGeometry  # the part of its image that a map is taken to cover
+    geometry_assumed: bool  # neither recorded nor stated
+    recorded_geometry: MapGeometry | None  # None: nothing is recorded
 
     def read(self, index: int) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
-        """Return the scores and class numbers of image `index`; any thread. Raises BadSampleError."""
+        """Return logits and class numbers of image `index`. Thread-safe; raises BadSampleError."""
 
     def close(self) -> None:
-        """Let go of files; maps already read stay valid."""
+        """Close all files; maps that were read stay valid."""
 
 
 def open_labels(
     folder: str, catalog: Catalog, cache: Path | None, geometry: MapGeometry | None = None
 ) -> LabelSource:
-    """Open a packed store or a folder of published maps; `cache` keeps what need not be found out twice.
+    """Open a packed store or a folder of published maps.
 
-    `geometry` is what a map covers, whatever is recorded; None: as recorded, or assumed.
+    `cache` is a folder for the rows of a store's images; `geometry` overrides the recorded one.
     """
     source = _open(Path(folder), catalog, cache)
     if geometry is not None:
@@ -44,16 +44,16 @@ def open_labels(
     return source
 
 
-def geometry_remark(folder: str, source: LabelSource) -> list[str]:
-    """Return what a user should be told of the geometry that a source's maps are read with, if anything."""
+def geometry_warnings(folder: str, source: LabelSource) -> list[str]:
+    """Return a warning if the geometry of the maps is assumed or differs from the recorded one, else none."""
     if source.geometry_assumed:
-        return [assumption(folder, source.geometry)]
+        return [assumption_warning(folder, source.geometry)]
     recorded = source.recorded_geometry
     if recorded is None or recorded == source.geometry:
         return []
     return [
-        f"the label maps in {folder} are recorded to cover {recorded.described}, and are taken to cover "
-        f"{source.geometry.described} here"
+        f"the label maps in {folder} are recorded to cover {recorded.description}, but --map-geometry says "
+        f"{source.geometry.description}"
     ]
 
 
@@ -62,12 +62,11 @@ def _open(path: Path, catalog: Catalog, cache: Path | None) -> LabelSource:
         return LabelStore(path, catalog, cache)
     if is_unfinished(path):
         raise UserError(
-            f"the label store {path} is not whole yet. Finish it by giving again the tools/labels command "
-            "that began it."
+            f"the label store {path} is unfinished. Run the tools/labels command that started it again."
         )
     if not path.is_dir():
         raise UserError(
-            f"there is no folder {path}. --token-label-data names a packed store, or a folder that holds "
+            f"there is no folder {path}. --token-label-data takes a packed store, or a folder with "
             "CLASS/IMAGE.pt for every training image."
         )
     return PublishedMaps(path, catalog)

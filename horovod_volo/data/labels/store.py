@@ -1,14 +1,14 @@
-"""Label maps packed into few large files, read in place: a map costs microseconds, the store no memory.
+"""Label maps packed into a few large memory-mapped files; reading a map takes microseconds.
 
 A store is a folder:
 
-    store.json                what is in it, and the SHA-256 of every shard; written last: a store is whole
-                              when it is there
-    keys.txt                  the key of every row, one a line
-    maps-00000.safetensors    scores (rows, k, height, width) half precision, the raw logits, and
+    store.json                metadata, with the SHA-256 of every shard; written last, so that a folder with
+                              this file is a complete store
+    keys.txt                  the key of every row, one per line
+    maps-00000.safetensors    scores (rows, k, height, width) fp16, the raw logits, and
                               ids (rows, k, height, width) int16 or int32, the class numbers
 
-All shards but the last have `shard_rows` rows. The row of an image without a map has NO_CLASS everywhere.
+All shards but the last have `shard_rows` rows. The row of an image without a map is NO_CLASS everywhere.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import CENTRE_CROP, PUBLISHED, MapGeometry, assumed_geometry
-from horovod_volo.data.labels.keys import NO_ROW, rows_of
+from horovod_volo.data.labels.keys import NO_ROW, find_rows
 
-DESCRIPTION = "store.json"
-KEYS = "keys.txt"
+METADATA_FILE = "store.json"
+KEYS_FILE = "keys.txt"
 VERSION = 1
 NO_CLASS = -1
-UNKNOWN_GEOMETRY = "unknown"  # of a store of imported maps, written before geometries were recorded
-LARGEST_SMALL = np.iinfo(np.int16).max
+UNKNOWN_GEOMETRY = "unknown"  # in stores that were imported before the geometry was recorded
+MOST_INT16_CLASSES = np.iinfo(np.int16).max
 
-Maps = tuple[NDArray[np.float16], NDArray[np.integer[Any]]]  # of a shard: (rows, k, height, width) each
+Maps = tuple[NDArray[np.float16], NDArray[np.integer[Any]]]  # logits and class numbers, of equal shapes
 
 
 @dataclass(frozen=True)
@@ -44,174 +44,177 @@ class Shard:
     """One file of a store."""
 
     file: str
-    first: int  # row of the store that its first row is
+    first: int  # number of its first row in the store
     rows: int
     missing: int  # rows without a map
     sha256: str
 
 
 @dataclass(frozen=True)
-class StoreFacts:
-    """What a store holds."""
+class StoreMetadata:
+    """Metadata of a store; the fields of store.json."""
 
     version: int
-    maps: int  # rows, those without a map among them
+    maps: int  # rows, including those without a map
     classes: int
     top: int
     height: int
     width: int
     ids: str
-    geometry: str  # which part of its image a map covers, as MapGeometry writes it
+    geometry: str  # a MapGeometry as text
     teacher: str
     keys: str  # SHA-256 of keys.txt
-    catalog: str  # digest of the catalog whose images the rows are, in its order; empty: made without one
+    catalog: str  # digest of the catalog if the rows are its images in its order; else empty
     shard_rows: int
     shards: tuple[Shard, ...]
-    geometry_assumed: bool = False  # nobody said it
+    geometry_assumed: bool = False  # neither recorded nor stated at import
 
     @property
-    def size(self) -> tuple[int, int, int]:
+    def map_shape(self) -> tuple[int, int, int]:
         """Return k, height and width of every map."""
         return self.top, self.height, self.width
 
-    def content(self) -> bytes:
-        """Return the text that stands for these facts in a file."""
+    def to_json(self) -> bytes:
+        """Return the content of store.json."""
         return (json.dumps(asdict(self), indent=2) + "\n").encode()
 
 
 def ids_type(classes: int) -> str:
-    """Name the smallest type that holds every class number and NO_CLASS."""
-    return "int16" if classes <= LARGEST_SMALL else "int32"
+    """Return the name of the smallest integer type that holds every class number and NO_CLASS."""
+    return "int16" if classes <= MOST_INT16_CLASSES else "int32"
 
 
 def is_store(folder: Path) -> bool:
-    """Say whether a folder is a whole store."""
-    return (folder / DESCRIPTION).is_file()
+    """Return whether a folder is a complete store."""
+    return (folder / METADATA_FILE).is_file()
 
 
-def read_facts(path: Path) -> StoreFacts:
-    """Read the facts of a store, or of one in the making."""
+def read_metadata(path: Path) -> StoreMetadata:
+    """Read the metadata of a store or of an unfinished one."""
     try:
         stored = json.loads(path.read_bytes())
         if stored["version"] != VERSION:
             raise UserError(
-                f"{path} is of format {stored['version']}, this program reads {VERSION}. Make the store "
-                "again."
+                f"{path} has format version {stored['version']}, this program reads {VERSION}. Import or "
+                "generate the store again."
             )
         shards = tuple(Shard(**shard) for shard in stored.pop("shards"))
-        return _with_geometry(StoreFacts(**stored, shards=shards))
+        return _with_geometry(StoreMetadata(**stored, shards=shards))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} does not describe a label store: {error}. Copy or make it again.") from None
+        raise UserError(
+            f"{path} is not the metadata of a label store: {error}. Copy the store again, or make it again."
+        ) from None
 
 
-def _with_geometry(facts: StoreFacts) -> StoreFacts:
-    """Return facts whose geometry can be parsed: earlier stores of imported maps did not tell it."""
-    if facts.geometry == UNKNOWN_GEOMETRY:
-        geometry = assumed_geometry(facts.height, facts.width)
-    elif facts.geometry == CENTRE_CROP:  # without numbers: the square as long as the shorter side
+def _with_geometry(metadata: StoreMetadata) -> StoreMetadata:
+    """Replace the geometry of stores that were imported before it was recorded by the assumed one."""
+    if metadata.geometry == UNKNOWN_GEOMETRY:
+        geometry = assumed_geometry(metadata.height, metadata.width)
+    elif metadata.geometry == CENTRE_CROP:  # without RESIZE and SIZE: a square as long as the shorter side
         geometry = PUBLISHED
     else:
-        MapGeometry.parse(facts.geometry)
-        return facts
-    return replace(facts, geometry=str(geometry), geometry_assumed=True)
+        MapGeometry.parse(metadata.geometry)
+        return metadata
+    return replace(metadata, geometry=str(geometry), geometry_assumed=True)
 
 
-def read_shard(folder: Path, facts: StoreFacts, number: int) -> Maps:
-    """Return a shard's arrays, mapped from the file, not read; BadSampleError where it is damaged."""
-    shard = facts.shards[number]
+def read_shard(folder: Path, metadata: StoreMetadata, number: int) -> Maps:
+    """Memory-map a shard and return its arrays; raise BadSampleError if it is damaged."""
+    shard = metadata.shards[number]
     path = folder / shard.file
     try:
-        # As tensors, what the file holds is mapped without a copy, and no descriptor stays open.
+        # As torch tensors the arrays are memory-mapped without a copy, and no descriptor stays open.
         with safe_open(path, framework="pt") as file:
             scores, ids = (file.get_tensor(name).numpy() for name in ("scores", "ids"))
     except (OSError, SafetensorError) as error:
         raise BadSampleError(f"the shard {path} of label maps cannot be read: {error}") from None
-    shape = (shard.rows, *facts.size)
-    if (scores.shape, ids.shape, scores.dtype, ids.dtype) != (shape, shape, np.float16, np.dtype(facts.ids)):
-        raise BadSampleError(f"the shard {path} holds other arrays than {DESCRIPTION} says")
+    shape = (shard.rows, *metadata.map_shape)
+    expected = (shape, shape, np.float16, np.dtype(metadata.ids))
+    if (scores.shape, ids.shape, scores.dtype, ids.dtype) != expected:
+        raise BadSampleError(f"the arrays in the shard {path} are not those that {METADATA_FILE} describes")
     return scores, ids
 
 
 class LabelStore:
-    """A store, read by the places of a catalog's images; any thread may read."""
+    """Read a store by the indices of a catalog's images. Thread-safe."""
 
     def __init__(self, folder: str | Path, catalog: Catalog, cache: Path | None) -> None:
         self._folder = Path(folder)
         self._catalog = catalog
-        self.facts = read_facts(self._folder / DESCRIPTION)
-        self.size = self.facts.size
-        self.geometry = MapGeometry.parse(self.facts.geometry)
-        self.geometry_assumed = self.facts.geometry_assumed
+        self.metadata = read_metadata(self._folder / METADATA_FILE)
+        self.map_shape = self.metadata.map_shape
+        self.geometry = MapGeometry.parse(self.metadata.geometry)
+        self.geometry_assumed = self.metadata.geometry_assumed
         self.recorded_geometry = None if self.geometry_assumed else self.geometry
-        _check_number(self._folder, self.facts, catalog)
-        self._rows = self._find_rows(cache)
-        self._shard_rows = self.facts.shard_rows
-        self._classes = self.facts.classes
-        # Read as a number without sign NO_CLASS is the largest: one comparison finds whatever is no class.
-        self._unsigned = np.dtype(self.facts.ids.replace("int", "uint"))
-        self._opened: dict[int, Maps] = {}
-        self._opening = Lock()
+        _check_class_count(self._folder, self.metadata, catalog)
+        self._rows = self._rows_of_images(cache)
+        self._shard_rows = self.metadata.shard_rows
+        self._classes = self.metadata.classes
+        # As an unsigned integer NO_CLASS is the largest value, so one comparison finds every invalid class.
+        self._unsigned = np.dtype(self.metadata.ids.replace("int", "uint"))
+        self._open_shards: dict[int, Maps] = {}
+        self._open_lock = Lock()
 
     def read(self, index: int) -> Maps:
-        """Return the scores and class numbers of an image, (k, height, width) each."""
+        """Return the logits and class numbers of an image, (k, height, width) each."""
         row = index if self._rows is None else int(self._rows[index])
-        number, place = divmod(row, self._shard_rows)
-        maps = self._opened.get(number)
+        number, row_in_shard = divmod(row, self._shard_rows)
+        maps = self._open_shards.get(number)
         if maps is None:
-            maps = self._open(number, index)
-        scores, ids = maps[0][place].copy(), maps[1][place].copy()
+            maps = self._open_shard(number, index)
+        scores, ids = maps[0][row_in_shard].copy(), maps[1][row_in_shard].copy()
         if np.maximum.reduce(ids.view(self._unsigned).ravel()) >= self._classes:
-            raise self._unusable(ids, index)
+            raise self._invalid_classes(ids, index)
         return scores, ids
 
     def close(self) -> None:
-        """Let go of the mapped files; maps already read stay valid."""
-        self._opened = {}
+        """Unmap the files; maps that were read stay valid."""
+        self._open_shards = {}
 
-    def _open(self, number: int, index: int) -> Maps:
+    def _open_shard(self, number: int, index: int) -> Maps:
         if number < 0:
             raise self._missing(index)
-        with self._opening:
-            if number not in self._opened:
-                self._opened[number] = read_shard(self._folder, self.facts, number)
-            return self._opened[number]
+        with self._open_lock:
+            if number not in self._open_shards:
+                self._open_shards[number] = read_shard(self._folder, self.metadata, number)
+            return self._open_shards[number]
 
     def _missing(self, index: int) -> BadSampleError:
         return BadSampleError(f"the store {self._folder} has no label map of {self._catalog.name(index)}")
 
-    def _unusable(self, ids: NDArray[np.integer[Any]], index: int) -> BadSampleError:
+    def _invalid_classes(self, ids: NDArray[np.integer[Any]], index: int) -> BadSampleError:
         if (ids == NO_CLASS).all():
             return self._missing(index)
         return BadSampleError(
-            f"the label map of {self._catalog.name(index)} in {self._folder} names classes that are none "
-            f"of the {self._classes}: its shard is damaged"
+            f"the label map of {self._catalog.name(index)} in {self._folder} has class numbers outside the "
+            f"{self._classes} classes: its shard is damaged"
         )
 
-    def _find_rows(self, cache: Path | None) -> NDArray[np.int32] | None:
-        if self.facts.catalog == self._catalog.digest:
+    def _rows_of_images(self, cache: Path | None) -> NDArray[np.int32] | None:
+        if self.metadata.catalog == self._catalog.digest:
             return None  # row i is image i
-        rows = rows_of(self._catalog, self._folder / KEYS, self.facts.keys, cache)
+        rows = find_rows(self._catalog, self._folder / KEYS_FILE, self.metadata.keys, cache)
         _check_classes(self._folder, rows, self._catalog)
         return rows
 
 
-def _check_number(folder: Path, facts: StoreFacts, catalog: Catalog) -> None:
-    if facts.classes != len(catalog.classes):
+def _check_class_count(folder: Path, metadata: StoreMetadata, catalog: Catalog) -> None:
+    if metadata.classes != len(catalog.classes):
         raise UserError(
-            f"the label maps in {folder} are of {facts.classes} classes, the training images of "
-            f"{len(catalog.classes)}. Point --token-label-data at maps made for these images."
+            f"the label maps in {folder} have {metadata.classes} classes, the training images have "
+            f"{len(catalog.classes)}. Point --token-label-data at maps that were made for these images."
         )
 
 
 def _check_classes(folder: Path, rows: NDArray[np.int32], catalog: Catalog) -> None:
-    """Refuse a store that has no map for any image of some class."""
+    """Raise UserError if some class has images but no map for any of them."""
     present = np.bincount(catalog.targets, minlength=len(catalog.classes))
     labelled = np.bincount(catalog.targets[rows != NO_ROW], minlength=len(catalog.classes))
-    bare = np.flatnonzero((present > 0) & (labelled == 0))
-    if len(bare):
+    unlabelled = np.flatnonzero((present > 0) & (labelled == 0))
+    if len(unlabelled):
         raise UserError(
-            f"the store {folder} has no label map for any image of class {catalog.classes[bare[0]]}"
-            + (f" and of {len(bare) - 1} more classes" if len(bare) > 1 else "")
-            + ". It was made for other images: point --token-label-data at maps made for these, or make them "
-            "with tools/labels."
+            f"the store {folder} has no label map for any image of class {catalog.classes[unlabelled[0]]}"
+            + (f" and of {len(unlabelled) - 1} more classes" if len(unlabelled) > 1 else "")
+            + ". It was made for other images: point --token-label-data at maps that were made for these, or "
+            "generate them with tools/labels."
         )

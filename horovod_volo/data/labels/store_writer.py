@@ -1,7 +1,8 @@
-"""A label store in the making: shards appear one by one, in any order, from any process.
+"""Write a label store shard by shard, in any order and from any number of processes.
 
-A shard is finished when its record lies beside it; a later attempt keeps it if its checksum still holds and
-the facts of both attempts are the same. Only `finish` makes the folder a store.
+A shard is finished when its record, maps-NNNNN.json, is written. A later attempt with the same metadata
+reuses it if its checksum is still right. Invariant: only `finish` writes store.json, which makes the folder
+a store.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from safetensors.numpy import save
 
 from horovod_volo.core.atomic_file import atomic_write, remove_partials
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.labels.keys import digest_of, text_of
+from horovod_volo.data.labels.keys import encode_keys, sha256_hex
 from horovod_volo.data.labels.store import (
-    DESCRIPTION,
-    KEYS,
+    KEYS_FILE,
+    METADATA_FILE,
     NO_CLASS,
     VERSION,
     Shard,
-    StoreFacts,
+    StoreMetadata,
     ids_type,
     is_store,
-    read_facts,
+    read_metadata,
 )
 
-PLAN = "making.json"
+UNFINISHED_FILE = "making.json"  # the metadata of a store that is not finished
 SHARD_ROWS = 8192
 READ_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class ShardProgress:
-    """A finished shard, and what was wrong with the samples whose maps it lacks."""
+class ShardRecord:
+    """A finished shard, with the reason for each map that is missing in it."""
 
     shard: Shard
     problems: tuple[str, ...]
@@ -47,25 +48,25 @@ class ShardProgress:
 
 @dataclass(frozen=True)
 class LabelStoreWriter:
-    """A store in the making, the same for every process that works at it."""
+    """Writer of an unfinished store; every process that writes shards has an equal one."""
 
     folder: Path
-    facts: StoreFacts
+    metadata: StoreMetadata
 
     @property
     def shards(self) -> int:
-        """Return how many shards the store will have."""
-        return -(-self.facts.maps // self.facts.shard_rows)
+        """Return the number of shards of the finished store."""
+        return -(-self.metadata.maps // self.metadata.shard_rows)
 
     def rows(self, number: int) -> range:
-        """Return the rows of the store that a shard holds."""
-        first = number * self.facts.shard_rows
-        return range(first, min(first + self.facts.shard_rows, self.facts.maps))
+        """Return the rows of a shard."""
+        first = number * self.metadata.shard_rows
+        return range(first, min(first + self.metadata.shard_rows, self.metadata.maps))
 
-    def empty(self, number: int) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
-        """Return a shard's scores and class numbers with no map in them yet."""
-        shape = (len(self.rows(number)), *self.facts.size)  # (rows, k, height, width)
-        return np.zeros(shape, np.float16), np.full(shape, NO_CLASS, np.dtype(self.facts.ids))
+    def empty_shard(self, number: int) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
+        """Return a shard's logits and class numbers, with NO_CLASS in every row."""
+        shape = (len(self.rows(number)), *self.metadata.map_shape)  # (rows, k, height, width)
+        return np.zeros(shape, np.float16), np.full(shape, NO_CLASS, np.dtype(self.metadata.ids))
 
     def write(
         self,
@@ -73,13 +74,13 @@ class LabelStoreWriter:
         scores: NDArray[np.float16],
         ids: NDArray[np.integer[Any]],
         problems: Sequence[str],
-    ) -> ShardProgress:
-        """Publish a shard, then its record."""
+    ) -> ShardRecord:
+        """Write a shard atomically, then its record."""
         content = save({"scores": scores, "ids": ids})
         name = f"maps-{number:05}.safetensors"
         missing = int((ids[:, 0, 0, 0] == NO_CLASS).sum())
-        shard = Shard(name, self.rows(number).start, len(ids), missing, digest_of(content))
-        record = ShardProgress(shard, tuple(problems))
+        shard = Shard(name, self.rows(number).start, len(ids), missing, sha256_hex(content))
+        record = ShardRecord(shard, tuple(problems))
         try:
             with atomic_write(self.folder / name) as file:
                 file.write(content)
@@ -87,115 +88,115 @@ class LabelStoreWriter:
                 file.write(json.dumps(asdict(record), indent=1).encode())
         except OSError as error:
             raise UserError(
-                f"{self.folder / name} cannot be written: {error}. Make room, then give the same command "
-                "again: finished shards are kept."
+                f"{self.folder / name} cannot be written: {error}. Free disk space, then run the same "
+                "command again: finished shards are reused."
             ) from None
         return record
 
-    def finished(self, number: int) -> ShardProgress | None:
-        """Return the record of a shard that an earlier attempt finished, None if it must be made."""
+    def finished(self, number: int) -> ShardRecord | None:
+        """Return the record of a shard that is finished and undamaged, else None."""
         try:
             stored = json.loads(self._record_path(number).read_bytes())
-            record = ShardProgress(Shard(**stored["shard"]), tuple(stored["problems"]))
-            whole = checksum(self.folder / record.shard.file) == record.shard.sha256
+            record = ShardRecord(Shard(**stored["shard"]), tuple(stored["problems"]))
+            undamaged = file_sha256(self.folder / record.shard.file) == record.shard.sha256
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return record if whole else None
+        return record if undamaged else None
 
-    def finish(self) -> StoreFacts:
-        """Make the folder a store, once every shard is finished."""
+    def finish(self) -> StoreMetadata:
+        """Write store.json and remove the records; every shard must be finished."""
         stored = [json.loads(self._record_path(number).read_bytes()) for number in range(self.shards)]
-        facts = replace(self.facts, shards=tuple(Shard(**record["shard"]) for record in stored))
-        with atomic_write(self.folder / DESCRIPTION) as file:
-            file.write(facts.content())
+        metadata = replace(self.metadata, shards=tuple(Shard(**record["shard"]) for record in stored))
+        with atomic_write(self.folder / METADATA_FILE) as file:
+            file.write(metadata.to_json())
         for number in range(self.shards):
             self._record_path(number).unlink()
-        (self.folder / PLAN).unlink()
+        (self.folder / UNFINISHED_FILE).unlink()
         remove_partials(self.folder)
-        return facts
+        return metadata
 
     def _record_path(self, number: int) -> Path:
         return self.folder / f"maps-{number:05}.json"
 
 
-def begin(
+def open_writer(
     folder: Path,
     keys: Sequence[str],
     *,
     classes: int,
-    size: tuple[int, int, int],
+    map_shape: tuple[int, int, int],
     geometry: str,
     teacher: str,
     catalog: str,
     shard_rows: int = SHARD_ROWS,
     geometry_assumed: bool = False,
 ) -> LabelStoreWriter:
-    """Begin a store for these keys, or go on with one that was begun alike; one process does this."""
-    content = text_of(keys)
+    """Start a store with these keys, or resume an unfinished one that is equal; one process calls this."""
+    content = encode_keys(keys)
     if content.count(b"\n") != len(keys):
-        raise UserError("a class or an image has a line break in its name. Rename it.")
-    facts = StoreFacts(
+        raise UserError("the name of a class or an image contains a line break. Rename it.")
+    metadata = StoreMetadata(
         version=VERSION,
         maps=len(keys),
         classes=classes,
-        top=size[0],
-        height=size[1],
-        width=size[2],
+        top=map_shape[0],
+        height=map_shape[1],
+        width=map_shape[2],
         ids=ids_type(classes),
         geometry=geometry,
         teacher=teacher,
-        keys=digest_of(content),
+        keys=sha256_hex(content),
         catalog=catalog,
         shard_rows=shard_rows,
         shards=(),
         geometry_assumed=geometry_assumed,
     )
-    check_free(folder)
+    check_new_store(folder)
     if is_unfinished(folder):
-        _check_alike(folder, facts)
-        return LabelStoreWriter(folder, facts)
+        _check_same_metadata(folder, metadata)
+        return LabelStoreWriter(folder, metadata)
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / KEYS) as file:
+    with atomic_write(folder / KEYS_FILE) as file:
         file.write(content)
-    with atomic_write(folder / PLAN) as file:
-        file.write(facts.content())
-    return LabelStoreWriter(folder, facts)
+    with atomic_write(folder / UNFINISHED_FILE) as file:
+        file.write(metadata.to_json())
+    return LabelStoreWriter(folder, metadata)
 
 
-def check_free(folder: Path) -> None:
-    """Refuse a folder in which no store can be made, before any work is done for it."""
+def check_new_store(folder: Path) -> None:
+    """Raise UserError if no store can be written or resumed in this folder."""
     if is_store(folder):
-        raise UserError(f"{folder} is a whole label store already. Remove it first, or name another folder.")
+        raise UserError(
+            f"{folder} is already a complete label store. Remove it first, or name another folder."
+        )
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file. Name a folder for the store.")
     if not folder.is_dir() or is_unfinished(folder):
         return
-    # What a killed process was writing has a name that begins with a dot.
-    if any(entry.name != KEYS and not entry.name.startswith(".") for entry in folder.iterdir()):
+    # Temporary files of killed processes have names that start with a dot.
+    if any(entry.name != KEYS_FILE and not entry.name.startswith(".") for entry in folder.iterdir()):
         raise UserError(f"{folder} holds other files. Name a folder that is empty or does not exist yet.")
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Say whether a store was begun in a folder and is not whole yet."""
-    return (folder / PLAN).is_file() and not is_store(folder)
+    """Return whether a folder is an unfinished store."""
+    return (folder / UNFINISHED_FILE).is_file() and not is_store(folder)
 
 
-def checksum(path: Path) -> str:
-    """Return a file's SHA-256, reading a little at a time."""
+def file_sha256(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal; the file is read in blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(READ_BYTES):
-            digest.update(piece)
+        while block := file.read(READ_BYTES):
+            digest.update(block)
     return digest.hexdigest()
 
 
-def _check_alike(folder: Path, facts: StoreFacts) -> None:
-    begun = read_facts(folder / PLAN)
-    before, now = asdict(begun), asdict(facts)
-    other = [name for name in now if before[name] != now[name]]
-    if other:
-        told = "; ".join(f"{name} was {before[name]}, is {now[name]}" for name in other)
+def _check_same_metadata(folder: Path, metadata: StoreMetadata) -> None:
+    before, now = asdict(read_metadata(folder / UNFINISHED_FILE)), asdict(metadata)
+    changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
+    if changed:
         raise UserError(
-            f"{folder} holds an unfinished store made from something else ({told}). Give the same command "
-            "again to go on with it, or remove the folder to begin anew."
+            f"{folder} holds an unfinished store with other metadata ({'; '.join(changed)}). Run the command "
+            "that started it to resume it, or remove the folder to start anew."
         )

@@ -1,1 +1,1 @@
-"""Images into tar shards."""
+"""Pack images into tar shards, with a manifest to verify them."""

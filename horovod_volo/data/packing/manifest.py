@@ -1,4 +1,4 @@
-"""What a packed split says about itself, and whether it is still so."""
+"""The manifest of a packed split, and its verification."""
 
 from __future__ import annotations
 
@@ -19,81 +19,87 @@ MANIFEST = "manifest.json"
 
 @dataclass(frozen=True)
 class PackedShard:
-    """A finished shard."""
+    """A finished shard; an entry of the manifest."""
 
     file: str
     images: int
     bytes: int
     sha256: str
-    index_sha256: str  # empty: it has no index
-    left_out: tuple[str, ...]  # images that cannot be decoded, and why
+    index_sha256: str  # empty: the shard has no index
+    left_out: tuple[str, ...]  # one message for each image that cannot be decoded
 
 
-def shard_of(facts: dict[str, Any]) -> PackedShard:
-    """Return the shard that was written as JSON."""
-    return PackedShard(**{**facts, "left_out": tuple(facts["left_out"])})
+def parse_shard(record: dict[str, Any]) -> PackedShard:
+    """Parse a shard's JSON record."""
+    return PackedShard(**{**record, "left_out": tuple(record["left_out"])})
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A packed split."""
+    """A packed split; the fields of manifest.json."""
 
     images: int
     bytes: int
     classes: int
     classes_sha256: str
-    asked: dict[str, Any]  # what it was made of, and how
+    asked: dict[str, Any]  # digest of the source catalog and pack options
     shards: tuple[PackedShard, ...]
 
     def write(self, folder: Path) -> None:
-        """Write it beside the shards."""
+        """Write the manifest into the folder of the shards."""
         write_json(folder / MANIFEST, asdict(self))
 
     @property
     def left_out(self) -> list[str]:
-        """Return the images that are not in it, and why."""
+        """Return one message for each image that was left out."""
         return [image for shard in self.shards for image in shard.left_out]
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read what lies beside the shards; raise UserError where there is nothing of the kind."""
+    """Read the manifest of a packed split; raise UserError if there is none."""
     try:
-        facts = json.loads((folder / MANIFEST).read_bytes())
-        return Manifest(**{**facts, "shards": tuple(map(shard_of, facts["shards"]))})
+        content = json.loads((folder / MANIFEST).read_bytes())
+        return Manifest(**{**content, "shards": tuple(map(parse_shard, content["shards"]))})
     except FileNotFoundError:
-        raise UserError(f"{folder} has no {MANIFEST}: it is no packed split. Name another folder.") from None
+        raise UserError(
+            f"{folder} has no {MANIFEST}: it is not a packed split. Name another folder."
+        ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{folder / MANIFEST} is damaged: {error}. Copy it again, or remove {folder} and pack again."
         ) from error
 
 
-def write_json(path: Path, facts: dict[str, Any]) -> None:
-    """Write facts to a file that is whole or absent."""
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file atomically."""
     with atomic_write(path) as file:
-        file.write((json.dumps(facts, indent=1) + "\n").encode())
+        file.write((json.dumps(content, indent=1) + "\n").encode())
 
 
 def check_split(folder: Path, *, workers: int, progress: Callable[[int, int], None]) -> list[str]:
-    """Read a packed split again; return what is not as its manifest says."""
+    """Compare the files of a packed split with the checksums of its manifest; return the differences."""
     manifest = read_manifest(folder)
-    wanted = {folder / CLASSES_FILE: manifest.classes_sha256}
+    expected = {folder / CLASSES_FILE: manifest.classes_sha256}
     for shard in manifest.shards:
-        wanted[folder / shard.file] = shard.sha256
+        expected[folder / shard.file] = shard.sha256
         if shard.index_sha256:
-            wanted[index_beside(folder / shard.file)] = shard.index_sha256
-    problems = [f"{path} is not in {MANIFEST}" for path in sorted(folder.glob("*.tar")) if path not in wanted]
+            expected[index_beside(folder / shard.file)] = shard.index_sha256
+    problems = [
+        f"{path} is not in {MANIFEST}" for path in sorted(folder.glob("*.tar")) if path not in expected
+    ]
     with ThreadPoolExecutor(workers) as pool:
-        found = zip(wanted.items(), pool.map(_sha256, wanted), strict=True)
-        for done, ((path, sha256), now) in enumerate(found, 1):
-            if now != sha256:
-                problems.append(f"{path} is missing" if not now else f"{path} is damaged: its sum is another")
-            progress(done, len(wanted))
+        checksums = zip(expected.items(), pool.map(_file_sha256, expected), strict=True)
+        for done, ((path, sha256), actual) in enumerate(checksums, 1):
+            if actual != sha256:
+                problems.append(
+                    f"{path} is damaged: its checksum differs" if actual else f"{path} is missing"
+                )
+            progress(done, len(expected))
     return problems
 
 
-def _sha256(path: Path) -> str:
-    """Return a file's sum; empty if it is not there."""
+def _file_sha256(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal; empty if there is no such file."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""One image on its way into a shard: whole, and made smaller where that is asked for."""
+"""Validate an image before it is packed, and shrink it if requested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS, START_BYTES, ending_of
 
-# What decoders raise for damaged headers and pixels.
+# Pillow's decoders raise these for damaged headers and pixels.
 _DECODING_ERRORS = (
     OSError,
     SyntaxError,
@@ -22,23 +22,25 @@ _DECODING_ERRORS = (
     zlib.error,
     Image.DecompressionBombError,
 )
-_DRAFT_SCALE = 8  # a JPEG decoded this many times smaller is read to its end all the same
+_DRAFT_SCALE = 8  # decoding a JPEG at 1/8 scale is fast and still reads the whole file
 
 
 def packed_image(name: str, encoded: bytes, *, shorter_side: int, quality: int) -> tuple[str, bytes]:
-    """Return the name and bytes to pack; raise BadSampleError where an image cannot be decoded.
+    """Return the name and bytes to pack; raise BadSampleError if the image cannot be decoded.
 
-    With `shorter_side`, an image whose shorter side is larger is shrunk to it and saved as JPEG. All others
-    keep their bytes.
+    With `shorter_side` larger images are resized to that length of the shorter side and encoded as JPEG. All
+    other images are packed unchanged.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # large images and odd metadata decode all the same
+            warnings.simplefilter(
+                "ignore"
+            )  # about large images and invalid metadata, which decode nevertheless
             with Image.open(io.BytesIO(encoded)) as image:
                 if shorter_side and min(image.size) > shorter_side:
-                    kept = name.lower().endswith((".jpg", ".jpeg"))
-                    return name if kept else f"{name}.jpg", _shrunk(image, shorter_side, quality)
-                image.draft(None, (_drafted(image.width), _drafted(image.height)))
+                    is_jpeg = name.lower().endswith((".jpg", ".jpeg"))
+                    return name if is_jpeg else f"{name}.jpg", _shrink(image, shorter_side, quality)
+                image.draft(None, (_draft_length(image.width), _draft_length(image.height)))
                 image.load()
     except _DECODING_ERRORS as error:
         raise BadSampleError(f"cannot be decoded: {error}") from error
@@ -47,13 +49,13 @@ def packed_image(name: str, encoded: bytes, *, shorter_side: int, quality: int) 
     return f"{name}{ending_of(encoded[:START_BYTES]) or IMAGE_ENDINGS[0]}", encoded
 
 
-def _drafted(side: int) -> int:
-    return max(1, side // _DRAFT_SCALE)
+def _draft_length(length: int) -> int:
+    return max(1, length // _DRAFT_SCALE)
 
 
-def _shrunk(image: Image.Image, shorter_side: int, quality: int) -> bytes:
-    share = shorter_side / min(image.size)
-    size = (max(shorter_side, round(image.width * share)), max(shorter_side, round(image.height * share)))
+def _shrink(image: Image.Image, shorter_side: int, quality: int) -> bytes:
+    scale = shorter_side / min(image.size)
+    size = (max(shorter_side, round(image.width * scale)), max(shorter_side, round(image.height * scale)))
     stream = io.BytesIO()
     image.convert("RGB").resize(size, Image.Resampling.BICUBIC).save(stream, "JPEG", quality=quality)
     return stream.getvalue()

@@ -1,7 +1,7 @@
-"""Write one tar shard in WebDataset layout, and the index beside it.
+"""Write one tar shard in WebDataset layout, and its index.
 
-The bytes are a pure function of what is put in: no times, owners or places, so that checksums tell whether
-two shards are the same.
+Invariant: the bytes depend only on the samples, not on times, owners or paths, so that equal shards have
+equal checksums.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import BinaryIO
 
 from horovod_volo.data.images.tar_shards import BLOCK_BYTES, INDEX_VERSION
 
-_RECORD_BYTES = 20 * BLOCK_BYTES  # a tar file is a multiple of it
+_RECORD_BYTES = 20 * BLOCK_BYTES  # the size of a tar file is a multiple of it
 
 
 class TarWriter:
-    """Writes samples, one after the other, into an open file."""
+    """Append samples to an open file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.bytes = 0
@@ -33,28 +33,28 @@ class TarWriter:
         stem, _, ending = base.partition(".")
         key = f"{folder}/{stem}"
         text = str(target).encode()
-        # An index parts its words by spaces, so that a name with spaces cannot stand in it.
+        # The fields of an index are separated by spaces, so it cannot contain names with spaces.
         self._indexable &= image_name.split() == [image_name]
-        image_at = self._append(image_name, image)
-        text_at = self._append(f"{key}.cls", text)
+        image_start = self._append(image_name, image)
+        text_start = self._append(f"{key}.cls", text)
         self._lines.append(
-            f"{ending} {image_at} {len(image)} {image_name} cls {text_at} {len(text)} {key}.cls"
+            f"{ending} {image_start} {len(image)} {image_name} cls {text_start} {len(text)} {key}.cls"
         )
         self.images += 1
 
     def finish(self) -> str:
-        """End the tar file; return its sha256."""
+        """Write the end of the tar file; return its SHA-256 in hexadecimal."""
         end = self.bytes + 2 * BLOCK_BYTES
         self._write(bytes(end - self.bytes + -end % _RECORD_BYTES))
         return self._digest.hexdigest()
 
     def index(self) -> bytes | None:
-        """Return the index; None where the names allow none."""
+        """Return the content of the index; None if a name contains spaces."""
         lines = [f"{INDEX_VERSION} {self.images}", *self._lines]
         return os.fsencode("\n".join(lines) + "\n") if self._indexable else None
 
     def _append(self, name: str, data: bytes) -> int:
-        """Add a member; return where its bytes start."""
+        """Append a member; return the offset of its content."""
         member = tarfile.TarInfo(name)
         member.size = len(data)
         self._write(member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
@@ -69,5 +69,5 @@ class TarWriter:
 
 
 def member_bytes(size: int) -> int:
-    """Return how much of a tar file a sample takes whose image has this size, about."""
+    """Return the approximate bytes in a tar file of a sample whose image has `size` bytes."""
     return 4 * BLOCK_BYTES + size

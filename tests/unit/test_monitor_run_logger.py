@@ -1,4 +1,4 @@
-"""What a run leaves to look at: one object a line, events that can be read back, and no abandoned future."""
+"""The files of a run: one JSON object per line, TensorBoard events, and no records after the resumed step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(logger: RunLogger, *steps: int, **changed: float) -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Read the file as anybody would: a line is an object."""
+    """Parse each line of the file as a JSON object."""
     text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
     assert text == "" or text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
@@ -42,11 +42,11 @@ def events(folder: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in board.Scalars(name)]
 
 
-def test_log_points_and_evaluations_are_one_object_a_line(tmp_path: Path) -> None:
+def test_each_log_point_and_evaluation_is_one_json_line(tmp_path: Path) -> None:
     logger = RunLogger(tmp_path / "runs" / "one", first_step=0, total_steps=100)
     train(logger, 1, 2)
     logger.log_evaluation(2, SCORES)
-    found = metrics(tmp_path / "runs" / "one")  # while the run goes on
+    found = metrics(tmp_path / "runs" / "one")  # before the logger is closed
     logger.close()
     assert found == [{"step": 1, **TRAIN}, {"step": 2, **TRAIN}, {"step": 2, **SCORES}]
     assert [list(record) for record in found[1:]] == [["step", *TRAIN], ["step", *SCORES]]
@@ -56,7 +56,7 @@ def test_events_can_be_read_back(tmp_path: Path) -> None:
     logger = RunLogger(tmp_path, first_step=0, total_steps=100)
     train(logger, 1, 2, loss=0.5)
     logger.log_evaluation(2, SCORES)
-    assert events(tmp_path, "train/loss") == [(1, 0.5), (2, 0.5)]  # while the run goes on
+    assert events(tmp_path, "train/loss") == [(1, 0.5), (2, 0.5)]  # before the logger is closed
     logger.close()
     assert events(tmp_path, "evaluation/top1") == [(2, 12.5)]
     assert events(tmp_path, "train/top1") == []
@@ -64,10 +64,10 @@ def test_events_can_be_read_back(tmp_path: Path) -> None:
         assert [step for step, _ in events(tmp_path, f"train/{name}")] == [1, 2]
 
 
-def test_after_a_resume_the_future_is_forgotten(tmp_path: Path) -> None:
+def test_a_resume_drops_later_records(tmp_path: Path) -> None:
     first = RunLogger(tmp_path, first_step=0, total_steps=10)
     train(first, 1, 2, 3, 4, loss=1.0)
-    first.evaluation(4, SCORES)
+    first.log_evaluation(4, SCORES)
     first.close()
     second = RunLogger(tmp_path, first_step=2, total_steps=10)
     assert [record["step"] for record in metrics(tmp_path)] == [1, 2]
@@ -82,7 +82,7 @@ def test_after_a_resume_the_future_is_forgotten(tmp_path: Path) -> None:
     assert events(tmp_path, "evaluation/top1") == []
 
 
-def test_going_on_where_the_last_one_ended_forgets_nothing(tmp_path: Path) -> None:
+def test_a_resume_at_the_last_step_drops_nothing(tmp_path: Path) -> None:
     for first_step in (0, 2):
         logger = RunLogger(tmp_path, first_step=first_step, total_steps=10)
         train(logger, first_step + 1, first_step + 2)
@@ -96,7 +96,7 @@ def test_going_on_where_the_last_one_ended_forgets_nothing(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "cut", ['{"step": 2, "loss"', '{"step": 2', "2", "{}", '{"step": null}', "\x00\x00", "[1]"]
 )
-def test_a_last_line_cut_by_a_kill_is_survived(cut: str, tmp_path: Path) -> None:
+def test_a_last_line_that_was_written_in_part_is_dropped(cut: str, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n' + cut, encoding="utf-8")
     logger = RunLogger(tmp_path, first_step=5, total_steps=10)
     train(logger, 6)
@@ -104,31 +104,33 @@ def test_a_last_line_cut_by_a_kill_is_survived(cut: str, tmp_path: Path) -> None
     assert [record["step"] for record in metrics(tmp_path)] == [1, 6]
 
 
-def test_a_last_line_that_lost_only_its_end_of_line_is_kept(tmp_path: Path) -> None:
+def test_a_last_line_without_a_line_feed_is_kept(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}', encoding="utf-8")
     RunLogger(tmp_path, first_step=5, total_steps=10).close()
     assert metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
-def test_the_log_keeps_what_the_terminal_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_file_has_the_text_of_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number in (1, 2):
         logger = RunLogger(tmp_path, first_step=number, total_steps=10)
-        logger.log(f"life {number}\nof Größe")
+        logger.log(f"run {number}\nof Größe")
         train(logger, number + 1)
         logger.close()
     shown = capsys.readouterr().out
     assert (tmp_path / "log.txt").read_text(encoding="utf-8") == shown
     lines = shown.splitlines()
     assert [line for line in lines if not line.startswith("step ")] == [
-        "life 1",
+        "run 1",
         "of Größe",
-        "life 2",
+        "run 2",
         "of Größe",
     ]
     assert sum(line.startswith("step 3/10") for line in lines) == 1
 
 
-def test_files_are_replaced_whole(tmp_path: Path) -> None:
+def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
     logger = RunLogger(tmp_path, first_step=0, total_steps=10)
     logger.write_file("resolved.toml", "[run]\n" * 1000)
     logger.write_file("resolved.toml", 'name = "ü"\n')
@@ -137,15 +139,15 @@ def test_files_are_replaced_whole(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))
 
 
-def test_the_silent_one_leaves_nothing(
+def test_the_null_logger_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    silent = NullLogger()
-    silent.say("something")
-    silent.write_file("resolved.toml", "something")
-    silent.train(1, TRAIN)
-    silent.evaluation(1, SCORES)
-    silent.close()
+    logger = NullLogger()
+    logger.log("something")
+    logger.write_file("resolved.toml", "something")
+    logger.log_training(1, TRAIN)
+    logger.log_evaluation(1, SCORES)
+    logger.close()
     assert capsys.readouterr().out == ""
     assert not list(tmp_path.iterdir())
