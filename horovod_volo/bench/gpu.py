@@ -17,8 +17,8 @@ from horovod_volo.bench.synthetic import checked_config, losses_of, random_batch
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.data.loader import Batch
-from horovod_volo.engine.compiled import check_compiler, compile_blocks
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.models.compiled import check_compiler, compile_blocks
 
 CLASSES = 1000
 # As measured on one H200: a bf16 product of 8192 x 8192 matrices of random values. Its data sheet says 989.

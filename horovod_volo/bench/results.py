@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from horovod_volo.bench.pairs import Estimate, estimate
+from horovod_volo.core.environment import code_commit
 from horovod_volo.core.errors import UserError
-from horovod_volo.engine.environment import code_commit
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results.jsonl"
 

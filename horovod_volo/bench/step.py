@@ -86,7 +86,7 @@ def _split_steps(context: TrainContext, passes: Iterator[Batch]) -> dict[str, li
     marked = dataclasses.replace(
         context,
         loss=loss,
-        window=_MarkedWindow(context.resources.device, marks),
+        meter=_MarkedWindow(context.resources.device, marks),
         clip=lambda: marks.reached("exchange wait"),
     )
     for _ in range(_SPLIT_STEPS):
@@ -126,7 +126,7 @@ class _MarkedWindow(LossMeter):
 
 
 def _assert_finite(context: TrainContext) -> None:
-    loss = statistics.fmean(context.window.sums().values())
+    loss = statistics.fmean(context.meter.sums().values())
     weights = torch.stack([parameter.detach().abs().max() for parameter in context.state.model.parameters()])
     if not (math.isfinite(loss) and weights.isfinite().all()):
         raise WrongResultError("The measured steps ended in values that are not finite. Nothing is told.")

@@ -51,9 +51,9 @@ def losses_of(context: TrainContext, batch: Batch, steps: int) -> torch.Tensor:
     """Take so many steps on the same batch and return the loss of each."""
     step, losses = step_of(context, batch), []
     for _ in range(steps):
-        context.window.open()
+        context.meter.open()
         step()
-        losses.append(context.window.sums()["total"])
+        losses.append(context.meter.sums()["total"])
     return torch.tensor(losses)
 
 
@@ -76,7 +76,7 @@ def synthetic_job(config: Config, world: World, num_classes: int) -> TrainContex
     """Build a run whose streams are never asked for a batch. Collective: every rank calls this."""
     resources = rank_resources(world)
     state, _ = build_state(config, world, num_classes=num_classes, device=resources.device, finetune="")
-    state.restore({}, world)
+    state.load_full_state_dict({}, world)
     global_batch = world.size * config.data.batch_size * config.update.accumulation
     catalog = images_nowhere(global_batch, num_classes)
     images = Images(catalog, catalog, label_maps=None)

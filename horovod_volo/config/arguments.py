@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from typing import NoReturn, get_args
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NoReturn, get_args
 
-from horovod_volo.config.values import all_settings
+from horovod_volo.config.values import all_settings, from_text, metavar, shown
 from horovod_volo.core.errors import UserError
 
 
@@ -15,7 +17,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong, instead of printing it on every rank."""
-        command = self.prog[self.prog.index("python ") :]
+        command = self.prog[max(0, self.prog.find("python ")) :]
         raise UserError(f"{message}. `{command} --help` tells every flag.")
 
 
@@ -55,3 +57,32 @@ def add_binding(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--binding", choices=modes, default=binding.default, help="as for training (%(default)s)"
     )
+
+
+def add_shared_settings(
+    parser: argparse.ArgumentParser,
+    names: Iterable[str],
+    *,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    helps: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Add settings of training to another command, with the schema's flags, defaults, checks and messages.
+
+    `defaults` and `helps` replace those of the schema by name. A positional setting is required.
+    """
+    settings = {setting.name: setting for setting in all_settings()}
+    for name in names:
+        setting = settings[name]
+        help = helps.get(name, setting.help).replace("%", "%%")
+        if setting.positional:
+            parser.add_argument(name, metavar=metavar(setting), help=help)
+            continue
+        default = defaults.get(name, setting.default)
+        parser.add_argument(
+            *setting.flags,
+            dest=name,
+            type=partial(from_text, setting),
+            default=default,
+            metavar=metavar(setting),
+            help=f"{help} (default: {shown(default)})",
+        )

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from horovod_volo.cluster.world import World
+from horovod_volo.core.environment import collect_environment
 from horovod_volo.doctor.finding import Finding, failure, ok
-from horovod_volo.engine.environment import environment_facts
 
 _PACKAGE = Path(__file__).parents[1]
 _CODE = (".py", ".toml")
@@ -41,8 +41,8 @@ def look_for_differences(world: World) -> list[Finding]:
     """Hold this rank against rank 0. Collective: every rank calls this."""
     if world.size == 1:
         return []
-    facts = environment_facts()
-    versions = {"python": facts["python"], **facts["packages"]}
+    environment = collect_environment()
+    versions = {"python": environment["python"], **environment["packages"]}
     settings = {name: os.environ[name] for name in SETTINGS if name in os.environ}
     code = code_prints(_PACKAGE)
     return [

@@ -121,8 +121,8 @@ def take_steps(context: TrainContext, device: torch.device) -> None:
     with nothing_waits(device):
         for _ in range(WATCHED_STEPS):
             train_step(context, passes)
-    assert context.window.passes == context.config.update.accumulation * (WARM_UP_STEPS + WATCHED_STEPS)
-    assert all(value > 0 for value in context.window.sums().values())
+    assert context.meter.passes == context.config.update.accumulation * (WARM_UP_STEPS + WATCHED_STEPS)
+    assert all(value > 0 for value in context.meter.sums().values())
 
 
 @pytest.mark.parametrize(

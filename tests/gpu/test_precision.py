@@ -59,9 +59,9 @@ def losses(context: TrainContext, steps: int) -> list[float]:
     passes = context.train_loader.batches(0, 0)
     found = []
     for _ in range(steps):
-        context.window.open()
+        context.meter.open()
         train_step(context, passes)
-        found.append(context.window.sums()["total"])
+        found.append(context.meter.sums()["total"])
     return found
 
 

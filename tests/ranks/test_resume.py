@@ -112,11 +112,11 @@ def test_a_given_global_batch_goes_on_with_fewer_ranks(images, tmp_path):
     whole = ("--global-batch", "8")
     stopped = start(images, tmp_path, *whole, "--stop-at-step", "3")
     assert stopped.returncode == 75 or "stopped at step 3 and saved" in stopped.stdout, stopped.stdout
-    assert "8 images a step = 2 ranks x 4 x 1 passes" in stopped.stdout
-    assert "8 images a step, learning rates are stated for 32: peak learning rate 0.0005" in stopped.stdout
+    assert "8 images per step = 2 ranks x 4 images x 1 micro-batches" in stopped.stdout
+    assert "8 images per step, learning rates are stated for 32: peak learning rate 0.0005" in stopped.stdout
     resumed = start(images, tmp_path, *whole, "--resume", "auto", start_with="none", ranks=1)
     assert resumed.returncode == 0, resumed.stdout
-    assert "8 images a step = 1 ranks x 4 x 2 passes" in resumed.stdout
+    assert "8 images per step = 1 ranks x 4 images x 2 micro-batches" in resumed.stdout
     assert "at step 3: epoch 0" in resumed.stdout
     settings = tomllib.loads((tmp_path / "run" / "resolved.toml").read_text())
     found = (

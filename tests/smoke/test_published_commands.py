@@ -69,8 +69,8 @@ def test_pretraining_of_the_largest_network(capfd: pytest.CaptureFixture[str]) -
     assert facts["ranks"] == "8"
     assert facts["model"] == "volo_d5, 295,455,584 parameters, 224 px"
     assert facts["images"] == "1,281,167 of 1,000 classes"
-    assert facts["batch"] == "352 images a step = 8 ranks x 44 x 1 passes"
-    assert facts["rate"] == "peak 0.0001, as given by --lr"
+    assert facts["batch"] == "352 images per step = 8 ranks x 44 images x 1 micro-batches"
+    assert facts["lr"] == "peak 0.0001, as given by --lr"
     assert facts["length"] == "310 epochs x 3,639 steps = 1,128,090 steps (72,780 of warm-up)"
     assert facts["precision"].startswith("fp16; ")
     assert settings["model"]["drop_path"] == 0.75
@@ -85,8 +85,8 @@ def test_pretraining_of_the_largest_network(capfd: pytest.CaptureFixture[str]) -
 def test_finetuning_at_512_pixels(capfd: pytest.CaptureFixture[str]) -> None:
     settings, facts, notes = dry_run(FINETUNE, capfd)
     assert facts["model"] == "volo_d5, 296,091,488 parameters, 512 px"
-    assert facts["batch"] == "32 images a step = 8 ranks x 4 x 1 passes"
-    assert facts["rate"] == "peak 2.3e-05, as given by --lr"
+    assert facts["batch"] == "32 images per step = 8 ranks x 4 images x 1 micro-batches"
+    assert facts["lr"] == "peak 2.3e-05, as given by --lr"
     assert facts["length"] == "40 epochs x 40,036 steps = 1,601,440 steps (200,180 of warm-up)"
     assert settings["update"]["weight_decay"] == 1e-8
     assert settings["objective"]["ground_truth"] is True
@@ -104,23 +104,23 @@ def test_under_its_launcher_it_is_told_once() -> None:
     assert not any(line.startswith("[1]") for line in ended.lines)
     _, facts, _ = told(spoken)
     assert facts["ranks"] == "2"
-    assert facts["batch"] == "88 images a step = 2 ranks x 44 x 1 passes"
-    assert sum("images a step" in line for line in ended.lines) == 1
+    assert facts["batch"] == "88 images per step = 2 ranks x 44 images x 1 micro-batches"
+    assert sum("images per step" in line for line in ended.lines) == 1
 
 
 def test_the_plain_transformer_of_token_labels(capfd: pytest.CaptureFixture[str]) -> None:
     settings, facts, notes = dry_run(LVVIT, capfd)
     assert facts["model"] == "lvvit_s, 26,151,824 parameters, 224 px"
-    assert facts["rate"] == "peak 0.0016 = 0.0016 x 1024 / 1024"
+    assert facts["lr"] == "peak 0.0016 = 0.0016 x 1024 / 1024"
     assert settings["update"]["ema_decay"] == 0.99992
     # What the line leaves out is as in the main.py that it is of, which is not VOLO's.
     assert settings["update"]["warmup_epochs"] == 5
     assert settings["objective"]["dense_weight"] == 1.0
     assert facts["length"] == "310 epochs x 1,251 steps = 387,810 steps (6,255 of warm-up)"
-    assert not any("images a step" in note for note in notes)
+    assert not any("images per step" in note for note in notes)
     settings, facts, notes = dry_run(LVVIT_FINETUNE, capfd)
     assert facts["model"] == "lvvit_s, 26,297,744 parameters, 384 px"
-    assert facts["rate"] == "peak 5e-06, as given by --lr"
+    assert facts["lr"] == "peak 5e-06, as given by --lr"
     assert settings["objective"]["token_label_size"] == 24
     # The recipe of that name is this line.
     recipe, told_of_it, _ = dry_run(
@@ -143,5 +143,7 @@ def test_a_published_line_without_a_rate_says_that_ours_follows_the_batch(
 ) -> None:
     settings, facts, notes = dry_run(LVVIT_TRANSFER, capfd)
     assert settings["objective"]["dense_weight"] == 0.0
-    assert facts["rate"].startswith("peak 0.0008 = 0.0016 x 512 / 1024; ")
-    assert any("peak learning rate 0.0008 for 0.0016 (--lr 0.0016: not scaled)" in note for note in notes)
+    assert facts["lr"].startswith("peak 0.0008 = 0.0016 x 512 / 1024; ")
+    assert any(
+        "peak learning rate 0.0008 instead of 0.0016 (--lr 0.0016: not scaled)" in note for note in notes
+    )

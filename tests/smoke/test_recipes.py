@@ -16,7 +16,7 @@ import pytest
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import RECIPES, recipe_names
 from horovod_volo.config.schema import Config
-from horovod_volo.dry_run import Need, describe, dry_run, need_of
+from horovod_volo.dry_run import Workload, describe, dry_run, measure_workload
 
 RANKS = (1, 8, 40, 256)
 IN_1K, IN_22K = (1_281_167, 1_000), (14_197_122, 21_841)
@@ -71,10 +71,10 @@ OF_A_CLUSTER = [name for name in recipe_names() if name != "demo"]
 
 
 @cache
-def configured(name: str) -> tuple[Config, Need]:
+def configured(name: str) -> tuple[Config, Workload]:
     """Read a recipe and measure its network, once for all ranks."""
     config = parse(["--recipe", name]).config
-    return config, need_of(config)
+    return config, measure_workload(config)
 
 
 def facts(text: str) -> dict[str, str]:
@@ -121,10 +121,8 @@ def test_a_dry_run_tells_what_follows_from_the_recipe(name: str) -> None:
         assert told["ranks"] == str(ranks)
         assert told["model"].split(", ")[1] == f"{PARAMETERS[name]:,} parameters"
         assert told["images"] == f"{images:,} of {classes:,} classes"
-        assert told["batch"].startswith(f"{batch:,} images a step = {ranks} ranks x ")
-        assert (
-            told["rate"].split(" = ")[0] == f"peak {update['lr_base'] * batch / update['lr_base_size']:.3g}"
-        )
+        assert told["batch"].startswith(f"{batch:,} images per step = {ranks} ranks x ")
+        assert told["lr"].split(" = ")[0] == f"peak {update['lr_base'] * batch / update['lr_base_size']:.3g}"
         assert f" = {steps:,} steps (" in told["length"]
         state, activations = re.findall(r"([\d.]+) GiB", told["memory"])
         assert state == f"{4 * floats * PARAMETERS[name] / GIB:.1f}"
@@ -136,9 +134,9 @@ def test_the_published_batch_has_the_published_peak(name: str) -> None:
     peak, batch = PEAKS[name]
     ranks = batch // toml_of(name)["data"]["batch_size"]
     told = facts(describe(configured(name)[0], ranks, configured(name)[1]))
-    assert told["batch"].startswith(f"{batch:,} images a step")
+    assert told["batch"].startswith(f"{batch:,} images per step")
     # As stated: nothing is scaled, so nothing is said of the ends.
-    assert told["rate"] == f"peak {peak:.3g} = {peak:.3g} x {batch} / {batch}"
+    assert told["lr"] == f"peak {peak:.3g} = {peak:.3g} x {batch} / {batch}"
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -224,13 +222,13 @@ def test_memory_follows_optimizer_and_ranks(flags: list[str], ranks: int, bytes_
 @pytest.mark.parametrize("name", ["volo_d5_448", "lvvit_s"])
 def test_the_estimate_of_memory_is_the_same_every_time(name: str) -> None:
     config = parse(["--recipe", name]).config
-    assert len({need_of(config).activation_bytes for _ in range(3)}) == 1
+    assert len({measure_workload(config).activation_bytes for _ in range(3)}) == 1
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("volo_d1", 20), ("lvvit_s", 16)])
 def test_checkpointed_blocks_keep_their_input_alone(name: str, blocks: int) -> None:
     """Kept of a block: one tensor of its input's size; it would be ten and more."""
     plain = configured(name)[1].activation_bytes
-    kept = need_of(parse(["--recipe", name, "--grad-checkpoint"]).config).activation_bytes
+    kept = measure_workload(parse(["--recipe", name, "--grad-checkpoint"]).config).activation_bytes
     tokens = 196 * 384 * 2  # bytes of the smallest input of a block, in 16 bits
     assert blocks * tokens < kept < plain / 2.5

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import (
-    damage,
+    delete_old_checkpoints,
     find_checkpoint,
+    find_damage,
     has_checkpoint,
-    point,
-    prune,
-    read_state,
+    read_metadata,
     read_tensors,
+    update_link,
     write_checkpoint,
 )
 
@@ -71,7 +71,7 @@ def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path) -> None:
     }
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     checkpoint = write_checkpoint(tmp_path, 12, {"model": tensors}, {})
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
     found = read_tensors(checkpoint)["model"]
     assert found.keys() == tensors.keys()
     for name, tensor in found.items():
@@ -83,7 +83,7 @@ def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_facts_come_back(tmp_path: Path) -> None:
-    state = read_state(save(tmp_path, 12))
+    state = read_metadata(save(tmp_path, 12))
     assert {name: state[name] for name in FACTS} == FACTS
     assert state["step"] == 12
     assert set(state["sha256"]) == {"model", "optimizer"}
@@ -100,7 +100,7 @@ def test_the_same_step_saved_twice_is_the_second(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step_00000003" / "evaluation.json").write_text("{}")
     again = save(tmp_path, 3, number=2)
     assert weight_of(again) == 2
-    assert damage(again) is None
+    assert find_damage(again) is None
     assert names(tmp_path) == ["last", "step_00000003"]
     assert not (again / "evaluation.json").exists()  # was of other weights
 
@@ -147,28 +147,28 @@ def test_a_changed_file_is_told(name: str, tmp_path: Path) -> None:
         flipped = bytearray(content)
         flipped[place] ^= 1
         file.write_bytes(flipped)
-        assert damage(checkpoint) is not None, place
+        assert find_damage(checkpoint) is not None, place
     for length in (0, 1, len(content) // 2, len(content) - 1):
         file.write_bytes(content[:length])
-        assert damage(checkpoint) is not None, length
+        assert find_damage(checkpoint) is not None, length
     file.unlink()
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
     file.write_bytes(content)
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
 
 
 @pytest.mark.parametrize("content", ["3", "[]", "null", '"text"', "{}", '{"sha256": {}}', "\udcff"])
 def test_facts_of_another_kind_are_damage(content: str, tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     (checkpoint / "state.json").write_bytes(content.encode(errors="surrogateescape"))
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
 
 
 def test_a_changed_step_is_told(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 20)
-    state = read_state(checkpoint)
+    state = read_metadata(checkpoint)
     (checkpoint / "state.json").write_text(json.dumps(state | {"step": 21}, indent=2))
-    assert damage(checkpoint) == "state.json does not match its checksum"
+    assert find_damage(checkpoint) == "state.json does not match its checksum"
 
 
 def test_the_newest_whole_one_is_chosen(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_newest_whole_one_is_chosen(tmp_path: Path) -> None:
     assert find_checkpoint(str(tmp_path)) == saved[0]
     (saved[0] / "optimizer.safetensors").unlink()
     with pytest.raises(
-        UserError, match=r"None of the 3 checkpoints in .* is whole: model\.safetensors does not"
+        UserError, match=r"None of the 3 checkpoints in .* is intact: model\.safetensors does not"
     ):
         find_checkpoint(str(tmp_path))
     assert has_checkpoint(tmp_path)
@@ -203,9 +203,9 @@ def test_last_and_best_lead_to_checkpoints_wherever_the_run_is_moved(tmp_path: P
     saved = [save(tmp_path / "run", step) for step in (1, 2)]
     folder = tmp_path / "run" / "checkpoints"
     assert (folder / "last").resolve() == saved[1]
-    point(folder / "best", saved[0])
+    update_link(folder / "best", saved[0])
     assert (folder / "best").resolve() == saved[0]
-    point(folder / "best", saved[1])
+    update_link(folder / "best", saved[1])
     assert (folder / "best").resolve() == saved[1]
     (tmp_path / "run").rename(tmp_path / "moved")
     assert (tmp_path / "moved" / "checkpoints" / "best" / "state.json").is_file()
@@ -220,13 +220,13 @@ def test_last_and_best_lead_to_checkpoints_wherever_the_run_is_moved(tmp_path: P
 
 def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     saved = [save(tmp_path, step) for step in (1, 2, 3, 9, 10)]
-    point(tmp_path / "checkpoints" / "best", saved[1])
-    prune(saved[-1], keep=2)
+    update_link(tmp_path / "checkpoints" / "best", saved[1])
+    delete_old_checkpoints(saved[-1], keep=2)
     assert names(tmp_path) == ["best", "last", "step_00000002", "step_00000009", "step_00000010"]
-    point(tmp_path / "checkpoints" / "best", saved[4])
-    prune(saved[-1], keep=2)
+    update_link(tmp_path / "checkpoints" / "best", saved[4])
+    delete_old_checkpoints(saved[-1], keep=2)
     assert names(tmp_path) == ["best", "last", "step_00000009", "step_00000010"]
-    prune(saved[-1], keep=5)
+    delete_old_checkpoints(saved[-1], keep=5)
     assert names(tmp_path) == ["best", "last", "step_00000009", "step_00000010"]
 
 
@@ -236,7 +236,7 @@ def test_pruning_never_takes_the_one_just_saved(tmp_path: Path) -> None:
     for checkpoint in damaged:
         (checkpoint / "model.safetensors").write_bytes(b"")
     save(tmp_path, 10)
-    prune(save(tmp_path, 15), keep=2)
+    delete_old_checkpoints(save(tmp_path, 15), keep=2)
     assert names(tmp_path) == ["last", "step_00000010", "step_00000015"]
     assert find_checkpoint(str(tmp_path)).name == "step_00000015"
 
@@ -268,7 +268,7 @@ def test_a_full_disk_is_told_and_earlier_checkpoints_are_intact(length: int, sma
     ):
         write_checkpoint(small_disk / "checkpoints", 2, room, facts)
     assert names(small_disk) == ["last", "step_00000001"]  # and the room is free again
-    assert damage(earlier) is None
+    assert find_damage(earlier) is None
     assert find_checkpoint(str(small_disk)) == earlier
     assert weight_of(save(small_disk, 2, number=3)) == 3
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from horovod_volo.engine.garbage import collected_by_hand
+from horovod_volo.engine.loop import garbage_collected_at_log_points
 
 
 class Knot:
@@ -32,7 +32,7 @@ def tie_many() -> list[weakref.ref[Knot]]:
 
 def test_garbage_stays_until_it_is_asked_for() -> None:
     before = weakref.ref(Knot())
-    with collected_by_hand():
+    with garbage_collected_at_log_points():
         assert before() is None  # what lay there was taken out first: frozen, it would stay for ever
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0
@@ -49,7 +49,7 @@ def test_garbage_stays_until_it_is_asked_for() -> None:
 def test_after_an_error_the_collector_is_as_before(was_enabled: bool) -> None:
     if not was_enabled:
         gc.disable()
-    with pytest.raises(KeyError), collected_by_hand():
+    with pytest.raises(KeyError), garbage_collected_at_log_points():
         raise KeyError
     assert gc.isenabled() == was_enabled
     assert gc.get_freeze_count() == 0

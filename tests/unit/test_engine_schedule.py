@@ -6,7 +6,7 @@ import pytest
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive
-from horovod_volo.engine.context import _schedule
+from horovod_volo.engine.context import build_schedule
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from horovod_volo.engine.context import _schedule
 def test_it_begins_peaks_and_ends_at_the_scaled_rates(argv: list[str], scale: float) -> None:
     config = parse(["--recipe", "volo_d1_384", *argv]).config
     derived = derive(config, ranks=8, images=10_240)
-    lr = _schedule(config, derived)
+    lr = build_schedule(config, derived)
     rates = [lr(step) for step in range(derived.total_steps)]
     assert rates[0] == pytest.approx(1e-6 * scale, rel=1e-12)
     assert rates[-1] == pytest.approx(4e-6 * scale, rel=1e-12)

@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.validation import notes
 from horovod_volo.core.errors import UserError
-from horovod_volo.engine.compiled import blocks_of, check_compiler, compile_blocks
 from horovod_volo.models.build import build_model, training_forward
+from horovod_volo.models.compiled import check_compiler, compile_blocks, find_blocks
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
@@ -45,7 +45,7 @@ def backward(model: nn.Module) -> dict[str, Tensor]:
 def test_all_blocks_are_found(name: str, blocks: int) -> None:
     with torch.device("meta"):
         model = build_model(name, img_size=224, num_classes=5, drop_path=0.0)
-    found = list(blocks_of(model))
+    found = list(find_blocks(model))
     assert len(found) == blocks
     inside = {id(part) for block in found for part in block.modules()}
     assert sum(id(module) in inside for module in model.modules()) == len(inside)  # none is found twice
@@ -76,7 +76,7 @@ def test_a_class_is_compiled_once_and_evaluation_is_left_alone() -> None:
     averaged = copy.deepcopy(model)
     compile_blocks(model, counter)
     backward(model)
-    blocks = list(blocks_of(model))
+    blocks = list(find_blocks(model))
     shapes = {(type(block), *(p.shape for p in block.parameters())) for block in blocks}
     forms = sum(len(getattr(kind, "branches", ("forward",))) for kind, *_ in shapes)
     assert counter.frame_count == forms < sum(len(getattr(b, "branches", ("forward",))) for b in blocks)
@@ -119,7 +119,7 @@ def test_a_blocks_gradients_land_before_backward_comes_to_the_next() -> None:
     model, counter = network(), counting()
     compile_blocks(model, counter)
     backward(model)  # compiles
-    blocks, happened = list(blocks_of(model)), []
+    blocks, happened = list(find_blocks(model)), []
     for number, block in enumerate(blocks):
         for parameter in block.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, n=number: happened.append(n))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from horovod_volo.engine import precision
-from horovod_volo.engine.precision import autocast, mend_convolutions
+from horovod_volo.models import precision
 from horovod_volo.models.build import build_model
+from horovod_volo.models.precision import autocast, fix_convolutions
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def error_of_the_stem(model: nn.Module) -> float:
 def test_the_demo_network_computes_in_bf16_what_it_computes_in_fp32() -> None:
     model = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0).eval()
     before = error_of_the_stem(model)
-    remarks = mend_convolutions(model, "bf16", CPU)
+    remarks = fix_convolutions(model, "bf16", CPU)
     assert error_of_the_stem(model) < 0.02
     assert bool(remarks) == (before > 0.1)
     assert all("patch_embed.proj" in remark for remark in remarks)
@@ -43,7 +43,7 @@ def test_a_wrong_convolution_is_found_and_computed_in_fp32(monkeypatch: pytest.M
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", wrong_for_stride_4)
     network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 4, stride=4), nn.Conv2d(8, 8, 4, stride=4))
     names = list(network.state_dict())
-    (remark,) = mend_convolutions(network, "bf16", CPU)
+    (remark,) = fix_convolutions(network, "bf16", CPU)
     assert "computes 1, 2 wrongly in bf16" in remark
     assert list(network.state_dict()) == names
     for mended in (network, copy.deepcopy(network)):
@@ -59,5 +59,5 @@ def test_a_wrong_convolution_is_found_and_computed_in_fp32(monkeypatch: pytest.M
 def test_convolutions_that_are_right_stay_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "_is_wrong", lambda *_: name == "fp32")
     network = nn.Sequential(nn.Conv2d(3, 8, 3))
-    assert mend_convolutions(network, name, CPU) == []
+    assert fix_convolutions(network, name, CPU) == []
     assert type(network[0]) is nn.Conv2d
