@@ -102,7 +102,7 @@ def test_a_batch_that_would_shift_the_samples_is_refused(images, uninterrupted, 
     assert "stopped at step 3 and saved" in stopped.stdout
     refused = start(images, tmp_path, "--resume", "auto", start_with="none", ranks=1)
     assert refused.returncode == 2
-    assert "With 1 ranks, batch size x accumulation must be 8. --global-batch 8 finds both." in refused.stdout
+    assert "With 1 ranks, batch size x accumulation must be 8: --global-batch 8 sets both." in refused.stdout
     allowed = start(images, tmp_path, "--resume", "auto", "--batch-size", "8", start_with="none", ranks=1)
     assert allowed.returncode == 0, allowed.stdout
 
@@ -199,4 +199,4 @@ def test_a_run_without_labels_resumes_without_the_auxiliary_head_it_once_had(ima
         assert all(tensor.equal(found[file][name]) for name, tensor in expected[file].items())
     refused = go_on("run", "--resume", "auto", "--token-label")
     assert refused.returncode == 2
-    assert "Give --no-token-label, or begin a new run with --finetune." in refused.stdout
+    assert "Give --no-token-label, or start a new run with --finetune." in refused.stdout

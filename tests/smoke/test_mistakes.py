@@ -130,7 +130,10 @@ def stopped_run(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     ("arguments", "said"),
     [
         (["--name", "first", "--resume", "auto", "--img-size", "64"], "has img_size 32, this run has 64"),
-        (["--name", "first", "--resume", "auto", "-b", "5"], "batch size x accumulation must be 8."),
+        (
+            ["--name", "first", "--resume", "auto", "-b", "5"],
+            "batch size x accumulation must be 8: --global-batch 8 sets both",
+        ),
         (["--name", "other", "--resume", "FIRST", "--seed", "1"], "has seed 42, this run has 1"),
         (["--name", "first", "--resume", "auto", "--block-shuffle", "4"], "block_shuffle 0, this run has 4"),
         (["--name", "first", "--resume", "FIRST/checkpoints/step_00000001"], "a run up to step_00000002"),
@@ -155,13 +158,13 @@ def test_other_images_than_those_that_were_stopped(
     image = sorted((changed / "train" / "ring").iterdir())[0]
     image.rename(image.with_name("another.jpg"))
     given = [str(changed), *TINY, "--output", str(stopped_run.parent), "--name", "first", "--resume", "auto"]
-    assert_refused(run_here(*given, streams=capfd), "Bring the training images back as they were")
+    assert_refused(run_here(*given, streams=capfd), "Restore the training images as they were")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "already holds a run. Add --resume auto to go on with it, or give this run another --name."),
+        ([], "already holds a run. Add --resume auto to continue it, or give this run another --name."),
         # Told before the large network is built.
         (["--resume", "auto", "--model", "volo_d5"], "has model volo_demo, this run has volo_d5"),
     ],
