@@ -1,7 +1,7 @@
-"""Run the fused outlook attention forward and backward: of a file's cases, in a process of its own.
+"""Run the fused outlook attention forward and backward on the cases of a file, in a separate process.
 
-Triton decides between compiling and interpreting when it is first imported, and a process that has
-imported torch's compiler has imported Triton. So its interpreter gets a fresh process.
+Triton selects its interpreter when it is first imported, and torch.compile imports Triton: the interpreter
+needs a new process.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 Case = tuple[Tensor, Tensor, Tensor, int, float]  # values, scores, gradient above, heads, scale
-Pass = tuple[list[str], list[Tensor]]  # which programs ran, then the mix and both gradients
+Pass = tuple[list[str], list[Tensor]]  # names of the programs that ran; the output and both gradients
 
 
 def run(cases: list[Case]) -> list[Pass]:
-    """Return what each case gives."""
+    """Return the outputs and gradients of each case."""
     from horovod_volo.kernels import outlook_programs
     from horovod_volo.kernels.outlook import fused_outlook
 
     runs: list[str] = []
     for name in ("gather", "differentiate_scores"):
-        setattr(outlook_programs, name, Told(name, getattr(outlook_programs, name), runs))
+        setattr(outlook_programs, name, Recorded(name, getattr(outlook_programs, name), runs))
     passes = []
     for values, scores, above, heads, scale in cases:
         inputs = [tensor.detach().requires_grad_() for tensor in (values, scores)]
@@ -34,8 +34,8 @@ def run(cases: list[Case]) -> list[Pass]:
     return passes
 
 
-class Told:
-    """A program that writes down its name whenever it is started."""
+class Recorded:
+    """A Triton program that appends its name to `runs` when it is launched."""
 
     def __init__(self, name: str, program: Any, runs: list[str]) -> None:
         self.name, self.program, self.runs = name, program, runs

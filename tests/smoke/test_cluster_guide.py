@@ -38,7 +38,7 @@ def test_every_command_is_run_or_marked() -> None:
         scripts = [script for script in SCRIPT.findall(command) if script != "jobs/env.sh"]
         assert len(scripts) == 1, command
         assert (ROOT / scripts[0]).is_file(), command
-        # By the cluster tests, on a Slurm or on hosts of their own.
+        # tests/cluster runs it, under Slurm or on hosts of its own.
         assert Path(scripts[0]).name in CLUSTER_TESTS, command
 
 
@@ -53,7 +53,7 @@ def test_every_job_script_is_run_or_marked() -> None:
 
 
 def flags_of(command: str, ranks: int) -> list[list[str]]:
-    """Return what the trainer is given, twice by a chain of two recipes; label maps are the site's."""
+    """Return the trainer's flags for each run that a command starts, without the site's label maps."""
     words = shlex.split(command)
     script = next(number for number, word in enumerate(words) if word.startswith((*STARTING, "./jobs/")))
     name, (recipe, *rest) = Path(words[script]).stem, words[script + 1 :]
@@ -79,7 +79,7 @@ OF_TRAINING = [
 
 
 @pytest.mark.parametrize("command", OF_TRAINING)
-def test_a_line_that_trains_has_a_batch_near_the_published_and_all_that_was_given(command: str) -> None:
+def test_a_training_command_has_the_published_inputs_and_nearly_its_batch(command: str) -> None:
     nodes = re.search(r"--nodes=(\d+)", command)
     ranks = 8 * (int(nodes[1]) if nodes else 2)
     for flags in flags_of(command, ranks):
@@ -90,7 +90,7 @@ def test_a_line_that_trains_has_a_batch_near_the_published_and_all_that_was_give
         assert batch == pytest.approx(config.update.lr_base_size, rel=0.07)
 
 
-def test_the_elastic_line_keeps_its_batch_on_fewer_nodes() -> None:
+def test_the_elastic_command_keeps_its_batch_on_fewer_nodes() -> None:
     line = next(command for command in commands() if "elastic" in command)
     assert all(int(shlex.split(line)[-2]) % (8 * nodes) == 0 for nodes in (5, 4, 3))
 

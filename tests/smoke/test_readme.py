@@ -1,7 +1,7 @@
-"""Every command of the README does what it says, with small things in place of a cluster's.
+"""Every command of the README works.
 
-A command stands in for itself where one machine without a GPU can run it; of a cluster's command
-the hosts, ranks and paths are replaced, and its length cut by flags put behind.
+Commands for one machine run as they are. In commands for a cluster the hosts, ranks and paths are replaced,
+and flags are added that shorten the run.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def commands() -> list[str]:
     return [line for block in blocks for line in block.splitlines() if line.strip()]
 
 
-def of_a_cluster(command: str) -> bool:
+def is_for_a_cluster(command: str) -> bool:
     return "/path/to/imagenet" in command
 
 
@@ -44,7 +44,7 @@ def shell(command: str, *, seconds: int, **extra: str) -> subprocess.CompletedPr
     return run(["bash", "-c", f"cd {shlex.quote(str(ROOT))} && {command}"], seconds=seconds, **extra)
 
 
-def test_the_readme_is_of_commands_that_are_tested_here():
+def test_every_command_of_the_readme_is_tested_here():
     alone = {
         DOCTOR,
         "./tools/demo",
@@ -52,17 +52,17 @@ def test_the_readme_is_of_commands_that_are_tested_here():
         "source tools/activate",
         ".venv/bin/tensorboard --logdir runs",
     }
-    assert {command for command in commands() if not of_a_cluster(command)} == alone
+    assert {command for command in commands() if not is_for_a_cluster(command)} == alone
 
 
-def test_the_doctor_finds_nothing_wrong():
+def test_the_doctor_finds_no_failure():
     done = shell(f"source tools/activate && {DOCTOR}", seconds=120)
     assert done.returncode == 0, done.stdout
     assert "Everything is well." in done.stdout or "Nothing failed; " in done.stdout
 
 
 def test_tools_demo_learns_and_tensorboard_shows_it():
-    """The main job at its full length, in a run folder of its own."""
+    """The demo at its full length, in its own run folder."""
     done = shell("./tools/demo", seconds=1500, DEMO_NAME="readme_test")
     assert done.returncode == 0, done.stdout
     accuracy = re.search(r"Held-out top-1 .*: ([\d.]+) %", done.stdout)
@@ -74,7 +74,7 @@ def test_tools_demo_learns_and_tensorboard_shows_it():
 
 
 def tensorboard_scalars(folder: Path) -> dict[str, dict[str, object]]:
-    """Ask a real TensorBoard server which curves it shows."""
+    """Return the scalars by run that a real TensorBoard server shows."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -103,8 +103,8 @@ def test_tools_test_checks_the_code_and_runs_tests():
     assert re.search(r"\d+ passed", done.stdout)
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if of_a_cluster(command)])
-def test_a_clusters_command_gives_all_that_its_recipe_was_published_with(command):
+@pytest.mark.parametrize("command", [command for command in commands() if is_for_a_cluster(command)])
+def test_a_cluster_command_has_the_published_inputs_and_nearly_its_batch(command):
     words = shlex.split(command)
     ranks = int(words[words.index("--ranks" if "--dry-run" in words else "-np") + 1])
     config = parse(words[words.index("horovod_volo.train") + 1 :]).config
@@ -114,13 +114,13 @@ def test_a_clusters_command_gives_all_that_its_recipe_was_published_with(command
     assert batch in nearest_batches(config.update.lr_base_size, ranks)
 
 
-@pytest.mark.parametrize("command", [command for command in commands() if of_a_cluster(command)])
-def test_a_clusters_command_runs_small(command, demo_set, tmp_path):
+@pytest.mark.parametrize("command", [command for command in commands() if is_for_a_cluster(command)])
+def test_a_cluster_command_runs_on_two_ranks(command, demo_set, tmp_path):
     small = re.sub(r" -np \d+", " -np 2", command)
     small = re.sub(r" -H \S+", "", small)
     small = small.replace("/path/to/imagenet", str(demo_set))
     small = small.replace("/path/to/token_label_data", str(demo_set / "token_labels"))
-    batch = 1 if "--dry-run" in command else 4  # 40 ranks are to share a set of 40 images
+    batch = 1 if "--dry-run" in command else 4  # the data set has 40 images for 40 ranks
     flags = f"{SHORT} --batch-size {batch} --output {tmp_path} --name run"
     if "--global-batch" in command:
         flags += f" --global-batch {40 if '--dry-run' in command else 8}"

@@ -26,7 +26,7 @@ def network(drop_path: float = 0.0, *, grad_checkpoint: bool = False) -> nn.Modu
 
 
 def compile_counter() -> CompileCounterWithBackend:
-    """Return a backend that counts compilations and runs the traced operations: fast, and exact to the bit."""
+    """Return a backend that counts compilations and runs the traced operations, exact to the bit."""
     torch._dynamo.reset()
     return CompileCounterWithBackend("aot_eager")
 
