@@ -42,7 +42,7 @@ def fit(context: TrainContext) -> bool:
 
 
 def train_epoch(context: TrainContext) -> bool:
-    """Train from the current step to the end of its epoch, or to a stop request: then return False."""
+    """Train to the end of the current epoch, or to a stop request: then return False. Collective."""
     run, state = context.config.run, context.state
     epoch, first_step = context.derived.epoch_of(state.step)
     batches = context.train_loader.batches(epoch, first_step)
