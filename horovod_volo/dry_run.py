@@ -1,4 +1,7 @@
-"""What would run: settings, numbers that follow from them, and estimates, without a GPU or another rank."""
+"""A dry run: print the settings, the numbers that follow from them, and estimates of memory and traffic.
+
+It needs no GPU, no data and no other rank: the model is built on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -20,51 +23,51 @@ from horovod_volo.config.validation import notes, trains_aux_head, uses_tokens
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
     batch_line,
-    batch_notes,
-    exchange_line,
-    fact_lines,
+    batch_warnings,
+    format_lines,
     length_line,
-    rate_line,
+    lr_line,
+    precision_line,
 )
 from horovod_volo.models.build import build_model, check_model, training_forward
 from horovod_volo.models.weights import TIMM
 from horovod_volo.optim.build import STATE_KEYS
 
-# Taken where the data is on another machine: name, images, classes.
+# Name, images and classes of the data set that is assumed where the data is not on this machine.
 _IMAGENET_1K = ("ImageNet-1K", 1_281_167, 1_000)
 _IMAGENET_22K = ("ImageNet-22K", 14_197_122, 21_841)
 
-_FP32 = 4  # bytes of a weight, of its gradient and of each of the optimizer's averages
-_LEAST_BATCH = 2  # batch norm wants more than one value
+_FP32 = 4  # bytes
+_MIN_BATCH = 2  # batch norm needs more than one value per channel
 _GIB, _MIB = 2**30, 2**20
 
 
 @dataclass(frozen=True)
-class Need:
-    """What a run needs whatever the number of ranks."""
+class Workload:
+    """The data set and the model of a run, which do not depend on the number of ranks."""
 
     images: int
     classes: int
-    weights: Mapping[str, Parameter]  # on the meta device, by name
-    activation_bytes: float  # of one image
-    remarks: list[str]
+    parameters: Mapping[str, Parameter]  # by name, on the meta device
+    activation_bytes: float  # per image
+    warnings: list[str]
 
     @property
-    def parameters(self) -> int:
-        """Return the number of weights."""
-        return sum(weight.numel() for weight in self.weights.values())
+    def parameter_count(self) -> int:
+        """Return the number of scalars in all parameters."""
+        return sum(parameter.numel() for parameter in self.parameters.values())
 
 
 def dry_run(config: Config, ranks: int) -> str:
-    """Word what a run on so many ranks would be."""
-    return describe(config, ranks, need_of(config))
+    """Return the text of a dry run on this many ranks."""
+    return describe(config, ranks, measure_workload(config))
 
 
-def need_of(config: Config) -> Need:
-    """Count the images and measure the network, which is built without memory for its weights."""
+def measure_workload(config: Config) -> Workload:
+    """Count the images, and measure the model on the meta device."""
     settings = config.model
     check_model(settings.model, img_size=settings.img_size, tokens=uses_tokens(config))
-    images, classes, remarks = _images(config)
+    images, classes, warnings = _count_images(config)
     with torch.device("meta"):
         model = build_model(
             settings.model,
@@ -74,78 +77,78 @@ def need_of(config: Config) -> Need:
             grad_checkpoint=settings.grad_checkpoint,
             aux_head=trains_aux_head(config),
         )
-    return Need(
+    return Workload(
         images=images,
         classes=classes,
-        weights=dict(model.named_parameters()),
+        parameters=dict(model.named_parameters()),
         activation_bytes=_activation_bytes(model, config),
-        remarks=remarks,
+        warnings=warnings,
     )
 
 
-def describe(config: Config, ranks: int, need: Need) -> str:
-    """Word settings, numbers and estimates of a run on so many ranks."""
+def describe(config: Config, ranks: int, workload: Workload) -> str:
+    """Return settings, derived numbers and estimates of a run on this many ranks as text."""
     config = resolve(config, ranks)
-    derived = derive(config, ranks=ranks, images=need.images)
-    state = state_bytes(config, ranks) * need.parameters
-    activations = need.activation_bytes * config.data.batch_size
-    buckets = build_gradient_buckets(need.weights, config.exchange, ranks=ranks, shards=1)
-    wire_bytes = sum(_wire_bytes(bucket, config) for bucket in buckets)
-    # What comes back is the summed gradients, or, of a shared-out optimizer, the new weights.
-    back_bytes = need.parameters * _FP32 if config.update.shard_optimizer else wire_bytes
-    facts = {
+    derived = derive(config, ranks=ranks, images=workload.images)
+    state = state_bytes(config, ranks) * workload.parameter_count
+    activations = workload.activation_bytes * config.data.batch_size
+    buckets = build_gradient_buckets(workload.parameters, config.exchange, ranks=ranks, shards=1)
+    sent_bytes = sum(_wire_bytes(bucket, config) for bucket in buckets)
+    # A ring allreduce gathers the sums in its second half, a sharded optimizer gathers new parameters.
+    gathered_bytes = workload.parameter_count * _FP32 if config.update.shard_optimizer else sent_bytes
+    properties = {
         "ranks": f"{ranks}",
-        "model": f"{config.model.model}, {need.parameters:,} parameters, {config.model.img_size} px",
-        "images": f"{need.images:,} of {need.classes:,} classes",
+        "model": f"{config.model.model}, {workload.parameter_count:,} parameters, {config.model.img_size} px",
+        "images": f"{workload.images:,} of {workload.classes:,} classes",
         "batch": batch_line(config, derived),
-        "rate": rate_line(config, derived),
+        "lr": lr_line(config, derived),
         "length": length_line(derived),
-        "precision": exchange_line(config, len(buckets)),
+        "precision": precision_line(config, len(buckets)),
         "memory": f"about {state / _GIB:.1f} GiB of state and "
-        f"{activations / _GIB:.1f} GiB of activations a rank",
-        "exchange": f"{wire_bytes / _MIB:.0f} MiB of gradients a step; "
-        f"{(ranks - 1) / ranks * (wire_bytes + back_bytes) / _MIB:.0f} MiB through each rank's link",
+        f"{activations / _GIB:.1f} GiB of activations per rank",
+        "exchange": f"{sent_bytes / _MIB:.0f} MiB of gradients per step; "
+        f"{(ranks - 1) / ranks * (sent_bytes + gathered_bytes) / _MIB:.0f} MiB through each rank's link",
     }
-    remarks = [*notes(config), *batch_notes(config, derived, need.images), *need.remarks]
-    return f"{dump(config)}\n{fact_lines(facts, remarks)}"
+    warnings = [*notes(config), *batch_warnings(config, derived, workload.images), *workload.warnings]
+    return f"{dump(config)}\n{format_lines(properties, warnings)}"
 
 
 def _wire_bytes(bucket: Bucket, config: Config) -> int:
     compressed = config.exchange.compression == "fp16" and bucket.compressible
-    return sum(weight.numel() for weight in bucket.parameters.values()) * (2 if compressed else _FP32)
+    return sum(parameter.numel() for parameter in bucket.parameters.values()) * (2 if compressed else _FP32)
 
 
 def state_bytes(config: Config, ranks: int) -> float:
-    """Return what one rank holds for each parameter: weight, gradient, optimizer's state, averaged weight."""
+    """Return the bytes of training state on one rank per parameter of the model."""
     update = config.update
-    averages = [key for key in STATE_KEYS[update.opt] if key != "step"]  # which is one number
-    state = float(len(averages) * _FP32)
+    moments = [key for key in STATE_KEYS[update.opt] if key != "step"]  # one scalar for a whole tensor
+    optimizer = float(len(moments) * _FP32)
     if update.shard_optimizer:
-        state = (state + _FP32) / ranks  # and a copy of the gradients of its share
-    averaged = _FP32 if update.ema_decay else 0
-    return _FP32 + _FP32 + state + averaged
+        optimizer = (optimizer + _FP32) / ranks  # with a copy of the gradients of this rank's shard
+    ema = _FP32 if update.ema_decay else 0
+    return _FP32 + _FP32 + optimizer + ema  # weight and gradient first
 
 
-def _images(config: Config) -> tuple[int, int, list[str]]:
-    """Count the images, or take ImageNet's numbers where the data is on another machine."""
-    given = [config.data.data_dir, config.objective.token_label_data, config.model.finetune]
-    places = [path for path in given if path and not path.startswith(TIMM)]
-    remarks = [f"{path} is not on this machine" for path in places if not Path(path).exists()]
-    if Path(config.data.data_dir or "/nowhere").exists():
+def _count_images(config: Config) -> tuple[int, int, list[str]]:
+    """Return images, classes and warnings; ImageNet's numbers if the data is on another machine."""
+    sources = [config.data.data_dir, config.objective.token_label_data, config.model.finetune]
+    paths = [source for source in sources if source and not source.startswith(TIMM)]
+    warnings = [f"{path} is not on this machine" for path in paths if not Path(path).exists()]
+    if config.data.data_dir and Path(config.data.data_dir).exists():
         train = build_catalog(config.data.data_dir, "train", folder=None)
-        return len(train), len(train.classes), remarks
+        return len(train), len(train.classes), warnings
     assumed = _IMAGENET_22K if config.model.num_classes == _IMAGENET_22K[2] else _IMAGENET_1K
     name, images, classes = assumed
-    return images, classes, [*remarks, f"counted with the images of {name}"]
+    return images, classes, [*warnings, f"counted with the images of {name}"]
 
 
 def _activation_bytes(model: torch.nn.Module, config: Config) -> float:
-    """Estimate what backward keeps of one image: the tensors a forward without data would save.
+    """Estimate the activations per image that autograd saves for backward, from a forward on the meta device.
 
-    Drop path computes branches for a random number of images. In a whole batch that is near the expected
-    number, and drawn from the run's seed it is the same every time.
+    Drop path computes branches for a random number of images. In a whole batch it is near the expected
+    number, and the run's seed makes it the same every time.
     """
-    side, batch = config.model.img_size, max(_LEAST_BATCH, config.data.batch_size)
+    side, batch = config.model.img_size, max(_MIN_BATCH, config.data.batch_size)
     images = torch.zeros(batch, 3, side, side, device="meta")
     with torch.random.fork_rng(devices=[]), _saved_bytes(list(model.parameters())) as saved:
         torch.manual_seed(config.run.seed)
@@ -156,17 +159,17 @@ def _activation_bytes(model: torch.nn.Module, config: Config) -> float:
 
 @contextmanager
 def _saved_bytes(parameters: list[torch.nn.Parameter]) -> Iterator[list[int]]:
-    """Add up the tensors that autograd saves inside, each storage once, weights left out."""
+    """Sum the bytes that autograd saves inside this context, each storage once, without the parameters."""
     counted = {parameter.untyped_storage()._cdata for parameter in parameters}
     total = [0]
-    kept: list[Tensor] = []  # keeps storages alive, so that none is counted under another's address
+    alive: list[Tensor] = []  # a freed storage's address could be used again, and would not be counted
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in counted:
             counted.add(storage._cdata)
             total[0] += storage.nbytes()
-            kept.append(tensor)
+            alive.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):

@@ -1,10 +1,10 @@
-"""Tell the exact accuracy of a trained network: every image once, on one rank or many.
+"""Evaluate a trained network exactly: every image once, on one rank or many.
 
     python -m horovod_volo.evaluate /path/to/imagenet --weights runs/volo_d1
     horovodrun -np 8 python -m horovod_volo.evaluate /path/to/imagenet --weights runs/volo_d1 --real real.json
     python -m horovod_volo.evaluate /path/to/imagenetv2 --v2 --weights runs/volo_d1 --per-class 20 --json -
 
-Exit status: 0 done; 1 a failure; 2 a mistake in the request, told in one message.
+Exit status: 0 done; 1 a failure; 2 a mistake in the command line or the data, explained in one message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from horovod_volo.config.arguments import Parser, add_binding, add_choice_of_weights, whole_number
+from horovod_volo.config.arguments import Parser, add_choice_of_weights, add_shared_settings, whole_number
 from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,110 +30,112 @@ STDOUT = "-"
 ALL_CLASSES = sys.maxsize
 WORST_CLASSES = 20
 
-# What the work needs is imported where it runs: --help must answer at once.
+# Heavy modules are imported where they are used, so that --help answers at once.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one rank; return its exit status."""
+    """Evaluate on one rank; return its exit status."""
     try:
-        chosen = build_parser().parse_args(arguments)
+        options = build_parser().parse_args(arguments)
     except UserError as problem:
         from horovod_volo.cluster.entry import refuse
 
         return refuse(problem)
     from horovod_volo.cluster.pinning import bind
 
-    bound = bind(chosen.binding)
+    bound = bind(options.binding)
     from horovod_volo.cluster.entry import run_on_ranks
 
-    return run_on_ranks(partial(_measure, chosen), bound)
+    return run_on_ranks(partial(_evaluate, options), bound)
 
 
-def _measure(chosen: argparse.Namespace, world: World) -> int:
+def _evaluate(options: argparse.Namespace, world: World) -> int:
+    """Evaluate, print and write the result. Collective: every rank calls this."""
     from horovod_volo.core.messages import list_problems
     from horovod_volo.evaluation.accuracy import EvalRequest, check_writable, measure_accuracy
     from horovod_volo.monitor.progress import ThroughputLine
 
-    question = EvalRequest(
-        data_dir=chosen.data_dir,
-        weights=chosen.weights,
-        model=chosen.model,
-        use_ema=chosen.use_ema,
-        aux_head=chosen.aux_head,
-        image_side=chosen.img_size,
-        crop_pct=chosen.crop_pct,
-        batch=chosen.batch_size,
-        workers=chosen.workers,
-        precision=chosen.precision,
-        split=chosen.split,
-        catalog_dir=chosen.catalog_dir,
-        real=chosen.real,
-        v2=chosen.v2,
+    request = EvalRequest(
+        data_dir=options.data_dir,
+        weights=options.weights,
+        model=options.model,
+        use_ema=options.use_ema,
+        aux_head=options.aux_head,
+        img_size=options.img_size,
+        crop_pct=options.crop_pct,
+        batch_size=options.batch_size,
+        workers=options.workers,
+        precision=options.precision,
+        split=options.split,
+        catalog_dir=options.catalog_dir,
+        real=options.real,
+        v2=options.v2,
     )
-    if chosen.json not in ("", STDOUT):
-        world.run_on_rank_zero(lambda: check_writable(chosen.json))
-    whose = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    answer = measure_accuracy(question, world, ThroughputLine(whose, shown=world.is_rank_zero))
+    if options.json not in ("", STDOUT):
+        world.run_on_rank_zero(lambda: check_writable(options.json))
+    counted = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
+    result = measure_accuracy(request, world, ThroughputLine(counted, shown=world.is_rank_zero))
+    rows = result.classes[: options.per_class]
     if world.is_rank_zero:
-        list_problems([f"left out: {text}" for text in answer.damage])
-        if chosen.json != STDOUT:
-            print(_text(question, answer, answer.classes[: chosen.per_class]), flush=True)
-    record = _record(question, answer, world.size, answer.classes[: chosen.per_class])
-    world.run_on_rank_zero(lambda: _write(chosen.json, json.dumps(record, indent=2)))
+        list_problems([f"left out: {text}" for text in result.bad_samples])
+        if options.json != STDOUT:
+            print(_format_text(request, result, rows), flush=True)
+    record = _json_record(request, result, world.size, rows)
+    world.run_on_rank_zero(lambda: _write(options.json, json.dumps(record, indent=2)))
     return DONE
 
 
-def _text(question: EvalRequest, answer: EvalResult, rows: Sequence[ClassScore]) -> str:
-    counts, scores, network = answer.counts, answer.counts.scores(), answer.network
-    facts = [
-        ("weights", question.weights),
-        ("model", f"{network.name}, {network.image_side} px, crop {answer.crop_pct:g}, {question.precision}"),
-        *(("", remark) for remark in network.remarks),
-        ("images", f"{counts.seen:,} of {answer.images}, and {counts.absent:,} damaged ones left out"),
+def _format_text(request: EvalRequest, result: EvalResult, rows: Sequence[ClassScore]) -> str:
+    counts, scores, model = result.counts, result.counts.scores(), result.model
+    properties = [
+        ("weights", request.weights),
+        ("model", f"{model.name}, {model.image_side} px, crop {result.crop_pct:g}, {request.precision}"),
+        *(("", warning) for warning in model.remarks),
+        ("images", f"{counts.images:,} of {result.data}; {counts.bad_samples:,} damaged ones left out"),
         ("top-1", f"{scores['top1']:.3f} %, {counts.top1:,} images"),
         ("top-5", f"{scores['top5']:.3f} %, {counts.top5:,} images"),
         ("loss", f"{scores['loss']:.5f}"),
     ]
-    if answer.real is not None:
-        share = f"{answer.real.accuracy:.3f} %, {answer.real.right:,} of {answer.real.images:,} images"
-        facts.append(("ReaL", share))
-    lines = [f"{name:<10}{value}" for name, value in facts]
-    return "\n".join([*lines, "", *_table(rows)] if rows else lines)
+    if result.real is not None:
+        real = f"{result.real.accuracy:.3f} %, {result.real.right:,} of {result.real.images:,} images"
+        properties.append(("ReaL", real))
+    lines = [f"{name:<10}{value}" for name, value in properties]
+    return "\n".join([*lines, "", *_format_table(rows)] if rows else lines)
 
 
-def _table(rows: Sequence[ClassScore]) -> list[str]:
+def _format_table(rows: Sequence[ClassScore]) -> list[str]:
     width = max(len("class"), *(len(row.name) for row in rows))
     lines = [f"{'class':<{width}}  images   right      %  most often taken for"]
     for row in rows:
-        instead = f"{row.mistaken_for} ({row.mistaken})" if row.mistaken else "-"
-        lines.append(f"{row.name:<{width}}  {row.images:>6}  {row.right:>6}  {row.top1:>5.1f}  {instead}")
+        mistaken = f"{row.mistaken_for} ({row.mistaken})" if row.mistaken else "-"
+        lines.append(f"{row.name:<{width}}  {row.images:>6}  {row.right:>6}  {row.top1:>5.1f}  {mistaken}")
     return lines
 
 
-def _record(
-    question: EvalRequest, answer: EvalResult, ranks: int, rows: Sequence[ClassScore]
+def _json_record(
+    request: EvalRequest, result: EvalResult, ranks: int, rows: Sequence[ClassScore]
 ) -> dict[str, Any]:
-    counts, network = answer.counts, answer.network
+    counts, model = result.counts, result.model
     record: dict[str, Any] = {
-        "weights": question.weights,
-        "model": network.name,
-        "data": answer.images,
-        "use_ema": question.use_ema,
-        "aux_head": network.has_aux_head,
-        "img_size": network.image_side,
-        "crop_pct": answer.crop_pct,
-        "mean": network.mean,
-        "std": network.std,
-        "precision": question.precision,
-        "batch_size": question.batch,
+        "weights": request.weights,
+        "model": model.name,
+        "data": result.data,
+        "use_ema": request.use_ema,
+        "aux_head": model.has_aux_head,
+        "img_size": model.image_side,
+        "crop_pct": result.crop_pct,
+        "mean": model.mean,
+        "std": model.std,
+        "precision": request.precision,
+        "batch_size": request.batch_size,
         "ranks": ranks,
         **counts.scores(),
         "top1_right": counts.top1,
         "top5_right": counts.top5,
     }
-    if answer.real is not None:
-        score = {"accuracy": answer.real.accuracy, **answer.real._asdict()}
-        record["real"] = {"file": question.real, **score}
+    if result.real is not None:
+        score = {"accuracy": result.real.accuracy, **result.real._asdict()}
+        record["real"] = {"file": request.real, **score}
     if rows:
         record["classes"] = [{**row._asdict(), "top1": row.top1} for row in rows]
     return record
@@ -153,7 +155,7 @@ def _write(file: str, text: str) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Build the command line."""
+    """Build the parser. Settings that training has too come from the schema."""
     parser = Parser(
         prog="horovodrun -np RANKS python -m horovod_volo.evaluate",
         description=__doc__,
@@ -161,56 +163,55 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("data_dir", metavar="DATA_DIR", help="folder that holds val/, as for training")
+    add_shared_settings(parser, ("data_dir",), helps={"data_dir": "folder with val/CLASS/IMAGE"})
     add(
         "--weights",
         required=True,
         metavar="SOURCE",
         help="a run folder, a checkpoint, a file, or timm:NAME for the weights that timm publishes",
     )
-    add("--model", default="", metavar="NAME", help="the network; default: as SOURCE tells, a file does not")
+    add("--model", default="", metavar="NAME", help="the model; default: the one of SOURCE's run")
     add_choice_of_weights(parser)
-    add("--img-size", type=whole_number(1), default=0, metavar="N", help="default: as it was trained")
-    add("--crop-pct", type=_share, default=0.0, metavar="X", help="default: the network's own")
-    add("--batch-size", "-b", type=whole_number(1), default=64, metavar="N", help="per rank (%(default)s)")
-    add("--workers", "-j", type=whole_number(1), default=0, metavar="N", help="data threads; default: cores")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="(%(default)s)")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--split", choices=("train", "val"), default="val", help="images (%(default)s)")
-    which.add_argument("--v2", action="store_true", help="DATA_DIR is of ImageNet-V2: folders 0 to 999")
-    add("--real", default="", metavar="FILE", help="tell the ImageNet-ReaL accuracy too, of its real.json")
+    add_shared_settings(
+        parser,
+        ("img_size", "crop_pct", "batch_size", "workers", "precision"),
+        defaults={"img_size": 0},
+        helps={
+            "img_size": "side of the square images, pixels; without this flag: as in training",
+            "batch_size": "images per rank and batch",
+        },
+    )
+    images = parser.add_mutually_exclusive_group()
+    images.add_argument(
+        "--split", choices=("train", "val"), default="val", help="split of DATA_DIR (default: %(default)s)"
+    )
+    images.add_argument(
+        "--v2", action="store_true", help="DATA_DIR is ImageNet-V2: class folders 0 to 999 without splits"
+    )
+    add("--real", default="", metavar="FILE", help="also compute ImageNet-ReaL accuracy from its real.json")
     add(
         "--per-class",
-        type=_classes,
+        type=_class_count,
         nargs="?",
         const=WORST_CLASSES,
         default=0,
         metavar="N",
-        help=f"tell of so many classes, the worst first, or of 'all'; without a number {WORST_CLASSES}",
+        help=f"list the N classes of lowest accuracy, or 'all'; without a number {WORST_CLASSES}",
     )
-    add_binding(parser)
-    add("--json", default="", metavar="FILE", help="write all this to a file; - instead of the text")
-    add(
-        "--catalog-dir",
-        default="",
-        metavar="DIR",
-        help="where several ranks share the list of images (runs/catalogs)",
+    add("--json", default="", metavar="FILE", help="also write the result as JSON; '-': print JSON only")
+    add_shared_settings(
+        parser,
+        ("binding", "catalog_dir"),
+        helps={
+            "catalog_dir": "folder for the list of images, seen by all hosts; empty: runs/catalogs, where "
+            "several ranks share the list"
+        },
     )
     return parser
 
 
-def _classes(text: str) -> int:
+def _class_count(text: str) -> int:
     return ALL_CLASSES if text == "all" else whole_number(1, because="; or all")(text)
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0.01 <= share <= 100:
-        raise argparse.ArgumentTypeError(f"takes a number such as 0.96, not {text!r}")
-    return share
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-r"""Train: read the settings, meet the other ranks, fit.
+r"""The training entry: parse the settings, bind to the host, connect to the other ranks, train.
 
     horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet --recipe volo_d1 \
       --token-label-data /path/to/token_label_data
 
-Exit status: 0 done; 75 stopped and saved, start me again; 2 a mistake in settings or data, told
-in one message; 1 any other failure.
+Exit status: 0 finished; 75 stopped on request and saved, start it again to resume; 2 a mistake in settings or
+data, explained in one message; 1 any other failure.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ DONE, MISTAKE, STOPPED = 0, 2, 75
 
 def main(arguments: list[str]) -> int:
     """Run one rank; return its exit status."""
-    # torch and Horovod are imported where they are needed: --help must answer at once.
+    # torch and Horovod are imported late, so that --help answers at once.
     try:
         request = parse(arguments)
     except UserError as problem:
         from horovod_volo.cluster.entry import refuse
 
         return refuse(problem)
-    return _tell(request) if request.dry_run else _train(request.config)
+    return _print_dry_run(request) if request.dry_run else _train(request.config)
 
 
-def _tell(request: Request) -> int:
-    """Print what would run, on one rank; nothing is started and no rank waits for another."""
-    place = read_launch_env()
-    if place.rank != 0:
+def _print_dry_run(request: Request) -> int:
+    """Print the dry run on rank 0. Horovod is not started, so no rank waits for another."""
+    launch = read_launch_env()
+    if launch.rank != 0:
         return DONE
     from horovod_volo.dry_run import dry_run
 
     try:
-        print(dry_run(request.config, request.ranks or place.size))
+        print(dry_run(request.config, request.ranks or launch.size))
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return MISTAKE
@@ -49,11 +49,11 @@ def _tell(request: Request) -> int:
 def _train(config: Config) -> int:
     from horovod_volo.engine.interrupts import StopRequest
 
-    stop = StopRequest.listening()  # a request may come while torch is still being imported
+    stop = StopRequest.listening()  # before torch is imported, which takes seconds
     from horovod_volo.cluster.env_vars import HorovodOptions
     from horovod_volo.cluster.pinning import bind
 
-    # Before torch: threads that start later inherit what is bound here.
+    # Before torch starts threads: they inherit the binding.
     bound = bind(
         config.launch.binding, HorovodOptions(config.launch.horovod_autotune, config.launch.horovod_timeline)
     )

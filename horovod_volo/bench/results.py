@@ -19,8 +19,8 @@ import torch
 
 from horovod_volo.bench.cli import Flag
 from horovod_volo.bench.comparison import Estimate, estimate
+from horovod_volo.core.environment import code_commit
 from horovod_volo.core.errors import UserError
-from horovod_volo.engine.environment import code_commit
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results.jsonl"
 # Labels of the figures in the README; docs/results.md has all figures.

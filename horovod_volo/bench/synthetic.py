@@ -76,7 +76,7 @@ def synthetic_job(config: Config, world: World, num_classes: int) -> TrainContex
     """Build a run whose data streams are never read. Collective: every rank calls this."""
     resources = rank_resources(world)
     state, _ = build_state(config, world, num_classes=num_classes, device=resources.device, finetune="")
-    state.restore({}, world)
+    state.load_full_state_dict({}, world)
     global_batch = world.size * config.data.batch_size * config.update.accumulation
     catalog = catalog_without_files(global_batch, num_classes)
     images = Images(catalog, catalog, label_maps=None)
@@ -103,7 +103,7 @@ def losses_of(context: TrainContext, batch: Batch, steps: int) -> torch.Tensor:
     """Take steps on the same batch and return the loss of each."""
     step, losses = step_of(context, batch), []
     for _ in range(steps):
-        context.window.reset()
+        context.meter.reset()
         step()
-        losses.append(context.window.sums()["total"])
+        losses.append(context.meter.sums()["total"])
     return torch.tensor(losses)

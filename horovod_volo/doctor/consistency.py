@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from horovod_volo.cluster.world import World
+from horovod_volo.core.environment import collect_environment
 from horovod_volo.doctor.finding import Finding, failure, ok, warning
-from horovod_volo.engine.environment import environment_facts
 
 _PACKAGE = Path(__file__).parents[1]
 _CODE = (".py", ".toml")
@@ -49,7 +49,7 @@ def check_consistency(world: World) -> list[Finding]:
     """Compare versions, code and settings with rank 0's. Collective: every rank calls this."""
     if world.size == 1:
         return []
-    facts = environment_facts()
+    facts = collect_environment()
     versions = {"python": facts["python"], **facts["packages"]}
     settings = {name: os.environ[name] for name in SETTINGS if name in os.environ}
     hashes = code_hashes(_PACKAGE)

@@ -1,1 +1,1 @@
-"""The work: what a step, an epoch, an evaluation and a checkpoint are. Knows all other rooms."""
+"""Training: set-up, the loop, the step, its state, checkpoints, and evaluation during training."""

@@ -1,4 +1,4 @@
-"""What a run says of itself before it begins."""
+"""The first lines of a run's log, and the lines that a dry run shares with them."""
 
 from __future__ import annotations
 
@@ -9,97 +9,97 @@ from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.engine.context import TrainContext
 
 
-def banner(context: TrainContext, hosts: list[str], remarks: list[str]) -> str:
-    """Word the start of a run, one fact a line."""
+def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) -> str:
+    """Return the banner of a run, one property a line, given each rank's host name."""
     world, images = context.world, context.images
     model = context.config.model
     parameters = sum(parameter.numel() for parameter in context.state.model.parameters())
-    places = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
+    host_count = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
     epoch, step_in_epoch = context.derived.epoch_of(context.state.step)
-    facts = {
-        "world": f"{world.size} ranks on {places}, launcher {world.launcher}, {world.controller} controller",
+    properties = {
+        "world": f"{world.size} ranks on {host_count}, launcher {world.launcher}, "
+        f"{world.controller} controller",
         "binding": f"rank 0: {context.resources}" if world.size > 1 else str(context.resources),
         "model": f"{model.model}, {parameters:,} parameters, {model.img_size} px",
         "data": f"{len(images.train):,} training and {len(images.held_out):,} held-out images, "
         f"{len(images.train.classes):,} classes; {labels_line(context.config, images.label_maps)}",
         "batch": batch_line(context.config, context.derived),
-        "rate": rate_line(context.config, context.derived),
+        "lr": lr_line(context.config, context.derived),
         "length": length_line(context.derived),
-        "precision": exchange_line(context.config, len(context.state.reducer.buckets)),
+        "precision": precision_line(context.config, len(context.state.reducer.buckets)),
         "results": f"{context.folder}  (watch: tensorboard --logdir {context.folder.parent})",
     }
     if context.state.step:
-        facts["resumed"] = f"at step {context.state.step:,}: epoch {epoch}, step {step_in_epoch} of it"
-    return fact_lines(facts, remarks)
+        properties["resumed"] = f"at step {context.state.step:,}: epoch {epoch}, step {step_in_epoch} of it"
+    return format_lines(properties, warnings)
 
 
-def fact_lines(facts: dict[str, str], remarks: list[str]) -> str:
-    """Set facts and remarks below each other, their names in one column."""
-    named = [*facts.items(), *(("note", remark) for remark in remarks)]
-    return "\n".join(f"{name:>10}  {fact}" for name, fact in named)
+def format_lines(properties: dict[str, str], warnings: list[str]) -> str:
+    """Return one line for each property and each warning, with the names right-aligned in a column."""
+    named = [*properties.items(), *(("note", warning) for warning in warnings)]
+    return "\n".join(f"{name:>10}  {value}" for name, value in named)
 
 
-def labels_line(config: Config, maps: LabelSource | None) -> str:
-    """Tell what is learned, and whether MixToken mixes plain class labels."""
+def labels_line(config: Config, label_maps: LabelSource | None) -> str:
+    """Describe the training labels."""
     if not config.objective.token_label:
-        mixed = ", of pairs of images by MixToken (not with --no-mix-token)"
+        mixed = ", of pairs of images by MixToken (disable it with --no-mix-token)"
         return "class labels" + mixed * config.objective.mix_token
     side = token_label_side(config)
-    if maps is None:
+    if label_maps is None:
         return f"{side} x {side} token labels, the image's class on every token"
-    geometry = f"{config.objective.label_geometry} geometry, maps of {maps.geometry.description}"
+    geometry = f"{config.objective.label_geometry} geometry, maps of {label_maps.geometry.description}"
     return f"{side} x {side} token labels from {config.objective.token_label_data} ({geometry})"
 
 
 def batch_line(config: Config, derived: Derived) -> str:
-    """Tell how the global batch comes about."""
+    """Describe the global batch as a product."""
     return (
-        f"{derived.global_batch:,} images a step = {derived.ranks} ranks x {config.data.batch_size} "
-        f"x {config.update.accumulation} passes"
+        f"{derived.global_batch:,} images per step = {derived.ranks} ranks x {config.data.batch_size} images "
+        f"x {config.update.accumulation} micro-batches"
     )
 
 
-def rate_line(config: Config, derived: Derived) -> str:
-    """Tell the learning rate's peak and where it comes from, and its ends where they are not as typed."""
+def lr_line(config: Config, derived: Derived) -> str:
+    """Describe the peak learning rate, and --warmup-lr and --min-lr where they are scaled with it."""
     update, batch = config.update, derived.global_batch
     if update.lr:
         return f"peak {derived.peak_lr:.3g}, as given by --lr"
-    stated = update.lr_base_size or REFERENCE_BATCH
-    ends = f"; from {derived.warmup_lr:.3g} and down to {derived.min_lr:.3g}, scaled alike"
-    scaled = update.lr_base_size and batch != stated
-    return f"peak {derived.peak_lr:.3g} = {update.lr_base:.3g} x {batch} / {stated}{ends if scaled else ''}"
+    base_batch = update.lr_base_size or REFERENCE_BATCH
+    ends = f"; warm-up from {derived.warmup_lr:.3g}, decay to {derived.min_lr:.3g}, scaled alike"
+    peak = f"peak {derived.peak_lr:.3g} = {update.lr_base:.3g} x {batch} / {base_batch}"
+    return peak + ends if update.lr_base_size and batch != base_batch else peak
 
 
-def batch_notes(config: Config, derived: Derived, images: int) -> list[str]:
-    """Say what another global batch than the stated one changes: one note, or none."""
+def batch_warnings(config: Config, derived: Derived, images: int) -> list[str]:
+    """Return a warning if the global batch is not the one that the learning rates are stated for."""
     update, batch = config.update, derived.global_batch
-    stated = update.lr_base_size or REFERENCE_BATCH
-    of_published = config.published != Published()
-    if batch == stated or (update.lr and not of_published):
+    base_batch = update.lr_base_size or REFERENCE_BATCH
+    has_published_recipe = config.published != Published()
+    if batch == base_batch or (update.lr and not has_published_recipe):
         return []
-    # The published code itself scales nothing: its command without a recipe may be meant so.
-    unscaled = "" if of_published else f" (--lr {update.lr_base:g}: not scaled)"
-    peak = f"peak learning rate {derived.peak_lr:.3g} for {update.lr_base:.3g}{unscaled}"
+    # The published code scales nothing: a command line of theirs without a recipe may rely on that.
+    unscaled = "" if has_published_recipe else f" (--lr {update.lr_base:g}: not scaled)"
+    peak = f"peak learning rate {derived.peak_lr:.3g} instead of {update.lr_base:.3g}{unscaled}"
     changes = [] if update.lr else [peak]
-    if images >= stated:
-        changes.append(f"{derived.steps_per_epoch:,} steps an epoch for {images // stated:,}")
-    near = nearest_batches(stated, derived.ranks)
-    nearer = f"; nearest on {derived.ranks} ranks: --global-batch {' or '.join(map(str, near))}"
-    source = "published with" if of_published else "learning rates are stated for"
-    return [
-        f"{batch:,} images a step, {source} {stated:,}: {', '.join(changes)}{'' if batch in near else nearer}"
-    ]
+    if images >= base_batch:
+        changes.append(f"{derived.steps_per_epoch:,} steps per epoch instead of {images // base_batch:,}")
+    nearest = nearest_batches(base_batch, derived.ranks)
+    advice = f"; nearest on {derived.ranks} ranks: --global-batch {' or '.join(map(str, nearest))}"
+    source = "published with" if has_published_recipe else "learning rates are stated for"
+    warning = f"{batch:,} images per step, {source} {base_batch:,}: {', '.join(changes)}"
+    return [warning if batch in nearest else warning + advice]
 
 
 def length_line(derived: Derived) -> str:
-    """Tell epochs and steps."""
+    """Describe the length of training in epochs and steps."""
     return (
         f"{derived.epochs} epochs x {derived.steps_per_epoch:,} steps = {derived.total_steps:,} steps "
         f"({derived.warmup_steps:,} of warm-up)"
     )
 
 
-def exchange_line(config: Config, buckets: int) -> str:
-    """Tell the arithmetic and the form of gradients on the wire."""
-    wire = {"none": "as they are", "fp16": "in fp16"}[config.exchange.compression]
-    return f"{config.exchange.precision}; gradients travel {wire} in {buckets} buckets"
+def precision_line(config: Config, buckets: int) -> str:
+    """Describe the precision of the forward pass and of the gradients on the wire."""
+    compression = {"none": "uncompressed", "fp16": "in fp16"}[config.exchange.compression]
+    return f"{config.exchange.precision}; gradients exchanged {compression} in {buckets} buckets"

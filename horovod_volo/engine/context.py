@@ -1,4 +1,7 @@
-"""Everything one run needs, built once from its settings and the world."""
+"""What a training run uses on one rank, built once from its settings and the world.
+
+`read_images` comes first: the model needs the number of classes. `build_context` takes the finished state.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ from horovod_volo.data.labels.source import LabelSource, open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import Colours
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.precision import autocast
-from horovod_volo.engine.shared_catalog import folder_for_lists, shared_catalog
+from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.engine.state import TrainState
 from horovod_volo.models.build import Forward, facts_of, heads_of, training_forward
+from horovod_volo.models.precision import autocast
 from horovod_volo.monitor.meters import LossMeter
 from horovod_volo.monitor.run_logger import Logger
 from horovod_volo.objective.image_mix import draw_image_mix
@@ -37,7 +40,7 @@ from horovod_volo.optim.schedule import lr_at
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a run, read and checked."""
+    """The lists of training and validation images, and the label maps of the training images."""
 
     train: Catalog
     held_out: Catalog
@@ -46,7 +49,7 @@ class Images:
 
 @dataclass
 class TrainContext:
-    """One run on one rank."""
+    """One training run on one rank: the loop, the step and the checkpoints use it."""
 
     config: Config
     world: World
@@ -58,14 +61,14 @@ class TrainContext:
     eval_loader: EvalLoader
     forward: Forward
     loss: Loss
-    window: LossMeter
+    meter: LossMeter  # since the last log point
     clip: Clip
-    lr: Callable[[int], float]
-    mix: Callable[[int, int], Mix]  # of a step and a pass
+    lr: Callable[[int], float]  # learning rate of a step
+    mix: Callable[[int, int], Mix]  # of a step and a micro-batch's number
     autocast: torch.autocast
     stop: StopRequest
     logger: Logger
-    told: set[str] = field(default_factory=set)  # damaged samples that were named
+    logged_bad_samples: set[str] = field(default_factory=set)
 
     @property
     def folder(self) -> Path:
@@ -73,7 +76,7 @@ class TrainContext:
         return run_folder(self.config)
 
     def close(self) -> None:
-        """End the data threads and close the files."""
+        """Stop the data threads and close all files."""
         self.train_loader.close()
         self.eval_loader.close()
         self.images.train.close()
@@ -84,38 +87,39 @@ class TrainContext:
 
 
 def run_folder(config: Config) -> Path:
-    """Return where a run's results go."""
+    """Return the folder of a run's results."""
     return Path(config.run.output) / config.run.name
 
 
 def read_images(config: Config, world: World) -> Images:
-    """Read what images there are; raise UserError where they cannot be trained on. Collective."""
+    """List the images and open the label maps; raise UserError if they do not fit. Collective."""
     world.run_on_all_ranks(partial(check_images, config))
-    folder = folder_for_lists(config.data.catalog_dir, config.run.output, world)
+    folder = catalog_folder(config.data.catalog_dir, config.run.output, world)
     train = shared_catalog(config.data.data_dir, "train", folder, world)
     held_out = shared_catalog(config.data.data_dir, "val", folder, world)
-    label_maps = world.run_on_all_ranks(partial(_checked, config, train, held_out))
+    label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
     return Images(train, held_out, label_maps)
 
 
 def check_images(config: Config) -> None:
-    """Raise UserError where the settings alone tell that no images can be read."""
+    """Raise UserError if the settings of images and label maps are wrong, whatever the data are."""
     if not config.data.data_dir:
-        raise UserError("Which images? Give the data folder: python -m horovod_volo.train DATA_DIR ...")
+        raise UserError("The data folder is missing: python -m horovod_volo.train DATA_DIR ...")
     if config.data.aa:
         parse(config.data.aa)
     _map_geometry(config)
 
 
 def _map_geometry(config: Config) -> MapGeometry | None:
-    """Return what a label map covers according to the settings; None: they leave it to the maps."""
+    """Return what label maps cover of their images by the settings; None: as recorded with the maps."""
     if config.objective.label_geometry == "reference":
         return WHOLE
-    stated = config.objective.map_geometry
-    return MapGeometry.parse(stated) if stated else None
+    geometry = config.objective.map_geometry
+    return MapGeometry.parse(geometry) if geometry else None
 
 
-def _checked(config: Config, train: Catalog, held_out: Catalog) -> LabelSource | None:
+def _open_label_maps(config: Config, train: Catalog, held_out: Catalog) -> LabelSource | None:
+    """Check the classes of the images against each other and the settings; open the label maps, if any."""
     check_same_classes(train, held_out)
     if config.model.num_classes not in (0, len(train.classes)):
         raise UserError(
@@ -137,10 +141,9 @@ def build_context(
     logger: Logger,
     stop: StopRequest,
 ) -> TrainContext:
-    """Put a run together around its state."""
+    """Build the loaders, the loss and the schedules of a run whose state is built."""
     derived = derive(config, ranks=world.size, images=len(images.train))
-    streams = _streams(config, world, images, resources)
-    loss = build_loss(config.objective, len(images.train.classes), token_label_side(config))
+    train_loader, eval_loader = build_loaders(config, world, images, resources)
     return TrainContext(
         config=config,
         world=world,
@@ -148,27 +151,28 @@ def build_context(
         derived=derived,
         images=images,
         state=state,
-        train_loader=streams[0],
-        eval_loader=streams[1],
+        train_loader=train_loader,
+        eval_loader=eval_loader,
         forward=training_forward(state.model),
-        loss=loss,
-        window=LossMeter(LossParts._fields, resources.device, lambda: streams[0].waited_seconds),
-        clip=_clip(config, state),
-        lr=_schedule(config, derived),
-        mix=_mixes(config, world),
+        loss=build_loss(config.objective, len(images.train.classes), token_label_side(config)),
+        meter=LossMeter(LossParts._fields, resources.device, lambda: train_loader.waited_seconds),
+        clip=_build_clip(config, state),
+        lr=build_schedule(config, derived),
+        mix=_build_mix(config, world),
         autocast=autocast(config.exchange.precision, resources.device),
         stop=stop,
         logger=logger,
     )
 
 
-def _streams(
+def build_loaders(
     config: Config, world: World, images: Images, resources: RankResources
 ) -> tuple[TrainLoader, EvalLoader]:
+    """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
     threads = config.data.workers or resources.threads
     facts = facts_of(config.model.model)
     colours = Colours(facts.mean, facts.std)
-    train = TrainLoader(
+    train_loader = TrainLoader(
         images.train,
         images.label_maps,
         config.data,
@@ -181,7 +185,7 @@ def _streams(
         threads=threads,
         colours=colours,
     )
-    held_out = EvalLoader(
+    eval_loader = EvalLoader(
         images.held_out,
         config.data,
         image_size=config.model.img_size,
@@ -193,10 +197,10 @@ def _streams(
         threads=threads,
         colours=colours,
     )
-    return train, held_out
+    return train_loader, eval_loader
 
 
-def _clip(config: Config, state: TrainState) -> Clip:
+def _build_clip(config: Config, state: TrainState) -> Clip:
     return build_clip(
         config.update.clip_mode,
         config.update.clip_grad,
@@ -207,7 +211,8 @@ def _clip(config: Config, state: TrainState) -> Clip:
     )
 
 
-def _schedule(config: Config, derived: Derived) -> Callable[[int], float]:
+def build_schedule(config: Config, derived: Derived) -> Callable[[int], float]:
+    """Return the learning rate as a function of the step."""
     return partial(
         lr_at,
         peak=derived.peak_lr,
@@ -220,7 +225,8 @@ def _schedule(config: Config, derived: Derived) -> Callable[[int], float]:
     )
 
 
-def _mixes(config: Config, world: World) -> Callable[[int, int], Mix]:
+def _build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
+    """Return MixToken, mixup/CutMix or no mixing as a function of the step and the micro-batch's number."""
     seed, objective = config.run.seed, config.objective
     if objective.mix_token:
         side = token_label_side(config)

@@ -1,4 +1,4 @@
-"""Exact accuracy on the held-out images: counts over all ranks, every image once."""
+"""Exact accuracy on the validation images: every image counts once, whatever the number of ranks."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import NO_CLASS, Batch, EvalLoader
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.damage import log_bad_samples
 
 Scores = dict[str, float | int]
-Note = Callable[[Batch, Tensor], object]  # of a batch and the class each image is taken for (batch,)
+OnBatch = Callable[[Batch, Tensor], object]  # given a batch and its predicted classes (batch,)
 
 
-class Counts(NamedTuple):
-    """What was counted on all ranks."""
+class EvalCounts(NamedTuple):
+    """Sums over the images of all ranks."""
 
-    top1: int  # right at first
-    top5: int  # right among five
-    loss: float  # summed
-    seen: int
-    absent: int  # damaged
+    top1: int  # images whose class is predicted first
+    top5: int  # images whose class is among the first five predictions
+    loss_sum: float
+    images: int
+    bad_samples: int  # damaged images, which are in none of the other sums
 
     def scores(self) -> Scores:
-        """Return top-1 and top-5 in per cent, the mean loss, and the images counted."""
-        means = {"top1": 100 * self.top1, "top5": 100 * self.top5, "loss": self.loss}
-        images = {"images": self.seen, "bad_samples": self.absent}
-        return {name: value / self.seen for name, value in means.items()} | images
+        """Return top-1 and top-5 in per cent, the mean loss, and the numbers of images."""
+        return {
+            "top1": 100 * self.top1 / self.images,
+            "top5": 100 * self.top5 / self.images,
+            "loss": self.loss_sum / self.images,
+            "images": self.images,
+            "bad_samples": self.bad_samples,
+        }
 
 
 def evaluate(context: TrainContext) -> Scores:
-    """Evaluate the raw and the averaged weights. Collective: every rank calls this."""
+    """Evaluate the raw weights and, with an EMA, the averaged ones. Collective: every rank calls this."""
     scores = evaluate_model(context, context.state.model)
     for name, model in context.state.average.models().items():
         scores |= {
@@ -50,39 +53,37 @@ def evaluate(context: TrainContext) -> Scores:
 
 
 def evaluate_model(context: TrainContext, model: nn.Module) -> Scores:
-    """Return top-1 and top-5 in per cent, the mean loss, and the images counted. Collective."""
+    """Return a model's scores on the validation images. Collective: every rank calls this."""
     model.eval()
     with torch.inference_mode(), context.autocast:
-        counts = count_right(model, context.eval_loader, context.resources.device)
-    totals = total(counts, context.images.held_out, context.world)
-    log_bad_samples(context, context.eval_loader.damage)
-    return totals.scores()
+        counts = count_correct(model, context.eval_loader, context.resources.device)
+    return sum_counts(counts, context.images.held_out, context.world).scores()
 
 
-def total(counts: Tensor, catalog: Catalog, world: World) -> Counts:
-    """Add every rank's counts; each image of the catalog must be among them. Collective."""
-    top1, top5, loss, seen, absent = world.sum_over_ranks(*counts.tolist())
-    if seen + absent != len(catalog):
-        raise RuntimeError(f"evaluation saw {seen + absent:.0f} images of {len(catalog)}")
-    if not seen:
-        raise UserError(f"none of the images in {catalog.source} can be read.")
-    return Counts(int(top1), int(top5), loss, int(seen), int(absent))
-
-
-def count_right(
+def count_correct(
     model: nn.Module,
-    stream: EvalLoader,
+    loader: EvalLoader,
     device: torch.device,
-    note: Note = lambda batch, taken: None,  # noqa: ARG005
+    on_batch: OnBatch = lambda batch, predictions: None,  # noqa: ARG005
 ) -> Tensor:
-    """Count over this rank's images: right at first, right among five, summed loss, seen, damaged."""
+    """Return this rank's sums in the order of EvalCounts (5,); they stay on the device."""
     counts = torch.zeros(5, dtype=torch.float64, device=device)
-    for batch in stream:
+    for batch in loader:
         logits = model(batch.images).float()  # (batch, classes)
         best = logits.topk(min(5, logits.shape[1]), dim=1).indices  # (batch, 5)
-        hits = best == batch.classes[:, None]
+        correct = best == batch.classes[:, None]
         loss = F.cross_entropy(logits, batch.classes, reduction="sum", ignore_index=NO_CLASS)
-        absent = (batch.classes == NO_CLASS).sum()
-        counts += torch.stack([hits[:, 0].sum(), hits.any(dim=1).sum(), loss, len(logits) - absent, absent])
-        note(batch, best[:, 0])
+        bad = (batch.classes == NO_CLASS).sum()
+        counts += torch.stack([correct[:, 0].sum(), correct.any(dim=1).sum(), loss, len(logits) - bad, bad])
+        on_batch(batch, best[:, 0])
     return counts
+
+
+def sum_counts(counts: Tensor, catalog: Catalog, world: World) -> EvalCounts:
+    """Sum the ranks' counts; raise RuntimeError unless they cover the catalog exactly. Collective."""
+    top1, top5, loss_sum, images, bad_samples = world.sum_over_ranks(*counts.tolist())
+    if images + bad_samples != len(catalog):
+        raise RuntimeError(f"evaluation covered {images + bad_samples:.0f} images of {len(catalog)}")
+    if not images:
+        raise UserError(f"none of the images in {catalog.source} can be read.")
+    return EvalCounts(int(top1), int(top5), loss_sum, int(images), int(bad_samples))

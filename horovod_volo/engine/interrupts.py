@@ -1,8 +1,8 @@
-"""The "stop, please" of a scheduler: remembered here, acted on at the next log point.
+"""Stop requests of a scheduler: SIGTERM and SIGUSR1.
 
-A handler only sets a flag; ranks agree on it where they exchange their sums anyway. A second
-SIGTERM ends the process at once. A second SIGUSR1 does not: schedulers and launchers pass it on
-each in its own way, so that one request may arrive twice.
+The handler only sets a flag. Ranks agree on it at the next log point, where they exchange sums in any case.
+A second SIGTERM ends the process at once. A second SIGUSR1 does not: schedulers and launchers forward signals
+in different ways, and the same request may arrive twice.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether this process has been asked to save and stop."""
+    """Whether this process has been asked to save a checkpoint and stop."""
 
     def __init__(self) -> None:
         self.received = False
 
     @classmethod
     def listening(cls) -> StopRequest:
-        """Return one that hears of signals from now on."""
+        """Install the signal handlers and return the request that they set."""
         request = cls()
         for number in _SIGNALS:
-            signal.signal(number, request._remember)
-        # Whoever starts ranks may have them begin with these blocked, so that no early request is lost.
+            signal.signal(number, request._receive)
+        # Launchers may start ranks with these signals blocked, so that no early request is lost.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return request
 
     @staticmethod
     def ignore_from_now_on() -> None:
-        """Let SIGUSR1 change nothing any more: Python's own end would make it deadly again."""
+        """Ignore SIGUSR1: at shutdown Python restores its default handler, which would kill the process."""
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
-    def _remember(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+    def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.received = True
         if number == signal.SIGTERM:
             signal.signal(number, signal.SIG_DFL)

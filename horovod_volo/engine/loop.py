@@ -1,32 +1,38 @@
-"""The run: epochs of steps, log points, evaluations and checkpoints, until the end or a request to stop.
+"""The training loop: epochs of steps, log points, evaluations and checkpoints.
 
-Every rank goes through the same lines. An evaluation belongs to a checkpoint: it is made after
-the checkpoint is on disk, and a run that was killed between the two makes up for it.
+Every rank executes the same lines. An epoch is evaluated after its checkpoint is on disk; a run that was
+killed between the two evaluates when it resumes.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.engine.checkpoint.saving import (
     check_losses,
+    has_evaluation,
     save_checkpoint,
     save_evaluation,
-    was_evaluated,
 )
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.damage import log_bad_samples
 from horovod_volo.engine.evaluation import evaluate
-from horovod_volo.engine.garbage import collected_by_hand
 from horovod_volo.engine.step import train_step
 
 
 def fit(context: TrainContext) -> bool:
-    """Train to the end, or return False where the run was asked to stop and is saved. Collective."""
-    with collected_by_hand():
+    """Train to the last step, or to a stop request: then return False. Collective: every rank calls this.
+
+    In either case the last step has a checkpoint.
+    """
+    with garbage_collected_at_log_points():
         while True:
             if evaluation_due(context):
-                save_evaluation(context, evaluate(context))
+                scores = evaluate(context)
+                log_bad_samples(context, context.eval_loader.damage)
+                save_evaluation(context, scores)
             if context.state.step == context.derived.total_steps:
                 return True
             finished = train_epoch(context)
@@ -36,39 +42,34 @@ def fit(context: TrainContext) -> bool:
 
 
 def train_epoch(context: TrainContext) -> bool:
-    """Train to the end of the epoch the state stands in, or return False to stop before it. Collective."""
+    """Train to the end of the current epoch, or to a stop request: then return False. Collective."""
     run, state = context.config.run, context.state
     epoch, first_step = context.derived.epoch_of(state.step)
-    passes = context.train_loader.batches(epoch, first_step)
-    context.window.reset()
+    batches = context.train_loader.batches(epoch, first_step)
+    context.meter.reset()
     for _ in range(first_step, context.derived.steps_per_epoch):
-        train_step(context, passes)
+        train_step(context, batches)
         if state.step % run.log_every == 0 and log_point(context, epoch):
             return False
         if state.step == run.stop_at_step:
             return False
         if run.checkpoint_every and state.step % run.checkpoint_every == 0:
             save_checkpoint(context)
-    return not (context.window.micro_batches and log_point(context, epoch))
+    return not (context.meter.micro_batches and log_point(context, epoch))
 
 
 def log_point(context: TrainContext, epoch: int) -> bool:
-    """Tell how training goes; return True where any rank was asked to stop. Collective."""
-    window, world, step = context.window, context.world, context.state.step
-    sums = window.sums()
-    seconds = window.seconds
+    """Log losses and speed since the last log point; return whether a stop was requested. Collective."""
+    meter, world, step = context.meter, context.world, context.state.step
+    sums = meter.sums()
+    seconds = meter.seconds
     skipped = context.train_loader.damage.skipped
     totals = world.sum_over_ranks(
-        *sums.values(),
-        window.micro_batches,
-        seconds,
-        window.data_wait_seconds,
-        skipped,
-        context.stop.received,
+        *sums.values(), meter.micro_batches, seconds, meter.data_wait_seconds, skipped, context.stop.received
     )
-    *losses, passes, all_seconds, waited, all_skipped, stops = totals
+    *losses, micro_batches, all_seconds, waited, all_skipped, stops = totals
     log_bad_samples(context, context.train_loader.damage)
-    means = {name: value / passes for name, value in zip(sums, losses, strict=True)}
+    means = {name: value / micro_batches for name, value in zip(sums, losses, strict=True)}
     check_losses(context, losses)
     context.logger.log_training(
         step,
@@ -79,20 +80,53 @@ def log_point(context: TrainContext, epoch: int) -> bool:
             "class_loss": means["class_loss"],
             "token_loss": means["token_loss"],
             "lr": context.lr(step - 1),
-            "images_per_second": passes * context.config.data.batch_size * world.size / all_seconds,
+            "images_per_second": micro_batches * context.config.data.batch_size * world.size / all_seconds,
             "data_wait": waited / all_seconds,
             "bad_samples": int(all_skipped),
         },
     )
-    gc.collect()  # here all ranks have just met, and do it at once
-    window.reset()
+    gc.collect()  # on all ranks at once: they have just synchronised in sum_over_ranks
+    meter.reset()
     return stops > 0
 
 
+def log_bad_samples(context: TrainContext, tracker: BadSampleTracker) -> None:
+    """Log the samples that any rank has skipped since the last call. Collective: every rank calls this."""
+    skipped = tracker.untold()
+    (on_all_ranks,) = context.world.sum_over_ranks(len(skipped))
+    if not on_all_ranks:
+        return
+    for messages in context.world.allgather_object(skipped):
+        for message in messages:
+            # Another rank may have read, and logged, this sample in an earlier epoch.
+            if message not in context.logged_bad_samples:
+                context.logged_bad_samples.add(message)
+                context.logger.log(f"left out: {message}")
+
+
 def evaluation_due(context: TrainContext) -> bool:
-    """Say whether an epoch has just ended that is to be evaluated and has not been. Collective."""
+    """Return whether the current step ends an epoch that must be evaluated and has not been. Collective."""
     epochs_done, steps_over = context.derived.epoch_of(context.state.step)
     if steps_over or epochs_done == 0:
         return False
-    chosen = epochs_done % context.config.run.eval_every == 0 or epochs_done == context.derived.epochs
-    return chosen and not was_evaluated(context)
+    selected = epochs_done % context.config.run.eval_every == 0 or epochs_done == context.derived.epochs
+    return selected and not has_evaluation(context)
+
+
+@contextmanager
+def garbage_collected_at_log_points() -> Iterator[None]:
+    """Disable Python's automatic garbage collection; `log_point` collects on all ranks at the same time.
+
+    Automatic collections would stop each rank at a different time, and in an allreduce all ranks wait for the
+    slowest one. Little garbage gathers between log points: reference counts free a step's tensors.
+    """
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()  # models, catalogs and modules live to the end of the run: exempt them from later collections
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if was_enabled:
+            gc.enable()

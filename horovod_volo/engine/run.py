@@ -1,6 +1,6 @@
-"""One run from its settings to its end, in the order in which things can go wrong.
+"""One training run: check the settings, build everything, train to the end or to a stop request.
 
-What can be checked is checked before anything is written.
+Everything that can be checked is checked before the first file is written.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import notes, uses_tokens
+from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.labels.source import geometry_warnings
-from horovod_volo.engine.banner import banner, batch_notes
-from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore
-from horovod_volo.engine.compiled import check_compiler, compile_blocks
+from horovod_volo.engine.banner import batch_warnings, format_banner
+from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.context import TrainContext, build_context, read_images, run_folder
-from horovod_volo.engine.environment import environment_facts
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
-from horovod_volo.engine.precision import remarks_on
 from horovod_volo.engine.state import build_state
 from horovod_volo.models.build import check_model
+from horovod_volo.models.compiled import check_compiler, compile_blocks
+from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.run_logger import Logger, NullLogger, RunLogger
 
 
 def run(config: Config, world: World, stop: StopRequest) -> bool:
-    """Train; return whether it came to its end, or was asked to stop and is saved. Collective."""
-    context, remarks = setup(config, world, stop)
+    """Train; return False if a stop was requested before the last step. Collective: every rank calls this."""
+    context, warnings = setup(config, world, stop)
     try:
-        log_start(context, remarks)
+        log_start(context, warnings)
         finished = fit(context)
         context.logger.log(end_message(context, finished))
         return finished
@@ -43,15 +43,15 @@ def run(config: Config, world: World, stop: StopRequest) -> bool:
 
 
 def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext, list[str]]:
-    """Check and build everything; return the run and remarks about it. Collective: every rank calls this."""
+    """Check the settings and build the run; return it with warnings. Collective: every rank calls this."""
     resources = rank_resources(world)
     config = world.run_on_all_ranks(partial(resolve, config, world.size))
-    world.run_on_all_ranks(partial(_check_files, config))
+    world.run_on_all_ranks(partial(_check_horovod_files, config))
     world.run_on_all_ranks(partial(_check_model, config))
     images = read_images(config, world)
     derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=len(images.train)))
     checkpoint = checkpoint_to_resume(config, world, images.train)
-    state, remarks = world.run_on_all_ranks(
+    state, state_warnings = world.run_on_all_ranks(
         lambda: build_state(
             config,
             world,
@@ -62,23 +62,27 @@ def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext
     )
     if config.model.compile:
         world.run_on_all_ranks(partial(compile_blocks, state.model))
-    remarks = [*remarks, *restore(state, checkpoint, world)]
-    logger = world.run_on_all_ranks(partial(_tracker, config, world, state.step, derived.total_steps))
+    state_warnings += restore_state(state, checkpoint, world)
+    logger = world.run_on_all_ranks(partial(_open_logger, config, world, state.step, derived.total_steps))
     context = build_context(config, world, images, resources, state, logger, stop)
+    warnings = [
+        *notes(config),
+        *batch_warnings(config, derived, len(images.train)),
+        *precision_warnings(config.exchange.precision, resources.device),
+    ]
     if images.label_maps is not None:
-        remarks = geometry_warnings(config.objective.token_label_data, images.label_maps) + remarks
-    found = notes(config) + batch_notes(config, derived, len(images.train))
-    return context, found + remarks_on(config.exchange.precision, resources.device) + remarks
+        warnings += geometry_warnings(config.objective.token_label_data, images.label_maps)
+    return context, warnings + state_warnings
 
 
-def _check_files(config: Config) -> None:
+def _check_horovod_files(config: Config) -> None:
     for flag, file in (
         ("autotune", config.launch.horovod_autotune),
         ("timeline", config.launch.horovod_timeline),
     ):
         if file and not Path(file).parent.is_dir():
             raise UserError(
-                f"--horovod-{flag} {file}: there is no folder {Path(file).parent}. Make it first."
+                f"--horovod-{flag} {file}: the folder {Path(file).parent} does not exist. Create it first."
             )
 
 
@@ -88,12 +92,12 @@ def _check_model(config: Config) -> None:
         check_compiler()
 
 
-def _tracker(config: Config, world: World, first_step: int, total_steps: int) -> Logger:
+def _open_logger(config: Config, world: World, first_step: int, total_steps: int) -> Logger:
     if not world.is_rank_zero:
         return NullLogger()
     folder = run_folder(config)
     try:
-        # A launcher puts its own marks before each line: one that moves in place would be torn by them.
+        # Launchers prefix lines with the rank, which would break a progress line that is rewritten in place.
         live = world.launcher == "none"
         return RunLogger(folder, first_step=first_step, total_steps=total_steps, live=live)
     except OSError as error:
@@ -102,19 +106,19 @@ def _tracker(config: Config, world: World, first_step: int, total_steps: int) ->
         ) from None
 
 
-def log_start(context: TrainContext, remarks: list[str]) -> None:
-    """Say what runs and keep with what it was made. Collective: every rank calls this."""
+def log_start(context: TrainContext, warnings: list[str]) -> None:
+    """Log the banner and write `resolved.toml` and `environment.json`. Collective: every rank calls this."""
     hosts, bindings = context.world.hosts(), context.world.allgather_object(str(context.resources))
-    of_ranks = context.world.allgather_object(context.world.binding.warnings)
-    bound = dict.fromkeys(remark for of_rank in of_ranks for remark in of_rank)  # each once
-    context.logger.log(banner(context, hosts, [*bound, *remarks]))
+    warnings_of_ranks = context.world.allgather_object(context.world.binding.warnings)
+    binding_warnings = dict.fromkeys(text for texts in warnings_of_ranks for text in texts)  # each once
+    context.logger.log(format_banner(context, hosts, [*binding_warnings, *warnings]))
     context.logger.write_file("resolved.toml", dump(context.config))
-    facts = environment_facts() | {"hosts": hosts, "bindings": bindings}
-    context.logger.write_file("environment.json", json.dumps(facts, indent=2))
+    environment = collect_environment() | {"hosts": hosts, "bindings": bindings}
+    context.logger.write_file("environment.json", json.dumps(environment, indent=2))
 
 
 def end_message(context: TrainContext, finished: bool) -> str:
-    """Word the end of a run."""
+    """Return the last line of the log; the scripts in jobs/ look for its first words."""
     if finished:
         return f"done: {context.state.step} steps; best weights in {context.folder / 'checkpoints' / 'best'}"
-    return f"stopped at step {context.state.step} and saved; --resume auto goes on from here"
+    return f"stopped at step {context.state.step} and saved; resume with --resume auto"

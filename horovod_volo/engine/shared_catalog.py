@@ -1,4 +1,7 @@
-"""One list of images for all ranks: made by one, opened by the others."""
+"""One list of images for all ranks: rank 0 writes it, the other ranks open it.
+
+Training, evaluation and labelling use it. It is here and not in `data`, which knows nothing of ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalo
 from horovod_volo.data.images.split_folder import Split
 
 
-def folder_for_lists(chosen: str, output: str, world: World) -> Path | None:
-    """Return where lists of images are kept: as chosen, else beside the runs in `output`."""
-    if chosen:
-        return Path(chosen)
-    # A rank that is alone shares its list with nobody, and leaves no file where none was asked for.
+def catalog_folder(catalog_dir: str, output: str, world: World) -> Path | None:
+    """Return the folder for lists of images: `catalog_dir`, else one in `output`; None: in memory."""
+    if catalog_dir:
+        return Path(catalog_dir)
+    # A single rank shares its list with nobody, and writes no file that was not asked for.
     return Path(output) / "catalogs" if world.size > 1 else None
 
 
 def shared_catalog(data_dir: str, split: Split, folder: Path | None, world: World) -> Catalog:
-    """List a split's images on rank 0, into `folder`; open that list on the others. Collective.
+    """List a split's images on rank 0 and open that list on all ranks. Collective: every rank calls this.
 
-    Without a folder the list is in memory: for a rank that is alone.
+    The list is a file in `folder`; None keeps it in memory, which needs a world of one rank.
     """
     built = world.run_on_all_ranks(
         lambda: build_catalog(data_dir, split, folder) if world.is_rank_zero else None

@@ -1,4 +1,4 @@
-"""What a run is at a step: everything that training changes, and nothing that can be worked out."""
+"""The training state: everything that a step changes, and nothing that follows from the settings."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head
-from horovod_volo.engine.checkpoint.files import Files
-from horovod_volo.engine.precision import mend_convolutions
+from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name
+from horovod_volo.models.precision import fix_convolutions
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.optim.build import STATE_KEYS, build_optimizer, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
 from horovod_volo.optim.groups import parameter_groups
 
+_OPTIMIZER, _EXCHANGE = "optimizer", "exchange"  # files of a checkpoint that are not loaded like the others
+
 
 @dataclass
 class TrainState:
-    """The network, its optimizer, its averaged weights, the loss scale, and the number of steps taken.
+    """The model, its optimizer, its EMA, the loss scale, and the number of steps taken.
 
-    The reducer holds the gradients, and knows which rank keeps which part of the optimizer's state.
+    The reducer owns the gradients, and knows which rank holds which shard of a sharded optimizer.
     """
 
     model: nn.Module
@@ -39,49 +41,48 @@ class TrainState:
     step: int = 0
 
     def replicated_tensors(self) -> Iterator[Tensor]:
-        """Go through the live tensors that are the same on all ranks, in the same order on each."""
-        yield from self.model.state_dict().values()
-        yield from self.reducer.replicated_tensors(self._optimizer_state()).values()
-        yield from self.average.tensors().values()
-        yield from self.reducer.scales.state_tensors().values()
+        """Iterate over the live tensors that must be equal on all ranks, in the same order on each."""
+        tensors_by_file = self._tensors_by_file()
+        tensors_by_file[_OPTIMIZER] = self.reducer.replicated_tensors(tensors_by_file[_OPTIMIZER])
+        for tensors in tensors_by_file.values():
+            yield from tensors.values()
 
     def full_state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """Return all tensors by file, the optimizer's on rank 0 alone. Collective: every rank calls this."""
-        files = {
-            "model": self.model.state_dict(),
-            "optimizer": self.reducer.gather_optimizer_state(self._optimizer_state(), self.optimizer_keys),
-            "ema": self.average.tensors(),
-            "exchange": self.reducer.scales.state_tensors(),
-        }
-        return {file: tensors for file, tensors in files.items() if tensors}
+        """Return all tensors by checkpoint file and name, complete on rank 0. Collective."""
+        tensors_by_file = self._tensors_by_file()
+        tensors_by_file[_OPTIMIZER] = self.reducer.gather_optimizer_state(
+            tensors_by_file[_OPTIMIZER], self.optimizer_keys
+        )
+        return {file: tensors for file, tensors in tensors_by_file.items() if tensors}
 
     @torch.no_grad()
-    def restore(self, saved: Files, world: World) -> None:
-        """Give all ranks what rank 0 has saved, or else what it has. Collective: every rank calls this."""
-        own = {
-            "model": self.model.state_dict(),
-            "ema": self.average.tensors(),
-            "exchange": self.reducer.scales.state_tensors(),
-        }
-        for file, tensors in own.items():
+    def load_full_state_dict(self, saved: StateDicts, world: World) -> None:
+        """Load rank 0's `saved` tensors on all ranks; what it lacks becomes rank 0's. Collective."""
+        tensors_by_file = self._tensors_by_file()
+        optimizer = tensors_by_file.pop(_OPTIMIZER)
+        for file, tensors in tensors_by_file.items():
             for name, tensor in saved.get(file, {}).items():
-                # Buckets of another size have maxima of their own, found in the first step.
-                if file != "exchange" or (name in tensors and tensors[name].shape == tensor.shape):
+                # The maxima of buckets of another size do not fit; the first step finds new ones.
+                if file != _EXCHANGE or (name in tensors and tensors[name].shape == tensor.shape):
                     tensors[name].copy_(tensor)
             world.broadcast_(tensors.values())
         self.reducer.scales.update_after_restore()
-        self.reducer.scatter_optimizer_state(
-            self._optimizer_state(), self.optimizer_keys, saved.get("optimizer", {})
-        )
+        self.reducer.scatter_optimizer_state(optimizer, self.optimizer_keys, saved.get(_OPTIMIZER, {}))
 
-    def _optimizer_state(self) -> dict[str, Tensor]:
-        return state_tensors(self.optimizer, self.reducer.local_parameters)
+    def _tensors_by_file(self) -> dict[str, dict[str, Tensor]]:
+        """Return this rank's live tensors by checkpoint file and name; of a sharded optimizer, its shard."""
+        return {
+            "model": self.model.state_dict(),
+            _OPTIMIZER: state_tensors(self.optimizer, self.reducer.local_parameters),
+            "ema": self.average.tensors(),
+            _EXCHANGE: self.reducer.scales.state_tensors(),
+        }
 
 
 def build_state(
     config: Config, world: World, *, num_classes: int, device: torch.device, finetune: str
 ) -> tuple[TrainState, list[str]]:
-    """Build the network and its optimizer as they are before the first step; return remarks with them."""
+    """Return the state before the first step, with the weights of `finetune` if given, and warnings."""
     torch.manual_seed(config.run.seed)
     settings, update = config.model, config.update
     model = build_model(
@@ -92,15 +93,15 @@ def build_state(
         grad_checkpoint=settings.grad_checkpoint,
         aux_head=trains_aux_head(config),
     )
-    remarks: list[str] = []
+    warnings: list[str] = []
     if finetune:
-        state, which = read_weights(finetune, use_ema=settings.use_ema)
-        taken = load_weights(
-            model, our_name(settings.model), state, finetune, allowed=settings.allow_mismatch
+        weights, which = read_weights(finetune, use_ema=settings.use_ema)
+        mismatches = load_weights(
+            model, our_name(settings.model), weights, finetune, allowed=settings.allow_mismatch
         )
-        remarks = [f"weights from {finetune}", *which, *taken]
+        warnings = [f"weights from {finetune}", *which, *mismatches]
     model.to(device).train()
-    remarks += mend_convolutions(model, config.exchange.precision, device)
+    warnings += fix_convolutions(model, config.exchange.precision, device)
     reducer = _reducer(config, world, model)
     groups = parameter_groups(
         dict(model.named_parameters()),
@@ -118,9 +119,9 @@ def build_state(
     )
     scaler = torch.amp.GradScaler(device.type, enabled=config.exchange.precision == "fp16")
     keys = STATE_KEYS[update.opt]
-    return TrainState(model, reducer, optimizer, keys, average, scaler), remarks
+    return TrainState(model, reducer, optimizer, keys, average, scaler), warnings
 
 
 def _reducer(config: Config, world: World, model: nn.Module) -> Reducer:
-    kind = ShardedReducer if config.update.shard_optimizer else Reducer
-    return kind(model, world, config.exchange, micro_batches=config.update.accumulation)
+    reducer_type = ShardedReducer if config.update.shard_optimizer else Reducer
+    return reducer_type(model, world, config.exchange, micro_batches=config.update.accumulation)

@@ -1,7 +1,7 @@
-"""One training step: from a batch of images to changed weights.
+"""One training step: forward and backward over the micro-batches, allreduce, clip, optimizer, EMA.
 
-The order after the ring is fixed: unscale, clip, step, update the scale. Gradients are then the
-same on all ranks, so an overflow on one is seen, and skipped, by all.
+Invariant: gradients are unscaled and clipped after the allreduce. They are then the same on all ranks, so
+that all ranks skip the step if fp16 overflowed on any of them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from horovod_volo.optim.groups import set_lr
 _STREAM = 0x64_72_6F_70  # keeps stochastic depth apart from every other use of the seed
 
 
-def train_step(context: TrainContext, passes: Iterator[Batch]) -> None:
-    """Take the next passes and make one update of them. Collective: every rank calls this."""
+def train_step(context: TrainContext, batches: Iterator[Batch]) -> None:
+    """Make one optimizer step from the next micro-batches. Collective: every rank calls this."""
     state, accumulation = context.state, context.config.update.accumulation
     set_lr(state.optimizer, context.lr(state.step))
     for number in range(accumulation):
-        batch = next(passes)
+        batch = next(batches)
         labels = Labels(batch.classes, batch.scores, batch.ids, batch.boxes, batch.reach)
         mix = context.mix(state.step, number)
         seed_pass(context.resources.device, context.config.run.seed, state.step, context.world.rank, number)
@@ -33,7 +33,7 @@ def train_step(context: TrainContext, passes: Iterator[Batch]) -> None:
             class_logits, token_logits = context.forward(mix.images(batch.images), mix.swap_tokens)
         parts = context.loss(class_logits, token_logits, labels, mix)
         state.scaler.scale(parts.total / accumulation).backward()  # type: ignore[no-untyped-call]
-        context.window.add(parts)
+        context.meter.add(parts)
     with state.reducer.synchronized_gradients():
         state.scaler.unscale_(state.optimizer)
         divide(state.optimizer, context.clip())

@@ -1,7 +1,6 @@
-"""The accuracy of a trained network, on as many ranks as there are.
+"""Evaluate a trained model on one rank or many: each rank predicts its part of the images.
 
-Each rank notes what its own share of the images is taken for; the notes of all meet once, at the end. What
-can be refused is refused before the first image is read.
+Whatever can be wrong with the request is checked before the first image is read.
 """
 
 from __future__ import annotations
@@ -26,158 +25,160 @@ from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.data.loader import NO_CLASS, Batch, EvalLoader
 from horovod_volo.data.pipeline import Colours
-from horovod_volo.engine.evaluation import Counts, count_right, total
-from horovod_volo.engine.precision import autocast, mend_convolutions
-from horovod_volo.engine.shared_catalog import folder_for_lists, shared_catalog
+from horovod_volo.engine.evaluation import EvalCounts, count_correct, sum_counts
+from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet_real import RealScore, read_real, score_real
 from horovod_volo.evaluation.imagenet_v2 import numbered_catalog
 from horovod_volo.evaluation.per_class import ClassScore, class_scores
 from horovod_volo.models.aux_head import Choice
+from horovod_volo.models.precision import autocast, fix_convolutions
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
 
-Progress = Callable[[int, int], None]  # images done by this rank, of how many
+Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
 
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """Which network is to be asked about which images, and how."""
+    """The model, the images and the settings of an evaluation."""
 
     data_dir: str
     weights: str
-    model: str  # empty: the weights tell
-    use_ema: bool  # the averaged weights, where raw ones lie with them
-    aux_head: Choice  # whether the best token's logits are added
-    image_side: int  # 0: the one it was trained at
-    crop_pct: float  # 0: the network's own
-    batch: int
-    workers: int  # 0: the rank's share of the cores
+    model: str  # empty: the model of the run that the weights are in
+    use_ema: bool  # the averaged weights, where the source holds raw and averaged ones
+    aux_head: Choice  # whether the auxiliary head's logits are added
+    img_size: int  # 0: the one of training
+    crop_pct: float  # 0: the model's own
+    batch_size: int  # per rank
+    workers: int  # 0: one per core of the rank
     precision: str
     split: Split
-    catalog_dir: str  # empty: beside the runs, where several ranks share the list
-    real: str  # empty: not asked for
-    v2: bool
+    catalog_dir: str  # empty: inside the default --output, if there are several ranks
+    real: str  # ImageNet-ReaL's file; empty: none
+    v2: bool  # the images are ImageNet-V2's
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """What was found, the same on every rank."""
+    """The result of an evaluation, the same on every rank."""
 
-    network: PretrainedModel
+    model: PretrainedModel
     crop_pct: float
-    images: str  # where they lie
-    counts: Counts
+    data: str  # the folder of the images
+    counts: EvalCounts
     real: RealScore | None
-    classes: list[ClassScore]  # the worst first
-    damage: list[str]  # images that were left out, in words
+    classes: list[ClassScore]  # in order of accuracy, the worst first
+    bad_samples: list[str]  # one message for each damaged image
 
 
-def measure_accuracy(question: EvalRequest, world: World, progress: Progress) -> EvalResult:
-    """Show the network every image once; return what it took them for. Collective: every rank calls this."""
+def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> EvalResult:
+    """Evaluate a model on every image once. Collective: every rank calls this."""
     resources = rank_resources(world)
-    catalog = _list_images(question, world)
-    network = world.run_on_all_ranks(partial(_load, question, catalog))
-    world.assert_identical(network.network.parameters(), "The weights")
-    real = world.run_on_all_ranks(partial(_real, question, catalog, network)) if question.real else None
-    network.network.to(resources.device)
-    mend_convolutions(network.network, question.precision, resources.device)
-    crop_pct = question.crop_pct or network.crop_pct
-    stream = _stream(question, catalog, network, crop_pct, resources, world)
-    notes = Notes(len(range(world.rank, len(catalog), world.size)), progress)
-    with closing(stream), torch.inference_mode(), autocast(question.precision, resources.device):
-        counts = count_right(network.network, stream, resources.device, notes)
-    totals = world.run_on_all_ranks(partial(total, counts, catalog, world))
-    taken = notes.of_all_ranks(world, len(catalog))
+    catalog = _list_images(request, world)
+    model = world.run_on_all_ranks(partial(_load_model, request, catalog))
+    world.assert_identical(model.network.parameters(), "The weights")
+    real = world.run_on_all_ranks(partial(_read_real, request, catalog, model)) if request.real else None
+    model.network.to(resources.device)
+    fix_convolutions(model.network, request.precision, resources.device)
+    crop_pct = request.crop_pct or model.crop_pct
+    loader = _build_loader(request, catalog, model, crop_pct, resources, world)
+    collector = PredictionCollector(len(range(world.rank, len(catalog), world.size)), progress)
+    with closing(loader), torch.inference_mode(), autocast(request.precision, resources.device):
+        rank_counts = count_correct(model.network, loader, resources.device, collector.add)
+    counts = world.run_on_all_ranks(partial(sum_counts, rank_counts, catalog, world))
+    predictions = collector.gather(world, len(catalog))
     return EvalResult(
-        network,
-        crop_pct,
-        catalog.source,
-        totals,
-        None if real is None else score_real(real, taken),
-        class_scores(catalog.classes, catalog.targets, taken),
-        [text for of_rank in world.allgather_object(stream.damage.untold()) for text in of_rank],
+        model=model,
+        crop_pct=crop_pct,
+        data=catalog.source,
+        counts=counts,
+        real=None if real is None else score_real(real, predictions),
+        classes=class_scores(catalog.classes, catalog.targets, predictions),
+        bad_samples=[
+            text for messages in world.allgather_object(loader.damage.untold()) for text in messages
+        ],
     )
 
 
-class Notes:
-    """What this rank's images were taken for, without waiting for the device."""
+class PredictionCollector:
+    """Collects the predicted classes of this rank's images on the device, without synchronising with it."""
 
     def __init__(self, images: int, progress: Progress) -> None:
         self._images = images
         self._done = 0
         self._progress = progress
-        self._places: list[NDArray[np.int64]] = []
-        self._taken: list[Tensor] = []
+        self._indices: list[NDArray[np.int64]] = []
+        self._predictions: list[Tensor] = []
 
-    def __call__(self, batch: Batch, taken: Tensor) -> None:
-        """Note the class that each image of a batch is taken for (batch,); of damaged ones, none."""
-        self._places.append(batch.indices)
-        self._taken.append(torch.where(batch.classes == NO_CLASS, NO_CLASS, taken))
+    def add(self, batch: Batch, predictions: Tensor) -> None:
+        """Add the predicted classes of a batch (batch,); damaged images get NO_CLASS."""
+        self._indices.append(batch.indices)
+        self._predictions.append(torch.where(batch.classes == NO_CLASS, NO_CLASS, predictions))
         self._done += len(batch.indices)
         self._progress(self._done, self._images)
 
-    def of_all_ranks(self, world: World, images: int) -> NDArray[np.int64]:
-        """Return the class that each image of the catalog is taken for. Collective: every rank calls this."""
-        mine = torch.cat(self._taken).cpu().numpy() if self._taken else np.empty(0, np.int64)
-        places = np.concatenate(self._places) if self._places else np.empty(0, np.int64)
-        everyones = np.full(images, NO_CLASS)
-        for where, what in world.allgather_object((places, mine)):
-            everyones[where] = what
-        return everyones
+    def gather(self, world: World, images: int) -> NDArray[np.int64]:
+        """Return the predicted class of every image of the catalog (images,). Collective."""
+        indices = np.concatenate(self._indices) if self._indices else np.empty(0, np.int64)
+        own = torch.cat(self._predictions).cpu().numpy() if self._predictions else np.empty(0, np.int64)
+        predictions = np.full(images, NO_CLASS)
+        for rank_indices, rank_predictions in world.allgather_object((indices, own)):
+            predictions[rank_indices] = rank_predictions
+        return predictions
 
 
 def check_writable(file: str) -> None:
-    """Raise UserError where a file could not be made: before the work, not after it."""
+    """Raise UserError if the file of `--json` cannot be created, before the evaluation starts."""
     folder = Path(file).absolute().parent
     if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).is_dir():
-        raise UserError(f"--json cannot write {file}. Name a file in a folder that is there.")
+        raise UserError(f"--json cannot write {file}. Name a file in an existing, writable folder.")
 
 
-def _list_images(question: EvalRequest, world: World) -> Catalog:
-    if question.v2:
-        return numbered_catalog(question.data_dir, world)
-    folder = folder_for_lists(question.catalog_dir, Run().output, world)
-    return shared_catalog(question.data_dir, question.split, folder, world)
+def _list_images(request: EvalRequest, world: World) -> Catalog:
+    if request.v2:
+        return numbered_catalog(request.data_dir, world)
+    folder = catalog_folder(request.catalog_dir, Run().output, world)
+    return shared_catalog(request.data_dir, request.split, folder, world)
 
 
-def _load(question: EvalRequest, catalog: Catalog) -> PretrainedModel:
-    network = load_pretrained(
-        question.weights,
-        name=question.model,
-        image_side=question.image_side,
-        use_ema=question.use_ema,
-        aux_head=question.aux_head,
+def _load_model(request: EvalRequest, catalog: Catalog) -> PretrainedModel:
+    model = load_pretrained(
+        request.weights,
+        name=request.model,
+        image_side=request.img_size,
+        use_ema=request.use_ema,
+        aux_head=request.aux_head,
     )
-    if network.num_classes != len(catalog.classes):
+    if model.num_classes != len(catalog.classes):
         raise UserError(
             f"{catalog.source} has {len(catalog.classes)} class folders, but the network of "
-            f"{question.weights} knows {network.num_classes} classes. Give images of the classes that it was "
+            f"{request.weights} has {model.num_classes} classes. Give images of the classes that it was "
             "trained on."
         )
-    return network
+    return model
 
 
-def _real(question: EvalRequest, catalog: Catalog, network: PretrainedModel) -> list[frozenset[int]]:
-    return read_real(question.real, catalog, network.num_classes)
+def _read_real(request: EvalRequest, catalog: Catalog, model: PretrainedModel) -> list[frozenset[int]]:
+    return read_real(request.real, catalog, model.num_classes)
 
 
-def _stream(
-    question: EvalRequest,
+def _build_loader(
+    request: EvalRequest,
     catalog: Catalog,
-    network: PretrainedModel,
+    model: PretrainedModel,
     crop_pct: float,
     resources: RankResources,
     world: World,
 ) -> EvalLoader:
     return EvalLoader(
         catalog,
-        # Every damaged image is told and counted: how many are too many is for the reader to say.
-        Data(batch_size=question.batch, bad_samples="skip", bad_samples_limit=len(catalog)),
-        image_size=network.image_side,
+        # No number of damaged images ends the evaluation: the result names and counts them.
+        Data(batch_size=request.batch_size, bad_samples="skip", bad_samples_limit=len(catalog)),
+        image_size=model.image_side,
         crop_pct=crop_pct,
         rank=world.rank,
         size=world.size,
         device=resources.device,
-        threads=question.workers or resources.threads,
-        colours=Colours(network.mean, network.std),
-        interpolation=network.interpolation,
+        threads=request.workers or resources.threads,
+        colours=Colours(model.mean, model.std),
+        interpolation=model.interpolation,
     )

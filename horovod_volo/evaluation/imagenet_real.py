@@ -1,6 +1,7 @@
-"""ImageNet-ReaL: the validation images looked at again, each with all classes that can be seen in it.
+"""ImageNet-ReaL: new labels of the validation images, each with all classes that are visible in it.
 
-An image is found by the number in its name, ILSVRC2012_val_00000001.JPEG; those without a class are left out.
+real.json lists the classes by the number in the image's name, ILSVRC2012_val_00000001.JPEG. Images without a
+class do not count.
 """
 
 from __future__ import annotations
@@ -22,43 +23,43 @@ _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
 
 class RealScore(NamedTuple):
-    """How many images were taken for one of their classes, of how many that have some."""
+    """The ImageNet-ReaL accuracy as two counts."""
 
-    right: int
-    images: int
+    right: int  # images whose prediction is one of their classes
+    images: int  # images that have a class
 
     @property
     def accuracy(self) -> float:
-        """Return the share of them in per cent."""
+        """Return the accuracy in per cent."""
         return 100 * self.right / max(1, self.images)
 
 
 def read_real(file: str, catalog: Catalog, num_classes: int) -> list[frozenset[int]]:
-    """Return the classes of each image of a catalog; raise UserError where the file is not for them."""
-    lists = _lists(file)
-    found = [lists[_place(catalog.name(index), len(lists), file)] for index in range(len(catalog))]
-    highest = max((max(classes) for classes in found if classes), default=NO_CLASS)
+    """Return the classes of each image of a catalog; raise UserError if the file does not fit the images."""
+    lists = _read_lists(file)
+    real = [lists[_row(catalog.name(index), len(lists), file)] for index in range(len(catalog))]
+    highest = max((max(classes) for classes in real if classes), default=NO_CLASS)
     if highest == NO_CLASS:
         raise UserError(f"{file} has no class for any image of {catalog.source}. Give ReaL's real.json.")
     if highest >= num_classes:
         raise UserError(
-            f"{file} has class {highest}, the network knows {num_classes} classes. --real is for networks of "
-            "ImageNet's classes: drop it."
+            f"{file} has class {highest}, but the network has {num_classes} classes. --real is for "
+            "networks of ImageNet's classes: drop it."
         )
-    return found
+    return real
 
 
-def score_real(real: Sequence[frozenset[int]], taken: NDArray[np.int64]) -> RealScore:
-    """Count the images, of those that were seen, whose class in `taken` (images,) is one of theirs."""
-    judged = [
-        guess in classes
-        for classes, guess in zip(real, taken.tolist(), strict=True)
-        if classes and guess != NO_CLASS
+def score_real(real: Sequence[frozenset[int]], predictions: NDArray[np.int64]) -> RealScore:
+    """Score predicted classes (images,); images without a class and damaged ones (NO_CLASS) do not count."""
+    correct = [
+        prediction in classes
+        for classes, prediction in zip(real, predictions.tolist(), strict=True)
+        if classes and prediction != NO_CLASS
     ]
-    return RealScore(sum(judged), len(judged))
+    return RealScore(sum(correct), len(correct))
 
 
-def _lists(file: str) -> list[frozenset[int]]:
+def _read_lists(file: str) -> list[frozenset[int]]:
     try:
         lists = json.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
@@ -66,7 +67,7 @@ def _lists(file: str) -> list[frozenset[int]]:
             f"{file} cannot be read: {error.strerror}. Give ReaL's real.json to --real."
         ) from None
     except ValueError as error:
-        raise UserError(f"{file} is no JSON: {error}. Give ReaL's real.json to --real.") from None
+        raise UserError(f"{file} is not valid JSON: {error}. Give ReaL's real.json to --real.") from None
     if not isinstance(lists, list) or not all(map(_is_list_of_classes, lists)):
         raise UserError(
             f"{file} is not a list of lists of class numbers, one for each image. Give ReaL's real.json to "
@@ -79,17 +80,17 @@ def _is_list_of_classes(entry: object) -> bool:
     return isinstance(entry, list) and all(type(number) is int and number >= 0 for number in entry)
 
 
-def _place(name: str, entries: int, file: str) -> int:
-    """Return the place in the list of the image that is called `name`."""
-    numbers = _NUMBER.search(name.rpartition("/")[2])
-    number = int(numbers[1]) if numbers else 0
+def _row(name: str, entries: int, file: str) -> int:
+    """Return the row of real.json for the image named `name`."""
+    match = _NUMBER.search(name.rpartition("/")[2])
+    number = int(match[1]) if match else 0
     if not number:
         raise UserError(
-            f"{name} carries no number of a validation image. --real is for images with their own names, "
-            "ILSVRC2012_val_00000001.JPEG and so on: drop it, or give these."
+            f"{name} has no number of a validation image. --real needs images with their original names, "
+            "ILSVRC2012_val_00000001.JPEG and so on: drop it, or give such images."
         )
     if number > entries:
         raise UserError(
-            f"{file} has {entries} lists, but {name} is image {number}. Give ReaL's whole real.json."
+            f"{file} has {entries} lists, but {name} is image {number}. Give ReaL's complete real.json."
         )
     return number - 1

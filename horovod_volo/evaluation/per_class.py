@@ -1,4 +1,4 @@
-"""Accuracy class by class, and what each class is mistaken for."""
+"""Accuracy per class, and the most frequent wrong prediction of each class."""
 
 from __future__ import annotations
 
@@ -12,35 +12,36 @@ from horovod_volo.data.loader import NO_CLASS
 
 
 class ClassScore(NamedTuple):
-    """One class's share of the accuracy."""
+    """The score of one class."""
 
     name: str
-    images: int  # that could be read
-    right: int  # at first
-    mistaken_for: str  # the wrong class its images are most often taken for; empty: none was mistaken
-    mistaken: int  # how many are taken for that one
+    images: int  # without damaged ones
+    right: int  # images that are predicted correctly
+    mistaken_for: str  # the most frequent wrong prediction; empty: there is none
+    mistaken: int  # images with that prediction
 
     @property
     def top1(self) -> float:
-        """Return the share of images that are right, in per cent; of no images it is nothing."""
+        """Return the accuracy in per cent; 0 without images."""
         return 100 * self.right / max(1, self.images)
 
 
 def class_scores(
-    classes: Sequence[str], targets: NDArray[np.integer[Any]], taken: NDArray[np.integer[Any]]
+    classes: Sequence[str], targets: NDArray[np.integer[Any]], predictions: NDArray[np.integer[Any]]
 ) -> list[ClassScore]:
-    """Return each class's score, the worst first, from each image's class and what it was taken for."""
-    seen = taken != NO_CLASS
-    # A matrix of classes would grow with their square; the pairs that do occur are no more than images.
-    pairs, counts = np.unique(np.stack([targets[seen], taken[seen]], axis=1), axis=0, return_counts=True)
+    """Return each class's score, the worst first, from the true and the predicted class of each image."""
+    valid = predictions != NO_CLASS
+    # Count (target, prediction) pairs: a confusion matrix would grow with the square of the classes.
+    pairs = np.stack([targets[valid], predictions[valid]], axis=1)
+    pairs, counts = np.unique(pairs, axis=0, return_counts=True)
     images, right = np.zeros(len(classes), np.int64), np.zeros(len(classes), np.int64)
     mistaken, mistaken_for = np.zeros(len(classes), np.int64), np.full(len(classes), NO_CLASS)
-    for (target, guess), count in zip(pairs.tolist(), counts.tolist(), strict=True):
+    for (target, prediction), count in zip(pairs.tolist(), counts.tolist(), strict=True):
         images[target] += count
-        if guess == target:
+        if prediction == target:
             right[target] = count
-        elif count > mistaken[target]:  # of several equally often, the first class
-            mistaken[target], mistaken_for[target] = count, guess
+        elif count > mistaken[target]:  # if several are equally frequent, the first class
+            mistaken[target], mistaken_for[target] = count, prediction
     scores = [
         ClassScore(
             name,

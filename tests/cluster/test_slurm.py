@@ -214,7 +214,7 @@ def test_lost_nodes_are_done_without_while_enough_are_left(slurm: Slurm, tmp_pat
     job.ends("COMPLETED")
     log = log_of(tmp_path)
     assert job.facts()["Restarts"] == "1"
-    assert log.count("12 images a step = 3 ranks x 4 x 1 passes") == 2
-    assert log.count("12 images a step = 2 ranks x 3 x 2 passes") == 1
+    assert log.count("12 images per step = 3 ranks x 4 images x 1 micro-batches") == 2
+    assert log.count("12 images per step = 2 ranks x 3 images x 2 micro-batches") == 1
     assert len(numbers(r"resumed  at step (\d+)", log)) == 2
     assert "done: 60 steps" in log

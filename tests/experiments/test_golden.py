@@ -91,9 +91,9 @@ def losses_of(context: TrainContext, seen: Callable[[Any], Any] = lambda batch: 
     losses = []
     batches: Iterator[Any] = map(seen, context.train_loader.batches(0, 0))
     for _ in range(STEPS):
-        context.window.reset()
+        context.meter.reset()
         train_step(context, batches)
-        losses.append(context.window.sums()["total"])
+        losses.append(context.meter.sums()["total"])
     return torch.tensor(losses)
 
 

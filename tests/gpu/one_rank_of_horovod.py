@@ -1,6 +1,6 @@
-"""Started by horovodrun as one rank: sends tensors of a device through Horovod, prints what came back.
+"""Run Horovod's collectives on tensors of a device and print the results; horovodrun starts it as one rank.
 
-A run of one rank does without Horovod, so the ring is made by hand here.
+A run of one rank does not use Horovod, so the collectives are created here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from horovod_volo.config.schema import Exchange
 
 
 def gradients_agree(world: World, device: torch.device) -> bool:
-    """Compare gradients that went through buckets and Horovod with autograd's own."""
+    """Return whether gradients reduced in buckets by Horovod equal those of autograd."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3)).to(device)
     reduced = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3)).to(device)
@@ -36,16 +36,16 @@ def gradients_agree(world: World, device: torch.device) -> bool:
 
 
 def main() -> None:
-    """Go through every collective once."""
+    """Call every collective once."""
     device = torch.device(sys.argv[1])
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    ring = HorovodCollectives()
-    world = World(launcher="horovodrun", controller=ring.controller, ring=ring)
+    collectives = HorovodCollectives()
+    world = World(launcher="horovodrun", controller=collectives.controller, collectives=collectives)
     results: dict[str, Any] = {}
     for dtype in (torch.float16, torch.float32, torch.float64):
         summed = torch.arange(4, dtype=dtype, device=device)
-        ring.allreduce_async(summed, f"sum.{dtype}", 0.5)()
+        collectives.allreduce_async(summed, f"sum.{dtype}", 0.5)()
         results[str(dtype)] = summed.tolist()
     sent = torch.tensor([1.5, -2.0], dtype=torch.bfloat16, device=device)
     world.broadcast_([sent])

@@ -1,4 +1,4 @@
-"""A batch augmented on a device, its images grouped by operation, is the CPU's, image by image."""
+"""Augmenting a batch on a device, grouped by operation, equals augmenting image by image on the CPU."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ SIDE, IMAGES = 64, 256
 SETTINGS = Data(aa="rand-m9-n3-p0.7-mstd0.5-inc1", reprob=0.5)
 
 
-def test_operations_are_those_of_the_cpu(device: torch.device) -> None:
+def test_operations_equal_the_cpus(device: torch.device) -> None:
     waves = torch.rand(IMAGES, 3, 9, 9, generator=torch.Generator().manual_seed(0))
     images = torch.nn.functional.interpolate(255 * waves, (SIDE, SIDE), mode="bilinear").to(torch.uint8)
     operations = draw_operations(1, 0, np.arange(IMAGES), SETTINGS)
     assert set(np.unique(operations.kinds)) == set(Operation)
-    together = images.clone().to(device)
-    augment_(together, operations)
+    batched = images.clone().to(device)
+    augment_(batched, operations)
     alone = images.clone()
     for place in range(IMAGES):
         augment_(alone[place : place + 1], operations.of(place))
-    difference = (together.cpu().int() - alone.int()).abs().float()
+    difference = (batched.cpu().int() - alone.int()).abs().float()
     assert difference.mean() <= (0.0 if device.type == "cpu" else 0.5)
     assert (alone.int() - images.int()).abs().float().mean() > 20
 
 
-def test_operations_before_the_crop_are_those_of_the_cpu(device: torch.device) -> None:
+def test_operations_before_the_crop_equal_the_cpus(device: torch.device) -> None:
     waves = torch.rand(1, 3, 9, 9, generator=torch.Generator().manual_seed(0))
     image = torch.nn.functional.interpolate(255 * waves, (90, 120), mode="bilinear").to(torch.uint8)
     indices, sizes = np.arange(IMAGES), np.tile(np.array([90, 120]), (IMAGES, 1))
@@ -46,7 +46,7 @@ def test_operations_before_the_crop_are_those_of_the_cpu(device: torch.device) -
     assert np.mean(differences) <= (0.0 if device.type == "cpu" else 0.5)
 
 
-def test_erased_boxes_are_those_of_the_cpu(device: torch.device) -> None:
+def test_erased_boxes_equal_the_cpus(device: torch.device) -> None:
     drawn = draw_erasures(1, 0, np.arange(IMAGES), SETTINGS, SIDE)
     expected = torch.zeros(IMAGES, 3, SIDE, SIDE)
     Eraser(1, SETTINGS, SIDE, torch.device("cpu")).erase_(expected, drawn)

@@ -1,4 +1,4 @@
-"""Training with compiled blocks goes the way of training without, and its gradients lie in the buckets."""
+"""Training with compiled blocks follows training without them; the gradients are views of the buckets."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ STEPS = 3
 
 
 def losses(context: TrainContext) -> list[float]:
-    passes = context.train_loader.batches(0, 0)
+    batches = context.train_loader.batches(0, 0)
     found = []
     for _ in range(STEPS):
-        context.window.reset()
-        train_step(context, passes)
-        found.append(context.window.sums()["total"])
+        context.meter.reset()
+        train_step(context, batches)
+        found.append(context.meter.sums()["total"])
     return found
 
 
 def storages(context: TrainContext) -> set[int]:
-    """Return where the gradients of all parameters lie."""
+    """Return the storages of the parameters' gradients."""
     gradients = [parameter.grad for parameter in context.state.model.parameters()]
     return {gradient.untyped_storage().data_ptr() for gradient in gradients if gradient is not None}
 
 
-def test_compiled_blocks_train_alike(open_context: OpenContext, device: torch.device) -> None:
+def test_losses_with_compiled_blocks_are_the_same(open_context: OpenContext, device: torch.device) -> None:
     settings = {"img_size": 32, "drop_path": 0.0}
     expected = losses(open_context(**settings))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     context = open_context(compile=True, **settings)
-    held: set[int] = set()
-    context.state.optimizer.register_step_pre_hook(lambda *_: held.update(storages(context)))
+    used: set[int] = set()
+    context.state.optimizer.register_step_pre_hook(lambda *_: used.update(storages(context)))
     found = losses(context)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-4
-    assert held == {bucket.gradients.untyped_storage().data_ptr() for bucket in context.state.reducer.buckets}
+    assert used == {bucket.gradients.untyped_storage().data_ptr() for bucket in context.state.reducer.buckets}
 
 
-def test_without_a_compiler_nothing_begins(
+def test_without_a_compiler_nothing_is_written(
     open_context: OpenContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")

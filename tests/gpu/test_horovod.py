@@ -1,8 +1,7 @@
-"""Horovod's collectives on a device's tensors, and gradients that go through them.
+"""Horovod's collectives and the reducer on tensors of a device.
 
-NCCL takes one rank a GPU and the machines that run this have one GPU, so there is one rank: it shows
-that Horovod was built for this device, not that sums over ranks are right. tests/ranks shows that, on
-the CPU.
+NCCL needs a GPU per rank and the machines that run this have one, so there is one rank. This shows that
+Horovod was built for the device; tests/ranks shows, on the CPU, that sums over ranks are right.
 """
 
 from __future__ import annotations

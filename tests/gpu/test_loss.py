@@ -1,7 +1,7 @@
-"""The GPU's cross-entropy against the plain one.
+"""The Triton kernels of the cross-entropy against the dense formula.
 
-On the CPU the kernels run in Triton's interpreter, which must be chosen before Triton is first imported: so
-those cases run in a process of their own, started by the last test here.
+On the CPU they run in Triton's interpreter, which must be enabled before Triton is first imported: the last
+test here starts a separate process for these cases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOLERANCES = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}  #
 
 @pytest.fixture
 def kernel(device: torch.device) -> ModuleType:
-    """Return the kernels, compiled for the GPU or interpreted on the CPU."""
+    """Return the kernels' module, compiled for the GPU or interpreted on the CPU."""
     if (device.type == "cpu") != INTERPRETED:
         pytest.skip("runs in the interpreter's process" if device.type == "cpu" else "runs compiled")
     return importlib.import_module("horovod_volo.kernels.soft_cross_entropy")
@@ -38,7 +38,7 @@ def random_case(
     logits = (torch.randn(rows, classes, generator=random) * 4).to(device, dtype)
     target = SoftTarget(
         uniform=(torch.rand(rows, generator=random) / classes).to(device),
-        # Few different ids, over all classes.
+        # 7 different ids, spread over all classes.
         ids=(torch.randint(7, (rows, entries), generator=random) * (classes - 1) // 6).to(device),
         weights=torch.randn(rows, entries, generator=random).mul(0.3).to(device),
     )
@@ -79,14 +79,12 @@ def test_loss_and_gradient_equal_the_dense_formula(
     kernel.write_gradient(grad, logits, lse, grad_loss, *sparse)
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-5)
     tolerance = TOLERANCES[dtype]
-    # A class with an entry is rounded twice, at the size of what is subtracted from it.
+    # The gradient of a class with an entry is rounded twice, at the magnitude of the subtracted weight.
     torch.testing.assert_close(grad.double(), expected_grad, rtol=2 * tolerance, atol=2 * tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_the_gradient_is_the_same_each_time(
-    kernel: ModuleType, device: torch.device, dtype: torch.dtype
-) -> None:
+def test_the_gradient_is_deterministic(kernel: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
     logits, target, grad_loss = random_case(device, dtype, 4, 1500, 200)
     sparse = (target.uniform, target.ids, target.weights)
     grads = []
@@ -107,8 +105,8 @@ def test_large_logits_stay_finite(kernel: ModuleType, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_autograd_gives_the_same(device: torch.device, dtype: torch.dtype) -> None:
-    """The plain form on the CPU, the kernels on the GPU."""
+def test_autograd_equals_the_dense_formula(device: torch.device, dtype: torch.dtype) -> None:
+    """The CPU uses torch operations, the GPU the kernels."""
     logits, target, grad_loss = random_case(device, dtype, 4, 300, 20)
     expected_loss, expected_grad = exact(logits, target, grad_loss)
     tolerance = TOLERANCES[dtype]

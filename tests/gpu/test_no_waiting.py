@@ -1,7 +1,7 @@
-"""Between log points the host never waits for the device: it queues step after step.
+"""Between log points the host never synchronises with the device: it queues step after step.
 
-On a GPU torch itself reports every wait. On the CPU, where nothing is waited for, the operations
-that would wait on a GPU are refused instead, so that a mistake is found without one.
+On a GPU torch reports every synchronisation. On the CPU the operations that would synchronise on a GPU are
+refused instead, so that a mistake is found without one.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from horovod_volo.engine.step import train_step
 
 OpenContext = Callable[..., TrainContext]
 
-# Their results are numbers or shapes that the host must know before it can go on.
-WAITING = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2"}
-WARM_UP_STEPS, WATCHED_STEPS = 3, 3
+# Operations whose results are numbers or shapes that the host needs.
+SYNCHRONISING = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2"}
+WARM_UP_STEPS, CHECKED_STEPS = 3, 3
 
 
-class NothingThatWaits(TorchDispatchMode):
-    """Inside, an operation that would wait for a GPU is an error."""
+class RefuseSynchronisation(TorchDispatchMode):
+    """Raises RuntimeError at an operation that would synchronise with a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         by_mask = name in ("index", "index_put", "index_put_") and any(
             index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
-        if name in WAITING or by_mask:
-            raise RuntimeError(f"{func} would wait for the device")
+        if name in SYNCHRONISING or by_mask:
+            raise RuntimeError(f"{func} would synchronise with the device")
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def nothing_waits(device: torch.device) -> Iterator[None]:
-    """Make waiting for the device an error."""
+def no_synchronisation(device: torch.device) -> Iterator[None]:
+    """Make every synchronisation with the device an error inside this context."""
     if device.type == "cpu":
-        with NothingThatWaits():
+        with RefuseSynchronisation():
             yield
         return
     torch.cuda.set_sync_debug_mode("error")
@@ -56,10 +56,10 @@ def nothing_waits(device: torch.device) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_training_step_does_not_wait(
+def test_a_training_step_does_not_synchronise(
     open_context: OpenContext, device: torch.device, precision: str
 ) -> None:
-    take_steps(
+    assert_steps_do_not_synchronise(
         open_context(precision=precision, drop_path=0.1, clip_grad=1.0, ema_decay=0.99, accumulation=2),
         device,
     )
@@ -78,21 +78,21 @@ def test_a_training_step_does_not_wait(
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_no_other_update_waits(
+def test_no_other_update_synchronises(
     open_context: OpenContext, device: torch.device, settings: dict[str, Any]
 ) -> None:
-    take_steps(open_context(**{"precision": "bf16", **settings}), device)
+    assert_steps_do_not_synchronise(open_context(**{"precision": "bf16", **settings}), device)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_fp16_compression_does_not_wait(
+def test_fp16_compression_does_not_synchronise(
     device: torch.device, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The factors of the next step follow from this one's maxima on the device alone."""
-    # On a CPU it costs nothing to ask for a maximum; here the lines for a GPU are watched there too.
+    """The scale factors of the next step are computed from this step's maxima on the device."""
+    # CPU tensors take another code path: force the GPU's, so that it is checked on a CPU too.
     monkeypatch.setattr("horovod_volo.cluster.compression._on_host", lambda _: False)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(device)
-    world = World(size=2, ring=LocalCollectives())  # what it sums stays as it is
+    world = World(size=2, collectives=LocalCollectives())  # its sums over ranks are the rank's own values
     settings = Exchange(precision="bf16", compression="fp16", bucket_mib=0.01)
     reducer = Reducer(model, world, settings, micro_batches=passes)
     images = torch.randn(16, 64, device=device)
@@ -106,29 +106,27 @@ def test_fp16_compression_does_not_wait(
     for _ in range(WARM_UP_STEPS):
         step()
     before = reducer.scales.running_maxima.clone()
-    with nothing_waits(device):
-        for _ in range(WATCHED_STEPS):
+    with no_synchronisation(device):
+        for _ in range(CHECKED_STEPS):
             step()
     assert (before > 0).all()
     assert reducer.scales.running_maxima.isfinite().all()
 
 
-def take_steps(context: TrainContext, device: torch.device) -> None:
-    """Take a few steps, the later ones under watch."""
-    passes = context.train_loader.batches(0, 0)
+def assert_steps_do_not_synchronise(context: TrainContext, device: torch.device) -> None:
+    """Train a few steps, the last ones with synchronisation refused."""
+    batches = context.train_loader.batches(0, 0)
     for _ in range(WARM_UP_STEPS):
-        train_step(context, passes)
-    with nothing_waits(device):
-        for _ in range(WATCHED_STEPS):
-            train_step(context, passes)
-    assert context.window.micro_batches == context.config.update.accumulation * (
-        WARM_UP_STEPS + WATCHED_STEPS
-    )
-    assert all(value > 0 for value in context.window.sums().values())
+        train_step(context, batches)
+    with no_synchronisation(device):
+        for _ in range(CHECKED_STEPS):
+            train_step(context, batches)
+    assert context.meter.micro_batches == context.config.update.accumulation * (WARM_UP_STEPS + CHECKED_STEPS)
+    assert all(value > 0 for value in context.meter.sums().values())
 
 
 @pytest.mark.parametrize(
-    "wait",
+    "synchronise",
     [
         lambda ones: ones.sum().item(),
         lambda ones: float(ones[0]),
@@ -137,7 +135,9 @@ def take_steps(context: TrainContext, device: torch.device) -> None:
         lambda ones: bool(ones.any()),
     ],
 )
-def test_waiting_would_be_noticed(wait: Callable[[torch.Tensor], object], device: torch.device) -> None:
+def test_synchronisation_is_detected(
+    synchronise: Callable[[torch.Tensor], object], device: torch.device
+) -> None:
     ones = torch.ones(3, device=device)
-    with pytest.raises(RuntimeError), nothing_waits(device):
-        wait(ones)
+    with pytest.raises(RuntimeError), no_synchronisation(device):
+        synchronise(ones)

@@ -1,4 +1,4 @@
-"""The fused outlook attention: on a GPU, or in Triton's interpreter, against the plain form."""
+"""The fused outlook attention, on a GPU or in Triton's interpreter, against the reference implementation."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Ca
 
 
 def passes(cases: list[Case], device: torch.device, folder: Path) -> list[Pass]:
-    """Run the kernels on the GPU, or in the interpreter."""
+    """Run the kernels on the GPU or in the interpreter."""
     if device.type == "cuda":
         return run(cases)
     torch.save(cases, folder / "cases")
-    started([outlook_passes.__file__, str(folder / "cases"), str(folder / "passes")], TRITON_INTERPRET="1")
+    run_python([outlook_passes.__file__, str(folder / "cases"), str(folder / "passes")], TRITON_INTERPRET="1")
     found: list[Pass] = torch.load(folder / "passes")
     return found
 
 
-def started(arguments: list[str], **variables: str) -> None:
-    """Run Python to its end, in an environment that says of Triton's interpreter what is given here."""
+def run_python(arguments: list[str], **variables: str) -> None:
+    """Run Python to its end; TRITON_INTERPRET is set only if it is given in `variables`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *arguments]
     done = subprocess.run(
@@ -75,7 +75,7 @@ def started(arguments: list[str], **variables: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_values_and_gradients_are_those_of_the_plain_form(device: torch.device, tmp_path: Path) -> None:
+def test_outputs_and_gradients_equal_the_reference(device: torch.device, tmp_path: Path) -> None:
     cases = [case(shape, dtype, device) for dtype, _, shape in CASES]
     for (dtype, tolerance, _), given, (runs, found) in zip(
         CASES, cases, passes(cases, device, tmp_path), strict=True
@@ -90,11 +90,11 @@ def test_values_and_gradients_are_those_of_the_plain_form(device: torch.device, 
             assert (ours - right).abs().max() <= tolerance * right.abs().max()
 
 
-def test_the_same_inputs_give_the_same_bits(device: torch.device, tmp_path: Path) -> None:
+def test_results_are_deterministic(device: torch.device, tmp_path: Path) -> None:
     shape = (1, 2, 2, 1, 4) if device.type == "cpu" else (32, 28, 28, 6, 32)
     (_, first), (_, second) = passes([case(shape, torch.float32, device)] * 2, device, tmp_path)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
 def test_the_kernels_compile_for_a_hopper_gpu_wherever_triton_is() -> None:
-    started(["-c", COMPILE])
+    run_python(["-c", COMPILE])

@@ -1,4 +1,4 @@
-"""The images that a device decodes are the CPU's, up to what another JPEG decoder rounds otherwise."""
+"""Images decoded on a device equal the CPU's, up to the rounding of another JPEG decoder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.loader import Batch, EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_STD
 
-# Of 255, over all images. In training the GPU's decoder doubles the rows and columns of colour, where the
-# CPU's interpolates: 1.3 for pictures like these. Evaluation asks it to interpolate too; what remains is
-# rounding. On the CPU it is the same decoder twice.
+# Of 255, averaged over all images. In training the GPU's decoder repeats chroma rows and columns where the
+# CPU's interpolates: 1.3 for images like these. In evaluation both interpolate, and only rounding differs.
+# The CPU is compared with itself.
 LARGEST_MEAN_DIFFERENCE = {
     ("cpu", "train"): 0.0,
     ("cpu", "val"): 0.0,
@@ -26,7 +26,7 @@ LARGEST_MEAN_DIFFERENCE = {
     ("cuda", "val"): 1.0,
 }
 
-# Nothing that would make a small difference large: operations are compared by themselves.
+# No augmentation that amplifies small differences; test_augmenting.py compares the operations.
 SETTINGS = Data(batch_size=6, vflip=0.5, train_interpolation="bicubic", aa="", color_jitter=0.0, reprob=0.0)
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ BatchesOf = Callable[[Path, torch.device], list[Batch]]
 
 def train_batches(folder: Path, device: torch.device, settings: Data = SETTINGS) -> list[Batch]:
     catalog = build_catalog(str(folder), "train", None)
-    stream = TrainLoader(
+    loader = TrainLoader(
         catalog,
         open_labels(str(folder / "token_labels"), catalog, None),
         settings,
@@ -48,13 +48,13 @@ def train_batches(folder: Path, device: torch.device, settings: Data = SETTINGS)
         threads=2,
     )
     try:
-        return list(stream.batches(0, 0))
+        return list(loader.batches(0, 0))
     finally:
-        stream.close()
+        loader.close()
 
 
 def eval_batches(folder: Path, device: torch.device) -> list[Batch]:
-    stream = EvalLoader(
+    loader = EvalLoader(
         build_catalog(str(folder), "val", None),
         SETTINGS,
         image_size=64,
@@ -65,19 +65,19 @@ def eval_batches(folder: Path, device: torch.device) -> list[Batch]:
         threads=2,
     )
     try:
-        return list(stream)
+        return list(loader)
     finally:
-        stream.close()
+        loader.close()
 
 
 def mean_difference(images: Tensor, expected: Tensor) -> float:
-    """Return the mean difference of colours, of 255; the images are (batch, 3, side, side), normalised."""
-    by_colour = (images - expected).abs().mean(dim=(0, 2, 3))  # (3,)
-    return float(255 * (by_colour * torch.tensor(IMAGENET_STD)).mean())
+    """Return the mean difference of pixels, of 255; images are normalised (batch, 3, height, width)."""
+    by_channel = (images - expected).abs().mean(dim=(0, 2, 3))  # (3,)
+    return float(255 * (by_channel * torch.tensor(IMAGENET_STD)).mean())
 
 
 def whole_image_batches(folder: Path, device: torch.device) -> list[Batch]:
-    """Return batches that torch resizes, image by image: there may be operations before."""
+    """Return batches whose images are augmented before the crop: torch resizes them one by one."""
     return train_batches(folder, device, replace(SETTINGS, randaugment_on="image"))
 
 
@@ -85,9 +85,7 @@ def whole_image_batches(folder: Path, device: torch.device) -> list[Batch]:
     ("split", "batches_of"),
     [("train", train_batches), ("train", whole_image_batches), ("val", eval_batches)],
 )
-def test_images_are_those_of_the_cpu(
-    images: Path, device: torch.device, split: str, batches_of: BatchesOf
-) -> None:
+def test_images_equal_the_cpus(images: Path, device: torch.device, split: str, batches_of: BatchesOf) -> None:
     expected = batches_of(images, CPU)
     found = batches_of(images, device)
     for batch, other in zip(found, expected, strict=True):
@@ -97,11 +95,11 @@ def test_images_are_those_of_the_cpu(
     pixels = torch.cat([batch.images.cpu() for batch in found])
     expected_pixels = torch.cat([batch.images for batch in expected])
     assert mean_difference(pixels, expected_pixels) <= LARGEST_MEAN_DIFFERENCE[device.type, split]
-    # Every image beside the next one: the bound says something.
+    # Each image against another one: the bound is tight enough to tell them apart.
     assert mean_difference(pixels, expected_pixels.roll(1, dims=0)) > 10
 
 
-def test_labels_travel_whole(images: Path, device: torch.device) -> None:
+def test_labels_are_copied_to_the_device_unchanged(images: Path, device: torch.device) -> None:
     for batch, other in zip(train_batches(images, device), train_batches(images, CPU), strict=True):
         for name in ("scores", "ids", "boxes"):
             found, expected = getattr(batch, name), getattr(other, name)

@@ -1,4 +1,4 @@
-"""Steps in half precision: an overflow is skipped whole, bf16 stays near fp32."""
+"""Training in fp16 and bf16: a step that overflows is skipped, and losses stay close to fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OpenContext = Callable[..., TrainContext]
 
 
 def weights_with_optimizer_state(context: TrainContext) -> dict[str, Tensor]:
-    """Copy what an optimizer step changes."""
+    """Copy all tensors that an optimizer step changes."""
     live = dict(context.state.model.named_parameters()) | state_tensors(
         context.state.optimizer, context.state.reducer.local_parameters
     )
@@ -27,27 +27,27 @@ def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> list[str]:
     return [name for name in before if not torch.equal(before[name], after[name])]
 
 
-def test_an_overflow_changes_nothing_but_the_scale(open_context: OpenContext) -> None:
+def test_an_overflow_changes_only_the_loss_scale(open_context: OpenContext) -> None:
     context = open_context(precision="fp16", clip_grad=1.0)
     scaler = context.state.scaler
     scaler.load_state_dict(
         scaler.state_dict() | {"scale": 256.0}
     )  # so low that only the planted one overflows
-    passes = context.train_loader.batches(0, 0)
+    batches = context.train_loader.batches(0, 0)
     fresh = weights_with_optimizer_state(context)
-    train_step(context, passes)
+    train_step(context, batches)
     trained = weights_with_optimizer_state(context)
     assert changed(fresh, trained) == list(trained)
     assert scaler.get_scale() == 256.0
 
     first = next(context.state.model.parameters())
     planted = first.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
-    train_step(context, passes)
+    train_step(context, batches)
     planted.remove()
     assert changed(trained, weights_with_optimizer_state(context)) == []
     assert scaler.get_scale() == 128.0
 
-    train_step(context, passes)
+    train_step(context, batches)
     after = weights_with_optimizer_state(context)
     assert changed(trained, after) == list(after)
     assert all(tensor.isfinite().all() for tensor in after.values())
@@ -56,12 +56,12 @@ def test_an_overflow_changes_nothing_but_the_scale(open_context: OpenContext) ->
 
 def losses(context: TrainContext, steps: int) -> list[float]:
     """Train and return each step's loss."""
-    passes = context.train_loader.batches(0, 0)
+    batches = context.train_loader.batches(0, 0)
     found = []
     for _ in range(steps):
-        context.window.reset()
-        train_step(context, passes)
-        found.append(context.window.sums()["total"])
+        context.meter.reset()
+        train_step(context, batches)
+        found.append(context.meter.sums()["total"])
     return found
 
 
@@ -72,6 +72,6 @@ def test_half_precision_stays_near_fp32(open_context: OpenContext, precision: st
     context.state.scaler.load_state_dict(context.state.scaler.state_dict() | {"scale": 256.0})
     half = losses(context, steps=6)
     assert half == pytest.approx(exact, rel=0.005)
-    assert half != exact  # else it was not half precision
+    assert half != exact  # equal losses would mean that half precision was not used
     assert all(parameter.isfinite().all() for parameter in context.state.model.parameters())
     assert all(parameter.dtype == torch.float32 for parameter in context.state.model.parameters())

@@ -1,4 +1,4 @@
-"""The update in its few passes over memory is that of torch's own parts, one after the other."""
+"""Our fused clipping, AdamW and EMA equal torch's own, called one after the other."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from horovod_volo.optim.groups import parameter_groups, set_lr
 BOUND, DECAY, KEPT, RATE, STEPS = 0.35, 0.05, 0.9, 1e-3, 20
 
 
-class Sides:
-    """Two equal networks: one updated as a run does it, the other by torch's own parts."""
+class TwoUpdates:
+    """Two equal models: one is updated as in a run, the other by torch's own functions."""
 
     def __init__(self, device: torch.device, scale: float) -> None:
         torch.manual_seed(0)
@@ -66,7 +66,7 @@ class Sides:
             divide(self.optimizer, self.clip())
             self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.average.update(step=0)  # all steps are alike
+        self.average.update(step=0)  # without warm-up the step does not matter
 
     def their_update(self) -> Tensor:
         norm = nn.utils.clip_grad_norm_(self.theirs.parameters(), BOUND)
@@ -79,37 +79,37 @@ class Sides:
 
 @pytest.mark.parametrize("scale", [1.0, 256.0], ids=["fp32", "scaled"])
 def test_twenty_steps_end_at_the_same_weights_and_averages(device: torch.device, scale: float) -> None:
-    sides = Sides(device, scale)
-    assert len(sides.reducer.buckets) > 1
-    start = [parameter.detach().clone() for parameter in sides.ours.parameters()]
+    updates = TwoUpdates(device, scale)
+    assert len(updates.reducer.buckets) > 1
+    start = [parameter.detach().clone() for parameter in updates.ours.parameters()]
     norms = []
     for step in range(STEPS):
-        sides.backward(step)
-        sides.our_update()
-        norms.append(sides.their_update())
-    assert min(norms) < BOUND < max(norms)  # some steps are bounded, others are not
-    averages = sides.average.models()["ema"].parameters()
+        updates.backward(step)
+        updates.our_update()
+        norms.append(updates.their_update())
+    assert min(norms) < BOUND < max(norms)  # some steps are clipped, others are not
+    averages = updates.average.models()["ema"].parameters()
     for ours, average, theirs, mean, before in zip(
-        sides.ours.parameters(), averages, sides.theirs.parameters(), sides.mean, start, strict=True
+        updates.ours.parameters(), averages, updates.theirs.parameters(), updates.mean, start, strict=True
     ):
         assert (ours - before).abs().max() > RATE
         assert (ours - theirs).abs().max() <= 1e-6
         assert (average - mean).abs().max() <= 1e-6
 
 
-def test_an_overflow_is_skipped_and_not_counted(device: torch.device) -> None:
-    sides = Sides(device, 256.0)
-    sides.backward(0)
-    sides.our_update()
-    live = dict(sides.ours.named_parameters()) | state_tensors(
-        sides.optimizer, sides.reducer.local_parameters
+def test_a_step_that_overflows_is_skipped_and_not_counted(device: torch.device) -> None:
+    updates = TwoUpdates(device, 256.0)
+    updates.backward(0)
+    updates.our_update()
+    live = dict(updates.ours.named_parameters()) | state_tensors(
+        updates.optimizer, updates.reducer.local_parameters
     )
     before = {name: tensor.detach().clone() for name, tensor in live.items()}
-    sides.backward(1, factor=float("inf"))
-    sides.our_update()
+    updates.backward(1, factor=float("inf"))
+    updates.our_update()
     assert all(torch.equal(live[name], tensor) for name, tensor in before.items())
     assert float(live["3.weight/step"]) == 1.0
-    sides.backward(2)
-    sides.our_update()
+    updates.backward(2)
+    updates.our_update()
     assert not any(torch.equal(live[name], tensor) for name, tensor in before.items())
     assert float(live["3.weight/step"]) == 2.0

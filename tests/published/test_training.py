@@ -115,10 +115,10 @@ def train_ours(job: TrainContext) -> tuple[PretrainedModel, list[Step]]:
         box = job.mix(number, 0)
         assert isinstance(box, Box)
         batch = Batch(images, labels.classes, None, labels.scores, labels.ids, labels.boxes)
-        job.window.reset()
+        job.meter.reset()
         with recorded_draws_of_ours() as draws:
             train_step(job, iter([batch]))
-        losses.append(job.window.sums()["total"])
+        losses.append(job.meter.sums()["total"])
         steps.append(Step(images, labels, box, job.lr(number), draws))
     return trained(losses, job.state.model), steps
 

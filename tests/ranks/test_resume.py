@@ -102,7 +102,7 @@ def test_a_batch_that_would_shift_the_samples_is_refused(images, uninterrupted, 
     assert "stopped at step 3 and saved" in stopped.stdout
     refused = start(images, tmp_path, "--resume", "auto", start_with="none", ranks=1)
     assert refused.returncode == 2
-    assert "With 1 ranks, batch size x accumulation must be 8. --global-batch 8 finds both." in refused.stdout
+    assert "With 1 ranks, batch size x accumulation must be 8: --global-batch 8 sets both." in refused.stdout
     allowed = start(images, tmp_path, "--resume", "auto", "--batch-size", "8", start_with="none", ranks=1)
     assert allowed.returncode == 0, allowed.stdout
 
@@ -112,11 +112,11 @@ def test_a_run_with_global_batch_resumes_on_fewer_ranks(images, tmp_path):
     whole = ("--global-batch", "8")
     stopped = start(images, tmp_path, *whole, "--stop-at-step", "3")
     assert stopped.returncode == 75 or "stopped at step 3 and saved" in stopped.stdout, stopped.stdout
-    assert "8 images a step = 2 ranks x 4 x 1 passes" in stopped.stdout
-    assert "8 images a step, learning rates are stated for 32: peak learning rate 0.0005" in stopped.stdout
+    assert "8 images per step = 2 ranks x 4 images x 1 micro-batches" in stopped.stdout
+    assert "8 images per step, learning rates are stated for 32: peak learning rate 0.0005" in stopped.stdout
     resumed = start(images, tmp_path, *whole, "--resume", "auto", start_with="none", ranks=1)
     assert resumed.returncode == 0, resumed.stdout
-    assert "8 images a step = 1 ranks x 4 x 2 passes" in resumed.stdout
+    assert "8 images per step = 1 ranks x 4 images x 2 micro-batches" in resumed.stdout
     assert "at step 3: epoch 0" in resumed.stdout
     settings = tomllib.loads((tmp_path / "run" / "resolved.toml").read_text())
     found = (
@@ -199,4 +199,4 @@ def test_a_run_without_labels_resumes_without_the_auxiliary_head_it_once_had(ima
         assert all(tensor.equal(found[file][name]) for name, tensor in expected[file].items())
     refused = go_on("run", "--resume", "auto", "--token-label")
     assert refused.returncode == 2
-    assert "Give --no-token-label, or begin a new run with --finetune." in refused.stdout
+    assert "Give --no-token-label, or start a new run with --finetune." in refused.stdout

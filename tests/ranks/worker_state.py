@@ -9,7 +9,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.recipe import load_recipe
 from horovod_volo.config.values import assemble
 from horovod_volo.engine.checkpoint.files import find_checkpoint
-from horovod_volo.engine.checkpoint.resuming import restore
+from horovod_volo.engine.checkpoint.resuming import restore_state
 from horovod_volo.engine.state import build_state
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     if world.rank:
         for tensor in state.replicated_tensors():
             tensor.fill_(world.rank)
-    restore(state, find_checkpoint(str(asked.run)), world)
+    restore_state(state, find_checkpoint(str(asked.run)), world)
     whole = {
         file: {name: tensor.detach().clone() for name, tensor in tensors.items()}
         for file, tensors in state.full_state_dict().items()

@@ -1,4 +1,4 @@
-"""Low resolution, then high, as one command: stopped in either half it goes on, and ends in the same bits."""
+"""jobs/coarse_to_fine: stopped in either half it resumes, and ends with the same weights to the last bit."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def uninterrupted(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return output
 
 
-def test_interrupted_in_both_halves_it_ends_in_the_same_bits(
+def test_stopped_in_both_halves_it_ends_with_the_same_weights(
     demo_set: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     first = chain(demo_set, tmp_path, coarse=("--stop-at-step", "3"))
     assert first.returncode == STOPPED, first.stdout
     assert not (tmp_path / "chain" / "fine").exists()
 
-    # A failure is none to start again after, also where the log tells of an earlier stop.
+    # A failure is not reported as a stop, although the log holds an earlier one.
     refused = chain(demo_set, tmp_path, coarse=("--seed", "7"))
     assert refused.returncode == 2
     assert "has seed 42, this run has 7" in refused.stdout
@@ -85,8 +85,8 @@ def test_interrupted_in_both_halves_it_ends_in_the_same_bits(
         assert_same_weights(uninterrupted, tmp_path, half)
 
 
-def test_the_fine_half_begins_with_what_the_coarse_one_learned(uninterrupted: Path) -> None:
-    """At a rate of 1e-3 it moves little from there; a fresh network would be elsewhere."""
+def test_the_fine_half_starts_from_the_coarse_weights(uninterrupted: Path) -> None:
+    """At a learning rate of 1e-3 the weights move little; a new network would be far away."""
     last = [
         load_file(uninterrupted / "chain" / half / "checkpoints" / "last" / "model.safetensors")
         for half in ("coarse", "fine")
@@ -97,7 +97,7 @@ def test_the_fine_half_begins_with_what_the_coarse_one_learned(uninterrupted: Pa
     assert last[1]["pos_embed"].shape == (1, 4, 4, 96)
 
 
-def test_what_is_finished_is_said_at_once(demo_set: Path, uninterrupted: Path) -> None:
+def test_a_finished_chain_ends_at_once(demo_set: Path, uninterrupted: Path) -> None:
     before = files_under(uninterrupted)
     began = time.monotonic()
     again = chain(demo_set, uninterrupted)
@@ -109,7 +109,7 @@ def test_what_is_finished_is_said_at_once(demo_set: Path, uninterrupted: Path) -
     assert files_under(uninterrupted) == before
 
 
-def test_a_launcher_that_ends_before_training_has_is_not_believed(demo_set: Path, tmp_path: Path) -> None:
+def test_a_launcher_that_returns_0_before_the_end_is_an_error(demo_set: Path, tmp_path: Path) -> None:
     """mpirun may return 0 where a host was lost."""
     done = chain(demo_set, tmp_path, launch="true")
     assert done.returncode == 1, done.stdout
@@ -118,7 +118,7 @@ def test_a_launcher_that_ends_before_training_has_is_not_believed(demo_set: Path
 
 
 def test_a_signal_to_the_script_reaches_the_ranks(demo_set: Path, tmp_path: Path) -> None:
-    """Of far more epochs than there is time for; it comes when steps are seen in the log."""
+    """The run has far more epochs than time; the signal is sent when the log shows steps."""
     words = [*words_of(demo_set, tmp_path, 2), *COARSE, "--epochs", "500", *FINE]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(words, env=environment(LAUNCH=GLOO), stdout=said, stderr=said)
@@ -137,7 +137,7 @@ def test_a_signal_to_the_script_reaches_the_ranks(demo_set: Path, tmp_path: Path
 
 
 def test_under_horovodrun(demo_set: Path, tmp_path: Path) -> None:
-    """Its own status is 1 whatever the ranks' is."""
+    """horovodrun returns 1 whatever status the ranks return."""
     stopped = chain(demo_set, tmp_path, fine=("--stop-at-step", "2"), launch=GLOO)
     assert stopped.returncode == STOPPED, stopped.stdout
     done = chain(demo_set, tmp_path, launch=GLOO)
@@ -155,7 +155,7 @@ def test_under_horovodrun(demo_set: Path, tmp_path: Path) -> None:
         (["data", "demo", "demo", "--output=x"], "Write --output x, with a space."),
     ],
 )
-def test_its_own_flags_are_checked(words: list[str], said: str) -> None:
+def test_wrong_flags_are_refused(words: list[str], said: str) -> None:
     done = run([SCRIPT, *words])
     assert done.returncode == 2
     assert len(done.stdout.splitlines()) == 1

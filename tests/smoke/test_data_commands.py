@@ -21,7 +21,7 @@ def commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(demo_set, tmp_path_factory):
-    """Return a folder for what the commands make; a teacher of its own stands in for a downloaded one."""
+    """Return a folder for the commands' results, with a random teacher in place of a downloaded one."""
     folder = tmp_path_factory.mktemp("commands")
     torch.manual_seed(0)
     network = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0)
@@ -31,7 +31,7 @@ def place(demo_set, tmp_path_factory):
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_does_what_it_says(command, place, demo_set):
-    """In the document's order: each builds on those before."""
+    """They run in the document's order: each uses the results of those before."""
     small = command.replace(" -np 8", " -np 2").replace(" --resize 320", " --resize 48")
     small = small.replace(TEACHER, f"--teacher volo_demo --img-size 64 --teacher-weights {place}/teacher.pt")
     small = small.replace("/path/to/imagenet", str(demo_set))
@@ -43,7 +43,7 @@ def test_a_command_does_what_it_says(command, place, demo_set):
     assert done.returncode == 0, done.stdout
 
 
-def test_what_they_made_is_there(place):
+def test_the_commands_wrote_their_results(place):
     assert (place / "packed" / "train" / "manifest.json").is_file()
     for made in ("store", "own_store", "picture.png"):
         assert (place / made).exists()

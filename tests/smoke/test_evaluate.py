@@ -1,4 +1,4 @@
-"""The entry that tells accuracies finds training's numbers and timm's, and does what its document says."""
+"""horovod_volo.evaluate gives training's numbers and timm's, and the commands of its document work."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from timm.data import create_transform, resolve_model_data_config
 from tests.ranks.launching import python, run, train
 
 ROOT = Path(__file__).parents[2]
-TIMMS = "test_vit.r160_in1k"  # the smallest of timm's networks whose colours are not ImageNet's
+TIMMS = "test_vit.r160_in1k"  # the smallest timm model whose mean and std are not ImageNet's
 CLASSES, RIGHT = 1000, 40
 
 
 def evaluated(*arguments: str, **environment: str) -> dict[str, Any]:
-    """Run the entry in a process of its own and return the JSON that it wrote."""
+    """Run the evaluation in a new process and return the JSON that it wrote."""
     file = Path(arguments[arguments.index("--json") + 1])
     done = run([*python(), "-m", "horovod_volo.evaluate", *arguments], seconds=300, **environment)
     assert done.returncode == 0, done.stdout
-    answer: dict[str, Any] = json.loads(file.read_text())
-    return answer
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
 
 
 @pytest.fixture(scope="module")
 def trained(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a short run with averaged weights."""
+    """Return the run folder of a short training with averaged weights."""
     output = tmp_path_factory.mktemp("trained")
     done = train(
         *(str(demo_set), "--model", "volo_demo", "--img-size", "32", "-b", "8", "--epochs", "2"),
@@ -54,37 +54,40 @@ def trained(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_numbers_are_those_of_the_training(trained: Path, demo_set: Path, tmp_path: Path) -> None:
     lines = (trained / "metrics.jsonl").read_text().splitlines()
-    told = [record for record in map(json.loads, lines) if "top1" in record][-1]
+    trained_scores = [record for record in map(json.loads, lines) if "top1" in record][-1]
     last = trained / "checkpoints" / "last"
     for weights, prefix in ((last, ""), (last / "ema.safetensors", "ema_")):
-        file = tmp_path / f"{prefix}answer.json"
-        answer = evaluated(str(demo_set), "--weights", str(weights), "--json", str(file), "-b", "8")
+        file = tmp_path / f"{prefix}result.json"
+        result = evaluated(str(demo_set), "--weights", str(weights), "--json", str(file), "-b", "8")
         for name in ("top1", "top5"):
-            assert answer[name] == told[prefix + name]
-        assert answer["loss"] == pytest.approx(told[f"{prefix}loss"], rel=1e-6)
-        assert (answer["images"], answer["bad_samples"]) == (told["images"], told["bad_samples"])
-        assert (answer["model"], answer["img_size"]) == ("volo_demo", 32)
-    assert told["loss"] != told["ema_loss"], "both are the same weights"
+            assert result[name] == trained_scores[prefix + name]
+        assert result["loss"] == pytest.approx(trained_scores[f"{prefix}loss"], rel=1e-6)
+        assert (result["images"], result["bad_samples"]) == (
+            trained_scores["images"],
+            trained_scores["bad_samples"],
+        )
+        assert (result["model"], result["img_size"]) == ("volo_demo", 32)
+    assert trained_scores["loss"] != trained_scores["ema_loss"], "both are the same weights"
 
 
-def blocks(number: int) -> Image.Image:
-    """Draw random colours in a square of just the size that this network's images are resized to."""
+def draw_image(number: int) -> Image.Image:
+    """Draw random colours in a square of exactly the size that this model's images are resized to."""
     colours = np.random.default_rng(number).integers(0, 256, size=(7, 7, 3), dtype=np.uint8)
     return Image.fromarray(colours).resize((168, 168), Image.Resampling.NEAREST)
 
 
 def write_cache(folder: Path, name: str, network: torch.nn.Module) -> None:
-    """Keep weights where Hugging Face's library keeps what it has fetched."""
-    kept, digest = folder / f"models--timm--{name}", "0" * 40
-    (kept / "refs").mkdir(parents=True)
-    (kept / "refs" / "main").write_text(digest)
-    (kept / "snapshots" / digest).mkdir(parents=True)
-    save_file(network.state_dict(), kept / "snapshots" / digest / "model.safetensors")
+    """Write weights into a cache as huggingface_hub does."""
+    cached, digest = folder / f"models--timm--{name}", "0" * 40
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(digest)
+    (cached / "snapshots" / digest).mkdir(parents=True)
+    save_file(network.state_dict(), cached / "snapshots" / digest / "model.safetensors")
 
 
 @torch.inference_mode()
 def logits_of(network: torch.nn.Module, images: list[Image.Image], **colours: Any) -> torch.Tensor:
-    """Return a network's logits (images, classes) by timm's own transform."""
+    """Return a model's logits (images, classes) with timm's own transform."""
     transform = create_transform(**resolve_model_data_config(network) | colours)
     pixels = torch.stack([transform(image) for image in images])  # (images, 3, side, side)
     return torch.cat([network(some) for some in pixels.split(40)])
@@ -94,9 +97,9 @@ def test_a_network_of_timm_is_evaluated_as_timm_does(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = timm.create_model(TIMMS).eval()
     with torch.no_grad():
-        network.head.weight.normal_()  # else all images are of one class
+        network.head.weight.normal_()  # otherwise it predicts one class for all images
     write_cache(tmp_path / "cache", TIMMS, network)
-    images = [blocks(number) for number in range(RIGHT + CLASSES)]
+    images = [draw_image(number) for number in range(RIGHT + CLASSES)]
     logits = logits_of(network, images)
     best = logits.argmax(dim=1).tolist()
     truths = [*best[:RIGHT], *range(CLASSES)]
@@ -104,27 +107,27 @@ def test_a_network_of_timm_is_evaluated_as_timm_does(tmp_path: Path) -> None:
         folder = tmp_path / "set" / "val" / f"{truth:04d}"
         folder.mkdir(parents=True, exist_ok=True)
         image.save(folder / f"{number}.png")
-    answer = evaluated(
+    result = evaluated(
         *(str(tmp_path / "set"), "--weights", f"timm:{TIMMS}", "--per-class", "all"),
-        *("--json", str(tmp_path / "answer.json")),
+        *("--json", str(tmp_path / "result.json")),
         HF_HUB_OFFLINE="1",
         HF_HUB_CACHE=str(tmp_path / "cache"),
     )
-    assert (answer["model"], answer["img_size"], answer["crop_pct"]) == (TIMMS, 160, 0.95)
-    assert answer["mean"] == answer["std"] == [0.5, 0.5, 0.5]
-    assert answer["top1_right"] == sum(map(int.__eq__, best, truths)) >= RIGHT
+    assert (result["model"], result["img_size"], result["crop_pct"]) == (TIMMS, 160, 0.95)
+    assert result["mean"] == result["std"] == [0.5, 0.5, 0.5]
+    assert result["top1_right"] == sum(map(int.__eq__, best, truths)) >= RIGHT
     of_truths = torch.tensor(truths)
     five = logits.topk(5, dim=1).indices
-    assert answer["top5_right"] == int((five == of_truths[:, None]).any(dim=1).sum())
-    assert answer["loss"] == pytest.approx(
+    assert result["top5_right"] == int((five == of_truths[:, None]).any(dim=1).sum())
+    assert result["loss"] == pytest.approx(
         float(torch.nn.functional.cross_entropy(logits, of_truths)), rel=1e-5
     )
-    guess = {row["name"]: row["mistaken_for"] for row in answer["classes"] if row["images"] == 1}
+    mistakes = {row["name"]: row["mistaken_for"] for row in result["classes"] if row["images"] == 1}
     expected = {f"{truth:04d}": f"{best[RIGHT + truth]:04d}" for truth in range(CLASSES)}
-    assert guess == {name: "" if expected[name] == name else expected[name] for name in guess}
-    assert len(set(guess.values())) > 10, "the network does not tell images apart"
+    assert mistakes == {name: "" if expected[name] == name else expected[name] for name in mistakes}
+    assert len(set(mistakes.values())) > 10, "the network predicts the same class for most images"
     usual = logits_of(network, images[:100], mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-    assert usual.argmax(dim=1).tolist() != best[:100], "other colours would not be noticed"
+    assert usual.argmax(dim=1).tolist() != best[:100], "ImageNet's mean and std would pass this test"
 
 
 def commands() -> list[str]:
@@ -134,7 +137,7 @@ def commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(demo_set: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder in which lies what the document's commands name."""
+    """Return a folder with the inputs that the document's commands name."""
     folder = tmp_path_factory.mktemp("commands")
     for number, file in enumerate(sorted((demo_set / "val").rglob("*.jpg")), 1):
         named = folder / "imagenet" / "val" / file.parent.name / f"ILSVRC2012_val_{number:08d}.JPEG"

@@ -1,4 +1,4 @@
-"""The export as its users run it, and the commands and programs of its document."""
+"""tools/export: its commands and programs in docs/export.md, its results and its errors."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def commands() -> list[str]:
 
 
 def run_folder(folder: Path, name: str, side: int) -> Path:
-    """Make the folder of a run with a best and a last checkpoint, of which the last has averaged weights."""
+    """Write a run folder with the checkpoints best and last; last has averaged weights."""
     torch.manual_seed(0)
     state = build_model(name, img_size=side, num_classes=10, drop_path=0.0).state_dict()
     for checkpoint in ("best", "last"):
-        place = folder / "checkpoints" / checkpoint
-        place.mkdir(parents=True)
-        save_file(state, place / "model.safetensors")
-    save_file({key: 2 * tensor for key, tensor in state.items()}, place / "ema.safetensors")
+        path = folder / "checkpoints" / checkpoint
+        path.mkdir(parents=True)
+        save_file(state, path / "model.safetensors")
+    save_file({key: 2 * tensor for key, tensor in state.items()}, path / "ema.safetensors")
     (folder / "resolved.toml").write_text(f'[model]\nmodel = "{name}"\nimg_size = {side}\n')
     return folder
 
@@ -48,7 +48,7 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make what the document's commands start from; a small network of timm's stands in for VOLO-D1."""
+    """Return a folder with the inputs of the document's commands; timm's resnet18 replaces VOLO-D1."""
     folder = tmp_path_factory.mktemp("commands")
     run_folder(folder / "run", "resnet18", 64)
     torch.save(load_file(folder / "run/checkpoints/best/model.safetensors"), folder / "weights.pth")
@@ -69,7 +69,7 @@ def test_a_command_does_what_the_document_says(command: str, place: Path) -> Non
     assert ("onnxruntime: logits differ" in done.stdout) == ("--onnx" in command)
 
 
-def test_what_the_commands_made_is_there(place: Path) -> None:
+def test_the_commands_wrote_their_exports(place: Path) -> None:
     made = {path.name: sorted(file.name for file in path.iterdir()) for path in place.glob("*export*")}
     assert made == {"export": ["config.json", "model.onnx", "model.safetensors"], "export384": WRITTEN}
     best = load_file(place / "export" / "model.safetensors")["fc.weight"]
@@ -84,7 +84,7 @@ def test_a_program_of_the_document_runs(program: str, place: Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """Return the one line in which the entry refuses a request."""
+    """Return the error message, one line, of an export that is refused."""
     capsys.readouterr()
     assert export.main([str(argument) for argument in arguments]) == export.MISTAKE
     said = capsys.readouterr()
@@ -94,7 +94,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return lines[0]
 
 
-def test_an_export_is_replaced_by_force_alone(demo_run: Path, tmp_path: Path, capsys) -> None:
+def test_an_export_is_replaced_only_with_force(demo_run: Path, tmp_path: Path, capsys) -> None:
     folder = tmp_path / "export"
     assert export.main([str(demo_run), str(folder)]) == export.DONE
     said = capsys.readouterr().out.splitlines()
@@ -114,7 +114,7 @@ def test_an_export_is_replaced_by_force_alone(demo_run: Path, tmp_path: Path, ca
     assert "holds other things than an export (notes.txt)" in refused(capsys, demo_run, folder, "--force")
 
 
-def test_an_lvvit_is_written_and_timm_said_not_to_know_it(tmp_path: Path, capsys) -> None:
+def test_an_lvvit_is_exported_with_a_note_that_timm_lacks_it(tmp_path: Path, capsys) -> None:
     source = run_folder(tmp_path / "run", "lvvit_t", 32)
     assert export.main([str(source), str(tmp_path / "export")]) == export.DONE
     assert "timm.create_model cannot load it, as timm has no lvvit_t." in capsys.readouterr().out
@@ -133,7 +133,7 @@ def test_an_lvvit_is_written_and_timm_said_not_to_know_it(tmp_path: Path, capsys
     ],
     ids=["source", "model missing", "model unknown", "size", "averages", "averaged"],
 )
-def test_a_mistake_is_told_in_one_line(arguments, said, demo_run: Path, tmp_path: Path, capsys) -> None:
+def test_a_mistake_is_one_message(arguments, said, demo_run: Path, tmp_path: Path, capsys) -> None:
     weights = tmp_path / "weights.pt"
     torch.save({"head.bias": torch.zeros(3)}, weights)
     source, *flags = (argument.format(run=demo_run, weights=weights) for argument in arguments)
@@ -141,18 +141,18 @@ def test_a_mistake_is_told_in_one_line(arguments, said, demo_run: Path, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
 
 
-def test_a_place_that_cannot_be_written_is_told_in_one_line(demo_run: Path, capsys) -> None:
+def test_a_folder_that_cannot_be_created_is_one_message(demo_run: Path, capsys) -> None:
     export.main([str(demo_run), "/dev/null/export"])
     assert "cannot export to /dev/null/export" in capsys.readouterr().err
 
 
-def test_missing_packages_are_told_before_anything_is_read(demo_run, tmp_path, capsys, monkeypatch) -> None:
+def test_missing_packages_are_found_before_anything_is_read(demo_run, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(onnx_export, "find_spec", lambda name: None)
     assert "--onnx needs onnx and onnxscript." in refused(capsys, demo_run, tmp_path / "export", "--onnx")
 
 
 @pytest.mark.parametrize("difference", [2e-5, float("nan")])
-def test_other_logits_are_an_error_and_leave_nothing(
+def test_different_logits_are_an_error_and_nothing_is_written(
     difference: float, demo_run: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timm_export, "timm_difference", lambda trained, folder: difference)
@@ -161,7 +161,7 @@ def test_other_logits_are_an_error_and_leave_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_flags_that_do_not_fit_are_refused(demo_run: Path, tmp_path: Path, capsys) -> None:
+def test_wrong_values_of_flags_are_refused(demo_run: Path, tmp_path: Path, capsys) -> None:
     for flags, said in ((["--batch", "0"], "or dynamic"), (["--opset", "11"], "from 18 to 23")):
         with pytest.raises(SystemExit) as ended:
             export.main([str(demo_run), str(tmp_path / "export"), *flags])

@@ -1,4 +1,4 @@
-"""A run says which part of its image it takes a label map for, and what was assumed of published maps."""
+"""A run logs what label maps cover of their images, and warns if that is an assumption."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WHOLE, CENTRE = "maps of the whole image", "maps of the image's centre crop (cen
 
 @pytest.fixture
 def published(demo_set: Path, tmp_path: Path) -> Path:
-    """Return label maps as they are published: nothing tells what they cover."""
+    """Return label maps as they are published: without a record of what they cover."""
     shutil.copytree(demo_set / "token_labels", tmp_path / "maps")
     (tmp_path / "maps" / "map_geometry.txt").unlink()
     return tmp_path / "maps"
@@ -29,7 +29,7 @@ def published(demo_set: Path, tmp_path: Path) -> Path:
         (("--label-geometry", "reference"), f"reference geometry, {WHOLE}", False),
     ],
 )
-def test_a_run_tells_how_it_reads_published_maps(
+def test_a_run_logs_the_geometry_of_published_maps(
     flags: tuple[str, ...],
     geometry: str,
     assumed: bool,
@@ -40,7 +40,7 @@ def test_a_run_tells_how_it_reads_published_maps(
 ) -> None:
     places = ("--token-label-data", str(published), "--output", str(tmp_path / "runs"))
     ended = run_here(str(demo_set), *SMALL, *places, *flags, streams=capfd)
-    assert ended.status == 75, ended.output  # stopped at the step that was asked for
+    assert ended.status == 75, ended.output  # stopped by --stop-at-step
     assert f"token labels from {published} ({geometry})" in ended.output
     notes = [line for line in ended.lines if line.startswith("      note  ") and "label map" in line]
     assert len(notes) == assumed
@@ -50,7 +50,7 @@ def test_a_run_tells_how_it_reads_published_maps(
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (("--map-geometry", "whole"), "--map-geometry is about label maps: give --token-label-data"),
         (
@@ -70,10 +70,10 @@ def test_a_run_tells_how_it_reads_published_maps(
         ),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(
-    flags: tuple[str, ...], told: str, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_mistakes_are_refused_before_anything_is_written(
+    flags: tuple[str, ...], message: str, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ended = run_here(str(demo_set), *SMALL, "--output", str(tmp_path / "runs"), *flags, streams=capfd)
     assert ended.status == 2
-    assert told in ended.output
+    assert message in ended.output
     assert not (tmp_path / "runs").exists()

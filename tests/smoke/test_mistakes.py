@@ -1,4 +1,4 @@
-"""A mistake ends the real entry soon, with one line that says what to do, and leaves nothing behind."""
+"""A mistake ends the trainer within seconds, with one line that says what to do, and writes nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TINY = ["--model", "volo_demo", "--img-size", "32", "-b", "8", "--epochs", "1", 
 
 
 def files_under(folder: Path) -> dict[str, tuple[int, int]]:
-    """List what is in a folder, so that any change shows."""
+    """Return size and time of all files in a folder, to detect changes."""
     found = sorted(folder.rglob("*"))
     return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in found}
 
@@ -116,7 +116,7 @@ def test_an_unknown_key_in_a_recipe(demo_set: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stopped_run(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train two steps and keep a checkpoint of each."""
+    """Train two steps, each with a checkpoint."""
     output = tmp_path_factory.mktemp("stopped")
     ended = run_entry(
         *(str(demo_set), *TINY, "--output", str(output), "--name", "first"),
@@ -130,14 +130,17 @@ def stopped_run(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     ("arguments", "said"),
     [
         (["--name", "first", "--resume", "auto", "--img-size", "64"], "has img_size 32, this run has 64"),
-        (["--name", "first", "--resume", "auto", "-b", "5"], "batch size x accumulation must be 8."),
+        (
+            ["--name", "first", "--resume", "auto", "-b", "5"],
+            "batch size x accumulation must be 8: --global-batch 8 sets both",
+        ),
         (["--name", "other", "--resume", "FIRST", "--seed", "1"], "has seed 42, this run has 1"),
         (["--name", "first", "--resume", "auto", "--block-shuffle", "4"], "block_shuffle 0, this run has 4"),
         (["--name", "first", "--resume", "FIRST/checkpoints/step_00000001"], "a run up to step_00000002"),
     ],
     ids=["image size", "batch", "seed", "order", "earlier checkpoint"],
 )
-def test_a_run_that_would_not_go_on_where_another_stopped(
+def test_settings_that_differ_from_the_checkpoint_are_refused(
     arguments: list[str], said: str, stopped_run: Path, demo_set: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = files_under(stopped_run.parent)
@@ -147,22 +150,22 @@ def test_a_run_that_would_not_go_on_where_another_stopped(
     assert files_under(stopped_run.parent) == before
 
 
-def test_other_images_than_those_that_were_stopped(
+def test_other_images_than_the_checkpoints_are_refused(
     stopped_run: Path, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As many of each class, but one has another name: from there on the order would be another."""
+    """Each class has as many images, but one image has another name, which changes the order."""
     changed = shutil.copytree(demo_set, tmp_path / "set")
     image = sorted((changed / "train" / "ring").iterdir())[0]
     image.rename(image.with_name("another.jpg"))
     given = [str(changed), *TINY, "--output", str(stopped_run.parent), "--name", "first", "--resume", "auto"]
-    assert_refused(run_here(*given, streams=capfd), "Bring the training images back as they were")
+    assert_refused(run_here(*given, streams=capfd), "Restore the training images as they were")
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "already holds a run. Add --resume auto to go on with it, or give this run another --name."),
-        # Told before the large network is built.
+        ([], "already holds a run. Add --resume auto to continue it, or give this run another --name."),
+        # Found before the large model is built.
         (["--resume", "auto", "--model", "volo_d5"], "has model volo_demo, this run has volo_d5"),
     ],
     ids=["folder taken", "model"],
@@ -174,7 +177,7 @@ def test_a_folder_of_another_run(arguments: list[str], said: str, stopped_run: P
     assert files_under(stopped_run.parent) == before
 
 
-# Several ranks: the launcher adds words of its own, so only what the ranks say counts.
+# Several ranks: only the ranks' own lines are checked, as the launcher prints others.
 
 
 @pytest.mark.parametrize(
@@ -185,7 +188,9 @@ def test_a_folder_of_another_run(arguments: list[str], said: str, stopped_run: P
     ],
     ids=["more than there is", "flag"],
 )
-def test_several_ranks_say_it_once(arguments: list[str], said: str, demo_set: Path, tmp_path: Path) -> None:
+def test_several_ranks_print_one_message(
+    arguments: list[str], said: str, demo_set: Path, tmp_path: Path
+) -> None:
     ended = run_entry(
         *(str(demo_set), *TINY, "--output", str(tmp_path / "runs"), *arguments), ranks=2, start_with="gloo"
     )
@@ -200,6 +205,6 @@ def test_several_ranks_say_it_once(arguments: list[str], said: str, demo_set: Pa
     assert all("runs/catalogs".startswith(str(path)) or path.suffix == ".catalog" for path in left), left
 
 
-def test_the_small_set_is_what_these_tests_count_on(demo_set: Path) -> None:
+def test_the_demo_set_has_the_expected_size(demo_set: Path) -> None:
     assert len(list((demo_set / "train").rglob("*.jpg"))) == TRAIN_IMAGES
     assert len(list((demo_set / "val").rglob("*.jpg"))) == HELD_OUT_IMAGES

@@ -1,4 +1,4 @@
-"""The command lines of the published work run as they are printed; here only to tell what they would do."""
+"""The published command lines are accepted as they are printed; dry runs show what they would do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINETUNE = r"""
       --token-label --token-label-size 24 --token-label-data /path/to/token_label_data \
       --finetune /path/to/pretrained_224_volo_d5/
 """
-# Of the work on token labels, whose launcher and its words for ranks are replaced.
+# TokenLabeling's command lines, with horovodrun in place of its launcher.
 LVVIT = r"""
     horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet \
       --model lvvit_s -b 128 --apex-amp --img-size 224 --drop-path 0.1 \
@@ -48,8 +48,8 @@ def arguments_of(command: str) -> list[str]:
     return words[len(launch) :]
 
 
-def told(lines: list[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Take apart what a dry run prints: settings as a recipe, facts, and notes."""
+def parse_dry_run(lines: list[str]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """Split the output of a dry run into settings, properties and warnings."""
     first_fact = next(number for number, line in enumerate(lines) if line.startswith("     ranks  "))
     settings = tomllib.loads("\n".join(lines[:first_fact]))
     facts = [(line[:10].strip(), line[12:]) for line in lines[first_fact:]]
@@ -61,7 +61,7 @@ def dry_run(
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     ended = run_here(*arguments_of(command), "--dry-run", "--ranks", "8", streams=streams)
     assert ended.status == 0, ended.output
-    return told(ended.lines)
+    return parse_dry_run(ended.lines)
 
 
 def test_pretraining_of_the_largest_network(capfd: pytest.CaptureFixture[str]) -> None:
@@ -69,8 +69,8 @@ def test_pretraining_of_the_largest_network(capfd: pytest.CaptureFixture[str]) -
     assert facts["ranks"] == "8"
     assert facts["model"] == "volo_d5, 295,455,584 parameters, 224 px"
     assert facts["images"] == "1,281,167 of 1,000 classes"
-    assert facts["batch"] == "352 images a step = 8 ranks x 44 x 1 passes"
-    assert facts["rate"] == "peak 0.0001, as given by --lr"
+    assert facts["batch"] == "352 images per step = 8 ranks x 44 images x 1 micro-batches"
+    assert facts["lr"] == "peak 0.0001, as given by --lr"
     assert facts["length"] == "310 epochs x 3,639 steps = 1,128,090 steps (72,780 of warm-up)"
     assert facts["precision"].startswith("fp16; ")
     assert settings["model"]["drop_path"] == 0.75
@@ -85,50 +85,50 @@ def test_pretraining_of_the_largest_network(capfd: pytest.CaptureFixture[str]) -
 def test_finetuning_at_512_pixels(capfd: pytest.CaptureFixture[str]) -> None:
     settings, facts, notes = dry_run(FINETUNE, capfd)
     assert facts["model"] == "volo_d5, 296,091,488 parameters, 512 px"
-    assert facts["batch"] == "32 images a step = 8 ranks x 4 x 1 passes"
-    assert facts["rate"] == "peak 2.3e-05, as given by --lr"
+    assert facts["batch"] == "32 images per step = 8 ranks x 4 images x 1 micro-batches"
+    assert facts["lr"] == "peak 2.3e-05, as given by --lr"
     assert facts["length"] == "40 epochs x 40,036 steps = 1,601,440 steps (200,180 of warm-up)"
     assert settings["update"]["weight_decay"] == 1e-8
     assert settings["objective"]["ground_truth"] is True
     assert settings["model"]["finetune"] == "/path/to/pretrained_224_volo_d5/"
-    # 24 labels a side are of another input size; said, not done in silence.
+    # 24 labels per side belong to another image size: this is a warning.
     assert notes[0].startswith("--token-label-size 24 does not fit --img-size 512")
     assert notes[0].endswith("so 32 is used")
     assert "/path/to/pretrained_224_volo_d5/ is not on this machine" in notes
 
 
-def test_under_its_launcher_it_is_told_once() -> None:
+def test_under_a_launcher_one_rank_prints() -> None:
     ended = run_entry(*arguments_of(PRETRAIN), "--dry-run", ranks=2, start_with="gloo")
     assert ended.status == 0, ended.output
     spoken = [line.removeprefix("[0]<stdout>:") for line in ended.lines if line.startswith("[0]<stdout>:")]
     assert not any(line.startswith("[1]") for line in ended.lines)
-    _, facts, _ = told(spoken)
+    _, facts, _ = parse_dry_run(spoken)
     assert facts["ranks"] == "2"
-    assert facts["batch"] == "88 images a step = 2 ranks x 44 x 1 passes"
-    assert sum("images a step" in line for line in ended.lines) == 1
+    assert facts["batch"] == "88 images per step = 2 ranks x 44 images x 1 micro-batches"
+    assert sum("images per step" in line for line in ended.lines) == 1
 
 
 def test_the_plain_transformer_of_token_labels(capfd: pytest.CaptureFixture[str]) -> None:
     settings, facts, notes = dry_run(LVVIT, capfd)
     assert facts["model"] == "lvvit_s, 26,151,824 parameters, 224 px"
-    assert facts["rate"] == "peak 0.0016 = 0.0016 x 1024 / 1024"
+    assert facts["lr"] == "peak 0.0016 = 0.0016 x 1024 / 1024"
     assert settings["update"]["ema_decay"] == 0.99992
-    # What the line leaves out is as in the main.py that it is of, which is not VOLO's.
+    # Flags that are left out have the defaults of TokenLabeling's main.py, not VOLO's.
     assert settings["update"]["warmup_epochs"] == 5
     assert settings["objective"]["dense_weight"] == 1.0
     assert facts["length"] == "310 epochs x 1,251 steps = 387,810 steps (6,255 of warm-up)"
-    assert not any("images a step" in note for note in notes)
+    assert not any("images per step" in note for note in notes)
     settings, facts, notes = dry_run(LVVIT_FINETUNE, capfd)
     assert facts["model"] == "lvvit_s, 26,297,744 parameters, 384 px"
-    assert facts["rate"] == "peak 5e-06, as given by --lr"
+    assert facts["lr"] == "peak 5e-06, as given by --lr"
     assert settings["objective"]["token_label_size"] == 24
-    # The recipe of that name is this line.
-    recipe, told_of_it, _ = dry_run(
+    # The recipe lvvit_s_384 has the same settings.
+    recipe, recipe_facts, _ = dry_run(
         "horovodrun -np 8 python -m horovod_volo.train /path/to/imagenet --recipe lvvit_s_384 "
         "--token-label-data /path/to/label_data --finetune /path/to/checkpoint --lr 5e-6 --precision fp16",
         capfd,
     )
-    assert told_of_it == facts
+    assert recipe_facts == facts
     ours = ("lr_base", "lr_base_size")  # which --lr stands in for
     for group in ("model", "data", "objective", "update"):
         assert {
@@ -138,10 +138,12 @@ def test_the_plain_transformer_of_token_labels(capfd: pytest.CaptureFixture[str]
         } == ({"token_label_size": (0, 24)} if group == "objective" else {})
 
 
-def test_a_published_line_without_a_rate_says_that_ours_follows_the_batch(
+def test_without_lr_the_scaled_learning_rate_is_a_warning(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     settings, facts, notes = dry_run(LVVIT_TRANSFER, capfd)
     assert settings["objective"]["dense_weight"] == 0.0
-    assert facts["rate"].startswith("peak 0.0008 = 0.0016 x 512 / 1024; ")
-    assert any("peak learning rate 0.0008 for 0.0016 (--lr 0.0016: not scaled)" in note for note in notes)
+    assert facts["lr"].startswith("peak 0.0008 = 0.0016 x 512 / 1024; ")
+    assert any(
+        "peak learning rate 0.0008 instead of 0.0016 (--lr 0.0016: not scaled)" in note for note in notes
+    )

@@ -127,7 +127,7 @@ def test_a_cluster_command_runs_at_a_small_size(command, demo_set, tmp_path):
     done = shell(f"source tools/activate && {small} {flags}", seconds=300)
     assert done.returncode == 0, done.stdout
     if "--dry-run" in command:
-        assert "40 images a step = 40 ranks x 1 x 1 passes" in done.stdout
+        assert "40 images per step = 40 ranks x 1 images x 1 micro-batches" in done.stdout
         assert not list(tmp_path.iterdir())
     else:
         assert "done: " in done.stdout

@@ -1,6 +1,6 @@
-"""Every recipe of the package: what a dry run says of it, and what its header says of itself.
+"""Every recipe of the package: its dry run and the header of its file.
 
-What must come out is worked out here from the TOML and from parameter counts written down below.
+Expected values are computed here from the TOML file and the parameter counts below.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import RECIPES, recipe_names
 from horovod_volo.config.schema import Config
-from horovod_volo.dry_run import Need, describe, dry_run, need_of
+from horovod_volo.dry_run import Workload, describe, dry_run, measure_workload
 
 RANKS = (1, 8, 40, 256)
 IN_1K, IN_22K = (1_281_167, 1_000), (14_197_122, 21_841)
@@ -44,7 +44,7 @@ PARAMETERS = {
     "volo_d5_448": 295_907_168,
     "volo_d5_512": 296_091_488,
 }
-# Peak and batch as published or, where nothing was, as the header has them.
+# Peak learning rate and global batch as published or, where nothing was published, as in the header.
 PEAKS = {
     "imagenet22k_volo_d1": (1.6e-3, 1024),
     "lvvit_l": (1e-3, 1024),
@@ -71,14 +71,14 @@ OF_A_CLUSTER = [name for name in recipe_names() if name != "demo"]
 
 
 @cache
-def configured(name: str) -> tuple[Config, Need]:
-    """Read a recipe and measure its network, once for all ranks."""
+def configured(name: str) -> tuple[Config, Workload]:
+    """Read a recipe and measure its workload, once for all numbers of ranks."""
     config = parse(["--recipe", name]).config
-    return config, need_of(config)
+    return config, measure_workload(config)
 
 
 def facts(text: str) -> dict[str, str]:
-    """Take the facts out of what a dry run prints, which begin behind the last table of settings."""
+    """Return the properties in the text of a dry run, which follow the settings."""
     lines = text[text.index("     ranks  ") :].splitlines()
     return {line[:10].strip(): line[12:] for line in lines}
 
@@ -88,7 +88,7 @@ def toml_of(name: str) -> dict[str, dict[str, Any]]:
 
 
 def header_of(name: str) -> dict[str, str]:
-    """Read a recipe's header into its lines by name; what goes on in the next line is joined."""
+    """Return the entries of a recipe's header by name, with continuation lines joined."""
     found: dict[str, str] = {}
     last = ""
     for line in (RECIPES / f"{name}.toml").read_text(encoding="utf-8").split("\n\n")[0].splitlines():
@@ -101,13 +101,13 @@ def header_of(name: str) -> dict[str, str]:
     return found
 
 
-def test_every_recipe_is_told_of_here() -> None:
+def test_every_recipe_has_expected_values_here() -> None:
     assert sorted(PARAMETERS) == recipe_names()
     assert sorted(PEAKS) == OF_A_CLUSTER
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_dry_run_tells_what_follows_from_the_recipe(name: str) -> None:
+def test_a_dry_run_computes_what_follows_from_the_recipe(name: str) -> None:
     recipe = toml_of(name)
     update = recipe["update"]
     images, classes = IN_22K if "22k" in name else IN_1K
@@ -121,10 +121,8 @@ def test_a_dry_run_tells_what_follows_from_the_recipe(name: str) -> None:
         assert told["ranks"] == str(ranks)
         assert told["model"].split(", ")[1] == f"{PARAMETERS[name]:,} parameters"
         assert told["images"] == f"{images:,} of {classes:,} classes"
-        assert told["batch"].startswith(f"{batch:,} images a step = {ranks} ranks x ")
-        assert (
-            told["rate"].split(" = ")[0] == f"peak {update['lr_base'] * batch / update['lr_base_size']:.3g}"
-        )
+        assert told["batch"].startswith(f"{batch:,} images per step = {ranks} ranks x ")
+        assert told["lr"].split(" = ")[0] == f"peak {update['lr_base'] * batch / update['lr_base_size']:.3g}"
         assert f" = {steps:,} steps (" in told["length"]
         state, activations = re.findall(r"([\d.]+) GiB", told["memory"])
         assert state == f"{4 * floats * PARAMETERS[name] / GIB:.1f}"
@@ -136,18 +134,18 @@ def test_the_published_batch_has_the_published_peak(name: str) -> None:
     peak, batch = PEAKS[name]
     ranks = batch // toml_of(name)["data"]["batch_size"]
     told = facts(describe(configured(name)[0], ranks, configured(name)[1]))
-    assert told["batch"].startswith(f"{batch:,} images a step")
-    # As stated: nothing is scaled, so nothing is said of the ends.
-    assert told["rate"] == f"peak {peak:.3g} = {peak:.3g} x {batch} / {batch}"
+    assert told["batch"].startswith(f"{batch:,} images per step")
+    # Nothing is scaled, so --warmup-lr and --min-lr are not shown.
+    assert told["lr"] == f"peak {peak:.3g} = {peak:.3g} x {batch} / {batch}"
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_header_says_what_one_must_know(name: str) -> None:
+def test_a_header_has_the_required_entries(name: str) -> None:
     assert {"What", "Published", "Source", "Command", "Cost"} <= header_of(name).keys()
 
 
 @pytest.mark.parametrize("name", OF_A_CLUSTER)
-def test_a_headers_command_is_the_run_it_speaks_of(name: str) -> None:
+def test_a_headers_command_has_the_headers_batch(name: str) -> None:
     header = header_of(name)
     words = shlex.split(header["Command"])
     ranks = int(words[words.index("-np") + 1])
@@ -178,7 +176,7 @@ def test_a_recipe_needs_what_its_published_command_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_A_CLUSTER)
-def test_hours_are_images_over_images_a_second(name: str) -> None:
+def test_the_stated_hours_follow_from_the_images_per_second(name: str) -> None:
     cost, update = header_of(name)["Cost"], toml_of(name)["update"]
     epochs = update["epochs"] + update["cooldown_epochs"]
     images = (IN_22K if "22k" in name else IN_1K)[0]
@@ -193,16 +191,16 @@ def test_hours_are_images_over_images_a_second(name: str) -> None:
     assert float(told[1].replace(",", "")) == pytest.approx(images * epochs * seconds / 3600, rel=0.02)
 
 
-def test_the_whole_dry_run_is_the_sum_of_its_halves() -> None:
+def test_dry_run_describes_the_measured_workload() -> None:
     config, need = configured("demo")
     assert dry_run(config, 8) == describe(config, 8, need)
 
 
-# Memory, in bytes a parameter
+# Memory, in bytes per parameter
 
 
 @pytest.mark.parametrize(
-    ("flags", "ranks", "bytes_a_parameter"),
+    ("flags", "ranks", "bytes_per_parameter"),
     [
         (["--opt", "adamw"], 8, 16),
         (["--opt", "fusedlamb"], 8, 16),
@@ -214,23 +212,23 @@ def test_the_whole_dry_run_is_the_sum_of_its_halves() -> None:
         (["--opt", "sgd", "--shard-optimizer", "--ema-decay", "0.9"], 4, 8 + (4 + 4) / 4 + 4),
     ],
 )
-def test_memory_follows_optimizer_and_ranks(flags: list[str], ranks: int, bytes_a_parameter: float) -> None:
+def test_memory_follows_optimizer_and_ranks(flags: list[str], ranks: int, bytes_per_parameter: float) -> None:
     config = parse(["--recipe", "volo_d5", *flags]).config
     told = facts(describe(config, ranks, configured("volo_d5")[1]))
-    expected = bytes_a_parameter * PARAMETERS["volo_d5"] / GIB
+    expected = bytes_per_parameter * PARAMETERS["volo_d5"] / GIB
     assert told["memory"].startswith(f"about {expected:.1f} GiB of state and ")
 
 
 @pytest.mark.parametrize("name", ["volo_d5_448", "lvvit_s"])
 def test_the_estimate_of_memory_is_the_same_every_time(name: str) -> None:
     config = parse(["--recipe", name]).config
-    assert len({need_of(config).activation_bytes for _ in range(3)}) == 1
+    assert len({measure_workload(config).activation_bytes for _ in range(3)}) == 1
 
 
 @pytest.mark.parametrize(("name", "blocks"), [("volo_d1", 20), ("lvvit_s", 16)])
-def test_checkpointed_blocks_keep_their_input_alone(name: str, blocks: int) -> None:
-    """Kept of a block: one tensor of its input's size; it would be ten and more."""
+def test_checkpointed_blocks_save_only_their_input(name: str, blocks: int) -> None:
+    """A checkpointed block saves one tensor of its input's size, otherwise ten and more."""
     plain = configured(name)[1].activation_bytes
-    kept = need_of(parse(["--recipe", name, "--grad-checkpoint"]).config).activation_bytes
+    kept = measure_workload(parse(["--recipe", name, "--grad-checkpoint"]).config).activation_bytes
     tokens = 196 * 384 * 2  # bytes of the smallest input of a block, in 16 bits
     assert blocks * tokens < kept < plain / 2.5

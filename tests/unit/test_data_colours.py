@@ -15,7 +15,7 @@ from horovod_volo.config.schema import Config, Data, Model, Run
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_COLOURS, Colours
-from horovod_volo.engine.context import Images, _streams
+from horovod_volo.engine.context import Images, build_loaders
 
 SIDE = 32
 CPU = torch.device("cpu")
@@ -68,7 +68,7 @@ def test_a_stream_shows_the_colours_that_are_asked_for(folder: Path, split: str)
 def test_a_run_shows_its_networks_colours(folder: Path, model: str, half: bool) -> None:
     images = Images(*(build_catalog(str(folder), split, None) for split in ("train", "val")), None)
     config = Config(model=Model(model=model, img_size=SIDE), data=Data(batch_size=4, crop_pct=0.9, **PLAIN))
-    train, held_out = _streams(config, World.single(), images, RankResources(CPU, 1, 1))
+    train, held_out = build_loaders(config, World.single(), images, RankResources(CPU, 1, 1))
     (trained,), (evaluated,) = train.batches(0, 0), held_out
     train.close()
     held_out.close()

@@ -1,4 +1,4 @@
-"""Checkpoints: equal to the bit, whole or absent, and damage is told from health."""
+"""Checkpoints are exact to the bit, complete or absent, and damage is found."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch import Tensor
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import (
-    damage,
+    delete_old_checkpoints,
     find_checkpoint,
+    find_damage,
     has_checkpoint,
-    point,
-    prune,
-    read_state,
+    read_metadata,
     read_tensors,
+    update_link,
     write_checkpoint,
 )
 
 Files = dict[str, dict[str, Tensor]]
-FACTS = {"model": "volo_demo", "seed": 42, "scaler": {"scale": 65536.0, "_growth_tracker": 3}}
+METADATA = {"model": "volo_demo", "seed": 42, "scaler": {"scale": 65536.0, "_growth_tracker": 3}}
 
 
 def files(number: float = 1.0, length: int = 5) -> Files:
@@ -36,7 +36,7 @@ def files(number: float = 1.0, length: int = 5) -> Files:
 
 
 def save(run: Path, step: int, number: float = 1.0) -> Path:
-    return write_checkpoint(run / "checkpoints", step, files(number), FACTS)
+    return write_checkpoint(run / "checkpoints", step, files(number), METADATA)
 
 
 def names(run: Path) -> list[str]:
@@ -47,15 +47,15 @@ def weight_of(checkpoint: Path) -> float:
     return float(read_tensors(checkpoint)["model"]["weight"][0])
 
 
-# Whole
+# Completeness
 
 
-def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path) -> None:
+def test_every_kind_of_tensor_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
     random = torch.Generator().manual_seed(0)
     storage = torch.randn(100, generator=random)
     tensors = {
         "float": torch.randn(3, 4, 5, generator=random),
-        "odd values": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
+        "special values": torch.tensor([float("nan"), float("inf"), -0.0, 1e-45]),
         "half": torch.randn(7, generator=random).half(),
         "bf16": torch.randn(7, generator=random).bfloat16(),
         "double": torch.randn(2, generator=random).double(),
@@ -64,57 +64,57 @@ def test_every_kind_of_tensor_comes_back_to_the_bit(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 3),
         "view one": storage[:10],
         "view two": storage[5:20],  # overlaps with the first
-        "again": storage[:10],
+        "the same view": storage[:10],
         "transposed": storage.view(10, 10).t(),
         "channels last": torch.randn(2, 3, 4, 4, generator=random).to(memory_format=torch.channels_last),
         "needs gradient": torch.nn.Parameter(torch.randn(3, generator=random)),
     }
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     checkpoint = write_checkpoint(tmp_path, 12, {"model": tensors}, {})
-    assert damage(checkpoint) is None
-    found = read_tensors(checkpoint)["model"]
-    assert found.keys() == tensors.keys()
-    for name, tensor in found.items():
+    assert find_damage(checkpoint) is None
+    loaded = read_tensors(checkpoint)["model"]
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in loaded.items():
         assert tensor.dtype == before[name].dtype
         assert tensor.shape == before[name].shape
         width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
         assert torch.equal(tensor.contiguous().view(width), before[name].contiguous().view(width)), name
-    assert torch.equal(storage[:10], before["view one"])  # what is saved is left alone
+    assert torch.equal(storage[:10], before["view one"])  # saving changes nothing
 
 
-def test_facts_come_back(tmp_path: Path) -> None:
-    state = read_state(save(tmp_path, 12))
-    assert {name: state[name] for name in FACTS} == FACTS
+def test_metadata_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    state = read_metadata(save(tmp_path, 12))
+    assert {name: state[name] for name in METADATA} == METADATA
     assert state["step"] == 12
     assert set(state["sha256"]) == {"model", "optimizer"}
 
 
-def test_a_checkpoint_is_as_readable_as_any_new_file(tmp_path: Path) -> None:
-    (tmp_path / "any").touch()
+def test_files_of_a_checkpoint_have_the_usual_permissions(tmp_path: Path) -> None:
+    (tmp_path / "new").touch()
     for file in save(tmp_path, 1).iterdir():
-        assert oct(file.stat().st_mode) == oct((tmp_path / "any").stat().st_mode), file.name
+        assert oct(file.stat().st_mode) == oct((tmp_path / "new").stat().st_mode), file.name
 
 
-def test_the_same_step_saved_twice_is_the_second(tmp_path: Path) -> None:
+def test_a_step_saved_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 3, number=1)
     (tmp_path / "checkpoints" / "step_00000003" / "evaluation.json").write_text("{}")
     again = save(tmp_path, 3, number=2)
     assert weight_of(again) == 2
-    assert damage(again) is None
+    assert find_damage(again) is None
     assert names(tmp_path) == ["last", "step_00000003"]
-    assert not (again / "evaluation.json").exists()  # was of other weights
+    assert not (again / "evaluation.json").exists()  # it was of the replaced weights
 
 
-# Or absent
+# Interrupted saves
 
 
-def test_what_a_kill_leaves_is_ignored_and_removed_by_the_next_save(tmp_path: Path) -> None:
-    whole = save(tmp_path, 1)
+def test_a_partial_checkpoint_is_ignored_and_deleted_by_the_next_save(tmp_path: Path) -> None:
+    complete = save(tmp_path, 1)
     for step in (2, 7):
         partial = tmp_path / "checkpoints" / f".step_{step:08}.partial"
         partial.mkdir()
-        (partial / "model.safetensors").write_bytes(b"half of it")
-    assert find_checkpoint(str(tmp_path)) == whole
+        (partial / "model.safetensors").write_bytes(b"partial")
+    assert find_checkpoint(str(tmp_path)) == complete
     save(tmp_path, 2)
     assert names(tmp_path) == ["last", "step_00000001", "step_00000002"]
 
@@ -139,39 +139,39 @@ def test_no_checkpoint_is_a_users_mistake(where: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_changed_file_is_told(name: str, tmp_path: Path) -> None:
+def test_a_changed_file_is_damage(name: str, tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 20)
     file = checkpoint / name
     content = file.read_bytes()
-    for place in {*range(0, len(content), 7), len(content) - 1}:
+    for position in {*range(0, len(content), 7), len(content) - 1}:
         flipped = bytearray(content)
-        flipped[place] ^= 1
+        flipped[position] ^= 1
         file.write_bytes(flipped)
-        assert damage(checkpoint) is not None, place
+        assert find_damage(checkpoint) is not None, position
     for length in (0, 1, len(content) // 2, len(content) - 1):
         file.write_bytes(content[:length])
-        assert damage(checkpoint) is not None, length
+        assert find_damage(checkpoint) is not None, length
     file.unlink()
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
     file.write_bytes(content)
-    assert damage(checkpoint) is None
+    assert find_damage(checkpoint) is None
 
 
 @pytest.mark.parametrize("content", ["3", "[]", "null", '"text"', "{}", '{"sha256": {}}', "\udcff"])
-def test_facts_of_another_kind_are_damage(content: str, tmp_path: Path) -> None:
+def test_metadata_of_another_form_is_damage(content: str, tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     (checkpoint / "state.json").write_bytes(content.encode(errors="surrogateescape"))
-    assert damage(checkpoint) is not None
+    assert find_damage(checkpoint) is not None
 
 
-def test_a_changed_step_is_told(tmp_path: Path) -> None:
+def test_a_changed_step_is_damage(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 20)
-    state = read_state(checkpoint)
+    state = read_metadata(checkpoint)
     (checkpoint / "state.json").write_text(json.dumps(state | {"step": 21}, indent=2))
-    assert damage(checkpoint) == "state.json does not match its checksum"
+    assert find_damage(checkpoint) == "state.json does not match its checksum"
 
 
-def test_the_newest_whole_one_is_chosen(tmp_path: Path) -> None:
+def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
     saved = [save(tmp_path, step) for step in (9, 10, 100)]
     assert find_checkpoint(str(tmp_path)) == saved[2]
     (saved[2] / "model.safetensors").write_bytes(b"")
@@ -180,13 +180,13 @@ def test_the_newest_whole_one_is_chosen(tmp_path: Path) -> None:
     assert find_checkpoint(str(tmp_path)) == saved[0]
     (saved[0] / "optimizer.safetensors").unlink()
     with pytest.raises(
-        UserError, match=r"None of the 3 checkpoints in .* is whole: model\.safetensors does not"
+        UserError, match=r"None of the 3 checkpoints in .* is intact: model\.safetensors does not"
     ):
         find_checkpoint(str(tmp_path))
     assert has_checkpoint(tmp_path)
 
 
-def test_a_damaged_one_that_is_asked_for_by_name_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_given_by_its_path_is_refused(tmp_path: Path) -> None:
     saved = [save(tmp_path, step) for step in (1, 2)]
     (saved[1] / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=r"step_00000002 is damaged: model\.safetensors does not match"):
@@ -196,16 +196,16 @@ def test_a_damaged_one_that_is_asked_for_by_name_is_refused(tmp_path: Path) -> N
     assert find_checkpoint(str(saved[0])) == saved[0]
 
 
-# Links and room
+# Links, and full disks
 
 
-def test_last_and_best_lead_to_checkpoints_wherever_the_run_is_moved(tmp_path: Path) -> None:
+def test_last_and_best_are_valid_after_the_run_folder_is_moved(tmp_path: Path) -> None:
     saved = [save(tmp_path / "run", step) for step in (1, 2)]
     folder = tmp_path / "run" / "checkpoints"
     assert (folder / "last").resolve() == saved[1]
-    point(folder / "best", saved[0])
+    update_link(folder / "best", saved[0])
     assert (folder / "best").resolve() == saved[0]
-    point(folder / "best", saved[1])
+    update_link(folder / "best", saved[1])
     assert (folder / "best").resolve() == saved[1]
     (tmp_path / "run").rename(tmp_path / "moved")
     assert (tmp_path / "moved" / "checkpoints" / "best" / "state.json").is_file()
@@ -218,25 +218,25 @@ def test_last_and_best_lead_to_checkpoints_wherever_the_run_is_moved(tmp_path: P
     ]
 
 
-def test_pruning_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
+def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
     saved = [save(tmp_path, step) for step in (1, 2, 3, 9, 10)]
-    point(tmp_path / "checkpoints" / "best", saved[1])
-    prune(saved[-1], keep=2)
+    update_link(tmp_path / "checkpoints" / "best", saved[1])
+    delete_old_checkpoints(saved[-1], keep=2)
     assert names(tmp_path) == ["best", "last", "step_00000002", "step_00000009", "step_00000010"]
-    point(tmp_path / "checkpoints" / "best", saved[4])
-    prune(saved[-1], keep=2)
+    update_link(tmp_path / "checkpoints" / "best", saved[4])
+    delete_old_checkpoints(saved[-1], keep=2)
     assert names(tmp_path) == ["best", "last", "step_00000009", "step_00000010"]
-    prune(saved[-1], keep=5)
+    delete_old_checkpoints(saved[-1], keep=5)
     assert names(tmp_path) == ["best", "last", "step_00000009", "step_00000010"]
 
 
-def test_pruning_never_takes_the_one_just_saved(tmp_path: Path) -> None:
-    """After damage the run goes on from an earlier step, and its next checkpoint is not the highest."""
+def test_the_checkpoint_just_saved_is_kept(tmp_path: Path) -> None:
+    """After damage a run resumes from an earlier step: its next checkpoint has not the highest number."""
     damaged = [save(tmp_path, step) for step in (20, 30)]
     for checkpoint in damaged:
         (checkpoint / "model.safetensors").write_bytes(b"")
     save(tmp_path, 10)
-    prune(save(tmp_path, 15), keep=2)
+    delete_old_checkpoints(save(tmp_path, 15), keep=2)
     assert names(tmp_path) == ["last", "step_00000010", "step_00000015"]
     assert find_checkpoint(str(tmp_path)).name == "step_00000015"
 
@@ -257,24 +257,26 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-# The first tensor file does not fit; or it does, and the facts behind it do not.
-@pytest.mark.parametrize("length", [10**6, 200_000], ids=["tensors", "facts"])
-def test_a_full_disk_is_told_and_earlier_checkpoints_are_intact(length: int, small_disk: Path) -> None:
+# Either the first tensor file does not fit on the disk, or state.json after it.
+@pytest.mark.parametrize("length", [10**6, 200_000], ids=["tensors", "metadata"])
+def test_a_full_disk_is_a_user_error_and_earlier_checkpoints_are_intact(
+    length: int, small_disk: Path
+) -> None:
     earlier = save(small_disk, 1)
-    room = {"model": {"weight": torch.zeros(length)}}
-    facts = {} if length == 10**6 else {"padding": "x" * 2**20}
+    tensors = {"model": {"weight": torch.zeros(length)}}
+    metadata = {} if length == 10**6 else {"padding": "x" * 2**20}
     with pytest.raises(
         UserError, match=r"step_00000002 could not be written: .*No space left .*--resume auto"
     ):
-        write_checkpoint(small_disk / "checkpoints", 2, room, facts)
-    assert names(small_disk) == ["last", "step_00000001"]  # and the room is free again
-    assert damage(earlier) is None
+        write_checkpoint(small_disk / "checkpoints", 2, tensors, metadata)
+    assert names(small_disk) == ["last", "step_00000001"]  # and the disk space is free again
+    assert find_damage(earlier) is None
     assert find_checkpoint(str(small_disk)) == earlier
     assert weight_of(save(small_disk, 2, number=3)) == 3
 
 
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+def test_a_folder_that_cannot_be_created_is_a_user_error(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file in place of the folder")
     with pytest.raises(UserError, match=r"could not be written: .*checkpoints"):
         save(tmp_path, 1)
-    assert (tmp_path / "checkpoints").read_text() == "a file where the folder should be"
+    assert (tmp_path / "checkpoints").read_text() == "a file in place of the folder"

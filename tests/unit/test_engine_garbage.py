@@ -1,4 +1,4 @@
-"""Python's collector rests while training runs, and goes on as before after it."""
+"""Automatic garbage collection is disabled during training and restored after it."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from collections.abc import Iterator
 
 import pytest
 
-from horovod_volo.engine.garbage import collected_by_hand
+from horovod_volo.engine.loop import garbage_collected_at_log_points
 
 
-class Knot:
-    """Something that refers to itself, so that only the collector can free it."""
+class Cycle:
+    """An object that refers to itself, so that only the garbage collector can free it."""
 
     def __init__(self) -> None:
         self.itself = self
 
 
 @pytest.fixture(autouse=True)
-def collector_as_it_was() -> Iterator[None]:
+def restore_collector() -> Iterator[None]:
     yield
     gc.unfreeze()
     gc.enable()
 
 
-def tie_many() -> list[weakref.ref[Knot]]:
-    """Leave far more garbage than the collector ever lets gather by itself."""
-    return [weakref.ref(Knot()) for _ in range(20_000)]
+def create_many() -> list[weakref.ref[Cycle]]:
+    """Create far more garbage than triggers an automatic collection."""
+    return [weakref.ref(Cycle()) for _ in range(20_000)]
 
 
-def test_garbage_stays_until_it_is_asked_for() -> None:
-    before = weakref.ref(Knot())
-    with collected_by_hand():
-        assert before() is None  # what lay there was taken out first: frozen, it would stay for ever
+def test_garbage_is_collected_on_call_only() -> None:
+    before = weakref.ref(Cycle())
+    with garbage_collected_at_log_points():
+        assert before() is None  # collected before the freeze, which would keep it for ever
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0
-        knots = tie_many()
-        assert all(knot() is not None for knot in knots)
+        cycles = create_many()
+        assert all(cycle() is not None for cycle in cycles)
         gc.collect()
-        assert all(knot() is None for knot in knots)
+        assert all(cycle() is None for cycle in cycles)
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
-    assert any(knot() is None for knot in tie_many())
+    assert any(cycle() is None for cycle in create_many())
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])
-def test_after_an_error_the_collector_is_as_before(was_enabled: bool) -> None:
+def test_an_error_restores_the_collector(was_enabled: bool) -> None:
     if not was_enabled:
         gc.disable()
-    with pytest.raises(KeyError), collected_by_hand():
+    with pytest.raises(KeyError), garbage_collected_at_log_points():
         raise KeyError
     assert gc.isenabled() == was_enabled
     assert gc.get_freeze_count() == 0

@@ -24,8 +24,8 @@ from horovod_volo.cluster.buckets import Bucket, build_buckets
 from horovod_volo.cluster.collectives import Wait
 from horovod_volo.cluster.compression import BucketScales, Fp16Compression, NoCompression, summed_in_fp32
 from horovod_volo.core.errors import UserError
-from horovod_volo.engine.precision import autocast, mend_convolutions
 from horovod_volo.models.build import build_model
+from horovod_volo.models.precision import autocast, fix_convolutions
 
 _CPU = torch.device("cpu")
 _BUCKET_BYTES, _LAST_BUCKET_BYTES = 25 * 2**20, 2**20
@@ -60,7 +60,7 @@ def measure(
     if classes < folders:
         raise UserError(f"{data_dir} has {folders} classes. Use --classes {folders} or more.")
     network = build_model(model, img_size=img_size, num_classes=classes, drop_path=0.0).train()
-    mend_convolutions(network, "bf16", _CPU)
+    fix_convolutions(network, "bf16", _CPU)
     source = _GradientSource(ModelWithLoss(network), files, img_size, batch_size)
     loss = source.train(steps)
     bf16_errors, maxima = _errors_of_bf16(source), _mean_maxima(source)

@@ -31,9 +31,9 @@ from horovod_volo.bench.synthetic import (
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.data.loader import Batch
-from horovod_volo.engine.compiled import check_compiler, compile_blocks
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
+from horovod_volo.models.compiled import check_compiler, compile_blocks
 from horovod_volo.monitor.meters import LossMeter
 from horovod_volo.objective.loss import Labels, LossParts
 from horovod_volo.objective.mixtoken import Mix
@@ -156,7 +156,7 @@ def _parts_of_steps(context: TrainContext, batch: Batch) -> dict[str, list[float
     marked = dataclasses.replace(
         context,
         loss=loss,
-        window=_MarkedWindow(context.resources.device, stopwatch),
+        meter=_MarkedWindow(context.resources.device, stopwatch),
         clip=lambda: stopwatch.lap("exchange wait"),
     )
     micro_batches = itertools.repeat(batch)
@@ -197,7 +197,7 @@ class _MarkedWindow(LossMeter):
 
 
 def _assert_finite(context: TrainContext) -> None:
-    loss = statistics.fmean(context.window.sums().values())
+    loss = statistics.fmean(context.meter.sums().values())
     weights = torch.stack([parameter.detach().abs().max() for parameter in context.state.model.parameters()])
     if not (math.isfinite(loss) and weights.isfinite().all()):
         raise WrongResultError(

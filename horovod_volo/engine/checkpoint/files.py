@@ -1,8 +1,9 @@
-"""Checkpoint folders: whole or absent.
+"""The folder of a checkpoint, and the links `last` and `best`.
 
-A checkpoint is written beside its place, flushed to the disk and renamed; `state.json` holds the
-checksum of every other file and of its own facts, so that a damaged one is told from a good one.
-`last` and `best` are links, replaced in one operation.
+A checkpoint holds a safetensors file for each part of the training state, and `state.json`: the metadata, the
+SHA-256 of each tensor file, and a checksum of `state.json` itself.
+Invariant: a checkpoint is complete or absent. It is written into a hidden folder, flushed to disk and
+renamed; the links are replaced atomically.
 """
 
 from __future__ import annotations
@@ -21,97 +22,101 @@ from torch import Tensor
 from horovod_volo.core.atomic_file import flush
 from horovod_volo.core.errors import UserError
 
-Files = Mapping[str, Mapping[str, Tensor]]
+StateDicts = Mapping[str, Mapping[str, Tensor]]  # tensors by file and by name
 FORMAT = 1
+CHECKPOINTS = "checkpoints"  # their folder inside a run folder
+_METADATA = "state.json"
 
 
-def write_checkpoint(folder: Path, step: int, files: Files, facts: dict[str, Any]) -> Path:
-    """Publish a checkpoint of `step` in `folder` and point `last` at it; return its path."""
+def write_checkpoint(folder: Path, step: int, tensors: StateDicts, metadata: dict[str, Any]) -> Path:
+    """Write the checkpoint of `step` into `folder` and update the link `last`; return its path."""
     final = checkpoint_path(folder, step)
     partial = folder / f".{final.name}.partial"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for left_by_a_kill in folder.glob(".step_*.partial"):
-            shutil.rmtree(left_by_a_kill)
+        for interrupted in folder.glob(".step_*.partial"):
+            shutil.rmtree(interrupted)
         partial.mkdir()
-        checksums = {name: _write_tensors(partial / f"{name}.safetensors", files[name]) for name in files}
-        state = {"format": FORMAT, "step": step, **facts, "sha256": checksums}
-        content = json.dumps(state | {"checksum": _checksum_of_facts(state)}, indent=2)
-        _write_durably(partial / "state.json", content.encode())
+        checksums = {name: _write_tensors(partial / f"{name}.safetensors", tensors[name]) for name in tensors}
+        state = {"format": FORMAT, "step": step, **metadata, "sha256": checksums}
+        content = json.dumps(state | {"checksum": _checksum_of_metadata(state)}, indent=2)
+        (partial / _METADATA).write_text(content, encoding="utf-8")
+        flush(partial / _METADATA)
         flush(partial)
-        _remove(final)  # of the same step in an earlier life of this run
+        if final.exists():  # this step was saved before the run resumed from an earlier one
+            shutil.rmtree(final)
         partial.replace(final)
         flush(folder)
-        point(folder / "last", final)
+        update_link(folder / "last", final)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
-            f"Checkpoint {final} could not be written: {error}. Earlier checkpoints are intact; "
-            "make room or mend the folder, then start again with --resume auto."
+            f"Checkpoint {final} could not be written: {error}. Earlier checkpoints are intact: free disk "
+            "space or fix the folder, then restart with --resume auto."
         ) from None
     return final
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step lies, or would lie; names sort as steps do."""
+    """Return the path of the checkpoint of a step; paths sort by step."""
     return folder / f"step_{step:08}"
 
 
-def point(link: Path, checkpoint: Path) -> None:
-    """Make `link` lead to a checkpoint beside it, in one operation."""
+def update_link(link: Path, checkpoint: Path) -> None:
+    """Make `link` point to a checkpoint in the same folder, atomically."""
     partial = link.with_name(f".{link.name}.partial")
     partial.unlink(missing_ok=True)
     partial.symlink_to(checkpoint.name)
     partial.replace(link)
 
 
-def prune(saved: Path, keep: int) -> None:
-    """Remove all but the one just saved, the `keep - 1` before it, and the one that `best` leads to."""
+def delete_old_checkpoints(saved: Path, keep: int) -> None:
+    """Delete all checkpoints but the one just saved, the `keep - 1` before it, and the target of `best`."""
     folder = saved.parent
     best = (folder / "best").resolve()
-    # A later one is damaged: the run went on from before it.
+    # Checkpoints after the one just saved are damaged: the run resumed from an earlier one.
     kept = [path for path in sorted(folder.glob("step_*")) if path.name <= saved.name][-keep:]
     for path in folder.glob("step_*"):
         if path not in kept and path.resolve() != best:
             shutil.rmtree(path)
 
 
-def find_checkpoint(where: str) -> Path:
-    """Return the newest whole checkpoint at a path: a checkpoint, or a run that has some."""
-    path = Path(where)
-    if (path / "state.json").is_file():
-        return _must_be_whole(path.resolve())
-    candidates = sorted((path / "checkpoints").glob("step_*"), reverse=True)
+def find_checkpoint(source: str) -> Path:
+    """Return the checkpoint at `source`, or the newest intact one if `source` is a run folder."""
+    path = Path(source)
+    if (path / _METADATA).is_file():
+        return _intact(path.resolve())
+    candidates = sorted((path / CHECKPOINTS).glob("step_*"), reverse=True)
     if not candidates:
-        raise UserError(f"There is no checkpoint at {where}. --resume takes a run folder or a checkpoint.")
+        raise UserError(f"There is no checkpoint at {source}. --resume takes a run folder or a checkpoint.")
     for candidate in candidates:
-        if damage(candidate) is None:
+        if find_damage(candidate) is None:
             return candidate
     raise UserError(
-        f"None of the {len(candidates)} checkpoints in {where} is whole: {damage(candidates[0])}."
+        f"None of the {len(candidates)} checkpoints in {source} is intact: {find_damage(candidates[0])}."
     )
 
 
 def has_checkpoint(run_folder: Path) -> bool:
-    """Say whether a run has left a checkpoint, whole or not."""
-    return any((run_folder / "checkpoints").glob("step_*"))
+    """Return whether a run folder holds a checkpoint, intact or not."""
+    return any((run_folder / CHECKPOINTS).glob("step_*"))
 
 
-def _must_be_whole(path: Path) -> Path:
-    wrong = damage(path)
-    if wrong:
-        raise UserError(f"Checkpoint {path} is damaged: {wrong}. Resume from another one beside it.")
+def _intact(path: Path) -> Path:
+    damage = find_damage(path)
+    if damage:
+        raise UserError(f"Checkpoint {path} is damaged: {damage}. Resume from another checkpoint of the run.")
     return path
 
 
-def damage(path: Path) -> str | None:
-    """Say what is wrong with a checkpoint, or None."""
+def find_damage(path: Path) -> str | None:
+    """Verify all checksums of a checkpoint; return what is wrong with it, or None."""
     try:
-        state = read_state(path)
-        if state.pop("checksum") != _checksum_of_facts(state):
-            return "state.json does not match its checksum"
+        state = read_metadata(path)
+        if state.pop("checksum") != _checksum_of_metadata(state):
+            return f"{_METADATA} does not match its checksum"
         if state["format"] != FORMAT:
-            return f"its format is {state['format']}, this trainer reads {FORMAT}"
+            return f"its format is {state['format']}, but this version reads {FORMAT}"
         for name, expected in state["sha256"].items():
             if _checksum(path / f"{name}.safetensors") != expected:
                 return f"{name}.safetensors does not match its checksum"
@@ -120,44 +125,34 @@ def damage(path: Path) -> str | None:
     return None
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Read a checkpoint's facts."""
-    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+def read_metadata(path: Path) -> dict[str, Any]:
+    """Read `state.json` of a checkpoint."""
+    state = json.loads((path / _METADATA).read_text(encoding="utf-8"))
     if not isinstance(state, dict):
-        raise ValueError("state.json holds no facts by name")
+        raise ValueError(f"{_METADATA} is not a JSON object")
     return state
 
 
 def read_tensors(path: Path) -> dict[str, dict[str, Tensor]]:
-    """Read a checkpoint's tensors by file and name."""
+    """Read a checkpoint's tensors by file and by name."""
     try:
-        return {name: load_file(path / f"{name}.safetensors") for name in read_state(path)["sha256"]}
+        return {name: load_file(path / f"{name}.safetensors") for name in read_metadata(path)["sha256"]}
     except SafetensorError as error:
         raise UserError(f"Checkpoint {path} cannot be read: {error}.") from None
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    # Copies: batch-norm statistics are views of one flat tensor, and safetensors refuses to store views.
+    # Copies: batch norm statistics are views of one flat tensor, and safetensors refuses to store views.
     save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
-    path.chmod(path.parent.stat().st_mode & 0o666)  # as for any new file; safetensors makes it private
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the usual permissions: safetensors makes files private
     flush(path)
     return _checksum(path)
 
 
-def _checksum_of_facts(state: dict[str, Any]) -> str:
+def _checksum_of_metadata(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    flush(path)
-
-
-def _remove(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)

@@ -1,10 +1,9 @@
-"""Going on from a checkpoint: which one, whether it is this run's, and the same state on all ranks."""
+"""Resume from a checkpoint: select it, check that it belongs to this run, and load it on all ranks."""
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive
@@ -12,112 +11,84 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.engine.checkpoint.files import (
-    Files,
+    StateDicts,
     find_checkpoint,
     has_checkpoint,
-    read_state,
+    read_metadata,
     read_tensors,
 )
-from horovod_volo.engine.checkpoint.saving import checkpoint_facts
+from horovod_volo.engine.checkpoint.metadata import check_metadata, run_metadata
 from horovod_volo.engine.context import run_folder
 from horovod_volo.engine.state import TrainState
 from horovod_volo.models.aux_head import AUX_HEAD
 
 
 def checkpoint_to_resume(config: Config, world: World, train: Catalog) -> Path | None:
-    """Choose the checkpoint to go on from, the same on all ranks; None to begin. Collective."""
-    return world.run_on_rank_zero(partial(_choose_own, config, world.size, train))
+    """Return the checkpoint to resume from, or None for a new run. Collective: every rank calls this.
+
+    Its metadata are checked against the settings here, before a model is built.
+    """
+    return world.run_on_rank_zero(partial(_select_and_check, config, world.size, train))
 
 
-def _choose_own(config: Config, ranks: int, train: Catalog) -> Path | None:
-    """Choose a checkpoint and hold it to this run's settings: soon, before a network is built for it."""
-    checkpoint = _choose(config)
+def _select_and_check(config: Config, ranks: int, train: Catalog) -> Path | None:
+    checkpoint = _select(config)
     if checkpoint:
-        own = checkpoint_facts(config, derive(config, ranks=ranks, images=len(train)), train)
-        _check_facts(read_state(checkpoint), own, checkpoint, ranks)
+        current = run_metadata(config, derive(config, ranks=ranks, images=len(train)), train)
+        check_metadata(read_metadata(checkpoint), current, checkpoint, ranks)
     return checkpoint
 
 
-def _choose(config: Config) -> Path | None:
+def _select(config: Config) -> Path | None:
     folder = run_folder(config)
     if config.run.resume == "auto":
         return find_checkpoint(str(folder)) if has_checkpoint(folder) else None
     if config.run.resume:
-        return _not_amidst(folder, find_checkpoint(config.run.resume))
+        checkpoint = find_checkpoint(config.run.resume)
+        _check_continues(folder, checkpoint)
+        return checkpoint
     if has_checkpoint(folder):
         raise UserError(
-            f"{folder} already holds a run. Add --resume auto to go on with it, or give this run another "
+            f"{folder} already holds a run. Add --resume auto to continue it, or give this run another "
             "--name."
         )
     return None
 
 
-def _not_amidst(folder: Path, checkpoint: Path) -> Path:
-    """Refuse to go on in a run folder whose own checkpoints would be mixed with those to come."""
+def _check_continues(folder: Path, checkpoint: Path) -> None:
+    """Raise UserError if the run folder holds checkpoints of another run, or later ones of this run."""
     if has_checkpoint(folder):
         newest = find_checkpoint(str(folder))
         if newest.resolve() != checkpoint.resolve():
             raise UserError(
-                f"{folder} already holds a run up to {newest.name}, which does not go on from {checkpoint}. "
-                "Give this run another --name, or remove that run's later checkpoints."
+                f"{folder} already holds a run up to {newest.name}, which does not continue {checkpoint}. "
+                "Give this run another --name, or delete that run's later checkpoints."
             )
-    return checkpoint
 
 
-def restore(state: TrainState, checkpoint: Path | None, world: World) -> list[str]:
-    """Give all ranks rank 0's state: a checkpoint's, or the fresh one. Collective: every rank calls this.
+def restore_state(state: TrainState, checkpoint: Path | None, world: World) -> list[str]:
+    """Load the checkpoint, if any, and make all ranks equal to rank 0. Collective: every rank calls this.
 
-    Return remarks about what of the checkpoint was not taken.
+    Return warnings about tensors of the checkpoint that were not loaded.
     """
-    # Only rank 0 reads: a checkpoint's tensors are too many to be shared as one object.
+    # Only rank 0 reads: load_full_state_dict broadcasts tensor by tensor, as all do not fit in one object.
     saved = world.run_on_all_ranks(
         lambda: read_tensors(checkpoint) if checkpoint and world.is_rank_zero else {}
     )
-    facts = world.run_on_rank_zero(lambda: read_state(checkpoint) if checkpoint else {})
-    state.step = facts.get("step", 0)
-    if facts.get("scaler"):
-        state.scaler.load_state_dict(facts["scaler"])
-    fitting = _without_aux_head(saved) if getattr(state.model, "aux_head", None) is None else saved
-    state.restore(fitting, world)
+    metadata = world.run_on_rank_zero(lambda: read_metadata(checkpoint) if checkpoint else {})
+    state.step = metadata.get("step", 0)
+    if metadata.get("scaler"):
+        state.scaler.load_state_dict(metadata["scaler"])
+    loaded = _without_aux_head(saved) if getattr(state.model, "aux_head", None) is None else saved
+    state.load_full_state_dict(loaded, world)
     world.assert_identical(state.replicated_tensors(), "Weights or optimizer state")
-    left_out = sum(map(len, saved.values())) - sum(map(len, fitting.values()))
-    return [f"aux_head of {checkpoint} is left out: this run does not train it"] if left_out else []
+    dropped = sum(map(len, saved.values())) - sum(map(len, loaded.values()))
+    return [f"aux_head of {checkpoint} is left out: this run does not train it"] if dropped else []
 
 
-def _without_aux_head(saved: Files) -> Files:
-    """Leave out the auxiliary head, which earlier versions kept, untrained, in runs without token labels."""
+def _without_aux_head(saved: StateDicts) -> StateDicts:
+    """Drop the auxiliary head, which earlier versions saved, untrained, in runs without token labels."""
     return {
         file: {name: tensor for name, tensor in tensors.items() if not name.startswith(AUX_HEAD)}
         for file, tensors in saved.items()
     }
-
-
-def _check_facts(saved: dict[str, Any], own: dict[str, Any], checkpoint: Path, ranks: int) -> None:
-    # Earlier versions did not write these: averages were always warmed up, and there was always a head.
-    saved = {"ema_warmup": saved.get("averaged", False), "aux_head": own["aux_head"]} | saved
-    for name, value in own.items():
-        if saved.get(name) != value:
-            raise UserError(
-                f"Checkpoint {checkpoint} has {name} {saved.get(name)}, this run has {value}: it would not "
-                f"go on where that one stopped. {_remedy(name, saved.get(name), ranks)}"
-            )
-
-
-def _remedy(name: str, wanted: Any, ranks: int) -> str:
-    if name == "model":
-        return f"Give --model {wanted}."
-    if name == "global_batch" and wanted % ranks == 0:
-        return (
-            f"With {ranks} ranks, batch size x accumulation must be {wanted // ranks}. "
-            f"--global-batch {wanted} finds both."
-        )
-    if name == "global_batch":
-        return f"Start a number of ranks that divides {wanted}."
-    if name == "ema_warmup":
-        return "Give --ema-warmup." if wanted else "Drop --ema-warmup."
-    if name == "aux_head":
-        labels = "--token-label, and --dense-weight above 0" if wanted else "--no-token-label"
-        return f"Give {labels}, or begin a new run with --finetune."
-    if name in ("images", "image_list"):
-        return "Bring the training images back as they were, or begin a new run with --finetune."
-    return "Give the settings of its resolved.toml, or begin a new run with --finetune."

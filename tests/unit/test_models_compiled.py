@@ -1,4 +1,4 @@
-"""Compiled blocks: the right ones, each class once, nothing changed but speed, gradients block by block."""
+"""--compile compiles each class of blocks once, with unchanged results and gradients ready block by block."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.validation import notes
 from horovod_volo.core.errors import UserError
-from horovod_volo.engine.compiled import blocks_of, check_compiler, compile_blocks
 from horovod_volo.models.build import build_model, training_forward
+from horovod_volo.models.compiled import check_compiler, compile_blocks, find_blocks
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
@@ -25,14 +25,14 @@ def network(drop_path: float = 0.0, *, grad_checkpoint: bool = False) -> nn.Modu
     ).train()
 
 
-def counting() -> CompileCounterWithBackend:
-    """Count what is compiled, and run it by the operations it had: quick to make, equal to the last bit."""
+def compile_counter() -> CompileCounterWithBackend:
+    """Return a backend that counts compilations and runs the traced operations, exact to the bit."""
     torch._dynamo.reset()
     return CompileCounterWithBackend("aot_eager")
 
 
 def backward(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of a pass whose stochastic depth is always the same."""
+    """Return the gradients of a forward and backward with fixed drop path."""
     torch.manual_seed(2)
     class_logits, token_logits = training_forward(model)(IMAGES, lambda tokens: tokens)
     (class_logits.square().sum() + token_logits.square().sum()).backward()
@@ -45,7 +45,7 @@ def backward(model: nn.Module) -> dict[str, Tensor]:
 def test_all_blocks_are_found(name: str, blocks: int) -> None:
     with torch.device("meta"):
         model = build_model(name, img_size=224, num_classes=5, drop_path=0.0)
-    found = list(blocks_of(model))
+    found = list(find_blocks(model))
     assert len(found) == blocks
     inside = {id(part) for block in found for part in block.modules()}
     assert sum(id(module) in inside for module in model.modules()) == len(inside)  # none is found twice
@@ -53,14 +53,14 @@ def test_all_blocks_are_found(name: str, blocks: int) -> None:
     assert weights > 0.8 * sum(p.numel() for p in model.parameters())
 
 
-def test_a_network_without_blocks_is_a_mistake() -> None:
+def test_a_network_without_blocks_is_refused() -> None:
     with pytest.raises(UserError, match="Sequential has none"):
         compile_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
 
 
 @pytest.mark.parametrize("grad_checkpoint", [False, True])
-def test_gradients_are_those_of_the_plain_network(grad_checkpoint: bool) -> None:
-    plain, counter = network(0.3), counting()
+def test_gradients_are_those_of_the_uncompiled_network(grad_checkpoint: bool) -> None:
+    plain, counter = network(0.3), compile_counter()
     compiled = network(0.3, grad_checkpoint=grad_checkpoint)
     compile_blocks(compiled, counter)
     expected, found = backward(plain), backward(compiled)
@@ -70,13 +70,13 @@ def test_gradients_are_those_of_the_plain_network(grad_checkpoint: bool) -> None
         assert torch.equal(found[name], expected[name]), name
 
 
-def test_a_class_is_compiled_once_and_evaluation_is_left_alone() -> None:
-    model, counter = network(), counting()
+def test_a_class_is_compiled_once_and_evaluation_not_at_all() -> None:
+    model, counter = network(), compile_counter()
     names = list(model.state_dict())
     averaged = copy.deepcopy(model)
     compile_blocks(model, counter)
     backward(model)
-    blocks = list(blocks_of(model))
+    blocks = list(find_blocks(model))
     shapes = {(type(block), *(p.shape for p in block.parameters())) for block in blocks}
     forms = sum(len(getattr(kind, "branches", ("forward",))) for kind, *_ in shapes)
     assert counter.frame_count == forms < sum(len(getattr(b, "branches", ("forward",))) for b in blocks)
@@ -104,33 +104,33 @@ class HalfBlock(nn.Module):
         return tokens.index_add(0, rows, self.branch(tokens.index_select(0, rows)), alpha=1 / kept)
 
 
-def test_a_branch_of_some_images_is_compiled_for_any_number_of_them() -> None:
-    blocks, counter = nn.Sequential(HalfBlock(), HalfBlock()), counting()
+def test_a_branch_is_compiled_once_for_any_number_of_images() -> None:
+    blocks, counter = nn.Sequential(HalfBlock(), HalfBlock()), compile_counter()
     plain = copy.deepcopy(blocks)
     compile_blocks(nn.Sequential(blocks), counter)
     tokens = torch.randn(9, 4)
     for kept in range(2, 10):
         for block, other in zip(blocks, plain, strict=True):
             assert torch.equal(block(tokens, kept), other(tokens, kept))
-    assert counter.frame_count == 2  # for the first number, and for all
+    assert counter.frame_count == 2  # static for the first number, dynamic from the second on
 
 
-def test_a_blocks_gradients_land_before_backward_comes_to_the_next() -> None:
-    model, counter = network(), counting()
+def test_gradients_of_a_block_are_ready_before_backward_of_the_next() -> None:
+    model, counter = network(), compile_counter()
     compile_blocks(model, counter)
     backward(model)  # compiles
-    blocks, happened = list(blocks_of(model)), []
+    blocks, events = list(find_blocks(model)), []
     for number, block in enumerate(blocks):
         for parameter in block.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda _, n=number: happened.append(n))
-        block.register_full_backward_pre_hook(lambda *_, n=number: happened.append(f"begins {n}"))
+            parameter.register_post_accumulate_grad_hook(lambda _, n=number: events.append(n))
+        block.register_full_backward_pre_hook(lambda *_, n=number: events.append(f"begins {n}"))
     backward(model)
     for number in range(1, len(blocks)):
-        last_landing = max(place for place, what in enumerate(happened) if what == number)
-        assert last_landing < happened.index(f"begins {number - 1}"), happened
+        last_ready = max(position for position, event in enumerate(events) if event == number)
+        assert last_ready < events.index(f"begins {number - 1}"), events
 
 
-def test_a_missing_compiler_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     check_compiler()
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -138,7 +138,7 @@ def test_a_missing_compiler_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> Non
         check_compiler()
 
 
-def test_a_slow_start_is_announced() -> None:
+def test_the_slow_first_step_is_a_warning() -> None:
     assert notes(parse([]).config) == []
     (note,) = notes(parse(["--compile"]).config)
     assert "the first step takes minutes" in note

@@ -1,4 +1,4 @@
-"""With what a run was made: versions, code, hosts. Never the environment itself, which holds secrets."""
+"""Versions of Python, packages and this code. Never environment variables, which may hold secrets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PACKAGES = (
 )
 
 
-def environment_facts() -> dict[str, Any]:
-    """Return what another run must have in common to be the same run."""
+def collect_environment() -> dict[str, Any]:
+    """Return the versions that another run needs to repeat this one."""
     return {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in _PACKAGES},
@@ -37,13 +37,12 @@ def _version(package: str) -> str:
 
 
 def code_commit() -> str:
-    """Return the commit this code is at, marked where files differ from it."""
-    here = Path(__file__).parent
+    """Return the commit of this package, with "+changes" if a tracked file of it differs from the commit."""
+    package = Path(__file__).parents[1]
     try:
-        commit = _git(here, "rev-parse", "--short=12", "HEAD")
-        return commit + (
-            "+changes" if _git(here, "status", "--porcelain", "--untracked-files=no", ".") else ""
-        )
+        commit = _git(package, "rev-parse", "--short=12", "HEAD")
+        changed = _git(package, "status", "--porcelain", "--untracked-files=no", ".")
+        return f"{commit}+changes" if changed else commit
     except (OSError, subprocess.CalledProcessError):
         return "not a git checkout"
 

@@ -1,4 +1,4 @@
-"""A lower precision computes what fp32 computes, also where the library's own program is wrong."""
+"""bf16 gives the results of fp32, up to rounding, where the CPU's own convolution is wrong too."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from horovod_volo.engine import precision
-from horovod_volo.engine.precision import autocast, mend_convolutions
+from horovod_volo.models import precision
 from horovod_volo.models.build import build_model
+from horovod_volo.models.precision import autocast, fix_convolutions
 
 CPU = torch.device("cpu")
 
@@ -24,16 +24,16 @@ def error_of_the_stem(model: nn.Module) -> float:
     return float((lower - exact).norm() / exact.norm())
 
 
-def test_the_demo_network_computes_in_bf16_what_it_computes_in_fp32() -> None:
+def test_the_stem_of_volo_demo_is_right_in_bf16() -> None:
     model = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0).eval()
     before = error_of_the_stem(model)
-    remarks = mend_convolutions(model, "bf16", CPU)
+    warnings = fix_convolutions(model, "bf16", CPU)
     assert error_of_the_stem(model) < 0.02
-    assert bool(remarks) == (before > 0.1)
-    assert all("patch_embed.proj" in remark for remark in remarks)
+    assert bool(warnings) == (before > 0.1)
+    assert all("patch_embed.proj" in warning for warning in warnings)
 
 
-def test_a_wrong_convolution_is_found_and_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_convolution_is_detected_and_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     right = nn.Conv2d._conv_forward
 
     def wrong_for_stride_4(self, images, weight, bias):  # type: ignore[no-untyped-def]
@@ -43,21 +43,21 @@ def test_a_wrong_convolution_is_found_and_computed_in_fp32(monkeypatch: pytest.M
     monkeypatch.setattr(nn.Conv2d, "_conv_forward", wrong_for_stride_4)
     network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 4, stride=4), nn.Conv2d(8, 8, 4, stride=4))
     names = list(network.state_dict())
-    (remark,) = mend_convolutions(network, "bf16", CPU)
-    assert "computes 1, 2 wrongly in bf16" in remark
+    (warning,) = fix_convolutions(network, "bf16", CPU)
+    assert "computes 1, 2 wrongly in bf16" in warning
     assert list(network.state_dict()) == names
-    for mended in (network, copy.deepcopy(network)):
+    for fixed in (network, copy.deepcopy(network)):
         images = torch.randn(2, 3, 34, 34)
         with torch.no_grad():
-            exact = mended(images)
+            exact = fixed(images)
             with autocast("bf16", CPU):
-                lower = mended(images).float()
+                lower = fixed(images).float()
         assert (lower - exact).norm() < 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_convolutions_that_are_right_stay_as_they_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_correct_convolutions_are_left_unchanged(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "_is_wrong", lambda *_: name == "fp32")
     network = nn.Sequential(nn.Conv2d(3, 8, 3))
-    assert mend_convolutions(network, name, CPU) == []
+    assert fix_convolutions(network, name, CPU) == []
     assert type(network[0]) is nn.Conv2d

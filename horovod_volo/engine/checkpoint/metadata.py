@@ -1,0 +1,64 @@
+"""The settings in a checkpoint's metadata that a resumed run must share with the run that saved it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from horovod_volo.config.derived import Derived
+from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import trains_aux_head
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.images.catalog import Catalog
+
+
+def run_metadata(config: Config, derived: Derived, train: Catalog) -> dict[str, Any]:
+    """Return the settings that the order of samples, the tensors and the averaged weights depend on."""
+    return {
+        "model": config.model.model,
+        "img_size": config.model.img_size,
+        "seed": config.run.seed,
+        "images": len(train),
+        "classes": len(train.classes),
+        "image_list": train.digest[:12],
+        "block_shuffle": config.data.block_shuffle,
+        "shuffle_window": config.data.shuffle_window,
+        "global_batch": derived.global_batch,
+        "precision": config.exchange.precision,
+        "averaged": bool(config.update.ema_decay),
+        "ema_warmup": config.update.ema_warmup,
+        "aux_head": trains_aux_head(config),
+        "optimizer": config.update.opt,
+    }
+
+
+def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path, ranks: int) -> None:
+    """Raise UserError if the run that saved `checkpoint` had other settings than the current one."""
+    # Earlier versions did not save these two: averages always had a warm-up, models always an auxiliary head.
+    saved = {"ema_warmup": saved.get("averaged", False), "aux_head": current["aux_head"]} | saved
+    for name, value in current.items():
+        if saved.get(name) != value:
+            raise UserError(
+                f"Checkpoint {checkpoint} has {name} {saved.get(name)}, this run has {value}, so it cannot "
+                f"resume from it. {_remedy(name, saved.get(name), ranks)}"
+            )
+
+
+def _remedy(name: str, saved: Any, ranks: int) -> str:
+    if name == "model":
+        return f"Give --model {saved}."
+    if name == "global_batch" and saved % ranks == 0:
+        return (
+            f"With {ranks} ranks, batch size x accumulation must be {saved // ranks}: "
+            f"--global-batch {saved} sets both."
+        )
+    if name == "global_batch":
+        return f"Start a number of ranks that divides {saved}."
+    if name == "ema_warmup":
+        return "Give --ema-warmup." if saved else "Drop --ema-warmup."
+    if name == "aux_head":
+        labels = "--token-label, and --dense-weight above 0" if saved else "--no-token-label"
+        return f"Give {labels}, or start a new run with --finetune."
+    if name in ("images", "image_list"):
+        return "Restore the training images as they were, or start a new run with --finetune."
+    return "Give the settings of its resolved.toml, or start a new run with --finetune."

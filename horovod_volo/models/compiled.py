@@ -1,0 +1,65 @@
+"""torch.compile for the repeated blocks of a model.
+
+Each block is compiled for itself, not the model as a whole: gradients are then ready block by block, and the
+allreduce of a bucket overlaps with the backward of the blocks below. Evaluation runs the blocks uncompiled.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from horovod_volo.core.errors import UserError
+
+Call = Callable[..., Any]
+
+
+def check_compiler() -> None:
+    """Raise UserError if torch.compile would find no C++ compiler, which it needs on GPUs too."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise UserError(
+            f"--compile needs a C++ compiler, but there is no {compiler} on this machine. Install g++, set "
+            "the environment variable CXX to another compiler, or drop --compile."
+        )
+
+
+def compile_blocks(model: nn.Module, backend: str | Call = "inductor") -> None:
+    """Have torch compile the forward of the model's repeated blocks, at the first step of training."""
+    blocks = list(find_blocks(model))
+    if not blocks:
+        raise UserError(
+            f"--compile compiles repeated blocks, but {type(model).__name__} has none. Drop --compile."
+        )
+    # Blocks of one class share their code, but torch recompiles it for each width and drop path rate.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
+    compiled: dict[Call, Call] = {}
+    for block in blocks:
+        # Drop path computes a branch for a varying number of images. Each branch is compiled alone, and torch
+        # makes that dimension dynamic when it sees a second number.
+        for name in getattr(block, "branches", ("forward",)):
+            method = getattr(type(block), name)
+            if method not in compiled:
+                compiled[method] = torch.compile(method, backend=backend)
+            setattr(block, name, partial(_call, block, compiled[method], method))
+
+
+def _call(block: nn.Module, compiled: Call, uncompiled: Call, *inputs: Any) -> Any:
+    return (compiled if block.training else uncompiled)(block, *inputs)
+
+
+def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the repeated blocks: members of the outermost sequences of one class, if they have children."""
+    for module in model.children():
+        children = list(module.children())
+        is_sequence = isinstance(module, nn.Sequential | nn.ModuleList) and len(set(map(type, children))) == 1
+        if is_sequence and all(any(child.children()) for child in children):
+            yield from children
+        else:
+            yield from find_blocks(module)

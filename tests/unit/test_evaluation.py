@@ -1,0 +1,187 @@
+"""ImageNet-ReaL, ImageNet-V2, accuracy per class, and the settings that evaluation shares with training."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from coded_images import smooth, write_images
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.values import all_settings
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.images.catalog import Catalog, build_catalog
+from horovod_volo.data.loader import NO_CLASS
+from horovod_volo.evaluate import build_parser
+from horovod_volo.evaluation.imagenet_real import read_real, score_real
+from horovod_volo.evaluation.imagenet_v2 import list_numbered, numbered_catalog
+from horovod_volo.evaluation.per_class import ClassScore, class_scores
+
+CLASSES = 6
+
+
+def file_name(number: int, suffix: str = "") -> str:
+    return f"ILSVRC2012_val_{number:08d}{suffix}.JPEG"
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Catalog:
+    """Return a catalog of the validation images 4, 1 and 3, in this order."""
+    names = [f"val/a/{file_name(4)}", f"val/b/{file_name(1)}", f"val/b/{file_name(3, '_n01440764')}"]
+    write_images(tmp_path, {name: smooth(20, 20, seed=0) for name in names})
+    return build_catalog(str(tmp_path), "val", None)
+
+
+def write_real(folder: Path, content: object) -> str:
+    file = folder / "real.json"
+    file.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(file)
+
+
+def test_classes_are_found_by_the_number_in_the_name(catalog: Catalog, tmp_path: Path) -> None:
+    real = read_real(write_real(tmp_path, [[5], [1], [2, 3], []]), catalog, CLASSES)
+    assert [catalog.name(index)[-9:-5] for index in range(2)] == ["0004", "0001"]
+    assert real == [frozenset(), {5}, {2, 3}]
+
+
+def test_images_without_classes_and_damaged_images_do_not_count() -> None:
+    real = [frozenset(), frozenset({5}), frozenset({2, 3}), frozenset({1}), frozenset({4})]
+    score = score_real(real, np.array([0, 5, 3, 0, NO_CLASS]))
+    assert score == (2, 3)
+    assert score.accuracy == pytest.approx(66.6667)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([[1], [2], [3]], f"has 3 lists, but a/{file_name(4)} is image 4. Give ReaL's complete real.json"),
+        ([[], [1], [], []], "has no class for any image of"),
+        ([[6], [], [], []], "has class 6, but the network has 6 classes. --real is for"),
+        ([[True], [], [], []], "not a list of lists of class numbers"),
+        ([["n01"], [], [], []], "not a list of lists of class numbers"),
+        ([[-1], [], [], []], "not a list of lists of class numbers"),
+        ({"1": [2]}, "not a list of lists of class numbers"),
+        ("[[1], ", "is not valid JSON: .* Give ReaL's real.json to --real"),
+    ],
+)
+def test_a_file_that_is_not_real_json_is_refused(
+    catalog: Catalog, tmp_path: Path, content: object, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        read_real(write_real(tmp_path, content), catalog, CLASSES)
+
+
+@pytest.mark.parametrize("name", ["n01440764_10026.JPEG", "ILSVRC2012_val_00000000.JPEG", file_name(1, "0")])
+def test_an_image_without_a_number_is_refused(tmp_path: Path, name: str) -> None:
+    write_images(tmp_path, {f"val/a/{name}": smooth(20, 20, seed=0)})
+    catalog = build_catalog(str(tmp_path), "val", None)
+    with pytest.raises(UserError, match=f"a/{name} has no number of a validation image"):
+        read_real(write_real(tmp_path, [[1]] * 4), catalog, CLASSES)
+
+
+def test_a_missing_real_json_is_refused(catalog: Catalog, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.json cannot be read: No such file"):
+        read_real(str(tmp_path / "nowhere.json"), catalog, CLASSES)
+
+
+def test_a_numbered_folder_is_the_class_of_that_number(tmp_path: Path) -> None:
+    names = {f"{number}/{number}.png": smooth(20, 20, seed=number) for number in range(12)}
+    write_images(tmp_path, names | {"3/another.png": smooth(20, 20, seed=3)})
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "readme.txt").touch()
+    catalog = numbered_catalog(str(tmp_path), World.single())
+    assert catalog.classes == tuple(map(str, range(12)))
+    folders = [int(catalog.name(index).partition("/")[0]) for index in range(len(catalog))]
+    assert folders == catalog.targets.tolist() == [0, 1, 2, 3, 3, *range(4, 12)]
+    for index in range(len(catalog)):
+        assert catalog.read(index).tobytes() == (tmp_path / catalog.name(index)).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        (["0", "1", "n01440764"], "has the folders n01440764. With --v2 its class folders must"),
+        (["train", "val"], "has the folders train, val. With --v2 its class folders must"),
+        ([], "has no folders. With --v2 its class folders must"),
+        (["0", "2"], "has 2 class folders, but none for class 1. "),
+        (["1", "2", "3"], "none for class 0. "),
+        (["0", "1", "01"], "none for class 2. "),
+        (["0", "²"], "has the folders ²"),
+        (["0", "1"], "no images in .*0, .*1. Add images"),
+    ],
+)
+def test_folders_that_are_not_numbered_are_refused(tmp_path: Path, folders: list[str], message: str) -> None:
+    for name in folders:
+        (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=message):
+        list_numbered(str(tmp_path))
+    with pytest.raises(UserError, match=r"there is no data folder .*nowhere"):
+        list_numbered(str(tmp_path / "nowhere"))
+
+
+def reference_scores(classes: list[str], targets: list[int], predictions: list[int]) -> dict[str, ClassScore]:
+    """Count in a plain loop over classes and images."""
+    scores = {}
+    for number, name in enumerate(classes):
+        own = [
+            prediction
+            for target, prediction in zip(targets, predictions, strict=True)
+            if target == number and prediction >= 0
+        ]
+        wrong = Counter(prediction for prediction in own if prediction != number)
+        most = max(wrong.values(), default=0)
+        mistaken_for = min((prediction for prediction, count in wrong.items() if count == most), default=None)
+        scores[name] = ClassScore(
+            name,
+            len(own),
+            own.count(number),
+            "" if mistaken_for is None else classes[mistaken_for],
+            most,
+        )
+    return scores
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_class_scores_are_those_of_a_plain_loop(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    classes = [f"class {number}" for number in range(random.integers(2, 9))]
+    targets = random.integers(0, len(classes), size=60)
+    predictions = random.integers(NO_CLASS, len(classes), size=60)
+    scores = class_scores(classes, targets, predictions)
+    assert {score.name: score for score in scores} == reference_scores(
+        classes, targets.tolist(), predictions.tolist()
+    )
+    accuracies = [score.right / score.images for score in scores if score.images]
+    assert accuracies == sorted(accuracies)
+
+
+def test_a_class_without_images_comes_last() -> None:
+    scores = class_scores("abc", np.array([0, 1, 2]), np.array([NO_CLASS, 1, 1]))
+    assert [score.name for score in scores] == ["c", "b", "a"]
+    assert scores[0] == ("c", 1, 0, "b", 1)
+    assert scores[-1] == ("a", 0, 0, "", 0)
+
+
+SHARED = ("crop_pct", "batch_size", "workers", "precision", "binding", "catalog_dir")
+
+
+def test_settings_shared_with_training_have_its_defaults() -> None:
+    options = vars(build_parser().parse_args(["data", "--weights", "run"]))
+    defaults = {setting.name: setting.default for setting in all_settings()}
+    assert {name: options[name] for name in SHARED} == {name: defaults[name] for name in SHARED}
+    assert options["img_size"] == 0  # training's own default is for a new model
+
+
+@pytest.mark.parametrize(
+    "flags", ["-b 0", "--img-size 8", "--precision fp8", "--crop-pct x", "--binding socket", "--workers=-1"]
+)
+def test_settings_shared_with_training_are_refused_with_its_message(flags: str) -> None:
+    with pytest.raises(UserError) as of_training:
+        parse(["data", *flags.split()])
+    with pytest.raises(UserError) as of_evaluation:
+        build_parser().parse_args(["data", "--weights", "run", *flags.split()])
+    assert str(of_evaluation.value) == str(of_training.value)
