@@ -45,7 +45,12 @@ class OneLayer(nn.Module):
         super().__init__()
         self.head = nn.Linear(inputs, CLASSES)
 
-    def forward(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def forward(
+        self,
+        images: Tensor,
+        exchange: TokenSwap,  # noqa: ARG002
+        drop_path_seed: int = 0,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
         """Return class logits, and no token logits."""
         logits: Tensor = self.head(images.flatten(1))
         return logits, logits.new_empty(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-ORDER_STREAM = 0x6F72646572  # keeps this use of the seed apart from every other
+from horovod_volo.core.rng import Purpose, philox
 
 
 def epoch_order(seed: int, epoch: int, length: int, *, block: int = 0, window: int = 1) -> NDArray[np.uint32]:
@@ -18,7 +18,7 @@ def epoch_order(seed: int, epoch: int, length: int, *, block: int = 0, window: i
     With `block`, blocks of so many neighbours are shuffled, then the images within each `window` of
     consecutive shuffled blocks: storage then sees long reads of few places at a time.
     """
-    source = np.random.Philox(np.random.SeedSequence([ORDER_STREAM, seed, epoch]))
+    source = philox(Purpose.SAMPLE_ORDER, seed, epoch)
     if not block:
         return _shuffled(source, length)
     blocks = _shuffled(source, -(-length // block))

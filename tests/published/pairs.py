@@ -51,7 +51,7 @@ class Pair:
 
     def our_loss(self, images: Tensor, labels: Labels, box: Box) -> Tensor:
         """Return our loss of a batch."""
-        logits = self.ours.train().training_logits(images, box.swap_tokens)
+        logits = self.ours.train().training_logits(images, box.swap_tokens, 0)
         return build_loss(self.objective, CLASSES, box.grid)(*logits, labels, box).total
 
     def published_loss(self, published: Published, images: Tensor, target: Tensor, box: Box) -> Tensor:

@@ -62,7 +62,7 @@ def _shares(network: nn.Module, img_size: int, passes: int, reducer: Reducer) ->
     images = torch.randn(1, 3, img_size, img_size)
     found: dict[str, list[float]] = {}
     for number in range(passes + 1):
-        class_logits, token_logits = training_forward(network)(images, _as_they_are)
+        class_logits, token_logits = training_forward(network)(images, _as_they_are, 0)
         began = perf_counter()
         (class_logits.sum() + token_logits.sum()).backward()  # type: ignore[no-untyped-call]
         ended = perf_counter()

@@ -14,12 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.chance import uniforms
+from horovod_volo.core.rng import Purpose, uniforms_of_samples
 
 AnyFloat = TypeVar("AnyFloat", np.float32, np.float64)
 
 ATTEMPTS = 10
-PLAN_STREAM = 0x706C616E  # keeps this use of the seed apart from every other
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +88,7 @@ def draw_crops(
     seed: int, epoch: int, indices: NDArray[np.int64], sizes: NDArray[np.int64], settings: Data
 ) -> CropFlip:
     """Draw flips and crop boxes; `sizes` (batch, 2) are the images' stored heights and widths."""
-    chance = uniforms(PLAN_STREAM, seed, epoch, indices, 2 * ATTEMPTS + 5)  # (batch, draws)
+    chance = uniforms_of_samples(2 * ATTEMPTS + 5, Purpose.CROP_FLIP, seed, epoch, indices)  # (batch, draws)
     shapes = _crop_shapes(chance[:, :ATTEMPTS], chance[:, ATTEMPTS : 2 * ATTEMPTS], sizes, settings)
     found = shapes[:, 0] > 0
     shapes = np.where(found[:, None], shapes, _widest_shapes(sizes, settings.ratio))

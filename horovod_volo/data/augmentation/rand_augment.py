@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from horovod_volo.config.schema import Data
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.augmentation.chance import uniforms
+from horovod_volo.core.rng import Purpose, uniforms_of_samples
 
-OPERATION_STREAM = 0x6F7065726174  # keeps this use of the seed apart from every other
 DRAWS_PER_LAYER = 6
 HIGHEST_LEVEL = 10.0
 UNIFORM_FROM_SPREAD = 100.0  # a larger mstd means: any magnitude up to m, all alike
@@ -131,7 +130,7 @@ def draw_operations(seed: int, epoch: int, indices: NDArray[np.int64], settings:
 def _rand_augment(
     seed: int, epoch: int, indices: NDArray[np.int64], numbers: RandAugment, interpolation: str
 ) -> Operations:
-    chance = uniforms(OPERATION_STREAM, seed, epoch, indices, numbers.layers * DRAWS_PER_LAYER)
+    chance = uniforms_of_samples(numbers.layers * DRAWS_PER_LAYER, Purpose.RAND_AUGMENT, seed, epoch, indices)
     chosen, fired, angle, radius, sign, between = chance.reshape(
         len(indices), numbers.layers, DRAWS_PER_LAYER
     ).transpose(2, 0, 1)  # (batch, layers) each
@@ -176,7 +175,7 @@ def _arguments(
 
 def _color_jitter(seed: int, epoch: int, indices: NDArray[np.int64], most: float) -> Operations:
     """Change brightness, contrast and saturation, in random order."""
-    chance = uniforms(OPERATION_STREAM, seed, epoch, indices, 6)  # (batch, draws)
+    chance = uniforms_of_samples(6, Purpose.COLOR_JITTER, seed, epoch, indices)  # (batch, draws)
     order = chance[:, :3].argsort(axis=1)
     kinds = np.array([Operation.BRIGHTNESS, Operation.CONTRAST, Operation.COLOR])[order]  # (batch, 3)
     low, high = max(0.0, 1 - most), 1 + most

@@ -16,10 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.chance import uniforms
+from horovod_volo.core.rng import Purpose, philox, uniforms_of_samples
 
-ERASE_STREAM = 0x6572617365  # keeps this use of the seed apart from every other
-NOISE_STREAM = 0x6E6F697365
 NOISE_LENGTH = 2**20
 AREA = (0.02, 1 / 3)  # of all boxes of an image together, as a share of it
 FLATTEST = 0.3
@@ -38,7 +36,7 @@ def draw_erasures(seed: int, epoch: int, indices: NDArray[np.int64], settings: D
     """Draw which boxes of each image are erased."""
     most = settings.recount
     draws = 2 + most * (2 * ATTEMPTS + 3)
-    chance = uniforms(ERASE_STREAM, seed, epoch, indices, draws)
+    chance = uniforms_of_samples(draws, Purpose.RANDOM_ERASING, seed, epoch, indices)
     count = 1 + np.floor(chance[:, 1] * most).astype(np.int64)  # (batch,)
     count[chance[:, 0] >= settings.reprob] = 0
     each = chance[:, 2:].reshape(len(indices), most, -1)  # (batch, count, draws)
@@ -60,8 +58,7 @@ class Eraser:
     """Overwrites what was drawn; holds the row of noise on the device."""
 
     def __init__(self, seed: int, settings: Data, side: int, device: torch.device) -> None:
-        source = np.random.Philox(np.random.SeedSequence([NOISE_STREAM, seed]))
-        words = source.random_raw((2, NOISE_LENGTH)) >> np.uint64(11)
+        words = philox(Purpose.ERASING_NOISE, seed).random_raw((2, NOISE_LENGTH)) >> np.uint64(11)
         first, second = words / 2**53
         normal = np.sqrt(-2 * np.log1p(-first)) * np.cos(2 * math.pi * second)
         # The row goes on with its own beginning, so that a stretch may start anywhere.
