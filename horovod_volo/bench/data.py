@@ -23,7 +23,7 @@ from horovod_volo.bench.stream_alone import SEED, device_here, stream_alone
 from horovod_volo.config.schema import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.loader import Batch, TrainLoader
+from horovod_volo.data.loader import TrainBatch, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_STD
 
 _EPOCH = 0
@@ -90,7 +90,7 @@ def _compare(
     ]
 
 
-def _assert_same_images(batch: Batch, peer: Peer) -> None:
+def _assert_same_images(batch: TrainBatch, peer: Peer) -> None:
     difference = np.abs(batch.images.cpu().numpy() - peer(batch.indices)).mean(axis=(0, 2, 3))  # (3,)
     mean = float((difference * IMAGENET_STD).mean())
     if not mean < _ALLOWED_DIFFERENCE:

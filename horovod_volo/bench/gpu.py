@@ -16,7 +16,7 @@ from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import checked_config, losses_of, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.data.loader import Batch
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.compiled import check_compiler, compile_blocks
 from horovod_volo.engine.context import TrainContext
 
@@ -97,12 +97,12 @@ def _of_the_gpu(config: Config, seconds: list[float], device: torch.device) -> l
     return figures
 
 
-def _opened(config: Config) -> tuple[TrainContext, Batch]:
+def _opened(config: Config) -> tuple[TrainContext, TrainBatch]:
     context = synthetic_job(config, World.single(), CLASSES)
     return context, random_batch(config, CLASSES, context.resources.device, seed=0)
 
 
-def _blocks(context: TrainContext, batch: Batch, pairs: int) -> list[float]:
+def _blocks(context: TrainContext, batch: TrainBatch, pairs: int) -> list[float]:
     step = step_of(context, batch)
     block = timed(step, repeats_for(step, context.resources.device), context.resources.device)
     return [block() for _ in range(pairs)]

@@ -22,11 +22,11 @@ from horovod_volo.bench.synthetic import random_batch, synthetic_job
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.values import assemble
-from horovod_volo.data.loader import Batch
+from horovod_volo.core.labels import Labels
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.models.volo import TokenSwap
-from horovod_volo.objective.loss import Labels
 from horovod_volo.optim.build import build_optimizer
 from horovod_volo.optim.groups import parameter_groups
 
@@ -84,7 +84,7 @@ def measure(*, batch_size: int, pairs: int) -> Result:
     return Result("overhead", title, figures)
 
 
-def _with_one_layer(context: TrainContext, batch: Batch) -> TrainContext:
+def _with_one_layer(context: TrainContext, batch: TrainBatch) -> TrainContext:
     """Put the one layer in the network's place; the rate stays where it is."""
     torch.manual_seed(0)
     model = OneLayer(batch.images[0].numel()).to(context.resources.device).train()
@@ -103,7 +103,7 @@ def _groups(model: nn.Module, owned: dict[str, nn.Parameter]) -> list[dict[str, 
     return groups
 
 
-def _compare(context: TrainContext, batch: Batch, pairs: int) -> list[Figure]:
+def _compare(context: TrainContext, batch: TrainBatch, pairs: int) -> list[Figure]:
     device, model = context.resources.device, context.state.model
     start = _weights(model)
     peer_model = copy.deepcopy(model)
@@ -132,10 +132,10 @@ def _compare(context: TrainContext, batch: Batch, pairs: int) -> list[Figure]:
     ]
 
 
-def _bare_step(model: nn.Module, context: TrainContext, batch: Batch) -> Callable[[], None]:
+def _bare_step(model: nn.Module, context: TrainContext, batch: TrainBatch) -> Callable[[], None]:
     """Make a step as anyone would write it."""
     optimizer = torch.optim.AdamW(_groups(model, dict(model.named_parameters())), fused=True)
-    labels = Labels(batch.classes)
+    labels = Labels(batch.labels.classes)
     boxes = itertools.cycle([context.mix(step, 0) for step in range(_BOXES)])
 
     def step() -> None:

@@ -18,7 +18,7 @@ from horovod_volo.bench.synthetic import checked_config, losses_of, random_batch
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import token_label_side
-from horovod_volo.data.loader import Batch
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.objective.mixtoken import NO_BOX, Box
 
@@ -89,7 +89,7 @@ def _compare(form: str, config: Config, pairs: int) -> list[Figure]:
     ]
 
 
-def _sides(form: str, config: Config) -> tuple[TrainContext, Batch, Peer]:
+def _sides(form: str, config: Config) -> tuple[TrainContext, TrainBatch, Peer]:
     """Build our run, its images, and the peer with the same weights."""
     context = synthetic_job(config, World.single(), CLASSES)
     device = context.resources.device

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from horovod_volo.bench.peers_loss import PublishedLoss
 from horovod_volo.config.schema import Config, Objective
 from horovod_volo.config.validation import trains_aux_head
-from horovod_volo.data.loader import Batch
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
-from horovod_volo.objective.loss import Labels
 from horovod_volo.objective.mixtoken import Box
 
 PUBLISHED = "published"  # the published training with token labels
@@ -38,7 +37,7 @@ class Peer:
     step: Step
 
 
-def plain_peer(form: str, config: Config, batch: Batch, device: torch.device) -> Peer:
+def plain_peer(form: str, config: Config, batch: TrainBatch, device: torch.device) -> Peer:
     """Build timm's network in a plain loop that learns the images' classes."""
     model = VOLO(**volo_arguments(config)).to(device).train()
     images = batch.images
@@ -52,17 +51,17 @@ def plain_peer(form: str, config: Config, batch: Batch, device: torch.device) ->
     def loss() -> Tensor:
         # timm's forward adds the best token's logits to the class's; the class token's are learned alone.
         logits = model.head(features(images)[:, 0])
-        return F.cross_entropy(logits, batch.classes, label_smoothing=config.objective.smoothing)
+        return F.cross_entropy(logits, batch.labels.classes, label_smoothing=config.objective.smoothing)
 
     return Peer(model, _step(model, loss, config, device))
 
 
-def published_peer(config: Config, batch: Batch, device: torch.device, box: Box) -> Peer:
+def published_peer(config: Config, batch: TrainBatch, device: torch.device, box: Box) -> Peer:
     """Build timm's modules in the published training: tokens mixed by a box, dense targets for all."""
     model = PublishedVolo(volo_arguments(config)).to(device).train()
     side = config.model.img_size // 16
     dense = PublishedLoss(Objective(token_label=True), config.model.num_classes, side)
-    labels = Labels(batch.classes, batch.scores, batch.ids, batch.boxes)
+    labels = batch.labels
 
     def loss() -> Tensor:
         class_logits, token_logits = model(batch.images, box)

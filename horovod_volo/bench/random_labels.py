@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from horovod_volo.objective.loss import Labels
+from horovod_volo.core.labels import LabelMaps, Labels
 
 MAP_SIDE, TOP = 18, 5  # of the published label maps
 
@@ -22,9 +22,9 @@ def random_labels(batch: int, num_classes: int, device: torch.device, seed: int)
     steps = torch.randint(1, num_classes // TOP + 1, cells, generator=random)
     extents = torch.rand(batch, 2, generator=random) * 0.8 + 0.2
     corners = torch.rand(batch, 2, generator=random) * (1 - extents)
-    return Labels(
-        classes=torch.randint(num_classes, (batch,), generator=random).to(device),
-        scores=scores.half().to(device),
-        ids=(steps.cumsum(dim=1) % num_classes).int().to(device),
-        boxes=torch.cat([corners, extents], dim=1).to(device),
+    maps = LabelMaps(
+        scores=scores.half(),
+        ids=(steps.cumsum(dim=1) % num_classes).int(),
+        boxes=torch.cat([corners, extents], dim=1),
     )
+    return Labels(torch.randint(num_classes, (batch,), generator=random), maps).to(device)

@@ -21,11 +21,12 @@ from horovod_volo.bench.pairs import repeats_for, timed, wait_for
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import checked_config, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
-from horovod_volo.data.loader import Batch
+from horovod_volo.core.labels import Labels
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.monitor.meters import LossMeter
-from horovod_volo.objective.loss import Labels, LossParts
+from horovod_volo.objective.loss import LossParts
 from horovod_volo.objective.mixtoken import Mix
 
 CLASSES = 1000
@@ -64,7 +65,7 @@ def measure(*, model: str, img_size: int, batch_size: int, precision: str, pairs
     return Result(f"step {model}", title, figures)
 
 
-def _whole_steps(context: TrainContext, batch: Batch, blocks: int) -> list[float]:
+def _whole_steps(context: TrainContext, batch: TrainBatch, blocks: int) -> list[float]:
     """Return the seconds of a step, block by block."""
     action = step_of(context, batch)
     # Every rank takes part in every step, so rank 0 says how many a block has.
@@ -73,7 +74,7 @@ def _whole_steps(context: TrainContext, batch: Batch, blocks: int) -> list[float
     return [block() for _ in range(blocks)]
 
 
-def _split_steps(context: TrainContext, passes: Iterator[Batch]) -> dict[str, list[float]]:
+def _split_steps(context: TrainContext, passes: Iterator[TrainBatch]) -> dict[str, list[float]]:
     """Return the seconds of each part of a step, step by step."""
     marks = _Marks(context.resources.device)
 

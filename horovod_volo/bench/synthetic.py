@@ -22,7 +22,7 @@ from horovod_volo.config.values import assemble
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.loader import Batch
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import Images, TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
@@ -37,7 +37,7 @@ def checked_config(settings: dict[str, Any]) -> Config:
     return config
 
 
-def step_of(context: TrainContext, batch: Batch) -> Action:
+def step_of(context: TrainContext, batch: TrainBatch) -> Action:
     """Return what takes a step of the run, always on the same batch."""
     passes = itertools.repeat(batch)
 
@@ -47,7 +47,7 @@ def step_of(context: TrainContext, batch: Batch) -> Action:
     return step
 
 
-def losses_of(context: TrainContext, batch: Batch, steps: int) -> torch.Tensor:
+def losses_of(context: TrainContext, batch: TrainBatch, steps: int) -> torch.Tensor:
     """Take so many steps on the same batch and return the loss of each."""
     step, losses = step_of(context, batch), []
     for _ in range(steps):
@@ -57,18 +57,15 @@ def losses_of(context: TrainContext, batch: Batch, steps: int) -> torch.Tensor:
     return torch.tensor(losses)
 
 
-def random_batch(config: Config, num_classes: int, device: torch.device, seed: int) -> Batch:
+def random_batch(config: Config, num_classes: int, device: torch.device, seed: int) -> TrainBatch:
     """Draw one pass's batch."""
     batch, side = config.data.batch_size, config.model.img_size
     labels = random_labels(batch, num_classes, device, seed)
     images = torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(seed))
-    return Batch(
+    return TrainBatch(
         images=images.to(device),
-        classes=labels.classes,
+        labels=labels,
         indices=np.arange(batch),
-        scores=labels.scores,
-        ids=labels.ids,
-        boxes=labels.boxes,
     )
 
 

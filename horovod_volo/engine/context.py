@@ -20,7 +20,7 @@ from horovod_volo.data.images.catalog import Catalog, check_same_classes
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.data.labels.source import LabelSource, open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
-from horovod_volo.data.pipeline import Colours
+from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.precision import autocast
 from horovod_volo.engine.shared_catalog import folder_for_lists, shared_catalog
@@ -167,7 +167,7 @@ def _streams(
 ) -> tuple[TrainLoader, EvalLoader]:
     threads = config.data.workers or resources.threads
     facts = facts_of(config.model.model)
-    colours = Colours(facts.mean, facts.std)
+    normalization = Normalization(facts.mean, facts.std)
     train = TrainLoader(
         images.train,
         images.label_maps,
@@ -179,7 +179,7 @@ def _streams(
         accumulation=config.update.accumulation,
         device=resources.device,
         threads=threads,
-        colours=colours,
+        normalization=normalization,
     )
     held_out = EvalLoader(
         images.held_out,
@@ -191,7 +191,7 @@ def _streams(
         size=world.size,
         device=resources.device,
         threads=threads,
-        colours=colours,
+        normalization=normalization,
     )
     return train, held_out
 

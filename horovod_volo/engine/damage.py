@@ -8,7 +8,7 @@ from horovod_volo.engine.context import TrainContext
 
 def log_bad_samples(context: TrainContext, damage: BadSampleTracker) -> None:
     """Name the samples that any rank has left out since the last call. Collective: every rank calls this."""
-    untold = damage.untold()
+    untold = damage.new_messages()
     (anywhere,) = context.world.sum_over_ranks(len(untold))
     if not anywhere:
         return

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from horovod_volo.cluster.world import World
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.loader import NO_CLASS, Batch, EvalLoader
+from horovod_volo.data.loader import NO_CLASS, EvalBatch, EvalLoader
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.damage import log_bad_samples
 
 Scores = dict[str, float | int]
-Note = Callable[[Batch, Tensor], object]  # of a batch and the class each image is taken for (batch,)
+Note = Callable[[EvalBatch, Tensor], object]  # of a batch and the class each image is taken for (batch,)
 
 
 class Counts(NamedTuple):
@@ -55,7 +55,7 @@ def evaluate_model(context: TrainContext, model: nn.Module) -> Scores:
     with torch.inference_mode(), context.autocast:
         counts = count_right(model, context.eval_loader, context.resources.device)
     totals = total(counts, context.images.held_out, context.world)
-    log_bad_samples(context, context.eval_loader.damage)
+    log_bad_samples(context, context.eval_loader.bad_samples)
     return totals.scores()
 
 

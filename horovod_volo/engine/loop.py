@@ -57,12 +57,12 @@ def log_point(context: TrainContext, epoch: int) -> bool:
     window, world, step = context.window, context.world, context.state.step
     sums = window.sums()
     seconds = window.seconds
-    skipped = context.train_loader.damage.skipped
+    skipped = context.train_loader.bad_samples.skipped
     totals = world.sum_over_ranks(
         *sums.values(), window.passes, seconds, window.waited, skipped, context.stop.received
     )
     *losses, passes, all_seconds, waited, all_skipped, stops = totals
-    log_bad_samples(context, context.train_loader.damage)
+    log_bad_samples(context, context.train_loader.bad_samples)
     means = {name: value / passes for name, value in zip(sums, losses, strict=True)}
     check_losses(context, losses)
     context.logger.log_training(

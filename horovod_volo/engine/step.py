@@ -9,28 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from horovod_volo.core.rng import Purpose, random_bits
-from horovod_volo.data.loader import Batch
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.objective.loss import Labels
 from horovod_volo.optim.clip import divide
 from horovod_volo.optim.groups import set_lr
 
 
-def train_step(context: TrainContext, passes: Iterator[Batch]) -> None:
+def train_step(context: TrainContext, passes: Iterator[TrainBatch]) -> None:
     """Take the next passes and make one update of them. Collective: every rank calls this."""
     state, accumulation = context.state, context.config.update.accumulation
     seed = context.config.run.seed
     set_lr(state.optimizer, context.lr(state.step))
     for number in range(accumulation):
         batch = next(passes)
-        labels = Labels(batch.classes, batch.scores, batch.ids, batch.boxes, batch.reach)
         mix = context.mix(state.step, number)
         drop_path_seed = random_bits(Purpose.DROP_PATH, seed, state.step, context.world.rank, number)
         with context.autocast:
             class_logits, token_logits = context.forward(
                 mix.images(batch.images), mix.swap_tokens, drop_path_seed
             )
-        parts = context.loss(class_logits, token_logits, labels, mix)
+        parts = context.loss(class_logits, token_logits, batch.labels, mix)
         state.scaler.scale(parts.total / accumulation).backward()  # type: ignore[no-untyped-call]
         context.window.add(parts)
     with state.reducer.synchronized_gradients():

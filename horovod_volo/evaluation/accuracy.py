@@ -24,8 +24,8 @@ from horovod_volo.config.schema import Data, Run
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.split_folder import Split
-from horovod_volo.data.loader import NO_CLASS, Batch, EvalLoader
-from horovod_volo.data.pipeline import Colours
+from horovod_volo.data.loader import NO_CLASS, EvalBatch, EvalLoader
+from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.evaluation import Counts, count_right, total
 from horovod_volo.engine.precision import autocast, mend_convolutions
 from horovod_volo.engine.shared_catalog import folder_for_lists, shared_catalog
@@ -94,7 +94,7 @@ def measure_accuracy(question: EvalRequest, world: World, progress: Progress) ->
         totals,
         None if real is None else score_real(real, taken),
         class_scores(catalog.classes, catalog.targets, taken),
-        [text for of_rank in world.allgather_object(stream.damage.untold()) for text in of_rank],
+        [text for of_rank in world.allgather_object(stream.bad_samples.new_messages()) for text in of_rank],
     )
 
 
@@ -108,7 +108,7 @@ class Notes:
         self._places: list[NDArray[np.int64]] = []
         self._taken: list[Tensor] = []
 
-    def __call__(self, batch: Batch, taken: Tensor) -> None:
+    def __call__(self, batch: EvalBatch, taken: Tensor) -> None:
         """Note the class that each image of a batch is taken for (batch,); of damaged ones, none."""
         self._places.append(batch.indices)
         self._taken.append(torch.where(batch.classes == NO_CLASS, NO_CLASS, taken))
@@ -178,6 +178,6 @@ def _stream(
         size=world.size,
         device=resources.device,
         threads=question.workers or resources.threads,
-        colours=Colours(network.mean, network.std),
+        normalization=Normalization(network.mean, network.std),
         interpolation=network.interpolation,
     )

@@ -60,7 +60,7 @@ def label_images(order: Order, world: World, progress: Progress) -> tuple[int, l
     )
     images = TeacherImages(
         catalog,
-        side=teacher.image_side,
+        image_size=teacher.image_side,
         batch=order.batch,
         device=resources.device,
         threads=resources.threads,

@@ -101,7 +101,7 @@ def compare_geometries(asked: Comparison, catalog: Catalog, progress: Progress) 
     for number, geometry in enumerate((recorded, other)):
         images = TeacherImages(
             catalog,
-            side=teacher.image_side,
+            image_size=teacher.image_side,
             batch=asked.batch,
             device=resources.device,
             threads=resources.threads,

@@ -26,7 +26,7 @@ from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Op
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.geometry import WHOLE
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.loader import Batch
+from horovod_volo.data.loader import TrainBatch
 from tests.published.checkouts import Published, named_folder
 
 named_folder()  # or this module is skipped
@@ -61,7 +61,7 @@ def written(folder: Path, size: tuple[int, int]) -> Path:
     return folder
 
 
-def our_batch(folder: Path, settings: Data) -> tuple[Any, Batch]:
+def our_batch(folder: Path, settings: Data) -> tuple[Any, TrainBatch]:
     catalog = build_catalog(str(folder), "train", None)
     catalog.classes = ("a", *(f"cell {number}" for number in range(1, CELLS**2 + 1)))
     batch = only_batch(
@@ -136,14 +136,14 @@ def differences(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return how far each image's pixels are from the published ones on average, and its operations."""
     catalog, batch = our_batch(folder, settings)
-    assert batch.boxes is not None
+    assert batch.labels.maps is not None
     found, kinds = [], []
     for place, index in enumerate(batch.indices.tolist()):
         drawn = draw_operations(SEED, EPOCH, np.array([index]), settings)
         pixels, label_map = published_sample(published, catalog.location(index), index, drawn)
         found.append(np.abs(unnormalised(batch.images)[place] - pixels).mean())
         kinds.append(drawn.kinds[0])
-        assert torch.allclose(label_map[2, 0, 0, :4], batch.boxes[place])
+        assert torch.allclose(label_map[2, 0, 0, :4], batch.labels.maps.boxes[place])
     return np.array(found), np.array(kinds)
 
 
@@ -178,15 +178,14 @@ def test_label_maps_are_the_published_ones(
     every = Operations(*(np.tile(part, (IMAGES, 1)) for part in (one.kinds, one.arguments, one.bicubic)))
     monkeypatch.setattr(stream_module, "draw_operations", lambda *_: every)
     catalog, batch = our_batch(written(tmp_path, SQUARES), SETTINGS)
-    assert batch.ids is not None
-    assert batch.scores is not None
+    assert batch.labels.maps is not None
     for place, index in enumerate(batch.indices.tolist()[:8]):
         _, label_map = published_sample(published, catalog.location(index), index, one)
-        ours, theirs = batch.ids[place, 0].numpy(), label_map[1, 0].numpy().astype(np.int64)
-        known = (batch.scores[place, 0].numpy() != 0) & (label_map[0, 0].numpy() != 0)
+        ours, theirs = batch.labels.maps.ids[place, 0].numpy(), label_map[1, 0].numpy().astype(np.int64)
+        known = (batch.labels.maps.scores[place, 0].numpy() != 0) & (label_map[0, 0].numpy() != 0)
         assert known.mean() > 0.35
         far = np.abs(np.stack(np.divmod(ours - 1, CELLS)) - np.stack(np.divmod(theirs - 1, CELLS)))
         assert far[:, known].max() <= 1
         # What one knows and the other does not is at the edge of what is filled.
-        unsure = (batch.scores[place, 0].numpy() != 0) ^ (label_map[0, 0].numpy() != 0)
+        unsure = (batch.labels.maps.scores[place, 0].numpy() != 0) ^ (label_map[0, 0].numpy() != 0)
         assert unsure.mean() < 0.2

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.data.loader import Batch, TrainLoader
+from horovod_volo.data.loader import TrainBatch, TrainLoader
 from horovod_volo.train import main
 
 passes = TrainLoader.passes
@@ -20,7 +20,7 @@ def noting(notes: Path, killed_at: int) -> None:
     place = read_launch_env()
     file = (notes / f"{time.time_ns()}_{place.rank}.jsonl").open("w")
 
-    def noted(stream: TrainLoader, epoch: int, first_step: int) -> Iterator[Batch]:
+    def noted(stream: TrainLoader, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         for step, batch in enumerate(passes(stream, epoch, first_step), epoch * stream.steps + first_step):
             print(json.dumps([step, batch.indices.tolist()]), file=file, flush=True)
             if step == killed_at and place.rank == place.size - 1:

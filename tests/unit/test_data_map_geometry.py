@@ -72,13 +72,13 @@ def one_batch(images: Path, maps: Path, geometry: MapGeometry, **settings: Any) 
     drawn = Data(batch_size=IMAGES, **(PLAIN | settings))
     batch = only_batch(catalog, open_labels(str(maps), catalog, None, geometry), drawn, side=SIDE, seed=SEED)
     target = map_target(
-        batch.scores,
-        batch.ids,
-        batch.boxes,
+        batch.labels.maps.scores,
+        batch.labels.maps.ids,
+        batch.labels.maps.boxes,
         side=TOKENS,
         num_classes=3,
         geometry="corrected",
-        reach=batch.reach,
+        reach=batch.labels.maps.reach,
     )
     # Probability over that of a class without a logit: e to the logit.
     logits = torch.stack([_weight_of(target, number) / target.uniform + 1 for number in (0, 1)]).log()
