@@ -24,10 +24,11 @@ from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.stream_alone import SEED, device_here, stream_alone
 from horovod_volo.config.schema import Data
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, draw_operations
+from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import TrainLoader
@@ -109,7 +110,7 @@ def shares_of(settings: Data, plans: int) -> Shares:
     crops = draw_crops(SEED, _EPOCH, indices, sizes, settings).boxes
     drawn = draw_operations(SEED, _EPOCH, indices, settings)
     needed = parts_needed(crops, sizes, drawn).decoded if settings.randaugment_on == "image" else crops
-    moving = replace(drawn, kinds=np.where(np.isin(drawn.kinds, GEOMETRIC), drawn.kinds, Operation.NONE))
+    moving = replace(drawn, kinds=np.where(np.isin(drawn.kinds, ops.GEOMETRIC), drawn.kinds, ops.NONE))
     parts = parts_needed(crops, sizes, moving)
     filled = 0.0
     for place in np.flatnonzero(moving.moving).tolist():

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from horovod_volo.config.schema import Data
 from horovod_volo.core.labels import LabelMaps, Labels, copy_async
 from horovod_volo.data.augmentation.crop_flip import draw_crops, relative_boxes
-from horovod_volo.data.augmentation.geometric_ops import moved_frames, moved_maps
+from horovod_volo.data.augmentation.label_map_ops import moved_frames, moved_maps
 from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.augmentation.whole_image import parts_needed

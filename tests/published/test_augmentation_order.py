@@ -21,8 +21,9 @@ from PIL import Image
 
 from horovod_volo.config.schema import Data
 from horovod_volo.data import loader as stream_module
+from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import CropFlip, draw_crops
-from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
+from horovod_volo.data.augmentation.rand_augment import Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.geometry import WHOLE
 from horovod_volo.data.labels.source import open_labels
@@ -84,9 +85,9 @@ def given_draws(transform: Any, plan: CropFlip, drawn: Operations) -> Iterator[N
     steps["RandomResizedCropAndInterpolationWithCoords"].get_params = lambda *_: plan.boxes[0].tolist()
     operations = {operation.name: operation for operation in steps["RandAugment"].ops}
     chosen = [
-        given(operations[NAMES[Operation(kind)]], float(amount), bool(bicubic))
+        given(operations[NAMES[kind]], float(amount), bool(bicubic))
         for kind, amount, bicubic in zip(drawn.kinds[0], drawn.arguments[0], drawn.bicubic[0], strict=True)
-        if kind != Operation.NONE
+        if kind != ops.NONE
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np.random, "choice", lambda *_, **__: chosen)
@@ -96,8 +97,8 @@ def given_draws(transform: Any, plan: CropFlip, drawn: Operations) -> Iterator[N
 def given(operation: Any, amount: float, bicubic: bool) -> Any:
     """Let a published operation fire, with this argument if it takes one."""
     kind = next(kind for kind, name in NAMES.items() if name == operation.name)
-    whole = kind in (Operation.POSTERIZE, Operation.SOLARIZE_ADD)
-    takes_none = kind in (Operation.AUTO_CONTRAST, Operation.EQUALIZE, Operation.INVERT)
+    whole = kind in (ops.POSTERIZE, ops.SOLARIZE_ADD)
+    takes_none = kind in (ops.AUTO_CONTRAST, ops.EQUALIZE, ops.INVERT)
 
     def fire(image: Image.Image, label_map: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
         operation.prob = 1.0
@@ -152,7 +153,7 @@ def test_pixels_and_crops_are_the_published_ones(published: Published, tmp_path:
     before_crop, kinds = differences(published, folder, SETTINGS)
     assert before_crop.mean() < 0.5  # of 255
     assert before_crop.max() < 3  # where colours are stretched, small differences are too
-    moved = np.isin(kinds, GEOMETRIC).any(axis=1)
+    moved = np.isin(kinds, ops.GEOMETRIC).any(axis=1)
     assert moved.sum() > IMAGES / 5
     # The same measure must notice the other order.
     after_crop, _ = differences(published, folder, Data(**(vars(SETTINGS) | {"randaugment_on": "crop"})))
@@ -161,19 +162,19 @@ def test_pixels_and_crops_are_the_published_ones(published: Published, tmp_path:
 
 
 @pytest.mark.parametrize("amount", [0.35, -0.23])
-@pytest.mark.parametrize("kind", GEOMETRIC)
+@pytest.mark.parametrize("kind", ops.GEOMETRIC)
 def test_label_maps_are_the_published_ones(
     published: Published,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    kind: Operation,
+    kind: ops.Operation,
     amount: float,
 ) -> None:
     """Up to a cell: the published code moves corners of cells where centres are, by half a cell.
 
     Of square images: it turns and shears every map as that of a square.
     """
-    argument = 70 * amount if kind == Operation.ROTATE else amount
+    argument = 70 * amount if kind == ops.ROTATE else amount
     one = Operations(np.array([[kind]]), np.array([[argument]], np.float32), np.array([[True]]))
     every = Operations(*(np.tile(part, (IMAGES, 1)) for part in (one.kinds, one.arguments, one.bicubic)))
     monkeypatch.setattr(stream_module, "draw_operations", lambda *_: every)

@@ -15,9 +15,10 @@ from PIL import Image
 
 from horovod_volo.config.schema import Data
 from horovod_volo.data import loader as stream_module
+from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, draw_operations
+from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
 
@@ -138,7 +139,7 @@ def test_labels_move_with_turned_sheared_and_shifted_images(tmp_path, monkeypatc
 
     def geometric_only(*arguments):
         drawn = draw_operations(*arguments)
-        return replace(drawn, kinds=np.where(np.isin(drawn.kinds, GEOMETRIC), drawn.kinds, Operation.NONE))
+        return replace(drawn, kinds=np.where(np.isin(drawn.kinds, ops.GEOMETRIC), drawn.kinds, ops.NONE))
 
     monkeypatch.setattr(stream_module, "draw_operations", geometric_only)
     folder = coded_folder(tmp_path / "images", "png")
