@@ -15,16 +15,16 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import check
 from horovod_volo.config.values import assemble
+from horovod_volo.core.labels import LabelMaps, Labels
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.loader import Batch
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import Images, TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
 from horovod_volo.monitor.run_logger import NullLogger
-from horovod_volo.objective.loss import Labels
 
 MAP_SIDE, TOP = 18, 5  # of the published label maps: cells per side, and classes in each cell
 RANDOM_LABELS = {"token_label": True, "token_label_data": "random"}  # settings of a run on `random_batch`
@@ -49,26 +49,23 @@ def random_labels(batch: int, num_classes: int, device: torch.device, seed: int)
     steps = torch.randint(1, num_classes // TOP + 1, cells, generator=random)
     extents = torch.rand(batch, 2, generator=random) * 0.8 + 0.2
     corners = torch.rand(batch, 2, generator=random) * (1 - extents)
-    return Labels(
-        classes=torch.randint(num_classes, (batch,), generator=random).to(device),
-        scores=scores.half().to(device),
-        ids=(steps.cumsum(dim=1) % num_classes).int().to(device),
-        boxes=torch.cat([corners, extents], dim=1).to(device),
+    maps = LabelMaps(
+        scores=scores.half(),
+        ids=(steps.cumsum(dim=1) % num_classes).int(),
+        boxes=torch.cat([corners, extents], dim=1),
     )
+    return Labels(torch.randint(num_classes, (batch,), generator=random), maps).to(device)
 
 
-def random_batch(config: Config, num_classes: int, device: torch.device, seed: int) -> Batch:
+def random_batch(config: Config, num_classes: int, device: torch.device, seed: int) -> TrainBatch:
     """Draw the images and labels of one micro-batch."""
     batch, side = config.data.batch_size, config.model.img_size
     labels = random_labels(batch, num_classes, device, seed)
     images = torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(seed))
-    return Batch(
+    return TrainBatch(
         images=images.to(device),
-        classes=labels.classes,
+        labels=labels,
         indices=np.arange(batch),
-        scores=labels.scores,
-        ids=labels.ids,
-        boxes=labels.boxes,
     )
 
 
@@ -93,13 +90,13 @@ def catalog_without_files(images: int, num_classes: int) -> Catalog:
     return Catalog(memory, path=None)
 
 
-def step_of(context: TrainContext, batch: Batch) -> Action:
+def step_of(context: TrainContext, batch: TrainBatch) -> Action:
     """Return a function that takes one step of the run on this batch."""
     micro_batches = itertools.repeat(batch)
     return lambda: train_step(context, micro_batches)
 
 
-def losses_of(context: TrainContext, batch: Batch, steps: int) -> torch.Tensor:
+def losses_of(context: TrainContext, batch: TrainBatch, steps: int) -> torch.Tensor:
     """Take steps on the same batch and return the loss of each."""
     step, losses = step_of(context, batch), []
     for _ in range(steps):

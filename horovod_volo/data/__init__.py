@@ -1,4 +1,4 @@
-"""Images in: which there are, in which order, cut how, decoded into batches.
+"""Input: the catalog of images, their order, augmentation, decoding and label maps.
 
-The only room that imports nvidia.dali.
+The only package that imports nvidia.dali.
 """

@@ -1,7 +1,7 @@
-"""The batches a rank trains on and is evaluated with.
+"""The batches that a rank trains on and is evaluated with.
 
-Every batch is a pure function of (seed, epoch, step, rank, number of ranks): a stream holds no
-position between passes, so a resumed run sees the pixels that the interrupted one would have seen.
+Invariant: a batch is a pure function of (seed, epoch, step, rank, number of ranks). A loader has no position
+to save, so a resumed run sees the same pixels as the interrupted one would have seen.
 """
 
 from __future__ import annotations
@@ -18,48 +18,54 @@ import torch
 from numpy.typing import NDArray
 
 from horovod_volo.config.schema import Data
+from horovod_volo.core.labels import LabelMaps, Labels, copy_async
 from horovod_volo.data.augmentation.crop_flip import draw_crops, relative_boxes
-from horovod_volo.data.augmentation.geometric_ops import moved_frames, moved_maps
+from horovod_volo.data.augmentation.label_map_ops import moved_frames, moved_maps
 from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.augmentation.whole_image import parts_needed
 from horovod_volo.data.bad_samples import BadSampleTracker
-from horovod_volo.data.center_crop import crop_corners, resized_shapes
+from horovod_volo.data.center_crop import resized_shapes
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import MapGeometry
 from horovod_volo.data.labels.published_maps import flipped
 from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.data.pipeline import (
-    IMAGENET_COLOURS,
-    Colours,
+    IMAGENET_NORMALIZATION,
+    Normalization,
     build_eval_pipeline,
     build_train_pipeline,
     resizing_inputs,
 )
-from horovod_volo.data.prefetcher import AugmentParams, BatchPrefetcher, Labels, PendingBatch
-from horovod_volo.data.reading import read_image, read_present
+from horovod_volo.data.prefetcher import BatchPrefetcher
+from horovod_volo.data.reading import PendingEvalBatch, read_eval_batch, read_image
 from horovod_volo.data.sampler import epoch_order, rank_indices
 from horovod_volo.data.thread_pool import ImageThreadPool
-from horovod_volo.data.train_transform import TrainTransform
+from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
 
 NO_CLASS = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
-    """What one pass sees; the tensors lie on the rank's device, the indices on the host."""
+class TrainBatch:
+    """One micro-batch; the tensors are on the rank's device, the indices on the host."""
 
-    images: torch.Tensor  # (batch, 3, side, side) float32, normalised
-    classes: torch.Tensor  # (batch,) int64; NO_CLASS where a damaged image was to be evaluated
-    indices: NDArray[np.int64]  # (batch,) places in the catalog
-    scores: torch.Tensor | None  # (batch, k, height, width) float16 logits, flipped like the image
-    ids: torch.Tensor | None  # (batch, k, height, width) int32 class numbers of the scores
-    boxes: torch.Tensor | None  # (batch, 4) float32 top, left, height, width as fractions of the flipped map
-    reach: float = 1.0  # the largest height or width of the boxes, 1 or more
+    images: torch.Tensor  # (batch, 3, image_size, image_size) float32, normalised
+    labels: Labels
+    indices: NDArray[np.int64]  # (batch,) positions in the catalog
+
+
+@dataclass(frozen=True, eq=False)
+class EvalBatch:
+    """One batch of evaluation images; the tensors are on the rank's device, the indices on the host."""
+
+    images: torch.Tensor  # (batch, 3, image_size, image_size) float32, normalised
+    classes: torch.Tensor  # (batch,) int64; NO_CLASS where the image is damaged
+    indices: NDArray[np.int64]  # (batch,) positions in the catalog
 
 
 class Sample(NamedTuple):
-    """One image and its label map, as read."""
+    """One training image and its label map, as read."""
 
     encoded: NDArray[np.uint8]
     size: tuple[int, int]  # height, width
@@ -82,25 +88,25 @@ class TrainLoader:
         accumulation: int,
         device: torch.device,
         threads: int,
-        colours: Colours = IMAGENET_COLOURS,
+        normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> None:
-        self.waited_seconds = 0.0  # how long the caller has stood still for its batches
-        self.steps = len(catalog) // (size * settings.batch_size * accumulation)  # whole global batches
-        self.damage = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
+        self.waited_seconds = 0.0  # how long the caller has waited for batches
+        self.steps = len(catalog) // (size * settings.batch_size * accumulation)  # complete global batches
+        self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
         self._catalog = catalog
         self._label_maps = label_maps
         self._settings = settings
         self._seed = seed
-        self._share = partial(
+        self._rank_indices = partial(
             rank_indices, rank=rank, size=size, batch=settings.batch_size, accumulation=accumulation
         )
         self._device = device
         self._image_size = image_size
         self._readers = ImageThreadPool(threads, "file-reader")
-        self._cutters = ImageThreadPool(threads, "image-cutter")
-        # On the CPU torch resizes faster; what is augmented before the crop is resized after it.
+        self._transform_threads = ImageThreadPool(threads, "image-transform")
+        # On the CPU torch resizes faster than DALI; whole images are resized after their augmentation.
         self._resized_by_dali = device.type == "cuda" and settings.randaugment_on == "crop"
-        self._conveyor = BatchPrefetcher(
+        self._prefetcher = BatchPrefetcher(
             partial(
                 build_train_pipeline,
                 image_size=image_size,
@@ -111,37 +117,39 @@ class TrainLoader:
             ),
             device,
             settings.prefetch,
-            lambda index: self.damage.cannot_decode(index, catalog.location(index)),
+            lambda index: self.bad_samples.add_undecodable(index, catalog.location(index)),
             TrainTransform(
                 settings,
                 image_size=image_size,
                 seed=seed,
                 device=device,
                 resized=self._resized_by_dali,
-                cutters=self._cutters,
-                colours=colours,
+                threads=self._transform_threads,
+                normalization=normalization,
             ),
         )
 
-    def batches(self, epoch: int, first_step: int) -> Iterator[Batch]:
-        """Yield the batches of an epoch from `first_step` on, as many for each step as it has passes."""
-        with closing(self._conveyor.carry(self._loads(epoch, first_step))) as carried:
+    def batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
+        """Yield the micro-batches of an epoch from `first_step` on, `accumulation` of them for each step."""
+        with closing(self._prefetcher.batches(self._reads(epoch, first_step))) as decoded:
             while True:
                 began = perf_counter()
-                arrived = next(carried, None)
-                batch = None if arrived is None else _batch(*arrived, self._catalog, self._device)
+                following = next(decoded, None)
+                if following is not None:
+                    pending, images = following
+                    batch = TrainBatch(images, pending.labels.to(self._device), pending.indices)
                 self.waited_seconds += perf_counter() - began
-                if batch is None:
+                if following is None:
                     return
                 yield batch
 
     def close(self) -> None:
-        """End all threads; batches already handed out stay valid."""
-        self._conveyor.close()
+        """End all threads; batches that were yielded stay valid."""
+        self._prefetcher.close()
         self._readers.close()
-        self._cutters.close()
+        self._transform_threads.close()
 
-    def _loads(self, epoch: int, first_step: int) -> Iterator[Callable[[], PendingBatch]]:
+    def _reads(self, epoch: int, first_step: int) -> Iterator[Callable[[], PendingTrainBatch]]:
         settings = self._settings
         order = epoch_order(
             self._seed,
@@ -151,35 +159,33 @@ class TrainLoader:
             window=settings.shuffle_window,
         )
         for step in range(first_step, self.steps):
-            for indices in self._share(order, step):
-                yield partial(self._load, epoch, indices)
+            for indices in self._rank_indices(order, step):
+                yield partial(self._read_batch, epoch, indices)
 
-    def _load(self, epoch: int, wanted: NDArray[np.int64]) -> PendingBatch:
-        read = self._readers.map(self._read_usable, wanted.tolist())
+    def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingTrainBatch:
+        read = self._readers.map(self._read_usable, drawn.tolist())
         indices = np.array([index for index, _ in read], dtype=np.int64)
         samples = [sample for _, sample in read]
         sizes = np.array([sample.size for sample in samples], dtype=np.int64)
-        # What stands in for a damaged image undergoes what that one would have: no image is seen twice alike.
-        plan = draw_crops(self._seed, epoch, wanted, sizes, self._settings)
-        operations = draw_operations(self._seed, epoch, wanted, self._settings)
-        whole = self._settings.randaugment_on == "image"
-        parts = parts_needed(plan.boxes, sizes, operations) if whole else None
-        boxes = plan.stored(plan.boxes if parts is None else parts.decoded, sizes)
+        # A replacement is augmented as the damaged image would have been, so that it differs from its own
+        # appearance in this epoch.
+        crop_flip = draw_crops(self._seed, epoch, drawn, sizes, self._settings)
+        operations = draw_operations(self._seed, epoch, drawn, self._settings)
+        on_whole_images = self._settings.randaugment_on == "image"
+        parts = parts_needed(crop_flip.boxes, sizes, operations) if on_whole_images else None
+        boxes = crop_flip.stored(crop_flip.boxes if parts is None else parts.decoded, sizes)
         inputs = ([sample.encoded for sample in samples], list(boxes[:, :2]), list(boxes[:, 2:]))
         if self._resized_by_dali:
-            inputs += resizing_inputs(plan)
-        treatment = AugmentParams(
-            plan,
-            operations,
-            draw_erasures(self._seed, epoch, wanted, self._settings, self._image_size),
-            parts,
-        )
-        maps = self._label_maps
-        labels = None if maps is None else _labels(samples, sizes, treatment, maps.geometry)
-        return PendingBatch(indices, partial(self._load, epoch, wanted), inputs, labels, treatment)
+            inputs += resizing_inputs(crop_flip)
+        erasures = draw_erasures(self._seed, epoch, drawn, self._settings, self._image_size)
+        params = AugmentParams(crop_flip, operations, erasures, parts)
+        classes = torch.from_numpy(self._catalog.targets[indices].astype(np.int64))
+        source = self._label_maps
+        maps = None if source is None else _augmented_maps(samples, sizes, params, source.geometry)
+        return PendingTrainBatch(indices, inputs, Labels(classes, maps), params)
 
     def _read_usable(self, index: int) -> tuple[int, Sample]:
-        return self.damage.first_usable(index, len(self._catalog), self._read)
+        return self.bad_samples.read_or_replace(index, len(self._catalog), self._read)
 
     def _read(self, index: int) -> Sample:
         encoded, size = read_image(self._catalog, index)
@@ -187,30 +193,33 @@ class TrainLoader:
         return Sample(encoded, size, label_map)
 
 
-def _labels(
-    samples: list[Sample], sizes: NDArray[np.int64], treatment: AugmentParams, geometry: MapGeometry
-) -> Labels:
-    plan, operations = treatment.plan, treatment.operations
-    turned = [
+def _augmented_maps(
+    samples: list[Sample], sizes: NDArray[np.int64], params: AugmentParams, geometry: MapGeometry
+) -> LabelMaps:
+    """Flip the label maps and move their cells as the pixels are moved."""
+    crop_flip, operations = params.crop_flip, params.operations
+    maps = [
         flipped(*sample.label_map, horizontal, vertical)
         for sample, horizontal, vertical in zip(
-            samples, plan.flip_horizontal, plan.flip_vertical, strict=True
+            samples, crop_flip.flip_horizontal, crop_flip.flip_vertical, strict=True
         )
         if sample.label_map is not None
     ]
-    scores = np.stack([scores for scores, _ in turned])  # (batch, k, height, width)
-    ids = np.stack([ids for _, ids in turned])  # same
+    scores = np.stack([scores for scores, _ in maps])  # (batch, k, height, width)
+    ids = np.stack([ids for _, ids in maps])  # same
     covered = geometry.covered(sizes)
-    boxes = plan.fractions(sizes, covered)
+    boxes = crop_flip.fractions(sizes, covered)
     frames = moved_frames(boxes, operations.moving)
-    whole = treatment.parts is not None
-    canvases, canvas_sizes = (plan.whole_images(covered), sizes) if whole else (boxes, 1.0)
-    moved = moved_maps(scores, ids, canvases, operations, canvas_sizes, frames)
-    return Labels(*moved, relative_boxes(boxes, frames))
+    on_whole_images = params.parts is not None
+    canvases, canvas_sizes = (crop_flip.whole_images(covered), sizes) if on_whole_images else (boxes, 1.0)
+    scores, ids = moved_maps(scores, ids, canvases, operations, canvas_sizes, frames)
+    boxes = relative_boxes(boxes, frames)
+    reach = max(1.0, float(boxes[:, 2:].max()))
+    return LabelMaps(torch.from_numpy(scores), torch.from_numpy(ids), torch.from_numpy(boxes), reach)
 
 
 class EvalLoader:
-    """This rank's share of the evaluation images; over all ranks each image comes exactly once."""
+    """This rank's evaluation batches; over all ranks, each image is in exactly one."""
 
     def __init__(
         self,
@@ -223,75 +232,51 @@ class EvalLoader:
         size: int,
         device: torch.device,
         threads: int,
-        colours: Colours = IMAGENET_COLOURS,
+        normalization: Normalization = IMAGENET_NORMALIZATION,
         interpolation: str = "bicubic",
     ) -> None:
-        self.damage = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
+        self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
         self._catalog = catalog
-        self._image_size = image_size
-        self._crop_pct = crop_pct
-        self._batch = settings.eval_batch_size or settings.batch_size
-        self._share = np.arange(rank, len(catalog), size, dtype=np.int64)
+        self._batch_size = settings.eval_batch_size or settings.batch_size
+        self._indices = np.arange(rank, len(catalog), size, dtype=np.int64)
         self._device = device
         self._readers = ImageThreadPool(threads, "file-reader")
-        self._conveyor = BatchPrefetcher(
+        self._read_batch = partial(
+            read_eval_batch,
+            catalog=catalog,
+            bad_samples=self.bad_samples,
+            readers=self._readers,
+            resize=partial(resized_shapes, image_size=image_size, crop_pct=crop_pct),
+            image_size=image_size,
+        )
+        self._prefetcher = BatchPrefetcher[PendingEvalBatch](
             partial(
                 build_eval_pipeline,
                 interpolation=interpolation,
                 image_size=image_size,
-                batch=self._batch,
+                batch=self._batch_size,
                 device=device,
                 threads=threads,
-                colours=colours,
+                normalization=normalization,
             ),
             device,
             settings.prefetch,
-            lambda index: self.damage.cannot_decode(index, catalog.location(index)),
+            lambda index: self.bad_samples.add_undecodable(index, catalog.location(index)),
         )
 
-    def __iter__(self) -> Iterator[Batch]:
-        """Yield the share once, in the catalog's order; the last batch may be short."""
-        with closing(self._conveyor.carry(self._loads())) as carried:
-            for load, images in carried:
-                yield _batch(load, images, self._catalog, self._device)
+    def __iter__(self) -> Iterator[EvalBatch]:
+        """Yield all batches in the catalog's order; the last one may be shorter."""
+        with closing(self._prefetcher.batches(self._reads())) as decoded:
+            for pending, images in decoded:
+                targets = self._catalog.targets[pending.indices].astype(np.int64)
+                classes = torch.from_numpy(np.where(pending.bad, NO_CLASS, targets))
+                yield EvalBatch(images, copy_async(classes, self._device), pending.indices)
 
     def close(self) -> None:
-        """End all threads; batches already handed out stay valid."""
-        self._conveyor.close()
+        """End all threads; batches that were yielded stay valid."""
+        self._prefetcher.close()
         self._readers.close()
 
-    def _loads(self) -> Iterator[Callable[[], PendingBatch]]:
-        for first in range(0, len(self._share), self._batch):
-            yield partial(self._load, self._share[first : first + self._batch])
-
-    def _load(self, indices: NDArray[np.int64]) -> PendingBatch:
-        encoded, sizes, absent = read_present(indices, self._catalog, self.damage, self._readers)
-        resized = resized_shapes(sizes, self._image_size, self._crop_pct)
-        corners = crop_corners(resized, self._image_size)
-        inputs = (encoded, list(resized.astype(np.float32)), list(corners.astype(np.int32)))
-        return PendingBatch(indices, partial(self._load, indices), inputs, absent=absent)
-
-
-def _batch(load: PendingBatch, images: torch.Tensor, catalog: Catalog, device: torch.device) -> Batch:
-    labels = load.labels
-    return Batch(
-        images=images,
-        classes=_on_device(_classes(load, catalog), device),
-        indices=load.indices,
-        scores=None if labels is None else _on_device(labels.scores, device),
-        ids=None if labels is None else _on_device(labels.ids, device),
-        boxes=None if labels is None else _on_device(labels.boxes, device),
-        reach=1.0 if labels is None else max(1.0, float(labels.boxes[:, 2:].max())),
-    )
-
-
-def _classes(load: PendingBatch, catalog: Catalog) -> NDArray[np.int64]:
-    classes = catalog.targets[load.indices].astype(np.int64)
-    return classes if load.absent is None else np.where(load.absent, NO_CLASS, classes)
-
-
-def _on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)  # the host goes on while the copy runs
+    def _reads(self) -> Iterator[Callable[[], PendingEvalBatch]]:
+        for first in range(0, len(self._indices), self._batch_size):
+            yield partial(self._read_batch, self._indices[first : first + self._batch_size])

@@ -1,8 +1,9 @@
-"""The two DALI graphs: from encoded bytes to normalised batches.
+"""The two DALI pipelines: decode and crop for training; decode, resize, crop and normalise for evaluation.
 
-Where a graph decodes is one word, the decoder's device: "cpu" needs no driver, "mixed" decodes on
-the GPU and leaves the batch there. DALI draws no random number and keeps no position here: every
-box, flip and size comes in with the bytes, so a batch depends on nothing but its inputs.
+The decoder's device is "cpu", which needs no GPU driver, or "mixed", which decodes on the GPU.
+
+Invariant: DALI draws no random numbers and has no position. Boxes, flips and sizes are inputs beside the
+encoded images, so a batch depends on its inputs alone.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 BATCHES_DECODED_AHEAD = 2
 
 
-class Colours(NamedTuple):
-    """What a network's images are normalised with: mean and spread of colours from 0 to 1."""
+class Normalization(NamedTuple):
+    """Mean and standard deviation of each channel, for pixels from 0 to 1."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
-IMAGENET_COLOURS = Colours(IMAGENET_MEAN, IMAGENET_STD)
+IMAGENET_NORMALIZATION = Normalization(IMAGENET_MEAN, IMAGENET_STD)
 
-# Returns one list of arrays for each input of the graph; raises StopIteration where a run of batches ends.
+# Returns one list of arrays for each input of the pipeline; raises StopIteration after the last batch.
 Source = Callable[[], tuple[list[NDArray[Any]], ...]]
 
 
 def _dali() -> Any:
-    """Return DALI, which comes in where images do: random ones are trained on without it."""
+    """Import DALI when a pipeline is built: training on synthetic images works without it."""
     import nvidia.dali.fn
     import nvidia.dali.types
 
@@ -45,9 +46,10 @@ def _dali() -> Any:
 def build_train_pipeline(
     source: Source, *, image_size: int, batch: int, device: torch.device, threads: int, resize: bool
 ) -> Any:
-    """Build decode and cut, and with `resize` also resize and flip; uint8, height x width x 3.
+    """Build the pipeline that decodes and crops training images, to uint8 (height, width, 3).
 
-    Inputs: bytes, corners, shapes; with `resize` also (left-right, upside-down) flips and interpolations.
+    Inputs: encoded images, crop corners, crop shapes. With `resize` it also resizes and flips;
+    further inputs: (horizontal, vertical) flips and interpolations.
     """
     dali = _dali()
     pipeline = _empty_pipeline(batch, device, threads)
@@ -68,7 +70,7 @@ def build_train_pipeline(
             axis_names="HW",
             device=_decoder(device),
             output_type=dali.types.RGB,
-            adjust_orientation=False,  # boxes and label maps are those of the stored image, as PIL reads it
+            adjust_orientation=False,  # boxes and label maps refer to the stored image, as PIL reads it
         )
         if resize:
             flips, filters = rest
@@ -87,10 +89,10 @@ def build_eval_pipeline(
     batch: int,
     device: torch.device,
     threads: int,
-    colours: Colours = IMAGENET_COLOURS,
+    normalization: Normalization = IMAGENET_NORMALIZATION,
     interpolation: str = "bicubic",
 ) -> Any:
-    """Build resize, window, normalise; inputs: bytes, resized sizes, window corners."""
+    """Build the evaluation pipeline; inputs: encoded images, shapes after resizing, crop corners."""
     dali = _dali()
     pipeline = _empty_pipeline(batch, device, threads)
     with pipeline:
@@ -102,7 +104,7 @@ def build_eval_pipeline(
             device=_decoder(device),
             output_type=dali.types.RGB,
             adjust_orientation=False,
-            jpeg_fancy_upsampling=True,  # the GPU decoder's faster default gives other pixels than PIL
+            jpeg_fancy_upsampling=True,  # the GPU decoder's default is faster, but differs from PIL
         )
         images = dali.fn.slice(
             _resized(images, sizes, interpolation),
@@ -110,33 +112,33 @@ def build_eval_pipeline(
             shape=[image_size, image_size],
             axis_names="HW",
             out_of_bounds_policy="pad",
-            fill_values=0,  # black before the normalisation, as torchvision pads
+            fill_values=0,  # black before normalisation, as torchvision pads
         )
-        pipeline.set_outputs(_normalised(images, colours))
+        pipeline.set_outputs(_normalised(images, normalization))
     pipeline.build()
     return pipeline
 
 
-def resizing_inputs(plan: CropFlip) -> tuple[list[NDArray[Any]], ...]:
-    """Return the training graph's last two inputs for the resizing of a batch."""
+def resizing_inputs(crop_flip: CropFlip) -> tuple[list[NDArray[Any]], ...]:
+    """Return the further inputs of a training pipeline that resizes: flips and interpolations."""
     dali = _dali()
-    flips = np.stack([plan.flip_horizontal, plan.flip_vertical], axis=1).astype(np.int32)  # (batch, 2)
-    filters = np.where(plan.bicubic, int(dali.types.INTERP_CUBIC), int(dali.types.INTERP_LINEAR)).astype(
+    flips = np.stack([crop_flip.flip_horizontal, crop_flip.flip_vertical], axis=1).astype(
         np.int32
-    )
-    return list(flips), [np.array(number) for number in filters]
+    )  # (batch, 2)
+    filters = np.where(crop_flip.bicubic, int(dali.types.INTERP_CUBIC), int(dali.types.INTERP_LINEAR))
+    return list(flips), [np.array(number) for number in filters.astype(np.int32)]
 
 
 def to_torch(images: Any) -> torch.Tensor:
-    """Copy a batch into memory that torch owns: it outlives the pipeline and obeys torch's streams."""
+    """Copy a batch into memory that torch owns, which outlives the pipeline and follows torch's streams."""
     return torch.utils.dlpack.from_dlpack(images.as_tensor()).clone()
 
 
 def undecodable(images: list[NDArray[np.uint8]]) -> list[int]:
-    """Return the places of the encoded images that DALI refuses."""
+    """Return the positions of the encoded images that DALI cannot decode."""
     dali = _dali()
-    places = []
-    for place, image in enumerate(images):
+    positions = []
+    for position, image in enumerate(images):
         pipeline = dali.Pipeline(
             batch_size=1, num_threads=1, device_id=None, exec_pipelined=False, exec_async=False
         )
@@ -149,9 +151,9 @@ def undecodable(images: list[NDArray[np.uint8]]) -> list[int]:
         pipeline.feed_input("encoded", [image])
         try:
             pipeline.run()
-        except RuntimeError:  # it leaves the pipeline of no further use
-            places.append(place)
-    return places
+        except RuntimeError:  # the pipeline is invalid afterwards
+            positions.append(position)
+    return positions
 
 
 def _empty_pipeline(batch: int, device: torch.device, threads: int) -> Any:
@@ -170,17 +172,17 @@ def _decoder(device: torch.device) -> str:
 
 def _resized(images: Any, size: Any, interpolation: str) -> Any:
     dali = _dali()
-    # PIL's filters: they widen when the image shrinks.
+    # With antialiasing, as PIL's filters have it.
     filtering = {"bicubic": dali.types.INTERP_CUBIC, "bilinear": dali.types.INTERP_LINEAR}[interpolation]
     return dali.fn.resize(images, size=size, interp_type=filtering, antialias=True)
 
 
-def _normalised(images: Any, colours: Colours) -> Any:
+def _normalised(images: Any, normalization: Normalization) -> Any:
     dali = _dali()
     return dali.fn.crop_mirror_normalize(
         images,
         dtype=dali.types.FLOAT,
         output_layout="CHW",
-        mean=[255 * value for value in colours.mean],
-        std=[255 * value for value in colours.std],
+        mean=[255 * value for value in normalization.mean],
+        std=[255 * value for value in normalization.std],
     )

@@ -1,8 +1,9 @@
-"""How batches reach the trainer: read by one thread, decoded by DALI, handed over in order.
+"""Prefetches batches: one thread reads them, DALI decodes them, and they are returned in order.
 
-One reading thread prepares whole batches ahead of DALI, and DALI decodes ahead of the consumer.
-DALI returns batches in the order it was fed, so the oldest load still in `_decoding` belongs to
-the next images: whatever feeds DALI must append there exactly once.
+The reading thread stays some batches ahead of DALI, and DALI stays ahead of the consumer.
+
+Invariant: DALI returns batches in the order in which it was fed, so the oldest entry of `_decoding` belongs
+to the next batch that it returns. Every batch fed to DALI is appended there exactly once.
 """
 
 from __future__ import annotations
@@ -11,104 +12,80 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_volo.data.augmentation.crop_flip import CropFlip
-from horovod_volo.data.augmentation.rand_augment import Operations
-from horovod_volo.data.augmentation.random_erasing import Erasures
-from horovod_volo.data.augmentation.whole_image import Parts
 from horovod_volo.data.pipeline import Source, to_torch, undecodable
-
-
-class Labels(NamedTuple):
-    """The label maps of a batch, flipped like the images, and where the images were cut."""
-
-    scores: NDArray[np.float16]  # (batch, k, height, width)
-    ids: NDArray[np.integer[Any]]  # (batch, k, height, width)
-    boxes: NDArray[np.float32]  # (batch, 4) as fractions of the maps
-
-
-class AugmentParams(NamedTuple):
-    """What happens to the images of a batch after decoding."""
-
-    plan: CropFlip
-    operations: Operations
-    erasures: Erasures
-    parts: Parts | None = None  # None: the operations act on the crops; else on the whole images
 
 
 @dataclass(frozen=True, eq=False)
 class PendingBatch:
-    """One batch on its way: what DALI is fed, and what travels beside it."""
+    """A batch that has been read, but not decoded."""
 
-    indices: NDArray[np.int64]  # (batch,) places in the catalog of what is shown
-    again: Callable[[], PendingBatch]  # makes the load anew
-    inputs: tuple[list[NDArray[Any]], ...]  # the graph's inputs; the encoded bytes come first
-    labels: Labels | None = None  # None: there are no label maps
-    treatment: AugmentParams | None = None  # None: the graph's output is the finished batch
-    absent: NDArray[np.bool_] | None = None  # (batch,) images that nothing could be shown for
-
-    @property
-    def present(self) -> NDArray[np.int64]:
-        """Return the places in the batch of the images that are shown."""
-        return np.flatnonzero(np.ones(len(self.indices)) if self.absent is None else ~self.absent)
+    indices: NDArray[np.int64]  # (batch,) positions in the catalog
+    inputs: tuple[list[NDArray[Any]], ...]  # of the DALI pipeline; the encoded images come first
 
 
-Finish = Callable[[PendingBatch, Any], torch.Tensor]  # makes the batch out of what DALI decoded
+Pending = TypeVar("Pending", bound=PendingBatch)
 
 
-class BatchPrefetcher:
-    """Carries loads through one DALI pipeline, one run of batches after the other."""
+class BatchPrefetcher(Generic[Pending]):
+    """Reads and decodes batches ahead of their use, with one DALI pipeline for all epochs."""
 
     def __init__(
         self,
         build_pipeline: Callable[[Source], Any],
         device: torch.device,
-        reads_ahead: int,
-        tell: Callable[[int], object],
-        finish: Finish = lambda load, decoded: to_torch(decoded),  # noqa: ARG005
+        depth: int,
+        on_undecodable: Callable[[int], object],
+        transform: Callable[[Pending, Any], torch.Tensor] = lambda pending, decoded: to_torch(decoded),  # noqa: ARG005
     ) -> None:
-        self._tell = tell  # of the place of an image that cannot be decoded
+        """Start the reading thread and the pipeline.
+
+        `depth` is the number of batches read ahead, `on_undecodable` is called with the index of each image
+        that DALI cannot decode, `transform` turns what DALI decoded into the images of the batch.
+        """
+        self._on_undecodable = on_undecodable
         self._build_pipeline = build_pipeline
-        self._finish = finish
+        self._transform = transform
         self._device = device
-        self._reads_ahead = reads_ahead
+        self._depth = depth
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-reader")
-        self._to_read: Iterator[Callable[[], PendingBatch]] = iter(())
-        self._reading: deque[Future[PendingBatch]] = deque()
-        self._decoding: deque[PendingBatch] = deque()
-        self._run: object = None  # what marks the current run; a run that another ended must not go on
+        self._to_read: Iterator[Callable[[], Pending]] = iter(())
+        self._reading: deque[tuple[Callable[[], Pending], Future[Pending]]] = deque()
+        self._decoding: deque[tuple[Callable[[], Pending], Pending]] = deque()
+        self._iteration: object = None  # identifies the current call of `batches`
         self._pipeline: Any = build_pipeline(self._next_inputs)
 
-    def carry(
-        self, loads: Iterable[Callable[[], PendingBatch]]
-    ) -> Generator[tuple[PendingBatch, torch.Tensor]]:
-        """Yield each load with its images (batch, 3, side, side), ending any earlier run."""
+    def batches(self, reads: Iterable[Callable[[], Pending]]) -> Generator[tuple[Pending, torch.Tensor]]:
+        """Yield what each of `reads` returns with its images (batch, 3, image_size, image_size).
+
+        A new call ends the iteration of an earlier one.
+        """
         self.stop()
-        self._run = run = object()
-        self._to_read = iter(loads)
+        self._iteration = iteration = object()
+        self._to_read = iter(reads)
         try:
             while True:
-                decoded = self._decoded()
+                decoded = self._decode_next()
                 if decoded is None:
                     return
-                load = self._decoding.popleft()
-                yield load, self._finish(load, decoded)
-                if self._run is not run:
-                    raise RuntimeError("these batches ended when a later run began or the stream was closed")
+                _, pending = self._decoding.popleft()
+                yield pending, self._transform(pending, decoded)
+                if self._iteration is not iteration:
+                    raise RuntimeError("this iteration ended when a later one began or the loader was closed")
         finally:
-            if self._run is run:
+            if self._iteration is iteration:
                 self.stop()
 
     def stop(self) -> None:
-        """End the current run; batches already on their way are dropped."""
-        self._run = None
+        """End the current iteration and drop the batches read ahead."""
+        self._iteration = None
         self._to_read = iter(())
-        for future in self._reading:
+        for _, future in self._reading:
             future.cancel()
         self._reading.clear()
         try:
@@ -116,41 +93,41 @@ class BatchPrefetcher:
                 self._pipeline.run()
         except StopIteration:
             self._pipeline.reset()
-        except RuntimeError:  # one file that DALI cannot decode makes the whole pipeline invalid
+        except RuntimeError:  # one image that DALI cannot decode makes the whole pipeline invalid
             self._pipeline = self._build_pipeline(self._next_inputs)
         self._decoding.clear()
 
     def close(self) -> None:
-        """End the current run and all threads; nothing can be carried afterwards."""
+        """End the current iteration and all threads."""
         if self._pipeline is None:
             return
         self.stop()
         self._reader.shutdown(cancel_futures=True)
         self._pipeline = None  # the last reference: DALI's threads end with it
 
-    def _decoded(self) -> Any | None:
+    def _decode_next(self) -> Any | None:
         on_gpu = self._device.type == "cuda"
         while True:
             try:
-                # On the stream of the training step, the batch is waited for on the GPU, not on the host.
+                # On the training step's stream, the GPU waits for the batch and the host does not.
                 (images,) = self._pipeline.run(torch.cuda.current_stream(self._device) if on_gpu else None)
             except StopIteration:
                 return None
             except RuntimeError as error:
-                self._begin_again_without_the_damaged(error)
+                self._restart_without_undecodable(error)
             else:
                 return images
 
-    def _begin_again_without_the_damaged(self, cause: RuntimeError) -> None:
-        """Find what DALI could not decode, and have the batches on their way made again without it."""
+    def _restart_without_undecodable(self, cause: RuntimeError) -> None:
+        """Report the images that DALI cannot decode, read their batches again, and rebuild the pipeline."""
         found = False
-        for load in self._decoding:
-            for place in undecodable(load.inputs[0]):
-                self._tell(int(load.indices[place]))
+        for _, pending in self._decoding:
+            for position in undecodable(pending.inputs[0]):
+                self._on_undecodable(int(pending.indices[position]))
                 found = True
         if not found:
             raise cause
-        again = [self._reader.submit(load.again) for load in self._decoding]
+        again = [(read, self._reader.submit(read)) for read, _ in self._decoding]
         self._decoding.clear()
         self._reading.extendleft(reversed(again))
         self._pipeline = self._build_pipeline(self._next_inputs)
@@ -159,14 +136,15 @@ class BatchPrefetcher:
         self._read_ahead()
         if not self._reading:
             raise StopIteration
-        load = self._reading.popleft().result()
+        read, future = self._reading.popleft()
+        pending = future.result()
         self._read_ahead()
-        self._decoding.append(load)
-        return load.inputs
+        self._decoding.append((read, pending))
+        return pending.inputs
 
     def _read_ahead(self) -> None:
-        while len(self._reading) < self._reads_ahead:
+        while len(self._reading) < self._depth:
             read = next(self._to_read, None)
             if read is None:
                 return
-            self._reading.append(self._reader.submit(read))
+            self._reading.append((read, self._reader.submit(read)))

@@ -1,13 +1,15 @@
-"""One image's bytes in a form that DALI decodes as Pillow would, and its size.
+"""Reads images and brings them into a form that DALI decodes as Pillow would.
 
-What DALI takes otherwise than Pillow (CMYK, 16 bits, palettes, transparency, turned TIFF), or what
-looks cut off, Pillow decodes here, and DALI gets the bare pixels. A file that passes is very likely
-whole, but only decoding it tells for sure.
+DALI and Pillow differ on CMYK, 16 bits a channel, palettes, transparency and rotated TIFF. Pillow decodes
+these here, and images that look truncated, and DALI is given their pixels as PPM. An image that passes is
+very likely complete, but only decoding shows it.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -15,15 +17,25 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
+from horovod_volo.data.center_crop import crop_corners
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.thread_pool import ImageThreadPool
 
 Encoded = NDArray[np.uint8]
 
 _PLAIN_MODES = ("RGB", "L")
-# What the last bytes of a whole file hold; some writers add a little after it.
-_ENDINGS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
+# Markers that end a complete file; some writers append a few bytes.
+_END_MARKERS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 _TAIL_BYTES = 64
+_BLACK_PIXEL: Encoded = np.frombuffer(b"P6\n1 1\n255\n\0\0\0", dtype=np.uint8)
+
+
+@dataclass(frozen=True, eq=False)
+class PendingEvalBatch(PendingBatch):
+    """A batch of evaluation images that has been read, but not decoded."""
+
+    bad: NDArray[np.bool_]  # (batch,) damaged images; a black one is decoded in their place
 
 
 def read_image(catalog: Catalog, index: int) -> tuple[Encoded, tuple[int, int]]:
@@ -32,41 +44,47 @@ def read_image(catalog: Catalog, index: int) -> tuple[Encoded, tuple[int, int]]:
     try:
         with Image.open(io.BytesIO(encoded.data)) as image:  # reads the header only
             if not _is_plain(image, encoded):
-                encoded = _bare_pixels(image)
+                encoded = _to_ppm(image)
             return encoded, (image.height, image.width)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise BadSampleError(f"{catalog.location(index)} is no whole image: {error}") from error
+        raise BadSampleError(f"{catalog.location(index)} is not a complete image: {error}") from error
 
 
-def _is_plain(image: Image.Image, encoded: Encoded) -> bool:
-    ending = _ENDINGS.get(image.format or "")
-    # An uneven number of bits a channel shows as a mode; transparency may hide behind a plain one.
-    if ending is None or image.mode not in _PLAIN_MODES or "transparency" in image.info:
-        return False
-    return ending in encoded[-_TAIL_BYTES:].tobytes()
+def read_eval_batch(
+    indices: NDArray[np.int64],
+    catalog: Catalog,
+    bad_samples: BadSampleTracker,
+    readers: ImageThreadPool,
+    resize: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    image_size: int,
+) -> PendingEvalBatch:
+    """Read the inputs of the evaluation pipeline for one batch.
 
-
-def _bare_pixels(image: Image.Image) -> Encoded:
-    colours = image.convert("RGB")
-    header = f"P6\n{image.width} {image.height}\n255\n".encode()
-    return np.frombuffer(header + colours.tobytes(), dtype=np.uint8)
-
-
-def read_present(
-    indices: NDArray[np.int64], catalog: Catalog, damage: BadSampleTracker, readers: ImageThreadPool
-) -> tuple[list[Encoded], NDArray[np.int64], NDArray[np.bool_]]:
-    """Return a batch's images, their sizes (batch, 2) and which are absent; black stands for those."""
+    `resize` maps stored heights and widths (batch, 2) to those before the centre crop.
+    """
 
     def read(index: int) -> tuple[Encoded, tuple[int, int]] | None:
         try:
-            return damage.usable(index, partial(read_image, catalog))
+            return bad_samples.read_or_raise(index, partial(read_image, catalog))
         except BadSampleError:
             return None
 
-    found = readers.map(read, indices.tolist())
-    shown = [(BLACK, (1, 1)) if sample is None else sample for sample in found]
-    sizes = np.array([size for _, size in shown], dtype=np.int64)
-    return [encoded for encoded, _ in shown], sizes, np.array([sample is None for sample in found])
+    samples = readers.map(read, indices.tolist())
+    encoded, sizes = zip(*(sample or (_BLACK_PIXEL, (1, 1)) for sample in samples), strict=True)
+    resized = resize(np.array(sizes, dtype=np.int64))
+    corners = crop_corners(resized, image_size)
+    inputs = (list(encoded), list(resized.astype(np.float32)), list(corners.astype(np.int32)))
+    return PendingEvalBatch(indices, inputs, np.array([sample is None for sample in samples]))
 
 
-BLACK: Encoded = np.frombuffer(b"P6\n1 1\n255\n\0\0\0", dtype=np.uint8)  # one pixel
+def _is_plain(image: Image.Image, encoded: Encoded) -> bool:
+    end_marker = _END_MARKERS.get(image.format or "")
+    # 16 bits a channel have modes of their own; an RGB or L image may still have a transparent color.
+    if end_marker is None or image.mode not in _PLAIN_MODES or "transparency" in image.info:
+        return False
+    return end_marker in encoded[-_TAIL_BYTES:].tobytes()
+
+
+def _to_ppm(image: Image.Image) -> Encoded:
+    header = f"P6\n{image.width} {image.height}\n255\n".encode()
+    return np.frombuffer(header + image.convert("RGB").tobytes(), dtype=np.uint8)

@@ -1,6 +1,6 @@
-"""Threads that share the images of a batch: each takes the next image until none is left.
+"""A pool of threads that process the images of a batch in parallel, each with torch limited to one thread.
 
-Each computes alone, however many threads torch has elsewhere: several images at a time fill the cores.
+Several images at a time fill the cores better than several threads for each image.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TypeVar
 
 import torch
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class ImageThreadPool:
-    """So many threads, started at once."""
+    """A fixed number of threads, all started by the constructor."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads = threads
@@ -26,24 +26,24 @@ class ImageThreadPool:
 
         def start() -> None:
             torch.set_num_threads(1)
-            torch.get_num_threads()  # a thread makes the number its own where it is first asked for
+            torch.get_num_threads()  # the setting takes effect for a thread when it first reads it
             all_started.wait()
 
         before = torch.get_num_threads()
         wait([self._pool.submit(start) for _ in range(threads)])
-        torch.set_num_threads(before)  # OpenMP keeps a number for each thread, but MKL one for all
+        torch.set_num_threads(before)  # OpenMP has a setting for each thread, but MKL one for all
 
-    def map(self, work: Callable[[Given], Made], batch: Sequence[Given]) -> list[Made]:
-        """Return what `work` makes of each of a batch; raise what it raises, once no thread works on."""
-        left = iter(range(len(batch)))
+    def map(self, function: Callable[[Item], Result], batch: Sequence[Item]) -> list[Result]:
+        """Apply a function to each item; an exception is raised after all threads have stopped."""
+        positions = iter(range(len(batch)))  # shared: each thread takes the next one
 
-        def take() -> list[tuple[int, Made]]:
-            return [(place, work(batch[place])) for place in left]
+        def work() -> list[tuple[int, Result]]:
+            return [(position, function(batch[position])) for position in positions]
 
-        taking = [self._pool.submit(take) for _ in range(min(self._threads, len(batch)))]
-        wait(taking)
-        made = dict(pair for taken in taking for pair in taken.result())
-        return [made[place] for place in range(len(batch))]
+        workers = [self._pool.submit(work) for _ in range(min(self._threads, len(batch)))]
+        wait(workers)
+        results = dict(pair for worker in workers for pair in worker.result())
+        return [results[position] for position in range(len(batch))]
 
     def close(self) -> None:
         """End the threads."""

@@ -1,29 +1,50 @@
-"""From what DALI decoded to what the network sees: cut to size, augmented, normalised, erased.
+"""Turns decoded training images into the network's input: resized, augmented, normalised, erased.
 
-On the CPU the cuts are resized here, by torch's 8-bit filters: the same numbers as Pillow's to one
-level, in a fifth of the time of DALI's. On a GPU DALI has resized and flipped them already, unless
-whole images are augmented: then every image is of a size of its own until it is cut and resized.
+On the CPU crops are resized here, by torch's uint8 filters: they differ from Pillow's by one level at most
+and take a fifth of the time of DALI's. On a GPU DALI has resized and flipped the crops already, unless
+RandAugment works on whole images: these differ in size until they are cropped and resized here.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from horovod_volo.config.schema import Data
+from horovod_volo.core.labels import Labels
 from horovod_volo.data.augmentation.apply_ops import augment_
-from horovod_volo.data.augmentation.random_erasing import Eraser
-from horovod_volo.data.augmentation.whole_image import augment_part
-from horovod_volo.data.pipeline import IMAGENET_COLOURS, Colours, to_torch
-from horovod_volo.data.prefetcher import AugmentParams, PendingBatch
+from horovod_volo.data.augmentation.crop_flip import CropFlip
+from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.data.augmentation.random_erasing import Eraser, Erasures
+from horovod_volo.data.augmentation.whole_image import Parts, augment_part
+from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION, Normalization, to_torch
+from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.thread_pool import ImageThreadPool
 
 
+class AugmentParams(NamedTuple):
+    """The augmentation drawn for a batch."""
+
+    crop_flip: CropFlip
+    operations: Operations
+    erasures: Erasures
+    parts: Parts | None = None  # None: the operations work on the crops; else on the whole images
+
+
+@dataclass(frozen=True, eq=False)
+class PendingTrainBatch(PendingBatch):
+    """A training batch that has been read, but not decoded."""
+
+    labels: Labels  # on the host
+    params: AugmentParams
+
+
 class TrainTransform:
-    """Finishes the batches of one training stream."""
+    """The transform of the batches of one training loader."""
 
     def __init__(
         self,
@@ -33,61 +54,62 @@ class TrainTransform:
         seed: int,
         device: torch.device,
         resized: bool,
-        cutters: ImageThreadPool,
-        colours: Colours = IMAGENET_COLOURS,
+        threads: ImageThreadPool,
+        normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> None:
-        self._side = image_size
+        """`resized` says whether DALI resizes and flips the crops."""
+        self._image_size = image_size
         self._resized = resized
-        self._cutters = cutters
+        self._threads = threads
         self._eraser = Eraser(seed, settings, image_size, device)
-        self._mean = 255 * torch.tensor(colours.mean, device=device).view(3, 1, 1)
-        self._std = 255 * torch.tensor(colours.std, device=device).view(3, 1, 1)
+        self._mean = 255 * torch.tensor(normalization.mean, device=device).view(3, 1, 1)
+        self._std = 255 * torch.tensor(normalization.std, device=device).view(3, 1, 1)
 
-    def __call__(self, load: PendingBatch, decoded: Any) -> Tensor:
-        """Return images (batch, 3, side, side) float32, normalised."""
-        if load.treatment is None:
-            raise ValueError("a training batch came without its treatment")
+    def __call__(self, pending: PendingTrainBatch, decoded: Any) -> Tensor:
+        """Return images (batch, 3, image_size, image_size) float32, normalised."""
+        params, size = pending.params, self._image_size
         if self._resized:
-            colours = to_torch(decoded).permute(0, 3, 1, 2).contiguous()  # (batch, 3, side, side) uint8
-            augment_(colours, load.treatment.operations)
-            images = colours.float().sub_(self._mean).div_(self._std)
+            pixels = to_torch(decoded).permute(0, 3, 1, 2).contiguous()  # (batch, 3, size, size) uint8
+            augment_(pixels, params.operations)
+            images = pixels.float().sub_(self._mean).div_(self._std)
         else:
-            images = torch.empty(len(decoded), 3, self._side, self._side, device=self._mean.device)
-            # Views of DALI's memory, good until its next run; decoded.at() would copy.
-            cuts = [torch.utils.dlpack.from_dlpack(decoded[place]) for place in range(len(decoded))]
-            finish = partial(self._finish_one, images, load.treatment)
+            images = torch.empty(len(decoded), 3, size, size, device=self._mean.device)
+            # Views of DALI's memory, valid until its next run; decoded.at() would copy.
+            crops = [torch.utils.dlpack.from_dlpack(decoded[position]) for position in range(len(decoded))]
+            transform = partial(self._transform_one, images, params)
             if images.device.type == "cpu":
-                self._cutters.map(finish, list(enumerate(cuts)))
-            else:  # other threads would work on other streams
-                for placed in enumerate(cuts):
-                    finish(placed)
-        self._eraser.erase_(images, load.treatment.erasures)
+                self._threads.map(transform, list(enumerate(crops)))
+            else:  # other threads would launch kernels on other streams
+                for numbered in enumerate(crops):
+                    transform(numbered)
+        self._eraser.erase_(images, params.erasures)
         return images
 
-    def _finish_one(self, images: Tensor, treatment: AugmentParams, placed: tuple[int, Tensor]) -> None:
-        """Resize, flip, augment and normalise an image while it lies in a core's own cache."""
-        plan, (place, cut) = treatment.plan, placed
-        colours = cut.permute(2, 0, 1).unsqueeze(0)  # (1, 3, height, width) uint8
-        flips = [3] * bool(plan.flip_horizontal[place]) + [2] * bool(plan.flip_vertical[place])
-        operations, bicubic = treatment.operations.of(place), bool(plan.bicubic[place])
-        if treatment.parts is None:
-            colours = _resized(colours, self._side, bicubic=bicubic).flip(flips).contiguous()
-            augment_(colours, operations)
+    def _transform_one(self, images: Tensor, params: AugmentParams, numbered: tuple[int, Tensor]) -> None:
+        """Do all work on one image while it is in a core's own cache."""
+        crop_flip, (position, decoded) = params.crop_flip, numbered
+        pixels = decoded.permute(2, 0, 1).unsqueeze(0)  # (1, 3, height, width) uint8
+        flip_height, flip_width = crop_flip.flip_vertical[position], crop_flip.flip_horizontal[position]
+        flipped_dims = [3] * bool(flip_width) + [2] * bool(flip_height)
+        operations, bicubic = params.operations.of(position), bool(crop_flip.bicubic[position])
+        if params.parts is None:
+            pixels = _resize(pixels, self._image_size, bicubic=bicubic).flip(flipped_dims).contiguous()
+            augment_(pixels, operations)
         else:
-            colours = augment_part(colours.flip(flips), operations, treatment.parts.of(place))
-            colours = _resized(colours, self._side, bicubic=bicubic)
-        torch.sub(colours[0], self._mean, out=images[place]).div_(self._std)
+            pixels = augment_part(pixels.flip(flipped_dims), operations, params.parts.of(position))
+            pixels = _resize(pixels, self._image_size, bicubic=bicubic)
+        torch.sub(pixels[0], self._mean, out=images[position]).div_(self._std)
 
 
-def _resized(colours: Tensor, side: int, *, bicubic: bool) -> Tensor:
-    """Resize uint8 images (batch, 3, height, width) by Pillow's filters."""
+def _resize(pixels: Tensor, image_size: int, *, bicubic: bool) -> Tensor:
+    """Resize uint8 images (batch, 3, height, width) with Pillow's filters."""
     resize = partial(
         torch.nn.functional.interpolate,
-        size=(side, side),
+        size=(image_size, image_size),
         mode="bicubic" if bicubic else "bilinear",
         antialias=True,
     )
-    if colours.device.type == "cpu":
-        return resize(colours)
-    # torch has these filters for bytes on the CPU alone.
-    return resize(colours.float()).round_().clamp_(0, 255).to(torch.uint8)
+    if pixels.device.type == "cpu":
+        return resize(pixels)
+    # torch has these filters for uint8 on the CPU only.
+    return resize(pixels.float()).round_().clamp_(0, 255).to(torch.uint8)

@@ -23,7 +23,7 @@ from horovod_volo.data.images.catalog import Catalog, check_same_classes
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.data.labels.source import LabelSource, open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
-from horovod_volo.data.pipeline import Colours
+from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.engine.state import TrainState
@@ -171,7 +171,7 @@ def build_loaders(
     """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
     threads = config.data.workers or resources.threads
     facts = facts_of(config.model.model)
-    colours = Colours(facts.mean, facts.std)
+    normalization = Normalization(facts.mean, facts.std)
     train_loader = TrainLoader(
         images.train,
         images.label_maps,
@@ -183,7 +183,7 @@ def build_loaders(
         accumulation=config.update.accumulation,
         device=resources.device,
         threads=threads,
-        colours=colours,
+        normalization=normalization,
     )
     eval_loader = EvalLoader(
         images.held_out,
@@ -195,7 +195,7 @@ def build_loaders(
         size=world.size,
         device=resources.device,
         threads=threads,
-        colours=colours,
+        normalization=normalization,
     )
     return train_loader, eval_loader
 

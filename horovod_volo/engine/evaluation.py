@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from horovod_volo.cluster.world import World
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.loader import NO_CLASS, Batch, EvalLoader
+from horovod_volo.data.loader import NO_CLASS, EvalBatch, EvalLoader
 from horovod_volo.engine.context import TrainContext
 
 Scores = dict[str, float | int]
-OnBatch = Callable[[Batch, Tensor], object]  # given a batch and its predicted classes (batch,)
+OnBatch = Callable[[EvalBatch, Tensor], object]  # given a batch and its predicted classes (batch,)
 
 
 class EvalCounts(NamedTuple):

@@ -31,7 +31,7 @@ def fit(context: TrainContext) -> bool:
         while True:
             if evaluation_due(context):
                 scores = evaluate(context)
-                log_bad_samples(context, context.eval_loader.damage)
+                log_bad_samples(context, context.eval_loader.bad_samples)
                 save_evaluation(context, scores)
             if context.state.step == context.derived.total_steps:
                 return True
@@ -63,12 +63,12 @@ def log_point(context: TrainContext, epoch: int) -> bool:
     meter, world, step = context.meter, context.world, context.state.step
     sums = meter.sums()
     seconds = meter.seconds
-    skipped = context.train_loader.damage.skipped
+    skipped = context.train_loader.bad_samples.skipped
     totals = world.sum_over_ranks(
         *sums.values(), meter.micro_batches, seconds, meter.data_wait_seconds, skipped, context.stop.received
     )
     *losses, micro_batches, all_seconds, waited, all_skipped, stops = totals
-    log_bad_samples(context, context.train_loader.damage)
+    log_bad_samples(context, context.train_loader.bad_samples)
     means = {name: value / micro_batches for name, value in zip(sums, losses, strict=True)}
     check_losses(context, losses)
     context.logger.log_training(
@@ -92,7 +92,7 @@ def log_point(context: TrainContext, epoch: int) -> bool:
 
 def log_bad_samples(context: TrainContext, tracker: BadSampleTracker) -> None:
     """Log the samples that any rank has skipped since the last call. Collective: every rank calls this."""
-    skipped = tracker.untold()
+    skipped = tracker.new_messages()
     (on_all_ranks,) = context.world.sum_over_ranks(len(skipped))
     if not on_all_ranks:
         return

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,8 @@ from horovod_volo.config.schema import Data, Run
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.split_folder import Split
-from horovod_volo.data.loader import NO_CLASS, Batch, EvalLoader
-from horovod_volo.data.pipeline import Colours
+from horovod_volo.data.loader import NO_CLASS, EvalBatch, EvalLoader
+from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.evaluation import EvalCounts, count_correct, sum_counts
 from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet_real import RealScore, read_real, score_real
@@ -93,9 +94,7 @@ def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> 
         counts=counts,
         real=None if real is None else score_real(real, predictions),
         classes=class_scores(catalog.classes, catalog.targets, predictions),
-        bad_samples=[
-            text for messages in world.allgather_object(loader.damage.untold()) for text in messages
-        ],
+        bad_samples=list(chain(*world.allgather_object(loader.bad_samples.new_messages()))),
     )
 
 
@@ -109,7 +108,7 @@ class PredictionCollector:
         self._indices: list[NDArray[np.int64]] = []
         self._predictions: list[Tensor] = []
 
-    def add(self, batch: Batch, predictions: Tensor) -> None:
+    def add(self, batch: EvalBatch, predictions: Tensor) -> None:
         """Add the predicted classes of a batch (batch,); damaged images get NO_CLASS."""
         self._indices.append(batch.indices)
         self._predictions.append(torch.where(batch.classes == NO_CLASS, NO_CLASS, predictions))
@@ -179,6 +178,6 @@ def _build_loader(
         size=world.size,
         device=resources.device,
         threads=request.workers or resources.threads,
-        colours=Colours(model.mean, model.std),
+        normalization=Normalization(model.mean, model.std),
         interpolation=model.interpolation,
     )

@@ -62,7 +62,7 @@ def generate_labels(request: GenerateRequest, world: World, progress: Progress) 
     )
     images = TeacherImages(
         catalog,
-        side=teacher.image_side,
+        image_size=teacher.image_side,
         batch=request.batch_size,
         device=resources.device,
         threads=resources.threads,

@@ -101,7 +101,7 @@ def compare_geometries(request: GeometryRequest, catalog: Catalog, progress: Pro
     for number, geometry in enumerate((recorded, other)):
         images = TeacherImages(
             catalog,
-            side=teacher.image_side,
+            image_size=teacher.image_side,
             batch=request.batch_size,
             device=resources.device,
             threads=resources.threads,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from horovod_volo.config.validation import check_side
@@ -24,9 +25,9 @@ from horovod_volo.models.timm_api import (
 )
 from horovod_volo.models.volo import SIZES, TokenSwap, Volo
 
-# Of a batch and the exchange of its tokens: class logits (batch, classes), and token logits
-# (batch, tokens, classes), of which a network without them has none.
-Forward = Callable[[Tensor, TokenSwap], tuple[Tensor, Tensor]]
+# Of a batch, the exchange of its tokens and a seed for drop path (64 bits): class logits (batch, classes),
+# and token logits (batch, tokens, classes), of which a network without them has none.
+Forward = Callable[[Tensor, TokenSwap, int], tuple[Tensor, Tensor]]
 
 OUR_MODELS = (*SIZES, *LVVIT_SIZES)
 
@@ -123,9 +124,25 @@ def training_forward(model: nn.Module) -> Forward:
     return partial(_class_logits, model)
 
 
-def _class_logits(model: nn.Module, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _class_logits(
+    model: nn.Module,
+    images: Tensor,
+    exchange: TokenSwap,  # noqa: ARG001
+    drop_path_seed: int,
+) -> tuple[Tensor, Tensor]:
+    _seed_torch(
+        images.device, drop_path_seed >> 1
+    )  # timm's networks draw from torch's generator; it takes 63 bits
     logits: Tensor = model(images)
     return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
+
+
+def _seed_torch(device: torch.device, seed: int) -> None:
+    # torch.manual_seed() would do, but it formats the whole call stack for devices that are not there,
+    # which costs more than all else that a step does in Python.
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index].manual_seed(seed)
 
 
 def exempt_from_decay(model: nn.Module) -> set[str]:

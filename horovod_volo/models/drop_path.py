@@ -14,8 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_STREAM = 0x64_65_70_74  # keeps these draws apart from every other use of a pass's seed
-
 Branch = Callable[[Tensor], Tensor]
 
 
@@ -39,16 +37,18 @@ class DropPathSample:
 ALL = DropPathSample()
 
 
-def sample_drop_path(rates: Sequence[float], tokens: Tensor) -> list[DropPathSample]:
+def sample_drop_path(rates: Sequence[float], tokens: Tensor, seed: int | None) -> list[DropPathSample]:
     """Draw who keeps each of the branches that are left out at these rates, of a batch of tokens.
 
-    torch's seed says how. Drawn on the host, all devices leave out the same, and shapes are known without
-    waiting.
+    `seed` is 64 random bits of this micro-batch; None where all rates are 0. Drawn on the host, all devices
+    leave out the same, and shapes are known without waiting.
     """
     if not any(rates):
         return [ALL] * len(rates)
+    if seed is None:
+        raise ValueError("drop path needs a seed in training")
     batch, device = tokens.shape[0], tokens.device
-    random = np.random.Generator(np.random.Philox(key=[_STREAM, torch.initial_seed()]))
+    random = np.random.Generator(np.random.Philox(key=seed))
     shares = 1.0 - np.asarray(rates)
     counts = np.floor(batch * shares + random.random(len(rates))).astype(np.int64)  # expected: batch x share
     orders = random.permuted(np.tile(np.arange(batch), (len(rates), 1)), axis=1)  # (branches, batch)

@@ -140,18 +140,22 @@ class LvVit(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def training_logits(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:
+    def training_logits(
+        self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return class and token logits; what `exchange` does to the tokens is undone before the head."""
         grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
-        features = self._transformed(grid.flatten(1, 2))  # (batch, 1 + tokens, channels)
+        features = self._transformed(grid.flatten(1, 2), drop_path_seed)  # (batch, 1 + tokens, channels)
         own = exchange(features[:, 1:].reshape(grid.shape))
         assert self.aux_head is not None, "without it there are class logits alone"
         return self.head(features[:, 0]), self.aux_head(own).flatten(1, 2)
 
-    def class_logits(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:
+    def class_logits(
+        self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return class logits of images whose tokens `exchange` mixes, and no token logits."""
         grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
-        logits: Tensor = self.head(self._transformed(grid.flatten(1, 2))[:, 0])
+        logits: Tensor = self.head(self._transformed(grid.flatten(1, 2), drop_path_seed)[:, 0])
         return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
 
     def forward(self, images: Tensor) -> Tensor:
@@ -170,12 +174,12 @@ class LvVit(nn.Module):
         """Return normed features (batch, 1 + tokens, channels), the class token's first."""
         return self._transformed(self.patch_embed(images).flatten(1, 2))
 
-    def _transformed(self, tokens: Tensor) -> Tensor:
+    def _transformed(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
         first = self.cls_token.expand(tokens.shape[0], -1, -1)
         tokens = torch.cat([first, tokens], dim=1) + self.pos_embed  # (batch, 1 + tokens, channels)
         run = runner_of_blocks(self)
         rates = [rate if self.training else 0.0 for rate in self.rates for _ in range(2)]
-        kept = iter(sample_drop_path(rates, tokens))
+        kept = iter(sample_drop_path(rates, tokens, drop_path_seed))
         for block in self.blocks:
             tokens = run(block, tokens, next(kept), next(kept))
         features: Tensor = self.norm(tokens)

@@ -76,17 +76,21 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         # Listed once: to find them among hundreds of modules takes longer than to draw.
         self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
 
-    def training_logits(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:
+    def training_logits(
+        self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return class and token logits; what `exchange` does to the tokens is undone before the head."""
-        features = self.body(exchange(self.stem(images)))
+        features = self.body(exchange(self.stem(images)), drop_path_seed)
         class_logits = self.head(self.head_drop(features[:, 0]))  # (batch, classes)
         grid = exchange(features[:, 1:].reshape(-1, *self.pos_embed.shape[1:]))
         assert self.aux_head is not None, "without it there are class logits alone"
         return class_logits, self.aux_head(grid).flatten(1, 2)  # the latter (batch, tokens, classes)
 
-    def class_logits(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:
+    def class_logits(
+        self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return class logits of images whose tokens `exchange` mixes, and no token logits."""
-        features = self.body(exchange(self.stem(images)))
+        features = self.body(exchange(self.stem(images)), drop_path_seed)
         logits: Tensor = self.head(self.head_drop(features[:, 0]))
         return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
 
@@ -100,15 +104,15 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         # Otherwise the convolution's order of memory would go with the tokens into every block.
         return tokens.contiguous()
 
-    def body(self, tokens: Tensor) -> Tensor:
+    def body(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
         """Return normed features (batch, 1 + tokens, channels) of the stem's tokens, four times as many."""
-        features: Tensor = self.norm(self.forward_cls(self.forward_tokens(tokens)))
+        features: Tensor = self.norm(self.forward_cls(self.forward_tokens(tokens, drop_path_seed)))
         return features
 
-    def forward_tokens(self, tokens: Tensor) -> Tensor:
+    def forward_tokens(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
         """Return (batch, tokens, channels) of the stem's (batch, rows, columns, channels)."""
         run = runner_of_blocks(self)
-        kept = self._sample_drop_path(tokens)
+        kept = self._sample_drop_path(tokens, drop_path_seed)
         for index, stage in enumerate(self.network):
             if index == 2:  # behind the outlookers and the downsampling
                 tokens = self.pos_drop(tokens + self.pos_embed)
@@ -119,9 +123,10 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
                 tokens = stage(tokens)
         return tokens.flatten(1, 2)
 
-    def _sample_drop_path(self, tokens: Tensor) -> Iterator[DropPathSample]:
+    def _sample_drop_path(self, tokens: Tensor, seed: int | None) -> Iterator[DropPathSample]:
         """Yield who keeps each branch of each block."""
-        yield from sample_drop_path(self._rates if self.training else [0.0] * len(self._rates), tokens)
+        rates = self._rates if self.training else [0.0] * len(self._rates)
+        yield from sample_drop_path(rates, tokens, seed)
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
         """Return (batch, 1 + tokens, channels): a class token that has looked at the others comes first."""

@@ -13,8 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from horovod_volo.config.schema import Objective
-
-_STREAM = 0x4D_49_58_55  # keeps this use of the seed apart from every other
+from horovod_volo.core.rng import Purpose, philox
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ def draw_image_mix(
     settings: Objective, seed: int, step: int, rank: int, pass_index: int, side: int
 ) -> ImageMix:
     """Draw how a pass of images of so many pixels a side is mixed."""
-    key = np.random.SeedSequence([_STREAM, seed, step, rank, pass_index])
-    generator = np.random.Generator(np.random.Philox(key))
+    generator = np.random.Generator(philox(Purpose.IMAGE_MIX, seed, step, rank, pass_index))
     mixed, switch, row, column = generator.random(4)
     if mixed >= settings.mixup_prob:
         return ImageMix(lam=1.0)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.config.schema import Objective
+from horovod_volo.core.labels import Labels
 from horovod_volo.objective.label_map import Geometry, map_targets, most_probable
 from horovod_volo.objective.mixtoken import Mix
 from horovod_volo.objective.soft_target import (
@@ -26,17 +27,6 @@ from horovod_volo.objective.soft_target import (
     one_hot,
     smoothed,
 )
-
-
-@dataclass(frozen=True, eq=False)
-class Labels:
-    """What a batch brings to the loss; maps and boxes are there when the run has label maps."""
-
-    classes: Tensor  # (batch,) integer
-    scores: Tensor | None = None  # (batch, k, height, width) logits, flipped like the images
-    ids: Tensor | None = None  # (batch, k, height, width) integer
-    boxes: Tensor | None = None  # (batch, 4) top, left, height, width, fractions of the flipped map
-    reach: float = 1.0  # the largest height or width of the boxes, 1 or more
 
 
 class LossParts(NamedTuple):
@@ -136,16 +126,17 @@ class LabelMapTargets:
 
     def __call__(self, labels: Labels) -> Targets:
         """Return the teacher's smoothed opinion."""
-        if labels.scores is None or labels.ids is None or labels.boxes is None:
+        maps = labels.maps
+        if maps is None:
             raise ValueError("the loss was built for label maps, but the batch brings none")
         targets = map_targets(
-            labels.scores,
-            labels.ids,
-            labels.boxes,
+            maps.scores,
+            maps.ids,
+            maps.boxes,
             sides=(1, self.tokens_per_side),
             num_classes=self.num_classes,
             geometry=self.geometry,
-            reach=labels.reach,
+            reach=maps.reach,
         )
         return Targets(*(smoothed(target, self.num_classes, self.smoothing) for target in targets))
 

@@ -14,11 +14,8 @@ from math import sqrt
 
 from torch import Tensor
 
-from horovod_volo.objective.draws import uniform
+from horovod_volo.core.rng import Purpose, uniforms
 from horovod_volo.objective.image_mix import ImageMix
-
-# Names this use of the seed, so that no other use draws the same numbers.
-_STREAM = 0x4D_49_58
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ NO_BOX = Box(top=0, left=0, height=0, width=0, grid=1)
 
 def draw_box(seed: int, step: int, rank: int, pass_index: int, grid: int) -> Box:
     """Draw the box of one pass: exchanged share before clipping ~ Beta(1, 1), centre uniform."""
-    area, down, across = uniform(3, _STREAM, seed, step, rank, pass_index)
+    area, down, across = uniforms(3, Purpose.MIXTOKEN_BOX, seed, step, rank, pass_index)
     # Beta(1, 1) is the uniform distribution, of the exchanged share as well as of the kept one.
     half = int(grid * sqrt(area)) // 2
     row, column = int(grid * down), int(grid * across)

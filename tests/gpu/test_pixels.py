@@ -13,7 +13,7 @@ from torch import Tensor
 from horovod_volo.config.schema import Data
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.loader import Batch, EvalLoader, TrainLoader
+from horovod_volo.data.loader import EvalBatch, EvalLoader, TrainBatch, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_STD
 
 # Of 255, averaged over all images. In training the GPU's decoder repeats chroma rows and columns where the
@@ -30,10 +30,10 @@ LARGEST_MEAN_DIFFERENCE = {
 SETTINGS = Data(batch_size=6, vflip=0.5, train_interpolation="bicubic", aa="", color_jitter=0.0, reprob=0.0)
 CPU = torch.device("cpu")
 
-BatchesOf = Callable[[Path, torch.device], list[Batch]]
+BatchesOf = Callable[[Path, torch.device], list[TrainBatch] | list[EvalBatch]]
 
 
-def train_batches(folder: Path, device: torch.device, settings: Data = SETTINGS) -> list[Batch]:
+def train_batches(folder: Path, device: torch.device, settings: Data = SETTINGS) -> list[TrainBatch]:
     catalog = build_catalog(str(folder), "train", None)
     loader = TrainLoader(
         catalog,
@@ -53,7 +53,7 @@ def train_batches(folder: Path, device: torch.device, settings: Data = SETTINGS)
         loader.close()
 
 
-def eval_batches(folder: Path, device: torch.device) -> list[Batch]:
+def eval_batches(folder: Path, device: torch.device) -> list[EvalBatch]:
     loader = EvalLoader(
         build_catalog(str(folder), "val", None),
         SETTINGS,
@@ -70,14 +70,18 @@ def eval_batches(folder: Path, device: torch.device) -> list[Batch]:
         loader.close()
 
 
+def classes_of(batch: TrainBatch | EvalBatch) -> Tensor:
+    return batch.classes if isinstance(batch, EvalBatch) else batch.labels.classes
+
+
 def mean_difference(images: Tensor, expected: Tensor) -> float:
     """Return the mean difference of pixels, of 255; images are normalised (batch, 3, height, width)."""
     by_channel = (images - expected).abs().mean(dim=(0, 2, 3))  # (3,)
     return float(255 * (by_channel * torch.tensor(IMAGENET_STD)).mean())
 
 
-def whole_image_batches(folder: Path, device: torch.device) -> list[Batch]:
-    """Return batches whose images are augmented before the crop: torch resizes them one by one."""
+def whole_image_batches(folder: Path, device: torch.device) -> list[TrainBatch]:
+    """Return batches that torch resizes, image by image: there may be operations before."""
     return train_batches(folder, device, replace(SETTINGS, randaugment_on="image"))
 
 
@@ -89,9 +93,9 @@ def test_images_equal_the_cpus(images: Path, device: torch.device, split: str, b
     expected = batches_of(images, CPU)
     found = batches_of(images, device)
     for batch, other in zip(found, expected, strict=True):
-        assert batch.images.device == batch.classes.device == device
+        assert batch.images.device == classes_of(batch).device == device
         assert batch.indices.tolist() == other.indices.tolist()
-        assert batch.classes.tolist() == other.classes.tolist()
+        assert classes_of(batch).tolist() == classes_of(other).tolist()
     pixels = torch.cat([batch.images.cpu() for batch in found])
     expected_pixels = torch.cat([batch.images for batch in expected])
     assert mean_difference(pixels, expected_pixels) <= LARGEST_MEAN_DIFFERENCE[device.type, split]
@@ -102,6 +106,6 @@ def test_images_equal_the_cpus(images: Path, device: torch.device, split: str, b
 def test_labels_are_copied_to_the_device_unchanged(images: Path, device: torch.device) -> None:
     for batch, other in zip(train_batches(images, device), train_batches(images, CPU), strict=True):
         for name in ("scores", "ids", "boxes"):
-            found, expected = getattr(batch, name), getattr(other, name)
+            found, expected = getattr(batch.labels.maps, name), getattr(other.labels.maps, name)
             assert found.device == device
             assert torch.equal(found.cpu(), expected)

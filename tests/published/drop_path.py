@@ -36,7 +36,7 @@ def recorded_published_draws(model: torch.nn.Module) -> Iterator[list[Draw]]:
 def ours_draw(draws: list[Draw]) -> Iterator[None]:
     """Let our networks take these draws instead of their own."""
 
-    def given(rates: Sequence[float], tokens: Tensor) -> list[DropPathSample]:
+    def given(rates: Sequence[float], tokens: Tensor, seed: int | None) -> list[DropPathSample]:
         branches = iter(draws)
         kept = [take(next(branches), rate) if rate else ALL for rate in rates]
         assert next(branches, None) is None
@@ -57,8 +57,8 @@ def recorded_draws_of_ours() -> Iterator[list[Draw]]:
     """List what a network of ours draws, branch by branch."""
     draws: list[Draw] = []
 
-    def record(rates: Sequence[float], tokens: Tensor) -> list[DropPathSample]:
-        kept = sample_drop_path(rates, tokens)
+    def record(rates: Sequence[float], tokens: Tensor, seed: int | None) -> list[DropPathSample]:
+        kept = sample_drop_path(rates, tokens, seed)
         everyone = torch.arange(len(tokens))
         draws.extend(
             (rate, everyone if branch.rows is None else branch.rows)

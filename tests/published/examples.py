@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.objective.loss import Labels
+from horovod_volo.core.labels import LabelMaps, Labels
 from horovod_volo.objective.mixtoken import Box
 from horovod_volo.objective.soft_target import SoftTarget
 from tests.published.checkouts import Published
@@ -37,16 +37,15 @@ def labels_of(batch: int, seed: int, cells: tuple[int, int] = _CELLS, num_classe
     extents = 0.1 + 0.9 * torch.rand(batch, 2, generator=random)
     corners = (1 - extents) * torch.rand(batch, 2, generator=random)
     classes = torch.randint(num_classes, (batch,), generator=random)
-    return Labels(classes, scores, ids, torch.cat([corners, extents], dim=1))
+    return Labels(classes, LabelMaps(scores, ids, torch.cat([corners, extents], dim=1)))
 
 
 def published_form(labels: Labels) -> Tensor:
     """Write a batch's labels as the published loader hands them over, (batch, 3, k, height, width)."""
-    assert labels.scores is not None
-    assert labels.ids is not None
-    assert labels.boxes is not None
-    maps = torch.stack([labels.scores, labels.ids.float(), torch.zeros_like(labels.scores)], dim=1)
-    maps[:, 2, 0, 0, :4] = labels.boxes
+    assert labels.maps is not None
+    scores = labels.maps.scores
+    maps = torch.stack([scores, labels.maps.ids.float(), torch.zeros_like(scores)], dim=1)
+    maps[:, 2, 0, 0, :4] = labels.maps.boxes
     maps[:, 2, 0, 0, 5] = labels.classes.float()
     return maps
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.config.schema import Objective
+from horovod_volo.core.labels import Labels
 from horovod_volo.models.build import build_model
-from horovod_volo.objective.loss import Labels, build_loss
+from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixtoken import Box
 from tests.published.checkouts import Published
 from tests.published.conftest import Compare
@@ -51,7 +52,7 @@ class Pair:
 
     def our_loss(self, images: Tensor, labels: Labels, box: Box) -> Tensor:
         """Return our loss of a batch."""
-        logits = self.ours.train().training_logits(images, box.swap_tokens)
+        logits = self.ours.train().training_logits(images, box.swap_tokens, 0)
         return build_loss(self.objective, CLASSES, box.grid)(*logits, labels, box).total
 
     def published_loss(self, published: Published, images: Tensor, target: Tensor, box: Box) -> Tensor:

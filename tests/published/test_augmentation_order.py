@@ -21,12 +21,13 @@ from PIL import Image
 
 from horovod_volo.config.schema import Data
 from horovod_volo.data import loader as stream_module
+from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import CropFlip, draw_crops
-from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
+from horovod_volo.data.augmentation.rand_augment import Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.geometry import WHOLE
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.loader import Batch
+from horovod_volo.data.loader import TrainBatch
 from tests.published.checkouts import Published, named_folder
 
 named_folder()  # or this module is skipped
@@ -61,7 +62,7 @@ def written(folder: Path, size: tuple[int, int]) -> Path:
     return folder
 
 
-def our_batch(folder: Path, settings: Data) -> tuple[Any, Batch]:
+def our_batch(folder: Path, settings: Data) -> tuple[Any, TrainBatch]:
     catalog = build_catalog(str(folder), "train", None)
     catalog.classes = ("a", *(f"cell {number}" for number in range(1, CELLS**2 + 1)))
     batch = only_batch(
@@ -84,9 +85,9 @@ def given_draws(transform: Any, plan: CropFlip, drawn: Operations) -> Iterator[N
     steps["RandomResizedCropAndInterpolationWithCoords"].get_params = lambda *_: plan.boxes[0].tolist()
     operations = {operation.name: operation for operation in steps["RandAugment"].ops}
     chosen = [
-        given(operations[NAMES[Operation(kind)]], float(amount), bool(bicubic))
+        given(operations[NAMES[kind]], float(amount), bool(bicubic))
         for kind, amount, bicubic in zip(drawn.kinds[0], drawn.arguments[0], drawn.bicubic[0], strict=True)
-        if kind != Operation.NONE
+        if kind != ops.NONE
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np.random, "choice", lambda *_, **__: chosen)
@@ -96,8 +97,8 @@ def given_draws(transform: Any, plan: CropFlip, drawn: Operations) -> Iterator[N
 def given(operation: Any, amount: float, bicubic: bool) -> Any:
     """Let a published operation fire, with this argument if it takes one."""
     kind = next(kind for kind, name in NAMES.items() if name == operation.name)
-    whole = kind in (Operation.POSTERIZE, Operation.SOLARIZE_ADD)
-    takes_none = kind in (Operation.AUTO_CONTRAST, Operation.EQUALIZE, Operation.INVERT)
+    whole = kind in (ops.POSTERIZE, ops.SOLARIZE_ADD)
+    takes_none = kind in (ops.AUTO_CONTRAST, ops.EQUALIZE, ops.INVERT)
 
     def fire(image: Image.Image, label_map: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
         operation.prob = 1.0
@@ -136,14 +137,14 @@ def differences(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return how far each image's pixels are from the published ones on average, and its operations."""
     catalog, batch = our_batch(folder, settings)
-    assert batch.boxes is not None
+    assert batch.labels.maps is not None
     found, kinds = [], []
     for place, index in enumerate(batch.indices.tolist()):
         drawn = draw_operations(SEED, EPOCH, np.array([index]), settings)
         pixels, label_map = published_sample(published, catalog.location(index), index, drawn)
         found.append(np.abs(unnormalised(batch.images)[place] - pixels).mean())
         kinds.append(drawn.kinds[0])
-        assert torch.allclose(label_map[2, 0, 0, :4], batch.boxes[place])
+        assert torch.allclose(label_map[2, 0, 0, :4], batch.labels.maps.boxes[place])
     return np.array(found), np.array(kinds)
 
 
@@ -152,7 +153,7 @@ def test_pixels_and_crops_are_the_published_ones(published: Published, tmp_path:
     before_crop, kinds = differences(published, folder, SETTINGS)
     assert before_crop.mean() < 0.5  # of 255
     assert before_crop.max() < 3  # where colours are stretched, small differences are too
-    moved = np.isin(kinds, GEOMETRIC).any(axis=1)
+    moved = np.isin(kinds, ops.GEOMETRIC).any(axis=1)
     assert moved.sum() > IMAGES / 5
     # The same measure must notice the other order.
     after_crop, _ = differences(published, folder, Data(**(vars(SETTINGS) | {"randaugment_on": "crop"})))
@@ -161,32 +162,31 @@ def test_pixels_and_crops_are_the_published_ones(published: Published, tmp_path:
 
 
 @pytest.mark.parametrize("amount", [0.35, -0.23])
-@pytest.mark.parametrize("kind", GEOMETRIC)
+@pytest.mark.parametrize("kind", ops.GEOMETRIC)
 def test_label_maps_are_the_published_ones(
     published: Published,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    kind: Operation,
+    kind: ops.Operation,
     amount: float,
 ) -> None:
     """Up to a cell: the published code moves corners of cells where centres are, by half a cell.
 
     Of square images: it turns and shears every map as that of a square.
     """
-    argument = 70 * amount if kind == Operation.ROTATE else amount
+    argument = 70 * amount if kind == ops.ROTATE else amount
     one = Operations(np.array([[kind]]), np.array([[argument]], np.float32), np.array([[True]]))
     every = Operations(*(np.tile(part, (IMAGES, 1)) for part in (one.kinds, one.arguments, one.bicubic)))
     monkeypatch.setattr(stream_module, "draw_operations", lambda *_: every)
     catalog, batch = our_batch(written(tmp_path, SQUARES), SETTINGS)
-    assert batch.ids is not None
-    assert batch.scores is not None
+    assert batch.labels.maps is not None
     for place, index in enumerate(batch.indices.tolist()[:8]):
         _, label_map = published_sample(published, catalog.location(index), index, one)
-        ours, theirs = batch.ids[place, 0].numpy(), label_map[1, 0].numpy().astype(np.int64)
-        known = (batch.scores[place, 0].numpy() != 0) & (label_map[0, 0].numpy() != 0)
+        ours, theirs = batch.labels.maps.ids[place, 0].numpy(), label_map[1, 0].numpy().astype(np.int64)
+        known = (batch.labels.maps.scores[place, 0].numpy() != 0) & (label_map[0, 0].numpy() != 0)
         assert known.mean() > 0.35
         far = np.abs(np.stack(np.divmod(ours - 1, CELLS)) - np.stack(np.divmod(theirs - 1, CELLS)))
         assert far[:, known].max() <= 1
         # What one knows and the other does not is at the edge of what is filled.
-        unsure = (batch.scores[place, 0].numpy() != 0) ^ (label_map[0, 0].numpy() != 0)
+        unsure = (batch.labels.maps.scores[place, 0].numpy() != 0) ^ (label_map[0, 0].numpy() != 0)
         assert unsure.mean() < 0.2

@@ -90,8 +90,9 @@ def test_targets_of_crops_at_the_edges(
 def test_the_corrected_geometry(published: Published, compare: Compare, cells: int, side: int) -> None:
     """The published code gives it where it is handed its coordinates in the order that it takes them in."""
     labels = labels_of(BATCH, SEED, (cells, cells))
-    assert labels.boxes is not None
-    swapped = replace(labels, boxes=labels.boxes[:, [1, 0, 3, 2]])  # left, top, width, height
+    assert labels.maps is not None
+    boxes = labels.maps.boxes[:, [1, 0, 3, 2]]
+    swapped = replace(labels, maps=replace(labels.maps, boxes=boxes))  # left, top, width, height
     target = published_target_of(published, swapped, side, precision=torch.float64)
     ours = Teacher(CLASSES, side, 0.1, "corrected")(labels)
     what = f"corrected targets of {cells} x {cells} cells, {side} x {side}"

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from horovod_volo.bench.synthetic import checked_config, synthetic_job
 from horovod_volo.cluster.world import World
-from horovod_volo.data.loader import Batch
+from horovod_volo.core.labels import Labels
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
-from horovod_volo.objective.loss import Labels
 from horovod_volo.objective.mixtoken import Box
 from tests.published.checkouts import Published, named_folder
 from tests.published.conftest import Compare
@@ -114,7 +115,7 @@ def train_ours(job: TrainContext) -> tuple[PretrainedModel, list[Step]]:
         images = torch.randn(BATCH, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(number))
         box = job.mix(number, 0)
         assert isinstance(box, Box)
-        batch = Batch(images, labels.classes, None, labels.scores, labels.ids, labels.boxes)
+        batch = TrainBatch(images, labels, np.arange(BATCH))
         job.meter.reset()
         with recorded_draws_of_ours() as draws:
             train_step(job, iter([batch]))

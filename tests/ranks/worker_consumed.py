@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.data.loader import Batch, TrainLoader
+from horovod_volo.data.loader import TrainBatch, TrainLoader
 from horovod_volo.train import main
 
 batches = TrainLoader.batches
@@ -20,7 +20,7 @@ def record_batches(folder: Path, killed_at: int) -> None:
     launch = read_launch_env()
     file = (folder / f"{time.time_ns()}_{launch.rank}.jsonl").open("w")
 
-    def recorded(loader: TrainLoader, epoch: int, first_step: int) -> Iterator[Batch]:
+    def recorded(loader: TrainLoader, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         first = epoch * loader.steps + first_step
         for step, batch in enumerate(batches(loader, epoch, first_step), first):
             print(json.dumps([step, batch.indices.tolist()]), file=file, flush=True)

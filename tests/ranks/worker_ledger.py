@@ -34,7 +34,16 @@ def main(out: Path, images: Path, global_batch: int) -> None:
         for step, batch in enumerate(stream.batches(epoch, 0))
         for index, *described in zip(
             batch.indices,
-            *map(digests, (batch.images, batch.classes, batch.scores, batch.ids, batch.boxes)),
+            *map(
+                digests,
+                (
+                    batch.images,
+                    batch.labels.classes,
+                    batch.labels.maps.scores,
+                    batch.labels.maps.ids,
+                    batch.labels.maps.boxes,
+                ),
+            ),
             strict=True,
         )
     ]

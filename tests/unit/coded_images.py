@@ -13,7 +13,7 @@ from PIL import Image
 from horovod_volo.config.schema import Data
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.source import LabelSource
-from horovod_volo.data.loader import Batch, TrainLoader
+from horovod_volo.data.loader import TrainBatch, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 
 # Cut, resize and flip alone: what is left when nothing recolours, moves or erases.
@@ -45,7 +45,7 @@ def write_images(folder: Path, images: dict[str, Image.Image], **options: Any) -
 
 def only_batch(
     catalog: Catalog, labels: LabelSource | None, settings: Data, *, side: int, seed: int, epoch: int = 0
-) -> Batch:
+) -> TrainBatch:
     """Return the batch of an epoch that has one."""
     stream = TrainLoader(
         catalog,

@@ -8,8 +8,9 @@ from PIL import Image
 from published_augment import timm_augment
 
 from horovod_volo.config.schema import Data
+from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops
-from horovod_volo.data.augmentation.rand_augment import Operation, Operations
+from horovod_volo.data.augmentation.rand_augment import Operations
 
 
 def by_pillow(
@@ -36,6 +37,6 @@ def operated(image: Image.Image, drawn: Operations) -> Image.Image:
     """Return what timm's functions make of an image."""
     colours = np.asarray(image)
     for kind, amount, bicubic in zip(drawn.kinds[0], drawn.arguments[0], drawn.bicubic[0], strict=True):
-        if kind != Operation.NONE:
-            colours = timm_augment(Operation(kind), colours, float(amount), bicubic=bool(bicubic))
+        if kind != ops.NONE:
+            colours = timm_augment(kind, colours, float(amount), bicubic=bool(bicubic))
     return Image.fromarray(colours)

@@ -10,38 +10,38 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.data.augmentation.rand_augment import Operation
+from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.models import timm_api  # noqa: F401  # lets timm in beside a CPU-only torch
 
 SPELLING = "rand-m9-mstd0.5-inc1"
 NAMES = {
-    Operation.AUTO_CONTRAST: "AutoContrast",
-    Operation.EQUALIZE: "Equalize",
-    Operation.INVERT: "Invert",
-    Operation.ROTATE: "Rotate",
-    Operation.POSTERIZE: "PosterizeIncreasing",
-    Operation.SOLARIZE: "SolarizeIncreasing",
-    Operation.SOLARIZE_ADD: "SolarizeAdd",
-    Operation.COLOR: "ColorIncreasing",
-    Operation.CONTRAST: "ContrastIncreasing",
-    Operation.BRIGHTNESS: "BrightnessIncreasing",
-    Operation.SHARPNESS: "SharpnessIncreasing",
-    Operation.SHEAR_X: "ShearX",
-    Operation.SHEAR_Y: "ShearY",
-    Operation.TRANSLATE_X: "TranslateXRel",
-    Operation.TRANSLATE_Y: "TranslateYRel",
+    ops.AUTO_CONTRAST: "AutoContrast",
+    ops.EQUALIZE: "Equalize",
+    ops.INVERT: "Invert",
+    ops.ROTATE: "Rotate",
+    ops.POSTERIZE: "PosterizeIncreasing",
+    ops.SOLARIZE: "SolarizeIncreasing",
+    ops.SOLARIZE_ADD: "SolarizeAdd",
+    ops.COLOR: "ColorIncreasing",
+    ops.CONTRAST: "ContrastIncreasing",
+    ops.BRIGHTNESS: "BrightnessIncreasing",
+    ops.SHARPNESS: "SharpnessIncreasing",
+    ops.SHEAR_X: "ShearX",
+    ops.SHEAR_Y: "ShearY",
+    ops.TRANSLATE_X: "TranslateXRel",
+    ops.TRANSLATE_Y: "TranslateYRel",
 }
 FILL = (124, 116, 104)
 
 
 def timm_augment(
-    kind: Operation, image: NDArray[np.uint8], amount: float, *, bicubic: bool, nearest: bool = False
+    kind: ops.Operation, image: NDArray[np.uint8], amount: float, *, bicubic: bool, nearest: bool = False
 ) -> NDArray[np.uint8]:
     """Return what timm's function makes of an image (height, width, 3)."""
     from timm.data.auto_augment import NAME_TO_OP
 
-    number: Any = int(amount) if kind in (Operation.POSTERIZE, Operation.SOLARIZE_ADD) else amount
-    arguments = () if kind in (Operation.AUTO_CONTRAST, Operation.EQUALIZE, Operation.INVERT) else (number,)
+    number: Any = int(amount) if kind in (ops.POSTERIZE, ops.SOLARIZE_ADD) else amount
+    arguments = () if kind in (ops.AUTO_CONTRAST, ops.EQUALIZE, ops.INVERT) else (number,)
     filters = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
     filters = Image.Resampling.NEAREST if nearest else filters
     changed = NAME_TO_OP[NAMES[kind]](Image.fromarray(image), *arguments, fillcolor=FILL, resample=filters)

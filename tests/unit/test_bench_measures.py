@@ -46,12 +46,11 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_random_label_maps_are_well_formed() -> None:
     labels = random_labels(3, 7, CPU, seed=4)
-    assert labels.ids is not None
-    assert labels.boxes is not None
-    assert (labels.ids.sort(dim=1).values.diff(dim=1) > 0).all()  # the classes of a cell are distinct
-    assert int(labels.ids.min()) >= 0
-    assert int(labels.ids.max()) < 7
-    corners, extents = labels.boxes.split(2, dim=1)
+    assert labels.maps is not None
+    assert (labels.maps.ids.sort(dim=1).values.diff(dim=1) > 0).all()  # the classes of a cell are distinct
+    assert int(labels.maps.ids.min()) >= 0
+    assert int(labels.maps.ids.max()) < 7
+    corners, extents = labels.maps.boxes.split(2, dim=1)
     assert (corners >= 0).all()
     assert (extents > 0).all()
     assert (corners + extents <= 1).all()
@@ -61,7 +60,7 @@ def test_random_label_maps_are_well_formed() -> None:
 def test_the_dense_peers_are_the_published_loss(peer: type[DenseLoss] | type[PublishedLoss]) -> None:
     settings = Objective(token_label=True, token_label_data="maps", cls_weight=0.75, dense_weight=0.25)
     labels = random_labels(4, 9, CPU, seed=1)
-    maps = (labels.scores, labels.ids, labels.boxes)
+    maps = (labels.maps.scores, labels.maps.ids, labels.maps.boxes)
     box = Box(top=0, left=1, height=2, width=1, grid=3)
     generator = torch.Generator().manual_seed(2)
     class_logits = torch.randn(4, 9, generator=generator)

@@ -15,9 +15,10 @@ from PIL import Image
 
 from horovod_volo.config.schema import Data
 from horovod_volo.data import loader as stream_module
+from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, draw_operations
+from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
 
@@ -105,7 +106,7 @@ def coded_label_maps(folder):
 
 def cell_distances(cells, batch, number):
     """Return how far each pixel's colour is from the centre of the label cell the box gives it, in cells."""
-    rows, columns = places_boxed(batch.boxes[number].numpy())
+    rows, columns = places_boxed(batch.labels.maps.boxes[number].numpy())
     at_box = cells[(rows * ROWS).astype(int), (columns * COLUMNS).astype(int)]
     shown_rows, shown_columns = places_shown(batch, number)
     row_distance = np.abs(shown_rows * ROWS - (at_box // COLUMNS + 0.5))
@@ -118,13 +119,13 @@ def test_labels_at_the_box_name_the_places_the_pixels_show(tmp_path, hflip, vfli
     folder = coded_folder(tmp_path / "images", "png")
     label_maps = coded_label_maps(tmp_path / "maps")
     _, batch = one_batch(folder, label_maps, hflip=hflip, vflip=vflip)
-    assert batch.scores.shape == batch.ids.shape == (IMAGES, 1, ROWS, COLUMNS)
-    assert (batch.scores == batch.ids / 8).all()
+    assert batch.labels.maps.scores.shape == batch.labels.maps.ids.shape == (IMAGES, 1, ROWS, COLUMNS)
+    assert (batch.labels.maps.scores == batch.labels.maps.ids / 8).all()
     unflipped = np.arange(ROWS * COLUMNS).reshape(ROWS, COLUMNS)
     wrong = 0
     for number in range(IMAGES):
         # A pixel lies within half a cell of its cell's centre, plus half a pixel and a step of the code.
-        assert cell_distances(batch.ids[number, 0].numpy(), batch, number).max() < 0.5 + 0.15
+        assert cell_distances(batch.labels.maps.ids[number, 0].numpy(), batch, number).max() < 0.5 + 0.15
         wrong += cell_distances(unflipped, batch, number).max() > 0.65
     if hflip + vflip > 0:  # the same measure must notice maps that stayed behind
         assert wrong > IMAGES / 4
@@ -138,7 +139,7 @@ def test_labels_move_with_turned_sheared_and_shifted_images(tmp_path, monkeypatc
 
     def geometric_only(*arguments):
         drawn = draw_operations(*arguments)
-        return replace(drawn, kinds=np.where(np.isin(drawn.kinds, GEOMETRIC), drawn.kinds, Operation.NONE))
+        return replace(drawn, kinds=np.where(np.isin(drawn.kinds, ops.GEOMETRIC), drawn.kinds, ops.NONE))
 
     monkeypatch.setattr(stream_module, "draw_operations", geometric_only)
     folder = coded_folder(tmp_path / "images", "png")
@@ -155,7 +156,7 @@ def test_labels_move_with_turned_sheared_and_shifted_images(tmp_path, monkeypatc
     for number in np.flatnonzero(operations.moving):
         shown = ~filled[number]
         for batches, found in ((batch, moved_right), (stays, left_behind)):
-            distances = cell_distances(batches.ids[number, 0].numpy(), batch, number)
+            distances = cell_distances(batches.labels.maps.ids[number, 0].numpy(), batch, number)
             found.append((distances[shown] <= 1.0).mean())
     # Half a cell to the centre of the cell, and up to half a cell because a map moves by whole cells.
     assert np.mean(moved_right) > 0.95
@@ -170,9 +171,7 @@ def label_maps_without_moving(tmp_path, folder, monkeypatch, settings):
 
 def test_without_label_maps_there_are_no_labels(tmp_path):
     _, batch = one_batch(coded_folder(tmp_path, "png"))
-    assert batch.scores is None
-    assert batch.ids is None
-    assert batch.boxes is None
+    assert batch.labels.maps is None
 
 
 def test_pixels_are_those_of_pil(tmp_path):

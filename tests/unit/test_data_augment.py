@@ -16,15 +16,12 @@ from published_augment import NAMES, SPELLING, record_draws, timm_augment, timm_
 
 from horovod_volo.config.schema import Data
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
-from horovod_volo.data.augmentation.geometric_ops import FILL, moved_maps, rotate_by_torch, source_matrices
-from horovod_volo.data.augmentation.rand_augment import (
-    GEOMETRIC,
-    Operation,
-    Operations,
-    draw_operations,
-    parse,
-)
+from horovod_volo.data.augmentation.geometric_ops import FILL, rotate_by_torch
+from horovod_volo.data.augmentation.label_map_ops import moved_maps
+from horovod_volo.data.augmentation.operations import source_matrices
+from horovod_volo.data.augmentation.rand_augment import Operations, draw_operations, draw_rand_augment, parse
 from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
 
 SIDE = 96
@@ -32,21 +29,21 @@ DRAWS = 6000
 # What two samples of 6,000 of one distribution differ by at most, 999 times in a thousand.
 SAME_DISTRIBUTION = 1.95 * np.sqrt(2 / DRAWS)
 ARGUMENTS = {
-    Operation.AUTO_CONTRAST: 0.0,
-    Operation.EQUALIZE: 0.0,
-    Operation.INVERT: 0.0,
-    Operation.ROTATE: -27.0,
-    Operation.POSTERIZE: 1.0,
-    Operation.SOLARIZE: 26.0,
-    Operation.SOLARIZE_ADD: 99.0,
-    Operation.COLOR: 1.81,
-    Operation.CONTRAST: 0.19,
-    Operation.BRIGHTNESS: 1.81,
-    Operation.SHARPNESS: 1.81,
-    Operation.SHEAR_X: 0.27,
-    Operation.SHEAR_Y: -0.27,
-    Operation.TRANSLATE_X: -0.4,
-    Operation.TRANSLATE_Y: 0.4,
+    ops.AUTO_CONTRAST: 0.0,
+    ops.EQUALIZE: 0.0,
+    ops.INVERT: 0.0,
+    ops.ROTATE: -27.0,
+    ops.POSTERIZE: 1.0,
+    ops.SOLARIZE: 26.0,
+    ops.SOLARIZE_ADD: 99.0,
+    ops.COLOR: 1.81,
+    ops.CONTRAST: 0.19,
+    ops.BRIGHTNESS: 1.81,
+    ops.SHARPNESS: 1.81,
+    ops.SHEAR_X: 0.27,
+    ops.SHEAR_Y: -0.27,
+    ops.TRANSLATE_X: -0.4,
+    ops.TRANSLATE_Y: 0.4,
 }
 
 
@@ -67,7 +64,7 @@ def as_batch(images: list[NDArray[np.uint8]]) -> torch.Tensor:
     return torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
 
 
-def sequence(*steps: tuple[Operation, float], batch: int = 1, bicubic: bool = False) -> Operations:
+def sequence(*steps: tuple[ops.Operation, float], batch: int = 1, bicubic: bool = False) -> Operations:
     kinds = np.tile(np.array([kind for kind, _ in steps], dtype=np.int64), (batch, 1))
     arguments = np.tile(np.array([amount for _, amount in steps], dtype=np.float32), (batch, 1))
     return Operations(kinds, arguments, np.full(kinds.shape, bicubic))
@@ -75,9 +72,9 @@ def sequence(*steps: tuple[Operation, float], batch: int = 1, bicubic: bool = Fa
 
 @pytest.mark.parametrize("bicubic", [False, True])
 @pytest.mark.parametrize("kind", list(ARGUMENTS))
-def test_an_operation_does_what_pillow_does(kind: Operation, bicubic: bool) -> None:
+def test_an_operation_does_what_pillow_does(kind: ops.Operation, bicubic: bool) -> None:
     amounts = [ARGUMENTS[kind]]
-    if kind in (Operation.COLOR, Operation.CONTRAST, Operation.BRIGHTNESS, Operation.SHARPNESS):
+    if kind in (ops.COLOR, ops.CONTRAST, ops.BRIGHTNESS, ops.SHARPNESS):
         amounts = [0.19, 1.81]
     photos = [photograph(seed) for seed in range(3)]
     for amount in amounts:
@@ -90,8 +87,8 @@ def test_an_operation_does_what_pillow_does(kind: Operation, bicubic: bool) -> N
 
 
 @pytest.mark.parametrize("bicubic", [False, True])
-@pytest.mark.parametrize("kind", GEOMETRIC)
-def test_what_is_moved_is_as_sharp_as_pillows(kind: Operation, bicubic: bool) -> None:
+@pytest.mark.parametrize("kind", ops.GEOMETRIC)
+def test_what_is_moved_is_as_sharp_as_pillows(kind: ops.Operation, bicubic: bool) -> None:
     """Away from the fill: no colour off by more than a rounding, and as much energy in the gradients."""
     for seed in range(3):
         photo = photograph(seed)
@@ -105,10 +102,10 @@ def test_a_gpus_bicubic_rotation_is_pillows() -> None:
     photos = [photograph(seed) for seed in range(3)]
     angles = np.array([-27.0, 14.0, 3.0], dtype=np.float32)
     sizes = np.full((3, 2), SIDE)
-    matrices = source_matrices(np.full(3, Operation.ROTATE), angles, sizes)
+    matrices = source_matrices(np.full(3, ops.ROTATE), angles, sizes)
     ours = rotate_by_torch(as_batch(photos), matrices, (SIDE, SIDE), bicubic=True)
     for image, photo, angle in zip(ours, photos, angles.tolist(), strict=True):
-        assert_as_sharp(image[None], timm_augment(Operation.ROTATE, photo, angle, bicubic=True))
+        assert_as_sharp(image[None], timm_augment(ops.ROTATE, photo, angle, bicubic=True))
 
 
 def assert_as_sharp(ours: torch.Tensor, theirs: NDArray[np.uint8]) -> None:
@@ -129,13 +126,13 @@ def energy(pixels: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
 
 def test_no_bits_left_is_black() -> None:
     ours = as_batch([photograph(0)])
-    augment_(ours, sequence((Operation.POSTERIZE, 0.0)))
+    augment_(ours, sequence((ops.POSTERIZE, 0.0)))
     assert not ours.any()
 
 
 def test_one_colour_has_no_contrast_to_stretch() -> None:
     flat = torch.full((1, 3, SIDE, SIDE), 77, dtype=torch.uint8)
-    for kind in (Operation.AUTO_CONTRAST, Operation.EQUALIZE):
+    for kind in (ops.AUTO_CONTRAST, ops.EQUALIZE):
         ours = flat.clone()
         augment_(ours, sequence((kind, 0.0)))
         assert torch.equal(ours, flat)
@@ -143,7 +140,7 @@ def test_one_colour_has_no_contrast_to_stretch() -> None:
 
 def test_layers_follow_each_other() -> None:
     photo = photograph(5)
-    steps = [(Operation.SOLARIZE, 26.0), (Operation.ROTATE, 27.0), (Operation.INVERT, 0.0)]
+    steps = [(ops.SOLARIZE, 26.0), (ops.ROTATE, 27.0), (ops.INVERT, 0.0)]
     ours, expected = as_batch([photo]), photo
     augment_(ours, sequence(*steps))
     for kind, amount in steps:
@@ -165,7 +162,7 @@ def test_operations_are_as_frequent_and_as_strong_as_timms() -> None:
         assert abs(len(ours) - expected) < 4.5 * np.sqrt(expected)
         assert abs(len(theirs) - expected) < 4.5 * np.sqrt(expected)
         assert distance(ours, theirs) < 1.95 * np.sqrt(1 / len(ours) + 1 / len(theirs)), name
-    moved = np.isin(drawn.kinds, GEOMETRIC)
+    moved = np.isin(drawn.kinds, ops.GEOMETRIC)
     assert abs(drawn.bicubic[moved].mean() - 0.5) < 0.05
     together = (drawn.kinds[:, 0] > 0) & (drawn.kinds[:, 1] > 0)
     assert abs(together.mean() - 0.25) < 0.03  # the layers fire independently
@@ -237,7 +234,7 @@ def test_a_draw_does_not_depend_on_its_neighbours() -> None:
 
 def test_colour_jitter_where_rand_augment_is_off() -> None:
     drawn = draw_operations(0, 0, np.arange(DRAWS), Data(aa="", color_jitter=0.4))
-    assert (np.sort(drawn.kinds, axis=1) == [Operation.COLOR, Operation.CONTRAST, Operation.BRIGHTNESS]).all()
+    assert (np.sort(drawn.kinds, axis=1) == [ops.COLOR, ops.CONTRAST, ops.BRIGHTNESS]).all()
     assert len(np.unique(drawn.kinds, axis=0)) == 6
     assert distance(drawn.arguments.ravel(), np.linspace(0.6, 1.4, DRAWS)) < SAME_DISTRIBUTION
     assert draw_operations(0, 0, np.arange(3), Data(aa="", color_jitter=0.0)).kinds.shape == (3, 0)
@@ -246,9 +243,9 @@ def test_colour_jitter_where_rand_augment_is_off() -> None:
 def test_spellings() -> None:
     numbers = parse("rand-m7-n3-p0.8-mstd101-mmax20-inc0")
     assert (numbers.magnitude, numbers.layers, numbers.probability) == (7, 3, 0.8)
-    assert (numbers.spread, numbers.highest, numbers.increasing) == (101, 20, False)
+    assert (numbers.magnitude_std, numbers.max_magnitude, numbers.increasing) == (101, 20, False)
     drawn = draw_operations(0, 0, np.arange(DRAWS), Data(aa="rand-m8-n3-mstd101"))
-    degrees = np.abs(drawn.arguments[drawn.kinds == Operation.ROTATE])
+    degrees = np.abs(drawn.arguments[drawn.kinds == ops.ROTATE])
     assert drawn.kinds.shape[1] == 3
     assert distance(degrees, np.linspace(0, 24, DRAWS)) < 0.08  # any magnitude up to 8, all alike
     for wrong in ("augmix-m3", "rand-m9-tweights", "rand-9", "v0"):
@@ -259,16 +256,16 @@ def test_spellings() -> None:
 @pytest.mark.parametrize(
     "steps",
     [
-        *[[(kind, ARGUMENTS[kind])] for kind in GEOMETRIC],
-        *[[(kind, -ARGUMENTS[kind])] for kind in GEOMETRIC],
-        [(Operation.ROTATE, 25.0), (Operation.SHEAR_X, 0.25)],
-        [(Operation.TRANSLATE_X, 0.3), (Operation.ROTATE, -25.0)],
-        [(Operation.SHEAR_Y, 0.25), (Operation.INVERT, 0.0), (Operation.TRANSLATE_Y, -0.3)],
+        *[[(kind, ARGUMENTS[kind])] for kind in ops.GEOMETRIC],
+        *[[(kind, -ARGUMENTS[kind])] for kind in ops.GEOMETRIC],
+        [(ops.ROTATE, 25.0), (ops.SHEAR_X, 0.25)],
+        [(ops.TRANSLATE_X, 0.3), (ops.ROTATE, -25.0)],
+        [(ops.SHEAR_Y, 0.25), (ops.INVERT, 0.0), (ops.TRANSLATE_Y, -0.3)],
     ],
 )
 @pytest.mark.parametrize("box", [(0.0, 0.0, 1.0, 1.0), (0.2, 0.35, 0.5, 0.6)])
 def test_a_label_map_moves_as_its_image_does(
-    steps: list[tuple[Operation, float]], box: tuple[float, ...]
+    steps: list[tuple[ops.Operation, float]], box: tuple[float, ...]
 ) -> None:
     """Colours and map entries both tell a place in the whole image: after moving, they agree."""
     cells, side = 18, 180
@@ -279,7 +276,7 @@ def test_a_label_map_moves_as_its_image_does(
     row, column = np.mgrid[:cells, :cells]
     scores = np.stack([(column + 0.5) / cells, (row + 0.5) / cells])[None].astype(np.float16)
     ids = np.stack([column, row])[None].astype(np.int32)
-    operations = sequence(*[(kind, amount) for kind, amount in steps if kind != Operation.INVERT])
+    operations = sequence(*[(kind, amount) for kind, amount in steps if kind != ops.INVERT])
     images = as_batch([crop])
     augment_(images, operations)
     colours = images[0, :2].permute(1, 2, 0).numpy() / 255
@@ -306,7 +303,7 @@ def test_a_label_map_moves_as_its_image_does(
 def test_an_unmoved_map_stays() -> None:
     scores, ids = np.ones((1, 5, 4, 4), np.float16), np.ones((1, 5, 4, 4), np.int32)
     boxes = np.array([[0, 0, 1, 1]], np.float32)
-    kept = moved_maps(scores, ids, boxes, sequence((Operation.INVERT, 0.0), (Operation.COLOR, 1.9)))
+    kept = moved_maps(scores, ids, boxes, sequence((ops.INVERT, 0.0), (ops.COLOR, 1.9)))
     assert kept[0] is scores
     assert kept[1] is ids
 
@@ -315,3 +312,39 @@ def test_one_interpolation_may_be_asked_for() -> None:
     fixed = replace(Data(), train_interpolation="bicubic")
     drawn = draw_operations(0, 0, np.arange(200), fixed)
     assert drawn.bicubic.all()
+
+
+def test_a_new_operation_changes_no_draw_of_the_published_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(images: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return images // 2
+
+    settings, indices = Data(aa=SPELLING), np.arange(300)
+    before = draw_operations(3, 1, indices, settings)
+    darken = ops.Operation(16, "Darken", ops.Kind.COLOR, ops.INVERT.argument, half)
+    monkeypatch.setitem(ops.OPERATIONS, 16, darken)
+    after = draw_operations(3, 1, indices, settings)
+    assert (before.kinds == after.kinds).all()
+    assert (before.arguments == after.arguments).all()
+    assert (before.bicubic == after.bicubic).all()
+    # A list of its own draws it, and it is applied like any other.
+    extended = draw_rand_augment(3, 1, indices, parse(SPELLING), "random", (*ops.RAND_V1, darken))
+    drawn = (extended.kinds == darken).mean()
+    assert 0.5 / 16 / 2 < drawn < 0.5 / 16 * 2
+    image = torch.full((1, 3, 8, 8), 100, dtype=torch.uint8)
+    augment_(image, sequence((darken, 0.0)))
+    assert (image == 50).all()
+
+
+def test_the_published_list_is_fixed() -> None:
+    names = "AutoContrast Equalize Invert Rotate Posterize Solarize SolarizeAdd Color Contrast Brightness"
+    names += " Sharpness ShearX ShearY TranslateXRel TranslateYRel"
+    assert [operation.name for operation in ops.RAND_V1] == names.split()
+    assert [int(operation) for operation in ops.RAND_V1] == list(range(1, 16))
+    assert draw_operations(3, 1, np.arange(6), Data(aa=SPELLING)).kinds.tolist() == [
+        [0, 12],
+        [0, 11],
+        [4, 0],
+        [14, 1],
+        [0, 0],
+        [2, 9],
+    ]

@@ -89,10 +89,10 @@ def test_a_damaged_image_is_replaced_by_rule(folder: Path, how: str) -> None:
     for _ in range(2):  # each time by the same rule
         expected = sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
         assert seen(stream) == expected
-    assert stream.damage.skipped == 2
-    (told,) = stream.damage.untold()  # named once
+    assert stream.bad_samples.skipped == 2
+    (told,) = stream.bad_samples.new_messages()  # named once
     assert FILE in told
-    assert stream.damage.untold() == []
+    assert stream.bad_samples.new_messages() == []
     stream.close()
 
 
@@ -123,7 +123,7 @@ def test_a_lost_shard_is_replaced_by_many_others() -> None:
             raise BadSampleError(f"{index} is lost")
         return index
 
-    found = [damage.first_usable(index, 1000, read)[0] for index in range(300, 400)]
+    found = [damage.read_or_replace(index, 1000, read)[0] for index in range(300, 400)]
     assert len(set(found)) == 100
     assert damage.skipped == 100
     for images in range(1, 40):  # whatever their number, the last that can be read is found
@@ -134,7 +134,7 @@ def test_a_lost_shard_is_replaced_by_many_others() -> None:
                 raise BadSampleError("lost")
             return index
 
-        assert last.first_usable(0, images, only_the_last)[0] == images - 1
+        assert last.read_or_replace(0, images, only_the_last)[0] == images - 1
 
 
 def test_a_limit_ends_the_run(folder: Path) -> None:
@@ -155,7 +155,7 @@ def test_an_image_that_only_decoding_finds_out(folder: Path) -> None:
     broken[200:5000] = bytes(4800)
     (folder / FILE).write_bytes(bytes(broken))
     assert seen(stream) == sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
-    (told,) = stream.damage.untold()
+    (told,) = stream.bad_samples.new_messages()
     assert "05.jpg cannot be decoded" in told
     assert len(seen(stream)) == IMAGES  # and the stream goes on
     stream.close()
@@ -179,7 +179,7 @@ def test_a_damaged_label_map(folder: Path, tmp_path: Path, kind: str) -> None:
         case _:
             torch.save(torch.full((2, 1, 3, 3), 9.0), file)
     assert seen(stream) == sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
-    (told,) = stream.damage.untold()
+    (told,) = stream.bad_samples.new_messages()
     assert "05" in told
     stream.close()
 
@@ -277,7 +277,7 @@ def test_evaluation_leaves_out_what_cannot_be_read(folder: Path) -> None:
     classes = torch.cat([batch.classes for batch in batches])
     assert len(classes) == IMAGES
     assert (classes == NO_CLASS).nonzero().flatten().tolist() == [3]
-    assert "03.jpg" in stream.damage.untold()[0]
+    assert "03.jpg" in stream.bad_samples.new_messages()[0]
 
 
 def test_an_image_without_the_right_to_read() -> None:
@@ -297,7 +297,7 @@ def test_an_image_without_the_right_to_read() -> None:
             if is_root:
                 os.seteuid(0)
         assert indices == sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
-        assert "Permission denied" in stream.damage.untold()[0]
+        assert "Permission denied" in stream.bad_samples.new_messages()[0]
         stream.close()
 
 
@@ -322,7 +322,7 @@ def test_a_shard_that_is_damaged_while_it_is_read(folder: Path, tmp_path: Path, 
     lost = range(SPOILT, IMAGES if how == "cut short" else SPOILT + 1)
     assert len(found) == IMAGES
     assert set(found) == set(range(IMAGES)) - set(lost)
-    told = stream.damage.untold()
+    told = stream.bad_samples.new_messages()
     assert len(told) == len(lost)
     assert all(str(shard) in one for one in told)
     stream.close()

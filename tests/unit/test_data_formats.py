@@ -272,7 +272,10 @@ def test_damaged_tfrecord_shards_are_refused_at_the_start(tmp_path, index):
 
 def test_an_index_of_another_tfrecord_shard_is_refused(tmp_path):
     write_tfrecord(tmp_path / "train/x.tfrecord", imagenet_examples())
-    for text, message in (("7 100\n", "the checksum is wrong at byte 7"), ("0\n", "not a place and a size")):
+    for text, message in (
+        ("7 100\n", "the checksum is wrong at byte 7"),
+        ("0\n", "not an offset and a size"),
+    ):
         (tmp_path / "train/x.idx").write_text(text)
         with pytest.raises(UserError, match=rf"x.idx .*{message}.* Make this index again"):
             train(tmp_path)
@@ -333,7 +336,7 @@ def test_an_index_of_another_recordio_shard_is_refused(tmp_path):
     write_recordio(tmp_path / "train/x.rec", [recordio_content(1.0, 0, picture(0))])
     for text, message in (
         ("0\t8\n", "no record begins at byte 8"),
-        ("0 8\n", "not a number, a tab and a place"),
+        ("0 8\n", "not a number, a tab and an offset"),
     ):
         (tmp_path / "train/x.idx").write_text(text)
         with pytest.raises(UserError, match=rf"x.idx .*{message}.* Make this index again"):

@@ -20,9 +20,10 @@ from PIL import Image
 
 from horovod_volo.config.schema import Data
 from horovod_volo.data import loader as stream_module
+from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
+from horovod_volo.data.augmentation.rand_augment import Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.data.labels.source import open_labels
@@ -72,13 +73,13 @@ def one_batch(images: Path, maps: Path, geometry: MapGeometry, **settings: Any) 
     drawn = Data(batch_size=IMAGES, **(PLAIN | settings))
     batch = only_batch(catalog, open_labels(str(maps), catalog, None, geometry), drawn, side=SIDE, seed=SEED)
     target = map_target(
-        batch.scores,
-        batch.ids,
-        batch.boxes,
+        batch.labels.maps.scores,
+        batch.labels.maps.ids,
+        batch.labels.maps.boxes,
         side=TOKENS,
         num_classes=3,
         geometry="corrected",
-        reach=batch.reach,
+        reach=batch.labels.maps.reach,
     )
     # Probability over that of a class without a logit: e to the logit.
     logits = torch.stack([_weight_of(target, number) / target.uniform + 1 for number in (0, 1)]).log()
@@ -161,7 +162,7 @@ def test_labels_move_with_turned_sheared_and_shifted_images(
 
     def geometric_only(*arguments: Any) -> Operations:
         drawn = draw_operations(*arguments)
-        return replace(drawn, kinds=np.where(np.isin(drawn.kinds, GEOMETRIC), drawn.kinds, Operation.NONE))
+        return replace(drawn, kinds=np.where(np.isin(drawn.kinds, ops.GEOMETRIC), drawn.kinds, ops.NONE))
 
     monkeypatch.setattr(stream_module, "draw_operations", geometric_only)
     folders = coded_set(tmp_path, geometry, 18)

@@ -1,7 +1,5 @@
 """Plans are reproducible sample by sample, and distributed as torchvision's RandomResizedCrop."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -12,13 +10,9 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 from torchvision.transforms import RandomResizedCrop
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.crop_flip import draw_crops, uniforms
+from horovod_volo.data.augmentation.crop_flip import draw_crops
 
 SAMPLES = 4000
-
-
-def correlation(a, b):
-    return np.corrcoef(a.ravel(), b.ravel())[0, 1]
 
 
 def largest_gap(a, b):
@@ -26,64 +20,6 @@ def largest_gap(a, b):
     every = np.sort(np.concatenate([a, b]))
     below = [np.searchsorted(np.sort(sample), every, side="right") / len(sample) for sample in (a, b)]
     return np.abs(below[0] - below[1]).max()
-
-
-def test_uniforms_are_uniform():
-    values = uniforms(1, 2, 3, np.arange(20000), 10).ravel()
-    assert values.min() >= 0
-    assert values.max() < 1
-    deviation = np.sqrt(1 / 12 / len(values))
-    assert abs(values.mean() - 1 / 2) < 4 * deviation
-    assert abs(values.var() - 1 / 12) < 4 * np.sqrt(1 / 180 / len(values))
-    counts = np.histogram(values, bins=256, range=(0, 1))[0]
-    chi_squared = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
-    assert abs(chi_squared - 255) < 4 * np.sqrt(2 * 255)
-
-
-def test_uniforms_of_neighbours_are_independent():
-    values = uniforms(1, 2, 3, np.arange(20000), 10)
-    pairs = {
-        "index": (values[1:], values[:-1]),
-        "draw": (values[:, 1:], values[:, :-1]),
-        "epoch": (values, uniforms(1, 2, 4, np.arange(20000), 10)),
-        "seed": (values, uniforms(1, 3, 3, np.arange(20000), 10)),
-        "stream": (values, uniforms(2, 2, 3, np.arange(20000), 10)),
-        "seed and epoch exchanged": (values, uniforms(1, 3, 2, np.arange(20000), 10)),
-    }
-    for name, (a, b) in pairs.items():
-        assert abs(correlation(a, b)) < 4 / np.sqrt(a.size), name
-        # Uncorrelated is not independent: the pairs must also fill the square evenly.
-        counts = np.histogram2d(a.ravel(), b.ravel(), bins=4, range=[(0, 1), (0, 1)])[0]
-        chi_squared = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
-        assert chi_squared < 15 + 5 * np.sqrt(2 * 15), name
-
-
-def test_one_bit_of_any_input_changes_half_of_the_bits():
-    indices = np.arange(500)
-    base = (5, 42, 7, indices)
-    for word, bit in itertools.product(range(4), range(0, 40, 3)):
-        changed = list(base)
-        changed[word] = base[word] ^ (1 << bit)
-        before, after = (uniforms(*words, 1).ravel() * 2**53 for words in (base, changed))
-        flips = np.bitwise_count(before.astype(np.uint64) ^ after.astype(np.uint64))
-        assert abs(flips.mean() - 53 / 2) < 5 * np.sqrt(53 / 4 / 500), (word, bit)
-
-
-def test_uniforms_are_those_of_the_formula_for_ever():
-    def mixed(word):
-        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
-        return word ^ (word >> 31)
-
-    def uniform(*words):
-        state = 0
-        for word in words:
-            state = mixed(((state ^ word) + 0x9E3779B97F4A7C15) % 2**64)
-        return (state >> 11) / 2**53
-
-    values = uniforms(1, 2, 3, np.array([4, 2**40]), 3)
-    assert values.tolist() == [[uniform(1, 2, 3, index, draw) for draw in range(3)] for index in (4, 2**40)]
-    assert values[0, 0] == 0.40633139146067065
 
 
 def sizes_of(count, seed=0):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -12,12 +12,14 @@ from coded_images import PLAIN, smooth
 from PIL import Image
 
 from horovod_volo.config.schema import Data
+from horovod_volo.core.labels import Labels
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.pipeline import build_train_pipeline, resizing_inputs
-from horovod_volo.data.prefetcher import AugmentParams, BatchPrefetcher, PendingBatch
-from horovod_volo.data.train_transform import TrainTransform
+from horovod_volo.data.prefetcher import BatchPrefetcher
+from horovod_volo.data.thread_pool import ImageThreadPool
+from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
 
 SIDE, IMAGES = 64, 12
 
@@ -37,24 +39,24 @@ def batch_resized_by(*, dali: bool) -> torch.Tensor:
     assert 0 < plan.bicubic.sum() < IMAGES
     boxes = plan.stored_boxes(sizes)
     inputs = ([encoded(picture) for picture in pictures], list(boxes[:, :2]), list(boxes[:, 2:]))
-    treatment = AugmentParams(
+    params = AugmentParams(
         plan,
         draw_operations(4, 0, indices, settings),
         draw_erasures(4, 0, indices, settings, SIDE),
     )
     device = torch.device("cpu")
-    with ThreadPoolExecutor(2) as cutters:
-        finisher = TrainTransform(
-            settings, image_size=SIDE, seed=4, device=device, resized=dali, cutters=cutters
+    with closing(ImageThreadPool(2, "transform")) as threads:
+        transform = TrainTransform(
+            settings, image_size=SIDE, seed=4, device=device, resized=dali, threads=threads
         )
         build = partial(
             build_train_pipeline, image_size=SIDE, batch=IMAGES, device=device, threads=1, resize=dali
         )
-        conveyor = BatchPrefetcher(build, device, 1, lambda index: None, finisher)
+        prefetcher = BatchPrefetcher(build, device, 1, lambda index: None, transform)
         inputs += resizing_inputs(plan) if dali else ()
-        load = PendingBatch(indices, lambda: load, inputs, None, treatment)
-        ((_, images),) = conveyor.carry([lambda: load])
-        conveyor.close()
+        pending = PendingTrainBatch(indices, inputs, Labels(torch.zeros(IMAGES)), params)
+        ((_, images),) = prefetcher.batches([lambda: pending])
+        prefetcher.close()
     return images
 
 

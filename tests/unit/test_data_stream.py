@@ -70,8 +70,8 @@ def test_batches_carry_images_with_their_classes(open_stream, folder):
     for batch in batches:
         assert batch.images.shape == (3, 3, 32, 32)
         assert batch.images.dtype == torch.float32
-        assert batch.classes.dtype == torch.int64
-        assert batch.classes.tolist() == targets[batch.indices].tolist()
+        assert batch.labels.classes.dtype == torch.int64
+        assert batch.labels.classes.tolist() == targets[batch.indices].tolist()
     seen = np.concatenate([batch.indices for batch in batches])
     assert len(set(seen)) == 18
 
@@ -147,9 +147,9 @@ def test_labels_stay_with_their_images(open_stream, folder, tmp_path):
     plain = open_stream(aa="")
     for epoch in range(2):
         for batch, unlabelled in zip(stream.batches(epoch, 0), plain.batches(epoch, 0), strict=True):
-            assert batch.ids.shape == (3, 1, 2, 2)
-            assert (batch.scores[:, 0, 0, 0].numpy() == batch.indices).all()
-            assert batch.boxes.dtype == torch.float32
+            assert batch.labels.maps.ids.shape == (3, 1, 2, 2)
+            assert (batch.labels.maps.scores[:, 0, 0, 0].numpy() == batch.indices).all()
+            assert batch.labels.maps.boxes.dtype == torch.float32
             assert torch.equal(batch.images, unlabelled.images)
 
 

@@ -19,10 +19,10 @@ from pillow_plan import by_pillow
 
 from horovod_volo.config.schema import Data
 from horovod_volo.data import loader as stream_module
-from horovod_volo.data.augmentation.apply_ops import HISTOGRAM_OPS
+from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
+from horovod_volo.data.augmentation.rand_augment import Operations, draw_operations
 from horovod_volo.data.augmentation.whole_image import Parts, augment_part, parts_needed
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 
@@ -30,25 +30,25 @@ SEED, EPOCH, SIDE, IMAGES = 5, 1, 64, 12
 SETTINGS = Data(batch_size=IMAGES, hflip=0.5, vflip=0.5, reprob=0.0, randaugment_on="image")
 SIZES = [(160, 100), (97, 151), (64, 64), (210, 145)]  # width, height
 AMOUNTS = {
-    Operation.ROTATE: 25.0,
-    Operation.SHEAR_X: -0.29,
-    Operation.SHEAR_Y: 0.29,
-    Operation.TRANSLATE_X: 0.38,
-    Operation.TRANSLATE_Y: -0.41,
+    ops.ROTATE: 25.0,
+    ops.SHEAR_X: -0.29,
+    ops.SHEAR_Y: 0.29,
+    ops.TRANSLATE_X: 0.38,
+    ops.TRANSLATE_Y: -0.41,
 }
-ROTATE, SHIFT = (Operation.ROTATE, -22.0), (Operation.TRANSLATE_X, 0.3)
+ROTATE, SHIFT = (ops.ROTATE, -22.0), (ops.TRANSLATE_X, 0.3)
 SEQUENCES = [
     (ROTATE, SHIFT),
-    (SHIFT, (Operation.INVERT, 0.0), (Operation.SHEAR_Y, -0.25)),
-    (ROTATE, (Operation.AUTO_CONTRAST, 0.0)),
-    ((Operation.CONTRAST, 0.3), ROTATE),
-    (SHIFT, (Operation.EQUALIZE, 0.0), ROTATE),
-    ((Operation.SHARPNESS, 1.8), (Operation.SHARPNESS, 0.3), SHIFT),
+    (SHIFT, (ops.INVERT, 0.0), (ops.SHEAR_Y, -0.25)),
+    (ROTATE, (ops.AUTO_CONTRAST, 0.0)),
+    ((ops.CONTRAST, 0.3), ROTATE),
+    (SHIFT, (ops.EQUALIZE, 0.0), ROTATE),
+    ((ops.SHARPNESS, 1.8), (ops.SHARPNESS, 0.3), SHIFT),
 ]
 
 
 def operations_of(
-    steps: tuple[tuple[Operation, float], ...], batch: int, *, bicubic: bool = True
+    steps: tuple[tuple[ops.Operation, float], ...], batch: int, *, bicubic: bool = True
 ) -> Operations:
     kinds = np.tile(np.array([kind for kind, _ in steps], dtype=np.int64), (batch, 1))
     arguments = np.tile(np.array([amount for _, amount in steps], dtype=np.float32), (batch, 1))
@@ -77,9 +77,9 @@ def assert_as_pillow(
 
 
 @pytest.mark.parametrize("bicubic", [True, False])
-@pytest.mark.parametrize("kind", GEOMETRIC)
+@pytest.mark.parametrize("kind", ops.GEOMETRIC)
 def test_a_crop_shows_of_the_moved_image_what_pillow_shows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Operation, bicubic: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: ops.Operation, bicubic: bool
 ) -> None:
     drawn = operations_of(((kind, AMOUNTS[kind]),), IMAGES, bicubic=bicubic)
     monkeypatch.setattr(stream_module, "draw_operations", lambda *_: drawn)
@@ -92,19 +92,19 @@ def test_a_crop_shows_of_the_moved_image_what_pillow_shows(
 
 @pytest.mark.parametrize("steps", SEQUENCES)
 def test_operations_follow_each_other_on_the_whole_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[tuple[Operation, float], ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: tuple[tuple[ops.Operation, float], ...]
 ) -> None:
     """Those that count colours count all of the image's, moved and filled as it is by then."""
     drawn = operations_of(steps, IMAGES)
     monkeypatch.setattr(stream_module, "draw_operations", lambda *_: drawn)
     pictures = [smooth(*SIZES[number % len(SIZES)], seed=number) for number in range(IMAGES)]
     # Equalizing pulls colours that few pixels have far apart, and with them a rounding's difference.
-    equalized = any(kind == Operation.EQUALIZE for kind, _ in steps)
+    equalized = any(kind == ops.EQUALIZE for kind, _ in steps)
     assert_as_pillow(tmp_path, pictures, drawn, mean=1.0 if equalized else 0.5, most=256 if equalized else 10)
 
 
 def test_a_crop_of_what_was_moved_away_is_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = operations_of(((Operation.TRANSLATE_X, 1.2), ROTATE), IMAGES)
+    drawn = operations_of(((ops.TRANSLATE_X, 1.2), ROTATE), IMAGES)
     monkeypatch.setattr(stream_module, "draw_operations", lambda *_: drawn)
     images = {f"train/a/{number:02d}.png": smooth(90, 60, seed=number) for number in range(IMAGES)}
     batch = batch_of(build_catalog(str(write_images(tmp_path, images)), "train", None))
@@ -126,9 +126,9 @@ def test_what_is_decoded_is_inside_the_image_and_no_more_than_needed() -> None:
     assert (high <= sizes[:, None]).all()
     assert (parts.boxes[:, -1] == crops).all()
     whole = (parts.decoded[:, 2:] == sizes).all(axis=1)
-    counted = np.isin(operations.kinds[:, 0], list(HISTOGRAM_OPS))
+    counted = np.isin(operations.kinds[:, 0], ops.HISTOGRAM)
     assert whole[counted].all()
-    pointwise = ~np.isin(operations.kinds, (*GEOMETRIC, *HISTOGRAM_OPS, Operation.SHARPNESS)).any(axis=1)
+    pointwise = ~np.isin(operations.kinds, (*ops.GEOMETRIC, *ops.HISTOGRAM, ops.SHARPNESS)).any(axis=1)
     assert (parts.decoded[pointwise] == crops[pointwise]).all()
     decoded = (parts.decoded[:, 2:].prod(axis=1) / sizes.prod(axis=1)).mean()
     cut = (crops[:, 2:].prod(axis=1) / sizes.prod(axis=1)).mean()

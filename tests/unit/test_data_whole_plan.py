@@ -13,8 +13,9 @@ from pillow_plan import by_pillow
 from published_augment import FILL, NAMES, timm_augment
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data.augmentation.geometric_ops import moved_maps
-from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, Operations, draw_operations
+from horovod_volo.data.augmentation import operations as ops
+from horovod_volo.data.augmentation.label_map_ops import moved_maps
+from horovod_volo.data.augmentation.rand_augment import Operations, draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 
@@ -56,11 +57,11 @@ def test_a_plan_makes_what_pillow_makes_of_it(tmp_path: Path, randaugment_on: An
 
 
 @pytest.mark.parametrize("amount", [0.35, -0.23])
-@pytest.mark.parametrize("kind", GEOMETRIC)
-def test_a_label_map_moves_as_pillow_moves_a_picture_of_it(kind: Operation, amount: float) -> None:
+@pytest.mark.parametrize("kind", ops.GEOMETRIC)
+def test_a_label_map_moves_as_pillow_moves_a_picture_of_it(kind: ops.Operation, amount: float) -> None:
     """Of whole images, so that the map is the picture's size; the number of a cell is its colour."""
     cells = 14
-    argument = 70 * amount if kind == Operation.ROTATE else amount
+    argument = 70 * amount if kind == ops.ROTATE else amount
     numbers = np.arange(1, cells**2 + 1).reshape(cells, cells)
     operations = Operations(np.array([[kind]]), np.array([[argument]], np.float32), np.array([[False]]))
     whole = np.array([[0, 0, 1, 1]], np.float32)

@@ -13,12 +13,13 @@ from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange, Objective
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.labels import Labels
 from horovod_volo.models.aux_head import reason_to_leave_out
 from horovod_volo.models.build import build_model, training_forward
 from horovod_volo.models.pretrained import load_pretrained
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
-from horovod_volo.objective.loss import Labels, build_loss
+from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixtoken import NO_BOX
 from horovod_volo.optim.build import Name, build_optimizer
 from horovod_volo.optim.groups import parameter_groups, set_lr

@@ -58,8 +58,8 @@ def flipped(grid: Tensor) -> Tensor:
     return torch.cat([grid[:, :2].flip(0), grid[:, 2:]], dim=1)
 
 
-def loss_of(model: Model) -> Tensor:
-    class_logits, token_logits = model.training_logits(images(), flipped)
+def loss_of(model: Model, drop_path_seed: int = 0) -> Tensor:
+    class_logits, token_logits = model.training_logits(images(), flipped, drop_path_seed)
     return class_logits.float().square().mean() + token_logits.float().square().mean()
 
 
@@ -70,9 +70,8 @@ def learned(
     torch.manual_seed(0)
     model = build(drop_path).train()
     model.set_grad_checkpointing(checkpointing)
-    torch.manual_seed(seed)
     with torch.autocast("cpu", dtype=precision, enabled=precision != torch.float32):
-        loss = loss_of(model)
+        loss = loss_of(model, seed)
     loss.backward()
     gradients = [parameter.grad for parameter in model.parameters()]
     assert all(gradient is not None for gradient in gradients)

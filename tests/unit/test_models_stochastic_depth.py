@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ import torch
 from network_samples import random_images, unchanged
 from torch import Tensor, nn
 
-from horovod_volo.models.build import build_model
+from horovod_volo.models.build import build_model, training_forward
 from horovod_volo.models.drop_path import ALL, DropPathSample, sample_drop_path
 
 
@@ -51,8 +51,7 @@ def test_each_image_keeps_a_branch_as_often_as_asked() -> None:
     batch, rates, draws = 6, [0.0, 0.1, 0.45, 0.9], 4000
     times = np.zeros((len(rates), batch))
     for seed in range(draws):
-        torch.manual_seed(seed)
-        for number, kept in enumerate(sample_drop_path(rates, torch.empty(batch))):
+        for number, kept in enumerate(sample_drop_path(rates, torch.empty(batch), seed)):
             times[number, rows_of(kept, batch)] += 1
     for rate, of_images in zip(rates, times / draws, strict=True):
         spread = np.sqrt(rate * (1 - rate) / draws)
@@ -60,18 +59,19 @@ def test_each_image_keeps_a_branch_as_often_as_asked() -> None:
 
 
 def test_ranks_leave_out_nearly_as_many() -> None:
-    counts = []
-    for seed in range(200):
-        torch.manual_seed(seed)
-        counts.append([len(rows_of(kept, 7)) for kept in sample_drop_path([0.3] * 5, torch.empty(7))])
+    counts = [
+        [len(rows_of(kept, 7)) for kept in sample_drop_path([0.3] * 5, torch.empty(7), seed)]
+        for seed in range(200)
+    ]
     assert {count for row in counts for count in row} == {4, 5}  # 4.9 on average
 
 
-def test_draws_follow_from_torchs_seed_alone() -> None:
+def test_draws_are_a_function_of_the_seed_alone() -> None:
+    unrelated = count()
+
     def drawn(seed: int) -> list[list[int]]:
-        torch.manual_seed(seed)
-        torch.rand(seed)  # what else was drawn does not matter
-        return [rows_of(kept, 16) for kept in sample_drop_path([0.5] * 8, torch.empty(16))]
+        torch.manual_seed(next(unrelated))
+        return [rows_of(kept, 16) for kept in sample_drop_path([0.5] * 8, torch.empty(16), seed)]
 
     assert drawn(3) == drawn(3)
     assert drawn(3) != drawn(4)
@@ -79,10 +79,12 @@ def test_draws_follow_from_torchs_seed_alone() -> None:
 
 
 def test_what_is_kept_is_scaled_up() -> None:
-    (kept,) = sample_drop_path([0.75], torch.empty(8))
+    (kept,) = sample_drop_path([0.75], torch.empty(8), 0)
     assert kept.scale == pytest.approx(4.0)
     assert len(rows_of(kept, 8)) == 2
-    assert sample_drop_path([0.0, 0.0], torch.empty(8)) == [ALL, ALL]
+    assert sample_drop_path([0.0, 0.0], torch.empty(8), None) == [ALL, ALL]
+    with pytest.raises(ValueError, match="drop path needs a seed"):
+        sample_drop_path([0.75], torch.empty(8), None)
 
 
 def test_the_network_leaves_out_in_training_alone() -> None:
@@ -91,11 +93,22 @@ def test_the_network_leaves_out_in_training_alone() -> None:
     pictures = random_images(4, 64)
 
     def logits(seed: int) -> Tensor:
-        torch.manual_seed(seed)
-        return model.training_logits(pictures, unchanged)[0]
+        return model.training_logits(pictures, unchanged, seed)[0]
 
     model.train()
     assert torch.equal(logits(1), logits(1))
     assert not torch.equal(logits(1), logits(2))
     model.eval()
     assert torch.equal(logits(1), logits(2))
+
+
+def test_timms_networks_take_the_seed_too() -> None:
+    model = build_model("resnet18", img_size=64, num_classes=10, drop_path=0.6).train()
+    for parameter in model.parameters():  # timm's residual branches begin as zeros
+        parameter.data.add_(0.01)
+
+    def logits(seed: int) -> Tensor:
+        return training_forward(model)(random_images(4, 64), unchanged, seed)[0]
+
+    assert torch.equal(logits(2**63 + 1), logits(2**63 + 1))
+    assert not torch.equal(logits(2**63 + 1), logits(2))

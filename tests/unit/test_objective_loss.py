@@ -13,8 +13,9 @@ from torch import Tensor
 
 from horovod_volo.bench.memory import peak_extra_bytes
 from horovod_volo.config.schema import Objective
+from horovod_volo.core.labels import LabelMaps, Labels
 from horovod_volo.objective.label_map import Geometry
-from horovod_volo.objective.loss import Labels, LossParts, build_loss
+from horovod_volo.objective.loss import LossParts, build_loss
 from horovod_volo.objective.mixtoken import NO_BOX, Box
 
 BATCH, CLASSES, SIDE = 4, 12, 3
@@ -25,7 +26,7 @@ BOX = Box(top=0, left=1, height=2, width=2, grid=SIDE)
 def labels_with_maps(seed: int = 1) -> Labels:
     scores, ids, boxes = published.random_maps(BATCH, 3, 6, 6, CLASSES, seed)
     classes = torch.randint(CLASSES, (BATCH,), generator=torch.Generator().manual_seed(seed))
-    return Labels(classes, scores, ids, boxes)
+    return Labels(classes, LabelMaps(scores, ids, boxes))
 
 
 def random_logits() -> tuple[Tensor, Tensor]:
@@ -37,10 +38,8 @@ def random_logits() -> tuple[Tensor, Tensor]:
 
 def teacher_targets(labels: Labels, settings: Objective) -> tuple[Tensor, Tensor]:
     """Return the smoothed teacher targets, (batch, classes) and (batch, tokens, classes)."""
-    assert labels.scores is not None
-    assert labels.ids is not None
-    assert labels.boxes is not None
-    maps = (labels.scores, labels.ids, labels.boxes)
+    assert labels.maps is not None
+    maps = (labels.maps.scores, labels.maps.ids, labels.maps.boxes)
     crop = published.batch_target(*maps, 1, CLASSES, settings.label_geometry).squeeze(1)
     tokens = published.batch_target(*maps, SIDE, CLASSES, settings.label_geometry)
     return published.smooth(crop, settings.smoothing), published.smooth(tokens, settings.smoothing)

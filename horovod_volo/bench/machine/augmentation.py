@@ -26,10 +26,11 @@ from horovod_volo.bench.machine.image_streams import (
 )
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.config.schema import Data
+from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.rand_augment import GEOMETRIC, Operation, draw_operations
+from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
 from horovod_volo.data.loader import TrainLoader
 
@@ -101,7 +102,7 @@ def mean_fractions(settings: Data, plans: int) -> Fractions:
     drawn = draw_operations(SEED, EPOCH, indices, settings)
     on_image = settings.randaugment_on == "image"
     needed = parts_needed(crops, sizes, drawn).decoded if on_image else crops
-    moving = replace(drawn, kinds=np.where(np.isin(drawn.kinds, GEOMETRIC), drawn.kinds, Operation.NONE))
+    moving = replace(drawn, kinds=np.where(np.isin(drawn.kinds, ops.GEOMETRIC), drawn.kinds, ops.NONE))
     parts = parts_needed(crops, sizes, moving)
     filled = 0.0
     for place in np.flatnonzero(moving.moving).tolist():

@@ -30,7 +30,7 @@ from horovod_volo.config.schema import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.loader import Batch, TrainLoader
+from horovod_volo.data.loader import TrainBatch, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 
 _ALLOWED_DIFFERENCE = 2 / 255  # mean over pixels: decoders and filters round differently
@@ -94,7 +94,7 @@ def _compare(stream: TrainLoader, peer: Peer, batches: int, threads: int, pairs:
     ]
 
 
-def _assert_same_images(batch: Batch, peer: Peer) -> None:
+def _assert_same_images(batch: TrainBatch, peer: Peer) -> None:
     difference = np.abs(batch.images.cpu().numpy() - peer(batch.indices)).mean(axis=(0, 2, 3))  # (3,)
     mean = float((difference * IMAGENET_STD).mean())
     if not mean < _ALLOWED_DIFFERENCE:

@@ -21,10 +21,10 @@ from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import checked_config, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.data.loader import Batch
+from horovod_volo.core.labels import Labels
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.models.volo import TokenSwap
-from horovod_volo.objective.loss import Labels
 from horovod_volo.optim.build import build_optimizer
 from horovod_volo.optim.groups import parameter_groups
 
@@ -42,7 +42,12 @@ class OneLayer(nn.Module):
         super().__init__()
         self.head = nn.Linear(inputs, CLASSES)
 
-    def forward(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def forward(
+        self,
+        images: Tensor,
+        exchange: TokenSwap,  # noqa: ARG002
+        drop_path_seed: int = 0,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
         """Return class logits, and no token logits."""
         logits: Tensor = self.head(images.flatten(1))
         return logits, logits.new_empty(0)
@@ -75,7 +80,7 @@ def measure(*, batch_size: BatchSize = 8, pairs: Pairs = 7) -> Result:
     return Result("overhead", title, figures)
 
 
-def _with_one_layer(context: TrainContext, batch: Batch) -> TrainContext:
+def _with_one_layer(context: TrainContext, batch: TrainBatch) -> TrainContext:
     """Replace the network by one layer and keep the learning rate constant."""
     torch.manual_seed(0)
     model = OneLayer(batch.images[0].numel()).to(context.resources.device).train()
@@ -97,7 +102,7 @@ def _groups(model: nn.Module, owned: dict[str, nn.Parameter]) -> list[dict[str, 
     return [group | {"lr": _LR} for group in groups]
 
 
-def _compare(context: TrainContext, batch: Batch, pairs: int) -> list[Figure]:
+def _compare(context: TrainContext, batch: TrainBatch, pairs: int) -> list[Figure]:
     device, model = context.resources.device, context.state.model
     start, peer_model = _weights(model), copy.deepcopy(model)
     engine_step, bare_step = step_of(context, batch), _bare_step(peer_model, context, batch)
@@ -116,10 +121,10 @@ def _compare(context: TrainContext, batch: Batch, pairs: int) -> list[Figure]:
     ]
 
 
-def _bare_step(model: nn.Module, context: TrainContext, batch: Batch) -> Callable[[], None]:
+def _bare_step(model: nn.Module, context: TrainContext, batch: TrainBatch) -> Callable[[], None]:
     """Return a plain training step."""
     optimizer = torch.optim.AdamW(_groups(model, dict(model.named_parameters())), fused=True)
-    labels = Labels(batch.classes)
+    labels = Labels(batch.labels.classes)
     boxes = itertools.cycle([context.mix(step, 0) for step in range(_BOXES)])
 
     def step() -> None:

@@ -27,7 +27,7 @@ from horovod_volo.bench.synthetic import (
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import token_label_side
-from horovod_volo.data.loader import Batch
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.objective.mixtoken import NO_BOX, Box
 
@@ -87,7 +87,7 @@ def _compare(form: LoopName, config: Config, pairs: int) -> list[Figure]:
     ]
 
 
-def _sides(form: LoopName, config: Config) -> tuple[TrainContext, Batch, TrainingLoop]:
+def _sides(form: LoopName, config: Config) -> tuple[TrainContext, TrainBatch, TrainingLoop]:
     """Build our run, its images, and the peer with the same weights; both mix tokens by the same box."""
     context = synthetic_job(config, World.single(), CLASSES)
     device = context.resources.device

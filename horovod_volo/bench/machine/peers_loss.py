@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.config.schema import Objective
-from horovod_volo.objective.loss import Labels
+from horovod_volo.core.labels import Labels
 from horovod_volo.objective.mixtoken import Box
 
 
@@ -84,10 +84,9 @@ class PublishedLoss:
 
 def _maps(labels: Labels, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores and ids, (batch, k, height, width) in `dtype` and int64, and boxes in `dtype`."""
-    assert labels.scores is not None
-    assert labels.ids is not None
-    assert labels.boxes is not None
-    return labels.scores.to(dtype), labels.ids.long(), labels.boxes.to(dtype)
+    assert labels.maps is not None
+    maps = labels.maps
+    return maps.scores.to(dtype), maps.ids.long(), maps.boxes.to(dtype)
 
 
 def _crops(maps: Tensor, boxes: Tensor, side: int) -> Tensor:

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from horovod_volo.bench.machine.peers_loss import PublishedLoss
 from horovod_volo.config.schema import Config, Objective
 from horovod_volo.config.validation import trains_aux_head
-from horovod_volo.data.loader import Batch
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
-from horovod_volo.objective.loss import Labels
 from horovod_volo.objective.mixtoken import Box
 
 # isort: split
@@ -39,7 +38,7 @@ class TrainingLoop(NamedTuple):
     step: Callable[[], Tensor]
 
 
-def plain_loop(form: LoopName, config: Config, batch: Batch, device: torch.device) -> TrainingLoop:
+def plain_loop(form: LoopName, config: Config, batch: TrainBatch, device: torch.device) -> TrainingLoop:
     """Build timm's network in a plain loop that learns the images' classes."""
     model = VOLO(**_volo_arguments(config)).to(device).train()
     images = batch.images
@@ -53,16 +52,16 @@ def plain_loop(form: LoopName, config: Config, batch: Batch, device: torch.devic
     def loss() -> Tensor:
         # timm's forward adds the best token's logits to the class token's; here the class token learns alone.
         logits = model.head(features(images)[:, 0])
-        return F.cross_entropy(logits, batch.classes, label_smoothing=config.objective.smoothing)
+        return F.cross_entropy(logits, batch.labels.classes, label_smoothing=config.objective.smoothing)
 
     return TrainingLoop(model, _step(model, loss, config, device))
 
 
-def published_loop(config: Config, batch: Batch, device: torch.device, box: Box) -> TrainingLoop:
+def published_loop(config: Config, batch: TrainBatch, device: torch.device, box: Box) -> TrainingLoop:
     """Build the published training with timm's modules: tokens mixed by a box, dense targets."""
     model = VOLO(**_volo_arguments(config)).to(device).train()
     dense = PublishedLoss(Objective(token_label=True), config.model.num_classes, config.model.img_size // 16)
-    labels = Labels(batch.classes, batch.scores, batch.ids, batch.boxes)
+    labels = batch.labels
 
     def loss() -> Tensor:
         tokens = box.swap_tokens(model.patch_embed(batch.images).permute(0, 2, 3, 1))

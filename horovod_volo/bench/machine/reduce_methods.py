@@ -34,7 +34,7 @@ class ModelWithLoss(nn.Module):
 
     def forward(self, images: Tensor, classes: Tensor) -> Tensor:
         """Return the loss of a batch: class token and, weighted by half, all tokens."""
-        class_logits, token_logits = training_forward(self.network)(images, lambda tokens: tokens)
+        class_logits, token_logits = training_forward(self.network)(images, lambda tokens: tokens, 0)
         token_classes = classes.repeat_interleave(token_logits.shape[1])
         token_loss = F.cross_entropy(token_logits.flatten(0, 1), token_classes)
         return F.cross_entropy(class_logits, classes) + 0.5 * token_loss

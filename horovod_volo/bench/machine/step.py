@@ -30,12 +30,13 @@ from horovod_volo.bench.synthetic import (
 )
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.data.loader import Batch
+from horovod_volo.core.labels import Labels
+from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.models.compiled import check_compiler, compile_blocks
 from horovod_volo.monitor.meters import LossMeter
-from horovod_volo.objective.loss import Labels, LossParts
+from horovod_volo.objective.loss import LossParts
 from horovod_volo.objective.mixtoken import Mix
 
 CLASSES = 1000
@@ -134,7 +135,7 @@ def _first_losses(config: Config, world: World) -> Tensor:
     return losses
 
 
-def _whole_steps(context: TrainContext, batch: Batch, blocks: int) -> list[float]:
+def _whole_steps(context: TrainContext, batch: TrainBatch, blocks: int) -> list[float]:
     """Return the seconds of a step in each block."""
     action = step_of(context, batch)
     # A step is a collective, so all ranks take the number of repeats from rank 0.
@@ -143,7 +144,7 @@ def _whole_steps(context: TrainContext, batch: Batch, blocks: int) -> list[float
     return [block() for _ in range(blocks)]
 
 
-def _parts_of_steps(context: TrainContext, batch: Batch) -> dict[str, list[float]]:
+def _parts_of_steps(context: TrainContext, batch: TrainBatch) -> dict[str, list[float]]:
     """Return the seconds of each part of a step, step by step."""
     stopwatch = _Stopwatch(context.resources.device)
 

@@ -55,7 +55,7 @@ def _ready_fractions(network: nn.Module, img_size: int, repeats: int, reducer: R
     images = torch.randn(1, 3, img_size, img_size)
     found: dict[str, list[float]] = {}
     for number in range(repeats + 1):
-        class_logits, token_logits = training_forward(network)(images, lambda tokens: tokens)
+        class_logits, token_logits = training_forward(network)(images, lambda tokens: tokens, 0)
         began = perf_counter()
         (class_logits.sum() + token_logits.sum()).backward()  # type: ignore[no-untyped-call]
         ended = perf_counter()

@@ -1,1 +1,1 @@
-"""What is drawn for a training image, and how it is carried out: cut, moved, recoloured, erased."""
+"""The augmentation of training images: crops, flips, RandAugment and random erasing."""

@@ -1,8 +1,8 @@
-"""The operations that change colours and not places, on batches of uint8 images.
+"""Operations that map pixels to other values, on batches of uint8 images.
 
-Each takes images (batch, 3, height, width), as Pillow would see them, and one number per image. Three
-count an image's colours first: what they are given may be a part of the images that they count.
-Roundings follow Pillow's: published accuracies were reached with them.
+Each takes images (batch, 3, height, width) and one argument for each image, (batch,). Three of them use a
+histogram or the mean of the image; they also work on crops, given the whole images as `counted`. Rounding
+follows Pillow, with which published accuracies were reached.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ GRAY_WEIGHTS = (19595, 38470, 7471)  # of red, green and blue, in 65536ths
 
 
 def auto_contrast(images: Tensor, _: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Stretch each channel to the whole range; `counted` images, if not these themselves, tell the range."""
+    """Stretch each channel from its range in `counted` (default: the images) to the full range."""
     ends = (images if counted is None else counted).flatten(2).aminmax(dim=2)
     low, high = (end.float()[..., None, None] for end in ends)
-    # A channel of one colour stays as it is.
+    # A constant channel is not changed.
     low, scale = torch.where(high > low, low, 0), torch.where(high > low, 255 / (high - low), 1)
     return images.float().sub_(low).mul_(scale).clamp_(0, 255).to(torch.uint8)
 
 
 def equalize(images: Tensor, _: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Spread each channel's colours so that all of `counted`, or of the images, are about as frequent."""
+    """Equalize each channel by its histogram in `counted` (default: the images)."""
     channels = (images if counted is None else counted).flatten(0, 1).flatten(1)  # (batch x 3, pixels)
     counts = _frequencies(channels)
     levels = torch.arange(LEVELS, device=images.device)
-    last = (levels * (counts > 0)).amax(dim=1, keepdim=True)  # (batch x 3, 1) brightest colour
+    last = (levels * (counts > 0)).amax(dim=1, keepdim=True)  # (batch x 3, 1) largest value
     step = (channels.shape[1] - counts.gather(1, last)) // (LEVELS - 1)
     before = counts.cumsum(dim=1) - counts
     table = (step // 2 + before) // step.clamp(min=1)
@@ -37,61 +37,61 @@ def equalize(images: Tensor, _: Tensor, counted: Tensor | None = None) -> Tensor
 
 
 def _frequencies(channels: Tensor) -> Tensor:
-    """Count the colours of uint8 channels, (channels, pixels) to (channels, 256)."""
-    if channels.device.type == "cpu":  # a tenth of the time; on a GPU the host would wait for it
+    """Return histograms (channels, 256) of uint8 channels (channels, pixels)."""
+    if channels.device.type == "cpu":  # ten times as fast; on a GPU it would synchronise
         return torch.stack([torch.bincount(channel, minlength=LEVELS) for channel in channels])
-    places = channels.long()
+    values = channels.long()
     counts = torch.zeros(len(channels), LEVELS, dtype=torch.long, device=channels.device)
-    return counts.scatter_add_(1, places, torch.ones_like(places))
+    return counts.scatter_add_(1, values, torch.ones_like(values))
 
 
 def invert(images: Tensor, _: Tensor) -> Tensor:
-    """Turn each colour into its opposite."""
+    """Replace each value by 255 minus it."""
     return 255 - images
 
 
 def posterize(images: Tensor, bits: Tensor) -> Tensor:
-    """Keep so many leading bits; with none the image is black."""
-    kept = 256 - 2 ** (8 - bits)  # (batch,)
-    return images & kept.to(torch.uint8).view(-1, 1, 1, 1)
+    """Keep the leading bits; with 0 bits the image is black."""
+    mask = 256 - 2 ** (8 - bits)  # (batch,)
+    return images & mask.to(torch.uint8).view(-1, 1, 1, 1)
 
 
 def solarize(images: Tensor, thresholds: Tensor) -> Tensor:
-    """Invert colours from the threshold up."""
-    lowest = thresholds.to(torch.int16).view(-1, 1, 1, 1)  # up to 256: then nothing is inverted
+    """Invert values from the threshold up."""
+    lowest = thresholds.to(torch.int16).view(-1, 1, 1, 1)  # up to 256, which inverts nothing
     return images ^ (images >= lowest).to(torch.uint8).mul_(255)
 
 
 def solarize_add(images: Tensor, amounts: Tensor) -> Tensor:
-    """Brighten the darker half of the colours."""
-    # Below 128 nothing overflows: at most 127 + 128.
+    """Add the amount to values below 128."""
+    # No overflow: amounts are at most 128.
     return images + (images < LEVELS // 2) * amounts.to(torch.uint8).view(-1, 1, 1, 1)
 
 
 def brightness(images: Tensor, factors: Tensor) -> Tensor:
-    """Move away from black."""
+    """Blend with black; a factor of 1 changes nothing, as in the following three."""
     return _blend(torch.zeros((), device=images.device), images, factors)
 
 
 def contrast(images: Tensor, factors: Tensor, counted: Tensor | None = None) -> Tensor:
-    """Move away from the mean gray of `counted`, or of the images."""
+    """Blend with the mean gray of `counted` (default: the images)."""
     mean = _gray(images if counted is None else counted).mean(dim=(1, 2, 3))
     mean = (mean + 0.5).floor().view(-1, 1, 1, 1)
     return _blend(mean, images, factors)
 
 
 def color(images: Tensor, factors: Tensor) -> Tensor:
-    """Move away from gray."""
+    """Blend with the grayscale image."""
     return _blend(_gray(images), images, factors)
 
 
 def sharpness(images: Tensor, factors: Tensor) -> Tensor:
-    """Move away from a smoothed image; the outermost pixels stay."""
+    """Blend with a smoothed image; the outermost pixels are not changed."""
     pixels = images.float()
     across = pixels[..., :-2] + pixels[..., 1:-1] + pixels[..., 2:]
     around = across[..., :-2, :] + across[..., 1:-1, :] + across[..., 2:, :]  # 3 x 3 pixels, summed
     smooth = pixels.clone()
-    # Each pixel counts five times, its eight neighbours once.
+    # Pillow's kernel: 5 at the centre and 1 for the eight neighbors, over 13.
     smooth[..., 1:-1, 1:-1] = around.add_(pixels[..., 1:-1, 1:-1], alpha=4).div_(13).add_(0.5).floor_()
     return _blend(smooth, images, factors)
 
@@ -102,6 +102,6 @@ def _gray(images: Tensor) -> Tensor:
     return ((weighted + 2**15) >> 16).float().unsqueeze(1)  # (batch, 1, height, width)
 
 
-def _blend(away_from: Tensor, images: Tensor, factors: Tensor) -> Tensor:
-    moved = images.float().sub_(away_from).mul_(factors.view(-1, 1, 1, 1)).add_(away_from)
-    return moved.clamp_(0, 255).to(torch.uint8)
+def _blend(other: Tensor, images: Tensor, factors: Tensor) -> Tensor:
+    blended = images.float().sub_(other).mul_(factors.view(-1, 1, 1, 1)).add_(other)
+    return blended.clamp_(0, 255).to(torch.uint8)

@@ -1,184 +1,140 @@
-"""Which operations of RandAugment (or of colour jitter) an image undergoes, and how strongly.
+"""Draws the operations of RandAugment, or of color jitter, and their arguments for each image.
 
-Spellings, operations and strengths are timm's, so that a published `--aa` means what it meant. All
-draws are pure functions of (seed, epoch, sample index).
+The syntax of `--aa`, the operations and their magnitudes are timm's, so that published settings mean the same
+here. Draws are pure functions of (seed, epoch, sample index).
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.config.schema import Data
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.augmentation.chance import uniforms
+from horovod_volo.core.rng import Purpose, uniforms_of_samples
+from horovod_volo.data.augmentation import operations as ops
+from horovod_volo.data.augmentation.operations import RAND_V1, Operation
 
-OPERATION_STREAM = 0x6F7065726174  # keeps this use of the seed apart from every other
 DRAWS_PER_LAYER = 6
 HIGHEST_LEVEL = 10.0
-UNIFORM_FROM_SPREAD = 100.0  # a larger mstd means: any magnitude up to m, all alike
-
-
-class Operation(IntEnum):
-    """What one layer does to an image."""
-
-    NONE = 0
-    AUTO_CONTRAST = 1
-    EQUALIZE = 2
-    INVERT = 3
-    ROTATE = 4  # argument: degrees, counter-clockwise
-    POSTERIZE = 5  # bits kept
-    SOLARIZE = 6  # threshold above which colours are inverted
-    SOLARIZE_ADD = 7  # what is added to colours below 128
-    COLOR = 8  # factor, as of the next three
-    CONTRAST = 9
-    BRIGHTNESS = 10
-    SHARPNESS = 11
-    SHEAR_X = 12  # pixels to the side per pixel down
-    SHEAR_Y = 13
-    TRANSLATE_X = 14  # share of the width
-    TRANSLATE_Y = 15
-
-
-GEOMETRIC = (
-    Operation.ROTATE,
-    Operation.SHEAR_X,
-    Operation.SHEAR_Y,
-    Operation.TRANSLATE_X,
-    Operation.TRANSLATE_Y,
-)
+UNIFORM_FROM_MSTD = 100.0  # a larger mstd means a uniform magnitude up to m, as in timm
 
 
 @dataclass(frozen=True)
 class RandAugment:
-    """The numbers of a spelling such as rand-m9-mstd0.5-inc1."""
+    """The parameters of a policy such as rand-m9-mstd0.5-inc1."""
 
     magnitude: float = 10.0
     layers: int = 2
     probability: float = 0.5
-    spread: float = 0.0
-    highest: float = HIGHEST_LEVEL
+    magnitude_std: float = 0.0
+    max_magnitude: float = HIGHEST_LEVEL
     increasing: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """The operations of a batch, in the order of application."""
+    """The operations drawn for a batch, in the order of application."""
 
-    kinds: NDArray[np.int64]  # (batch, layers) Operation
+    kinds: NDArray[np.int64]  # (batch, layers) numbers of operations, or NONE
     arguments: NDArray[np.float32]  # (batch, layers)
-    bicubic: NDArray[np.bool_]  # (batch, layers) how a geometric operation reads between pixels
+    bicubic: NDArray[np.bool_]  # (batch, layers) interpolation of a geometric operation; else bilinear
 
     @property
     def moving(self) -> NDArray[np.bool_]:
-        """Say which images are moved, not only recoloured, (batch,)."""
-        return np.asarray(np.isin(self.kinds, GEOMETRIC).any(axis=1))
+        """Return which images have a geometric operation, (batch,)."""
+        return np.asarray(np.isin(self.kinds, ops.GEOMETRIC).any(axis=1))
 
-    def of(self, place: int) -> Operations:
-        """Return those of one image alone."""
-        alone = slice(place, place + 1)
-        return Operations(self.kinds[alone], self.arguments[alone], self.bicubic[alone])
+    def of(self, position: int) -> Operations:
+        """Return those of one image of the batch."""
+        one = slice(position, position + 1)
+        return Operations(self.kinds[one], self.arguments[one], self.bicubic[one])
 
 
-def parse(spelling: str) -> RandAugment:
-    """Read timm's spelling; raise UserError where it says something else."""
-    first, *rest = spelling.split("-")
+def parse(policy: str) -> RandAugment:
+    """Parse timm's syntax; raise UserError where it is not understood."""
+    first, *rest = policy.split("-")
     if first != "rand":
-        raise UserError(f"--aa {spelling} is not known. Write RandAugment as rand-m9-mstd0.5-inc1.")
-    numbers = RandAugment()
+        raise UserError(f"--aa {policy} is not known. Write RandAugment as rand-m9-mstd0.5-inc1.")
+    parsed = RandAugment()
     for part in rest:
-        found = re.fullmatch(r"(mstd|mmax|inc|m|n|p)(\d+(?:\.\d+)?)", part)
-        if found is None:
+        match = re.fullmatch(r"(mstd|mmax|inc|m|n|p)(\d+(?:\.\d+)?)", part)
+        if match is None:
             raise UserError(
-                f"--aa {spelling}: {part!r} is not known. Known are m, n, p, mstd, mmax and inc with a "
+                f"--aa {policy}: {part!r} is not known. Known are m, n, p, mstd, mmax and inc with a "
                 "number each, as in rand-m9-n2-p0.5-mstd0.5-inc1."
             )
-        numbers = _with(numbers, found[1], float(found[2]))
-    return numbers
+        parsed = _with(parsed, match[1], float(match[2]))
+    return parsed
 
 
-def _with(numbers: RandAugment, key: str, value: float) -> RandAugment:
+def _with(parsed: RandAugment, key: str, value: float) -> RandAugment:
     match key:
         case "m":
-            return replace(numbers, magnitude=value)
+            return replace(parsed, magnitude=value)
         case "n":
-            return replace(numbers, layers=int(value))
+            return replace(parsed, layers=int(value))
         case "p":
-            return replace(numbers, probability=value)
+            return replace(parsed, probability=value)
         case "mstd":
-            return replace(numbers, spread=value)
+            return replace(parsed, magnitude_std=value)
         case "mmax":
-            return replace(numbers, highest=value or HIGHEST_LEVEL)
+            return replace(parsed, max_magnitude=value or HIGHEST_LEVEL)
         case _:
-            return replace(numbers, increasing=bool(value))
+            return replace(parsed, increasing=bool(value))
 
 
 def draw_operations(seed: int, epoch: int, indices: NDArray[np.int64], settings: Data) -> Operations:
-    """Draw what each image undergoes."""
+    """Draw the operations of each image."""
     if settings.aa:
-        return _rand_augment(seed, epoch, indices, parse(settings.aa), settings.train_interpolation)
+        return draw_rand_augment(seed, epoch, indices, parse(settings.aa), settings.train_interpolation)
     if settings.color_jitter:
-        return _color_jitter(seed, epoch, indices, settings.color_jitter)
+        return _draw_color_jitter(seed, epoch, indices, settings.color_jitter)
     nothing = np.zeros((len(indices), 0))
     return Operations(nothing.astype(np.int64), nothing.astype(np.float32), nothing.astype(np.bool_))
 
 
-def _rand_augment(
-    seed: int, epoch: int, indices: NDArray[np.int64], numbers: RandAugment, interpolation: str
+def draw_rand_augment(
+    seed: int,
+    epoch: int,
+    indices: NDArray[np.int64],
+    policy: RandAugment,
+    interpolation: str,
+    choices: Sequence[Operation] = RAND_V1,
 ) -> Operations:
-    chance = uniforms(OPERATION_STREAM, seed, epoch, indices, numbers.layers * DRAWS_PER_LAYER)
-    chosen, fired, angle, radius, sign, between = chance.reshape(
-        len(indices), numbers.layers, DRAWS_PER_LAYER
+    """Draw `policy.layers` operations for each image, each one of `choices` or NONE."""
+    draws = uniforms_of_samples(policy.layers * DRAWS_PER_LAYER, Purpose.RAND_AUGMENT, seed, epoch, indices)
+    chosen, applied, angle, radius, sign, filtering = draws.reshape(
+        len(indices), policy.layers, DRAWS_PER_LAYER
     ).transpose(2, 0, 1)  # (batch, layers) each
-    kinds = 1 + np.floor(chosen * (len(Operation) - 1)).astype(np.int64)
-    if numbers.spread > UNIFORM_FROM_SPREAD:
-        magnitude = numbers.magnitude * radius
-    else:  # a normal number out of two uniform ones
+    kinds = np.array(choices, dtype=np.int64)[np.floor(chosen * len(choices)).astype(np.int64)]
+    if policy.magnitude_std > UNIFORM_FROM_MSTD:
+        magnitude = policy.magnitude * radius
+    else:  # Box-Muller: a normal number from two uniform ones
         normal = np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * math.pi * angle)
-        magnitude = numbers.magnitude + numbers.spread * normal
-    level = magnitude.clip(0, numbers.highest) / HIGHEST_LEVEL
-    arguments = _arguments(kinds, level, np.where(sign < 0.5, -1.0, 1.0), numbers.increasing)
-    kinds = np.where(fired < numbers.probability, kinds, Operation.NONE)
-    bicubic = between < 0.5 if interpolation == "random" else np.full(kinds.shape, interpolation == "bicubic")
+        magnitude = policy.magnitude + policy.magnitude_std * normal
+    level = magnitude.clip(0, policy.max_magnitude) / HIGHEST_LEVEL
+    signs = np.where(sign < 0.5, -1.0, 1.0)
+    arguments = np.select(
+        [kinds == choice for choice in choices],
+        [choice.argument(level, signs, policy.increasing) for choice in choices],
+    )
+    kinds = np.where(applied < policy.probability, kinds, ops.NONE)
+    always = np.full(kinds.shape, interpolation == "bicubic")
+    bicubic = filtering < 0.5 if interpolation == "random" else always
     return Operations(kinds, arguments.astype(np.float32), bicubic)
 
 
-def _arguments(
-    kinds: NDArray[np.int64], level: NDArray[np.float64], sign: NDArray[np.float64], increasing: bool
-) -> NDArray[np.float64]:
-    bits = np.floor(4 * level)
-    threshold = np.minimum(256, np.floor(256 * level))
-    factor = 1.8 * level + 0.1
-    if increasing:
-        bits, threshold = 4 - bits, 256 - threshold
-        factor = np.maximum(0.1, 1 + sign * 0.9 * level)
-    amounts = {
-        Operation.ROTATE: sign * 30 * level,
-        Operation.POSTERIZE: bits.clip(0, 8),
-        Operation.SOLARIZE: threshold,
-        Operation.SOLARIZE_ADD: np.minimum(128, np.floor(110 * level)),
-        Operation.COLOR: factor,
-        Operation.CONTRAST: factor,
-        Operation.BRIGHTNESS: factor,
-        Operation.SHARPNESS: factor,
-        Operation.SHEAR_X: sign * 0.3 * level,
-        Operation.SHEAR_Y: sign * 0.3 * level,
-        Operation.TRANSLATE_X: sign * 0.45 * level,
-        Operation.TRANSLATE_Y: sign * 0.45 * level,
-    }
-    return np.select([kinds == kind for kind in amounts], list(amounts.values()), default=0.0)
-
-
-def _color_jitter(seed: int, epoch: int, indices: NDArray[np.int64], most: float) -> Operations:
-    """Change brightness, contrast and saturation, in random order."""
-    chance = uniforms(OPERATION_STREAM, seed, epoch, indices, 6)  # (batch, draws)
-    order = chance[:, :3].argsort(axis=1)
-    kinds = np.array([Operation.BRIGHTNESS, Operation.CONTRAST, Operation.COLOR])[order]  # (batch, 3)
-    low, high = max(0.0, 1 - most), 1 + most
-    factors = low + (high - low) * chance[:, 3:]
+def _draw_color_jitter(seed: int, epoch: int, indices: NDArray[np.int64], strength: float) -> Operations:
+    """Draw factors for brightness, contrast and saturation, and their order."""
+    draws = uniforms_of_samples(6, Purpose.COLOR_JITTER, seed, epoch, indices)  # (batch, 6)
+    order = draws[:, :3].argsort(axis=1)
+    kinds = np.array([ops.BRIGHTNESS, ops.CONTRAST, ops.COLOR], dtype=np.int64)[order]  # (batch, 3)
+    low, high = max(0.0, 1 - strength), 1 + strength
+    factors = low + (high - low) * draws[:, 3:]
     return Operations(kinds, factors.astype(np.float32), np.zeros(kinds.shape, dtype=np.bool_))

@@ -1,1 +1,1 @@
-"""Which images there are and where their bytes lie, whatever their format."""
+"""The catalog of images in class folders, tar, TFRecord or RecordIO shards."""

@@ -1,8 +1,9 @@
-"""Which images there are, what class each belongs to, and where its bytes lie.
+"""The catalog of a split: each image's class and the location of its bytes.
 
-A class's number is its place in `classes`: weights, label maps and the evaluation all rely on it, so the
-order here must never change. A catalog is listed once, by one rank, and kept in a file that all ranks read
-from: names and places stay in that file, so that the memory a rank needs does not grow with the images.
+One rank lists the images and writes the catalog file, which all ranks read. Names and locations stay in the
+file, so that a rank's memory does not grow with the number of images.
+
+Invariant: a class's number is its position in `classes`. Weights, label maps and evaluation depend on it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.images.catalog_file import Form, map_targets, read_facts, read_header, read_record
+from horovod_volo.data.images.catalog_file import Form, map_targets, read_header, read_metadata, read_record
 from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
 from horovod_volo.data.images.listing import list_images
 from horovod_volo.data.images.open_files import OpenFile, OpenFiles
@@ -33,29 +34,29 @@ class Catalog:
         header = read_header(file.descriptor)
         if header is None:
             raise ValueError("not a catalog")
-        facts = read_facts(file.descriptor, header)
-        self.path = path  # None: it lives in memory only
-        self.classes: tuple[str, ...] = tuple(facts["classes"])
+        metadata = read_metadata(file.descriptor, header)
+        self.path = path  # None: in memory only
+        self.classes: tuple[str, ...] = tuple(metadata["classes"])
         self.targets = map_targets(file.descriptor, header)  # (images,) int32
-        self.digest = header.digest  # the same digest: the same images in the same order
-        self.state = header.state  # of the split folder when it was listed
-        self.source: str = facts["source"]
+        self.digest = header.digest  # identifies the images and their order
+        self.state = header.state  # of the split folder at the time of listing
+        self.source: str = metadata["source"]
         self._file = file
         self._header = header
-        self._shards = [Path(self.source) / shard for shard in facts["shards"]]
+        self._shards = [Path(self.source) / shard for shard in metadata["shards"]]
         self._open_shards = OpenFiles(SHARDS_OPEN)
 
     def __len__(self) -> int:
         return self._header.images
 
     def name(self, index: int) -> str:
-        """Return "CLASS/FILE", which no other image has."""
+        """Return "CLASS/FILE", which is unique."""
         record = read_record(self._file.descriptor, self._header, index)
         name = os.fsdecode(self._file.read(record.name_start, record.name_length))
         return name if "/" in name else f"{self.classes[self.targets[index]]}/{name}"
 
     def location(self, index: int) -> str:
-        """Return where an image lies, in words for the user."""
+        """Return the file of an image, or its shard and bytes, for messages."""
         record = read_record(self._file.descriptor, self._header, index)
         if record.form == Form.FILE:
             return str(Path(self.source) / self.name(index))
@@ -63,7 +64,7 @@ class Catalog:
         return f"{self._shards[record.shard]}, bytes {record.offset} to {last} ({self.name(index)})"
 
     def read(self, index: int) -> NDArray[np.uint8]:
-        """Return an image's encoded bytes; raise BadSampleError where they cannot be had. Any thread may."""
+        """Return the encoded image; raise BadSampleError if it cannot be read. Thread-safe."""
         try:
             encoded = self._encoded(index)
         except FileNotFoundError:
@@ -77,13 +78,13 @@ class Catalog:
         return np.frombuffer(encoded, dtype=np.uint8)
 
     def close(self) -> None:
-        """Let go of the shards; the catalog's own file closes with the last reference to the catalog."""
+        """Close the shards; the catalog's own file is closed with the last reference to the catalog."""
         self._open_shards.clear()
 
     def _encoded(self, index: int) -> bytes:
         record = read_record(self._file.descriptor, self._header, index)
         if record.form == Form.FILE:
-            # As text: a Path keeps every name it has seen in the interpreter's table of strings.
+            # A string, because Path interns every name in the interpreter's table.
             with open(f"{self.source}/{self.name(index)}", "rb", buffering=0) as file:  # noqa: PTH123
                 return file.read()
         encoded = self._open_shards.get(self._shards[record.shard]).read(record.offset, record.length)
@@ -97,9 +98,9 @@ class Catalog:
 
 
 def build_catalog(data_dir: str, split: Split, folder: Path | None) -> Catalog:
-    """List the images of one split of `data_dir`, or find the list kept in `folder` if it still holds.
+    """List the images of one split of `data_dir`, or open the catalog in `folder` if it is up to date.
 
-    Without a folder nothing is written to disk.
+    Without a folder, the catalog is kept in memory.
     """
     try:
         images = find_split(data_dir, split)
@@ -107,26 +108,26 @@ def build_catalog(data_dir: str, split: Split, folder: Path | None) -> Catalog:
     except OSError as error:
         where = "" if folder is None else f" and keep the list in {folder}"
         raise UserError(
-            f"cannot list the images of {data_dir}{where}: {error}. Mend what is named, or name "
+            f"cannot list the images of {data_dir}{where}: {error}. Correct this, or choose "
             "another folder for the list with --catalog-dir."
         ) from error
 
 
 def open_catalog(path: Path, digest: str) -> Catalog:
-    """Open the catalog that another rank has made."""
+    """Open the catalog that another rank has written."""
     remedy = "--catalog-dir must name a folder that all hosts share."
-    catalog = _kept(path)
+    catalog = _open_if_valid(path)
     if catalog is None:
         raise UserError(
-            f"this host does not see the list of images {path} that another rank has made. {remedy}"
+            f"this host does not see the list of images {path} that another rank has written. {remedy}"
         )
     if catalog.digest != digest:
-        raise UserError(f"this host sees other images in {path} than the rank that has made it. {remedy}")
+        raise UserError(f"this host sees other images in {path} than the rank that has written it. {remedy}")
     return catalog
 
 
 def check_same_classes(train: Catalog, val: Catalog) -> None:
-    """Refuse splits whose classes differ: the same number would mean two classes."""
+    """Raise UserError if the classes of the splits differ, and with them the meaning of class numbers."""
     unknown = sorted(set(val.classes) - set(train.classes))
     missing = sorted(set(train.classes) - set(val.classes))
     if unknown:
@@ -154,16 +155,16 @@ def _in_memory(images: SplitFolder) -> Catalog:
 
 def _in_folder(images: SplitFolder, folder: Path, split: Split) -> Catalog:
     path = folder / f"{split}-{images.key}.catalog"
-    kept = _kept(path)
-    if kept is not None and kept.state == images.state:
-        return kept
+    existing = _open_if_valid(path)
+    if existing is not None and existing.state == images.state:
+        return existing
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         list_images(images, file.fileno())
     return Catalog(_open(path), path)
 
 
-def _kept(path: Path) -> Catalog | None:
+def _open_if_valid(path: Path) -> Catalog | None:
     try:
         return Catalog(_open(path), path)
     except (OSError, ValueError):

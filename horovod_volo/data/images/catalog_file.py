@@ -1,13 +1,13 @@
-"""The file that a catalog is kept in: its layout, how it is written and how it is opened.
+"""The layout of a catalog file, its writer and its readers.
 
-    header    fixed size: magic and version, number of images, places of the sections, digest, state
-    names     each image's name, ended by a zero byte
+    header    fixed size: magic and version, number of images, offsets of the sections, digest, state
+    names     the name of each image, terminated by a zero byte
     records   one RECORD for each image
-    targets   one int32 for each image, at a place that can be memory-mapped
-    facts     JSON: class names, shards, where the images lie
+    targets   one int32 for each image, aligned for memory-mapping
+    metadata  JSON: class names, shards, source folder
 
-Invariant: the header is written last, so a file without all the rest never passes for a catalog.
-Raise the version inside MAGIC with any change of layout: older files are then made anew.
+Invariant: the header is written last, so an incomplete file is never taken for a catalog. Every change of the
+layout increments the version inside MAGIC; files of older versions are then written again.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ MAPPING_UNIT = 65536  # a multiple of every page size in use
 
 
 class Form(IntEnum):
-    """How an image's bytes are found."""
+    """How the bytes of an image are stored."""
 
-    FILE = 0  # a file of its own
-    BYTES = 1  # a range of bytes of a shard
-    PARTS = 2  # such a range holds a RecordIO record in several parts
+    FILE = 0  # as a file
+    BYTES = 1  # as a range of bytes of a shard
+    PARTS = 2  # as a range that is a RecordIO record in several parts
 
 
 class CatalogEntry(NamedTuple):
-    """What the file says about one image besides its class; the fields of RECORD."""
+    """The fields of RECORD: what is stored for one image besides its class."""
 
     name_start: int
     offset: int
@@ -63,9 +63,9 @@ class CatalogEntry(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some neighbouring images on their way into the file; one number stands for all of them."""
+    """Consecutive images to be written; a single number applies to all of them."""
 
-    labels: int | Sequence[int]  # become class numbers at the end
+    labels: int | Sequence[int]  # `finish` maps them to class numbers
     names: Sequence[str]  # FILE, or CLASS/FILE where CLASS is not the class's name
     shard: int = 0
     offsets: int | Sequence[int] = 0
@@ -75,20 +75,20 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """Where what lies, and what the catalog was made of."""
+    """The header: offsets of the sections, and what identifies the contents."""
 
     images: int
     names_at: int
     records_at: int
     targets_at: int
-    facts_at: int
+    metadata_at: int
     size: int
     digest: str
-    state: str  # of the images' source when it was listed
+    state: str  # of the source at the time of listing
 
 
 class CatalogWriter:
-    """Writes a catalog into an open, empty file; besides names, 32 bytes an image are held meanwhile."""
+    """Writes a catalog into an open, empty file; it needs 32 bytes of memory for each image."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -98,7 +98,7 @@ class CatalogWriter:
         self._labels: list[NDArray[np.int32]] = []
 
     def add(self, rows: Rows) -> None:
-        """Write the names of some images and keep their records for later."""
+        """Write the names of images; their records are written by `finish`."""
         names = [os.fsencode(name) for name in rows.names]
         records = np.zeros(len(names), dtype=RECORD_FIELDS)
         lengths = np.fromiter(map(len, names), dtype=np.int64, count=len(names))
@@ -115,7 +115,7 @@ class CatalogWriter:
     def finish(
         self, classes: Sequence[str], numbers: Sequence[int], shards: Sequence[str], source: str, state: str
     ) -> None:
-        """Write the rest; the images of label i are of class numbers[i]."""
+        """Write the other sections and the header; images of label i have class numbers[i]."""
         images = sum(map(len, self._records))
         records_at = self._position
         for records in self._records:
@@ -125,15 +125,15 @@ class CatalogWriter:
         lookup = np.array(numbers, dtype="<i4")
         for labels in self._labels:
             self._write(lookup[labels].tobytes(), digested=True)
-        facts_at = self._position
+        metadata_at = self._position
         self._digest.update(json.dumps(classes).encode())
-        facts = {"classes": list(classes), "shards": list(shards), "source": source}
-        self._write(json.dumps(facts).encode(), digested=False)
-        places = (images, HEADER.size, records_at, targets_at, facts_at, self._position)
-        os.fsync(self._descriptor)  # whatever happens, no header without the rest
+        metadata = {"classes": list(classes), "shards": list(shards), "source": source}
+        self._write(json.dumps(metadata).encode(), digested=False)
+        header = (images, HEADER.size, records_at, targets_at, metadata_at, self._position)
+        os.fsync(self._descriptor)  # the other sections reach the disk before the header
         os.pwrite(
             self._descriptor,
-            HEADER.pack(MAGIC, *places, self._digest.digest(), bytes.fromhex(state)),
+            HEADER.pack(MAGIC, *header, self._digest.digest(), bytes.fromhex(state)),
             0,
         )
         os.fsync(self._descriptor)
@@ -149,27 +149,27 @@ class CatalogWriter:
 
 
 def read_header(descriptor: int) -> Header | None:
-    """Return the header of an open catalog; None if it is none, or one of another version, or cut short."""
+    """Return the header of an open catalog; None for another kind of file, version or length."""
     data = os.pread(descriptor, HEADER.size, 0)
     if len(data) < HEADER.size or not data.startswith(MAGIC):
         return None
-    _, images, names_at, records_at, targets_at, facts_at, size, digest, state = HEADER.unpack(data)
+    _, images, names_at, records_at, targets_at, metadata_at, size, digest, state = HEADER.unpack(data)
     header = Header(
-        images, names_at, records_at, targets_at, facts_at, size, digest=digest.hex(), state=state.hex()
+        images, names_at, records_at, targets_at, metadata_at, size, digest=digest.hex(), state=state.hex()
     )
     return header if os.fstat(descriptor).st_size == header.size else None
 
 
-def read_facts(descriptor: int, header: Header) -> dict[str, Any]:
+def read_metadata(descriptor: int, header: Header) -> dict[str, Any]:
     """Return class names, shards and source."""
-    facts: dict[str, Any] = json.loads(
-        read_at(descriptor, header.facts_at, header.size - header.facts_at).decode()
+    metadata: dict[str, Any] = json.loads(
+        read_at(descriptor, header.metadata_at, header.size - header.metadata_at).decode()
     )
-    return facts
+    return metadata
 
 
 def read_record(descriptor: int, header: Header, index: int) -> CatalogEntry:
-    """Return what the file says about one image."""
+    """Return the record of one image."""
     return CatalogEntry(
         *RECORD.unpack(os.pread(descriptor, RECORD.size, header.records_at + index * RECORD.size))
     )

@@ -1,4 +1,4 @@
-"""List a tree of class folders: CLASS/IMAGE; folders below a class folder are not read."""
+"""Lists class folders, CLASS/IMAGE; subfolders of a class folder are ignored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from horovod_volo.data.images.split_folder import shortened
 
 
 def list_folders(root: Path, classes: tuple[str, ...], add: Callable[[Rows], None]) -> None:
-    """Add the images of each class, one class after the other, sorted by name."""
+    """Add the images of all classes in order, each class sorted by name."""
     empty = []
     for number, name in enumerate(classes):
         files = _image_names(root / name)
@@ -34,6 +34,6 @@ def _image_names(folder: Path) -> list[str]:
             entry.name
             for entry in entries
             if entry.name.lower().endswith(IMAGE_ENDINGS)
-            and not entry.name.startswith(".")  # "._name.jpg" is what other systems leave beside name.jpg
+            and not entry.name.startswith(".")  # macOS writes "._name.jpg" beside name.jpg
             and entry.is_file()
         )

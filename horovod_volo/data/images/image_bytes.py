@@ -1,4 +1,4 @@
-"""What tells that a file or some bytes are an image, without decoding them."""
+"""Recognises image files by name or by their first bytes, without decoding."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _ENDING_OF_START = {
     b"BM": ".bmp",
     b"II*\0": ".tif",
     b"MM\0*": ".tif",
-    b"GIF8": ".gif",  # decoders take it under whatever name it lies
+    b"GIF8": ".gif",  # decoders accept it under any name
 }
-START_BYTES = 12  # enough to tell
+START_BYTES = 12  # enough for `ending_of`
 
 
 def ending_of(start: bytes) -> str:
-    """Return the usual name ending of image bytes by how they start; empty: they are no image."""
+    """Return the usual file name extension for an image's first bytes; empty if they are not an image."""
     if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
         return ".webp"
     return next((ending for bytes_, ending in _ENDING_OF_START.items() if start.startswith(bytes_)), "")

@@ -1,4 +1,4 @@
-"""List the images of a split, whatever their format, into a catalog's file."""
+"""Lists the images of a split, in any format, into a catalog file."""
 
 from __future__ import annotations
 
@@ -33,66 +33,66 @@ def list_images(images: SplitFolder, descriptor: int) -> None:
         list_folders(images.root, images.parts, writer.add)
         classes, numbers, shards = images.parts, list(range(len(images.parts))), tuple[str, ...]()
     else:
-        written = _written_classes(images)
-        labels = _list_shards(images, written, writer)
-        classes, numbers = _numbered(labels, written, images.root)
+        class_names = _read_class_names(images)
+        labels = _list_shards(images, class_names, writer)
+        classes, numbers = _numbered(labels, class_names, images.root)
         shards = images.parts
     writer.finish(classes, numbers, shards, str(images.root), images.state)
 
 
-def _list_shards(images: SplitFolder, written: tuple[str, ...], writer: CatalogWriter) -> list[Label]:
-    """Add all samples; return the labels in the order of the numbers they were added under."""
+def _list_shards(images: SplitFolder, class_names: tuple[str, ...], writer: CatalogWriter) -> list[Label]:
+    """Add all samples; return the labels, whose positions are the numbers passed to the writer."""
     number_of: dict[Label, int] = {}
     hashes: list[NDArray[np.int64]] = []
-    for place, shard in enumerate(images.parts):
-        samples = _named(images, shard, written)
-        while some := list(islice(samples, SAMPLES_AT_A_TIME)):
-            labels, names, offsets, lengths, forms = zip(*some, strict=True)
+    for shard_number, shard in enumerate(images.parts):
+        samples = _named(images, shard, class_names)
+        while chunk := list(islice(samples, SAMPLES_AT_A_TIME)):
+            labels, names, offsets, lengths, forms = zip(*chunk, strict=True)
             numbers = [number_of.setdefault(label, len(number_of)) for label in labels]
-            writer.add(Rows(numbers, names, place, offsets, lengths, forms))
-            hashes.append(np.fromiter((hash(_name(sample)) for sample in some), np.int64, len(some)))
+            writer.add(Rows(numbers, names, shard_number, offsets, lengths, forms))
+            hashes.append(np.fromiter((hash(_name(sample)) for sample in chunk), np.int64, len(chunk)))
     if not hashes:
         raise UserError(f"no images in {images.root}: {shortened(images.parts)} hold none. Make them again.")
-    _check_unique(images, written, np.concatenate(hashes))
+    _check_unique(images, class_names, np.concatenate(hashes))
     return list(number_of)
 
 
-def _named(images: SplitFolder, shard: str, written: tuple[str, ...]) -> Iterator[ShardSample]:
-    """Yield a shard's samples with classes by name where they have names."""
+def _named(images: SplitFolder, shard: str, class_names: tuple[str, ...]) -> Iterator[ShardSample]:
+    """Yield the samples of a shard, with class names instead of numbers where classes.txt gives them."""
     for sample in _READERS[images.format](images.root / shard):
         label = sample.label
-        if written:
-            if not isinstance(label, int) or label >= len(written):
+        if class_names:
+            if not isinstance(label, int) or label >= len(class_names):
                 raise UserError(
                     f"{sample.name} in {images.root / shard} is of class {label}, but {CLASSES_FILE} has "
-                    f"{len(written)} lines, numbered from 0. Mend {CLASSES_FILE}."
+                    f"{len(class_names)} lines, numbered from 0. Mend {CLASSES_FILE}."
                 )
-            label = written[label]
+            label = class_names[label]
         yield sample._replace(label=label, name=sample.name.removeprefix(f"{label}/"))
 
 
 def _name(sample: ShardSample) -> str:
-    """Return the name that the catalog gives a sample."""
+    """Return the sample's name in the catalog."""
     return sample.name if "/" in sample.name else f"{sample.label}/{sample.name}"
 
 
-def _check_unique(images: SplitFolder, written: tuple[str, ...], hashes: NDArray[np.int64]) -> None:
-    found, counts = np.unique(hashes, return_counts=True)
-    twice = set(found[counts > 1].tolist())
+def _check_unique(images: SplitFolder, class_names: tuple[str, ...], hashes: NDArray[np.int64]) -> None:
+    unique, counts = np.unique(hashes, return_counts=True)
+    repeated = set(unique[counts > 1].tolist())
     shard_of: dict[str, str] = {}
-    for shard in images.parts if twice else ():
-        for name in map(_name, _named(images, shard, written)):
+    for shard in images.parts if repeated else ():
+        for name in map(_name, _named(images, shard, class_names)):
             if name in shard_of:
                 raise UserError(
                     f"{images.root} has two images named {name}, in {shard_of[name]} and in {shard}. "
-                    "Label maps are found by name: make the shards again with names of their own."
+                    "Label maps are found by name: make the shards again with unique names."
                 )
-            if hash(name) in twice:
+            if hash(name) in repeated:
                 shard_of[name] = shard
 
 
-def _written_classes(images: SplitFolder) -> tuple[str, ...]:
-    """Return the classes that lie beside tar shards, one a line; empty if none do."""
+def _read_class_names(images: SplitFolder) -> tuple[str, ...]:
+    """Return the classes in classes.txt beside tar shards; empty without such a file."""
     path = images.root / CLASSES_FILE
     if images.format != "tar" or not path.is_file():
         return ()
@@ -101,13 +101,13 @@ def _written_classes(images: SplitFolder) -> tuple[str, ...]:
         sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     )
     if repeated:
-        raise UserError(
-            f"{path} names classes twice: {shortened(repeated)}. Give each class a name of its own."
-        )
+        raise UserError(f"{path} names classes twice: {shortened(repeated)}. Give each class another name.")
     return names
 
 
-def _numbered(labels: list[Label], written: tuple[str, ...], root: Path) -> tuple[tuple[str, ...], list[int]]:
+def _numbered(
+    labels: list[Label], class_names: tuple[str, ...], root: Path
+) -> tuple[tuple[str, ...], list[int]]:
     """Return the class names, and the class number of each label."""
     names = [label for label in labels if isinstance(label, str)]
     numbers = [label for label in labels if isinstance(label, int)]
@@ -117,9 +117,9 @@ def _numbered(labels: list[Label], written: tuple[str, ...], root: Path) -> tupl
             f"({numbers[0]}). Make the shards with one of them."
         )
     if names:
-        classes = written or tuple(sorted(names))
-        place_of = {name: place for place, name in enumerate(classes)}
-        return classes, [place_of[name] for name in names]
-    digits = len(str(max(numbers)))  # sorts as text as they sort as numbers
-    order = np.argsort(np.argsort(numbers))  # each label's place among the sorted ones
+        classes = class_names or tuple(sorted(names))
+        number_of = {name: number for number, name in enumerate(classes)}
+        return classes, [number_of[name] for name in names]
+    digits = len(str(max(numbers)))  # zero-padded: the text order is the numeric order
+    order = np.argsort(np.argsort(numbers))  # the position of each label in sorted order
     return tuple(f"{number:0{digits}d}" for number in sorted(numbers)), order.tolist()

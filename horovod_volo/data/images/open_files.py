@@ -1,7 +1,7 @@
-"""Files kept open for reading at any place, by any thread.
+"""A cache of open files, read at any offset by any thread.
 
-Invariant: a descriptor is closed when the last reader lets go of its file, never before, so an
-eviction cannot close a file under another thread's read.
+Invariant: a descriptor is closed with the last reference to its file, so that an eviction cannot close a file
+which another thread is reading.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 
 class OpenFile:
-    """One open descriptor, closed with the last reference to it."""
+    """An open file descriptor, closed with the last reference."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return the bytes at a place; fewer than `length` only where the file ends."""
+        """Return `length` bytes from `offset`; fewer only at the end of the file."""
         return read_at(self.descriptor, offset, length)
 
     def __del__(self) -> None:
@@ -27,7 +27,7 @@ class OpenFile:
 
 
 class OpenFiles:
-    """The files read last, open."""
+    """The most recently used files, kept open."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -35,32 +35,32 @@ class OpenFiles:
         self._lock = threading.Lock()
 
     def get(self, path: Path) -> OpenFile:
-        """Return the file, open; raise OSError where that fails."""
+        """Open the file, or return it from the cache; raise OSError if that fails."""
         with self._lock:
             file = self._files.get(path)
             if file is not None:
                 self._files.move_to_end(path)
                 return file
-        file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # may take long: not under the lock
+        file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))  # can be slow, so not under the lock
         with self._lock:
-            file = self._files.setdefault(path, file)  # another thread may have been faster
+            file = self._files.setdefault(path, file)  # another thread may have opened it meanwhile
             while len(self._files) > self._limit:
                 self._files.popitem(last=False)
         return file
 
     def clear(self) -> None:
-        """Let go of all files."""
+        """Drop all files."""
         with self._lock:
             self._files.clear()
 
 
 def read_at(descriptor: int, offset: int, length: int) -> bytes:
-    """Return the bytes at a place; fewer than `length` only where the file ends."""
+    """Return `length` bytes from `offset`; fewer only at the end of the file."""
     data = os.pread(descriptor, length, offset)
     if len(data) in (0, length):
         return data
     parts = [data]
-    while data and length > (got := sum(map(len, parts))):  # a file system may give less than asked for
+    while data and length > (got := sum(map(len, parts))):  # a file system may return fewer bytes
         data = os.pread(descriptor, length - got, offset + got)
         parts.append(data)
     return b"".join(parts)

@@ -1,8 +1,8 @@
-"""Read what a RecordIO shard (.rec) of MXNet holds.
+"""Reads MXNet's RecordIO shards (.rec).
 
-A record: magic, a word of 3 bits (which part) and 29 bits (length), the bytes, padding to 4. Where a
-record's own bytes hold the magic at a multiple of 4, the writer has cut it there and left the magic out:
-then it comes in parts, the first, middle and last of which are marked. A record is a header and an image.
+A record is: magic, a word of 3 bits (part mark) and 29 bits (length), the content, padding to 4 bytes. Where
+the content has the magic at a multiple of 4, the writer splits it there and omits the magic; the parts are
+marked as first, middle and last. The content is a header and an encoded image.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from pathlib import Path
 from horovod_volo.data.images.catalog_file import Form
 from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.images.shard_sample import ShardSample, damaged, placed_records, wrong_index
+from horovod_volo.data.images.shard_sample import ShardSample, damaged, record_ranges, wrong_index
 
 MAGIC = 0xCED7230A
 _PART = struct.Struct("<II")
-_HEADER = struct.Struct("<IfQQ")  # number of further labels, label, two numbers of the image
+_HEADER = struct.Struct("<IfQQ")  # number of additional labels, label, two image ids
 _LABEL = struct.Struct("<f")
 _LENGTH_BITS = 29
-_MANTISSA_BITS = 24  # whole numbers a float holds exactly
+_MANTISSA_BITS = 24  # integers below 2**24 are exact in float32
 _WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
-_ENOUGH = 128  # bytes of a record that tell label and kind of most images
+_START_OF_CONTENT = 128  # bytes that contain label and image signature of most records
 
 
 def recordio_samples(shard: Path) -> Iterator[ShardSample]:
-    """Yield the images of a shard, in its order; a first record that holds no image is left out."""
+    """Yield the images of a shard in order; a first record without an image is skipped."""
     file = OpenFile(os.open(shard, os.O_RDONLY | os.O_CLOEXEC))
     stem = shard.name.split(".")[0]
     for number, (start, end) in enumerate(_records(file, shard)):
@@ -38,7 +38,7 @@ def recordio_samples(shard: Path) -> Iterator[ShardSample]:
         content = (
             _joined(file.read(start, end - start))
             if in_parts
-            else file.read(content_at, min(length, _ENOUGH))
+            else file.read(content_at, min(length, _START_OF_CONTENT))
         )
         try:
             label, image_at = _label(content)
@@ -56,27 +56,27 @@ def recordio_samples(shard: Path) -> Iterator[ShardSample]:
 
 
 def image_of_parts(record: bytes) -> bytes:
-    """Return the image in a record that comes in parts; raise ValueError where they do not fit together."""
+    """Return the image of a record in several parts; raise ValueError if the parts do not match."""
     content = _joined(record)
     return content[_label(content)[1] :]
 
 
 def _label(content: bytes) -> tuple[int, int]:
-    """Return the class number, and where the image begins."""
+    """Return the class number and the offset of the image."""
     if len(content) < _HEADER.size:
         raise ValueError("has no label")
-    further, label, _, _ = _HEADER.unpack_from(content)
-    if further:  # labels stand behind the header, the first of them is the class
+    additional, label, _, _ = _HEADER.unpack_from(content)
+    if additional:  # additional labels follow the header; the first one is the class
         if len(content) < _HEADER.size + _LABEL.size:
             raise ValueError("has no label")
         (label,) = _LABEL.unpack_from(content, _HEADER.size)
     if not (label >= 0 and label.is_integer() and label < 2**_MANTISSA_BITS):
         raise ValueError(f"has {label}, not the number of a class,")
-    return int(label), _HEADER.size + _LABEL.size * further
+    return int(label), _HEADER.size + _LABEL.size * additional
 
 
 def _joined(record: bytes) -> bytes:
-    """Put the parts of a record together."""
+    """Join the parts of a record."""
     parts = []
     position = 0
     while True:
@@ -91,13 +91,13 @@ def _joined(record: bytes) -> bytes:
 
 
 def _records(file: OpenFile, shard: Path) -> Iterator[tuple[int, int]]:
-    """Return where each record, with all its parts, starts and ends."""
+    """Yield start and end of each record, with all its parts."""
     size = os.fstat(file.descriptor).st_size
-    return placed_records(shard, size, _indexed_starts, lambda start: _end(file, start, size))
+    return record_ranges(shard, size, _indexed_starts, lambda start: _end(file, start, size))
 
 
 def _end(file: OpenFile, start: int, size: int) -> int:
-    """Return where the record that starts here ends, padding included."""
+    """Return the end of the record at `start`, padding included."""
     position, mark = start, _FIRST
     while mark not in (_WHOLE, _LAST):
         mark, length = _part(file.read(position, _PART.size))
@@ -124,8 +124,8 @@ def _padded(length: int) -> int:
 
 
 def _indexed_starts(index: Path) -> list[int]:
-    """Return the starts of records that an index lists, "NUMBER<tab>START" a line, in the shard's order."""
+    """Return the sorted record offsets of an index, whose lines are "NUMBER<tab>START"."""
     try:
         return sorted(int(line.split("\t")[1]) for line in index.read_text().splitlines() if line.strip())
     except (ValueError, IndexError):
-        raise wrong_index(index, "has a line that is not a number, a tab and a place") from None
+        raise wrong_index(index, "has a line that is not a number, a tab and an offset") from None

@@ -1,4 +1,4 @@
-"""What a shard's reader says about one image in it, and what it says where the shard is damaged."""
+"""What the readers of the shard formats share: the sample, the walk over records, and errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog_file import Form
 from horovod_volo.data.images.split_folder import index_beside
 
-Label = int | str  # a class's number, or its name
+Label = int | str  # class number or name
 
 
 class ShardSample(NamedTuple):
@@ -23,12 +23,12 @@ class ShardSample(NamedTuple):
     form: Form = Form.BYTES
 
 
-def placed_records(
+def record_ranges(
     shard: Path, size: int, starts_in: Callable[[Path], Iterable[int]], end_of: Callable[[int], int]
 ) -> Iterator[tuple[int, int]]:
-    """Yield where each record starts and ends: as the index beside lists them, or else one after the other.
+    """Yield start and end of each record, from the shard's index if it has one, else sequentially.
 
-    `end_of` raises ValueError where no whole record starts.
+    `end_of` returns the end of the record at an offset; it raises ValueError without a complete record.
     """
     index = index_beside(shard)
     if index.is_file():
@@ -49,12 +49,12 @@ def placed_records(
 
 
 def damaged(shard: Path, what: str) -> UserError:
-    """Word what is wrong with a shard, with the remedy."""
+    """Return the error for a damaged shard, with the remedy."""
     return UserError(f"{shard} {what}. Copy this shard again, or make it anew.")
 
 
 def wrong_index(index: Path, what: str) -> UserError:
-    """Word what is wrong with a shard's index, with the remedy."""
+    """Return the error for an index that does not match its shard, with the remedy."""
     return UserError(
         f"{index} {what}. Make this index again for the shard beside it, or remove it: without an index the "
         "shard is searched through."

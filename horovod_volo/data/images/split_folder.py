@@ -1,7 +1,7 @@
-"""Where the images of a split lie, in which format, and whether they are still the same.
+"""Finds the folder and the format of a split, and a digest of its state.
 
-The state stands for what lies there without opening it: names and times of the class folders, or names,
-sizes and times of the shards and what lies beside them.
+The state changes with the contents, but is computed without opening files: from the names and modification
+times of the class folders, or the names, sizes and modification times of the shards and their indices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Split = Literal["train", "val"]
 Format = Literal["folder", "tar", "tfrecord", "recordio"]
 
 FOLDER_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation")}
-CLASSES_FILE = "classes.txt"  # beside tar shards: a class a line
+CLASSES_FILE = "classes.txt"  # beside tar shards: one class name a line
 NAMES_SHOWN = 8
 _SHARD_NAMES: dict[Format, re.Pattern[str]] = {
     "tar": re.compile(r".*\.tar"),
@@ -32,7 +32,7 @@ _SHARD_NAMES: dict[Format, re.Pattern[str]] = {
 
 @dataclass(frozen=True)
 class SplitFolder:
-    """The images of one split, not listed yet."""
+    """One split on disk, before its images are listed."""
 
     root: Path
     format: Format
@@ -41,12 +41,12 @@ class SplitFolder:
 
     @property
     def key(self) -> str:
-        """Return a short name that splits in other places do not have."""
+        """Return a short name that is unique to this folder."""
         return hashlib.sha256(os.fsencode(self.root)).hexdigest()[:12]
 
 
 def find_split(data_dir: str, split: Split) -> SplitFolder:
-    """Tell where the images of a split of `data_dir` lie; raise UserError where there are none."""
+    """Find one split of `data_dir`; raise UserError if it has no images."""
     root = _split_root(data_dir, split)
     folders, files = _visible(root)
     found: dict[Format, list[str]] = {
@@ -74,13 +74,13 @@ def find_split(data_dir: str, split: Split) -> SplitFolder:
 
 
 def index_beside(shard: Path) -> Path:
-    """Return where a shard's index lies, if it has one."""
+    """Return the path of a shard's index, which need not exist."""
     known_ending = any(shard.name.endswith(ending) for ending in (".tar", ".tfrecord", ".rec"))
     return shard.with_suffix(".idx") if known_ending else shard.with_name(f"{shard.name}.idx")
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Write the first of many names."""
+    """Join names for a message; of many, only the first."""
     rest = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -104,7 +104,7 @@ def _split_root(data_dir: str, split: Split) -> Path:
 
 
 def _visible(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of folders and of files."""
+    """Return the names of the folders and the files that are not hidden."""
     with os.scandir(folder) as entries:
         visible = [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
     return [name for name, is_dir in visible if is_dir], [name for name, is_dir in visible if not is_dir]

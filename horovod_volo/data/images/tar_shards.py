@@ -1,7 +1,7 @@
-"""Read what a tar shard in WebDataset layout holds: KEY.jpg (or another image) and KEY.cls, side by side.
+"""Reads tar shards in WebDataset layout: KEY.jpg (or another image) followed or preceded by KEY.cls.
 
-A member's key goes up to the first dot of its file name. An index beside the shard, "v1.2 N" and then for
-each sample the ending, offset, size and name of its members, spares searching through it.
+The key is the file name up to its first dot. With an index beside it, the shard is not searched: DALI's
+format, "v1.2 N" and one line for each sample with extension, offset, size and name of its members.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LARGEST_CLASS = 2**31 - 1
 
 
 class Member(NamedTuple):
-    """One file in a tar file; what it holds starts at `offset`, right after its header."""
+    """One file in a tar file; its content starts at `offset`, after its header."""
 
     name: str
     offset: int
@@ -32,7 +32,7 @@ class Member(NamedTuple):
 
 
 def tar_samples(shard: Path) -> Iterator[ShardSample]:
-    """Yield the images of a shard, in its order."""
+    """Yield the images of a shard in order."""
     index = index_beside(shard)
     file = OpenFile(os.open(shard, os.O_RDONLY | os.O_CLOEXEC))
     members = _indexed(file, index) if index.is_file() else _searched(shard)
@@ -59,7 +59,7 @@ def tar_samples(shard: Path) -> Iterator[ShardSample]:
 
 
 def _name(member: str) -> str:
-    """Keep a member's own name, and the folder right above it."""
+    """Return a member's file name with its parent folder."""
     return "/".join(member.removeprefix("./").split("/")[-2:])
 
 
@@ -75,7 +75,7 @@ def _searched(shard: Path) -> Iterator[Member]:
     try:
         with tarfile.open(shard, mode="r:") as tar:
             while (found := tar.next()) is not None:
-                tar.members = []  # type: ignore[attr-defined]  # it would keep them all
+                tar.members = []  # type: ignore[attr-defined]  # it would hold every member in memory
                 if found.isfile():
                     yield Member(found.name, found.offset_data, found.size)
     except (tarfile.TarError, OSError) as error:
@@ -106,6 +106,6 @@ def _indexed(file: OpenFile, index: Path) -> Iterator[Member]:
 
 def _follows_its_header(file: OpenFile, member: Member) -> bool:
     header = file.read(member.offset - BLOCK_BYTES, BLOCK_BYTES) if member.offset >= BLOCK_BYTES else b""
-    named = header[:_NAME_BYTES].rstrip(b"\0")  # of a long name the beginning or the end
+    named = header[:_NAME_BYTES].rstrip(b"\0")  # a long name is truncated at its start or end
     name = os.fsencode(member.name)
     return header[_MAGIC] == b"ustar" and bool(named) and (name.startswith(named) or name.endswith(named))

@@ -1,8 +1,8 @@
-"""Read what a TFRecord shard in ImageNet's layout holds.
+"""Reads TFRecord shards in ImageNet's layout.
 
-A record: its length, a checksum of the length, an Example, a checksum of it. An Example is a protocol
-buffer, a map from feature names to lists of values. Only what leads to the class, the name and the place of
-the image is read, never the image: checking the second checksum would mean to read all images at start.
+A record is: its length, a checksum of the length, an Example, a checksum of the Example. An Example is a
+protocol buffer that maps feature names to lists of values. Only class, name and offset of the image are read.
+The second checksum is not verified, because that would read all images at start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.images.shard_sample import Label, ShardSample, damaged, placed_records, wrong_index
+from horovod_volo.data.images.shard_sample import Label, ShardSample, damaged, record_ranges, wrong_index
 
 _IMAGE, _LABEL, _CLASS, _NAME = (
     b"image/encoded",
@@ -24,14 +24,14 @@ _IMAGE, _LABEL, _CLASS, _NAME = (
 )
 _LENGTH = struct.Struct("<QI")  # of the Example, and the checksum of these 8 bytes
 _CHECKSUM_BYTES = 4
-_WINDOW_BYTES = 2048  # read at a time; holds all of most Examples but the image
+_WINDOW_BYTES = 2048  # read at once; enough for most Examples without their image
 _LARGEST_LABEL = 2**31 - 1
 
-Place = tuple[int, int]  # where bytes start in a file, and how many they are
+Range = tuple[int, int]  # offset and length in a file
 
 
 def tfrecord_samples(shard: Path) -> Iterator[ShardSample]:
-    """Yield the images of a shard, in its order."""
+    """Yield the images of a shard in order."""
     file = OpenFile(os.open(shard, os.O_RDONLY | os.O_CLOEXEC))
     window = _Window(file)
     stem = shard.name.split(".")[0]
@@ -49,7 +49,7 @@ def tfrecord_samples(shard: Path) -> Iterator[ShardSample]:
 
 
 def masked_checksum(data: bytes) -> int:
-    """Return TFRecord's checksum of some bytes: a CRC-32C, turned and shifted."""
+    """Return TFRecord's checksum: a CRC-32C, rotated and offset."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)
@@ -59,18 +59,18 @@ def masked_checksum(data: bytes) -> int:
 
 def _crc_of_byte(byte: int) -> int:
     for _ in range(8):
-        byte = (byte >> 1) ^ (0x82F63B78 if byte & 1 else 0)  # Castagnoli's polynomial, mirrored
+        byte = (byte >> 1) ^ (0x82F63B78 if byte & 1 else 0)  # Castagnoli's polynomial, bit-reversed
     return byte
 
 
 _CRC_TABLE = [_crc_of_byte(byte) for byte in range(256)]
 
 
-def _examples(file: OpenFile, shard: Path) -> Iterator[Place]:
-    """Return where the Examples of a shard lie."""
+def _examples(file: OpenFile, shard: Path) -> Iterator[Range]:
+    """Yield the ranges of the Examples of a shard."""
     size = os.fstat(file.descriptor).st_size
     around = _LENGTH.size + _CHECKSUM_BYTES
-    records = placed_records(
+    records = record_ranges(
         shard, size, _indexed_starts, lambda start: start + around + _length(file, start, size)
     )
     return ((start + _LENGTH.size, end - start - around) for start, end in records)
@@ -89,16 +89,16 @@ def _length(file: OpenFile, start: int, size: int) -> int:
 
 
 def _indexed_starts(index: Path) -> list[int]:
-    """Return the starts of the records that an index lists, "START SIZE" a line, in the shard's order."""
+    """Return the sorted record offsets of an index, whose lines are "START SIZE"."""
     try:
         lines = [line.split() for line in index.read_text().splitlines() if line.strip()]
         return [start for start, _ in sorted((int(start), int(size)) for start, size in lines)]
     except ValueError:
-        raise wrong_index(index, "has a line that is not a place and a size") from None
+        raise wrong_index(index, "has a line that is not an offset and a size") from None
 
 
 class _Window:
-    """A file, read in pieces that hold several small fields."""
+    """Buffered reads of a file: one read serves several small fields."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file = file
@@ -106,14 +106,14 @@ class _Window:
         self._data = b""
 
     def read(self, start: int, length: int) -> bytes:
-        """Return the bytes at a place."""
+        """Return `length` bytes from `start`."""
         at = start - self._start
         if at < 0 or at + length > len(self._data):
             self._start, self._data, at = start, self._file.read(start, max(length, _WINDOW_BYTES)), 0
         return self._data[at : at + length]
 
     def varint(self, start: int, end: int) -> tuple[int, int]:
-        """Return a number of variable length, and where it ends."""
+        """Return a varint and its end."""
         value = shift = 0
         while start < end and shift < 64:
             (byte,) = self.read(start, 1)
@@ -125,8 +125,8 @@ class _Window:
         raise ValueError("a number is cut short")
 
 
-def _fields(window: _Window, start: int, end: int) -> Iterator[tuple[int, Place]]:
-    """Yield number and place of the fields of a message."""
+def _fields(window: _Window, start: int, end: int) -> Iterator[tuple[int, Range]]:
+    """Yield number and range of each field of a message."""
     while start < end:
         tag, start = window.varint(start, end)
         match tag & 7:
@@ -146,16 +146,16 @@ def _fields(window: _Window, start: int, end: int) -> Iterator[tuple[int, Place]
         start += length
 
 
-def _field(window: _Window, place: Place, number: int) -> Place:
-    """Return the first field of a number; empty where a message has none."""
-    start, length = place
+def _field(window: _Window, range_: Range, number: int) -> Range:
+    """Return the range of the first field with a number; empty if the message has none."""
+    start, length = range_
     fields = _fields(window, start, start + length)
     return next((found for number_, found in fields if number_ == number), (start, 0))
 
 
-def _features(window: _Window, start: int, end: int) -> dict[bytes, Place]:
-    """Return the first value of each feature that matters: Example.features.feature[NAME]."""
-    found: dict[bytes, Place] = {}
+def _features(window: _Window, start: int, end: int) -> dict[bytes, Range]:
+    """Return the range of the first value of each feature in use: Example.features.feature[NAME]."""
+    found: dict[bytes, Range] = {}
     features_start, features_length = _field(window, (start, end - start), 1)
     for _, entry in _fields(window, features_start, features_start + features_length):
         name = window.read(*_field(window, entry, 1))
@@ -166,8 +166,8 @@ def _features(window: _Window, start: int, end: int) -> dict[bytes, Place]:
     return found
 
 
-def _label(window: _Window, features: dict[bytes, Place]) -> Label:
-    """Return the name of an image's class, or else its number."""
+def _label(window: _Window, features: dict[bytes, Range]) -> Label:
+    """Return the class name of an image if it has one, else its class number."""
     if name := window.read(*features[_CLASS]) if _CLASS in features else b"":
         return name.decode()
     start, length = features[_LABEL]

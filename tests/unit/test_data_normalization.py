@@ -14,12 +14,12 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config, Data, Model, Run
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import EvalLoader, TrainLoader
-from horovod_volo.data.pipeline import IMAGENET_COLOURS, Colours
+from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION, Normalization
 from horovod_volo.engine.context import Images, build_loaders
 
 SIDE = 32
 CPU = torch.device("cpu")
-OTHERS = Colours((0.5, 0.25, 0.0), (0.5, 0.125, 1.0))
+OTHERS = Normalization((0.5, 0.25, 0.0), (0.5, 0.125, 1.0))
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def batch_of(folder: Path, split: str, **colours: Any) -> torch.Tensor:
     return batch.images
 
 
-def normalised(images: torch.Tensor, colours: Colours) -> torch.Tensor:
+def normalised(images: torch.Tensor, colours: Normalization) -> torch.Tensor:
     """Normalise anew what was normalised with ImageNet's colours."""
     shown = torch.from_numpy(unnormalised(images)) / 255
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in colours)
@@ -56,8 +56,8 @@ def normalised(images: torch.Tensor, colours: Colours) -> torch.Tensor:
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_stream_shows_the_colours_that_are_asked_for(folder: Path, split: str) -> None:
-    usual, others = batch_of(folder, split), batch_of(folder, split, colours=OTHERS)
-    assert torch.equal(usual, batch_of(folder, split, colours=IMAGENET_COLOURS))
+    usual, others = batch_of(folder, split), batch_of(folder, split, normalization=OTHERS)
+    assert torch.equal(usual, batch_of(folder, split, normalization=IMAGENET_NORMALIZATION))
     torch.testing.assert_close(others.double(), normalised(usual, OTHERS).double(), atol=1e-5, rtol=1e-5)
     assert (others - usual).abs().mean() > 0.1
 
@@ -72,6 +72,6 @@ def test_a_run_shows_its_networks_colours(folder: Path, model: str, half: bool) 
     (trained,), (evaluated,) = train.batches(0, 0), held_out
     train.close()
     held_out.close()
-    colours = Colours((0.5,) * 3, (0.5,) * 3) if half else IMAGENET_COLOURS
-    assert torch.equal(evaluated.images, batch_of(folder, "val", colours=colours))
-    assert torch.equal(trained.images, batch_of(folder, "train", colours=colours))
+    colours = Normalization((0.5,) * 3, (0.5,) * 3) if half else IMAGENET_NORMALIZATION
+    assert torch.equal(evaluated.images, batch_of(folder, "val", normalization=colours))
+    assert torch.equal(trained.images, batch_of(folder, "train", normalization=colours))

@@ -25,7 +25,7 @@ def folder(tmp_path):
 
 def opened(folder, batch=2):
     catalog = build_catalog(str(folder), "train", None)
-    images = TeacherImages(catalog, side=SIDE, batch=batch, device=torch.device("cpu"), threads=2)
+    images = TeacherImages(catalog, image_size=SIDE, batch=batch, device=torch.device("cpu"), threads=2)
     return closing(images)
 
 

@@ -1,0 +1,168 @@
+"""The table of augmentation operations: name, argument for a magnitude, function and kind of each.
+
+Invariant: an operation's number and the contents and order of a published list such as RAND_V1 never change.
+A new operation gets a new number and appears in a new list only, so existing runs draw what they drew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from horovod_volo.data.augmentation import color_ops, geometric_ops
+
+Floats = NDArray[np.float64]
+Argument = Callable[[Floats, Floats, bool], Floats]  # (level from 0 to 1, sign -1 or 1, increasing)
+
+
+class Kind(Enum):
+    """What an operation does, and so what its function is given besides the images."""
+
+    GEOMETRIC = auto()  # moves pixels: (images, matrices, shape, bicubic=)
+    COLOR = auto()  # maps pixels: (images, arguments)
+    HISTOGRAM = auto()  # maps pixels by an image's statistics: (images, arguments, images to count)
+
+
+class Operation(int):
+    """One entry of the table; as an integer, the number that stands for it in a drawn batch."""
+
+    name: str  # timm's
+    kind: Kind
+    argument: Argument
+    function: Callable[..., Tensor]
+    matrices: geometric_ops.Matrices | None  # of a geometric operation
+    neighbors: int  # pixels that the function reads on each side of a pixel
+
+    def __new__(
+        cls,
+        number: int,
+        name: str,
+        kind: Kind,
+        argument: Argument,
+        function: Callable[..., Tensor],
+        *,
+        matrices: geometric_ops.Matrices | None = None,
+        neighbors: int = 0,
+    ) -> Self:
+        """Make an entry; it is not in the table yet."""
+        entry = super().__new__(cls, number)
+        entry.name, entry.kind, entry.argument, entry.function = name, kind, argument, function
+        entry.matrices, entry.neighbors = matrices, neighbors
+        return entry
+
+
+def _no_argument(level: Floats, sign: Floats, increasing: bool) -> Floats:  # noqa: ARG001
+    return np.zeros_like(level)
+
+
+def _bits(level: Floats, sign: Floats, increasing: bool) -> Floats:  # noqa: ARG001
+    bits = np.floor(4 * level)
+    return (4 - bits if increasing else bits).clip(0, 8)
+
+
+def _threshold(level: Floats, sign: Floats, increasing: bool) -> Floats:  # noqa: ARG001
+    threshold = np.minimum(256, np.floor(256 * level))
+    return 256 - threshold if increasing else threshold
+
+
+def _amount(level: Floats, sign: Floats, increasing: bool) -> Floats:  # noqa: ARG001
+    return np.minimum(128, np.floor(110 * level))
+
+
+def _factor(level: Floats, sign: Floats, increasing: bool) -> Floats:
+    return np.maximum(0.1, 1 + sign * 0.9 * level) if increasing else 1.8 * level + 0.1
+
+
+def _signed(largest: float) -> Argument:
+    return lambda level, sign, increasing: sign * largest * level  # noqa: ARG005
+
+
+_degrees, _shear, _translation = _signed(30), _signed(0.3), _signed(0.45)
+
+NONE = 0
+AUTO_CONTRAST = Operation(1, "AutoContrast", Kind.HISTOGRAM, _no_argument, color_ops.auto_contrast)
+EQUALIZE = Operation(2, "Equalize", Kind.HISTOGRAM, _no_argument, color_ops.equalize)
+INVERT = Operation(3, "Invert", Kind.COLOR, _no_argument, color_ops.invert)
+ROTATE = Operation(
+    4, "Rotate", Kind.GEOMETRIC, _degrees, geometric_ops.rotate, matrices=geometric_ops.rotations
+)
+POSTERIZE = Operation(5, "Posterize", Kind.COLOR, _bits, color_ops.posterize)
+SOLARIZE = Operation(6, "Solarize", Kind.COLOR, _threshold, color_ops.solarize)
+SOLARIZE_ADD = Operation(7, "SolarizeAdd", Kind.COLOR, _amount, color_ops.solarize_add)
+COLOR = Operation(8, "Color", Kind.COLOR, _factor, color_ops.color)
+CONTRAST = Operation(9, "Contrast", Kind.HISTOGRAM, _factor, color_ops.contrast)
+BRIGHTNESS = Operation(10, "Brightness", Kind.COLOR, _factor, color_ops.brightness)
+SHARPNESS = Operation(11, "Sharpness", Kind.COLOR, _factor, color_ops.sharpness, neighbors=1)
+SHEAR_X = Operation(
+    12, "ShearX", Kind.GEOMETRIC, _shear, geometric_ops.move_rows, matrices=geometric_ops.shears_x
+)
+SHEAR_Y = Operation(
+    13, "ShearY", Kind.GEOMETRIC, _shear, geometric_ops.move_columns, matrices=geometric_ops.shears_y
+)
+TRANSLATE_X = Operation(
+    14,
+    "TranslateXRel",
+    Kind.GEOMETRIC,
+    _translation,
+    geometric_ops.move_rows,
+    matrices=geometric_ops.translations_x,
+)
+TRANSLATE_Y = Operation(
+    15,
+    "TranslateYRel",
+    Kind.GEOMETRIC,
+    _translation,
+    geometric_ops.move_columns,
+    matrices=geometric_ops.translations_y,
+)
+
+# RandAugment as timm has it and as the published runs used it. Draws are indices into this list.
+RAND_V1 = (
+    AUTO_CONTRAST,
+    EQUALIZE,
+    INVERT,
+    ROTATE,
+    POSTERIZE,
+    SOLARIZE,
+    SOLARIZE_ADD,
+    COLOR,
+    CONTRAST,
+    BRIGHTNESS,
+    SHARPNESS,
+    SHEAR_X,
+    SHEAR_Y,
+    TRANSLATE_X,
+    TRANSLATE_Y,
+)
+OPERATIONS: dict[int, Operation] = {int(operation): operation for operation in RAND_V1}  # by number
+
+
+def of_kind(kind: Kind) -> tuple[Operation, ...]:
+    """Return the operations of one kind."""
+    return tuple(operation for operation in OPERATIONS.values() if operation.kind is kind)
+
+
+GEOMETRIC = of_kind(Kind.GEOMETRIC)
+HISTOGRAM = of_kind(Kind.HISTOGRAM)
+
+
+def source_matrices(
+    kinds: NDArray[np.int64], arguments: NDArray[np.float32], sizes: NDArray[Any]
+) -> NDArray[np.float64]:
+    """Return the matrix of one operation for each image, (batch, 2, 3).
+
+    `kinds` and `arguments` are (batch,), `sizes` (batch, 2) height and width. An operation that is not
+    geometric has the identity.
+    """
+    matrices = np.tile(np.eye(2, 3), (len(kinds), 1, 1))
+    for number in set(kinds.tolist()) - {NONE}:
+        make = OPERATIONS[number].matrices
+        if make is not None:
+            rows = kinds == number
+            matrices[rows] = make(arguments[rows].astype(np.float64), sizes[rows, ::-1].astype(np.float64))
+    return matrices
