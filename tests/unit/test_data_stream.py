@@ -58,7 +58,7 @@ def assert_same(batches, others):
     for a, b in zip(batches, others, strict=True):
         assert (a.indices == b.indices).all()
         assert torch.equal(a.images, b.images)
-        assert torch.equal(a.classes, b.classes)
+        assert torch.equal(a.labels.classes, b.labels.classes)
 
 
 def test_batches_carry_images_with_their_classes(open_stream, folder):
@@ -93,8 +93,8 @@ def test_ranks_share_a_step_without_changing_it(open_stream):
 
 @pytest.mark.parametrize("first_step", [1, 2, 3])
 def test_an_epoch_resumed_is_the_rest_of_it(open_stream, first_step):
-    whole = list(open_stream(accumulation=2, vflip=0.5).passes(3, 0))
-    rest = list(open_stream(accumulation=2, vflip=0.5).passes(3, first_step))
+    whole = list(open_stream(accumulation=2, vflip=0.5).batches(3, 0))
+    rest = list(open_stream(accumulation=2, vflip=0.5).batches(3, first_step))
     assert len(rest) == 6 - 2 * first_step
     assert_same(rest, whole[2 * first_step :])
 
@@ -118,7 +118,7 @@ def test_an_epoch_that_another_ended_refuses_to_go_on(open_stream):
     older, newer = stream.batches(0, 0), stream.batches(1, 0)
     next(older)
     first = next(newer)
-    with pytest.raises(RuntimeError, match="a later run began"):
+    with pytest.raises(RuntimeError, match="a later one began"):
         next(older)
     rest = list(newer)
     assert_same([first, *rest], list(stream.batches(1, 0)))
@@ -216,7 +216,7 @@ def test_closing_ends_every_thread(open_stream):
         stream.close()  # once more does no harm
     assert {thread.ident for thread in threading.enumerate()} <= before
     assert threads_of_process() <= native_before
-    with pytest.raises(RuntimeError, match="the stream was closed"):
+    with pytest.raises(RuntimeError, match="the loader was closed"):
         next(left_open)
 
 
