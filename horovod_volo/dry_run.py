@@ -150,7 +150,7 @@ def _activation_bytes(model: torch.nn.Module, config: Config) -> float:
     with torch.random.fork_rng(devices=[]), _saved_bytes(list(model.parameters())) as saved:
         torch.manual_seed(config.run.seed)
         training_forward(model)(images, lambda tokens: tokens)
-    width = 1.0 if config.exchange.precision == "fp32" else 0.5
+    width = 1.0 if config.model.precision == "fp32" else 0.5
     return width * saved[0] / batch
 
 

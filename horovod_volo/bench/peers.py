@@ -71,7 +71,7 @@ def _assert_same_losses(form: str, config: Config) -> None:
     ours.close()
     wanted = torch.tensor([float(peer.step()) for _ in range(_COMPARED_STEPS)])
     what = f"the losses of {_COMPARED_STEPS} steps ({form})"
-    assert_agree(what, found, wanted, _TOLERANCES[config.exchange.precision])
+    assert_agree(what, found, wanted, _TOLERANCES[config.model.precision])
 
 
 def _compare(form: str, config: Config, pairs: int) -> list[Figure]:

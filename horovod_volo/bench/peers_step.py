@@ -107,8 +107,8 @@ def _step(model: nn.Module, loss: Callable[[], Tensor], config: Config, device: 
         {"params": others, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.update.lr)
-    lower = _LOWER.get(config.exchange.precision)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.exchange.precision == "fp16")
+    lower = _LOWER.get(config.model.precision)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.model.precision == "fp16")
 
     def step() -> Tensor:
         optimizer.zero_grad()

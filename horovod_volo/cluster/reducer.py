@@ -54,6 +54,7 @@ class Reducer:
         settings: Exchange,
         *,
         passes: int,
+        loss_is_scaled: bool = False,
     ) -> None:
         parameters = dict(model.named_parameters())
         self.buckets = lay_out(parameters, settings, ranks=world.size, parts=self._parts(world))
@@ -66,7 +67,7 @@ class Reducer:
             world.size,
             like=self.buckets[0].gradients,
             # Gradients of a scaled loss fit fp16, and their overflow must stay visible to the scaler.
-            adaptive=compressed and settings.precision != "fp16",
+            adaptive=compressed and not loss_is_scaled,
         )
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         # One message for all that is averaged besides gradients.

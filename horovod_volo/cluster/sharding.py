@@ -26,10 +26,18 @@ SCALAR = "step"  # the one key of an optimizer's state that has a single value f
 class ShardedReducer(Reducer):
     """A reducer of which every rank keeps one share."""
 
-    def __init__(self, model: nn.Module, world: World, settings: Exchange, *, passes: int) -> None:
-        super().__init__(model, world, settings, passes=passes)
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        settings: Exchange,
+        *,
+        passes: int,
+        loss_is_scaled: bool = False,
+    ) -> None:
+        super().__init__(model, world, settings, passes=passes, loss_is_scaled=loss_is_scaled)
         # Without a loss scale no step is skipped, and nothing is to be agreed on.
-        self._agree = self._spread_overflow if settings.precision == "fp16" else lambda: None
+        self._agree = self._spread_overflow if loss_is_scaled else lambda: None
 
     def _parts(self, world: World) -> int:
         return world.size

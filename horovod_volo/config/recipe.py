@@ -16,6 +16,9 @@ from horovod_volo.core.errors import UserError
 
 RECIPES = Path(__file__).parent / "recipes"
 
+# Where a key of an older recipe stands now: it is read from both tables.
+_MOVED = {("exchange", "precision"): "model"}
+
 
 def recipe_names() -> list[str]:
     """Names of the recipes that come with the package."""
@@ -55,13 +58,20 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
         if group == "published":
             chosen[group] = _published(table, path)
             continue
-        known = {setting.name: setting for setting in settings if setting.group == group}
         for key, value in table.items():
-            if key not in known:
+            home = _MOVED.get((group, key), group)
+            setting = next((entry for entry in settings if (entry.group, entry.name) == (home, key)), None)
+            if setting is None:
                 raise UserError(
                     f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key, settings)}"
                 )
-            chosen[key] = values.checked(known[key], value, f"Recipe {path}: {group}.{key}")
+            if home != group:
+                chosen["warnings"] = (
+                    f"recipe {path}: {key} belongs to [{home}] now, no longer to [{group}]",
+                )
+                if key in tables.get(home, {}):
+                    continue
+            chosen[key] = values.checked(setting, value, f"Recipe {path}: {group}.{key}")
     # A recipe from before that setting means what it meant: only its peak is scaled.
     if {"lr_base", "min_lr", "warmup_lr"} & chosen.keys():
         chosen.setdefault("lr_base_size", 0)

@@ -60,6 +60,11 @@ class Model:
     img_size: int = setting(224, "side of the square training and evaluation images, pixels", at_least=32)
     num_classes: int = setting(0, "classes; 0: as many as the training set has folders", at_least=0)
     drop_path: float = setting(0.0, "stochastic depth rate of the last block", at_least=0.0, below=1.0)
+    precision: Literal["fp32", "bf16", "fp16"] = setting(
+        "fp32",
+        "arithmetic of forward and backward; weights stay fp32",
+        shorthands={"--apex-amp": "fp16", "--native-amp": "fp16", "--amp": "fp16"},
+    )
     grad_checkpoint: bool = setting(
         False, "keep no activations inside blocks, compute them again in backward: slower, far less memory"
     )
@@ -246,13 +251,8 @@ class Update:
 
 @dataclass(frozen=True)
 class Exchange:
-    """precision and gradient exchange"""
+    """gradient exchange"""
 
-    precision: Literal["fp32", "bf16", "fp16"] = setting(
-        "fp32",
-        "arithmetic of forward and backward; weights stay fp32",
-        shorthands={"--apex-amp": "fp16", "--native-amp": "fp16", "--amp": "fp16"},
-    )
     compression: Literal["none", "fp16"] = setting("fp16", "form of gradients on the wire")
     bucket_mib: float = setting(25.0, "size of a gradient bucket, MiB", at_least=0.001)
     last_bucket_mib: float = setting(
@@ -280,9 +280,10 @@ class Config:
     update: Update = field(default_factory=Update)
     exchange: Exchange = field(default_factory=Exchange)
     published: Published = field(default_factory=Published)
+    warnings: tuple[str, ...] = field(default=(), compare=False)  # shown at the start; not part of a recipe
 
 
 def group_types() -> dict[str, type]:
     """The groups of settings by name, in the order they are shown."""
-    groups = [group.name for group in fields(Config) if group.name != "published"]
+    groups = [group.name for group in fields(Config) if group.name not in ("published", "warnings")]
     return {name: type(getattr(Config(), name)) for name in groups}

@@ -149,7 +149,7 @@ def token_label_side(config: Config) -> int:
 
 def notes(config: Config) -> list[str]:
     """What a user should know about settings that are missing, taken otherwise than typed, or act later."""
-    found = []
+    found = list(config.warnings)
     if missing := _missing(config):
         listed = " and ".join(part for part in (", ".join(missing[:-1]), missing[-1]) if part)
         top1 = f"{config.published.top1:.1f} % top-1" if config.published.top1 else "accuracy"

@@ -111,7 +111,9 @@ def assemble(chosen: Mapping[str, Any], *, fallback_name: str) -> Config:
     if not groups["run"].name:
         name = Path(fallback_name).stem if fallback_name else groups["model"].model
         groups["run"] = type(groups["run"])(**{**vars(groups["run"]), "name": name})
-    return Config(**groups, published=chosen.get("published", Published()))
+    return Config(
+        **groups, published=chosen.get("published", Published()), warnings=chosen.get("warnings", ())
+    )
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:

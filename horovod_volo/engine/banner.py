@@ -102,4 +102,4 @@ def length_line(derived: Derived) -> str:
 def exchange_line(config: Config, buckets: int) -> str:
     """Tell the arithmetic and the form of gradients on the wire."""
     wire = {"none": "as they are", "fp16": "in fp16"}[config.exchange.compression]
-    return f"{config.exchange.precision}; gradients travel {wire} in {buckets} buckets"
+    return f"{config.model.precision}; gradients travel {wire} in {buckets} buckets"

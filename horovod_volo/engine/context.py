@@ -156,7 +156,7 @@ def build_context(
         clip=_clip(config, state),
         lr=_schedule(config, derived),
         mix=_mixes(config, world),
-        autocast=autocast(config.exchange.precision, resources.device),
+        autocast=autocast(config.model.precision, resources.device),
         stop=stop,
         logger=logger,
     )

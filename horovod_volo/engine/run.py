@@ -68,7 +68,7 @@ def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext
     if images.label_maps is not None:
         remarks = geometry_remark(config.objective.token_label_data, images.label_maps) + remarks
     found = notes(config) + batch_notes(config, derived, len(images.train))
-    return context, found + remarks_on(config.exchange.precision, resources.device) + remarks
+    return context, found + remarks_on(config.model.precision, resources.device) + remarks
 
 
 def _check_files(config: Config) -> None:

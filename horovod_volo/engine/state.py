@@ -100,7 +100,7 @@ def build_state(
         )
         remarks = [f"weights from {finetune}", *which, *taken]
     model.to(device).train()
-    remarks += mend_convolutions(model, config.exchange.precision, device)
+    remarks += mend_convolutions(model, config.model.precision, device)
     reducer = _reducer(config, world, model)
     groups = parameter_groups(
         dict(model.named_parameters()),
@@ -116,11 +116,17 @@ def build_state(
         if update.ema_decay
         else NoAverage()
     )
-    scaler = torch.amp.GradScaler(device.type, enabled=config.exchange.precision == "fp16")
+    scaler = torch.amp.GradScaler(device.type, enabled=config.model.precision == "fp16")
     keys = STATE_KEYS[update.opt]
     return TrainState(model, reducer, optimizer, keys, average, scaler), remarks
 
 
 def _reducer(config: Config, world: World, model: nn.Module) -> Reducer:
     kind = ShardedReducer if config.update.shard_optimizer else Reducer
-    return kind(model, world, config.exchange, passes=config.update.accumulation)
+    return kind(
+        model,
+        world,
+        config.exchange,
+        passes=config.update.accumulation,
+        loss_is_scaled=config.model.precision == "fp16",
+    )

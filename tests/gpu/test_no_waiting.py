@@ -93,7 +93,7 @@ def test_fp16_compression_does_not_wait(
     monkeypatch.setattr("horovod_volo.cluster.compression._on_host", lambda _: False)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(device)
     world = World(size=2, ring=LocalCollectives())  # what it sums stays as it is
-    settings = Exchange(precision="bf16", compression="fp16", bucket_mib=0.01)
+    settings = Exchange(compression="fp16", bucket_mib=0.01)
     reducer = Reducer(model, world, settings, passes=passes)
     images = torch.randn(16, 64, device=device)
 

@@ -52,9 +52,8 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
     if asked.double:
         model, images = model.double(), images.double()
     overflows = asked.overflow_on >= 0
-    precision = "fp16" if overflows else "fp32"  # what asks for a loss scale
-    settings = Exchange(precision=precision, compression=asked.compression, bucket_mib=0.5)
-    reducer = kind(model, world, settings, passes=asked.passes)
+    settings = Exchange(compression=asked.compression, bucket_mib=0.5)
+    reducer = kind(model, world, settings, passes=asked.passes, loss_is_scaled=overflows)
     groups = parameter_groups(
         dict(model.named_parameters()),
         reducer.local_parameters,

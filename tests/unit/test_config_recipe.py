@@ -69,6 +69,25 @@ def test_the_packages_recipes_load_and_agree_with_themselves(name: str) -> None:
     assert load_recipe(name) == load_recipe(str(RECIPES / f"{name}.toml")) != {}
 
 
+@pytest.mark.parametrize("table", ["model", "exchange"])
+def test_precision_is_read_from_its_table_and_from_the_one_it_was_in(table: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, f'[{table}]\nprecision = "bf16"\n')
+    config = parse(["--recipe", recipe]).config
+    assert config.model.precision == "bf16"
+    moved = [f"recipe {recipe}: precision belongs to [model] now, no longer to [exchange]"]
+    assert notes(config) == (moved if table == "exchange" else [])
+    # Written again it stands in its own table, and there is nothing to warn of.
+    written = dump(config)
+    assert written.index("[model]") < written.index('precision = "bf16"') < written.index("[data]")
+    assert notes(parse(["--recipe", recipe_of(tmp_path, written)]).config) == []
+
+
+def test_of_a_key_in_both_tables_the_one_in_its_own_counts(tmp_path: Path) -> None:
+    tables = ['[model]\nprecision = "bf16"\n', '[exchange]\nprecision = "fp16"\n']
+    for text in ("".join(tables), "".join(reversed(tables))):
+        assert parse(["--recipe", recipe_of(tmp_path, text)]).config.model.precision == "bf16"
+
+
 # What a recipe was published with
 
 

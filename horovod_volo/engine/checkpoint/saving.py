@@ -123,7 +123,7 @@ def checkpoint_facts(config: Config, derived: Derived, train: Catalog) -> dict[s
         "block_shuffle": config.data.block_shuffle,
         "shuffle_window": config.data.shuffle_window,
         "global_batch": derived.global_batch,
-        "precision": config.exchange.precision,
+        "precision": config.model.precision,
         "averaged": bool(config.update.ema_decay),
         "ema_warmup": config.update.ema_warmup,
         "aux_head": trains_aux_head(config),
