@@ -16,7 +16,7 @@ from horovod_volo.cluster.reducer import lay_out
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import notes, trains_aux_head, uses_tokens
+from horovod_volo.config.validation import notes, trains_aux_head
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
     batch_line,
@@ -25,10 +25,12 @@ from horovod_volo.engine.banner import (
     fact_lines,
     length_line,
     rate_line,
+    token_size_warnings,
 )
-from horovod_volo.models.build import build_model, check_model, training_forward
+from horovod_volo.models.build import build_model, training_forward
 from horovod_volo.models.weights import TIMM
-from horovod_volo.optim.build import STATE_KEYS
+from horovod_volo.optim.build import optimizer_spec
+from horovod_volo.plugins import check_names, load_plugins
 
 # Taken where the data is on another machine: name, images, classes.
 _IMAGENET_1K = ("ImageNet-1K", 1_281_167, 1_000)
@@ -62,8 +64,9 @@ def dry_run(config: Config, ranks: int) -> str:
 
 def need_of(config: Config) -> Need:
     """Count the images and measure the network, which is built without memory for its weights."""
+    load_plugins(config.run.plugin)
     settings = config.model
-    check_model(settings.model, img_size=settings.img_size, tokens=uses_tokens(config))
+    check_names(config)
     images, classes, remarks = _images(config)
     with torch.device("meta"):
         model = build_model(
@@ -106,7 +109,12 @@ def describe(config: Config, ranks: int, need: Need) -> str:
         "exchange": f"{wire_bytes / _MIB:.0f} MiB of gradients a step; "
         f"{(ranks - 1) / ranks * (wire_bytes + back_bytes) / _MIB:.0f} MiB through each rank's link",
     }
-    remarks = [*notes(config), *batch_notes(config, derived, need.images), *need.remarks]
+    remarks = [
+        *notes(config),
+        *token_size_warnings(config),
+        *batch_notes(config, derived, need.images),
+        *need.remarks,
+    ]
     return f"{dump(config)}\n{fact_lines(facts, remarks)}"
 
 
@@ -118,7 +126,7 @@ def _wire_bytes(bucket: Bucket, config: Config) -> int:
 def state_bytes(config: Config, ranks: int) -> float:
     """Return what one rank holds for each parameter: weight, gradient, optimizer's state, averaged weight."""
     update = config.update
-    averages = [key for key in STATE_KEYS[update.opt] if key != "step"]  # which is one number
+    averages = [key for key in optimizer_spec(update.opt).state_keys if key != "step"]  # which is one number
     state = float(len(averages) * _FP32)
     if update.shard_optimizer:
         state = (state + _FP32) / ranks  # and a copy of the gradients of its share

@@ -17,7 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from horovod_volo.config.arguments import Parser, add_binding, add_choice_of_weights, whole_number
+from horovod_volo.config.arguments import (
+    Parser,
+    add_binding,
+    add_choice_of_weights,
+    add_plugins,
+    whole_number,
+)
 from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,7 +59,9 @@ def _measure(chosen: argparse.Namespace, world: World) -> int:
     from horovod_volo.core.messages import list_problems
     from horovod_volo.evaluation.accuracy import EvalRequest, check_writable, measure_accuracy
     from horovod_volo.monitor.pace import ThroughputLine
+    from horovod_volo.plugins import load_plugins
 
+    world.run_on_all_ranks(partial(load_plugins, ",".join(chosen.plugin)))
     question = EvalRequest(
         data_dir=chosen.data_dir,
         weights=chosen.weights,
@@ -169,6 +177,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a run folder, a checkpoint, a file, or timm:NAME for the weights that timm publishes",
     )
     add("--model", default="", metavar="NAME", help="the network; default: as SOURCE tells, a file does not")
+    add_plugins(parser)
     add_choice_of_weights(parser)
     add("--img-size", type=whole_number(1), default=0, metavar="N", help="default: as it was trained")
     add("--crop-pct", type=_share, default=0.0, metavar="X", help="default: the network's own")

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from horovod_volo.bench.agreement import WrongResultError
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.config.schema import Data
-from horovod_volo.config.validation import OUTPUT_STRIDE
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.objective.roi_weights import roi_weights
 
 SEED = 0
+TOKEN_STRIDE = 16  # pixels per token side, of VOLO and LV-ViT
 # Aspects, width over height, and the share of images that have them; the rest lie between 1 : 2 and 2 : 1.
 ASPECTS = ((4 / 3, 0.70), (3 / 4, 0.14), (1.0, 0.04))
 LONGER_SIDE = 500  # pixels, the median
@@ -29,7 +29,7 @@ def measure(*, images: int, img_size: int, cells: int, map_geometry: str) -> Res
     """Measure one training crop of each of so many images."""
     geometry = MapGeometry.parse(map_geometry)
     sizes = drawn_sizes(images)
-    tokens = img_size // OUTPUT_STRIDE
+    tokens = img_size // TOKEN_STRIDE
     plan = draw_crops(SEED, 0, np.arange(images), sizes, Data())
     covered = geometry.covered(sizes)
     crops = plan.fractions(sizes, covered)  # as fractions of what the maps cover
@@ -43,7 +43,7 @@ def measure(*, images: int, img_size: int, cells: int, map_geometry: str) -> Res
             Figure(f"read as {read_as}: mean error", float(distance.mean()), "px"),
             Figure(
                 f"read as {read_as}: tokens off by more than one",
-                100 * float((distance > OUTPUT_STRIDE).mean()),
+                100 * float((distance > TOKEN_STRIDE).mean()),
                 "%",
             ),
         ]
@@ -53,7 +53,7 @@ def measure(*, images: int, img_size: int, cells: int, map_geometry: str) -> Res
     figures.append(Figure("tokens beyond the map, which read its edge", 100 * float(outside.mean()), "%"))
     # Between the map's edge and the middle of its outermost cell there is nothing to interpolate with.
     half_cell = 0.5 / cells / crops[:, 2:, None] * img_size
-    if (errors[geometry] - half_cell)[~beyond].max() > OUTPUT_STRIDE:
+    if (errors[geometry] - half_cell)[~beyond].max() > TOKEN_STRIDE:
         raise WrongResultError(f"A token on a map of {geometry} reads more than one token beside its pixels.")
     return Result(
         "map_geometry",

@@ -17,9 +17,9 @@ from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import checked_config, losses_of, random_batch, step_of, synthetic_job
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import token_label_side
 from horovod_volo.data.loader import Batch
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.models.build import tokens_per_side
 from horovod_volo.objective.mixtoken import NO_BOX, Box
 
 CLASSES = 1000
@@ -105,6 +105,6 @@ def _sides(form: str, config: Config) -> tuple[TrainContext, Batch, Peer]:
 
 def _average_box(config: Config) -> Box:
     """Return the one box that both sides mix, or none where tokens are not mixed."""
-    side = token_label_side(config)
+    side = tokens_per_side(config.model.model, config.model.img_size)
     half = side // 2
     return Box(top=0, left=0, height=half, width=half, grid=side) if config.objective.mix_token else NO_BOX

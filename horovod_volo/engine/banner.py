@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
 from horovod_volo.config.schema import Config, Published
-from horovod_volo.config.validation import token_label_side
 from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.models.build import tokens_per_side
 
 
 def banner(context: TrainContext, hosts: list[str], remarks: list[str]) -> str:
@@ -44,7 +44,7 @@ def labels_line(config: Config, maps: LabelSource | None) -> str:
     if not config.objective.token_label:
         mixed = ", of pairs of images by MixToken (not with --no-mix-token)"
         return "class labels" + mixed * config.objective.mix_token
-    side = token_label_side(config)
+    side = tokens_per_side(config.model.model, config.model.img_size)
     if maps is None:
         return f"{side} x {side} token labels, the image's class on every token"
     geometry = f"{config.objective.label_geometry} geometry, maps of {maps.geometry.described}"
@@ -88,6 +88,20 @@ def batch_notes(config: Config, derived: Derived, images: int) -> list[str]:
     source = "published with" if of_published else "learning rates are stated for"
     return [
         f"{batch:,} images a step, {source} {stated:,}: {', '.join(changes)}{'' if batch in near else nearer}"
+    ]
+
+
+def token_size_warnings(config: Config) -> list[str]:
+    """Return a warning if --token-label-size is not the number of tokens per side, which is used instead."""
+    asked, side = (
+        config.objective.token_label_size,
+        tokens_per_side(config.model.model, config.model.img_size),
+    )
+    if not config.objective.token_label or asked in (0, side):
+        return []
+    return [
+        f"--token-label-size {asked} does not fit --img-size {config.model.img_size}: "
+        f"the network has {side} x {side} tokens, so {side} is used"
     ]
 
 

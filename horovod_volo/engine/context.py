@@ -13,7 +13,6 @@ from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import token_label_side
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation.rand_augment import parse
 from horovod_volo.data.images.catalog import Catalog, check_same_classes
@@ -25,7 +24,7 @@ from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.precision import autocast
 from horovod_volo.engine.shared_catalog import folder_for_lists, shared_catalog
 from horovod_volo.engine.state import TrainState
-from horovod_volo.models.build import Forward, facts_of, heads_of, training_forward
+from horovod_volo.models.build import Forward, spec_of, tokens_per_side, training_forward
 from horovod_volo.monitor.meters import LossMeter
 from horovod_volo.monitor.run_logger import Logger
 from horovod_volo.objective.image_mix import draw_image_mix
@@ -140,7 +139,11 @@ def build_context(
     """Put a run together around its state."""
     derived = derive(config, ranks=world.size, images=len(images.train))
     streams = _streams(config, world, images, resources)
-    loss = build_loss(config.objective, len(images.train.classes), token_label_side(config))
+    loss = build_loss(
+        config.objective,
+        len(images.train.classes),
+        tokens_per_side(config.model.model, config.model.img_size),
+    )
     return TrainContext(
         config=config,
         world=world,
@@ -166,8 +169,8 @@ def _streams(
     config: Config, world: World, images: Images, resources: RankResources
 ) -> tuple[TrainLoader, EvalLoader]:
     threads = config.data.workers or resources.threads
-    facts = facts_of(config.model.model)
-    colours = Colours(facts.mean, facts.std)
+    spec = spec_of(config.model.model)
+    colours = Colours(spec.mean, spec.std)
     train = TrainLoader(
         images.train,
         images.label_maps,
@@ -185,8 +188,8 @@ def _streams(
         images.held_out,
         config.data,
         image_size=config.model.img_size,
-        crop_pct=config.data.crop_pct or facts.crop_pct,
-        interpolation=facts.interpolation,
+        crop_pct=config.data.crop_pct or spec.crop_pct,
+        interpolation=spec.interpolation,
         rank=world.rank,
         size=world.size,
         device=resources.device,
@@ -202,7 +205,7 @@ def _clip(config: Config, state: TrainState) -> Clip:
         config.update.clip_grad,
         state.reducer.local_parameters,
         flat_gradients=state.reducer.flat_gradients,
-        heads=heads_of(config.model.model),
+        heads=spec_of(config.model.model).heads,
         global_grad_norm=state.reducer.global_grad_norm,
     )
 
@@ -223,7 +226,7 @@ def _schedule(config: Config, derived: Derived) -> Callable[[int], float]:
 def _mixes(config: Config, world: World) -> Callable[[int, int], Mix]:
     seed, objective = config.run.seed, config.objective
     if objective.mix_token:
-        side = token_label_side(config)
+        side = tokens_per_side(config.model.model, config.model.img_size)
         return lambda step, number: draw_box(seed, step, world.rank, number, side)
     if objective.mixup or objective.cutmix:
         pixels = config.model.img_size

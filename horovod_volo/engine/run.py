@@ -14,10 +14,10 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import notes, uses_tokens
+from horovod_volo.config.validation import notes
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.labels.source import geometry_remark
-from horovod_volo.engine.banner import banner, batch_notes
+from horovod_volo.engine.banner import banner, batch_notes, token_size_warnings
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore
 from horovod_volo.engine.compiled import check_compiler, compile_blocks
 from horovod_volo.engine.context import TrainContext, build_context, read_images, run_folder
@@ -26,8 +26,8 @@ from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.precision import remarks_on
 from horovod_volo.engine.state import build_state
-from horovod_volo.models.build import check_model
 from horovod_volo.monitor.run_logger import Logger, NullLogger, RunLogger
+from horovod_volo.plugins import check_names, load_plugins
 
 
 def run(config: Config, world: World, stop: StopRequest) -> bool:
@@ -45,6 +45,7 @@ def run(config: Config, world: World, stop: StopRequest) -> bool:
 def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext, list[str]]:
     """Check and build everything; return the run and remarks about it. Collective: every rank calls this."""
     resources = rank_resources(world)
+    world.run_on_all_ranks(partial(load_plugins, config.run.plugin))
     config = world.run_on_all_ranks(partial(resolve, config, world.size))
     world.run_on_all_ranks(partial(_check_files, config))
     world.run_on_all_ranks(partial(_check_model, config))
@@ -67,7 +68,7 @@ def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext
     context = build_context(config, world, images, resources, state, logger, stop)
     if images.label_maps is not None:
         remarks = geometry_remark(config.objective.token_label_data, images.label_maps) + remarks
-    found = notes(config) + batch_notes(config, derived, len(images.train))
+    found = notes(config) + token_size_warnings(config) + batch_notes(config, derived, len(images.train))
     return context, found + remarks_on(config.model.precision, resources.device) + remarks
 
 
@@ -83,7 +84,7 @@ def _check_files(config: Config) -> None:
 
 
 def _check_model(config: Config) -> None:
-    check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
+    check_names(config)
     if config.model.compile:
         check_compiler()
 

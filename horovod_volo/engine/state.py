@@ -18,7 +18,7 @@ from horovod_volo.engine.checkpoint.files import Files
 from horovod_volo.engine.precision import mend_convolutions
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name
 from horovod_volo.models.weights import load_weights, read_weights
-from horovod_volo.optim.build import STATE_KEYS, build_optimizer, state_tensors
+from horovod_volo.optim.build import build_optimizer, optimizer_spec, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
 from horovod_volo.optim.groups import parameter_groups
 
@@ -117,7 +117,7 @@ def build_state(
         else NoAverage()
     )
     scaler = torch.amp.GradScaler(device.type, enabled=config.model.precision == "fp16")
-    keys = STATE_KEYS[update.opt]
+    keys = optimizer_spec(update.opt).state_keys
     return TrainState(model, reducer, optimizer, keys, average, scaler), remarks
 
 

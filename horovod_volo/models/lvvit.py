@@ -6,6 +6,7 @@ constant. Modules and parameters are called as in the published code, so publish
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from horovod_volo.models.blocks import TwoBranches
 from horovod_volo.models.drop_path import sample_drop_path
+from horovod_volo.models.position_embedding import fit_position_embedding
+from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
 from horovod_volo.models.volo import TokenSwap, runner_of_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
@@ -111,7 +114,7 @@ class LvVit(nn.Module):
     ) -> None:
         super().__init__()
         side = img_size // _PATCH
-        self.num_classes = num_classes
+        self.num_classes, self.num_features = num_classes, embed_dim
         self.grid = (side, side)  # tokens
         self.grad_checkpointing = False
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
@@ -198,3 +201,29 @@ class LvVit(nn.Module):
     def get_classifier(self) -> nn.Module:
         """Return the class token's head."""
         return self.head
+
+
+def _build(
+    settings: dict[str, Any], *, img_size: int, num_classes: int, drop_path: float, aux_head: bool
+) -> LvVit:
+    return LvVit(
+        img_size=img_size,
+        num_classes=num_classes,
+        drop_path_rate=drop_path,
+        use_aux_head=aux_head,
+        **settings,
+    )
+
+
+for _name, _settings in LVVIT_SIZES.items():
+    register_model(
+        ModelSpec(
+            name=_name,
+            build=partial(_build, _settings),
+            stride=_PATCH,
+            heads=("head", "aux_head"),
+            crop_pct=0.9 if _name in ("lvvit_t", "lvvit_s") else 1.0,
+            adapt_weights=fit_position_embedding,
+            export=TimmExport(_name, _settings, "patch_embed.conv1"),
+        )
+    )

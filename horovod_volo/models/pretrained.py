@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from horovod_volo.config.recipe import load_recipe
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.aux_head import AUX_HEAD, Choice, reason_to_leave_out
-from horovod_volo.models.build import OUR_MODELS, build_model, check_model, facts_of, heads_of, our_name
+from horovod_volo.models.build import build_model, check_model, our_name, spec_of
+from horovod_volo.models.registry import registered_model
+from horovod_volo.models.timm_api import is_model
 from horovod_volo.models.weights import TIMM, load_weights, read_weights, weights_file
 
 SETTINGS_OF_RUN = "resolved.toml"
@@ -55,12 +57,15 @@ def load_pretrained(
             f"Which network are the weights in {source}? There is no {SETTINGS_OF_RUN} of a run above "
             "them: give --model."
         )
-    facts = facts_of(name)
+    plugin = run.get("plugin", "")
+    if plugin and registered_model(name) is None and not is_model(name):
+        raise UserError(f"{source} was trained with the model {name} of a plugin. Add --plugin {plugin}.")
+    published = spec_of(name)
     name = our_name(name)
-    side = image_side or int(run.get("img_size", 0)) or facts.image_side
+    side = image_side or int(run.get("img_size", 0)) or published.img_size
     check_model(name, img_size=side, tokens=False)
     state, remarks = read_weights(source, use_ema=use_ema)
-    without = reason_to_leave_out(state, run, aux_head, source) if name in OUR_MODELS else ""
+    without = reason_to_leave_out(state, run, aux_head, source) if spec_of(name).stride else ""
     if without:
         state = {key: tensor for key, tensor in state.items() if not key.startswith(AUX_HEAD)}
         remarks.append(f"evaluated by the class token alone: {without}")
@@ -68,9 +73,17 @@ def load_pretrained(
     network = build_model(name, img_size=side, num_classes=classes, drop_path=0.0, aux_head=not without)
     remarks += load_weights(network, name, state, source)
     network.eval().requires_grad_(False)
-    crop_pct = float(run.get("crop_pct", 0.0)) or facts.crop_pct
+    crop_pct = float(run.get("crop_pct", 0.0)) or published.crop_pct
     return PretrainedModel(
-        network, name, side, classes, crop_pct, facts.mean, facts.std, facts.interpolation, remarks
+        network,
+        name,
+        side,
+        classes,
+        crop_pct,
+        published.mean,
+        published.std,
+        published.interpolation,
+        remarks,
     )
 
 
@@ -91,7 +104,7 @@ def _timms_name(source: str) -> str:
 
 
 def _classes(name: str, state: Mapping[str, Tensor], source: str) -> int:
-    for head in heads_of(name):
+    for head in spec_of(name).heads:
         for key in (f"{head}.bias", f"{head}.weight"):
             if key in state:
                 return len(state[key])

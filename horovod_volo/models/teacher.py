@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.build import OUR_MODELS, check_model, facts_of
-from horovod_volo.models.lvvit import LvVit
+from horovod_volo.models.build import check_model, spec_of
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
+from horovod_volo.models.registry import TokenModel, registered_model
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.weights import TIMM
 
@@ -51,10 +51,10 @@ def load_teacher(name: str, *, weights: str, pretrained: bool, image_side: int, 
     """
     if Path(name).is_dir():
         trained = load_pretrained(weights or name, image_side=image_side)
-    elif pretrained and name not in OUR_MODELS:
+    elif pretrained and registered_model(name) is None:
         trained = load_pretrained(f"{TIMM}{name}", image_side=image_side)
     else:
-        check_model(name, img_size=image_side or facts_of(name).image_side, tokens=False)
+        check_model(name, img_size=image_side or spec_of(name).img_size, tokens=False)
         trained = load_pretrained(_required(weights, name), name=name, image_side=image_side)
     if trained.num_classes != classes:
         raise UserError(
@@ -66,8 +66,9 @@ def load_teacher(name: str, *, weights: str, pretrained: bool, image_side: int, 
 
 def token_logits(network: nn.Module, images: Tensor) -> Tensor:
     """Return logits (images, classes, rows, columns) of a classification network's cells, ours or timm's."""
-    if isinstance(network, LvVit):
-        return _logits_of_token_head(network, network.forward_features(images), network.grid)
+    grid: Any = getattr(network, "grid", None)
+    if isinstance(network, TokenModel) and grid is not None:
+        return _logits_of_token_head(network, network.forward_features(images), grid)  # type: ignore[operator]
     if not all(callable(getattr(network, part, None)) for part in ("forward_features", "forward_head")):
         raise _unsuitable(network, "it has no features and head of their own")
     features: Any = network.forward_features(images)  # type: ignore[operator]

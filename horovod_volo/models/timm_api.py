@@ -9,6 +9,7 @@ package index, or imports without its operators.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -81,10 +82,14 @@ def listed_images(folder: str) -> Any:
     return create_dataset("", root=folder, is_training=True)
 
 
-def adapted_by_timm(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Bring another release's or another size's weights into the form of one of timm's networks."""
+def adapted_by_timm(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Bring weights of another timm release or image size into the form of one of timm's models."""
+    given = dict(state)
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    return state if adapt is None else dict(adapt(state, model))
+    shapes = {key: tensor.shape for key, tensor in given.items()}
+    if adapt is None or shapes == {key: tensor.shape for key, tensor in model.state_dict().items()}:
+        return given, []
+    return dict(adapt(given, model)), []
 
 
 def downloaded_weights(name: str) -> dict[str, Tensor]:

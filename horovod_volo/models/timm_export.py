@@ -19,16 +19,14 @@ from torch import Tensor, nn
 
 from horovod_volo.core.atomic_file import flush
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.build import OUR_MODELS, heads_of
-from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
+from horovod_volo.models.build import spec_of
 from horovod_volo.models.pretrained import PretrainedModel
-from horovod_volo.models.timm_api import VOLO, create_model, get_pretrained_cfg, is_model
-from horovod_volo.models.volo import SIZES
+from horovod_volo.models.registry import registered_model
+from horovod_volo.models.timm_api import create_model, get_pretrained_cfg, is_model
 
 WEIGHTS, CONFIG, ONNX = "model.safetensors", "config.json", "model.onnx"
 _OF_AN_EXPORT = {WEIGHTS, CONFIG, ONNX, f"{ONNX}.data"}
 
-_TIMMS_SIDE = 224  # of timm's architectures that ours are made from
 _FACTS_OF_TIMM = ("crop_mode", "fixed_input_size", "pool_size", "first_conv", "classifier")
 
 
@@ -93,8 +91,10 @@ def config_of(trained: PretrainedModel) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architecture": architecture_of(trained.name),
         "num_classes": trained.num_classes,
-        "num_features": _features(trained.network),
     }
+    features = getattr(trained.network, "num_features", None)
+    if isinstance(features, int):
+        config["num_features"] = features
     arguments = _arguments(trained)
     if arguments:
         config["model_args"] = arguments
@@ -102,28 +102,22 @@ def config_of(trained: PretrainedModel) -> dict[str, Any]:
 
 
 def architecture_of(name: str) -> str:
-    """Return timm's name for a network's architecture; where timm has none, our own name."""
-    volo = f"{name}_{_TIMMS_SIDE}"
-    return volo if name in SIZES and is_model(volo) else name.split(".")[0]  # timm's: ARCHITECTURE.WEIGHTS
-
-
-def _features(network: nn.Module) -> int:
-    features: Any = network.head.in_features if isinstance(network, LvVit) else network.num_features
-    return int(features)
+    """Return timm's name for a model's architecture; where timm has none, our own name."""
+    spec = registered_model(name)
+    if spec is None:
+        return name.split(".")[0]  # timm's: ARCHITECTURE.WEIGHTS
+    known = spec.export is not None and is_model(spec.export.architecture)
+    return spec.export.architecture if spec.export is not None and known else name
 
 
 def _arguments(trained: PretrainedModel) -> dict[str, Any]:
-    """Return what the constructor is to be told beside the number of classes."""
-    architecture = architecture_of(trained.name)
-    head = {} if trained.has_aux_head or trained.name not in OUR_MODELS else {"use_aux_head": False}
+    """Return the constructor's arguments besides the number of classes."""
+    architecture, spec = architecture_of(trained.name), spec_of(trained.name)
+    head = {} if trained.has_aux_head or not spec.stride else {"use_aux_head": False}
     if not is_model(architecture):
-        # timm's functions for its architectures do not let layers and widths be given, its classes do.
-        return {
-            "img_size": trained.image_side,
-            **SIZES.get(architecture, {}),
-            **LVVIT_SIZES.get(architecture, {}),
-            **head,
-        }
+        # timm's functions for its architectures take no layers and widths, its classes do.
+        arguments = spec.export.arguments if spec.export else {}
+        return {"img_size": trained.image_side, **arguments, **head}
     usual = get_pretrained_cfg(architecture)
     if not usual.fixed_input_size or usual.input_size[-1] == trained.image_side:
         return head
@@ -131,11 +125,13 @@ def _arguments(trained: PretrainedModel) -> dict[str, Any]:
 
 
 def _published_facts(trained: PretrainedModel) -> dict[str, Any]:
-    """Return what timm wants to know beside the facts of `trained`: mostly first and last layers."""
-    if trained.name in OUR_MODELS:
-        stem = "patch_embed.conv.0" if trained.name in SIZES else "patch_embed.conv1"
-        timms: Mapping[str, Any] = {"fixed_input_size": True, "first_conv": stem, "pool_size": None}
-        timms = {**timms, "crop_mode": "center", "classifier": _heads(trained)}
+    """Return the rest of timm's `pretrained_cfg`: mostly the names of first and last layers."""
+    spec = registered_model(trained.name)
+    if spec is not None:
+        timms: Mapping[str, Any] = {"fixed_input_size": True, "pool_size": None, "crop_mode": "center"}
+        timms = {**timms, "classifier": _heads(trained)}
+        if spec.export:
+            timms = {**timms, "first_conv": spec.export.first_conv}
     else:
         timms = get_pretrained_cfg(trained.name).to_dict()
         side = timms["input_size"][-1]
@@ -145,17 +141,26 @@ def _published_facts(trained: PretrainedModel) -> dict[str, Any]:
 
 
 def _heads(trained: PretrainedModel) -> list[str]:
-    return [head for head in heads_of(trained.name) if getattr(trained.network, head) is not None]
+    heads = spec_of(trained.name).heads
+    return [head for head in heads if getattr(trained.network, head, None) is not None]
 
 
 def how_timm_loads(name: str, folder: Path) -> str:
-    """Tell the user what makes a network of an export."""
+    """Return the line that tells the user how timm loads an export."""
     if is_model(architecture_of(name)):
         return f'timm loads it: timm.create_model("local-dir:{folder}", pretrained=True)'
     refused = f"timm.create_model cannot load it, as timm has no {name}"
-    if name not in SIZES:
+    constructor = _timm_constructor(name)
+    if constructor is None:
         return f"{refused}."
-    return f"{refused}; timm.models.volo.VOLO can, given num_classes and model_args of {CONFIG}."
+    full_name = f"{constructor.__module__}.{constructor.__qualname__}"
+    return f"{refused}; {full_name} can, given num_classes and model_args of {CONFIG}."
+
+
+def _timm_constructor(name: str) -> Any:
+    """Return timm's class for a model that timm has no architecture of, or None."""
+    spec = registered_model(name)
+    return spec.export.constructor if spec is not None and spec.export is not None else None
 
 
 def timm_difference(trained: PretrainedModel, folder: Path) -> float | None:
@@ -180,9 +185,10 @@ def _loaded_by_timm(folder: Path) -> list[nn.Module]:
             create_model(f"local-dir:{folder}", pretrained=True),
             create_model(architecture, checkpoint_path=str(weights), **settings),
         ]
-    if architecture not in SIZES:
+    constructor = _timm_constructor(architecture)
+    if constructor is None:
         return []
-    network: nn.Module = VOLO(**settings)
+    network: nn.Module = constructor(**settings)
     network.load_state_dict(load_file(weights))
     return [network]
 

@@ -7,6 +7,7 @@ blocks are ours, made of timm's modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from horovod_volo.models.blocks import Block, outlooker, transformer
 from horovod_volo.models.drop_path import DropPathSample, sample_drop_path
+from horovod_volo.models.position_embedding import fit_position_embedding
+from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
 from horovod_volo.models.timm_api import VOLO
 
 TokenSwap = Callable[[Tensor], Tensor]  # of a (batch, rows, columns, channels) grid; its own inverse
@@ -76,6 +79,11 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         # Listed once: to find them among hundreds of modules takes longer than to draw.
         self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Return rows and columns of the tokens."""
+        return self.pos_embed.shape[1], self.pos_embed.shape[2]
+
     def training_logits(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:
         """Return class and token logits; what `exchange` does to the tokens is undone before the head."""
         features = self.body(exchange(self.stem(images)))
@@ -130,3 +138,32 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         for block in self.post_network:
             features = run(block, features)
         return features
+
+
+def _build(
+    settings: dict[str, Any], *, img_size: int, num_classes: int, drop_path: float, aux_head: bool
+) -> Volo:
+    return Volo(
+        img_size=img_size,
+        num_classes=num_classes,
+        drop_path_rate=drop_path,
+        use_aux_head=aux_head,
+        **settings,
+    )
+
+
+# Above 1 the evaluation crop is larger than the resized image, and its margin is black.
+_CROP_PCT = {"volo_d4": 1.15, "volo_d5": 1.15, "volo_demo": 1.0}
+
+for _name, _settings in SIZES.items():
+    register_model(
+        ModelSpec(
+            name=_name,
+            build=partial(_build, _settings),
+            stride=16,  # the stem divides by 8, the downsampling by 2
+            heads=("head", "aux_head"),
+            crop_pct=_CROP_PCT.get(_name, 0.96),
+            adapt_weights=fit_position_embedding,
+            export=TimmExport(f"{_name}_224", _settings, "patch_embed.conv.0", constructor=VOLO),
+        )
+    )

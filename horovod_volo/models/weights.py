@@ -7,24 +7,18 @@ allowed by name, or is a head of another number of classes, which begins anew.
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.aux_head import AUX_HEAD
-from horovod_volo.models.build import heads_of
-from horovod_volo.models.lvvit import LvVit
-from horovod_volo.models.timm_api import adapted_by_timm, downloaded_weights
-from horovod_volo.models.volo import Volo
-
-State = Mapping[str, Tensor]
+from horovod_volo.models.build import spec_of
+from horovod_volo.models.registry import State
+from horovod_volo.models.timm_api import downloaded_weights
 
 TIMM = "timm:"
 _RAW_FILE, _EMA_FILE = "model.safetensors", "ema.safetensors"  # of a checkpoint
@@ -49,14 +43,15 @@ def load_weights(model: nn.Module, name: str, state: State, source: str, *, allo
     `allowed` are beginnings of parameters' names, with commas between, that may stay fresh or be left out.
     """
     own = model.state_dict()
-    given, remarks = _adapted(model, own, state)
-    left = _other_heads(own, given, name)
+    spec = spec_of(name)
+    given, remarks = spec.adapt_weights(model, state)
+    left = _other_heads(own, given, spec.heads)
     if left:
         remarks.append(
             f"{', '.join(sorted({key.rsplit('.', 1)[0] for key in left}))} begin anew: the weights are for "
             f"{len(given[left[0]])} classes, the images have {len(own[left[0]])}"
         )
-    if isinstance(model, Volo | LvVit):
+    if spec.stride:
         fresh, in_words = _fit_aux_head(own, given)
         left += fresh
         remarks += in_words
@@ -79,37 +74,6 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
-def _adapted(model: nn.Module, own: State, state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """Bring names and the position embedding into the model's form where that is known to be right."""
-    given = dict(state)
-    if not isinstance(model, Volo | LvVit):
-        alike = {key: tensor.shape for key, tensor in given.items()} == {k: t.shape for k, t in own.items()}
-        return (given if alike else adapted_by_timm(model, given)), []
-    was, new = given.get("pos_embed"), own["pos_embed"]
-    if was is None or was.shape == new.shape:
-        return given, []
-    laid_out: list[str] = []
-    if was.ndim == 3 and new.ndim == 4:
-        was, laid_out = _laid_out(was)
-        given["pos_embed"] = was
-    if was.shape == new.shape:
-        return given, laid_out
-    old_grid, grid = _grid(was), _grid(new)
-    if was.ndim != new.ndim or was.shape[-1] != new.shape[-1] or not (old_grid and grid):
-        return given, []
-    given["pos_embed"] = resize_position_embedding(was, old_grid, grid)
-    sizes = (f"{rows} x {columns}" for rows, columns in (old_grid, grid))
-    return given, [*laid_out, f"position embedding resized from {' to '.join(sizes)}"]
-
-
-def _laid_out(embedding: Tensor) -> tuple[Tensor, list[str]]:
-    """Make a grid of a row of tokens without a class token's place, (1, tokens, channels), as published."""
-    side = math.isqrt(embedding.shape[1])
-    if side * side != embedding.shape[1]:
-        return embedding, []
-    return embedding.reshape(1, side, side, -1), [f"position embedding laid out as {side} x {side} tokens"]
-
-
 def _fit_aux_head(own: State, given: dict[str, Tensor]) -> tuple[list[str], list[str]]:
     """Drop an auxiliary head that the model lacks; of one that the weights lack, name the tensors."""
     ours, theirs = ([key for key in state if key.startswith(AUX_HEAD)] for state in (own, given))
@@ -124,31 +88,9 @@ def _fit_aux_head(own: State, given: dict[str, Tensor]) -> tuple[list[str], list
     return [], []
 
 
-def _grid(embedding: Tensor) -> tuple[int, int] | None:
-    """Return the rows and columns of a position embedding; None where it has no grid."""
-    if embedding.ndim == 4:
-        return embedding.shape[1], embedding.shape[2]
-    side = math.isqrt(embedding.shape[1] - 1)  # the first one is the class token's
-    return (side, side) if side * side == embedding.shape[1] - 1 else None
-
-
-def resize_position_embedding(embedding: Tensor, was: tuple[int, int], grid: tuple[int, int]) -> Tensor:
-    """Resize the grid of an embedding bicubically, as the published fine-tuning does.
-
-    It is (1, rows, columns, channels), or (1, 1 + rows * columns, channels) of which the first stays.
-    """
-    channels = embedding.shape[-1]
-    prefix = embedding[:, :0] if embedding.ndim == 4 else embedding[:, :1]
-    cells = embedding if embedding.ndim == 4 else embedding[:, 1:]
-    channels_first = cells.reshape(1, *was, channels).permute(0, 3, 1, 2).float()
-    resized = F.interpolate(channels_first, size=grid, mode="bicubic", align_corners=False)
-    cells = resized.permute(0, 2, 3, 1).to(embedding.dtype)  # (1, rows, columns, channels)
-    return cells if embedding.ndim == 4 else torch.cat([prefix, cells.flatten(1, 2)], dim=1)
-
-
-def _other_heads(own: State, given: State, name: str) -> list[str]:
+def _other_heads(own: State, given: State, heads: tuple[str, ...]) -> list[str]:
     """Name the heads' tensors if they are for another number of classes."""
-    keys = [f"{head}.{part}" for head in heads_of(name) for part in ("weight", "bias")]
+    keys = [f"{head}.{part}" for head in heads for part in ("weight", "bias")]
     present = [key for key in keys if key in own and key in given]
     others = [key for key in present if len(own[key]) != len(given[key])]
     alike = all(own[key].shape[1:] == given[key].shape[1:] for key in present)

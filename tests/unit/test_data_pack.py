@@ -246,7 +246,7 @@ def test_the_command_line_tells_what_it_wants(capsys):
     for arguments in (["one"], ["a", "b", "c"], ["a", "b", "--quality", "101"], ["a", "b", "--workers", "0"]):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
-    assert "takes a whole number from 1 on, not '0'" in capsys.readouterr().err
+    assert "takes a whole number of at least 1, not '0'" in capsys.readouterr().err
 
 
 def test_the_tool_answers_at_once(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.values import assemble
-from horovod_volo.engine.banner import batch_notes, labels_line, rate_line
+from horovod_volo.engine.banner import batch_notes, labels_line, rate_line, token_size_warnings
 
 IMAGENET = 1_281_167
 
@@ -120,3 +120,16 @@ def test_few_images_have_no_steps_to_compare() -> None:
 )
 def test_the_labels_tell_whether_images_are_mixed(chosen: dict[str, Any], said: str) -> None:
     assert labels_line(assemble(chosen, fallback_name=""), None) == said
+
+
+@pytest.mark.parametrize(("asked", "said"), [([], ""), (["14"], ""), (["1"], "so 14 is used")])
+def test_a_token_label_size_that_does_not_fit_is_noted(asked: list[str], said: str) -> None:
+    given = [
+        "--img-size",
+        "224",
+        "--token-label",
+        *(word for size in asked for word in ("--token-label-size", size)),
+    ]
+    warned = token_size_warnings(parse(given).config)
+    assert len(warned) == bool(said)
+    assert said in "".join(warned)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models import onnx_export
-from horovod_volo.models.build import build_model, facts_of
+from horovod_volo.models.build import build_model, spec_of
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.onnx_export import check_packages, onnx_difference, write_onnx
 from horovod_volo.models.outlook import Outlook
@@ -264,7 +264,7 @@ def test_images_are_resized_as_the_weights_were_trained(tmp_path: Path) -> None:
     for interpolation in ("bilinear", "bicubic"):
         asked = config_of(dataclasses.replace(network, interpolation=interpolation))["pretrained_cfg"]
         assert asked["interpolation"] == interpolation
-    assert facts_of("vgg11.tv_in1k").interpolation == "bilinear"
+    assert spec_of("vgg11.tv_in1k").interpolation == "bilinear"
 
 
 def test_what_timm_does_not_know_is_written_under_its_own_name(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model
+from horovod_volo.models.position_embedding import resize_position_embedding
 from horovod_volo.models.volo import Volo
-from horovod_volo.models.weights import load_weights, read_weights, resize_position_embedding
+from horovod_volo.models.weights import load_weights, read_weights
 
 State = dict[str, Tensor]
 ALL_TAKEN = f"{len(build_model('volo_demo', img_size=32, num_classes=2, drop_path=0.0).state_dict())} of "

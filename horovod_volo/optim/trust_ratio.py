@@ -1,13 +1,22 @@
-"""LAMB: Adam's step, layer by layer, of the length of the layer's own norm."""
+"""LAMB and LARS: each layer's step is scaled to the norm of the layer's own weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from horovod_volo.optim.ratio import trust_ratios
+_LARS_TRUST = 1e-3  # norm of the step as a fraction of the weights' norm, at a learning rate of 1
+
+
+def trust_ratios(weights: Sequence[Tensor], steps: Sequence[Tensor], trust: float) -> list[Tensor]:
+    """Return trust * |weights| / |step| for each layer, from the norms; 1 where either is 0."""
+    weight, step = torch.stack(list(weights)), torch.stack(list(steps))
+    ratios = torch.where((weight > 0) & (step > 0), trust * weight / step, 1.0)
+    return list(ratios.unbind())
 
 
 class Lamb(Optimizer):
@@ -53,3 +62,31 @@ class Lamb(Optimizer):
         updates = torch._foreach_div(means, corrections[0])
         torch._foreach_div_(updates, divisors)
         return list(updates)
+
+
+class Lars(Optimizer):
+    """v <- momentum v + ratio (g + decay w); w <- w - rate v.
+
+    The ratio is TRUST |w| / (|g| + decay |w|) where weights decay, and 1 where they do not: norms and biases.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float) -> None:
+        super().__init__(groups, {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Take one step."""
+        for group in self.param_groups:
+            weights, decay = group["params"], group["weight_decay"]
+            gradients = [weight.grad for weight in weights]
+            buffers = [self.state[weight]["momentum_buffer"] for weight in weights]
+            torch._foreach_mul_(buffers, group["momentum"])
+            if decay:
+                norms = torch._foreach_norm(weights)
+                sizes = torch._foreach_add(torch._foreach_norm(gradients), norms, alpha=decay)
+                directions = torch._foreach_add(gradients, weights, alpha=decay)
+                torch._foreach_mul_(directions, trust_ratios(norms, sizes, _LARS_TRUST))
+                torch._foreach_add_(buffers, directions)
+            else:
+                torch._foreach_add_(buffers, gradients)
+            torch._foreach_add_(weights, buffers, alpha=-group["lr"])
