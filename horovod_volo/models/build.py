@@ -1,4 +1,4 @@
-"""A network from its name and size: ours, or any classification model of timm."""
+"""Builds a model by name: a registered one, or any classification model of timm."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ def build_model(
     grad_checkpoint: bool = False,
     aux_head: bool = True,
 ) -> nn.Module:
-    """Build a network with fresh weights from torch's current random state, on torch's current device.
+    """Build a model with fresh weights from torch's random state, on torch's default device.
 
-    `aux_head` says whether VOLO and LV-ViT get the auxiliary head that gives logits of their tokens.
+    `aux_head` gives a model with tokens the auxiliary head for its token logits.
     """
     check_model(name, img_size=img_size, tokens=False)
     model = spec_of(name).build(
@@ -140,7 +140,7 @@ def _set_checkpointing(model: nn.Module, name: str) -> None:
 
 
 def training_forward(model: nn.Module) -> Forward:
-    """Return the network's forward pass for training; without an auxiliary head there are no token logits."""
+    """Return the forward pass for training; without an auxiliary head there are no token logits."""
     if isinstance(model, TokenModel):
         return model.class_logits if getattr(model, "aux_head", None) is None else model.training_logits
     return partial(_class_logits, model)
@@ -152,16 +152,18 @@ def _class_logits(model: nn.Module, images: Tensor, exchange: TokenSwap) -> tupl
 
 
 def exempt_from_decay(model: nn.Module) -> set[str]:
-    """Name the parameters that the network itself wants no weight decay for."""
-    ask = getattr(model, "no_weight_decay", None)
-    return set(ask()) if callable(ask) else set()
+    """Return the names of parameters that the model exempts from weight decay."""
+    exempt = getattr(model, "no_weight_decay", None)
+    return set(exempt()) if callable(exempt) else set()
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:
-    """Number each parameter's layer, from the stem up to the heads, as timm does."""
+    """Return the layer number of each parameter, from the stem up to the heads, as timm counts."""
     match = getattr(model, "group_matcher", None)
     if not callable(match):
-        raise UserError(f"{type(model).__name__} does not tell its layers apart. Drop --layer-decay.")
+        raise UserError(
+            f"{type(model).__name__} has no group_matcher to number its layers. Drop --layer-decay."
+        )
     numbers: dict[str, int] = group_parameters(model, match(coarse=False), reverse=True)
     return numbers
 

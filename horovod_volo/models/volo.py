@@ -1,7 +1,7 @@
-"""VOLO with a forward pass for training: class logits and token logits, tokens mixed after the stem.
+"""VOLO with a forward pass for training: class logits and token logits, with MixToken after the stem.
 
-Parameter names and what evaluation computes are timm's, so checkpoints of either load in the other; the
-blocks are ours, made of timm's modules.
+Parameter names and the results of evaluation are timm's, so checkpoints are interchangeable. The blocks are
+those of models/blocks.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from horovod_volo.models.timm_api import VOLO
 
 TokenSwap = Callable[[Tensor], Tensor]  # of a (batch, rows, columns, channels) grid; its own inverse
 
-BlockRunner = Callable[..., Tensor]  # of a block, its tokens and what else it takes
+BlockRunner = Callable[..., Tensor]  # run(block, tokens, *further arguments of the block)
 
 # layers and widths of the outlooker stage and the three transformer stages that follow it
 SIZES: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def runner_of_blocks(model: Any) -> BlockRunner:
-    """Return how the model runs each block: plainly, or recomputed in backward from its input alone."""
+    """Return how the model runs its blocks: plainly, or with activation checkpointing."""
     return _recomputed if model.grad_checkpointing and model.training else _plain
 
 
@@ -57,26 +57,26 @@ def _plain(block: nn.Module, tokens: Tensor, *kept: DropPathSample) -> Tensor:
 
 
 def _recomputed(block: nn.Module, tokens: Tensor, *kept: DropPathSample) -> Tensor:
-    # Blocks draw nothing themselves: the same branches are left out again.
+    # Blocks draw no random numbers: recomputation drops the same branches.
     result: Tensor = checkpoint(block, tokens, *kept, use_reentrant=False, preserve_rng_state=False)
     return result
 
 
 class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
-    """timm's VOLO; with an auxiliary head for its tokens it is trained with token labels."""
+    """timm's VOLO with a training forward; token labels need the auxiliary head."""
 
     aux_head: nn.Linear | None
 
     def __init__(self, *, use_aux_head: bool = True, **settings: Any) -> None:
         super().__init__(**settings)
         if not use_aux_head:
-            # Taken out after all weights were drawn: the others are the same with it and without.
+            # Removed after all weights were drawn, so that the others do not depend on it.
             self.aux_head = None
         for number, stage in enumerate(self.network):
             if isinstance(stage, nn.Sequential):
                 remake = outlooker if number == 0 else transformer
                 self.network[number] = nn.Sequential(*map(remake, stage))
-        # Listed once: to find them among hundreds of modules takes longer than to draw.
+        # Listed once: finding them among hundreds of modules takes longer than drawing.
         self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
 
     @property
@@ -85,7 +85,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         return self.pos_embed.shape[1], self.pos_embed.shape[2]
 
     def training_logits(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:
-        """Return class and token logits; what `exchange` does to the tokens is undone before the head."""
+        """Return class and token logits; `exchange` swaps tokens after the stem and back before the head."""
         features = self.body(exchange(self.stem(images)))
         class_logits = self.head(self.head_drop(features[:, 0]))  # (batch, classes)
         grid = exchange(features[:, 1:].reshape(-1, *self.pos_embed.shape[1:]))
@@ -93,23 +93,23 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         return class_logits, self.aux_head(grid).flatten(1, 2)  # the latter (batch, tokens, classes)
 
     def class_logits(self, images: Tensor, exchange: TokenSwap) -> tuple[Tensor, Tensor]:
-        """Return class logits of images whose tokens `exchange` mixes, and no token logits."""
+        """Return class logits, with tokens swapped by `exchange`, and empty token logits."""
         features = self.body(exchange(self.stem(images)))
         logits: Tensor = self.head(self.head_drop(features[:, 0]))
         return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Return normed features (batch, 1 + tokens, channels), the class token's first."""
+        """Return normalized features (batch, 1 + tokens, channels), the class token first."""
         return self.body(self.stem(images))
 
     def stem(self, images: Tensor) -> Tensor:
         """Return tokens (batch, rows, columns, channels)."""
         tokens: Tensor = self.patch_embed(images).permute(0, 2, 3, 1)
-        # Otherwise the convolution's order of memory would go with the tokens into every block.
+        # Otherwise all blocks would get the memory format of the convolution.
         return tokens.contiguous()
 
     def body(self, tokens: Tensor) -> Tensor:
-        """Return normed features (batch, 1 + tokens, channels) of the stem's tokens, four times as many."""
+        """Return normalized features (batch, 1 + tokens, channels) of the stem's tokens (4 x tokens)."""
         features: Tensor = self.norm(self.forward_cls(self.forward_tokens(tokens)))
         return features
 
@@ -118,7 +118,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         run = runner_of_blocks(self)
         kept = self._sample_drop_path(tokens)
         for index, stage in enumerate(self.network):
-            if index == 2:  # behind the outlookers and the downsampling
+            if index == 2:  # after the outlookers and the downsampling
                 tokens = self.pos_drop(tokens + self.pos_embed)
             if isinstance(stage, nn.Sequential):
                 for block in stage:
@@ -132,7 +132,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         yield from sample_drop_path(self._rates if self.training else [0.0] * len(self._rates), tokens)
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
-        """Return (batch, 1 + tokens, channels): a class token that has looked at the others comes first."""
+        """Return (batch, 1 + tokens, channels): the class token, after class attention, comes first."""
         run = runner_of_blocks(self)
         features = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for block in self.post_network:

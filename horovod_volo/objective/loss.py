@@ -164,7 +164,7 @@ class LabelMapTargets:
     def __call__(self, labels: Labels) -> Targets:
         """Return the smoothed targets of the label maps."""
         if labels.scores is None or labels.ids is None or labels.boxes is None:
-            raise ValueError("the loss was built for label maps, but the batch has none")
+            raise ValueError("the loss was built for label maps, but the batch brings none")
         targets = map_targets(
             labels.scores,
             labels.ids,

@@ -115,13 +115,13 @@ def _zeros(key: str, parameter: Tensor) -> Tensor:
 
 
 def state_tensors(optimizer: Optimizer, owned: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """Name the optimizer's tensors by PARAMETER/KEY; the tensors are the live ones."""
+    """Return the optimizer's state by PARAMETER/KEY; the tensors are the live ones."""
     of_parameters = {
         f"{name}/{key}": tensor
         for name, parameter in owned.items()
         for key, tensor in optimizer.state[parameter].items()
     }
-    # Apex counts the steps of a group, not of a parameter.
+    # Apex counts steps per group, not per parameter.
     counts = {
         f"group.{number}/step": group["step"]
         for number, group in enumerate(optimizer.param_groups)

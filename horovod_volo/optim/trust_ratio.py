@@ -20,9 +20,9 @@ def trust_ratios(weights: Sequence[Tensor], steps: Sequence[Tensor], trust: floa
 
 
 class Lamb(Optimizer):
-    """u <- m / (sqrt(v) + eps) + decay w; w <- w - rate (|w| / |u|) u, of Adam's corrected m and v.
+    """u <- m / (sqrt(v) + eps) + decay w; w <- w - lr (|w| / |u|) u, with Adam's bias-corrected m and v.
 
-    Where weights do not decay, norms and biases, the ratio is 1.
+    In groups without weight decay (norms and biases) the ratio |w| / |u| is 1.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
@@ -51,7 +51,7 @@ class Lamb(Optimizer):
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        # Corrections stay tensors: the host must not wait for the step count.
+        # Bias corrections are tensors: reading the step count would synchronize with the device.
         corrections = [torch._foreach_pow(beta, steps) for beta in (beta1, beta2)]
         for correction in corrections:
             torch._foreach_neg_(correction)
@@ -65,9 +65,9 @@ class Lamb(Optimizer):
 
 
 class Lars(Optimizer):
-    """v <- momentum v + ratio (g + decay w); w <- w - rate v.
+    """v <- momentum v + ratio (g + decay w); w <- w - lr v.
 
-    The ratio is TRUST |w| / (|g| + decay |w|) where weights decay, and 1 where they do not: norms and biases.
+    The ratio is trust |w| / (|g| + decay |w|), and 1 in groups without weight decay (norms and biases).
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, momentum: float) -> None:
