@@ -1,6 +1,6 @@
-"""A network's weights and facts in a folder that plain timm loads, as it loads those of the Hugging Face hub.
+"""Exports a model to a folder that timm loads like one of the Hugging Face hub.
 
-Invariant: what timm makes of the folder gives the same logits up to rounding; `timm_difference` measures it.
+Invariant: timm's model of the folder gives the same logits up to rounding; `timm_difference` measures that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FACTS_OF_TIMM = ("crop_mode", "fixed_input_size", "pool_size", "first_conv", "c
 
 
 def check_folder(folder: Path, *, replace: bool) -> None:
-    """Raise UserError where an export may not be put into this place."""
+    """Raise UserError if an export cannot be written to this folder."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -39,28 +39,26 @@ def check_folder(folder: Path, *, replace: bool) -> None:
     inside = {path.name for path in folder.iterdir()}
     others = sorted(inside - _OF_AN_EXPORT)
     if others:
-        raise UserError(
-            f"{folder} holds other things than an export ({others[0]}). Name a folder of its own."
-        )
+        raise UserError(f"{folder} holds files that are not of an export ({others[0]}). Name another folder.")
     if inside and not replace:
         raise UserError(f"There is an export in {folder} already. Name another folder, or add --force.")
 
 
 @contextmanager
 def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
-    """Give a folder to fill; it becomes `folder` when the block ends, and vanishes if the block raises."""
+    """Yield a temporary folder that becomes `folder` at the end of the block, or is removed if it raises."""
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
     try:
-        mode = folder.parent.stat().st_mode & 0o777  # a temporary folder is its maker's alone
+        mode = folder.parent.stat().st_mode & 0o777  # a temporary folder is readable by its owner only
         beside.chmod(mode | 0o700)
         yield beside
         for file in beside.iterdir():
             file.chmod(mode & 0o666 | 0o600)
             flush(file)
         flush(beside)
-        check_folder(folder, replace=replace)  # again: somebody else may have been faster
+        check_folder(folder, replace=replace)  # again: another process may have created it
         if folder.exists() and replace:
             folder.replace(beside.with_suffix(".replaced"))
         beside.replace(folder)
@@ -71,8 +69,8 @@ def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:
-    """Write the weights and config.json of a network."""
-    # Copies: safetensors refuses to store views of one tensor.
+    """Write the weights and config.json of a model."""
+    # Copies, as safetensors does not store tensors that share memory.
     state = {name: tensor.contiguous().clone() for name, tensor in trained.network.state_dict().items()}
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
     text = json.dumps(config_of(trained), indent=2)
@@ -80,7 +78,7 @@ def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:
 
 
 def config_of(trained: PretrainedModel) -> dict[str, Any]:
-    """Describe a network as timm's config.json does."""
+    """Return timm's config.json of a model."""
     facts = {
         "input_size": (3, trained.image_side, trained.image_side),
         "mean": trained.mean,
@@ -164,9 +162,9 @@ def _timm_constructor(name: str) -> Any:
 
 
 def timm_difference(trained: PretrainedModel, folder: Path) -> float | None:
-    """Return the largest difference of logits from what plain timm makes of the folder; None: it cannot."""
+    """Return the largest difference from the logits of timm's model; None: timm cannot load it."""
     images = fixed_images(2, trained.image_side)
-    # torch multiplies by a weight that asks for a gradient in another way, with other roundings.
+    # With weights that require gradients, torch uses other kernels, which round differently.
     loaded = [network.eval().requires_grad_(False) for network in _loaded_by_timm(folder)]
     if not loaded:
         return None
@@ -199,5 +197,5 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def fixed_images(count: int, side: int) -> Tensor:
-    """Return images as normalised ones are, the same every time: (count, 3, side, side)."""
+    """Return fixed random images with normalized pixels: (count, 3, side, side)."""
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(0))

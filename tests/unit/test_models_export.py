@@ -345,5 +345,5 @@ def test_places_that_are_no_place_for_an_export(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"):
         check_folder(tmp_path / "file", replace=True)
-    with pytest.raises(UserError, match=r"holds other things than an export \(file\)"):
+    with pytest.raises(UserError, match=r"holds files that are not of an export \(file\)"):
         check_folder(tmp_path, replace=True)
