@@ -85,5 +85,5 @@ def test_what_is_missing_is_named_with_its_remedy(
     there: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, *there)
-    with pytest.raises(UserError, match=f"--opt fusedadam.*{said}.*take --opt adamw"):
+    with pytest.raises(UserError, match=f"--opt fusedadam.*{said}.*use --opt adamw"):
         build("fusedadam")
