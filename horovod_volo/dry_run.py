@@ -19,7 +19,7 @@ from horovod_volo.cluster.reducer import build_gradient_buckets
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import notes, trains_aux_head, uses_tokens
+from horovod_volo.config.validation import notes, trains_aux_head
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
     batch_line,
@@ -28,10 +28,12 @@ from horovod_volo.engine.banner import (
     length_line,
     lr_line,
     precision_line,
+    token_size_warnings,
 )
-from horovod_volo.models.build import build_model, check_model, training_forward
+from horovod_volo.models.build import build_model, training_forward
 from horovod_volo.models.weights import TIMM
-from horovod_volo.optim.build import STATE_KEYS
+from horovod_volo.optim.build import optimizer_spec
+from horovod_volo.plugins import check_names, load_plugins
 
 # Name, images and classes of the data set that is assumed where the data is not on this machine.
 _IMAGENET_1K = ("ImageNet-1K", 1_281_167, 1_000)
@@ -65,8 +67,9 @@ def dry_run(config: Config, ranks: int) -> str:
 
 def measure_workload(config: Config) -> Workload:
     """Count the images, and measure the model on the meta device."""
+    load_plugins(config.run.plugin)
     settings = config.model
-    check_model(settings.model, img_size=settings.img_size, tokens=uses_tokens(config))
+    check_names(config)
     images, classes, warnings = _count_images(config)
     with torch.device("meta"):
         model = build_model(
@@ -109,7 +112,12 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
         "exchange": f"{sent_bytes / _MIB:.0f} MiB of gradients per step; "
         f"{(ranks - 1) / ranks * (sent_bytes + gathered_bytes) / _MIB:.0f} MiB through each rank's link",
     }
-    warnings = [*notes(config), *batch_warnings(config, derived, workload.images), *workload.warnings]
+    warnings = [
+        *notes(config),
+        *token_size_warnings(config),
+        *batch_warnings(config, derived, workload.images),
+        *workload.warnings,
+    ]
     return f"{dump(config)}\n{format_lines(properties, warnings)}"
 
 
@@ -121,7 +129,8 @@ def _wire_bytes(bucket: Bucket, config: Config) -> int:
 def state_bytes(config: Config, ranks: int) -> float:
     """Return the bytes of training state on one rank per parameter of the model."""
     update = config.update
-    moments = [key for key in STATE_KEYS[update.opt] if key != "step"]  # one scalar for a whole tensor
+    # "step" is one scalar for a whole tensor.
+    moments = [key for key in optimizer_spec(update.opt).state_keys if key != "step"]
     optimizer = float(len(moments) * _FP32)
     if update.shard_optimizer:
         optimizer = (optimizer + _FP32) / ranks  # with a copy of the gradients of this rank's shard
@@ -153,7 +162,7 @@ def _activation_bytes(model: torch.nn.Module, config: Config) -> float:
     with torch.random.fork_rng(devices=[]), _saved_bytes(list(model.parameters())) as saved:
         torch.manual_seed(config.run.seed)
         training_forward(model)(images, lambda tokens: tokens, 0)
-    width = 1.0 if config.exchange.precision == "fp32" else 0.5
+    width = 1.0 if config.model.precision == "fp32" else 0.5
     return width * saved[0] / batch
 
 

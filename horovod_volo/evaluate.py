@@ -17,7 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from horovod_volo.config.arguments import Parser, add_choice_of_weights, add_shared_settings, whole_number
+from horovod_volo.config.arguments import (
+    Parser,
+    add_choice_of_weights,
+    add_plugins,
+    add_shared_settings,
+    whole_number,
+)
 from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,6 +60,9 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
     from horovod_volo.core.messages import list_problems
     from horovod_volo.evaluation.accuracy import EvalRequest, check_writable, measure_accuracy
     from horovod_volo.monitor.progress import ThroughputLine
+    from horovod_volo.plugins import load_plugins
+
+    world.run_on_all_ranks(partial(load_plugins, ",".join(options.plugin)))
 
     request = EvalRequest(
         data_dir=options.data_dir,
@@ -171,6 +180,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a run folder, a checkpoint, a file, or timm:NAME for the weights that timm publishes",
     )
     add("--model", default="", metavar="NAME", help="the model; default: the one of SOURCE's run")
+    add_plugins(parser)
     add_choice_of_weights(parser)
     add_shared_settings(
         parser,

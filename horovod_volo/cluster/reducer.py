@@ -46,7 +46,15 @@ def build_gradient_buckets(
 class Reducer:
     """Sums gradients over micro-batches and averages them over ranks."""
 
-    def __init__(self, model: nn.Module, world: World, settings: Exchange, *, micro_batches: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        settings: Exchange,
+        *,
+        micro_batches: int,
+        loss_is_scaled: bool = False,
+    ) -> None:
         """Move the parameters into buckets; each step has `micro_batches` backward passes."""
         parameters = dict(model.named_parameters())
         self.buckets = build_gradient_buckets(
@@ -62,7 +70,7 @@ class Reducer:
             world.size,
             like=self.buckets[0].gradients,
             # Gradients of a scaled loss fit fp16, and the gradient scaler must see their overflow.
-            adaptive=compressed and settings.precision != "fp16",
+            adaptive=compressed and not loss_is_scaled,
         )
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         # One collective for everything that is averaged besides gradients.

@@ -26,10 +26,18 @@ STEP_KEY = "step"  # the only key of an optimizer's state with one number per pa
 class ShardedReducer(Reducer):
     """A reducer that gives each rank's optimizer one shard of every bucket."""
 
-    def __init__(self, model: nn.Module, world: World, settings: Exchange, *, micro_batches: int) -> None:
-        super().__init__(model, world, settings, micro_batches=micro_batches)
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        settings: Exchange,
+        *,
+        micro_batches: int,
+        loss_is_scaled: bool = False,
+    ) -> None:
+        super().__init__(model, world, settings, micro_batches=micro_batches, loss_is_scaled=loss_is_scaled)
         # Without a loss scale no step is skipped, and ranks need not agree on overflows.
-        self._agree = self._spread_overflow if settings.precision == "fp16" else lambda: None
+        self._agree = self._spread_overflow if loss_is_scaled else lambda: None
 
     def _shards_per_bucket(self, world: World) -> int:
         return world.size

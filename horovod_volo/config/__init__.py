@@ -1,4 +1,4 @@
-"""The ground: what can be set, where it comes from, and what follows from it by arithmetic.
+"""Settings: their schema, the command line and recipes that set them, and the numbers derived from them.
 
-Imports nothing of the other rooms and no heavy library: `--help` must answer at once.
+Invariant: it imports the standard library and `core` only, so that `--help` answers at once.
 """

@@ -1,4 +1,4 @@
-"""What the tools' command lines have in common."""
+"""Parts that the command lines of several tools share."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from horovod_volo.core.errors import UserError
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose mistakes can be said by one rank for all."""
+    """An argument parser that raises its errors, so that one rank can print them for all."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong, instead of printing it on every rank."""
+        """Raise UserError instead of printing on every rank."""
         command = self.prog[max(0, self.prog.find("python ")) :]
-        raise UserError(f"{message}. `{command} --help` tells every flag.")
+        raise UserError(f"{message}. `{command} --help` lists all flags.")
 
 
 def whole_number(least: int, most: int | None = None, *, because: str = "") -> Callable[[str], int]:
-    """Return what argparse reads a whole number with; `because` follows the bounds in its message."""
-    bounds = f"from {least} on" if most is None else f"from {least} to {most}"
+    """Return an argparse type for whole numbers; `because` follows the bounds in its message."""
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
 
     def read(text: str) -> int:
         if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
@@ -34,24 +34,35 @@ def whole_number(least: int, most: int | None = None, *, because: str = "") -> C
 
 
 def add_choice_of_weights(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which weights of a place are taken, and which of their heads."""
+    """Add the flags that choose between raw and EMA weights, and the heads of evaluation."""
     parser.add_argument(
         "--use-ema",
         "--averaged",
         action="store_true",
-        help="where raw and averaged weights lie together, take the averaged ones",
+        help="load the EMA weights instead of the raw ones",
     )
     parser.add_argument(
         "--aux-head",
         choices=("auto", "on", "off"),
         default="auto",
-        help="of VOLO and LV-ViT: add half the best token's logit, or go by the class token alone; auto: add "
-        "it where the auxiliary head was trained",
+        help="VOLO and LV-ViT: on adds half of the highest token logit to the class logit, off does not; "
+        "auto: on if the auxiliary head was trained (%(default)s)",
+    )
+
+
+def add_plugins(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that names plugins; the trainer has it as a setting."""
+    parser.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="Python module to import that registers the model; may be repeated",
     )
 
 
 def add_binding(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that says how ranks are bound to their host; the trainer has it as a setting."""
+    """Add the flag for binding ranks to cores; the trainer has it as a setting."""
     binding = next(setting for setting in all_settings() if setting.name == "binding")
     modes = get_args(binding.kind)
     parser.add_argument(

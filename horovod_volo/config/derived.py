@@ -1,4 +1,4 @@
-"""Numbers that follow from settings, ranks and images, and are stored nowhere."""
+"""Batches, steps and learning rates that follow from settings, ranks and images; none of them is stored."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ REFERENCE_BATCH = 1024
 
 
 class LearningRates(NamedTuple):
-    """The three that the schedule goes between, at the true global batch."""
+    """The learning rates of the schedule at the actual global batch."""
 
     peak: float
     minimum: float
-    warmup: float  # at the first step of the warm-up
+    warmup: float  # at the first step of warm-up
 
 
 @dataclass(frozen=True)
 class Derived:
-    """The shape of a run: batches, steps and the learning rate's peak."""
+    """Batch, steps and learning rates of a run."""
 
     ranks: int
     global_batch: int
     steps_per_epoch: int
-    epochs: int  # with the cool-down, and with a warm-up that comes before
+    epochs: int  # including the cool-down and a --warmup-prefix
     total_steps: int
-    cosine_steps: int  # of the cosine; a warm-up inside counts among them
+    cosine_steps: int  # including a warm-up that is counted among --epochs
     warmup_steps: int
-    prefix_steps: int  # of a warm-up that comes before the cosine
+    prefix_steps: int  # of a warm-up before the cosine (--warmup-prefix)
     peak_lr: float
     min_lr: float
     warmup_lr: float
 
     def epoch_of(self, step: int) -> tuple[int, int]:
-        """Return the epoch, and the step inside it, of a step counted from the run's begin."""
+        """Return the epoch, and the step inside it, of a step counted from the start of the run."""
         return divmod(step, self.steps_per_epoch)
 
 
 def resolve(config: Config, ranks: int) -> Config:
-    """Return the settings of a run on so many ranks: with a global batch divided, and rates that agree.
+    """Return the settings for this number of ranks, --global-batch split into batch size and accumulation.
 
-    Every reader of batch size and accumulation is given what this returns.
+    Both are read from the result only. Raise UserError if the learning rates contradict each other.
     """
     if config.data.global_batch:
         config = _divided(config, ranks)
@@ -53,13 +53,14 @@ def resolve(config: Config, ranks: int) -> Config:
 
 
 def derive(config: Config, *, ranks: int, images: int) -> Derived:
-    """Work out the run's shape. A last batch that would not be full is left out of its epoch."""
+    """Derive steps and learning rates; the incomplete last batch of an epoch is dropped."""
     update = config.update
     global_batch = _global_batch(config, ranks)
     if global_batch > images:
+        advice = _smaller(images, ranks, config)
         raise UserError(
-            f"One step takes {ranks} ranks x {config.data.batch_size} images x {update.accumulation} passes "
-            f"= {global_batch} images, but there are {images}. {_smaller(images, ranks, config)}"
+            f"One step takes {ranks} ranks x {config.data.batch_size} images x {update.accumulation} "
+            f"micro-batches = {global_batch} images, but there are {images}. {advice}"
         )
     steps_per_epoch = images // global_batch
     prefix_epochs = update.warmup_epochs if update.warmup_prefix else 0
@@ -81,13 +82,13 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
 
 
 def nearest_batches(global_batch: int, ranks: int) -> list[int]:
-    """Return the global batches next to this one that the ranks divide: itself, or below and above it."""
+    """Return the nearest global batches that the ranks divide: this one, or those below and above it."""
     below = global_batch - global_batch % ranks
     return [batch for batch in dict.fromkeys((below, -(-global_batch // ranks) * ranks)) if batch]
 
 
 def scaled_rates(update: Update, global_batch: int) -> LearningRates:
-    """Return the learning rates at a global batch; at the one they are stated for, to the bit as stated."""
+    """Return the learning rates at a global batch; at --lr-base-size they are exactly as stated."""
     if update.lr:
         return LearningRates(update.lr, update.min_lr, update.warmup_lr)
     scale = global_batch / (update.lr_base_size or REFERENCE_BATCH)
@@ -97,7 +98,7 @@ def scaled_rates(update: Update, global_batch: int) -> LearningRates:
 
 def _learning_rates(update: Update, global_batch: int) -> LearningRates:
     rates = scaled_rates(update, global_batch)
-    # What is scaled is compared as it was typed.
+    # The limit in the message is in the units that the user types, before scaling.
     limit = rates.peak if update.lr or not update.lr_base_size else update.lr_base
     for flag, rate, used in (
         ("--min-lr", rates.minimum, True),
@@ -105,8 +106,8 @@ def _learning_rates(update: Update, global_batch: int) -> LearningRates:
     ):
         if used and rate > rates.peak:
             raise UserError(
-                f"At a global batch of {global_batch:,} the learning rate's peak is {rates.peak:.3g}, below "
-                f"{flag}, which is {rate:.3g}. Use {flag} {limit!r} or less, or a higher "
+                f"At a global batch of {global_batch:,} the peak learning rate is {rates.peak:.3g}, below "
+                f"{flag}, which is {rate:.3g}. Use {flag} {limit!r} or less, or increase "
                 f"{'--lr' if update.lr else '--lr-base'}."
             )
     return rates
@@ -121,27 +122,30 @@ def _divided(config: Config, ranks: int) -> Config:
     if wanted % ranks:
         offers = [_offer(config, ranks, batch) for batch in nearest_batches(wanted, ranks)]
         raise UserError(
-            f"--global-batch {wanted} cannot be divided among {ranks} ranks. The nearest that can: "
+            f"--global-batch {wanted} is not a multiple of {ranks} ranks. The nearest multiples: "
             f"{', or '.join(offers)}."
         )
-    batch, passes = _split(wanted // ranks, largest)
+    batch, accumulation = _split(wanted // ranks, largest)
     return replace(
         config,
         data=replace(config.data, batch_size=batch),
-        update=replace(config.update, accumulation=passes),
+        update=replace(config.update, accumulation=accumulation),
     )
 
 
-def _split(share: int, largest: int) -> tuple[int, int]:
-    """Cut a rank's share of a step into the fewest equal passes of at most `largest` images."""
-    passes = next(count for count in range(-(-share // largest), share + 1) if share % count == 0)
-    return share // passes, passes
+def _split(images: int, largest: int) -> tuple[int, int]:
+    """Split a rank's images of a step into the fewest equal micro-batches of at most `largest` images."""
+    accumulation = next(count for count in range(-(-images // largest), images + 1) if images % count == 0)
+    return images // accumulation, accumulation
 
 
 def _offer(config: Config, ranks: int, global_batch: int) -> str:
-    batch, passes = _split(global_batch // ranks, config.data.batch_size)
+    batch, accumulation = _split(global_batch // ranks, config.data.batch_size)
     peak = scaled_rates(config.update, global_batch).peak
-    return f"--global-batch {global_batch} = {ranks} x {batch} x {passes} passes, peak rate {peak:.3g}"
+    return (
+        f"--global-batch {global_batch} = {ranks} x {batch} x {accumulation} micro-batches, "
+        f"peak learning rate {peak:.3g}"
+    )
 
 
 def _smaller(images: int, ranks: int, config: Config) -> str:

@@ -1,6 +1,6 @@
-"""Recipes: TOML files with one table a group of settings. A run's resolved settings are one too.
+"""Recipes: TOML files with one table per group of settings. The resolved.toml of a run is one too.
 
-A table [published] says what a recipe's result was published with; it is kept beside the settings.
+The table [published] of a recipe holds its published result, and the settings that result needs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from horovod_volo.core.errors import UserError
 
 RECIPES = Path(__file__).parent / "recipes"
 
+# Keys that moved to another table: they are read from both.
+_MOVED = {("exchange", "precision"): "model"}
+
 
 def recipe_names() -> list[str]:
-    """Names of the recipes that come with the package."""
+    """Return the names of the package's recipes."""
     return sorted(path.stem for path in RECIPES.glob("*.toml"))
 
 
 def load_recipe(name_or_path: str) -> dict[str, Any]:
-    """Read a recipe by name or path into checked values by setting name."""
+    """Return the checked values of a recipe by setting name; the recipe is a name or a path."""
     path = Path(name_or_path)
     if path.suffix != ".toml":
         path = RECIPES / f"{name_or_path}.toml"
@@ -55,14 +58,21 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
         if group == "published":
             chosen[group] = _published(table, path)
             continue
-        known = {setting.name: setting for setting in settings if setting.group == group}
         for key, value in table.items():
-            if key not in known:
+            home = _MOVED.get((group, key), group)
+            setting = next((entry for entry in settings if (entry.group, entry.name) == (home, key)), None)
+            if setting is None:
                 raise UserError(
                     f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key, settings)}"
                 )
-            chosen[key] = values.checked(known[key], value, f"Recipe {path}: {group}.{key}")
-    # A recipe from before that setting means what it meant: only its peak is scaled.
+            if home != group:
+                chosen["warnings"] = (
+                    f"recipe {path}: {key} belongs to [{home}] now, no longer to [{group}]",
+                )
+                if key in tables.get(home, {}):
+                    continue
+            chosen[key] = values.checked(setting, value, f"Recipe {path}: {group}.{key}")
+    # Recipes older than lr_base_size: only the peak is scaled, the other two learning rates are not.
     if {"lr_base", "min_lr", "warmup_lr"} & chosen.keys():
         chosen.setdefault("lr_base_size", 0)
     return chosen
@@ -90,7 +100,7 @@ def _where(key: str, settings: tuple[values.Setting, ...]) -> str:
 
 
 def dump(config: Config) -> str:
-    """Write every setting as a recipe, in the schema's order."""
+    """Return all settings as the text of a recipe, in the schema's order."""
     lines: list[str] = []
     group = ""
     for setting in values.all_settings():
@@ -110,6 +120,6 @@ def _literal(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(repr, value))}]"
     if isinstance(value, str):
-        # JSON's escapes are TOML's, but JSON lets one control character through that TOML does not.
+        # JSON's escapes are valid TOML, but JSON does not escape U+007F, which TOML requires.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)

@@ -1,4 +1,4 @@
-"""How one setting is declared: a field of a dataclass that carries its help, flags and bounds."""
+"""Declaration of one setting: a dataclass field with help, flags and bounds in its metadata."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ def setting(
     at_least: float | None = None,
     below: float | None = None,
     positional: bool = False,
+    repeatable: bool = False,
 ) -> Any:
-    """Declare one setting; `flags` are further spellings, `shorthands` flags that set a fixed value."""
+    """Declare one setting; `flags` are aliases, `shorthands` flags that set a fixed value.
+
+    A `repeatable` setting is a comma-separated list, whose flag may be given several times.
+    """
     metadata = {
         "help": help,
         "flags": flags,
@@ -24,5 +28,6 @@ def setting(
         "at_least": at_least,
         "below": below,
         "positional": positional,
+        "repeatable": repeatable,
     }
     return field(default=default, metadata=metadata)

@@ -1,16 +1,13 @@
-"""What settings must agree on among themselves, checked before anything starts."""
+"""Checks of settings against each other: contradictions are errors, settings without effect are warnings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 from horovod_volo.config import values
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
-
-SHARDED_OPTIMIZERS = ("adamw", "sgd")
-OUTPUT_STRIDE = 16  # pixels per token label: VOLO's stem divides by 8, its first stage's end by 2
 
 
 def check(config: Config) -> None:
@@ -22,7 +19,7 @@ def check(config: Config) -> None:
 
 
 def check_flags(flags: Mapping[str, Any], config: Config) -> None:
-    """Raise UserError where a flag asks for what another setting already decides."""
+    """Raise UserError if a flag sets what follows from another setting."""
     if "accumulation" in flags and config.data.global_batch:
         raise UserError(
             f"--accumulation follows from --global-batch {config.data.global_batch}, the ranks and "
@@ -31,38 +28,35 @@ def check_flags(flags: Mapping[str, Any], config: Config) -> None:
 
 
 def _check_image(config: Config) -> None:
-    side = config.model.img_size
-    if uses_tokens(config):
-        check_side(side)
     for name, (low, high) in (("scale", config.data.scale), ("ratio", config.data.ratio)):
         if not 0 < low <= high:
-            raise UserError(f"--{name} takes two numbers above 0 in rising order, not {low:g} {high:g}.")
+            raise UserError(f"--{name} takes two numbers above 0 in ascending order, not {low:g} {high:g}.")
     if config.data.scale[1] > 1:
         raise UserError(
-            f"--scale is a share of the image's area and ends at 1, not {config.data.scale[1]:g}."
+            f"--scale is a fraction of the image's area, at most 1, not {config.data.scale[1]:g}."
         )
-    for name, share in (
+    for name, probability in (
         ("hflip", config.data.hflip),
         ("vflip", config.data.vflip),
         ("reprob", config.data.reprob),
     ):
-        if share > 1:
-            raise UserError(f"--{name} is a probability and ends at 1, not {share:g}.")
+        if probability > 1:
+            raise UserError(f"--{name} is a probability, at most 1, not {probability:g}.")
 
 
 def _check_objective(config: Config) -> None:
     objective = config.objective
     if objective.token_label_data and not objective.token_label:
         raise UserError(
-            "--token-label-data is given without --token-label. Add --token-label, or drop the folder."
+            "--token-label-data needs --token-label. Add --token-label, or drop --token-label-data."
         )
     if objective.ground_truth and not objective.token_label_data:
         raise UserError(
-            "--ground-truth mixes the class into label maps: give --token-label-data, or drop it."
+            "--ground-truth blends the class into label maps. Add --token-label-data, or drop --ground-truth."
         )
 
     if objective.map_geometry and not objective.token_label_data:
-        raise UserError("--map-geometry is about label maps: give --token-label-data, or drop it.")
+        raise UserError("--map-geometry is about label maps. Add --token-label-data, or drop --map-geometry.")
     if objective.label_geometry == "reference" and objective.map_geometry not in ("", "whole"):
         raise UserError(
             "--label-geometry reference reads every label map as the whole image, as the published code "
@@ -75,13 +69,13 @@ def _check_objective(config: Config) -> None:
     if mixes and objective.mix_token:
         raise UserError(f"{mixes[0]} and MixToken both mix images. Add --no-mix-token, or drop {mixes[0]}.")
     if mixes and objective.token_label:
-        raise UserError(f"{mixes[0]} has no token labels for mixed images. Drop it, or --token-label.")
-    for name, share in (
+        raise UserError(f"{mixes[0]} cannot mix token labels. Drop it, or drop --token-label.")
+    for name, probability in (
         ("mixup-prob", objective.mixup_prob),
         ("mixup-switch-prob", objective.mixup_switch_prob),
     ):
-        if share > 1:
-            raise UserError(f"--{name} is a probability and ends at 1, not {share:g}.")
+        if probability > 1:
+            raise UserError(f"--{name} is a probability, at most 1, not {probability:g}.")
 
 
 def _check_schedule(config: Config) -> None:
@@ -93,82 +87,110 @@ def _check_schedule(config: Config) -> None:
         )
     if not update.lr and not update.lr_base:
         raise UserError(
-            "The learning rate is 0. Give --lr, or --lr-base for a global batch of --lr-base-size."
+            "The learning rate is 0. Set --lr, or --lr-base for a global batch of --lr-base-size."
         )
 
 
 def uses_tokens(config: Config) -> bool:
-    """Say whether the run learns from tokens or mixes them: not every network has some."""
+    """Return whether the run trains or mixes tokens, which not every model has."""
     return config.objective.token_label or config.objective.mix_token
 
 
+class _Idle(NamedTuple):
+    """Settings that have no effect in a run for which `applies` is true."""
+
+    names: tuple[str, ...]
+    applies: Callable[[Config], object]
+    because: str  # may name settings, as {update.opt}
+
+
+_IDLE = (
+    _Idle(
+        ("momentum",),
+        lambda c: c.update.opt in ("adamw", "lamb", "fusedadam", "fusedlamb"),
+        "with --opt {update.opt}",
+    ),
+    _Idle(("lr_base", "lr_base_size"), lambda c: c.update.lr, "with --lr"),
+    _Idle(("warmup_lr", "warmup_prefix"), lambda c: not c.update.warmup_epochs, "with --warmup-epochs 0"),
+    _Idle(("clip_mode",), lambda c: not c.update.clip_grad, "without --clip-grad"),
+    _Idle(("accumulation",), lambda c: c.data.global_batch, "with --global-batch, which sets it"),
+    _Idle(
+        ("mixup_prob",),
+        lambda c: not (c.objective.mixup or c.objective.cutmix),
+        "without --mixup or --cutmix",
+    ),
+    _Idle(
+        ("mixup_switch_prob",),
+        lambda c: not (c.objective.mixup and c.objective.cutmix),
+        "without both --mixup and --cutmix",
+    ),
+    _Idle(
+        ("dense_weight", "token_label_size"), lambda c: not c.objective.token_label, "without --token-label"
+    ),
+    _Idle(("label_geometry",), lambda c: not c.objective.token_label_data, "without --token-label-data"),
+    _Idle(("remode", "recount"), lambda c: not c.data.reprob, "with --reprob 0"),
+    _Idle(("color_jitter",), lambda c: c.data.aa, "with RandAugment (--aa)"),
+    _Idle(
+        ("randaugment_on",),
+        lambda c: not (c.data.aa or c.data.color_jitter),
+        "without --aa or --color-jitter",
+    ),
+    _Idle(("shuffle_window",), lambda c: not c.data.block_shuffle, "without --block-shuffle"),
+    _Idle(("bad_samples_limit",), lambda c: c.data.bad_samples == "fail", "with --bad-samples fail"),
+)
+
+
+def settings_without_effect(config: Config, stated: Collection[str]) -> list[str]:
+    """Return a warning for each of the `stated` settings that has no effect beside the others."""
+    groups = {name: getattr(config, name) for name in ("update", "data", "objective")}
+    return [
+        f"{setting.flags[0]} has no effect {row.because.format(**groups)}"
+        for setting in values.all_settings()
+        for row in _IDLE
+        if setting.name in stated and setting.name in row.names and row.applies(config)
+    ]
+
+
 def trains_aux_head(config: Config) -> bool:
-    """Say whether the run trains the auxiliary head, which gives the tokens' logits."""
+    """Return whether the run trains the auxiliary head, which gives the token logits."""
     return config.objective.token_label and config.objective.dense_weight > 0
-
-
-def check_side(side: int, whose: str = "") -> None:
-    """Raise UserError where an image cannot be cut into whole tokens; `whose` says for what network."""
-    if side % OUTPUT_STRIDE:
-        near = max(2, round(side / OUTPUT_STRIDE)) * OUTPUT_STRIDE
-        raise UserError(
-            f"--img-size must be a multiple of {OUTPUT_STRIDE}{whose}, not {side}. The nearest is {near}."
-        )
 
 
 def _check_update(config: Config) -> None:
     update = config.update
     if update.layer_decay > 1:
-        raise UserError(f"--layer-decay is a share and ends at 1, not {update.layer_decay:g}.")
-    if update.shard_optimizer and update.opt not in SHARDED_OPTIMIZERS:
-        raise UserError(
-            f"--shard-optimizer cuts tensors between ranks, and --opt {update.opt} wants them whole. Use "
-            f"--opt {' or '.join(SHARDED_OPTIMIZERS)}, or drop --shard-optimizer."
-        )
+        raise UserError(f"--layer-decay must be at most 1, not {update.layer_decay:g}.")
     if update.shard_optimizer and update.clip_grad and update.clip_mode == "agc":
         raise UserError(
-            "--shard-optimizer cuts tensors between ranks, and --clip-mode agc wants them whole. Use "
+            "--shard-optimizer cuts tensors between ranks, and --clip-mode agc needs them whole. Use "
             "--clip-mode norm."
         )
     if update.ema_warmup and not update.ema_decay:
         raise UserError(
-            "--ema-warmup is about averaged weights. Give --ema-decay or --model-ema, or drop --ema-warmup."
+            "--ema-warmup needs EMA weights. Add --ema-decay or --model-ema, or drop --ema-warmup."
         )
     for flag, given in (
         ("--allow-mismatch", config.model.allow_mismatch),
         ("--use-ema", config.model.use_ema),
     ):
         if given and not config.model.finetune:
-            raise UserError(f"{flag} is about the weights of --finetune. Give those, or drop it.")
-
-
-def token_label_side(config: Config) -> int:
-    """Token labels per side: the network gives one for every 16 pixels."""
-    return config.model.img_size // OUTPUT_STRIDE
+            raise UserError(f"{flag} needs --finetune. Add --finetune, or drop {flag}.")
 
 
 def notes(config: Config) -> list[str]:
-    """What a user should know about settings that are missing, taken otherwise than typed, or act later."""
-    found = []
+    """Return warnings about settings that are missing, without effect, or slow at the start."""
+    found = list(config.warnings)
     if missing := _missing(config):
         listed = " and ".join(part for part in (", ".join(missing[:-1]), missing[-1]) if part)
         top1 = f"{config.published.top1:.1f} % top-1" if config.published.top1 else "accuracy"
-        found.append(
-            f"published with {listed}, which this run lacks: the published {top1} cannot be expected"
-        )
-    asked, side = config.objective.token_label_size, token_label_side(config)
-    if config.objective.token_label and asked not in (0, side):
-        found.append(
-            f"--token-label-size {asked} does not fit --img-size {config.model.img_size}: "
-            f"the network has {side} x {side} tokens, so {side} is used"
-        )
+        found.append(f"published with {listed}, which this run lacks: do not expect the published {top1}")
     if config.model.compile:
-        found.append("blocks are compiled when training first comes to them: the first step takes minutes")
+        found.append("blocks are compiled at the first step, which takes minutes")
     return found
 
 
 def _missing(config: Config) -> list[str]:
-    """Return the flags of the published run that a recipe needs and that were not given."""
+    """Return the flags that the published run of a recipe needs and that are missing."""
     needed = [setting for setting in values.all_settings() if setting.name in config.published.needs]
     return [
         setting.flags[0] for setting in needed if not getattr(getattr(config, setting.group), setting.name)

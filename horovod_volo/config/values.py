@@ -1,4 +1,4 @@
-"""Settings as data: the schema's fields listed, and values checked and converted, whatever they came from."""
+"""The schema's settings as a list, and the checks and conversions of their values."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class Setting:
     at_least: float | None
     below: float | None
     positional: bool
+    repeatable: bool
 
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """Every setting of the schema, in its order."""
+    """Return every setting of the schema, in its order."""
     found = []
     for group, kind in group_types().items():
         hints = get_type_hints(kind)
@@ -52,8 +53,10 @@ def all_settings() -> tuple[Setting, ...]:
 
 
 def from_text(setting: Setting, given: Any) -> Any:
-    """Convert what the command line gave: text, a list of texts, or a constant of a shorthand."""
+    """Convert a command-line value: text, a list of texts, or the constant of a shorthand."""
     where = "DATA_DIR" if setting.positional else setting.flags[-1 if len(setting.flags[0]) == 2 else 0]
+    if setting.repeatable and isinstance(given, list):
+        given = ",".join(given)
     if setting.kind in (int, float) and isinstance(given, str):
         return checked(setting, _number(setting.kind, given, where), where)
     if _is_pair(setting) and isinstance(given, list):
@@ -69,7 +72,7 @@ def _number(kind: Any, text: str, where: str) -> Any:
 
 
 def checked(setting: Setting, value: Any, where: str) -> Any:
-    """Return `value` in the setting's type, or say what it takes; a whole number will do for a float."""
+    """Return `value` in the setting's type, or raise UserError; a whole number is accepted for a float."""
     if setting.kind is float and type(value) is int:
         value = float(value)
     if _is_pair(setting):
@@ -103,7 +106,7 @@ def _check_range(setting: Setting, value: Any, where: str) -> None:
 
 
 def assemble(chosen: Mapping[str, Any], *, fallback_name: str) -> Config:
-    """Make a configuration of checked values by name; an unnamed run is called after its recipe or model."""
+    """Build a configuration of checked values by name; an unnamed run is named after its recipe or model."""
     groups = {
         group: kind(**{f.name: chosen[f.name] for f in fields(kind) if f.name in chosen})
         for group, kind in group_types().items()
@@ -111,17 +114,19 @@ def assemble(chosen: Mapping[str, Any], *, fallback_name: str) -> Config:
     if not groups["run"].name:
         name = Path(fallback_name).stem if fallback_name else groups["model"].model
         groups["run"] = type(groups["run"])(**{**vars(groups["run"]), "name": name})
-    return Config(**groups, published=chosen.get("published", Published()))
+    return Config(
+        **groups, published=chosen.get("published", Published()), warnings=chosen.get("warnings", ())
+    )
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
-    """Return " Did you mean X?", or nothing where no known name is near."""
+    """Return " Did you mean X?", or an empty string if no known name is similar."""
     match = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.6)
     return f" Did you mean {match[0]}?" if match else ""
 
 
 def shown(value: Any) -> str:
-    """Format a default as it would be typed."""
+    """Return a default as a user types it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
@@ -132,7 +137,7 @@ def shown(value: Any) -> str:
 
 
 def metavar(setting: Setting) -> str | tuple[str, ...]:
-    """Name the value in the help: its choices, or what kind of thing it is."""
+    """Return the placeholder of the value in --help: its choices, or its type."""
     if setting.positional:
         return "DATA_DIR"
     if get_origin(setting.kind) is Literal:

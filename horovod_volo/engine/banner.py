@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
 from horovod_volo.config.schema import Config, Published
-from horovod_volo.config.validation import token_label_side
 from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.models.build import tokens_per_side
 
 
 def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) -> str:
@@ -45,7 +45,7 @@ def labels_line(config: Config, label_maps: LabelSource | None) -> str:
     if not config.objective.token_label:
         mixed = ", of pairs of images by MixToken (disable it with --no-mix-token)"
         return "class labels" + mixed * config.objective.mix_token
-    side = token_label_side(config)
+    side = tokens_per_side(config.model.model, config.model.img_size)
     if label_maps is None:
         return f"{side} x {side} token labels, the image's class on every token"
     geometry = f"{config.objective.label_geometry} geometry, maps of {label_maps.geometry.description}"
@@ -91,6 +91,18 @@ def batch_warnings(config: Config, derived: Derived, images: int) -> list[str]:
     return [warning if batch in nearest else warning + advice]
 
 
+def token_size_warnings(config: Config) -> list[str]:
+    """Return a warning if --token-label-size is not the number of tokens per side, which is used instead."""
+    given = config.objective.token_label_size
+    side = tokens_per_side(config.model.model, config.model.img_size)
+    if not config.objective.token_label or given in (0, side):
+        return []
+    return [
+        f"--token-label-size {given} does not fit --img-size {config.model.img_size}: "
+        f"the network has {side} x {side} tokens, so {side} is used"
+    ]
+
+
 def length_line(derived: Derived) -> str:
     """Describe the length of training in epochs and steps."""
     return (
@@ -102,4 +114,4 @@ def length_line(derived: Derived) -> str:
 def precision_line(config: Config, buckets: int) -> str:
     """Describe the precision of the forward pass and of the gradients on the wire."""
     compression = {"none": "uncompressed", "fp16": "in fp16"}[config.exchange.compression]
-    return f"{config.exchange.precision}; gradients exchanged {compression} in {buckets} buckets"
+    return f"{config.model.precision}; gradients exchanged {compression} in {buckets} buckets"

@@ -16,7 +16,6 @@ from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import token_label_side
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation.rand_augment import parse
 from horovod_volo.data.images.catalog import Catalog, check_same_classes
@@ -27,7 +26,7 @@ from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.engine.state import TrainState
-from horovod_volo.models.build import Forward, facts_of, heads_of, training_forward
+from horovod_volo.models.build import Forward, spec_of, tokens_per_side, training_forward
 from horovod_volo.models.precision import autocast
 from horovod_volo.monitor.meters import LossMeter
 from horovod_volo.monitor.run_logger import Logger
@@ -144,6 +143,8 @@ def build_context(
     """Build the loaders, the loss and the schedules of a run whose state is built."""
     derived = derive(config, ranks=world.size, images=len(images.train))
     train_loader, eval_loader = build_loaders(config, world, images, resources)
+    side = tokens_per_side(config.model.model, config.model.img_size)
+    loss = build_loss(config.objective, len(images.train.classes), side)
     return TrainContext(
         config=config,
         world=world,
@@ -154,12 +155,12 @@ def build_context(
         train_loader=train_loader,
         eval_loader=eval_loader,
         forward=training_forward(state.model),
-        loss=build_loss(config.objective, len(images.train.classes), token_label_side(config)),
+        loss=loss,
         meter=LossMeter(LossParts._fields, resources.device, lambda: train_loader.waited_seconds),
         clip=_build_clip(config, state),
         lr=build_schedule(config, derived),
         mix=_build_mix(config, world),
-        autocast=autocast(config.exchange.precision, resources.device),
+        autocast=autocast(config.model.precision, resources.device),
         stop=stop,
         logger=logger,
     )
@@ -170,8 +171,8 @@ def build_loaders(
 ) -> tuple[TrainLoader, EvalLoader]:
     """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
     threads = config.data.workers or resources.threads
-    facts = facts_of(config.model.model)
-    normalization = Normalization(facts.mean, facts.std)
+    spec = spec_of(config.model.model)
+    normalization = Normalization(spec.mean, spec.std)
     train_loader = TrainLoader(
         images.train,
         images.label_maps,
@@ -189,8 +190,8 @@ def build_loaders(
         images.held_out,
         config.data,
         image_size=config.model.img_size,
-        crop_pct=config.data.crop_pct or facts.crop_pct,
-        interpolation=facts.interpolation,
+        crop_pct=config.data.crop_pct or spec.crop_pct,
+        interpolation=spec.interpolation,
         rank=world.rank,
         size=world.size,
         device=resources.device,
@@ -206,7 +207,7 @@ def _build_clip(config: Config, state: TrainState) -> Clip:
         config.update.clip_grad,
         state.reducer.local_parameters,
         flat_gradients=state.reducer.local_gradients,
-        heads=heads_of(config.model.model),
+        heads=spec_of(config.model.model).heads,
         global_grad_norm=state.reducer.global_grad_norm,
     )
 
@@ -229,7 +230,7 @@ def _build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
     """Return MixToken, mixup/CutMix or no mixing as a function of the step and the micro-batch's number."""
     seed, objective = config.run.seed, config.objective
     if objective.mix_token:
-        side = token_label_side(config)
+        side = tokens_per_side(config.model.model, config.model.img_size)
         return lambda step, number: draw_box(seed, step, world.rank, number, side)
     if objective.mixup or objective.cutmix:
         pixels = config.model.img_size

@@ -14,20 +14,20 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import notes, uses_tokens
+from horovod_volo.config.validation import notes
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.labels.source import geometry_warnings
-from horovod_volo.engine.banner import batch_warnings, format_banner
+from horovod_volo.engine.banner import batch_warnings, format_banner, token_size_warnings
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.context import TrainContext, build_context, read_images, run_folder
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.state import build_state
-from horovod_volo.models.build import check_model
 from horovod_volo.models.compiled import check_compiler, compile_blocks
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.run_logger import Logger, NullLogger, RunLogger
+from horovod_volo.plugins import check_names, load_plugins
 
 
 def run(config: Config, world: World, stop: StopRequest) -> bool:
@@ -45,6 +45,7 @@ def run(config: Config, world: World, stop: StopRequest) -> bool:
 def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext, list[str]]:
     """Check the settings and build the run; return it with warnings. Collective: every rank calls this."""
     resources = rank_resources(world)
+    world.run_on_all_ranks(partial(load_plugins, config.run.plugin))
     config = world.run_on_all_ranks(partial(resolve, config, world.size))
     world.run_on_all_ranks(partial(_check_horovod_files, config))
     world.run_on_all_ranks(partial(_check_model, config))
@@ -67,8 +68,9 @@ def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext
     context = build_context(config, world, images, resources, state, logger, stop)
     warnings = [
         *notes(config),
+        *token_size_warnings(config),
         *batch_warnings(config, derived, len(images.train)),
-        *precision_warnings(config.exchange.precision, resources.device),
+        *precision_warnings(config.model.precision, resources.device),
     ]
     if images.label_maps is not None:
         warnings += geometry_warnings(config.objective.token_label_data, images.label_maps)
@@ -87,7 +89,7 @@ def _check_horovod_files(config: Config) -> None:
 
 
 def _check_model(config: Config) -> None:
-    check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
+    check_names(config)
     if config.model.compile:
         check_compiler()
 

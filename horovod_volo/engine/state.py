@@ -18,7 +18,7 @@ from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name
 from horovod_volo.models.precision import fix_convolutions
 from horovod_volo.models.weights import load_weights, read_weights
-from horovod_volo.optim.build import STATE_KEYS, build_optimizer, state_tensors
+from horovod_volo.optim.build import build_optimizer, optimizer_spec, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
 from horovod_volo.optim.groups import parameter_groups
 
@@ -101,7 +101,7 @@ def build_state(
         )
         warnings = [f"weights from {finetune}", *which, *mismatches]
     model.to(device).train()
-    warnings += fix_convolutions(model, config.exchange.precision, device)
+    warnings += fix_convolutions(model, config.model.precision, device)
     reducer = _reducer(config, world, model)
     groups = parameter_groups(
         dict(model.named_parameters()),
@@ -117,11 +117,17 @@ def build_state(
         if update.ema_decay
         else NoAverage()
     )
-    scaler = torch.amp.GradScaler(device.type, enabled=config.exchange.precision == "fp16")
-    keys = STATE_KEYS[update.opt]
+    scaler = torch.amp.GradScaler(device.type, enabled=config.model.precision == "fp16")
+    keys = optimizer_spec(update.opt).state_keys
     return TrainState(model, reducer, optimizer, keys, average, scaler), warnings
 
 
 def _reducer(config: Config, world: World, model: nn.Module) -> Reducer:
     reducer_type = ShardedReducer if config.update.shard_optimizer else Reducer
-    return reducer_type(model, world, config.exchange, micro_batches=config.update.accumulation)
+    return reducer_type(
+        model,
+        world,
+        config.exchange,
+        micro_batches=config.update.accumulation,
+        loss_is_scaled=config.model.precision == "fp16",
+    )

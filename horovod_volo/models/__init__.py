@@ -1,4 +1,4 @@
-"""The networks: built by name, with the training forward, and their weights in and out.
+"""Models: built by name, with their training forward, and the import and export of weights.
 
 The only room that imports timm.
 """

@@ -1,7 +1,7 @@
-"""Whether weights are evaluated with their auxiliary head, which gives logits of the tokens, or without it.
+"""Whether weights are evaluated with their auxiliary head, which gives the token logits.
 
-Half the best token's logit is added to the class token's. Of a head that no loss has trained that is noise,
-and the more of it the more classes there are: it is left out, and the class token decides alone.
+Evaluation adds half of the highest token logit to each class logit. An auxiliary head that no loss has
+trained would add noise, so evaluation leaves it out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from horovod_volo.core.errors import UserError
 
-AUX_HEAD = "aux_head."  # how the names of its parameters begin, in all published code
+AUX_HEAD = "aux_head."  # prefix of its parameters' names in all published code
 
 Choice = Literal["auto", "on", "off"]
 
@@ -21,9 +21,9 @@ Choice = Literal["auto", "on", "off"]
 def reason_to_leave_out(
     tensors: Mapping[str, Tensor], run: Mapping[str, Any], choice: Choice, source: str
 ) -> str:
-    """Return why the class token decides alone; nothing where the auxiliary head has its say.
+    """Return why evaluation leaves the auxiliary head out, or an empty string if it does not.
 
-    `run` holds the settings of the run that the weights are of, as far as they are known.
+    `run` holds the settings of the weights' run, as far as they are known.
     """
     if not any(name.startswith(AUX_HEAD) for name in tensors):
         if choice == "on":
@@ -33,8 +33,8 @@ def reason_to_leave_out(
         return "" if choice == "on" else "--aux-head off"
     if run.get("token_label") is False or run.get("dense_weight") == 0:
         return "the run did not train the auxiliary head"
-    # The published code, timm and we begin with biases of 0. One step of training moves them, as softmax
-    # gives no class exactly 0; without a gradient nothing does, and weight decay leaves 0 at 0.
+    # The published code, timm and this code initialize biases to 0. One training step changes them, as no
+    # softmax is exactly 0; without a gradient they stay 0, also under weight decay.
     bias = tensors.get(f"{AUX_HEAD}bias")
     if bias is not None and not bias.any():
         return "the auxiliary head was never trained, its biases are all 0"

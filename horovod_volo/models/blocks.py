@@ -1,7 +1,8 @@
-"""VOLO's blocks in a form for training, made of timm's modules under timm's names.
+"""VOLO's blocks for training, built from timm's modules under timm's parameter names.
 
-Evaluation computes what timm's blocks compute. What differs: stochastic depth spares its work, outlook
-attention neither unfolds nor folds, and attention takes the device's fastest form.
+Evaluation computes the same as timm's blocks. In training, drop path skips the computation of dropped
+branches, outlook attention has neither unfold nor fold, and self-attention uses the fastest kernel of the
+device.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ class Attention(nn.Module):
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Return the values (batch, heads, tokens, width) that queries find by keys."""
+    """Return scaled dot-product attention (batch, heads, tokens, width)."""
     if queries.device.type == "cpu" and queries.dtype != torch.float32:
-        # torch's fused kernel for half precision on CPUs takes about three times as long as the products.
-        shares = (queries * queries.shape[-1] ** -0.5 @ keys.mT).softmax(dim=-1)
-        products: Tensor = shares @ values
-        return products
-    found: Tensor = F.scaled_dot_product_attention(queries, keys, values)
-    return found
+        # torch's fused CPU kernel for half precision takes about three times as long as the two products.
+        weights = (queries * queries.shape[-1] ** -0.5 @ keys.mT).softmax(dim=-1)
+        product: Tensor = weights @ values
+        return product
+    attended: Tensor = F.scaled_dot_product_attention(queries, keys, values)
+    return attended
 
 
 class TwoBranches(nn.Module):
-    """A block of attention and a perceptron, each added to its input after a norm."""
+    """A pre-norm block of two residual branches: attention and an MLP."""
 
-    branches = ("attended", "refined")  # what --compile compiles
-    weight = 1.0  # of what is added
+    branches = ("attended", "refined")  # the methods that --compile compiles
+    weight = 1.0  # of both branches
     norm1: nn.Module
     attn: nn.Module
     norm2: nn.Module
@@ -60,12 +61,12 @@ class TwoBranches(nn.Module):
         return second.added(tokens, self.refined, self.weight)
 
     def attended(self, tokens: Tensor) -> Tensor:
-        """Return the first branch."""
+        """Return the attention branch."""
         result: Tensor = self.attn(self.norm1(tokens))
         return result
 
     def refined(self, tokens: Tensor) -> Tensor:
-        """Return the second branch, of each token alone."""
+        """Return the MLP branch."""
         result: Tensor = self.mlp(self.norm2(tokens))
         return result
 
@@ -77,12 +78,12 @@ class Block(TwoBranches):
         super().__init__()
         self.norm1, self.attn = trained.norm1, attention
         self.norm2, self.mlp = trained.norm2, trained.mlp
-        # No modules of the forward any more: they tell the rates.
+        # Not used in forward, only for their drop rates.
         self.drop_path1, self.drop_path2 = trained.drop_path1, trained.drop_path2
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Return how often each of the two branches is left out in training."""
+        """Return the drop path rates of the two branches."""
         return _rate(self.drop_path1), _rate(self.drop_path2)
 
 

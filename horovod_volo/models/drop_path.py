@@ -1,8 +1,8 @@
-"""Stochastic depth that spares the work: a branch is computed only for the images that it is kept for.
+"""Drop path (stochastic depth) that computes a residual branch only for the images that keep it.
 
-Each image keeps a branch with probability 1 - rate, and what is kept is scaled up by its inverse, as in the
-usual form, which computes all and multiplies by zero. Only the number of images that keep a branch hardly
-varies: it is the expected one, rounded up or down at random, so that all ranks do the same work.
+Each image keeps a branch with probability 1 - rate, and a kept branch is divided by that, as in the usual
+form, which computes all branches and multiplies by zero. Only the number of images that keep a branch
+differs: it is the expected one, rounded up or down at random, so that all ranks do the same work.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Branch = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class DropPathSample:
-    """The images of a batch that keep a branch."""
+    """The images of a batch that keep a branch, and the scale of the branch."""
 
     rows: Tensor | None = None  # (kept,) int64; None: all of them
     scale: float = 1.0
 
     def added(self, tokens: Tensor, branch: Branch, weight: float = 1.0) -> Tensor:
-        """Return tokens (batch, ..., channels) with the weighted branch added to the kept images."""
+        """Return tokens (batch, ..., channels) with the weighted branch added for the images that keep it."""
         if self.rows is None:
             return torch.add(tokens, branch(tokens), alpha=weight * self.scale)
         if not len(self.rows):
@@ -52,7 +52,7 @@ def sample_drop_path(rates: Sequence[float], tokens: Tensor, seed: int | None) -
     shares = 1.0 - np.asarray(rates)
     counts = np.floor(batch * shares + random.random(len(rates))).astype(np.int64)  # expected: batch x share
     orders = random.permuted(np.tile(np.arange(batch), (len(rates), 1)), axis=1)  # (branches, batch)
-    # One copy for all branches, from pinned memory where the device would make the host wait for it.
+    # One copy for all branches, from pinned memory, so that the host does not wait for the device.
     drawn = torch.from_numpy(orders)
     drawn = (drawn.pin_memory() if device.type == "cuda" else drawn).to(device, non_blocking=True)
     return [

@@ -1,11 +1,12 @@
-"""LV-ViT, the plain transformer that token labels were made for, with the training forward of our VOLO.
+"""LV-ViT, the vision transformer of the token labeling paper, with the same training forward as VOLO.
 
-Every token, the class token among them, passes the same blocks; residual branches are divided by a
-constant. Modules and parameters are called as in the published code, so published checkpoints load.
+Residual branches are divided by a constant. Modules and parameters have the published names, so published
+checkpoints load.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 
 from horovod_volo.models.blocks import TwoBranches
 from horovod_volo.models.drop_path import sample_drop_path
+from horovod_volo.models.position_embedding import fit_position_embedding
+from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
 from horovod_volo.models.volo import TokenSwap, runner_of_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
@@ -23,11 +26,11 @@ LVVIT_SIZES: dict[str, dict[str, Any]] = {
     "lvvit_l": {"layers": 24, "embed_dim": 768, "num_heads": 12, "stem_width": 128, "residual_divisor": 3.0},
 }
 
-_PATCH = 16  # pixels a side of what becomes one token
+_PATCH = 16  # side of a patch, pixels
 
 
 class Stem(nn.Module):
-    """Three convolutions at half the resolution, then one token from each 8 x 8 of their cells."""
+    """Three convolutions at half the resolution, then one token per 8 x 8 cells."""
 
     def __init__(self, width: int, embed_dim: int) -> None:
         super().__init__()
@@ -49,7 +52,7 @@ class Stem(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads, without biases on queries, keys and values."""
+    """Multi-head self-attention, without biases of queries, keys and values."""
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
         super().__init__()
@@ -66,8 +69,8 @@ class Attention(nn.Module):
         return attended
 
 
-class Perceptron(nn.Module):
-    """Two layers with a GELU between them, of each token alone."""
+class Mlp(nn.Module):
+    """The MLP of a block: two linear layers with a GELU between them."""
 
     def __init__(self, embed_dim: int, hidden: int) -> None:
         super().__init__()
@@ -81,19 +84,19 @@ class Perceptron(nn.Module):
 
 
 class Block(TwoBranches):
-    """Attention, then the perceptron, each added to its input after a norm and a division."""
+    """A pre-norm transformer block whose residual branches are divided by a constant."""
 
     def __init__(self, embed_dim: int, num_heads: int, mlp_ratio: float, divisor: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(embed_dim)
         self.attn = Attention(embed_dim, num_heads)
         self.norm2 = nn.LayerNorm(embed_dim)
-        self.mlp = Perceptron(embed_dim, int(embed_dim * mlp_ratio))
+        self.mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio))
         self.weight = 1.0 / divisor
 
 
 class LvVit(nn.Module):
-    """LV-ViT; with an auxiliary head for its tokens it is trained with token labels."""
+    """LV-ViT; token labels need the auxiliary head."""
 
     def __init__(
         self,
@@ -111,13 +114,13 @@ class LvVit(nn.Module):
     ) -> None:
         super().__init__()
         side = img_size // _PATCH
-        self.num_classes = num_classes
+        self.num_classes, self.num_features = num_classes, embed_dim
         self.grid = (side, side)  # tokens
         self.grad_checkpointing = False
         self.cls_token = nn.Parameter(torch.zeros(1, 1, embed_dim))
         self.pos_embed = nn.Parameter(torch.zeros(1, 1 + side * side, embed_dim))
         self.patch_embed = Stem(stem_width, embed_dim)
-        # The rates stay numbers where everything else is built without memory.
+        # On the CPU, as the model may be built on the meta device.
         self.rates: list[float] = torch.linspace(0, drop_path_rate, layers, device="cpu").tolist()
         self.blocks = nn.ModuleList(
             Block(embed_dim, num_heads, mlp_ratio, residual_divisor) for _ in range(layers)
@@ -127,11 +130,11 @@ class LvVit(nn.Module):
         self.aux_head: nn.Linear | None = nn.Linear(embed_dim, num_classes)
         self._draw_weights()
         if not use_aux_head:
-            # Taken out after all weights were drawn: the others are the same with it and without.
+            # Removed after all weights were drawn, so that the others do not depend on it.
             self.aux_head = None
 
     def _draw_weights(self) -> None:
-        """Draw fresh weights; convolutions and norms keep torch's."""
+        """Initialize weights; convolutions and norms keep torch's initialization."""
         for parameter in (self.pos_embed, self.cls_token):
             nn.init.trunc_normal_(parameter, std=0.02)
         for module in self.modules():
@@ -143,7 +146,7 @@ class LvVit(nn.Module):
     def training_logits(
         self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class and token logits; what `exchange` does to the tokens is undone before the head."""
+        """Return class and token logits; `exchange` swaps tokens after the stem and back before the head."""
         grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
         features = self._transformed(grid.flatten(1, 2), drop_path_seed)  # (batch, 1 + tokens, channels)
         own = exchange(features[:, 1:].reshape(grid.shape))
@@ -153,15 +156,15 @@ class LvVit(nn.Module):
     def class_logits(
         self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class logits of images whose tokens `exchange` mixes, and no token logits."""
+        """Return class logits, with tokens swapped by `exchange`, and empty token logits."""
         grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
         logits: Tensor = self.head(self._transformed(grid.flatten(1, 2), drop_path_seed)[:, 0])
         return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits evaluation goes by, (batch, classes).
+        """Return the logits for evaluation, (batch, classes).
 
-        With an auxiliary head, half the best token's are added to the class token's.
+        With an auxiliary head, half of the highest token logit is added to each class logit.
         """
         features = self.forward_features(images)
         logits: Tensor = self.head(features[:, 0])
@@ -171,7 +174,7 @@ class LvVit(nn.Module):
         return logits + 0.5 * token_logits.amax(dim=1)
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Return normed features (batch, 1 + tokens, channels), the class token's first."""
+        """Return normalized features (batch, 1 + tokens, channels), the class token first."""
         return self._transformed(self.patch_embed(images).flatten(1, 2))
 
     def _transformed(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
@@ -186,19 +189,45 @@ class LvVit(nn.Module):
         return features
 
     def no_weight_decay(self) -> set[str]:
-        """Name the matrices that weight decay leaves alone."""
+        """Return the parameters without weight decay."""
         return {"pos_embed", "cls_token"}
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:  # noqa: ARG002  # timm's signature
-        """Return which parameters are one layer, in timm's form: stem, blocks, heads."""
+        """Return the parameters of each layer as timm's patterns: stem, blocks, heads."""
         with_the_last_block = (99999,)  # timm's constant
         blocks = [(r"^blocks\.(\d+)", None), (r"^norm", with_the_last_block)]
         return {"stem": r"^cls_token|pos_embed|patch_embed", "blocks": blocks}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Choose whether training keeps only the blocks' inputs and computes the rest again in backward."""
+        """Turn activation checkpointing of blocks on or off."""
         self.grad_checkpointing = enable
 
     def get_classifier(self) -> nn.Module:
-        """Return the class token's head."""
+        """Return the head of the class token."""
         return self.head
+
+
+def _build(
+    settings: dict[str, Any], *, img_size: int, num_classes: int, drop_path: float, aux_head: bool
+) -> LvVit:
+    return LvVit(
+        img_size=img_size,
+        num_classes=num_classes,
+        drop_path_rate=drop_path,
+        use_aux_head=aux_head,
+        **settings,
+    )
+
+
+for _name, _settings in LVVIT_SIZES.items():
+    register_model(
+        ModelSpec(
+            name=_name,
+            build=partial(_build, _settings),
+            stride=_PATCH,
+            heads=("head", "aux_head"),
+            crop_pct=0.9 if _name in ("lvvit_t", "lvvit_s") else 1.0,
+            adapt_weights=fit_position_embedding,
+            export=TimmExport(_name, _settings, "patch_embed.conv1"),
+        )
+    )

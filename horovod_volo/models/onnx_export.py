@@ -1,4 +1,4 @@
-"""A network in an ONNX file: images (batch, 3, side, side) in, the logits evaluation goes by out."""
+"""Exports a model to ONNX: from images (batch, 3, side, side) to the logits of evaluation."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from horovod_volo.models.timm_export import fixed_images
 IMAGES, LOGITS = "images", "logits"
 
 _NEEDED = ("onnx", "onnxscript")
-# An ONNX file cannot pass 2 GiB; the weights of larger networks lie in a file beside.
+# An ONNX file is limited to 2 GiB; the weights of larger models are stored in a second file.
 _LARGEST_FILE_BYTES = 1_900_000_000
 
 
 def check_packages() -> None:
-    """Raise UserError where what the exporter needs is not installed."""
+    """Raise UserError if packages of the exporter are not installed."""
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UserError(
@@ -32,10 +32,10 @@ def check_packages() -> None:
 
 
 def write_onnx(network: nn.Module, file: Path, *, image_side: int, batch: int, opset: int) -> None:
-    """Write a network for batches of `batch` images; 0: of any number. The network itself stays as it is."""
-    images = fixed_images(batch or 2, image_side)  # of a single one the exporter would think it is always one
+    """Write a model for batches of `batch` images; 0: of any size. The model itself is not changed."""
+    images = fixed_images(batch or 2, image_side)  # the exporter would make a batch of 1 static
     size = sum(tensor.nbytes for tensor in network.state_dict().values())
-    # The exporter warns of its own use of torch.
+    # The exporter causes warnings about its own use of torch.
     with warnings.catch_warnings(action="ignore"):
         try:
             torch.onnx.export(
@@ -61,7 +61,7 @@ def write_onnx(network: nn.Module, file: Path, *, image_side: int, batch: int, o
 def onnx_difference(
     network: nn.Module, file: Path, *, image_side: int, batches: Iterable[int]
 ) -> float | None:
-    """Return the largest difference of logits from onnxruntime's; None where that is not installed."""
+    """Return the largest difference from onnxruntime's logits; None if that is not installed."""
     if find_spec("onnxruntime") is None:
         return None
     import onnxruntime

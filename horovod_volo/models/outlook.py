@@ -1,8 +1,8 @@
-"""Outlook attention: every window mixes its own pixels by shares told by its centre, and windows add up.
+"""Outlook attention: each centre's features are projected to attention weights over its k x k window.
 
-Parameters and their names are timm's, as are the values up to rounding. What timm unfolds, mixes and folds
-in memory is one operation here, in the form that suits the device. Invariant: all forms agree with the
-plain one.
+The weighted values of overlapping windows are summed. Parameters, their names and the results up to
+rounding are timm's, which unfolds and folds in memory; here it is one operation per device. Invariant: all
+implementations agree with `plain_outlook`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def outlook(
 ) -> Tensor:
     """Return (batch, height, width, channels), like the values.
 
-    Scores (batch, rows, columns, heads * kernel⁴) tell for every window and head, target by target, how much
-    of each source goes in.
+    Scores (batch, rows, columns, heads * kernel⁴) are the attention logits of each window and head: for each
+    target position, one per source position.
     """
     geometry = [scores.shape[1], scores.shape[2], heads, kernel, padding, stride]
     if values.dtype != scores.dtype:
@@ -33,7 +33,7 @@ def outlook(
         mixed: Tensor = outlook_gather(values, scores, geometry, scale)[0]
         return mixed
     if values.is_cuda and geometry[3:] == [3, 1, 2] and values.dtype in _OF_KERNELS:
-        from horovod_volo.kernels.outlook import fused_outlook  # Triton is only where a GPU is
+        from horovod_volo.kernels.outlook import fused_outlook  # imports Triton, which only GPUs need
 
         fused: Tensor = fused_outlook(values, scores, heads, scale)
         return fused
@@ -41,27 +41,27 @@ def outlook(
 
 
 def plain_outlook(values: Tensor, scores: Tensor, geometry: list[int], scale: float) -> Tensor:
-    """Return the same by PyTorch's unfold and fold, on any device."""
+    """Return outlook attention with PyTorch's unfold and fold, on any device."""
     rows, columns, heads, kernel, padding, stride = geometry
     batch, height, width, channels = values.shape
-    places, windows = kernel * kernel, rows * columns
+    positions, windows = kernel * kernel, rows * columns
     unfolded = F.unfold(values.permute(0, 3, 1, 2), kernel, padding=padding, stride=stride)
-    sources = unfolded.view(batch, heads, channels // heads, places, windows).permute(0, 1, 4, 3, 2)
-    by_window = scores.reshape(batch, windows, heads, places, places).transpose(1, 2)
-    shares = (by_window * scale).softmax(dim=-1)  # (batch, heads, windows, targets, sources)
-    mixed = shares.to(sources.dtype) @ sources  # (batch, heads, windows, targets, width of a head)
-    columns_of_windows = mixed.permute(0, 1, 4, 3, 2).reshape(batch, channels * places, windows)
+    sources = unfolded.view(batch, heads, channels // heads, positions, windows).permute(0, 1, 4, 3, 2)
+    by_window = scores.reshape(batch, windows, heads, positions, positions).transpose(1, 2)
+    weights = (by_window * scale).softmax(dim=-1)  # (batch, heads, windows, targets, sources)
+    mixed = weights.to(sources.dtype) @ sources  # (batch, heads, windows, targets, width of a head)
+    columns_of_windows = mixed.permute(0, 1, 4, 3, 2).reshape(batch, channels * positions, windows)
     folded = F.fold(columns_of_windows, (height, width), kernel, padding=padding, stride=stride)
     return folded.permute(0, 2, 3, 1)
 
 
 class Outlook(nn.Module):
-    """timm's OutlookAttention with the same parameters, taken over from one."""
+    """timm's OutlookAttention, built from a module of it with its parameters."""
 
     def __init__(self, trained: Any) -> None:
         super().__init__()
         if trained.attn_drop.p:
-            raise ValueError("Outlook drops no shares. Build the network with attn_drop_rate=0.")
+            raise ValueError("Outlook has no attention dropout. Build the model with attn_drop_rate=0.")
         self.v, self.attn, self.proj, self.proj_drop = (
             trained.v,
             trained.attn,
@@ -74,7 +74,7 @@ class Outlook(nn.Module):
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return pixels of the same shape (batch, height, width, channels)."""
-        # Seen as channels first these are in PyTorch's channels-last form, which the pool keeps.
+        # As channels first, this is PyTorch's channels-last memory format, which the pool preserves.
         pooled = self.pool(pixels.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         mixed = outlook(
             self.v(pixels),

@@ -1,8 +1,8 @@
-"""Outlook attention made of operations that every runtime of exported networks has.
+"""Outlook attention from operations that all ONNX runtimes support.
 
-A fold becomes ONNX's Col2Im, which TensorRT and others lack, and an unfold becomes lookups of computed
-indices. Both are grouped convolutions with weights that are 1 at one place and 0 elsewhere: what they give
-is exact. Invariant: in evaluation the logits are those of the network as it was trained.
+ONNX represents a fold by Col2Im, which TensorRT and others lack, and an unfold by gathers of computed
+indices. Here both are grouped convolutions with one-hot weights, which are exact. Invariant: in evaluation
+the logits equal those of the trained model.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from horovod_volo.models.timm_api import VOLO
 
 
 def place_weights(channels: int, kernel: int) -> Tensor:
-    """Return weights (channels * kernel², 1, kernel, kernel), each of which picks one place of a window."""
+    """Return one-hot weights (channels * kernel², 1, kernel, kernel), one per position of a window."""
     places = kernel * kernel
     return torch.eye(places).reshape(places, 1, kernel, kernel).repeat(channels, 1, 1, 1)
 
 
 def unfold_windows(cells: Tensor, weights: Tensor, *, padding: int, stride: int) -> Tensor:
-    """Return what F.unfold does, its windows still a grid: (batch, channels * kernel², rows, columns)."""
+    """Return F.unfold with the windows as a grid: (batch, channels * kernel², rows, columns)."""
     return F.conv2d(cells, weights, padding=padding, stride=stride, groups=cells.shape[1])
 
 
 def fold_windows(
     windows: Tensor, weights: Tensor, size: tuple[int, int], *, padding: int, stride: int
 ) -> Tensor:
-    """Add up windows (batch, channels * kernel², rows, columns) where they overlap, as F.fold does."""
+    """Sum overlapping windows (batch, channels * kernel², rows, columns), as F.fold does."""
     kernel = weights.shape[-1]
-    # Cells right and below of the last window, which an unfold of this size never reaches.
+    # Cells to the right of and below the last window, which an unfold of this size does not read.
     beyond = [
         whole - ((count - 1) * stride - 2 * padding + kernel)
         for whole, count in zip(size, windows.shape[2:], strict=True)
@@ -50,7 +50,7 @@ def fold_windows(
 
 
 class ConvolvedOutlook(nn.Module):
-    """Outlook attention with the weights of timm's, for evaluation alone."""
+    """Outlook attention with the parameters of a timm module, for evaluation only."""
 
     weights: Tensor
 
@@ -74,8 +74,8 @@ class ConvolvedOutlook(nn.Module):
         windows = unfolded.reshape(-1, self.heads, channels // self.heads // places, places, rows * columns)
         pooled = self.pool(cells.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         scores = self.attention(pooled).reshape(-1, rows * columns, self.heads, places, places)
-        shares = (scores.transpose(1, 2) * self.scale).softmax(dim=-1)
-        mixed = shares @ windows.permute(0, 1, 4, 3, 2)  # (batch, heads, windows, places, width)
+        weights = (scores.transpose(1, 2) * self.scale).softmax(dim=-1)
+        mixed = weights @ windows.permute(0, 1, 4, 3, 2)  # (batch, heads, windows, places, width)
         mixed = mixed.permute(0, 1, 4, 3, 2).reshape(-1, channels, rows, columns)
         folded = fold_windows(mixed, self.weights, size, **geometry)
         projected: Tensor = self.projection(folded.permute(0, 2, 3, 1))
@@ -83,12 +83,12 @@ class ConvolvedOutlook(nn.Module):
 
 
 def exportable(network: nn.Module) -> nn.Module:
-    """Return a copy to export, in evaluation mode; of a VOLO, with the outlook attention above."""
+    """Return a copy in evaluation mode; in a VOLO, outlook attention is replaced by the one above."""
     own = copy.deepcopy(network).eval()
     if isinstance(own, VOLO):
         for block in list(own.modules()):
             attention = getattr(block, "attn", None)
-            # Of timm's attentions, all in this place and of this name, only outlook attention unfolds.
+            # All of timm's attention modules have this name; only outlook attention has an unfold.
             unfolds = isinstance(getattr(attention, "unfold", None), nn.Unfold)
             if unfolds or isinstance(attention, Outlook):
                 block.attn = ConvolvedOutlook(attention)

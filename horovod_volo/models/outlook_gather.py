@@ -1,9 +1,9 @@
-"""Outlook attention on a CPU: neither windows are unfolded nor results folded, rows are looked up.
+"""Outlook attention on a CPU by embedding bags, without unfold and fold.
 
-A target pixel is the sum, over the windows that cover it and the sources of each, of a share times the
-source's values. That is what an embedding bag computes, and the same bags with the two sides exchanged give
-the gradient of the values. Image by image, so that what lies between stays in the processor's cache.
-Invariant: a pair of pixels that lies outside of the image is in no table, as its values are zeros.
+A target pixel is the sum, over the windows that cover it and the source pixels of each, of an attention
+weight times the values of the source. An embedding bag computes such sums; with targets and sources swapped
+it computes the gradient of the values. Images are processed one by one, so that intermediate results stay
+in the cache. Invariant: the tables omit pairs of pixels outside the image, whose values are padding zeros.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# PyTorch says so once in every process, of the one sparse product below.
+# PyTorch warns once per process, because of the sparse product below.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
 
 @dataclass(frozen=True)
 class Bags:
-    """For every row of one side, which shares of an image times which rows of the other side it sums."""
+    """For each output row, the attention weights (`shares`) and the input rows whose products it sums."""
 
-    shares: Tensor  # in an image's (sources, windows * heads * targets)
+    shares: Tensor  # indices into an image's attention weights (sources, windows * heads * targets)
     rows: Tensor
-    starts: Tensor  # one more than rows: the last is the end
+    starts: Tensor  # offsets of the bags, and the end of the last
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Where everything of one image lies; a row is one head of one pixel."""
+    """Index tables of one image; a row is one head of one pixel."""
 
     to_targets: Bags
     to_sources: Bags
-    starts: Tensor  # of each target's sources, each named once
+    starts: Tensor  # CSR offsets of each target's distinct sources
     sources: Tensor
-    pairs: Tensor  # of every share its pair of target and source, or one past the last
+    pairs: Tensor  # for each attention weight, the index of its (target, source) pair, or one past the last
 
 
 @lru_cache(maxsize=32)  # a few MB each at 224 px
 def tables_of(
     height: int, width: int, rows: int, columns: int, heads: int, kernel: int, padding: int, stride: int
 ) -> Tables:
-    """Work out the tables of an image of height x width pixels with rows x columns windows."""
+    """Build the tables of an image of height x width pixels with rows x columns windows."""
     across = torch.arange(kernel) - padding
     down = (torch.arange(rows) * stride)[:, None] + across  # (rows, kernel)
     right = (torch.arange(columns) * stride)[:, None] + across
@@ -84,9 +84,9 @@ def _starts(owners: Tensor, rows: int) -> Tensor:
 def outlook_gather(
     values: Tensor, scores: Tensor, geometry: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the mixed values and, for the gradient, the shares (batch, sources, the rest).
+    """Return the weighted values and, for backward, the attention weights (batch, sources, the rest).
 
-    The geometry is rows and columns of windows, heads, kernel, padding, stride.
+    `geometry` is rows and columns of windows, heads, kernel, padding, stride.
     """
     tables = tables_of(*values.shape[1:3], *geometry)
     heads, places = geometry[2], geometry[3] ** 2
@@ -95,7 +95,7 @@ def outlook_gather(
     transposed = shares.new_empty(shares.shape[1:])
     gathered = shares.new_empty(len(tables.to_targets.shares))
     for number in range(len(values)):
-        # The sources go first: a softmax over the innermost nine takes three times as long.
+        # The sources come first, as a softmax over an innermost dimension of nine takes three times as long.
         torch.mul(_exact(scores[number]).view(-1, places).T, scale, out=transposed)
         torch.softmax(transposed, 0, out=shares[number])
         mixed[number] = _summed(tables.to_targets, shares[number], values[number], heads, gathered)
@@ -113,7 +113,7 @@ def outlook_gather_backward(
     of_values, of_scores = _like(values), _like_scores(values, geometry)
     of_shares = shares.new_empty(shares.shape[1:])
     gathered = shares.new_empty(len(tables.to_sources.shares))
-    products = shares.new_empty(len(tables.sources) + 1)  # what lies outside finds the zero at the end
+    products = shares.new_empty(len(tables.sources) + 1)  # pairs outside the image read the zero at the end
     rows = len(tables.starts) - 1
     sampled = torch.sparse_csr_tensor(
         tables.starts, tables.sources, products[:-1], size=(rows, rows), check_invariants=False
@@ -121,7 +121,7 @@ def outlook_gather_backward(
     for number in range(len(values)):
         targets, sources = _rows(gradient[number], heads), _rows(values[number], heads)
         of_values[number] = _summed(tables.to_sources, shares[number], gradient[number], heads, gathered)
-        products.zero_()  # even times beta=0 the last image's NaN would stay
+        products.zero_()  # with beta=0, a NaN of the previous image would remain
         torch.sparse.sampled_addmm(sampled, targets, sources.T, beta=0, alpha=scale, out=sampled)
         torch.index_select(products, 0, tables.pairs, out=of_shares.view(-1))
         of_softmax = torch._softmax_backward_data(of_shares, shares[number], 0, shares.dtype)
@@ -130,7 +130,7 @@ def outlook_gather_backward(
 
 
 def _summed(bags: Bags, shares: Tensor, image: Tensor, heads: int, gathered: Tensor) -> Tensor:
-    """Return the sums of the bags in the form of the image."""
+    """Return the sums of the bags in the shape of the image."""
     torch.index_select(shares.view(-1), 0, bags.shares, out=gathered)
     sums = F.embedding_bag(
         bags.rows,
@@ -148,7 +148,7 @@ def _rows(image: Tensor, heads: int) -> Tensor:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """Return what is summed up without loss; half precision is for keeping alone."""
+    """Return the tensor in the precision of sums: fp64, else fp32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

@@ -1,4 +1,4 @@
-"""A trained network from wherever its weights are, ready to be asked."""
+"""Loads a trained model for evaluation from a run, a checkpoint, a file of weights, or timm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from horovod_volo.config.recipe import load_recipe
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.aux_head import AUX_HEAD, Choice, reason_to_leave_out
-from horovod_volo.models.build import OUR_MODELS, build_model, check_model, facts_of, heads_of, our_name
+from horovod_volo.models.build import build_model, check_model, our_name, spec_of
+from horovod_volo.models.registry import registered_model
+from horovod_volo.models.timm_api import is_model
 from horovod_volo.models.weights import TIMM, load_weights, read_weights, weights_file
 
 SETTINGS_OF_RUN = "resolved.toml"
@@ -20,47 +22,49 @@ SETTINGS_OF_RUN = "resolved.toml"
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A network with its weights, on the CPU, in evaluation mode."""
+    """A trained model, on the CPU, in evaluation mode."""
 
     network: nn.Module
     name: str
     image_side: int
     num_classes: int
     crop_pct: float
-    mean: tuple[float, ...]  # of colours from 0 to 1, as it was trained on
+    mean: tuple[float, ...]  # of training pixels from 0 to 1
     std: tuple[float, ...]
     interpolation: str
     remarks: list[str]
 
     @property
     def has_aux_head(self) -> bool:
-        """Say whether half the best token's logits are added to the class token's."""
+        """Return whether evaluation adds token logits to the class logits."""
         return getattr(self.network, "aux_head", None) is not None
 
 
 def load_pretrained(
     source: str, *, name: str = "", image_side: int = 0, use_ema: bool = False, aux_head: Choice = "auto"
 ) -> PretrainedModel:
-    """Build a network and give it the weights at `source`: a run, a checkpoint, a file or timm:NAME.
+    """Build a model and load the weights at `source`: a run, a checkpoint, a file or timm:NAME.
 
-    `name` says which network it is where the source does not; `image_side` 0: the one it was trained at.
-    `use_ema` takes averaged weights; `aux_head` says whether evaluation adds the best token's logits.
+    `name` is the model, if the source does not record it; `image_side` 0: the image size it was trained at.
+    `use_ema` loads EMA weights; `aux_head` chooses whether evaluation adds the token logits.
     """
     if not source.startswith(TIMM):
-        weights_file(Path(source))  # a path that leads nowhere is told before anything else
+        weights_file(Path(source))  # a missing path is the first error
     run = _settings_of_run(source)
     name = name or str(run.get("model", "")) or _timms_name(source)
     if not name:
         raise UserError(
-            f"Which network are the weights in {source}? There is no {SETTINGS_OF_RUN} of a run above "
-            "them: give --model."
+            f"There is no {SETTINGS_OF_RUN} that names the model of the weights in {source}. Add --model."
         )
-    facts = facts_of(name)
+    plugin = run.get("plugin", "")
+    if plugin and registered_model(name) is None and not is_model(name):
+        raise UserError(f"{source} was trained with the model {name} of a plugin. Add --plugin {plugin}.")
+    published = spec_of(name)
     name = our_name(name)
-    side = image_side or int(run.get("img_size", 0)) or facts.image_side
+    side = image_side or int(run.get("img_size", 0)) or published.img_size
     check_model(name, img_size=side, tokens=False)
     state, remarks = read_weights(source, use_ema=use_ema)
-    without = reason_to_leave_out(state, run, aux_head, source) if name in OUR_MODELS else ""
+    without = reason_to_leave_out(state, run, aux_head, source) if spec_of(name).stride else ""
     if without:
         state = {key: tensor for key, tensor in state.items() if not key.startswith(AUX_HEAD)}
         remarks.append(f"evaluated by the class token alone: {without}")
@@ -68,19 +72,27 @@ def load_pretrained(
     network = build_model(name, img_size=side, num_classes=classes, drop_path=0.0, aux_head=not without)
     remarks += load_weights(network, name, state, source)
     network.eval().requires_grad_(False)
-    crop_pct = float(run.get("crop_pct", 0.0)) or facts.crop_pct
+    crop_pct = float(run.get("crop_pct", 0.0)) or published.crop_pct
     return PretrainedModel(
-        network, name, side, classes, crop_pct, facts.mean, facts.std, facts.interpolation, remarks
+        network,
+        name,
+        side,
+        classes,
+        crop_pct,
+        published.mean,
+        published.std,
+        published.interpolation,
+        remarks,
     )
 
 
 def _settings_of_run(source: str) -> Mapping[str, Any]:
-    """Read the settings of the run that weights lie in; nothing where they lie in none."""
+    """Return the settings of the run that the weights are in, or nothing if they are in none."""
     path = Path(source)
     if source.startswith(TIMM) or not path.exists():
         return {}
-    here = path.resolve()
-    for above in (here, *list(here.parents)[:3]):  # RUN/checkpoints/STEP/FILE
+    path = path.resolve()
+    for above in (path, *list(path.parents)[:3]):  # RUN/checkpoints/STEP/FILE
         if (above / SETTINGS_OF_RUN).is_file():
             return load_recipe(str(above / SETTINGS_OF_RUN))
     return {}
@@ -91,7 +103,7 @@ def _timms_name(source: str) -> str:
 
 
 def _classes(name: str, state: Mapping[str, Tensor], source: str) -> int:
-    for head in heads_of(name):
+    for head in spec_of(name).heads:
         for key in (f"{head}.bias", f"{head}.weight"):
             if key in state:
                 return len(state[key])

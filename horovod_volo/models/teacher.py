@@ -1,7 +1,7 @@
-"""What a trained network says of every part of an image, whatever its make.
+"""Teachers: trained models that give class logits for each cell of an image.
 
-A teacher's own head is asked about each cell of its last features as if that cell were the whole image, so
-that its norms and its linear layers are used exactly as it was trained with them.
+The head of the model is applied to each cell of the last feature map as if it were the feature of the
+entire image, so that its norms and linear layers are used as they were trained.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.build import OUR_MODELS, check_model, facts_of
-from horovod_volo.models.lvvit import LvVit
+from horovod_volo.models.build import check_model, spec_of
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
+from horovod_volo.models.registry import TokenModel, registered_model
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.weights import TIMM
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A trained network that labels cells."""
+    """A trained model that labels cells of images."""
 
     network: nn.Module
-    name: str  # with the size of its images and a fingerprint of its weights
+    name: str  # including the image size and a digest of the weights
     image_side: int
-    mean: tuple[float, ...]  # of the colours from 0 to 1 that it was trained on
+    mean: tuple[float, ...]  # of training pixels from 0 to 1
     std: tuple[float, ...]
 
     def on(self, device: torch.device) -> Teacher:
-        """Return the teacher with its network on a device."""
+        """Return the teacher with its model on a device."""
         return replace(self, network=self.network.to(device))
 
-    def label(self, colours: Tensor) -> Tensor:
-        """Return logits (images, classes, rows, columns) of images (images, 3, side, side) from 0 to 1."""
-        mean, std = (colours.new_tensor(values).view(1, 3, 1, 1) for values in (self.mean, self.std))
+    def label(self, pixels: Tensor) -> Tensor:
+        """Return logits (images, classes, rows, columns) of pixels (images, 3, side, side) from 0 to 1."""
+        mean, std = (pixels.new_tensor(values).view(1, 3, 1, 1) for values in (self.mean, self.std))
         with torch.inference_mode():
-            return token_logits(self.network, (colours - mean) / std)
+            return token_logits(self.network, (pixels - mean) / std)
 
 
 def load_teacher(name: str, *, weights: str, pretrained: bool, image_side: int, classes: int) -> Teacher:
-    """Build a teacher of `classes` classes and give it its weights, ready to label on torch's CPU.
+    """Build a teacher of `classes` classes with its weights, on the CPU.
 
-    `name` is one of timm's, one of ours, or the folder of a run; `image_side` 0: what suits the teacher.
+    `name` is a model of timm or of this package, or a run folder; `image_side` 0: the model's own image size.
     """
     if Path(name).is_dir():
         trained = load_pretrained(weights or name, image_side=image_side)
-    elif pretrained and name not in OUR_MODELS:
+    elif pretrained and registered_model(name) is None:
         trained = load_pretrained(f"{TIMM}{name}", image_side=image_side)
     else:
-        check_model(name, img_size=image_side or facts_of(name).image_side, tokens=False)
+        check_model(name, img_size=image_side or spec_of(name).img_size, tokens=False)
         trained = load_pretrained(_required(weights, name), name=name, image_side=image_side)
     if trained.num_classes != classes:
         raise UserError(
@@ -65,9 +65,10 @@ def load_teacher(name: str, *, weights: str, pretrained: bool, image_side: int, 
 
 
 def token_logits(network: nn.Module, images: Tensor) -> Tensor:
-    """Return logits (images, classes, rows, columns) of a classification network's cells, ours or timm's."""
-    if isinstance(network, LvVit):
-        return _logits_of_token_head(network, network.forward_features(images), network.grid)
+    """Return the logits (images, classes, rows, columns) of the cells of a model's feature map."""
+    grid: Any = getattr(network, "grid", None)
+    if isinstance(network, TokenModel) and grid is not None:
+        return _logits_of_token_head(network, network.forward_features(images), grid)  # type: ignore[operator]
     if not all(callable(getattr(network, part, None)) for part in ("forward_features", "forward_head")):
         raise _unsuitable(network, "it has no features and head of their own")
     features: Any = network.forward_features(images)  # type: ignore[operator]
@@ -91,7 +92,7 @@ def _logits_of_map(network: nn.Module, features: Tensor) -> Tensor:
     else:
         images, channels, rows, columns = features.shape
         cells = features.permute(0, 2, 3, 1).reshape(-1, channels, 1, 1)
-    return _asked(network, cells).reshape(images, rows, columns, -1).permute(0, 3, 1, 2)
+    return _head_logits(network, cells).reshape(images, rows, columns, -1).permute(0, 3, 1, 2)
 
 
 def _logits_of_tokens(network: nn.Module, features: Tensor) -> Tensor:
@@ -101,12 +102,12 @@ def _logits_of_tokens(network: nn.Module, features: Tensor) -> Tensor:
     side = math.isqrt(count)
     if side * side != count:
         raise _unsuitable(network, f"its {count} tokens are no square")
-    # Whichever of a sequence's tokens the head looks at, or averages, it is this one.
+    # All tokens of a sequence are the cell's, so it does not matter which of them the head uses or averages.
     cells = tokens.reshape(-1, 1, channels).expand(-1, prefix + 1, -1)
-    return _asked(network, cells).reshape(images, side, side, -1).permute(0, 3, 1, 2)
+    return _head_logits(network, cells).reshape(images, side, side, -1).permute(0, 3, 1, 2)
 
 
-def _asked(network: nn.Module, cells: Tensor) -> Tensor:
+def _head_logits(network: nn.Module, cells: Tensor) -> Tensor:
     logits: Any = network.forward_head(cells)  # type: ignore[operator]
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(cells):
         raise _unsuitable(network, "its head gives no logits of a single cell")

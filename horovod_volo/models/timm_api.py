@@ -1,14 +1,15 @@
-"""The one place where timm's networks come in.
+"""timm: its models, their metadata and its data loader. The only importer of timm.
 
-timm imports torchvision. Beside a CPU-only torch, torchvision's compiled operators cannot load
-and its import fails for want of two names it registers fakes for; declaring them lets the
-Python part in, which is all timm needs. To be removed when torchvision has a CPU build on the
-package index, or imports without its operators.
+timm imports torchvision. With a CPU-only torch, torchvision cannot load its compiled operators, and its
+import fails because two operators are not declared. Declaring them makes the Python part importable, which
+is all timm needs. To be removed when the package index has a CPU build of torchvision, or it imports
+without its operators.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ __all__ = [
 
 
 def training_loader(folder: str, **settings: Any) -> Any:
-    """Build timm's loader of an image folder, the peer that benchmarks measure against."""
+    """Build timm's training loader of an image folder, for benchmarks."""
     from timm.data import create_loader
 
     let_posterize_keep_no_bits()
@@ -62,9 +63,9 @@ def training_loader(folder: str, **settings: Any) -> Any:
 
 
 def let_posterize_keep_no_bits() -> None:
-    """Have timm's RandAugment run beside Pillow 11 and newer: at the top magnitude it keeps no bits.
+    """Make timm's RandAugment work with Pillow 11 and newer, which refuses to posterize to 0 bits.
 
-    Pillow refuses that since. To be removed when timm asks for one bit or more.
+    timm does so at the maximum magnitude. To be removed when timm keeps at least one bit.
     """
     from timm.data.auto_augment import NAME_TO_OP, posterize
 
@@ -75,20 +76,24 @@ def let_posterize_keep_no_bits() -> None:
 
 
 def listed_images(folder: str) -> Any:
-    """List a folder's images as timm's loader does when it starts."""
+    """Return timm's dataset of an image folder."""
     from timm.data import create_dataset
 
     return create_dataset("", root=folder, is_training=True)
 
 
-def adapted_by_timm(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Bring another release's or another size's weights into the form of one of timm's networks."""
+def adapted_by_timm(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Bring weights of another timm release or image size into the form of one of timm's models."""
+    given = dict(state)
     adapt = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
-    return state if adapt is None else dict(adapt(state, model))
+    shapes = {key: tensor.shape for key, tensor in given.items()}
+    if adapt is None or shapes == {key: tensor.shape for key, tensor in model.state_dict().items()}:
+        return given, []
+    return dict(adapt(given, model)), []
 
 
 def downloaded_weights(name: str) -> dict[str, Tensor]:
-    """Return the weights that timm publishes under a name, from its cache or from where they are."""
+    """Return the weights that timm publishes under a name, from its cache or the network."""
     if not is_model(name):
         hint = nearest(name.split(".")[0], list_models())
         raise UserError(f"timm knows no model {name!r}.{hint}")

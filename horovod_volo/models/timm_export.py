@@ -1,6 +1,6 @@
-"""A network's weights and facts in a folder that plain timm loads, as it loads those of the Hugging Face hub.
+"""Exports a model to a folder that timm loads like one of the Hugging Face hub.
 
-Invariant: what timm makes of the folder gives the same logits up to rounding; `timm_difference` measures it.
+Invariant: timm's model of the folder gives the same logits up to rounding; `timm_difference` measures that.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from torch import Tensor, nn
 
 from horovod_volo.core.atomic_file import flush
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.build import OUR_MODELS, heads_of
-from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
+from horovod_volo.models.build import spec_of
 from horovod_volo.models.pretrained import PretrainedModel
-from horovod_volo.models.timm_api import VOLO, create_model, get_pretrained_cfg, is_model
-from horovod_volo.models.volo import SIZES
+from horovod_volo.models.registry import registered_model
+from horovod_volo.models.timm_api import create_model, get_pretrained_cfg, is_model
 
 WEIGHTS, CONFIG, ONNX = "model.safetensors", "config.json", "model.onnx"
 _OF_AN_EXPORT = {WEIGHTS, CONFIG, ONNX, f"{ONNX}.data"}
 
-_TIMMS_SIDE = 224  # of timm's architectures that ours are made from
 _FACTS_OF_TIMM = ("crop_mode", "fixed_input_size", "pool_size", "first_conv", "classifier")
 
 
 def check_folder(folder: Path, *, replace: bool) -> None:
-    """Raise UserError where an export may not be put into this place."""
+    """Raise UserError if an export cannot be written to this folder."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -41,28 +39,26 @@ def check_folder(folder: Path, *, replace: bool) -> None:
     inside = {path.name for path in folder.iterdir()}
     others = sorted(inside - _OF_AN_EXPORT)
     if others:
-        raise UserError(
-            f"{folder} holds other things than an export ({others[0]}). Name a folder of its own."
-        )
+        raise UserError(f"{folder} holds files that are not of an export ({others[0]}). Name another folder.")
     if inside and not replace:
         raise UserError(f"There is an export in {folder} already. Name another folder, or add --force.")
 
 
 @contextmanager
 def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
-    """Give a folder to fill; it becomes `folder` when the block ends, and vanishes if the block raises."""
+    """Yield a temporary folder that becomes `folder` at the end of the block, or is removed if it raises."""
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".partial", dir=folder.parent))
     try:
-        mode = folder.parent.stat().st_mode & 0o777  # a temporary folder is its maker's alone
+        mode = folder.parent.stat().st_mode & 0o777  # a temporary folder is readable by its owner only
         beside.chmod(mode | 0o700)
         yield beside
         for file in beside.iterdir():
             file.chmod(mode & 0o666 | 0o600)
             flush(file)
         flush(beside)
-        check_folder(folder, replace=replace)  # again: somebody else may have been faster
+        check_folder(folder, replace=replace)  # again: another process may have created it
         if folder.exists() and replace:
             folder.replace(beside.with_suffix(".replaced"))
         beside.replace(folder)
@@ -73,8 +69,8 @@ def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:
-    """Write the weights and config.json of a network."""
-    # Copies: safetensors refuses to store views of one tensor.
+    """Write the weights and config.json of a model."""
+    # Copies, as safetensors does not store tensors that share memory.
     state = {name: tensor.contiguous().clone() for name, tensor in trained.network.state_dict().items()}
     save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
     text = json.dumps(config_of(trained), indent=2)
@@ -82,7 +78,7 @@ def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:
 
 
 def config_of(trained: PretrainedModel) -> dict[str, Any]:
-    """Describe a network as timm's config.json does."""
+    """Return timm's config.json of a model."""
     facts = {
         "input_size": (3, trained.image_side, trained.image_side),
         "mean": trained.mean,
@@ -93,8 +89,10 @@ def config_of(trained: PretrainedModel) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architecture": architecture_of(trained.name),
         "num_classes": trained.num_classes,
-        "num_features": _features(trained.network),
     }
+    features = getattr(trained.network, "num_features", None)
+    if isinstance(features, int):
+        config["num_features"] = features
     arguments = _arguments(trained)
     if arguments:
         config["model_args"] = arguments
@@ -102,28 +100,22 @@ def config_of(trained: PretrainedModel) -> dict[str, Any]:
 
 
 def architecture_of(name: str) -> str:
-    """Return timm's name for a network's architecture; where timm has none, our own name."""
-    volo = f"{name}_{_TIMMS_SIDE}"
-    return volo if name in SIZES and is_model(volo) else name.split(".")[0]  # timm's: ARCHITECTURE.WEIGHTS
-
-
-def _features(network: nn.Module) -> int:
-    features: Any = network.head.in_features if isinstance(network, LvVit) else network.num_features
-    return int(features)
+    """Return timm's name for a model's architecture; where timm has none, our own name."""
+    spec = registered_model(name)
+    if spec is None:
+        return name.split(".")[0]  # timm's: ARCHITECTURE.WEIGHTS
+    known = spec.export is not None and is_model(spec.export.architecture)
+    return spec.export.architecture if spec.export is not None and known else name
 
 
 def _arguments(trained: PretrainedModel) -> dict[str, Any]:
-    """Return what the constructor is to be told beside the number of classes."""
-    architecture = architecture_of(trained.name)
-    head = {} if trained.has_aux_head or trained.name not in OUR_MODELS else {"use_aux_head": False}
+    """Return the constructor's arguments besides the number of classes."""
+    architecture, spec = architecture_of(trained.name), spec_of(trained.name)
+    head = {} if trained.has_aux_head or not spec.stride else {"use_aux_head": False}
     if not is_model(architecture):
-        # timm's functions for its architectures do not let layers and widths be given, its classes do.
-        return {
-            "img_size": trained.image_side,
-            **SIZES.get(architecture, {}),
-            **LVVIT_SIZES.get(architecture, {}),
-            **head,
-        }
+        # timm's functions for its architectures take no layers and widths, its classes do.
+        arguments = spec.export.arguments if spec.export else {}
+        return {"img_size": trained.image_side, **arguments, **head}
     usual = get_pretrained_cfg(architecture)
     if not usual.fixed_input_size or usual.input_size[-1] == trained.image_side:
         return head
@@ -131,11 +123,13 @@ def _arguments(trained: PretrainedModel) -> dict[str, Any]:
 
 
 def _published_facts(trained: PretrainedModel) -> dict[str, Any]:
-    """Return what timm wants to know beside the facts of `trained`: mostly first and last layers."""
-    if trained.name in OUR_MODELS:
-        stem = "patch_embed.conv.0" if trained.name in SIZES else "patch_embed.conv1"
-        timms: Mapping[str, Any] = {"fixed_input_size": True, "first_conv": stem, "pool_size": None}
-        timms = {**timms, "crop_mode": "center", "classifier": _heads(trained)}
+    """Return the rest of timm's `pretrained_cfg`: mostly the names of first and last layers."""
+    spec = registered_model(trained.name)
+    if spec is not None:
+        timms: Mapping[str, Any] = {"fixed_input_size": True, "pool_size": None, "crop_mode": "center"}
+        timms = {**timms, "classifier": _heads(trained)}
+        if spec.export:
+            timms = {**timms, "first_conv": spec.export.first_conv}
     else:
         timms = get_pretrained_cfg(trained.name).to_dict()
         side = timms["input_size"][-1]
@@ -145,23 +139,32 @@ def _published_facts(trained: PretrainedModel) -> dict[str, Any]:
 
 
 def _heads(trained: PretrainedModel) -> list[str]:
-    return [head for head in heads_of(trained.name) if getattr(trained.network, head) is not None]
+    heads = spec_of(trained.name).heads
+    return [head for head in heads if getattr(trained.network, head, None) is not None]
 
 
 def how_timm_loads(name: str, folder: Path) -> str:
-    """Tell the user what makes a network of an export."""
+    """Return the line that tells the user how timm loads an export."""
     if is_model(architecture_of(name)):
         return f'timm loads it: timm.create_model("local-dir:{folder}", pretrained=True)'
     refused = f"timm.create_model cannot load it, as timm has no {name}"
-    if name not in SIZES:
+    constructor = _timm_constructor(name)
+    if constructor is None:
         return f"{refused}."
-    return f"{refused}; timm.models.volo.VOLO can, given num_classes and model_args of {CONFIG}."
+    full_name = f"{constructor.__module__}.{constructor.__qualname__}"
+    return f"{refused}; {full_name} can, given num_classes and model_args of {CONFIG}."
+
+
+def _timm_constructor(name: str) -> Any:
+    """Return timm's class for a model that timm has no architecture of, or None."""
+    spec = registered_model(name)
+    return spec.export.constructor if spec is not None and spec.export is not None else None
 
 
 def timm_difference(trained: PretrainedModel, folder: Path) -> float | None:
-    """Return the largest difference of logits from what plain timm makes of the folder; None: it cannot."""
+    """Return the largest difference from the logits of timm's model; None: timm cannot load it."""
     images = fixed_images(2, trained.image_side)
-    # torch multiplies by a weight that asks for a gradient in another way, with other roundings.
+    # With weights that require gradients, torch uses other kernels, which round differently.
     loaded = [network.eval().requires_grad_(False) for network in _loaded_by_timm(folder)]
     if not loaded:
         return None
@@ -180,9 +183,10 @@ def _loaded_by_timm(folder: Path) -> list[nn.Module]:
             create_model(f"local-dir:{folder}", pretrained=True),
             create_model(architecture, checkpoint_path=str(weights), **settings),
         ]
-    if architecture not in SIZES:
+    constructor = _timm_constructor(architecture)
+    if constructor is None:
         return []
-    network: nn.Module = VOLO(**settings)
+    network: nn.Module = constructor(**settings)
     network.load_state_dict(load_file(weights))
     return [network]
 
@@ -193,5 +197,5 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def fixed_images(count: int, side: int) -> Tensor:
-    """Return images as normalised ones are, the same every time: (count, 3, side, side)."""
+    """Return fixed random images with normalized pixels: (count, 3, side, side)."""
     return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(0))

@@ -1,12 +1,13 @@
-"""VOLO with a forward pass for training: class logits and token logits, tokens mixed after the stem.
+"""VOLO with a forward pass for training: class logits and token logits, with MixToken after the stem.
 
-Parameter names and what evaluation computes are timm's, so checkpoints of either load in the other; the
-blocks are ours, made of timm's modules.
+Parameter names and the results of evaluation are timm's, so checkpoints are interchangeable. The blocks are
+those of models/blocks.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from horovod_volo.models.blocks import Block, outlooker, transformer
 from horovod_volo.models.drop_path import DropPathSample, sample_drop_path
+from horovod_volo.models.position_embedding import fit_position_embedding
+from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
 from horovod_volo.models.timm_api import VOLO
 
 TokenSwap = Callable[[Tensor], Tensor]  # of a (batch, rows, columns, channels) grid; its own inverse
 
-BlockRunner = Callable[..., Tensor]  # of a block, its tokens and what else it takes
+BlockRunner = Callable[..., Tensor]  # run(block, tokens, *further arguments of the block)
 
 # layers and widths of the outlooker stage and the three transformer stages that follow it
 SIZES: dict[str, dict[str, Any]] = {
@@ -44,7 +47,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def runner_of_blocks(model: Any) -> BlockRunner:
-    """Return how the model runs each block: plainly, or recomputed in backward from its input alone."""
+    """Return how the model runs its blocks: plainly, or with activation checkpointing."""
     return _recomputed if model.grad_checkpointing and model.training else _plain
 
 
@@ -54,32 +57,37 @@ def _plain(block: nn.Module, tokens: Tensor, *kept: DropPathSample) -> Tensor:
 
 
 def _recomputed(block: nn.Module, tokens: Tensor, *kept: DropPathSample) -> Tensor:
-    # Blocks draw nothing themselves: the same branches are left out again.
+    # Blocks draw no random numbers: recomputation drops the same branches.
     result: Tensor = checkpoint(block, tokens, *kept, use_reentrant=False, preserve_rng_state=False)
     return result
 
 
 class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
-    """timm's VOLO; with an auxiliary head for its tokens it is trained with token labels."""
+    """timm's VOLO with a training forward; token labels need the auxiliary head."""
 
     aux_head: nn.Linear | None
 
     def __init__(self, *, use_aux_head: bool = True, **settings: Any) -> None:
         super().__init__(**settings)
         if not use_aux_head:
-            # Taken out after all weights were drawn: the others are the same with it and without.
+            # Removed after all weights were drawn, so that the others do not depend on it.
             self.aux_head = None
         for number, stage in enumerate(self.network):
             if isinstance(stage, nn.Sequential):
                 remake = outlooker if number == 0 else transformer
                 self.network[number] = nn.Sequential(*map(remake, stage))
-        # Listed once: to find them among hundreds of modules takes longer than to draw.
+        # Listed once: finding them among hundreds of modules takes longer than drawing.
         self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Return rows and columns of the tokens."""
+        return self.pos_embed.shape[1], self.pos_embed.shape[2]
 
     def training_logits(
         self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class and token logits; what `exchange` does to the tokens is undone before the head."""
+        """Return class and token logits; `exchange` swaps tokens after the stem and back before the head."""
         features = self.body(exchange(self.stem(images)), drop_path_seed)
         class_logits = self.head(self.head_drop(features[:, 0]))  # (batch, classes)
         grid = exchange(features[:, 1:].reshape(-1, *self.pos_embed.shape[1:]))
@@ -89,23 +97,23 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
     def class_logits(
         self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class logits of images whose tokens `exchange` mixes, and no token logits."""
+        """Return class logits, with tokens swapped by `exchange`, and empty token logits."""
         features = self.body(exchange(self.stem(images)), drop_path_seed)
         logits: Tensor = self.head(self.head_drop(features[:, 0]))
         return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Return normed features (batch, 1 + tokens, channels), the class token's first."""
+        """Return normalized features (batch, 1 + tokens, channels), the class token first."""
         return self.body(self.stem(images))
 
     def stem(self, images: Tensor) -> Tensor:
         """Return tokens (batch, rows, columns, channels)."""
         tokens: Tensor = self.patch_embed(images).permute(0, 2, 3, 1)
-        # Otherwise the convolution's order of memory would go with the tokens into every block.
+        # Otherwise all blocks would get the memory format of the convolution.
         return tokens.contiguous()
 
     def body(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
-        """Return normed features (batch, 1 + tokens, channels) of the stem's tokens, four times as many."""
+        """Return normalized features (batch, 1 + tokens, channels) of the stem's tokens (4 x tokens)."""
         features: Tensor = self.norm(self.forward_cls(self.forward_tokens(tokens, drop_path_seed)))
         return features
 
@@ -114,7 +122,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         run = runner_of_blocks(self)
         kept = self._sample_drop_path(tokens, drop_path_seed)
         for index, stage in enumerate(self.network):
-            if index == 2:  # behind the outlookers and the downsampling
+            if index == 2:  # after the outlookers and the downsampling
                 tokens = self.pos_drop(tokens + self.pos_embed)
             if isinstance(stage, nn.Sequential):
                 for block in stage:
@@ -124,14 +132,43 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         return tokens.flatten(1, 2)
 
     def _sample_drop_path(self, tokens: Tensor, seed: int | None) -> Iterator[DropPathSample]:
-        """Yield who keeps each branch of each block."""
+        """Yield the drop path sample of each residual branch, in order."""
         rates = self._rates if self.training else [0.0] * len(self._rates)
         yield from sample_drop_path(rates, tokens, seed)
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
-        """Return (batch, 1 + tokens, channels): a class token that has looked at the others comes first."""
+        """Return (batch, 1 + tokens, channels): the class token, after class attention, comes first."""
         run = runner_of_blocks(self)
         features = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for block in self.post_network:
             features = run(block, features)
         return features
+
+
+def _build(
+    settings: dict[str, Any], *, img_size: int, num_classes: int, drop_path: float, aux_head: bool
+) -> Volo:
+    return Volo(
+        img_size=img_size,
+        num_classes=num_classes,
+        drop_path_rate=drop_path,
+        use_aux_head=aux_head,
+        **settings,
+    )
+
+
+# Above 1 the evaluation crop is larger than the resized image, and its margin is black.
+_CROP_PCT = {"volo_d4": 1.15, "volo_d5": 1.15, "volo_demo": 1.0}
+
+for _name, _settings in SIZES.items():
+    register_model(
+        ModelSpec(
+            name=_name,
+            build=partial(_build, _settings),
+            stride=16,  # the stem divides by 8, the downsampling by 2
+            heads=("head", "aux_head"),
+            crop_pct=_CROP_PCT.get(_name, 0.96),
+            adapt_weights=fit_position_embedding,
+            export=TimmExport(f"{_name}_224", _settings, "patch_embed.conv.0", constructor=VOLO),
+        )
+    )

@@ -1,30 +1,24 @@
-"""Weights in: from files of ours, timm's or the published ones, fitted to another input size.
+"""Reads weights of this package, timm or the published code, and loads them into a model.
 
-Nothing is executed on load, and nothing is dropped in silence: what does not fit is an error, unless it was
-allowed by name, or is a head of another number of classes, which begins anew.
+Invariants: loading executes no code, and drops nothing silently. A parameter that does not fit is an error,
+unless it is allowed by name, or is a head of another number of classes, which is initialized.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.aux_head import AUX_HEAD
-from horovod_volo.models.build import heads_of
-from horovod_volo.models.lvvit import LvVit
-from horovod_volo.models.timm_api import adapted_by_timm, downloaded_weights
-from horovod_volo.models.volo import Volo
-
-State = Mapping[str, Tensor]
+from horovod_volo.models.build import spec_of
+from horovod_volo.models.registry import State
+from horovod_volo.models.timm_api import downloaded_weights
 
 TIMM = "timm:"
 _RAW_FILE, _EMA_FILE = "model.safetensors", "ema.safetensors"  # of a checkpoint
@@ -37,118 +31,64 @@ _FILES_OF_A_FOLDER = (
 
 
 class Weights(NamedTuple):
-    """Tensors by name, and which of several that lie in one place they are, in words."""
+    """Tensors by name, and remarks that tell raw weights from EMA weights."""
 
     tensors: dict[str, Tensor]
     remarks: list[str]
 
 
 def load_weights(model: nn.Module, name: str, state: State, source: str, *, allowed: str = "") -> list[str]:
-    """Load `state` into a network called `name`; return what was taken, adapted and left out, in words.
+    """Load `state` into the model of this `name`; return remarks on what was loaded, adapted and left out.
 
-    `allowed` are beginnings of parameters' names, with commas between, that may stay fresh or be left out.
+    `allowed` are comma-separated prefixes of parameters that may be missing, unknown or of another shape.
     """
     own = model.state_dict()
-    given, remarks = _adapted(model, own, state)
-    left = _other_heads(own, given, name)
+    spec = spec_of(name)
+    given, remarks = spec.adapt_weights(model, state)
+    left = _other_heads(own, given, spec.heads)
     if left:
         remarks.append(
-            f"{', '.join(sorted({key.rsplit('.', 1)[0] for key in left}))} begin anew: the weights are for "
-            f"{len(given[left[0]])} classes, the images have {len(own[left[0]])}"
+            f"{', '.join(sorted({key.rsplit('.', 1)[0] for key in left}))} are initialized: the weights are "
+            f"for {len(given[left[0]])} classes, the images have {len(own[left[0]])}"
         )
-    if isinstance(model, Volo | LvVit):
-        fresh, in_words = _fit_aux_head(own, given)
+    if spec.stride:
+        fresh, of_aux_head = _fit_aux_head(own, given)
         left += fresh
-        remarks += in_words
-    beginnings = tuple(part.strip() for part in allowed.split(",") if part.strip())
+        remarks += of_aux_head
+    prefixes = tuple(part.strip() for part in allowed.split(",") if part.strip())
     misfits = _misfits(own, given, left)
     _raise_on(
-        {what: [k for k in keys if not k.startswith(beginnings)] for what, keys in misfits.items()}, source
+        {what: [k for k in keys if not k.startswith(prefixes)] for what, keys in misfits.items()}, source
     )
-    # From here on every misfit is an allowed one.
+    # The remaining misfits are allowed.
     remarks += [
         f"{len(keys)} tensors {what}, as allowed: {_few(keys)}" for what, keys in misfits.items() if keys
     ]
     out = {*left, *misfits["unknown"], *misfits["of another shape"]}
-    taken = {key: tensor for key, tensor in given.items() if key not in out}
-    model.load_state_dict(taken, strict=False)  # what it lacks was judged above
-    return [f"{len(taken)} of {len(own)} tensors taken", *remarks]
+    loaded = {key: tensor for key, tensor in given.items() if key not in out}
+    model.load_state_dict(loaded, strict=False)  # missing tensors were checked above
+    return [f"{len(loaded)} of {len(own)} tensors loaded", *remarks]
 
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
-def _adapted(model: nn.Module, own: State, state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """Bring names and the position embedding into the model's form where that is known to be right."""
-    given = dict(state)
-    if not isinstance(model, Volo | LvVit):
-        alike = {key: tensor.shape for key, tensor in given.items()} == {k: t.shape for k, t in own.items()}
-        return (given if alike else adapted_by_timm(model, given)), []
-    was, new = given.get("pos_embed"), own["pos_embed"]
-    if was is None or was.shape == new.shape:
-        return given, []
-    laid_out: list[str] = []
-    if was.ndim == 3 and new.ndim == 4:
-        was, laid_out = _laid_out(was)
-        given["pos_embed"] = was
-    if was.shape == new.shape:
-        return given, laid_out
-    old_grid, grid = _grid(was), _grid(new)
-    if was.ndim != new.ndim or was.shape[-1] != new.shape[-1] or not (old_grid and grid):
-        return given, []
-    given["pos_embed"] = resize_position_embedding(was, old_grid, grid)
-    sizes = (f"{rows} x {columns}" for rows, columns in (old_grid, grid))
-    return given, [*laid_out, f"position embedding resized from {' to '.join(sizes)}"]
-
-
-def _laid_out(embedding: Tensor) -> tuple[Tensor, list[str]]:
-    """Make a grid of a row of tokens without a class token's place, (1, tokens, channels), as published."""
-    side = math.isqrt(embedding.shape[1])
-    if side * side != embedding.shape[1]:
-        return embedding, []
-    return embedding.reshape(1, side, side, -1), [f"position embedding laid out as {side} x {side} tokens"]
-
-
 def _fit_aux_head(own: State, given: dict[str, Tensor]) -> tuple[list[str], list[str]]:
-    """Drop an auxiliary head that the model lacks; of one that the weights lack, name the tensors."""
+    """Drop an auxiliary head that the model lacks; return the tensors of a missing one, and remarks."""
     ours, theirs = ([key for key in state if key.startswith(AUX_HEAD)] for state in (own, given))
     if theirs and not ours:
         for key in theirs:
             del given[key]
-        return [], [
-            "aux_head is left out: without token labels it is not trained, and evaluation does without"
-        ]
+        return [], ["aux_head is left out: without token labels it is neither trained nor evaluated"]
     if ours and not theirs:
-        return ours, ["aux_head begins anew: the weights have none"]
+        return ours, ["aux_head is initialized: the weights have none"]
     return [], []
 
 
-def _grid(embedding: Tensor) -> tuple[int, int] | None:
-    """Return the rows and columns of a position embedding; None where it has no grid."""
-    if embedding.ndim == 4:
-        return embedding.shape[1], embedding.shape[2]
-    side = math.isqrt(embedding.shape[1] - 1)  # the first one is the class token's
-    return (side, side) if side * side == embedding.shape[1] - 1 else None
-
-
-def resize_position_embedding(embedding: Tensor, was: tuple[int, int], grid: tuple[int, int]) -> Tensor:
-    """Resize the grid of an embedding bicubically, as the published fine-tuning does.
-
-    It is (1, rows, columns, channels), or (1, 1 + rows * columns, channels) of which the first stays.
-    """
-    channels = embedding.shape[-1]
-    prefix = embedding[:, :0] if embedding.ndim == 4 else embedding[:, :1]
-    cells = embedding if embedding.ndim == 4 else embedding[:, 1:]
-    channels_first = cells.reshape(1, *was, channels).permute(0, 3, 1, 2).float()
-    resized = F.interpolate(channels_first, size=grid, mode="bicubic", align_corners=False)
-    cells = resized.permute(0, 2, 3, 1).to(embedding.dtype)  # (1, rows, columns, channels)
-    return cells if embedding.ndim == 4 else torch.cat([prefix, cells.flatten(1, 2)], dim=1)
-
-
-def _other_heads(own: State, given: State, name: str) -> list[str]:
-    """Name the heads' tensors if they are for another number of classes."""
-    keys = [f"{head}.{part}" for head in heads_of(name) for part in ("weight", "bias")]
+def _other_heads(own: State, given: State, heads: tuple[str, ...]) -> list[str]:
+    """Return the names of the heads' tensors if they are for another number of classes."""
+    keys = [f"{head}.{part}" for head in heads for part in ("weight", "bias")]
     present = [key for key in keys if key in own and key in given]
     others = [key for key in present if len(own[key]) != len(given[key])]
     alike = all(own[key].shape[1:] == given[key].shape[1:] for key in present)
@@ -166,85 +106,84 @@ def _misfits(own: State, given: State, left: list[str]) -> dict[str, list[str]]:
 
 
 def _raise_on(misfits: dict[str, list[str]], source: str) -> None:
-    facts = [f"{len(keys)} {what} (first: {keys[0]})" for what, keys in misfits.items() if keys]
-    if facts:
+    found = [f"{len(keys)} {what} (first: {keys[0]})" for what, keys in misfits.items() if keys]
+    if found:
         raise UserError(
-            f"The weights in {source} are of another model: parameters {', '.join(facts)}. Check --model, or "
+            f"The weights in {source} are of another model: parameters {', '.join(found)}. Check --model, or "
             "name what may differ with --allow-mismatch."
         )
 
 
 def read_weights(source: str, *, use_ema: bool = False) -> Weights:
-    """Read a file of weights; of a folder, the weights of that checkpoint or run, or its only file.
+    """Read the weights of a file, of a folder (a checkpoint, a run, or one file), or timm:NAME.
 
-    `timm:NAME` stands for the weights that timm publishes under that name. Where raw and averaged weights lie
-    together, the raw ones are taken unless `use_ema` asks for the others.
+    If there are raw and EMA weights, `use_ema` chooses the EMA weights.
     """
     if source.startswith(TIMM):
         if use_ema:
-            raise _no_averages(source)
+            raise _no_ema(source)
         return Weights(downloaded_weights(source.removeprefix(TIMM)), [])
     file = weights_file(Path(source))
     if file.suffix == ".safetensors":
         return _of_checkpoint(file, source, use_ema=use_ema)
     content = _read(file)
     if not isinstance(content, dict):
-        raise _no_names(file)
+        raise _no_state_dict(file)
     raw, averaged = (
         next((key for key in keys if isinstance(content.get(key), dict)), "")
         for keys in (_RAW_KEYS, _EMA_KEYS)
     )
     if use_ema and not averaged:
-        raise _no_averages(source)
-    taken = averaged if use_ema else raw or averaged
-    state = content[taken] if taken else content
+        raise _no_ema(source)
+    chosen = averaged if use_ema else raw or averaged
+    state = content[chosen] if chosen else content
     if not all(isinstance(name, str) for name in state):
-        raise _no_names(file)
+        raise _no_state_dict(file)
     tensors = {name.removeprefix("module."): tensor for name, tensor in state.items()}
-    return Weights(tensors, _which(taken == averaged, raw, averaged) if averaged else [])
+    return Weights(tensors, _which(chosen == averaged, raw, averaged) if averaged else [])
 
 
 def _of_checkpoint(file: Path, source: str, *, use_ema: bool) -> Weights:
-    """Read one of the files of a checkpoint of ours, or another one of their kind."""
+    """Read a safetensors file: one of a checkpoint, or any other."""
     averaged = file if file.name == _EMA_FILE else file.with_name(_EMA_FILE)
-    there = file.name in (_RAW_FILE, _EMA_FILE) and averaged.is_file()
-    if use_ema and not there:
-        raise _no_averages(source)
-    taken = averaged if use_ema else file
-    remarks = _which(taken == averaged, _RAW_FILE, _EMA_FILE) if there else []
-    return Weights(_read(taken), remarks)
+    has_ema = file.name in (_RAW_FILE, _EMA_FILE) and averaged.is_file()
+    if use_ema and not has_ema:
+        raise _no_ema(source)
+    chosen = averaged if use_ema else file
+    remarks = _which(chosen == averaged, _RAW_FILE, _EMA_FILE) if has_ema else []
+    return Weights(_read(chosen), remarks)
 
 
-def _which(averaged_taken: bool, raw: str, averaged: str) -> list[str]:
-    if averaged_taken:
-        return [f"averaged weights ({averaged})"]
-    return [f"raw weights ({raw}); --use-ema takes the averaged ones ({averaged})"]
+def _which(is_ema: bool, raw: str, ema: str) -> list[str]:
+    return [
+        f"EMA weights ({ema})" if is_ema else f"raw weights ({raw}); --use-ema loads the EMA weights ({ema})"
+    ]
 
 
 def _read(file: Path) -> Any:
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
-        # The published training code keeps its parsed arguments beside the weights: plain values.
+        # Published checkpoints hold the parsed arguments, plain values, beside the weights.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # each format raises its own kind; all mean the same to the user
+    except Exception as error:  # each format raises other exceptions
         raise UserError(
-            f"{file} cannot be read as weights ({type(error).__name__}): it is damaged, or holds other "
-            "objects than tensors, which are never loaded."
+            f"{file} cannot be read as weights ({type(error).__name__}): it is damaged, or holds "
+            "objects other than tensors, which are never loaded."
         ) from None
 
 
-def _no_names(file: Path) -> UserError:
-    return UserError(f"{file} holds no tensors by name. Save a model's state_dict() in it.")
+def _no_state_dict(file: Path) -> UserError:
+    return UserError(f"{file} holds no state_dict(). Save that of a model in it.")
 
 
-def _no_averages(source: str) -> UserError:
-    return UserError(f"There are no averaged weights of {source}. Drop --use-ema.")
+def _no_ema(source: str) -> UserError:
+    return UserError(f"There are no EMA weights in {source}. Drop --use-ema.")
 
 
 def weights_file(path: Path) -> Path:
-    """Return the file of weights that a path means."""
+    """Return the file of weights at a path: the file itself, or that of a checkpoint, run or other folder."""
     if path.is_file():
         return path
     if not path.is_dir():

@@ -1,5 +1,5 @@
-"""What is minimised: MixToken, dense label maps as soft targets, and the token-label loss.
+"""The training objective: MixToken, Mixup and CutMix, soft targets from label maps, and the losses.
 
-Pure torch, without I/O. Nothing here may make a tensor of classes x tokens besides the logits
-themselves, nor wait for the device.
+Pure torch, without I/O. Invariants: the logits and their gradient are the only tensors of tokens x classes,
+and nothing synchronizes with the device.
 """

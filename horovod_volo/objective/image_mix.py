@@ -1,7 +1,7 @@
-"""Mixup and CutMix: each image is mixed with its partner in the reversed batch, before the network.
+"""Mixup and CutMix: each image is mixed with its partner in the reversed batch, before the model.
 
-Invariant: a mix is a pure function of (seed, step, rank, pass). Recipes with MixToken or token
-labels do without: there the tokens would be mixed twice, or their labels not at all.
+Invariant: a mix is a pure function of (seed, step, rank, micro-batch). It is refused together with
+MixToken, which would mix tokens twice, and with token labels, which it does not mix.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from horovod_volo.core.rng import Purpose, philox
 
 @dataclass(frozen=True)
 class ImageMix:
-    """How the images of one pass are mixed: pasted where there is a box, else blended."""
+    """The mix of one micro-batch: CutMix if it has a box, else Mixup."""
 
-    lam: float  # of an image's own class in its target
+    lam: float  # weight of the image's own class
     box: tuple[int, int, int, int] | None = None  # top, left, height, width in pixels
 
     def images(self, images: Tensor) -> Tensor:
-        """Return mixed images (batch, 3, side, side); the middle one of an odd batch is its own partner."""
+        """Return mixed images (batch, 3, side, side); the middle image of an odd batch is its own partner."""
         if self.lam == 1.0:
             return images
         if self.box is None:
@@ -36,26 +36,26 @@ class ImageMix:
         return mixed
 
     def swap_tokens(self, tokens: Tensor) -> Tensor:
-        """Leave tokens as they are: images were mixed before."""
+        """Return tokens unchanged: the images are mixed."""
         return tokens
 
 
 def draw_image_mix(
     settings: Objective, seed: int, step: int, rank: int, pass_index: int, side: int
 ) -> ImageMix:
-    """Draw how a pass of images of so many pixels a side is mixed."""
+    """Draw the mix of a micro-batch; `side` is that of its images, in pixels."""
     generator = np.random.Generator(philox(Purpose.IMAGE_MIX, seed, step, rank, pass_index))
     mixed, switch, row, column = generator.random(4)
     if mixed >= settings.mixup_prob:
         return ImageMix(lam=1.0)
     pasted = settings.cutmix > 0 and (settings.mixup == 0 or switch < settings.mixup_switch_prob)
     strength = settings.cutmix if pasted else settings.mixup
-    share = float(generator.beta(strength, strength))
+    lam = float(generator.beta(strength, strength))
     if not pasted:
-        return ImageMix(lam=share)
-    half = int(side * sqrt(1.0 - share)) // 2
+        return ImageMix(lam=lam)
+    half = int(side * sqrt(1.0 - lam)) // 2
     top, left = max(int(row * side) - half, 0), max(int(column * side) - half, 0)
     bottom, right = min(int(row * side) + half, side), min(int(column * side) + half, side)
     height, width = bottom - top, right - left
-    # What the image's edge cut off the box stays with the image: the share follows the box.
+    # The box may be clipped at the edge of the image: the weight follows from its actual area.
     return ImageMix(lam=1.0 - height * width / side**2, box=(top, left, height, width))

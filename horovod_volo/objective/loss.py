@@ -1,9 +1,9 @@
-"""The loss of one pass: which targets a run learns from, and how its two terms add up.
+"""Losses by name, and the built-in one: cross-entropy with soft targets of the class and of the tokens.
 
-Token logits arrive un-mixed (the MixToken box exchanged back), so token targets are never mixed;
-the class logits saw both images, so the class target is.
+In token logits the swap of MixToken is undone, so token targets are never mixed. Class logits come from both
+images, so the class target is a mixture.
 
-Invariant: what depends on the settings is chosen once, in `build_loss`; a call only computes.
+Invariant: what depends on the settings is decided once, in `build_loss`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from horovod_volo.config.schema import Objective
+from horovod_volo.config.values import nearest
+from horovod_volo.core.errors import UserError
 from horovod_volo.core.labels import Labels
 from horovod_volo.objective.label_map import Geometry, map_targets, most_probable
 from horovod_volo.objective.mixtoken import Mix
@@ -30,7 +32,7 @@ from horovod_volo.objective.soft_target import (
 
 
 class LossParts(NamedTuple):
-    """A pass's loss and its terms before weighting: fp32 scalars on the device."""
+    """The loss of a micro-batch, and its terms before weighting: fp32 scalars on the device."""
 
     total: Tensor
     class_loss: Tensor
@@ -38,20 +40,45 @@ class LossParts(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What the two heads should answer."""
+    """The targets of the two heads."""
 
     classes: SoftTarget  # batch rows, not yet mixed
     tokens: SoftTarget  # batch x tokens rows, row-major
 
 
+# Of class logits (batch, classes), token logits (batch, tokens, classes) whose mix is undone, labels and mix.
 Loss = Callable[[Tensor, Tensor, Labels, Mix], LossParts]
+
+# Of the settings, the number of classes and the tokens per side.
+BuildLoss = Callable[[Objective, int, int], Loss]
+
+_LOSSES: dict[str, BuildLoss] = {}
+
+
+def register_loss(name: str, build: BuildLoss) -> None:
+    """Make a loss available as --loss NAME."""
+    if name in _LOSSES:
+        raise UserError(f"There is a loss {name!r} already. Register yours under another name.")
+    _LOSSES[name] = build
+
+
+def check_loss(name: str) -> None:
+    """Raise UserError if no loss has this name."""
+    if name not in _LOSSES:
+        raise UserError(
+            f"There is no loss {name!r}.{nearest(name, _LOSSES)} --loss takes {', '.join(_LOSSES)}; one of "
+            "your own needs --plugin."
+        )
 
 
 def build_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
-    """Choose the loss of a run: loss(class_logits, token_logits, labels, box).
+    """Build the loss that the settings name."""
+    check_loss(settings.loss)
+    return _LOSSES[settings.loss](settings, num_classes, tokens_per_side)
 
-    Class logits are (batch, classes), token logits (batch, tokens, classes), already un-mixed.
-    """
+
+def _soft_target_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
+    """Build the cross-entropy with soft targets, of the class and, with token labels, of the tokens."""
     if not settings.token_label:
         return ClassLoss(
             lambda labels: one_hot(labels.classes, num_classes, settings.smoothing), settings.cls_weight
@@ -62,21 +89,21 @@ def build_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> L
     else:
         teacher = LabelMapTargets(num_classes, tokens_per_side, settings.smoothing, settings.label_geometry)
         targets = LabelMapAndClassTargets(teacher) if settings.ground_truth else teacher
-    if not settings.dense_weight:  # the network then has no token logits
+    if not settings.dense_weight:  # the model then has no auxiliary head
         return ClassLoss(lambda labels: targets(labels).classes, settings.cls_weight)
     return TokenLabelLoss(targets, settings.cls_weight, settings.dense_weight)
 
 
 @dataclass(frozen=True)
 class TokenLabelLoss:
-    """Cross-entropy of the mixed class target plus that of every token's own target."""
+    """Cross-entropy of the mixed class target, plus the mean cross-entropy of the token targets."""
 
     targets: Callable[[Labels], Targets]
     class_weight: float
     token_weight: float
 
     def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Mix) -> LossParts:
-        """Return the loss of one pass."""
+        """Return the loss of one micro-batch."""
         targets = self.targets(labels)
         class_loss = cross_entropy(class_logits, _mixed(targets.classes, box)).mean()
         token_loss = cross_entropy_in_place(token_logits.flatten(0, 1), targets.tokens).mean()
@@ -87,20 +114,20 @@ class TokenLabelLoss:
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """Cross-entropy of the mixed class target alone; token logits are not looked at."""
+    """Cross-entropy of the mixed class target; token logits are ignored."""
 
     target: Callable[[Labels], SoftTarget]
     class_weight: float
 
     def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Mix) -> LossParts:  # noqa: ARG002
-        """Return the loss of one pass."""
+        """Return the loss of one micro-batch."""
         class_loss = cross_entropy(class_logits, _mixed(self.target(labels), box)).mean()
         return LossParts(self.class_weight * class_loss, class_loss, torch.zeros_like(class_loss))
 
 
 @dataclass(frozen=True)
 class ClassTargets:
-    """Targets without a teacher: the image's class, for the image and for each of its tokens."""
+    """Targets without label maps: the class of the image, for the image and for each token."""
 
     num_classes: int
     tokens_per_side: int
@@ -117,7 +144,7 @@ class ClassTargets:
 
 @dataclass(frozen=True)
 class LabelMapTargets:
-    """Targets from label maps: the crop's for the image, the cell's for each token."""
+    """Targets from label maps: the mean over the crop for the image, over each token's area for the token."""
 
     num_classes: int
     tokens_per_side: int
@@ -125,7 +152,7 @@ class LabelMapTargets:
     geometry: Geometry
 
     def __call__(self, labels: Labels) -> Targets:
-        """Return the teacher's smoothed opinion."""
+        """Return the smoothed targets of the label maps."""
         maps = labels.maps
         if maps is None:
             raise ValueError("the loss was built for label maps, but the batch brings none")
@@ -143,20 +170,23 @@ class LabelMapTargets:
 
 @dataclass(frozen=True)
 class LabelMapAndClassTargets:
-    """The teacher's targets, with the true class mixed into the image's."""
+    """Targets from label maps, with the true class blended into the target of the image."""
 
     teacher: LabelMapTargets
 
     def __call__(self, labels: Labels) -> Targets:
-        """Return the class target blended with the smoothed true class."""
+        """Return the class target blended with the smoothed true class, and the token targets."""
         targets = self.teacher(labels)
         truth = one_hot(labels.classes, self.teacher.num_classes, self.teacher.smoothing)
-        # Published as it is: a teacher that agrees with the truth keeps half the say, one that
-        # disagrees nine tenths, although one would expect the reverse.
+        # As published: a teacher that agrees with the true class has weight 0.5, one that disagrees 0.9,
+        # although one would expect the reverse.
         agrees = most_probable(targets.classes) == labels.classes  # (batch,)
-        share = 0.9 - 0.4 * agrees  # (batch,) fp32
-        return Targets(blend(targets.classes, truth, share), targets.tokens)
+        weight = 0.9 - 0.4 * agrees  # (batch,) fp32
+        return Targets(blend(targets.classes, truth, weight), targets.tokens)
 
 
 def _mixed(target: SoftTarget, box: Mix) -> SoftTarget:
     return blend(target, target.reversed_batch(), box.lam)
+
+
+register_loss("soft-target", _soft_target_loss)

@@ -1,18 +1,18 @@
-"""Which cells of a map an output cell averages along one axis, and with which weights.
+"""RoIAlign along one axis: the map cells that each output cell averages, and their weights.
 
-RoIAlign samples bilinearly on a regular grid and averages; rows and columns factor, so one set of
-weights per axis says it all. An output cell touches only a short run of neighbouring map cells, its
-window, whose length is known from the map's size and the largest extent of the boxes, which the host
-knows: nothing waits for the device.
+RoIAlign averages bilinear samples on a regular grid, which is separable, so weights per axis are
+sufficient. An output cell averages a short run of neighbouring map cells, its window. The window's length
+follows from the size of the map and the largest extent of the boxes, which the host knows, so nothing
+synchronizes with the device.
 
-A box may reach beyond its map, where the teacher has said nothing. There the nearest cell is read. RoIAlign
-reads 0 from one cell beyond the map on, that is, every class alike; but what lies beside a map belongs to
-the same image and most often to what its edge shows. For a box on its map RoIAlign's rule is kept: it only
-matters to boxes smaller than a cell, which are stretched to one and may leave the map so.
+A box may reach beyond its map, where there are no labels. There the nearest cell is read: the area beside a
+map belongs to the same image and most often to the object at its edge, while RoIAlign reads 0, all classes
+alike, from one cell beyond the map. For boxes inside their map RoIAlign's rule holds; it only matters for
+boxes smaller than a cell, which are enlarged to one cell and may exceed the map thereby.
 
-Invariant: positions follow torchvision.ops.roi_align (aligned=False, sampling_ratio=-1) operation
-by operation in fp32. The number of samples jumps at whole numbers, so an equal formula in another
-order may round to another number.
+Invariant: positions follow torchvision.ops.roi_align (aligned=False, sampling_ratio=-1) operation by
+operation in fp32. The number of samples is a rounded-up quotient, so the same formula in another order
+could give another one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ROUNDING = 1e-5  # of a box that ends with its map
+_ROUNDING = 1e-5  # of the end of a box that ends with its map
 
 
 class RoiWeights(NamedTuple):
-    """For every output cell along one axis, the map cells it averages."""
+    """The map cells that each output cell averages along one axis."""
 
     cells: Tensor  # (batch, side, length) int64, all inside the map
     weights: Tensor  # (batch, side, length) fp32; their sum is 1 unless samples fall off the map
@@ -36,19 +36,19 @@ class RoiWeights(NamedTuple):
 def roi_weights(
     start: Tensor, extent: Tensor, *, side: int, size: int, scale: int, reach: float = 1.0
 ) -> RoiWeights:
-    """Cut boxes into `side` equal bins and find each bin's window on an axis of `size` cells.
+    """Divide boxes into `side` equal bins and return each bin's window on an axis of `size` cells.
 
-    `start` and `extent`, (batch,), are fractions of what the map covers, which spans `scale` cells; no
-    extent exceeds `reach`.
+    `start` and `extent`, (batch,), are fractions of the map, which has `scale` cells; no extent exceeds
+    `reach`.
     """
     start, extent = start.float().view(-1, 1, 1), extent.float().view(-1, 1, 1)  # (batch, 1, 1)
-    low = start * scale - 0.5  # in cells, of which 0 is the first one's centre
+    low = start * scale - 0.5  # in cells; 0 is the centre of the first one
     high = (start + extent) * scale - 0.5
     bin_size = (high - low).clamp_(min=1.0) / side
     widest = scale * reach / side
     most_samples = ceil(widest)
-    # The largest box may round to slightly more than its cells: that is no further sample.
-    samples = bin_size.ceil().clamp_(max=most_samples)  # (batch, 1, 1) one per cell begun
+    # Rounding may make the largest box slightly larger than its cells, which adds no sample.
+    samples = bin_size.ceil().clamp_(max=most_samples)  # (batch, 1, 1) one per cell or part of a cell
 
     bins = torch.arange(side, device=start.device).unsqueeze(1)  # (side, 1)
     middle = torch.arange(0.5, most_samples, device=start.device)  # (most_samples,) sample + 0.5

@@ -1,10 +1,9 @@
-"""Soft targets as "uniform plus a few classes", and the exact cross-entropy against them.
+"""Sparse soft targets, "uniform plus a few classes", and the exact cross-entropy with them.
 
-Row r asks for t[r, c] = uniform[r] + sum of weights[r, e] over the entries e with ids[r, e] == c.
-Smoothed one-hots, softmaxed label maps and mixtures of both all have this form.
+The target of row r is t[r, c] = uniform[r] + sum of weights[r, e] over the entries e with ids[r, e] == c.
+Smoothed one-hot targets, the softmax of label maps and mixtures of both have this form.
 
-Invariant: every operation costs rows x entries, never rows x classes; only the logits and their
-gradient are that large.
+Invariant: operations on targets cost rows x entries, never rows x classes.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from horovod_volo.objective.sparse_cross_entropy import InPlaceSparseSoftTargetC
 
 @dataclass(frozen=True, eq=False)
 class SoftTarget:
-    """A distribution over classes per row, up to its mass; an unused entry has weight 0 and any valid id."""
+    """A distribution over classes per row, not normalized; an unused entry has weight 0 and any valid id."""
 
     uniform: Tensor  # (rows,) fp32
     ids: Tensor  # (rows, entries) int64; equal ids within a row add up
@@ -31,12 +30,12 @@ class SoftTarget:
         return self.uniform * num_classes + self.weights.sum(dim=1)
 
     def reversed_batch(self) -> SoftTarget:
-        """Return the rows in reverse order: each image's MixToken partner."""
+        """Return the rows in reverse order: the target of each image's partner."""
         return SoftTarget(self.uniform.flip(0), self.ids.flip(0), self.weights.flip(0))
 
 
 def one_hot(classes: Tensor, num_classes: int, smoothing: float) -> SoftTarget:
-    """Put 1 - smoothing on each row's class and spread the rest over all classes, itself included."""
+    """Return smoothed one-hot targets: 1 - smoothing for the class, the rest spread over all classes."""
     rows = classes.shape[0]
     return SoftTarget(
         uniform=torch.full((rows,), smoothing / num_classes, device=classes.device),
@@ -48,8 +47,8 @@ def one_hot(classes: Tensor, num_classes: int, smoothing: float) -> SoftTarget:
 def smoothed(target: SoftTarget, num_classes: int, smoothing: float) -> SoftTarget:
     """Return t x on + off with off = smoothing / classes and on = 1 - smoothing + off.
 
-    These are the published constants, made for 0-or-1 targets: a target of mass 1 leaves with
-    mass 1 + off. Losses stay comparable with the published ones only as long as this is kept.
+    These published constants are meant for one-hot targets: a soft target of mass 1 gets mass 1 + off.
+    Losses are comparable with published ones only with this formula.
     """
     off = smoothing / num_classes
     on = 1.0 - smoothing + off
@@ -57,27 +56,27 @@ def smoothed(target: SoftTarget, num_classes: int, smoothing: float) -> SoftTarg
 
 
 def joined(targets: Sequence[SoftTarget]) -> SoftTarget:
-    """Return the rows of all, one after another."""
+    """Return the targets concatenated along rows."""
     if len(targets) == 1:
         return targets[0]
     uniform, ids, weights = zip(*((t.uniform, t.ids, t.weights) for t in targets), strict=True)
     return SoftTarget(torch.cat(uniform), torch.cat(ids), torch.cat(weights))
 
 
-def blend(first: SoftTarget, second: SoftTarget, share: float | Tensor) -> SoftTarget:
-    """Return share x first + (1 - share) x second; a tensor gives every row its own share."""
-    entry_share = share.unsqueeze(1) if isinstance(share, Tensor) else share
+def blend(first: SoftTarget, second: SoftTarget, weight: float | Tensor) -> SoftTarget:
+    """Return weight x first + (1 - weight) x second; a tensor (rows,) weighs each row."""
+    of_entries = weight.unsqueeze(1) if isinstance(weight, Tensor) else weight
     return SoftTarget(
-        uniform=share * first.uniform + (1.0 - share) * second.uniform,
+        uniform=weight * first.uniform + (1.0 - weight) * second.uniform,
         ids=torch.cat([first.ids, second.ids], dim=1),
-        weights=torch.cat([entry_share * first.weights, (1.0 - entry_share) * second.weights], dim=1),
+        weights=torch.cat([of_entries * first.weights, (1.0 - of_entries) * second.weights], dim=1),
     )
 
 
 def cross_entropy(logits: Tensor, target: SoftTarget) -> Tensor:
     """Return -sum over c of t_c log softmax(logits)_c for each row, (rows,) fp32, whatever the logits' dtype.
 
-    The gradient reaches the logits alone, in their dtype.
+    Only the logits get a gradient, in their dtype.
     """
     _check_rows(logits, target)
     loss: Tensor = SparseSoftTargetCE.apply(  # type: ignore[no-untyped-call]
@@ -87,11 +86,10 @@ def cross_entropy(logits: Tensor, target: SoftTarget) -> Tensor:
 
 
 def cross_entropy_in_place(logits: Tensor, target: SoftTarget) -> Tensor:
-    """Return the same, and let the gradient take the logits' place in memory: nobody reads these afterwards.
+    """Return the same; the gradient overwrites the logits, which must not be read afterwards.
 
-    Only the result of an operation on the way to a gradient is overwritten; a leaf, a view of one, and
-    logits without a gradient stay as they are. Where another operation's backward needs the logits, or
-    when backward runs twice, autograd raises an error.
+    A leaf, a view of a leaf and logits that need no gradient are not overwritten. If another operation's
+    backward needs the logits, or if backward runs twice, autograd raises an error.
     """
     owner = logits if logits._base is None else logits._base
     if not (torch.is_grad_enabled() and logits.requires_grad) or owner.is_leaf or not logits.is_contiguous():
@@ -108,4 +106,4 @@ def cross_entropy_in_place(logits: Tensor, target: SoftTarget) -> Tensor:
 
 def _check_rows(logits: Tensor, target: SoftTarget) -> None:
     if logits.shape[0] != target.uniform.shape[0]:
-        raise ValueError(f"{logits.shape[0]} rows of logits meet {target.uniform.shape[0]} rows of targets")
+        raise ValueError(f"{logits.shape[0]} rows of logits, but {target.uniform.shape[0]} rows of targets")

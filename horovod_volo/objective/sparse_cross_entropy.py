@@ -1,12 +1,12 @@
-"""The cross-entropy of logits and sparse targets, with its gradient by hand.
+"""Cross-entropy of logits with sparse soft targets, as autograd functions with an explicit gradient.
 
 With lse = log sum exp x, log softmax(x)_c = x_c - lse. Hence for each row
 
     loss       = mass x lse - uniform x sum_c x_c - sum_e w_e x[id_e]
     d loss/d x = mass x softmax(x) - uniform - scatter(w)
 
-Invariant: besides the gradient nothing as large as the logits is made, and not even that where the
-logits may be overwritten. Work goes by blocks of rows that stay in the processor's cache.
+Invariant: the gradient is the only new tensor of the logits' size, and where the logits may be overwritten
+there is none. On a CPU, rows are processed in blocks that fit the cache.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _BLOCK = 1 << 20  # numbers in a block of rows: 4 MiB in fp32
 
 
 class SparseSoftTargetCE(Function):
-    """Leaves the logits as they are, unless told to put their gradient in their place in backward."""
+    """The loss per row; with `overwrite`, backward writes the gradient into the logits."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor, overwrite: bool
     ) -> Tensor:
-        # The detached tensor shares the version: whoever changed the logits in between is found out.
+        # The detached tensor shares the version counter, so autograd detects later changes of the logits.
         numbers = logits.detach().contiguous()
         target = (uniform, ids, weights)
         loss, lse = _kernel().loss_with_lse(numbers, *target) if numbers.is_cuda else _loss(numbers, *target)
@@ -49,10 +49,11 @@ class SparseSoftTargetCE(Function):
 
 
 class InPlaceSparseSoftTargetCE(Function):
-    """Overwrites contiguous fp32 logits at once by their softmax, and this by the gradient in backward.
+    """The loss per row; overwrites contiguous fp32 logits by their softmax, and in backward by the gradient.
 
-    One softmax serves both ways. The version counter, which logits share with what backward finds,
-    makes a second backward an error, and so does an operation whose backward needs the logits.
+    So forward and backward share one softmax. The version counter, which the saved tensor shares with the
+    logits, makes a second backward an error, as it does a backward of another operation that needs the
+    logits.
     """
 
     @staticmethod
@@ -66,7 +67,7 @@ class InPlaceSparseSoftTargetCE(Function):
             spread = uniform[rows] * block.sum(dim=1)
             lse = block.amax(dim=1)
             torch.softmax(block, dim=1, out=block)
-            lse -= block.amax(dim=1).log_()  # the highest logit's share is 1 / sum exp(x - highest)
+            lse -= block.amax(dim=1).log_()  # the largest softmax is 1 / sum exp(x - max)
             torch.sub(lse.mul_(mass[rows]), named.add_(spread), out=loss[rows])
         ctx.save_for_backward(numbers, mass, uniform, ids, weights)
         return loss
@@ -83,7 +84,7 @@ class InPlaceSparseSoftTargetCE(Function):
 
 
 def _kernel() -> ModuleType:
-    from horovod_volo.kernels import soft_cross_entropy  # Triton, which only GPUs need
+    from horovod_volo.kernels import soft_cross_entropy  # imports Triton, which only GPUs need
 
     return soft_cross_entropy
 
@@ -106,7 +107,7 @@ def _write_gradient(
     ids: Tensor,
     weights: Tensor,
 ) -> None:
-    """Fill `grad`, which may be the logits, with the gradient."""
+    """Write the gradient into `grad`, which may be the logits."""
     mass = _mass(logits.shape[1], uniform, weights)
     for rows in _blocks(logits):
         # Subtracting the fp32 lse promotes half-precision logits.
@@ -121,7 +122,7 @@ def _mass(num_classes: int, uniform: Tensor, weights: Tensor) -> Tensor:
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Cut the rows into blocks."""
+    """Yield slices of rows, each of about _BLOCK numbers."""
     rows, classes = logits.shape
     length = max(1, _BLOCK // classes)
     return (slice(first, first + length) for first in range(0, rows, length))

@@ -1,1 +1,1 @@
-"""Updates: which parameters decay, the optimizer, the learning rate of a step, averaged weights."""
+"""Optimizers, parameter groups, the learning rate schedule, gradient clipping and EMA."""

@@ -1,7 +1,7 @@
-"""AdamW in torch's fused kernel, with what torch's own class gathers in every step gathered once.
+"""AdamW with torch's fused kernel, whose tensor lists are built once instead of in every step.
 
-For 250 parameters that gathering is a millisecond in Python. Invariant: the tensors of the state stay the
-same; whoever restores one writes into it.
+Building them takes a millisecond in Python for 250 parameters. Invariant: state tensors are never replaced; a
+checkpoint is restored into them.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from torch.optim import Optimizer
 
 
 class AdamW(Optimizer):
-    """Adam with decoupled decay, to the bit that of `torch.optim.AdamW(fused=True)`.
+    """AdamW, bit for bit `torch.optim.AdamW(fused=True)`.
 
-    As there, a tensor in the attribute `grad_scale` divides the gradients, and one in `found_inf` that is not
-    0 skips the step.
+    As there, the gradients are divided by the attribute `grad_scale`, and a non-zero `found_inf` skips the
+    step.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._step_supports_amp_scaling = (
-            True  # so GradScaler leaves an overflow to the kernel, without a wait
-        )
+        # GradScaler then passes an overflow to the kernel instead of synchronizing with the device.
+        self._step_supports_amp_scaling = True
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
@@ -51,11 +50,11 @@ class AdamW(Optimizer):
                 found_inf=overflow,
             )
             if overflow is not None:
-                torch._foreach_sub_(steps, [overflow] * len(steps))  # a step that was skipped is not counted
+                torch._foreach_sub_(steps, [overflow] * len(steps))  # a skipped step is not counted
 
     @cached_property
     def _columns(self) -> list[tuple[list[Any], ...]]:
-        """List each group's weights, means, squares and counts of steps."""
+        """Return the weights, first and second moments and step counts of each group."""
         columns = []
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.requires_grad]

@@ -1,4 +1,4 @@
-"""The one place where NVIDIA Apex comes in: optimizers that update all weights in a few kernels."""
+"""NVIDIA Apex's fused optimizers, which update all weights in a few kernels. The only importer of Apex."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch.optim import Optimizer
 
 from horovod_volo.core.errors import UserError
 
-_INSTALL = "Build NVIDIA's from its repository (docs/training.md), or take --opt {instead}."
+_INSTALL = "Build NVIDIA's from its repository (docs/training.md), or use --opt {instead}."
 
 
 def fused_adam(groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> Optimizer:
-    """Build Apex FusedAdam with decoupled decay."""
+    """Build Apex FusedAdam with decoupled weight decay."""
     build = _apex("FusedAdam", instead="adamw")
-    # Gradients are views of buckets: Apex must leave them where they are.
+    # Gradients are views of buckets, so Apex must not set them to None.
     return _counted(build(groups, lr=0.0, betas=betas, eps=eps, adam_w_mode=True, set_grad_none=False))
 
 
 def fused_lamb(groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> Optimizer:
-    """Build Apex FusedLAMB; its own clipping is off, as --clip-grad is there."""
+    """Build Apex FusedLAMB without its own gradient clipping, which --clip-grad does."""
     build = _apex("FusedLAMB", instead="lamb")
     return _counted(
         build(groups, lr=0.0, betas=betas, eps=eps, max_grad_norm=float("inf"), set_grad_none=False)
@@ -28,23 +28,23 @@ def fused_lamb(groups: list[dict[str, Any]], *, betas: tuple[float, float], eps:
 
 
 def _counted(optimizer: Optimizer) -> Optimizer:
-    """Give each group its count of steps from the start, as a tensor that can be stored and restored."""
+    """Create the step count of each group as a tensor, so that checkpoints can restore it."""
     for group in optimizer.param_groups:
         group["step"] = torch.zeros((), dtype=torch.int64)
     return optimizer
 
 
 def check_apex(instead: str) -> None:
-    """Raise UserError where NVIDIA's Apex cannot be used; `instead` is the optimizer that serves as well."""
+    """Raise UserError if NVIDIA's Apex cannot be used; `instead` is the equivalent optimizer without it."""
     remedy = _INSTALL.format(instead=instead)
     try:
         import apex.optimizers  # noqa: F401
     except ModuleNotFoundError as error:
         missing = "NVIDIA Apex is not installed"
-        impostor = "the installed package called apex is not NVIDIA's. Uninstall it"
-        raise UserError(f"{missing if error.name == 'apex' else impostor}. {remedy}") from None
+        other_package = "the installed package called apex is not NVIDIA's. Uninstall it"
+        raise UserError(f"{missing if error.name == 'apex' else other_package}. {remedy}") from None
     try:
-        import amp_C  # noqa: F401  # its kernels, which a build without CUDA leaves out
+        import amp_C  # noqa: F401  # its kernels, missing in a build without CUDA
     except ModuleNotFoundError:
         raise UserError(f"Apex is installed without its CUDA kernels. {remedy}") from None
 

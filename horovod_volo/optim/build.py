@@ -1,73 +1,127 @@
-"""An optimizer by name, and its state by parameter name.
+"""Optimizers by name, and their state by parameter name.
 
-The state exists from the start, so that ranks hold the same tensors before the first step and
-a checkpoint needs no step to have somewhere to go.
+The state exists before the first step: ranks hold the same tensors, and a checkpoint is restored into them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
+from horovod_volo.config.values import nearest
+from horovod_volo.core.errors import UserError
 from horovod_volo.optim.adamw import AdamW
 from horovod_volo.optim.apex_optimizers import fused_adam, fused_lamb
-from horovod_volo.optim.lamb import Lamb
-from horovod_volo.optim.lars import Lars
+from horovod_volo.optim.trust_ratio import Lamb, Lars
 
-Name = Literal["adamw", "lamb", "lars", "sgd", "fusedadam", "fusedlamb"]
+
+class BuildOptimizer(Protocol):
+    """The constructor of an optimizer; the learning rate of each group is set before each step."""
+
+    def __call__(self, groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:
+        """Build the optimizer of these parameter groups."""
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer by its name."""
+
+    build: BuildOptimizer
+    state_keys: tuple[str, ...]  # its state per parameter: a tensor like the parameter; "step" is one number
+    shardable: bool = False  # its update treats each element alone, so that --shard-optimizer may cut tensors
+
 
 _BETAS = (0.9, 0.999)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-STATE_KEYS: dict[Name, tuple[str, ...]] = {
-    "adamw": ("step", *_MOMENTS),
-    "lamb": ("step", *_MOMENTS),
-    "lars": ("momentum_buffer",),
-    "sgd": ("momentum_buffer",),
-    "fusedadam": _MOMENTS,
-    "fusedlamb": _MOMENTS,
+
+
+def _adamw(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
+    return AdamW(groups, betas=_BETAS, eps=1e-8)
+
+
+def _lamb(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
+    return Lamb(groups, betas=_BETAS, eps=1e-6)
+
+
+def _fused_adam(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
+    return fused_adam(groups, betas=_BETAS, eps=1e-8)
+
+
+def _fused_lamb(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
+    return fused_lamb(groups, betas=_BETAS, eps=1e-6)
+
+
+_OPTIMIZERS = {
+    "adamw": OptimizerSpec(_adamw, ("step", *_MOMENTS), shardable=True),
+    "sgd": OptimizerSpec(partial(SGD, lr=0.0, fused=True), ("momentum_buffer",), shardable=True),
+    "lamb": OptimizerSpec(_lamb, ("step", *_MOMENTS)),
+    "lars": OptimizerSpec(Lars, ("momentum_buffer",)),
+    "fusedadam": OptimizerSpec(_fused_adam, _MOMENTS),
+    "fusedlamb": OptimizerSpec(_fused_lamb, _MOMENTS),
 }
 
 
-def build_optimizer(name: Name, groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:
-    """Build an optimizer; the learning rate is set per step."""
-    optimizer: Optimizer
-    if name == "adamw":
-        optimizer = AdamW(groups, betas=_BETAS, eps=1e-8)
-    elif name == "lamb":
-        optimizer = Lamb(groups, betas=_BETAS, eps=1e-6)
-    elif name == "lars":
-        optimizer = Lars(groups, momentum=momentum)
-    elif name == "sgd":
-        optimizer = SGD(groups, lr=0.0, momentum=momentum, fused=True)
-    elif name == "fusedadam":
-        optimizer = fused_adam(groups, betas=_BETAS, eps=1e-8)
-    else:
-        optimizer = fused_lamb(groups, betas=_BETAS, eps=1e-6)
+def register_optimizer(
+    name: str, build: BuildOptimizer, *, state_keys: tuple[str, ...], shardable: bool = False
+) -> None:
+    """Make an optimizer available as --opt NAME."""
+    if name in _OPTIMIZERS:
+        raise UserError(f"There is an optimizer {name!r} already. Register yours under another name.")
+    _OPTIMIZERS[name] = OptimizerSpec(build, state_keys, shardable)
+
+
+def optimizer_spec(name: str) -> OptimizerSpec:
+    """Return the optimizer of a name."""
+    if name not in _OPTIMIZERS:
+        raise UserError(
+            f"There is no optimizer {name!r}.{nearest(name, _OPTIMIZERS)} --opt takes "
+            f"{', '.join(_OPTIMIZERS)}; one of your own needs --plugin."
+        )
+    return _OPTIMIZERS[name]
+
+
+def check_optimizer(name: str, *, sharded: bool) -> None:
+    """Raise UserError if no optimizer has this name, or if its state cannot be sharded but must be."""
+    if optimizer_spec(name).shardable or not sharded:
+        return
+    others = " or ".join(other for other, spec in _OPTIMIZERS.items() if spec.shardable)
+    raise UserError(
+        f"--shard-optimizer cuts tensors between ranks, and --opt {name} needs them whole. Use --opt "
+        f"{others}, or drop --shard-optimizer."
+    )
+
+
+def build_optimizer(name: str, groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:
+    """Build an optimizer with zero state."""
+    spec = optimizer_spec(name)
+    optimizer = spec.build(groups, momentum=momentum)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {key: _fresh(key, parameter) for key in STATE_KEYS[name]}
+            optimizer.state[parameter] = {key: _zeros(key, parameter) for key in spec.state_keys}
     return optimizer
 
 
-def _fresh(key: str, parameter: Tensor) -> Tensor:
+def _zeros(key: str, parameter: Tensor) -> Tensor:
     if key == "step":
         return torch.zeros((), dtype=torch.float32, device=parameter.device)
     return torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
 
 
 def state_tensors(optimizer: Optimizer, owned: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """Name the optimizer's tensors by PARAMETER/KEY; the tensors are the live ones."""
+    """Return the optimizer's state by PARAMETER/KEY; the tensors are the live ones."""
     of_parameters = {
         f"{name}/{key}": tensor
         for name, parameter in owned.items()
         for key, tensor in optimizer.state[parameter].items()
     }
-    # Apex counts the steps of a group, not of a parameter.
+    # Apex counts steps per group, not per parameter.
     counts = {
         f"group.{number}/step": group["step"]
         for number, group in enumerate(optimizer.param_groups)

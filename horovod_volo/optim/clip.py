@@ -1,7 +1,7 @@
-"""Bounds on the averaged gradients.
+"""Clipping of the averaged gradients: by global norm, by value, or by unit (AGC).
 
-A bound on the whole norm scales all gradients alike. The optimizer does that in its own pass over them, so it
-is told by what to divide; the other bounds change the gradients in place.
+Clipping by the global norm divides all gradients by one number, which the optimizer's kernel does while it
+reads them. The other two modes change the gradients in place.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 Clip = Callable[[], Tensor | None]
-_SMALLEST_NORM = 1e-3  # of a unit's weights: those that are still 0 may begin to grow
+_SMALLEST_NORM = 1e-3  # of a unit's weights, so that weights of 0 can grow
 
 
 def build_clip(
@@ -28,10 +28,10 @@ def build_clip(
     heads: Iterable[str],
     global_grad_norm: Callable[[Tensor], Tensor],
 ) -> Clip:
-    """Return what bounds the gradients of `parameters`, or returns what to `divide` them by.
+    """Return a function that clips the gradients of `parameters`, or returns the number to `divide` them by.
 
-    A bound of 0 means none. `flat_gradients` hold this rank's gradients, with zeros between them;
-    `global_grad_norm` turns their norm into that of all ranks' gradients. AGC does not clip `heads`.
+    A bound of 0 is no clipping. `flat_gradients` hold this rank's gradients, padded by zeros;
+    `global_grad_norm` turns their norm into that over all ranks. AGC does not clip `heads`.
     """
     if not bound:
         return lambda: None
@@ -39,18 +39,16 @@ def build_clip(
         return partial(_over_bound, flat_gradients, bound, global_grad_norm)
     if mode == "value":
         return partial(nn.utils.clip_grad_value_, list(parameters.values()), bound)  # returns None
-    beginnings = tuple(f"{head}." for head in heads)
-    return partial(
-        _clip_units, [p for name, p in parameters.items() if not name.startswith(beginnings)], bound
-    )
+    prefixes = tuple(f"{head}." for head in heads)
+    return partial(_clip_units, [p for name, p in parameters.items() if not name.startswith(prefixes)], bound)
 
 
 @torch.no_grad()
 def divide(optimizer: Optimizer, divisor: Tensor | None) -> None:
-    """Make the optimizer's next step one of gradients divided by that; None is 1."""
+    """Divide the gradients of the optimizer's next step; None is 1."""
     if divisor is None:
         return
-    if getattr(optimizer, "_step_supports_amp_scaling", False):  # its kernel divides what it reads
+    if getattr(optimizer, "_step_supports_amp_scaling", False):  # its kernel divides while it reads
         optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
         return
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -59,23 +57,23 @@ def divide(optimizer: Optimizer, divisor: Tensor | None) -> None:
 
 @torch.no_grad()
 def _over_bound(flats: list[Tensor], bound: float, global_grad_norm: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return how many times the bound the norm is, 1 where it is within."""
+    """Return max(1, global norm / bound)."""
     own = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(flats)))
     return ((global_grad_norm(own) + 1e-6) / bound).clamp(min=1.0)
 
 
 @torch.no_grad()
-def _clip_units(parameters: list[Parameter], share: float) -> None:
-    """Bound each unit's gradient norm by a share of its weights' norm: adaptive gradient clipping."""
+def _clip_units(parameters: list[Parameter], bound: float) -> None:
+    """Clip each unit's gradient norm to `bound` times its weights' norm: adaptive gradient clipping."""
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        largest = _unit_norms(parameter).clamp_(min=_SMALLEST_NORM).mul_(share)
+        largest = _unit_norms(parameter).clamp_(min=_SMALLEST_NORM).mul_(bound)
         norms = _unit_norms(parameter.grad).clamp_(min=1e-6)
         parameter.grad.mul_((largest / norms).clamp_(max=1.0))
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:
-    """Return the norm of each row of a matrix or filter, of a vector the one of it all."""
+    """Return the norm of each row of a matrix or filter, or of an entire vector."""
     inputs = tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else (0,)
     return torch.linalg.vector_norm(tensor, dim=inputs, keepdim=True) if tensor.ndim else tensor.abs()

@@ -1,7 +1,6 @@
-"""Weights averaged over steps, kept beside the raw ones in the same flat layout.
+"""Exponential moving average (EMA) of the weights, in the same flat layout as the raw ones.
 
-Invariant: without warm-up, parameters and batch-norm statistics are those of timm's ModelEmaV2, up to
-rounding.
+Invariant: without warm-up, parameters and batch norm statistics equal timm's ModelEmaV2 up to rounding.
 """
 
 from __future__ import annotations
@@ -15,35 +14,35 @@ from torch import Tensor, nn
 
 
 def decay_at(step: int, decay: float, *, warmup: bool) -> float:
-    """Return the decay of a step; with warm-up it begins small, so that the initial weights soon fade."""
+    """Return the decay of a step; with warm-up it starts small, so that the initial weights fade soon."""
     return min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
 class Average(Protocol):
-    """Averaged weights, or none."""
+    """EMA weights, or none."""
 
     def update(self, step: int) -> None:
-        """Take in the model's weights after `step`."""
+        """Average in the model's weights after `step`."""
 
     def models(self) -> dict[str, nn.Module]:
-        """Name the averaged models to evaluate: one or none."""
+        """Return the averaged models to evaluate by name: one or none."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the live tensors to store and restore."""
+        """Return the tensors of a checkpoint; they are the live ones."""
 
 
 class Flat(Protocol):
-    """Some parameters in one flat tensor."""
+    """Parameters that are views of one flat tensor."""
 
-    weights: Tensor  # all of them; it stays the same tensor
+    weights: Tensor  # the flat tensor, never replaced
     parameters: dict[str, nn.Parameter]
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """Return a parameter's place in a flat tensor of the same layout."""
+        """Return a parameter's view of a flat tensor with this layout."""
 
 
 class Ema:
-    """An exponential moving average of a model's parameters, which lie in `flats`, and of its statistics."""
+    """The EMA of a model's parameters, which are views of `flats`, and of its batch norm statistics."""
 
     def __init__(
         self, model: nn.Module, flats: Iterable[Flat], decay: float, *, warmup: bool = False
@@ -58,13 +57,13 @@ class Ema:
         for flat, average in zip(sources, self._averages, strict=True):
             for name in flat.parameters:
                 own[name].data = flat.view(average, name)
-        # Listed once: to find them among hundreds of modules takes longer than to average them.
+        # Listed once: finding them among hundreds of modules takes longer than averaging them.
         buffers = list(zip(self._average.buffers(), model.buffers(), strict=True))
         floating = [pair for pair in buffers if pair[0].is_floating_point()]
         self._averages += [average for average, _ in floating]
         self._sources += [source for _, source in floating]
-        # ModelEmaV2 averages and truncates batch norm's counts of batches, which evaluation does not use; its
-        # successor copies them, and so does this.
+        # Evaluation does not use num_batches_tracked. ModelEmaV2 averages and truncates it. ModelEmaV3
+        # copies it, and so does this.
         self._counts = [pair for pair in buffers if not pair[0].is_floating_point()]
 
     @torch.no_grad()
@@ -82,7 +81,7 @@ class Ema:
 
 
 class NoAverage:
-    """No averaged weights."""
+    """No EMA."""
 
     def update(self, step: int) -> None:
         pass

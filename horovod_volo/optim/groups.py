@@ -1,4 +1,4 @@
-"""Which parameters decay, and how fast each layer learns."""
+"""Parameter groups: weight decay and layer-wise learning rates."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def parameter_groups(
     layers: Mapping[str, int],
     layer_decay: float,
 ) -> list[dict[str, Any]]:
-    """Group what a rank owns of the parameters as timm does: by decay, and by layer where these are numbered.
+    """Group the parameters that this rank updates by weight decay and by layer, as timm does.
 
-    `exempt` names parameters without decay. A layer's rate is `layer_decay` times that of the next above it.
+    `exempt` names parameters without decay. A layer's learning rate is `layer_decay` times that of the
+    layer above it; without `layers` all are equal.
     """
     undecayed = set(exempt)
     top = max(layers.values(), default=0)

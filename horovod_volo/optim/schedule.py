@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: nothing to store, nothing to restore."""
+"""The learning rate as a function of the step, so that checkpoints need no scheduler state."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ def lr_at(
     prefix: int = 0,
     stride: int = 1,
 ) -> float:
-    """Linear warm-up from `start`, then half a cosine of `cosine` steps down to `floor`, where it stays.
+    """Return the learning rate: linear warm-up from `start`, half a cosine of `cosine` steps, then `floor`.
 
-    As published, the cosine counts from the first step: after the warm-up it is joined where it stands, a
-    little below `peak`. Of a warm-up that comes before, `prefix` is the length: the cosine counts from its
-    end. The rate changes every `stride` steps: with an epoch's steps it is the published one, which stays
-    through each epoch what it is at its begin.
+    As published, the cosine counts from the first step, so that after the warm-up it continues a little
+    below `peak`; with a warm-up before the cosine, of `prefix` steps, it counts from the end of that. The
+    learning rate changes every `stride` steps; the published one changes at the start of each epoch.
     """
     step -= step % stride
     if step < warmup:

@@ -90,10 +90,10 @@ def test_fp16_compression_does_not_synchronise(
 ) -> None:
     """The scale factors of the next step are computed from this step's maxima on the device."""
     # CPU tensors take another code path: force the GPU's, so that it is checked on a CPU too.
-    monkeypatch.setattr("horovod_volo.cluster.compression._on_host", lambda _: False)
+    monkeypatch.setattr("horovod_volo.cluster.compression._on_cpu", lambda _: False)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(device)
     world = World(size=2, collectives=LocalCollectives())  # its sums over ranks are the rank's own values
-    settings = Exchange(precision="bf16", compression="fp16", bucket_mib=0.01)
+    settings = Exchange(compression="fp16", bucket_mib=0.01)
     reducer = Reducer(model, world, settings, micro_batches=passes)
     images = torch.randn(16, 64, device=device)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from horovod_volo.config.schema import Objective
 from horovod_volo.core.labels import Labels
-from horovod_volo.objective.loss import Teacher, build_loss
+from horovod_volo.objective.loss import LabelMapTargets, build_loss
 from horovod_volo.objective.mixtoken import NO_BOX, Box
 from horovod_volo.objective.soft_target import cross_entropy
 from tests.published.checkouts import Published, named_folder
@@ -142,5 +142,5 @@ def test_one_label_of_a_map_for_the_whole_image(published: Published, compare: C
     class_logits, _ = random_logits()
     target = published_target(published, BATCH, SEED, side=1)  # (batch, classes, 2)
     theirs = getattr(published, module).TokenLabelSoftTargetCrossEntropy()(class_logits, target)
-    image = Teacher(CLASSES, 1, 0.1, "reference")(labels_of(BATCH, SEED)).classes
+    image = LabelMapTargets(CLASSES, 1, 0.1, "reference")(labels_of(BATCH, SEED)).classes
     compare(f"{module}, label size 1", cross_entropy(class_logits, image).mean(), theirs)

@@ -62,7 +62,7 @@ def test_evaluation(pair: Pair, compare: Compare) -> None:
 @torch.inference_mode()
 def test_training_logits(pair: Pair, published: Published, compare: Compare) -> None:
     images = random_images(batch_of(pair), 224)
-    class_logits, token_logits = pair.ours.train().training_logits(images, BOX.exchange)
+    class_logits, token_logits = pair.ours.train().training_logits(images, BOX.swap_tokens)
     with published.given_box(pair.name, BOX):
         of_class, of_tokens, corners = pair.theirs.train()(images)
     assert corners == (3, 5, 10, 9)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.objective.loss import Targets, Teacher
+from horovod_volo.objective.loss import LabelMapTargets, Targets
 from tests.published.checkouts import Published, _roi_align, named_folder
 from tests.published.conftest import Compare
 from tests.published.examples import CLASSES, labels_of, published_target_of, written_out
@@ -67,7 +67,7 @@ def test_targets(
 ) -> None:
     labels = labels_of(BATCH, SEED, cells)
     target = published_target_of(published, labels, side, precision=precision)
-    ours = Teacher(CLASSES, side, 0.1, "reference")(labels)
+    ours = LabelMapTargets(CLASSES, side, 0.1, "reference")(labels)
     what = f"targets of {cells[0]} x {cells[1]} cells, {side} x {side}, {precision}"
     assert_equal(compare, what, ours, target, tolerance)
 
@@ -80,7 +80,7 @@ def test_targets_of_crops_at_the_edges(
 ) -> None:
     labels = replace(labels_of(len(AT_THE_EDGES), SEED, (cells, cells)), boxes=AT_THE_EDGES)
     target = published_target_of(published, labels, side, precision=precision)
-    ours = Teacher(CLASSES, side, 0.1, "reference")(labels)
+    ours = LabelMapTargets(CLASSES, side, 0.1, "reference")(labels)
     what = f"targets at the edges of {cells} x {cells} cells, {side} x {side}, {precision}"
     assert_equal(compare, what, ours, target, tolerance)
 
@@ -94,10 +94,10 @@ def test_the_corrected_geometry(published: Published, compare: Compare, cells: i
     boxes = labels.maps.boxes[:, [1, 0, 3, 2]]
     swapped = replace(labels, maps=replace(labels.maps, boxes=boxes))  # left, top, width, height
     target = published_target_of(published, swapped, side, precision=torch.float64)
-    ours = Teacher(CLASSES, side, 0.1, "corrected")(labels)
+    ours = LabelMapTargets(CLASSES, side, 0.1, "corrected")(labels)
     what = f"corrected targets of {cells} x {cells} cells, {side} x {side}"
     assert_equal(compare, what, ours, target, tolerance=1e-5)
-    reference = Teacher(CLASSES, side, 0.1, "reference")(labels)
+    reference = LabelMapTargets(CLASSES, side, 0.1, "reference")(labels)
     assert (written_out(ours.tokens) - written_out(reference.tokens)).abs().max() > 0.1
 
 

@@ -228,7 +228,7 @@ def test_text_and_json_on_the_screen_tell_the_same(place):
     [
         ("", "the following arguments are required: DATA_DIR, --weights. "),
         ("{demo} --weights {run} --sise 3", "unrecognized arguments: --sise 3. "),
-        ("{demo} --weights {run} --per-class none", "takes a whole number from 1 on, not 'none'; or all"),
+        ("{demo} --weights {run} --per-class none", "takes a whole number of at least 1, not 'none'; or all"),
         ("{demo} --weights {run} --v2 --split val", "argument --split: not allowed with argument --v2"),
         ("{demo} --weights {run}/nowhere --model volo_demo", "There are no weights at "),
         ("{v2} --weights {run} --v2", "has 12 class folders, but the network of"),

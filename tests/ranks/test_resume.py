@@ -132,7 +132,7 @@ def test_a_run_with_global_batch_resumes_on_fewer_ranks(images, tmp_path):
 def test_rates_that_cross_end_the_run_before_it_begins(images, tmp_path):
     refused = start(images, tmp_path, "--lr", "1e-6", start_with="none", ranks=1)
     assert refused.returncode == 2
-    assert "the learning rate's peak is 1e-06, below --min-lr, which is 1e-05" in refused.stdout
+    assert "the peak learning rate is 1e-06, below --min-lr, which is 1e-05" in refused.stdout
     assert not (tmp_path / "run").exists()
 
 

@@ -15,7 +15,7 @@ from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 from horovod_volo.models.build import build_model
-from horovod_volo.optim.build import STATE_KEYS, build_optimizer, state_tensors
+from horovod_volo.optim.build import build_optimizer, optimizer_spec, state_tensors
 from horovod_volo.optim.clip import build_clip, divide
 from horovod_volo.optim.groups import parameter_groups, set_lr
 
@@ -52,9 +52,8 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
     if asked.double:
         model, images = model.double(), images.double()
     overflows = asked.overflow_on >= 0
-    precision = "fp16" if overflows else "fp32"  # fp16 uses a loss scale
-    settings = Exchange(precision=precision, compression=asked.compression, bucket_mib=0.5)
-    reducer = kind(model, world, settings, micro_batches=asked.micro_batches)
+    settings = Exchange(compression=asked.compression, bucket_mib=0.5)
+    reducer = kind(model, world, settings, micro_batches=asked.micro_batches, loss_is_scaled=overflows)
     groups = parameter_groups(
         dict(model.named_parameters()),
         reducer.local_parameters,
@@ -101,7 +100,7 @@ def trained(asked: argparse.Namespace, world: World, kind: type[Reducer]) -> dic
         "scale": scaler.get_scale() if overflows else 1.0,
         "buckets": len(reducer.buckets),
         "state_elements": sum(tensor.numel() for tensor in state.values() if tensor.ndim),
-        "state": reducer.gather_optimizer_state(state, STATE_KEYS[asked.opt]),
+        "state": reducer.gather_optimizer_state(state, optimizer_spec(asked.opt).state_keys),
     }
 
 

@@ -111,7 +111,7 @@ def test_an_export_is_replaced_only_with_force(demo_run: Path, tmp_path: Path, c
     assert sorted(path.name for path in folder.iterdir()) == WRITTEN
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
     (folder / "notes.txt").touch()
-    assert "holds other things than an export (notes.txt)" in refused(capsys, demo_run, folder, "--force")
+    assert "holds files that are not of an export (notes.txt)" in refused(capsys, demo_run, folder, "--force")
 
 
 def test_an_lvvit_is_exported_with_a_note_that_timm_lacks_it(tmp_path: Path, capsys) -> None:
@@ -125,11 +125,11 @@ def test_an_lvvit_is_exported_with_a_note_that_timm_lacks_it(tmp_path: Path, cap
     ("arguments", "said"),
     [
         (["{run}/nowhere", "--model", "volo_demo"], "There are no weights at"),
-        (["{weights}"], "Which network are the weights in"),
+        (["{weights}"], "that names the model of the weights in"),
         (["{run}", "--model", "volo_dmeo"], "Did you mean volo_demo?"),
         (["{run}", "--img-size", "65"], "--img-size must be a multiple of 16"),
-        (["{run}", "--use-ema"], "There are no averaged weights of"),
-        (["{run}", "--averaged"], "There are no averaged weights of"),
+        (["{run}", "--use-ema"], "There are no EMA weights in"),
+        (["{run}", "--averaged"], "There are no EMA weights in"),
     ],
     ids=["source", "model missing", "model unknown", "size", "averages", "averaged"],
 )

@@ -9,8 +9,8 @@ from typing import Any
 from horovod_volo.config.schema import Config
 
 # The schema as plain data: group, field and default, read from the dataclasses themselves.
-# What a recipe was published with stands beside the settings: it has no flag.
-GROUPS = [group.name for group in dataclasses.fields(Config) if group.name != "published"]
+# What a recipe was published with, and warnings, stand beside the settings: they have no flags.
+GROUPS = [group.name for group in dataclasses.fields(Config) if group.name not in ("published", "warnings")]
 FIELDS = [
     (group, field.name, field.default)
     for group in GROUPS

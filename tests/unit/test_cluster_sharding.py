@@ -14,7 +14,7 @@ from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
-from horovod_volo.optim.build import STATE_KEYS, build_optimizer, state_tensors
+from horovod_volo.optim.build import build_optimizer, optimizer_spec, state_tensors
 from horovod_volo.optim.groups import parameter_groups, set_lr
 
 
@@ -36,7 +36,7 @@ def trained(kind: type[Reducer], steps: int) -> tuple[nn.Module, dict[str, Tenso
         with reducer.synchronized_gradients():
             optimizer.step()
     return model, reducer.gather_optimizer_state(
-        state_tensors(optimizer, reducer.local_parameters), STATE_KEYS["adamw"]
+        state_tensors(optimizer, reducer.local_parameters), optimizer_spec("adamw").state_keys
     )
 
 
@@ -83,7 +83,7 @@ def test_a_copy_of_the_state_restores_it() -> None:
     model = network()
     reducer = ShardedReducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
     optimizer = optimizer_of(model, reducer)
-    state, keys = state_tensors(optimizer, reducer.local_parameters), STATE_KEYS["adamw"]
+    state, keys = state_tensors(optimizer, reducer.local_parameters), optimizer_spec("adamw").state_keys
     _, saved = trained(Reducer, 3)
     saved = copy.deepcopy(saved)
     reducer.scatter_optimizer_state(state, keys, saved)

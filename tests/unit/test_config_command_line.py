@@ -141,6 +141,11 @@ def test_short_spellings(argv: list[str], name: str, value: Any) -> None:
     assert (found, type(found)) == (value, type(value))
 
 
+def test_plugins_are_named_by_one_flag_or_several() -> None:
+    once, twice = ["--plugin", "a.b,c"], ["--plugin", "a.b", "--plugin", "c"]
+    assert parse(once).config.run.plugin == parse(twice).config.run.plugin == "a.b,c"
+
+
 def test_a_whole_number_in_a_recipe_will_do_for_a_float(tmp_path: Path) -> None:
     config = parse(["--recipe", recipe_of(tmp_path, "[update]\nlr = 1\n[data]\nscale = [1, 1]")]).config
     assert type(config.update.lr) is float

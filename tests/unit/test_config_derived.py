@@ -100,7 +100,7 @@ def test_the_batch_named_when_a_step_is_too_large_is_the_largest_that_works(
 def test_more_ranks_than_images_asks_for_fewer_ranks() -> None:
     with pytest.raises(UserError, match="Start at most 7 ranks with --accumulation 1") as raised:
         derive(config(batch_size=1), ranks=8, images=7)
-    assert "8 ranks x 1 images x 1 passes = 8 images, but there are 7" in str(raised.value)
+    assert "8 ranks x 1 images x 1 micro-batches = 8 images, but there are 7" in str(raised.value)
     assert derive(config(batch_size=1), ranks=7, images=7).global_batch == 7
 
 
@@ -202,22 +202,26 @@ def test_without_a_global_batch_nothing_is_found() -> None:
         (
             40,
             ["--global-batch", "1024"],
-            "--global-batch 1000 = 40 x 25 x 1 passes, peak rate 0.00156, or "
-            "--global-batch 1040 = 40 x 26 x 1 passes, peak rate 0.00163.",
+            "--global-batch 1000 = 40 x 25 x 1 micro-batches, peak learning rate 0.00156, or "
+            "--global-batch 1040 = 40 x 26 x 1 micro-batches, peak learning rate 0.00163.",
         ),
         (
             40,
             ["--global-batch", "1024", "-b", "16"],
-            "--global-batch 1000 = 40 x 5 x 5 passes, peak rate 0.00156, or "
-            "--global-batch 1040 = 40 x 13 x 2 passes, peak rate 0.00163.",
+            "--global-batch 1000 = 40 x 5 x 5 micro-batches, peak learning rate 0.00156, or "
+            "--global-batch 1040 = 40 x 13 x 2 micro-batches, peak learning rate 0.00163.",
         ),
         (
             40,
             ["--recipe", "volo_d5_448", "--global-batch", "512", "-b", "13"],
-            "--global-batch 480 = 40 x 12 x 1 passes, peak rate 4.69e-06, or "
-            "--global-batch 520 = 40 x 13 x 1 passes, peak rate 5.08e-06.",
+            "--global-batch 480 = 40 x 12 x 1 micro-batches, peak learning rate 4.69e-06, or "
+            "--global-batch 520 = 40 x 13 x 1 micro-batches, peak learning rate 5.08e-06.",
         ),
-        (48, ["--global-batch", "16"], "can: --global-batch 48 = 48 x 1 x 1 passes, peak rate 7.5e-05."),
+        (
+            48,
+            ["--global-batch", "16"],
+            "multiples: --global-batch 48 = 48 x 1 x 1 micro-batches, peak learning rate 7.5e-05.",
+        ),
     ],
 )
 def test_a_global_batch_that_cannot_be_divided_is_offered_the_nearest(
@@ -227,9 +231,7 @@ def test_a_global_batch_that_cannot_be_divided_is_offered_the_nearest(
     with pytest.raises(UserError) as raised:
         resolve(given, ranks)
     wanted = given.data.global_batch
-    assert f"--global-batch {wanted} cannot be divided among {ranks} ranks. The nearest that " in str(
-        raised.value
-    )
+    assert f"--global-batch {wanted} is not a multiple of {ranks} ranks. The nearest " in str(raised.value)
     assert str(raised.value).endswith(offered)
     for batch in re.findall(r"--global-batch (\d+) =", str(raised.value)):
         resolve(parse([*argv, "--global-batch", batch]).config, ranks)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 from schema_examples import recipe_of
 
 from horovod_volo.config.command_line import parse
+from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import notes
 from horovod_volo.core.errors import UserError
@@ -62,7 +62,7 @@ def test_what_is_near_to_nothing_gets_no_guess() -> None:
         (["--drop-path", "1"], "--drop-path must be below 1, not 1.0."),
         (["--smoothing", "-0.1"], "--smoothing must be at least 0, not -0.1."),
         (["--ema-decay", "1.0"], "--ema-decay must be below 1"),
-        (["--model-ema-warmup"], "--ema-warmup is about averaged weights. Give --ema-decay or --model-ema"),
+        (["--model-ema-warmup"], "--ema-warmup needs EMA weights. Add --ema-decay or --model-ema"),
         (["--bucket-mib", "0"], "--bucket-mib must be at least 0.001"),
         (["--lr", "nan"], "--lr takes a finite number"),
         (["--bucket-mib", "inf"], "--bucket-mib takes a finite number"),
@@ -115,17 +115,16 @@ def test_a_recipe_of_bytes_that_are_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--img-size", "100"], "multiple of 16, not 100. The nearest is 96."),
-        (["--scale", "0.5", "0.2"], "--scale takes two numbers above 0 in rising order, not 0.5 0.2."),
+        (["--scale", "0.5", "0.2"], "--scale takes two numbers above 0 in ascending order, not 0.5 0.2."),
         (["--scale", "0", "1"], "--scale takes two numbers above 0"),
-        (["--scale", "0.5", "1.5"], "--scale is a share of the image's area and ends at 1, not 1.5."),
-        (["--ratio", "2", "1"], "--ratio takes two numbers above 0 in rising order, not 2 1."),
-        (["--hflip", "1.5"], "--hflip is a probability and ends at 1, not 1.5."),
+        (["--scale", "0.5", "1.5"], "--scale is a fraction of the image's area, at most 1, not 1.5."),
+        (["--ratio", "2", "1"], "--ratio takes two numbers above 0 in ascending order, not 2 1."),
+        (["--hflip", "1.5"], "--hflip is a probability, at most 1, not 1.5."),
         (["--vflip", "2"], "--vflip is a probability"),
-        (["--token-label-data", "maps"], "Add --token-label, or drop the folder."),
-        (["--token-label", "--ground-truth"], "give --token-label-data, or drop it."),
+        (["--token-label-data", "maps"], "Add --token-label, or drop --token-label-data."),
+        (["--token-label", "--ground-truth"], "Add --token-label-data, or drop --ground-truth."),
         (["--epochs", "10"], "--warmup-epochs 20 is longer than --epochs 10"),
-        (["--lr-base", "0"], "The learning rate is 0. Give --lr, or --lr-base"),
+        (["--lr-base", "0"], "The learning rate is 0. Set --lr, or --lr-base"),
     ],
 )
 def test_settings_that_contradict_each_other(argv: list[str], said: str) -> None:
@@ -147,20 +146,59 @@ def test_the_edge_of_a_rule_is_allowed(argv: list[str]) -> None:
     assert isinstance(parse(argv).config, Config)
 
 
-def test_the_named_image_size_is_the_nearest_that_works() -> None:
-    for side in range(32, 300):
-        if side % 16:
-            match = re.search(r"The nearest is (\d+)\.$", refusal("--img-size", str(side)))
-            assert match is not None
-            assert abs(int(match[1]) - side) <= 8
-            side = int(match[1])
-        assert parse(["--img-size", str(side)]).config.model.img_size == side
+# Settings that the others leave without effect: what is stated, why it is idle, and what gives it an effect.
+MAPS = ["--token-label", "--token-label-data", "maps"]
+WITHOUT_EFFECT = [
+    (["--momentum", "0.8"], "with --opt adamw", ["--opt", "lars"]),
+    (["--lr-base", "1e-3"], "with --lr", ["--lr", "0"]),
+    (["--lr-base-size", "512"], "with --lr", ["--lr", "0"]),
+    (["--warmup-lr", "1e-5"], "with --warmup-epochs 0", ["--warmup-epochs", "3"]),
+    (["--warmup-prefix"], "with --warmup-epochs 0", ["--warmup-epochs", "3"]),
+    (["--clip-mode", "value"], "without --clip-grad", ["--clip-grad", "1"]),
+    (["--mixup-prob", "0.5"], "without --mixup or --cutmix", ["--cutmix", "1", "--no-mix-token"]),
+    (
+        ["--mixup-switch-prob", "0.7"],
+        "without both --mixup and --cutmix",
+        ["--mixup", "1", "--cutmix", "1", "--no-mix-token"],
+    ),
+    (["--dense-weight", "2"], "without --token-label", ["--token-label"]),
+    (["--token-label-size", "14"], "without --token-label", ["--token-label"]),
+    (["--label-geometry", "reference"], "without --token-label-data", MAPS),
+    (["--remode", "rand"], "with --reprob 0", ["--reprob", "0.5"]),
+    (["--recount", "2"], "with --reprob 0", ["--reprob", "0.5"]),
+    (["--color-jitter", "0.3"], "with RandAugment (--aa)", ["--aa", ""]),
+    (["--randaugment-on", "image"], "without --aa or --color-jitter", ["--color-jitter", "0.4"]),
+    (["--shuffle-window", "32"], "without --block-shuffle", ["--block-shuffle", "100"]),
+    (["--bad-samples-limit", "3"], "with --bad-samples fail", ["--bad-samples", "skip"]),
+]
+# What takes the effect away where the defaults do not.
+IDLE_BY = {
+    "with --lr": ["--lr", "1e-3"],
+    "with --warmup-epochs 0": ["--warmup-epochs", "0"],
+    "with --reprob 0": ["--reprob", "0"],
+    "without --aa or --color-jitter": ["--aa", "", "--color-jitter", "0"],
+    "with --bad-samples fail": ["--bad-samples", "fail"],
+}
 
 
-def test_a_token_label_size_that_does_not_fit_is_noted() -> None:
-    published = ["--img-size", "224", "--token-label"]
-    assert notes(parse([*published, "--token-label-size", "14"]).config) == []
-    assert notes(parse([*published]).config) == []
-    noted = notes(parse([*published, "--token-label-size", "1"]).config)
-    assert len(noted) == 1
-    assert "so 14 is used" in noted[0]
+@pytest.mark.parametrize(("stated", "why", "remedy"), WITHOUT_EFFECT, ids=lambda value: value[0])
+def test_a_setting_without_effect_is_named(
+    stated: list[str], why: str, remedy: list[str], tmp_path: Path
+) -> None:
+    idle = IDLE_BY.get(why, [])
+    warning = f"{stated[0]} has no effect {why}"
+    assert warning in notes(parse([*stated, *idle]).config)
+    assert warning not in notes(parse(idle).config)  # nobody stated it
+    assert warning not in notes(parse([*stated, *idle, *remedy]).config)
+    # A recipe that states it is warned of too, as is the run's own resolved.toml.
+    recipe = recipe_of(tmp_path, dump(parse([*stated, *idle]).config))
+    assert warning in notes(parse(["--recipe", recipe]).config)
+
+
+def test_what_a_recipe_states_is_warned_of_unless_it_is_the_default(tmp_path: Path) -> None:
+    by_default = recipe_of(tmp_path, dump(Config()))
+    assert notes(parse(["--recipe", by_default]).config) == []
+    divided = recipe_of(tmp_path, "[update]\naccumulation = 2\n[data]\nglobal_batch = 64\n")
+    assert notes(parse(["--recipe", divided]).config) == [
+        "--accumulation has no effect with --global-batch, which sets it"
+    ]

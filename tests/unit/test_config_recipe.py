@@ -69,6 +69,25 @@ def test_the_packages_recipes_load_and_agree_with_themselves(name: str) -> None:
     assert load_recipe(name) == load_recipe(str(RECIPES / f"{name}.toml")) != {}
 
 
+@pytest.mark.parametrize("table", ["model", "exchange"])
+def test_precision_is_read_from_its_table_and_from_the_one_it_was_in(table: str, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, f'[{table}]\nprecision = "bf16"\n')
+    config = parse(["--recipe", recipe]).config
+    assert config.model.precision == "bf16"
+    moved = [f"recipe {recipe}: precision belongs to [model] now, no longer to [exchange]"]
+    assert notes(config) == (moved if table == "exchange" else [])
+    # Written again it stands in its own table, and there is nothing to warn of.
+    written = dump(config)
+    assert written.index("[model]") < written.index('precision = "bf16"') < written.index("[data]")
+    assert notes(parse(["--recipe", recipe_of(tmp_path, written)]).config) == []
+
+
+def test_of_a_key_in_both_tables_the_one_in_its_own_counts(tmp_path: Path) -> None:
+    tables = ['[model]\nprecision = "bf16"\n', '[exchange]\nprecision = "fp16"\n']
+    for text in ("".join(tables), "".join(reversed(tables))):
+        assert parse(["--recipe", recipe_of(tmp_path, text)]).config.model.precision == "bf16"
+
+
 # What a recipe was published with
 
 
@@ -78,18 +97,18 @@ def test_the_packages_recipes_load_and_agree_with_themselves(name: str) -> None:
         (
             "volo_d1",
             [],
-            "published with --token-label-data, which this run lacks: the published 84.2 % top-1",
+            "published with --token-label-data, which this run lacks: do not expect the published 84.2 %",
         ),
         ("volo_d1", ["token_label_data"], ""),
         (
             "volo_d5_448",
             [],
-            "--finetune, --token-label-data and --ground-truth, which this run lacks: the published 87.0 %",
+            "--finetune, --token-label-data and --ground-truth, which this run lacks: do not expect the pub",
         ),
         ("volo_d5_448", ["finetune", "token_label_data"], "published with --ground-truth, which"),
         ("lvvit_s_384", ["token_label_data"], "published with --finetune, which"),
         ("lvvit_s_384", ["token_label_data", "finetune"], ""),  # whose published command mixes no true class
-        ("lvvit_l", [], "which this run lacks: the published accuracy cannot be expected"),
+        ("lvvit_l", [], "which this run lacks: do not expect the published accuracy"),
         ("imagenet22k_volo_d1", [], ""),
         ("demo", [], ""),
     ],

@@ -249,7 +249,7 @@ def test_wrong_arguments_are_refused(capsys):
     for arguments in (["one"], ["a", "b", "c"], ["a", "b", "--quality", "101"], ["a", "b", "--workers", "0"]):
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
-    assert "takes a whole number from 1 on, not '0'" in capsys.readouterr().err
+    assert "takes a whole number of at least 1, not '0'" in capsys.readouterr().err
 
 
 def test_the_tool_prints_its_help(tmp_path):

@@ -21,7 +21,7 @@ from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
 from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixtoken import NO_BOX
-from horovod_volo.optim.build import Name, build_optimizer
+from horovod_volo.optim.build import build_optimizer
 from horovod_volo.optim.groups import parameter_groups, set_lr
 
 CLASSES, SIDE = 10, 32
@@ -98,9 +98,7 @@ def test_what_the_luckiest_class_gains_by_a_fresh_head_grows_with_the_classes() 
 # Which weights were trained
 
 
-def trained(
-    objective: Objective, *, opt: Name = "adamw", steps: int = 3, classes: int = CLASSES
-) -> nn.Module:
+def trained(objective: Objective, *, opt: str = "adamw", steps: int = 3, classes: int = CLASSES) -> nn.Module:
     """Train a network that has the head for some steps, as every version with a head for all networks did."""
     model = network(classes=classes).train()
     reducer = Reducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
@@ -129,7 +127,7 @@ def test_a_fresh_head_is_left_out(name: str) -> None:
 
 @pytest.mark.parametrize("opt", ["adamw", "lamb", "lars", "sgd"])
 @pytest.mark.parametrize("objective", [Objective(), Objective(token_label=True, dense_weight=0.0)])
-def test_a_head_that_no_loss_trained_is_left_out_though_it_decays(objective: Objective, opt: Name) -> None:
+def test_a_head_that_no_loss_trained_is_left_out_though_it_decays(objective: Objective, opt: str) -> None:
     model = trained(objective, opt=opt)
     fresh = network()
     assert not torch.equal(model.head.bias, fresh.head.bias), "nothing was trained"
@@ -138,7 +136,7 @@ def test_a_head_that_no_loss_trained_is_left_out_though_it_decays(objective: Obj
 
 
 @pytest.mark.parametrize("opt", ["adamw", "lamb", "lars", "sgd"])
-def test_a_head_of_one_step_has_its_say(opt: Name) -> None:
+def test_a_head_of_one_step_has_its_say(opt: str) -> None:
     model = trained(Objective(token_label=True), opt=opt, steps=1)
     assert judged(model) == ""
     assert model.aux_head.bias.all()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models import onnx_export
-from horovod_volo.models.build import build_model, facts_of
+from horovod_volo.models.build import build_model, spec_of
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.onnx_export import check_packages, onnx_difference, write_onnx
 from horovod_volo.models.outlook import Outlook
@@ -264,7 +264,7 @@ def test_images_are_resized_as_the_weights_were_trained(tmp_path: Path) -> None:
     for interpolation in ("bilinear", "bicubic"):
         asked = config_of(dataclasses.replace(network, interpolation=interpolation))["pretrained_cfg"]
         assert asked["interpolation"] == interpolation
-    assert facts_of("vgg11.tv_in1k").interpolation == "bilinear"
+    assert spec_of("vgg11.tv_in1k").interpolation == "bilinear"
 
 
 def test_what_timm_does_not_know_is_written_under_its_own_name(tmp_path: Path) -> None:
@@ -345,5 +345,5 @@ def test_places_that_are_no_place_for_an_export(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"):
         check_folder(tmp_path / "file", replace=True)
-    with pytest.raises(UserError, match=r"holds other things than an export \(file\)"):
+    with pytest.raises(UserError, match=r"holds files that are not of an export \(file\)"):
         check_folder(tmp_path, replace=True)

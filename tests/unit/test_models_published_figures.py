@@ -99,7 +99,7 @@ def test_logits_are_the_published_ones(name: str) -> None:
     pictures, expected = images(2, 224), FIGURES[name]
     # Evaluation first: training moves the averages of batch norm.
     assert summary(model.eval()(pictures)) == pytest.approx(expected["evaluation"], rel=0, abs=1e-4)
-    class_logits, token_logits = model.train().training_logits(pictures, BOX.exchange)
+    class_logits, token_logits = model.train().training_logits(pictures, BOX.swap_tokens)
     assert summary(class_logits) == pytest.approx(expected["class"], rel=0, abs=1e-4)
     assert summary(token_logits) == pytest.approx(expected["tokens"], rel=0, abs=1e-4)
     # Figures that all images share would say little.

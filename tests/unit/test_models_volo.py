@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from network_samples import perturbed, random_images, unchanged
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.build import build_model, check_model, facts_of
+from horovod_volo.models.build import build_model, check_model, spec_of
 from horovod_volo.models.volo import Volo
 from horovod_volo.objective.mixtoken import Box
 
@@ -175,9 +177,21 @@ def test_an_unknown_network_names_the_nearest() -> None:
         build_model("resnet", img_size=64, num_classes=10, drop_path=0.0)
 
 
+def test_the_named_image_size_is_the_nearest_that_works() -> None:
+    for side in range(32, 300):
+        if side % 16:
+            with pytest.raises(UserError, match="must be a multiple of 16 for volo_d1") as raised:
+                check_model("volo_d1", img_size=side, tokens=True)
+            match = re.search(r"The nearest is (\d+)\.$", str(raised.value))
+            assert match is not None
+            assert abs(int(match[1]) - side) <= 8
+            side = int(match[1])
+        check_model("volo_d1", img_size=side, tokens=True)
+
+
 @pytest.mark.parametrize(("name", "crop"), [("volo_d1", 0.96), ("volo_d3", 0.96), ("volo_d5", 1.15)])
 def test_evaluation_crops_as_published(name: str, crop: float) -> None:
-    assert facts_of(name).crop_pct == crop
+    assert spec_of(name).crop_pct == crop
 
 
 def test_fresh_weights_follow_from_the_seed() -> None:

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model
+from horovod_volo.models.position_embedding import resize_position_embedding
 from horovod_volo.models.volo import Volo
-from horovod_volo.models.weights import load_weights, read_weights, resize_position_embedding
+from horovod_volo.models.weights import load_weights, read_weights
 
 State = dict[str, Tensor]
-ALL_TAKEN = f"{len(build_model('volo_demo', img_size=32, num_classes=2, drop_path=0.0).state_dict())} of "
-ALL_TAKEN += ALL_TAKEN.removesuffix(" of ") + " tensors taken"
+ALL_LOADED = f"{len(build_model('volo_demo', img_size=32, num_classes=2, drop_path=0.0).state_dict())} of "
+ALL_LOADED += ALL_LOADED.removesuffix(" of ") + " tensors loaded"
 
 
 def demo(*, img_size: int = 64, num_classes: int = 10, seed: int = 0) -> Volo:
@@ -76,7 +77,7 @@ def test_a_resize_to_the_same_grid_changes_nothing() -> None:
 def test_weights_of_another_input_size_load_with_the_embedding_resized() -> None:
     source, target = demo().state_dict(), demo(img_size=96, seed=1)
     assert load_weights(target, "volo_demo", source, "some.pth") == [
-        ALL_TAKEN,
+        ALL_LOADED,
         "position embedding resized from 4 x 4 to 6 x 6",
     ]
     expected = dict(source) | {"pos_embed": resize_position_embedding(source["pos_embed"], (4, 4), (6, 6))}
@@ -88,7 +89,7 @@ def test_weights_of_another_input_size_load_with_the_embedding_resized() -> None
 def test_weights_that_fit_load_as_they_are() -> None:
     source, target = demo().state_dict(), demo(seed=1)
     assert not same(target.state_dict(), source)
-    assert load_weights(target, "volo_demo", source, "some.pth") == [ALL_TAKEN]
+    assert load_weights(target, "volo_demo", source, "some.pth") == [ALL_LOADED]
     assert same(target.state_dict(), source)
 
 
@@ -129,7 +130,9 @@ def test_heads_of_other_classes_begin_anew() -> None:
     source, target = demo(num_classes=7).state_dict(), demo(seed=1)
     fresh = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     remarks = load_weights(target, "volo_demo", source, "some.pth")
-    assert remarks[1:] == ["aux_head, head begin anew: the weights are for 7 classes, the images have 10"]
+    assert remarks[1:] == [
+        "aux_head, head are initialized: the weights are for 7 classes, the images have 10"
+    ]
     for name, tensor in target.state_dict().items():
         assert torch.equal(tensor, fresh[name] if "head" in name else source[name]), name
     # One head of other classes is no other data set: something else is wrong.
@@ -147,9 +150,7 @@ def test_a_network_without_an_auxiliary_head_leaves_one_out(name: str) -> None:
     source = build_model(name, img_size=32, num_classes=10, drop_path=0.0).state_dict()
     target = build_model(name, img_size=32, num_classes=10, drop_path=0.0, aux_head=False)
     remarks = load_weights(target, name, source, "some.pth")
-    assert remarks[1:] == [
-        "aux_head is left out: without token labels it is not trained, and evaluation does without"
-    ]
+    assert remarks[1:] == ["aux_head is left out: without token labels it is neither trained nor evaluated"]
     assert same(target.state_dict(), without_aux_head(source))
 
 
@@ -157,7 +158,7 @@ def test_an_auxiliary_head_that_the_weights_lack_begins_anew() -> None:
     source, target = without_aux_head(small()), demo(seed=1)
     fresh = target.aux_head.weight.clone()
     remarks = load_weights(target, "volo_demo", source, "some.pth")
-    assert remarks[1:] == ["aux_head begins anew: the weights have none"]
+    assert remarks[1:] == ["aux_head is initialized: the weights have none"]
     assert same(without_aux_head(target.state_dict()), source)
     assert torch.equal(target.aux_head.weight, fresh)
     half = without(small(), "aux_head.bias")
@@ -215,7 +216,7 @@ def test_timms_networks_are_adapted_as_timm_does() -> None:
     source = build_model(name, img_size=64, num_classes=7, drop_path=0.0).state_dict()
     target = build_model(name, img_size=96, num_classes=10, drop_path=0.0)
     remarks = load_weights(target, name, source, "some.pth")
-    assert remarks[1:] == ["head begin anew: the weights are for 7 classes, the images have 10"]
+    assert remarks[1:] == ["head are initialized: the weights are for 7 classes, the images have 10"]
     assert torch.equal(target.state_dict()["blocks.3.mlp.fc1.weight"], source["blocks.3.mlp.fc1.weight"])
     expected = build_model(name, img_size=64, num_classes=7, drop_path=0.0)
     expected.load_state_dict(source)
@@ -265,22 +266,22 @@ def test_of_raw_and_averaged_weights_the_raw_are_taken_unless_asked(
     torch.save({averaged: others, raw: STATE, "epoch": 3}, file)
     tensors, remarks = read_weights(str(file))
     assert same(tensors, STATE)
-    assert remarks == [f"raw weights ({raw}); --use-ema takes the averaged ones ({averaged})"]
+    assert remarks == [f"raw weights ({raw}); --use-ema loads the EMA weights ({averaged})"]
     tensors, remarks = read_weights(str(file), use_ema=True)
     assert same(tensors, others)
-    assert remarks == [f"averaged weights ({averaged})"]
+    assert remarks == [f"EMA weights ({averaged})"]
 
 
 def test_of_a_checkpoint_the_raw_weights_are_taken_unless_asked(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "best"
     write(checkpoint / "model.safetensors", 1)
     assert read_weights(str(tmp_path)).remarks == []
-    with pytest.raises(UserError, match=r"There are no averaged weights of .*Drop --use-ema\."):
+    with pytest.raises(UserError, match=r"There are no EMA weights in .*Drop --use-ema\."):
         read_weights(str(tmp_path), use_ema=True)
     write(checkpoint / "ema.safetensors", 2)
     write(checkpoint / "optimizer.safetensors", 3)
-    raw = "raw weights (model.safetensors); --use-ema takes the averaged ones (ema.safetensors)"
-    averaged = "averaged weights (ema.safetensors)"
+    raw = "raw weights (model.safetensors); --use-ema loads the EMA weights (ema.safetensors)"
+    averaged = "EMA weights (ema.safetensors)"
     for source, use_ema, number, remarks in (
         (tmp_path, False, 1, [raw]),
         (tmp_path, True, 2, [averaged]),
@@ -297,7 +298,7 @@ def test_of_a_checkpoint_the_raw_weights_are_taken_unless_asked(tmp_path: Path) 
 @pytest.mark.parametrize("source", ["{folder}/weights.pth", "timm:volo_d1_224"])
 def test_averages_that_are_not_there_are_not_replaced_by_others(source: str, tmp_path: Path) -> None:
     torch.save({"state_dict": STATE}, tmp_path / "weights.pth")
-    with pytest.raises(UserError, match=r"There are no averaged weights of .*Drop --use-ema\."):
+    with pytest.raises(UserError, match=r"There are no EMA weights in .*Drop --use-ema\."):
         read_weights(source.format(folder=tmp_path), use_ema=True)
 
 
@@ -368,7 +369,7 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [torch.zeros(3), [torch.zeros(3)], {3: torch.zeros(3)}])
 def test_a_file_without_names_is_refused(content: object, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "odd.pth")
-    with pytest.raises(UserError, match=r"odd\.pth holds no tensors by name"):
+    with pytest.raises(UserError, match=r"odd\.pth holds no state_dict\(\)"):
         read_weights(str(tmp_path / "odd.pth"))
 
 
@@ -384,7 +385,7 @@ class Malicious:
 
 def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
     torch.save({"state_dict": STATE, "args": Malicious(tmp_path / "executed")}, tmp_path / "bad.pth")
-    with pytest.raises(UserError, match="holds other objects than tensors, which are never loaded") as raised:
+    with pytest.raises(UserError, match="holds objects other than tensors, which are never loaded") as raised:
         read_weights(str(tmp_path / "bad.pth"))
     assert one_line(raised)
     assert not (tmp_path / "executed").exists()

@@ -44,7 +44,7 @@ def test_neither_changes_nothing() -> None:
     assert ImageMix(lam=1.0).images(images) is images
     assert NO_BOX.images(images) is images
     tokens = torch.randn(2, 4, 4, 3)
-    assert ImageMix(lam=0.5).exchange(tokens) is tokens
+    assert ImageMix(lam=0.5).swap_tokens(tokens) is tokens
 
 
 def test_shares_and_choices_are_timms() -> None:

@@ -10,7 +10,7 @@ from horovod_volo.objective.mixtoken import NO_BOX, Box, draw_box
 
 def test_exchange_takes_the_box_from_the_reversed_batch() -> None:
     tokens = torch.arange(3 * 4 * 4 * 2).reshape(3, 4, 4, 2)
-    mixed = Box(top=1, left=0, height=1, width=2, grid=4).exchange(tokens)
+    mixed = Box(top=1, left=0, height=1, width=2, grid=4).swap_tokens(tokens)
     for image in range(3):
         for row in range(4):
             for column in range(4):
@@ -50,13 +50,13 @@ def test_the_gradient_goes_where_the_token_came_from() -> None:
 
 def test_no_box_changes_nothing() -> None:
     tokens = torch.randn(2, 7, 5, 1, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(NO_BOX.exchange(tokens), tokens)
+    assert torch.equal(NO_BOX.swap_tokens(tokens), tokens)
     assert NO_BOX.lam == 1.0
 
 
 def test_a_grid_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="14 x 15 tokens"):
-        Box(top=0, left=0, height=2, width=2, grid=14).exchange(torch.zeros(2, 14, 15, 1))
+        Box(top=0, left=0, height=2, width=2, grid=14).swap_tokens(torch.zeros(2, 14, 15, 1))
 
 
 def test_a_box_is_a_function_of_its_four_coordinates() -> None:

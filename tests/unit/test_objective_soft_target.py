@@ -91,7 +91,7 @@ def test_an_autocast_region_changes_nothing() -> None:
 
 
 def test_a_target_of_other_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="4 rows of logits meet 1 rows"):
+    with pytest.raises(ValueError, match="4 rows of logits, but 1 rows"):
         cross_entropy(torch.zeros(4, 5), one_hot(torch.tensor([2]), 5, 0.1))
 
 

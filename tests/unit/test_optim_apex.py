@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.optim.build import Name, build_optimizer, state_tensors
+from horovod_volo.optim.build import build_optimizer, state_tensors
 
 
 class Fused(Optimizer):
@@ -42,7 +42,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def build(name: Name) -> tuple[Fused, nn.Linear]:
+def build(name: str) -> tuple[Fused, nn.Linear]:
     model = nn.Linear(2, 2)
     groups = [
         {"params": [model.weight], "weight_decay": 0.1, "lr_scale": 1.0},
@@ -54,7 +54,7 @@ def build(name: Name) -> tuple[Fused, nn.Linear]:
 
 
 @pytest.mark.parametrize("name", ["fusedadam", "fusedlamb"])
-def test_gradients_stay_and_steps_are_stored(name: Name, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_stay_and_steps_are_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "apex", "apex.optimizers", "amp_C")
     optimizer, model = build(name)
     assert optimizer.settings["set_grad_none"] is False
@@ -85,5 +85,5 @@ def test_what_is_missing_is_named_with_its_remedy(
     there: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, *there)
-    with pytest.raises(UserError, match=f"--opt fusedadam.*{said}.*take --opt adamw"):
+    with pytest.raises(UserError, match=f"--opt fusedadam.*{said}.*use --opt adamw"):
         build("fusedadam")

@@ -13,7 +13,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports 
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
-from horovod_volo.optim.build import Name, build_optimizer
+from horovod_volo.optim.build import build_optimizer
 from horovod_volo.optim.clip import build_clip, divide
 from horovod_volo.optim.groups import set_lr
 
@@ -96,7 +96,7 @@ def test_no_bound_changes_nothing() -> None:
 
 @pytest.mark.parametrize("scale", [1e-6, 100.0])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lars"])
-def test_steps_are_those_of_gradients_that_were_bounded_before(name: Name, scale: float) -> None:
+def test_steps_are_those_of_gradients_that_were_bounded_before(name: str, scale: float) -> None:
     """Whoever divides, the optimizer's kernel or a pass of its own, the weights go the same way."""
     ours, theirs = with_gradients(scale), with_gradients(scale)
     start = [parameter.detach().clone() for parameter in ours.parameters()]

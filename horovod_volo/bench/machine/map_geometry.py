@@ -16,11 +16,11 @@ from horovod_volo.bench.cli import Flag, ImgSize
 from horovod_volo.bench.comparison import WrongResultError
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.config.schema import Data
-from horovod_volo.config.validation import OUTPUT_STRIDE
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.objective.roi_weights import roi_weights
 
+_TOKEN_SIDE = 16  # pixels of VOLO and LV-ViT
 _SEED = 0
 # Aspect ratios (width : height) and the fraction of images that have them; others are from 1 : 2 to 2 : 1.
 _ASPECTS = ((4 / 3, 0.70), (3 / 4, 0.14), (1.0, 0.04))
@@ -38,7 +38,7 @@ def measure(
 ) -> Result:
     """Measure one training crop of each image."""
     geometry = MapGeometry.parse(map_geometry)
-    sizes, tokens = _draw_sizes(images), img_size // OUTPUT_STRIDE
+    sizes, tokens = _draw_sizes(images), img_size // _TOKEN_SIDE
     plan = draw_crops(_SEED, 0, np.arange(images), sizes, Data())
     crops = plan.fractions(sizes, geometry.covered(sizes))  # as fractions of what the maps cover
     centres = _token_centres(crops, tokens)
@@ -48,7 +48,7 @@ def measure(
         read = _places_read(plan.fractions(sizes, read_as.covered(sizes)), tokens, cells)
         errors[read_as] = np.abs(read - centres) / crops[:, 2:, None] * img_size
         distance = np.hypot(errors[read_as][:, 0, :, None], errors[read_as][:, 1, None, :])
-        far = 100 * float((distance > OUTPUT_STRIDE).mean())
+        far = 100 * float((distance > _TOKEN_SIDE).mean())
         figures += [
             Figure(f"read as {read_as}: mean error", float(distance.mean()), "px"),
             Figure(f"read as {read_as}: tokens off by more than one", far, "%"),
@@ -58,7 +58,7 @@ def measure(
     figures.append(Figure("tokens beyond the map, which read its edge", outside, "%"))
     # Between the edge of a map and the middle of its outermost cell there is nothing to interpolate with.
     half_cell = 0.5 / cells / crops[:, 2:, None] * img_size
-    if (errors[geometry] - half_cell)[~beyond].max() > OUTPUT_STRIDE:
+    if (errors[geometry] - half_cell)[~beyond].max() > _TOKEN_SIDE:
         raise WrongResultError(f"A token on a map of {geometry} reads more than one token beside its pixels.")
     title = f"labels beside their pixels at {img_size} px, maps of {geometry}, {images:,} drawn image sizes"
     return Result("map_geometry", title, figures)

@@ -26,9 +26,9 @@ from horovod_volo.bench.synthetic import (
 )
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import token_label_side
 from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.models.build import tokens_per_side
 from horovod_volo.objective.mixtoken import NO_BOX, Box
 
 CLASSES = 1000
@@ -72,7 +72,7 @@ def _assert_same_losses(form: LoopName, config: Config) -> None:
     ours.close()
     expected = torch.tensor([float(peer.step()) for _ in range(_COMPARED_STEPS)])
     what = f"the losses of {_COMPARED_STEPS} steps ({form})"
-    assert_agree(what, losses, expected, _TOLERANCES[config.exchange.precision])
+    assert_agree(what, losses, expected, _TOLERANCES[config.model.precision])
 
 
 def _compare(form: LoopName, config: Config, pairs: int) -> list[Figure]:
@@ -92,7 +92,7 @@ def _sides(form: LoopName, config: Config) -> tuple[TrainContext, TrainBatch, Tr
     context = synthetic_job(config, World.single(), CLASSES)
     device = context.resources.device
     batch = random_batch(config, CLASSES, device, seed=0)
-    side = token_label_side(config)
+    side = tokens_per_side(config.model.model, config.model.img_size)
     box = Box(0, 0, side // 2, side // 2, grid=side) if config.objective.mix_token else NO_BOX
     if form == "published":
         peer = published_loop(config, batch, device, box)

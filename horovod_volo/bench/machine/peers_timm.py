@@ -92,8 +92,8 @@ def _step(
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.update.lr)
-    dtype = _AUTOCAST.get(config.exchange.precision)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.exchange.precision == "fp16")
+    dtype = _AUTOCAST.get(config.model.precision)
+    scaler = torch.amp.GradScaler(device.type, enabled=config.model.precision == "fp16")
 
     def step() -> Tensor:
         optimizer.zero_grad()

@@ -1,0 +1,88 @@
+"""Models by name: what the trainer must know of each, and the table of those that have registered.
+
+A family of models is one file that ends with `register_model`, and one import in models/build.py. A plugin
+calls `register_model` in its own module. A name that is not registered is one of timm's (models/build.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.models.timm_api import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+State = Mapping[str, Tensor]
+
+# Bring weights, perhaps for another image size, into the model's form; return them and what was done.
+AdaptWeights = Callable[[nn.Module, State], tuple[dict[str, Tensor], list[str]]]
+
+
+class BuildModel(Protocol):
+    """The constructor of a model with fresh weights."""
+
+    def __call__(self, *, img_size: int, num_classes: int, drop_path: float, aux_head: bool) -> nn.Module:
+        """Build the model; `aux_head` asks for token logits, of a model that has a `stride`."""
+
+
+@runtime_checkable
+class TokenModel(Protocol):
+    """A model with a grid of tokens, which MixToken swaps and the attribute `aux_head` classifies."""
+
+    training_logits: Callable[..., tuple[Tensor, Tensor]]  # a Forward (models/build.py) of both heads
+    class_logits: Callable[..., tuple[Tensor, Tensor]]  # a Forward without token logits
+
+
+@dataclass(frozen=True)
+class TimmExport:
+    """How timm loads an exported model."""
+
+    architecture: str  # timm's name of the model, if timm has it; otherwise the export is under our name
+    arguments: Mapping[str, Any]  # of the constructor, besides classes and image size
+    first_conv: str  # name of the first convolution
+    constructor: Callable[..., nn.Module] | None = None  # timm's class, where timm has no such architecture
+
+
+def unchanged(model: nn.Module, state: State) -> tuple[dict[str, Tensor], list[str]]:  # noqa: ARG001
+    """Return weights as they are."""
+    return dict(state), []
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One model by its name; image statistics are those that published weights were trained with."""
+
+    name: str
+    build: BuildModel
+    stride: int = 0  # pixels per token side, for a TokenModel; 0: no token logits, and any image size
+    heads: tuple[str, ...] = ("head",)  # the modules that give logits
+    img_size: int = 224  # of images that published weights expect
+    crop_pct: float = 0.96  # side of the evaluation crop over side of the resized image
+    mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN  # of pixels from 0 to 1
+    std: tuple[float, ...] = IMAGENET_DEFAULT_STD
+    interpolation: str = "bicubic"  # of resizing for evaluation: "bicubic" or "bilinear"
+    adapt_weights: AdaptWeights = unchanged
+    export: TimmExport | None = None
+
+
+_MODELS: dict[str, ModelSpec] = {}
+
+
+def register_model(spec: ModelSpec) -> None:
+    """Make a model available under its name."""
+    if spec.name in _MODELS:
+        raise UserError(f"There is a model {spec.name!r} already. Register yours under another name.")
+    _MODELS[spec.name] = spec
+
+
+def registered_model(name: str) -> ModelSpec | None:
+    """Return what was registered under a name."""
+    return _MODELS.get(name)
+
+
+def registered_models() -> tuple[str, ...]:
+    """Return the names of all registered models."""
+    return tuple(_MODELS)

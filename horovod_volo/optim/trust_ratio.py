@@ -1,0 +1,92 @@
+"""LAMB and LARS: each layer's step is scaled to the norm of the layer's own weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_LARS_TRUST = 1e-3  # norm of the step as a fraction of the weights' norm, at a learning rate of 1
+
+
+def trust_ratios(weights: Sequence[Tensor], steps: Sequence[Tensor], trust: float) -> list[Tensor]:
+    """Return trust * |weights| / |step| for each layer, from the norms; 1 where either is 0."""
+    weight, step = torch.stack(list(weights)), torch.stack(list(steps))
+    ratios = torch.where((weight > 0) & (step > 0), trust * weight / step, 1.0)
+    return list(ratios.unbind())
+
+
+class Lamb(Optimizer):
+    """u <- m / (sqrt(v) + eps) + decay w; w <- w - lr (|w| / |u|) u, with Adam's bias-corrected m and v.
+
+    In groups without weight decay (norms and biases) the ratio |w| / |u| is 1.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Take one step."""
+        for group in self.param_groups:
+            weights, decay = group["params"], group["weight_decay"]
+            updates = self._updates(group)
+            if decay:
+                torch._foreach_add_(updates, weights, alpha=decay)
+                ratios = trust_ratios(torch._foreach_norm(weights), torch._foreach_norm(updates), 1.0)
+                torch._foreach_mul_(updates, ratios)
+            torch._foreach_add_(weights, updates, alpha=-group["lr"])
+
+    def _updates(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        (beta1, beta2), weights = group["betas"], group["params"]
+        gradients = [weight.grad for weight in weights]
+        states = [self.state[weight] for weight in weights]
+        means, squares, steps = (
+            [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, gradients, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        # Bias corrections are tensors: reading the step count would synchronize with the device.
+        corrections = [torch._foreach_pow(beta, steps) for beta in (beta1, beta2)]
+        for correction in corrections:
+            torch._foreach_neg_(correction)
+            torch._foreach_add_(correction, 1)
+        divisors = torch._foreach_div(squares, corrections[1])
+        torch._foreach_sqrt_(divisors)
+        torch._foreach_add_(divisors, group["eps"])
+        updates = torch._foreach_div(means, corrections[0])
+        torch._foreach_div_(updates, divisors)
+        return list(updates)
+
+
+class Lars(Optimizer):
+    """v <- momentum v + ratio (g + decay w); w <- w - lr v.
+
+    The ratio is trust |w| / (|g| + decay |w|), and 1 in groups without weight decay (norms and biases).
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, momentum: float) -> None:
+        super().__init__(groups, {"lr": 0.0, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Take one step."""
+        for group in self.param_groups:
+            weights, decay = group["params"], group["weight_decay"]
+            gradients = [weight.grad for weight in weights]
+            buffers = [self.state[weight]["momentum_buffer"] for weight in weights]
+            torch._foreach_mul_(buffers, group["momentum"])
+            if decay:
+                norms = torch._foreach_norm(weights)
+                sizes = torch._foreach_add(torch._foreach_norm(gradients), norms, alpha=decay)
+                directions = torch._foreach_add(gradients, weights, alpha=decay)
+                torch._foreach_mul_(directions, trust_ratios(norms, sizes, _LARS_TRUST))
+                torch._foreach_add_(buffers, directions)
+            else:
+                torch._foreach_add_(buffers, gradients)
+            torch._foreach_add_(weights, buffers, alpha=-group["lr"])

@@ -1,0 +1,74 @@
+"""Models, losses and optimizers of your own: what a plugin imports, and the import of plugins.
+
+A plugin is a Python module that calls `register_model`, `register_loss` or `register_optimizer` when it is
+imported. Plugins are imported before the settings' names are looked up (docs/plugins.md).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import uses_tokens
+from horovod_volo.core.errors import UserError
+from horovod_volo.models.build import check_model
+from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
+from horovod_volo.objective.loss import LossParts, check_loss, register_loss
+from horovod_volo.optim.build import check_optimizer, register_optimizer
+
+__all__ = [
+    "LossParts",
+    "ModelSpec",
+    "TimmExport",
+    "check_names",
+    "load_plugins",
+    "register_loss",
+    "register_model",
+    "register_optimizer",
+]
+
+ENTRY_POINTS = "horovod_volo.plugins"
+
+
+def load_plugins(modules: str) -> None:
+    """Import the comma-separated modules and the installed entry points of group `horovod_volo.plugins`."""
+    for name in filter(None, (part.strip() for part in modules.split(","))):
+        _load(f"--plugin {name}", name, partial(import_module, name))
+    for point in entry_points(group=ENTRY_POINTS):
+        _load(f"The installed plugin {point.name} ({point.value})", point.module, point.load)
+
+
+def check_names(config: Config) -> None:
+    """Raise UserError if no model, loss or optimizer has the name that the settings give."""
+    check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
+    check_loss(config.objective.loss)
+    check_optimizer(config.update.opt, sharded=config.update.shard_optimizer)
+
+
+def _load(plugin: str, module: str, load: Callable[[], object]) -> None:
+    try:
+        load()
+    except UserError as problem:
+        raise UserError(f"{plugin}: {problem}") from None
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"{plugin}: there is no module {error.name!r}. Install it on every host, or add its folder "
+                "to PYTHONPATH."
+            ) from None
+        raise _failed(plugin, error) from error
+    except Exception as error:  # a plugin may raise anything
+        raise _failed(plugin, error) from error
+
+
+def _failed(plugin: str, error: Exception) -> UserError:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:300]
+    return UserError(
+        f"{plugin} failed while it was imported: {type(error).__name__}: {text} ({frame.filename}, line "
+        f"{frame.lineno}). Correct the plugin, or leave it out."
+    )
