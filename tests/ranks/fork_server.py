@@ -38,6 +38,7 @@ from typing import Any
 READ_ON_LOADING = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
     *("TORCH", "PYTORCH", "DALI_", "TRITON_", "CUDA_", "TF_", "LC_", "LANG"),
+    *("HF_", "HUGGINGFACE_", "TIMM_", "XDG_", "HOME"),
 )
 # Of these names, what is read later, or done by a child itself.
 READ_LATER = ("TORCHINDUCTOR_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED")

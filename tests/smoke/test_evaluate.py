@@ -31,7 +31,11 @@ CLASSES, RIGHT = 1000, 40
 def evaluated(*arguments: str, **environment: str) -> dict[str, Any]:
     """Run the evaluation in a new process and return the JSON that it wrote."""
     file = Path(arguments[arguments.index("--json") + 1])
-    done = run([*python(), "-m", "horovod_volo.evaluate", *arguments], seconds=300, **environment)
+    done = run(
+        [*python(plain=bool(environment)), "-m", "horovod_volo.evaluate", *arguments],
+        seconds=300,
+        **environment,
+    )
     assert done.returncode == 0, done.stdout
     result: dict[str, Any] = json.loads(file.read_text())
     return result

@@ -90,6 +90,7 @@ def test_another_mpi_is_a_warning(library: str, program: str, level: str, said: 
     assert bool(found.remedy) == (level != "ok")
 
 
+@pytest.mark.filterwarnings("ignore:sys.meta_path is empty:ImportWarning")  # as it is made here
 def test_a_missing_horovod_is_not_called_one_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod_volo.cluster.horovod_build import read_build
     from horovod_volo.core.errors import UserError
