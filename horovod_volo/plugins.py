@@ -1,7 +1,8 @@
-"""Models, losses and optimizers of your own: what a plugin imports, and the import of plugins.
+"""Models, losses, optimizers and augmentation of your own: what a plugin imports, and its import.
 
-A plugin is a Python module that calls `register_model`, `register_loss` or `register_optimizer` when it is
-imported. Plugins are imported before the settings' names are looked up (docs/plugins.md).
+A plugin is a Python module that calls `register_model`, `register_loss`, `register_optimizer` or
+`register_rand_augment` when it is imported. Plugins are imported before the settings' names are looked up
+(docs/plugins.md).
 """
 
 from __future__ import annotations
@@ -15,20 +16,26 @@ from importlib.metadata import entry_points
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import uses_tokens
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.augmentation import operations
+from horovod_volo.data.augmentation.operations import Kind, Operation, register_rand_augment
 from horovod_volo.models.build import check_model
 from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
 from horovod_volo.objective.loss import LossParts, check_loss, register_loss
 from horovod_volo.optim.build import check_optimizer, register_optimizer
 
 __all__ = [
+    "Kind",
     "LossParts",
     "ModelSpec",
+    "Operation",
     "TimmExport",
     "check_names",
     "load_plugins",
+    "operations",
     "register_loss",
     "register_model",
     "register_optimizer",
+    "register_rand_augment",
 ]
 
 ENTRY_POINTS = "horovod_volo.plugins"

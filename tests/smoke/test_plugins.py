@@ -1,4 +1,4 @@
-"""The documented plugin: a model, a loss and an optimizer from outside the package, by the real entries."""
+"""The documented plugin: a model, a loss, an optimizer and an operation from outside, by the real entries."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CHOSEN = ["--plugin", "my_package.my_module", "--model", "tiny_conv", "--loss", "focal", "--opt", "signum"]
+CHOSEN += ["--aa", "mine-m9-n2"]
 
 
 def documented_module() -> str:

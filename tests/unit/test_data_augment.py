@@ -16,6 +16,7 @@ from published_augment import NAMES, SPELLING, record_draws, timm_augment, timm_
 
 from horovod_volo.config.schema import Data
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.augmentation import color_ops, rand_augment
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.geometric_ops import FILL, rotate_by_torch
@@ -327,7 +328,9 @@ def test_a_new_operation_changes_no_draw_of_the_published_list(monkeypatch: pyte
     assert (before.arguments == after.arguments).all()
     assert (before.bicubic == after.bicubic).all()
     # A list of its own draws it, and it is applied like any other.
-    extended = draw_rand_augment(3, 1, indices, parse(SPELLING), "random", (*ops.RAND_V1, darken))
+    extended = draw_rand_augment(
+        3, 1, indices, replace(parse(SPELLING), choices=(*ops.RAND_V1, darken)), "random"
+    )
     drawn = (extended.kinds == darken).mean()
     assert 0.5 / 16 / 2 < drawn < 0.5 / 16 * 2
     image = torch.full((1, 3, 8, 8), 100, dtype=torch.uint8)
@@ -348,3 +351,27 @@ def test_the_published_list_is_fixed() -> None:
         [0, 0],
         [2, 9],
     ]
+
+
+def test_a_registered_set_is_drawn_from_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "RAND_AUGMENT_SETS", dict(ops.RAND_AUGMENT_SETS))
+    monkeypatch.setattr(ops, "OPERATIONS", dict(ops.OPERATIONS))
+    monkeypatch.setattr(rand_augment, "RAND_AUGMENT_SETS", ops.RAND_AUGMENT_SETS)
+    own = ops.Operation(1000, "Own", ops.Kind.COLOR, lambda level, sign, increasing: level, color_ops.invert)
+    ops.register_rand_augment("mine", [ops.INVERT, own])
+    drawn = draw_rand_augment(3, 1, np.arange(200), parse("mine-m9-p1"), "random")
+    assert set(np.unique(drawn.kinds)) == {int(ops.INVERT), 1000}
+    assert set(np.unique(drawn.arguments.round(4))) == {0.0, np.float32(0.9)}
+
+
+@pytest.mark.parametrize(("number", "kind", "name"), [(16, "COLOR", "mine"), (1000, "GEOMETRIC", "mine")])
+def test_an_operation_that_would_change_others_is_refused(number: int, kind: str, name: str) -> None:
+    wrong = ops.Operation(
+        number, "Wrong", ops.Kind[kind], lambda level, sign, increasing: level, color_ops.invert
+    )
+    with pytest.raises(UserError, match="cannot be registered"):
+        ops.register_rand_augment(name, [wrong])
+    with pytest.raises(UserError, match="cannot be named"):
+        ops.register_rand_augment("rand", [ops.INVERT])
+    assert number not in ops.OPERATIONS
+    assert list(ops.RAND_AUGMENT_SETS) == ["rand"]

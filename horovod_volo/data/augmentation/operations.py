@@ -6,7 +6,7 @@ A new operation gets a new number and appears in a new list only, so existing ru
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation import color_ops, geometric_ops
 
 Floats = NDArray[np.float64]
@@ -140,6 +141,25 @@ RAND_V1 = (
     TRANSLATE_Y,
 )
 OPERATIONS: dict[int, Operation] = {int(operation): operation for operation in RAND_V1}  # by number
+# By the first word of --aa. Plugins may add sets, which draw from operations of color and histogram kinds.
+RAND_AUGMENT_SETS: dict[str, tuple[Operation, ...]] = {"rand": RAND_V1}
+_FIRST_OF_PLUGINS = 1000
+
+
+def register_rand_augment(name: str, operations: Sequence[Operation]) -> None:
+    """Let `--aa NAME-m9-...` draw from these operations: entries of this module, or new ones of a plugin."""
+    if name in RAND_AUGMENT_SETS or not name.isidentifier():
+        raise UserError(f"A RandAugment set cannot be named {name!r}. Choose an unused name of one word.")
+    for operation in operations:
+        if OPERATIONS.get(operation) is operation:
+            continue
+        if operation < _FIRST_OF_PLUGINS or operation in OPERATIONS or operation.kind is Kind.GEOMETRIC:
+            raise UserError(
+                f"The operation {operation.name} cannot be registered. Give it an unused number of "
+                f"{_FIRST_OF_PLUGINS} or more and Kind.COLOR or Kind.HISTOGRAM."
+            )
+        OPERATIONS[int(operation)] = operation
+    RAND_AUGMENT_SETS[name] = tuple(operations)
 
 
 def of_kind(kind: Kind) -> tuple[Operation, ...]:

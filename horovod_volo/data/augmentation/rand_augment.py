@@ -18,7 +18,7 @@ from horovod_volo.config.schema import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, uniforms_of_samples
 from horovod_volo.data.augmentation import operations as ops
-from horovod_volo.data.augmentation.operations import RAND_V1, Operation
+from horovod_volo.data.augmentation.operations import RAND_AUGMENT_SETS, RAND_V1, Operation
 
 DRAWS_PER_LAYER = 6
 HIGHEST_LEVEL = 10.0
@@ -29,6 +29,7 @@ UNIFORM_FROM_MSTD = 100.0  # a larger mstd means a uniform magnitude up to m, as
 class RandAugment:
     """The parameters of a policy such as rand-m9-mstd0.5-inc1."""
 
+    choices: Sequence[Operation] = RAND_V1
     magnitude: float = 10.0
     layers: int = 2
     probability: float = 0.5
@@ -59,9 +60,9 @@ class Operations:
 def parse(policy: str) -> RandAugment:
     """Parse timm's syntax; raise UserError where it is not understood."""
     first, *rest = policy.split("-")
-    if first != "rand":
+    if first not in RAND_AUGMENT_SETS:
         raise UserError(f"--aa {policy} is not known. Write RandAugment as rand-m9-mstd0.5-inc1.")
-    parsed = RandAugment()
+    parsed = RandAugment(RAND_AUGMENT_SETS[first])
     for part in rest:
         match = re.fullmatch(r"(mstd|mmax|inc|m|n|p)(\d+(?:\.\d+)?)", part)
         if match is None:
@@ -105,9 +106,9 @@ def draw_rand_augment(
     indices: NDArray[np.int64],
     policy: RandAugment,
     interpolation: str,
-    choices: Sequence[Operation] = RAND_V1,
 ) -> Operations:
-    """Draw `policy.layers` operations for each image, each one of `choices` or NONE."""
+    """Draw `policy.layers` operations for each image, each one of `policy.choices` or NONE."""
+    choices = policy.choices
     draws = uniforms_of_samples(policy.layers * DRAWS_PER_LAYER, Purpose.RAND_AUGMENT, seed, epoch, indices)
     chosen, applied, angle, radius, sign, filtering = draws.reshape(
         len(indices), policy.layers, DRAWS_PER_LAYER
