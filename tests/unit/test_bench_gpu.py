@@ -151,7 +151,7 @@ def test_the_counted_operations_are_those_of_the_network(model: str, side: int) 
         network = build_model(model, img_size=side, num_classes=1000, drop_path=0.0)
         images = torch.zeros(1, 3, side, side)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        training_forward(network)(images, lambda tokens: tokens)
+        training_forward(network)(images, lambda tokens: tokens, 0)
     assert step.TRAIN_GFLOP[model, side] == pytest.approx(3e-9 * counter.get_total_flops(), rel=0.01)
 
 

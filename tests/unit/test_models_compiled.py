@@ -34,7 +34,7 @@ def compile_counter() -> CompileCounterWithBackend:
 def backward(model: nn.Module) -> dict[str, Tensor]:
     """Return the gradients of a forward and backward with fixed drop path."""
     torch.manual_seed(2)
-    class_logits, token_logits = training_forward(model)(IMAGES, lambda tokens: tokens)
+    class_logits, token_logits = training_forward(model)(IMAGES, lambda tokens: tokens, 2)
     (class_logits.square().sum() + token_logits.square().sum()).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -141,4 +141,4 @@ def test_a_missing_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_slow_first_step_is_a_warning() -> None:
     assert notes(parse([]).config) == []
     (note,) = notes(parse(["--compile"]).config)
-    assert "the first step takes minutes" in note
+    assert "at the first step, which takes minutes" in note

@@ -155,5 +155,5 @@ def test_a_model_with_tokens_states_its_stride() -> None:
     with pytest.raises(UserError, match=r"must be a multiple of 8 for patches, not 44. The nearest is"):
         check_model("patches", img_size=44, tokens=True)
     model = build_model("patches", img_size=40, num_classes=3, drop_path=0.0)
-    class_logits, token_logits = training_forward(model)(torch.zeros(2, 3, 40, 40), lambda tokens: tokens)
+    class_logits, token_logits = training_forward(model)(torch.zeros(2, 3, 40, 40), lambda tokens: tokens, 0)
     assert (class_logits.shape, token_logits.shape) == ((2, 3), (2, 25, 3))
