@@ -53,7 +53,7 @@ REPORTS = {
 }
 
 
-class Request(NamedTuple):
+class BenchRequest(NamedTuple):
     """A parsed command line: `function` is to be called with `settings`."""
 
     name: str
@@ -63,7 +63,7 @@ class Request(NamedTuple):
     record: bool = False
 
 
-def parse(arguments: list[str]) -> Request:
+def parse(arguments: list[str]) -> BenchRequest:
     """Read the command line. Only the named benchmark is imported: others may need what is not installed."""
     name, *flags = arguments
     parts = {**dict.fromkeys(MACHINE, "machine"), **dict.fromkeys(SCALING_STUDY, "scaling_study")}
@@ -80,12 +80,12 @@ def parse(arguments: list[str]) -> Request:
     parser = argparse.ArgumentParser(prog=f"python -m horovod_volo.bench {name}", description=description)
     add_flags(parser, function)
     if name in REPORTS:
-        return Request(name, function, vars(parser.parse_args(flags)))
+        return BenchRequest(name, function, vars(parser.parse_args(flags)))
     parser.add_argument("--json", action="store_true", help="print the record as one JSON object")
     parser.add_argument("--record", action="store_true", help="append the record to docs/results.jsonl")
     settings = vars(parser.parse_args(flags))
     as_json, record = settings.pop("json"), settings.pop("record")
-    return Request(name, function, settings, as_json, record)
+    return BenchRequest(name, function, settings, as_json, record)
 
 
 def main(arguments: list[str]) -> int:

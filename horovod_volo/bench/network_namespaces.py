@@ -74,7 +74,7 @@ def shaped_loopback(mbit: float, command: str) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Host:
+class NetworkHost:
     """One emulated host."""
 
     address: str
@@ -89,7 +89,7 @@ class Host:
 
 
 @contextlib.contextmanager
-def shaped_hosts(number: int, mbit: float) -> Iterator[list[Host]]:
+def shaped_hosts(number: int, mbit: float) -> Iterator[list[NetworkHost]]:
     """Make hosts on links of `mbit` megabits a second in each direction, removed at the end in every case."""
     if missing := missing_for_namespaces():
         raise UserError(
@@ -101,7 +101,7 @@ def shaped_hosts(number: int, mbit: float) -> Iterator[list[Host]]:
         hosts = []
         for place in range(1, number + 1):
             address = f"10.78.0.{place}"
-            host = Host(address, undo.enter_context(_namespace(_HOST, address)))
+            host = NetworkHost(address, undo.enter_context(_namespace(_HOST, address)))
             _connect(host, switch, f"port{place}", mbit)
             hosts.append(host)
         yield hosts
@@ -129,7 +129,7 @@ def _namespace(script: str, *words: str) -> Iterator[int]:
             process.send_signal(signal.SIGKILL)
 
 
-def _connect(host: Host, switch: int, port: str, mbit: float) -> None:
+def _connect(host: NetworkHost, switch: int, port: str, mbit: float) -> None:
     """Connect a host to the switch, and shape the traffic that enters the link at either end."""
     at_switch = ("nsenter", "--target", str(switch), "--net")
     at_host = ("nsenter", "--target", str(host.pid), "--net")

@@ -51,7 +51,7 @@ class Stem(nn.Module):
         return tokens.permute(0, 2, 3, 1)
 
 
-class Attention(nn.Module):
+class SelfAttention(nn.Module):
     """Multi-head self-attention, without biases of queries, keys and values."""
 
     def __init__(self, embed_dim: int, num_heads: int) -> None:
@@ -83,13 +83,13 @@ class Mlp(nn.Module):
         return mapped
 
 
-class Block(TwoBranches):
+class LvVitBlock(TwoBranches):
     """A pre-norm transformer block whose residual branches are divided by a constant."""
 
     def __init__(self, embed_dim: int, num_heads: int, mlp_ratio: float, divisor: float) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(embed_dim)
-        self.attn = Attention(embed_dim, num_heads)
+        self.attn = SelfAttention(embed_dim, num_heads)
         self.norm2 = nn.LayerNorm(embed_dim)
         self.mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio))
         self.weight = 1.0 / divisor
@@ -123,7 +123,7 @@ class LvVit(nn.Module):
         # On the CPU, as the model may be built on the meta device.
         self.rates: list[float] = torch.linspace(0, drop_path_rate, layers, device="cpu").tolist()
         self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, mlp_ratio, residual_divisor) for _ in range(layers)
+            LvVitBlock(embed_dim, num_heads, mlp_ratio, residual_divisor) for _ in range(layers)
         )
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, num_classes)

@@ -39,6 +39,13 @@ def test_modules_and_functions_are_short() -> None:
     assert [name for name, lines in functions.items() if lines > 60] == []
 
 
+def test_the_package_does_not_grow_unnoticed() -> None:
+    """Benchmarks apart. A change that needs more modules or lines raises a number here, and says why."""
+    counted = [path for name, path in MODULES.items() if not name.startswith("horovod_volo/bench/")]
+    assert len(counted) <= 174
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in counted) <= 18_400
+
+
 def test_modules_have_docstrings() -> None:
     tests = {path.name: ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("[!_]*.py")}
     assert [name for name, tree in (TREES | tests).items() if not ast.get_docstring(tree)] == []

@@ -43,7 +43,7 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("horovod_volo.bench.synthetic.rank_resources", lambda world: resources)
 
 
-def plan(*words: str) -> list[tuple[int, command_line.Request]]:
+def plan(*words: str) -> list[tuple[int, command_line.BenchRequest]]:
     done = bench_script(ROOT, "--plan", *words)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]

@@ -12,7 +12,7 @@ import pytest
 from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench.results import Record
 from horovod_volo.bench.scaling_study import simulate
-from horovod_volo.bench.scaling_study.grad_ready_times import measured_workload
+from horovod_volo.bench.scaling_study.grad_ready_times import measured_gradient_times
 from horovod_volo.bench.scaling_study.network import Fabric, parameter_server_seconds, ring_seconds
 from horovod_volo.bench.scaling_study.validation import checked, published_points
 from horovod_volo.core.errors import UserError
@@ -64,7 +64,7 @@ def test_published_points_have_bounds_in_order() -> None:
 
 
 def test_every_gradient_is_ready_within_backward() -> None:
-    workload = measured_workload("volo_demo", 32, repeats=1)
+    workload = measured_gradient_times("volo_demo", 32, repeats=1)
     assert sum(tensor.size for tensor in workload.tensors) == 2 * workload.parameters
     assert all(0 < tensor.ready <= 1 for tensor in workload.tensors)
     ready = [bucket.ready for bucket in workload.buckets]
@@ -89,7 +89,7 @@ def test_charts_without_matplotlib_say_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(simulate, "measured_workload", lambda *_: pytest.fail("nothing is to be measured"))
+    monkeypatch.setattr(simulate, "measured_gradient_times", lambda *_: pytest.fail("nothing is to be measured"))
     assert command_line.main(["simulate", "--figures", str(tmp_path)]) == 2
     assert "pip install -e '.[bench]'" in capsys.readouterr().err
 
@@ -129,7 +129,7 @@ def test_a_mistake_is_told_with_its_remedy(
 def test_a_chart_without_hosts_says_what_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(simulate, "read_records", lambda: [{"name": "scaling", "figures": []}])
-    monkeypatch.setattr(simulate, "measured_workload", lambda *_: pytest.fail("nothing is to be measured"))
+    monkeypatch.setattr(simulate, "measured_gradient_times", lambda *_: pytest.fail("nothing is to be measured"))
     with pytest.raises(UserError, match="bench scaling"):
         simulate.measure(
             models=[],

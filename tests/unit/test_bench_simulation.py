@@ -21,8 +21,8 @@ from horovod_volo.bench.scaling_study.network import (
 from horovod_volo.bench.scaling_study.prediction import (
     Assumed,
     Channel,
+    GradientTimes,
     Message,
-    Workload,
     end_of_exchange,
     expected_largest,
     predict,
@@ -173,7 +173,7 @@ def test_calibration_never_finds_negative_costs() -> None:
     assert links.between > 0
 
 
-WORKLOAD = Workload(
+WORKLOAD = GradientTimes(
     name="two layers",
     parameters=3_000_000,
     tensors=tuple(Message(share, 2_000_000.0) for share in (0.3, 0.8, 1.0)),

@@ -11,7 +11,7 @@ from network_samples import perturbed, random_images, unchanged
 from torch import Tensor, nn
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
-from horovod_volo.models.lvvit import LVVIT_SIZES, Block, LvVit
+from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit, LvVitBlock
 from horovod_volo.objective.mixtoken import Box
 
 timm_optim = pytest.importorskip("timm.optim")
@@ -96,7 +96,7 @@ def test_fresh_weights_are_drawn_as_published() -> None:
 @pytest.mark.parametrize("divisor", [1.0, 3.0])
 def test_a_block_is_the_published_formula(divisor: float) -> None:
     torch.manual_seed(3)
-    block = Block(12, 3, 3.0, divisor).double()
+    block = LvVitBlock(12, 3, 3.0, divisor).double()
     for parameter in block.parameters():
         nn.init.normal_(parameter, std=0.5)
     x = torch.randn(2, 5, 12, dtype=torch.float64)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from horovod_volo.bench.scaling_study.prediction import Message, Workload
+from horovod_volo.bench.scaling_study.prediction import GradientTimes, Message
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
@@ -23,7 +23,7 @@ _BYTES = 2  # per parameter: sent in fp16
 _REPEATS = 3
 
 
-def measured_workload(model: str, img_size: int, repeats: int = _REPEATS) -> Workload:
+def measured_gradient_times(model: str, img_size: int, repeats: int = _REPEATS) -> GradientTimes:
     """Run backward several times after a warm-up; each gradient's fraction is the median."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -41,7 +41,7 @@ def measured_workload(model: str, img_size: int, repeats: int = _REPEATS) -> Wor
     ]
     count = sum(parameter.numel() for parameter in parameters.values())
     by_time = [tuple(sorted(messages, key=lambda message: message.ready)) for messages in (tensors, buckets)]
-    return Workload(model, count, *by_time)
+    return GradientTimes(model, count, *by_time)
 
 
 def _ready_fractions(network: nn.Module, img_size: int, repeats: int, reducer: Reducer) -> dict[str, float]:

@@ -30,7 +30,7 @@ class Message(NamedTuple):
     size: float  # bytes
 
 
-class Workload(NamedTuple):
+class GradientTimes(NamedTuple):
     """The gradients of a network: bytes to send, and the fraction of backward after which they are ready."""
 
     name: str
@@ -61,7 +61,9 @@ def step_seconds(gpu: str, model: str) -> float:
     return constant(f"{gpu} {model} step")
 
 
-def predict(workload: Workload, fabric: Fabric, ranks: int, system: System, assumed: Assumed) -> Prediction:
+def predict(
+    workload: GradientTimes, fabric: Fabric, ranks: int, system: System, assumed: Assumed
+) -> Prediction:
     """Predict a step of so many ranks."""
     alone = assumed.step_seconds
     backward = constant("backward share") * alone
@@ -88,7 +90,7 @@ def predict(workload: Workload, fabric: Fabric, ranks: int, system: System, assu
     return Prediction(step, alone / step)
 
 
-def _messages(workload: Workload, system: System, start: float, backward: float) -> Sequence[Message]:
+def _messages(workload: GradientTimes, system: System, start: float, backward: float) -> Sequence[Message]:
     parts = workload.buckets if system == "ours" else workload.tensors
     # A message is submitted after the Python code of all submissions before it.
     hook = constant("hook") if system == "stock" else 0.0

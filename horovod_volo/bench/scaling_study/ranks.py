@@ -23,7 +23,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
 from horovod_volo.bench.comparison import Action, Block, alternate, timed
-from horovod_volo.bench.network_namespaces import INTERFACE, Host
+from horovod_volo.bench.network_namespaces import INTERFACE, NetworkHost
 from horovod_volo.bench.scaling_study.peers_exchange import (
     join_ranks,
     measure_layouts,
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
 
 def _with_ranks(ranks: int, context: dict[str, Any]) -> Any:
     """Fork the ranks; return what rank 0 measured."""
-    hosts = [Host(place["address"], place["pid"]) for place in context["places"][:ranks]]
+    hosts = [NetworkHost(place["address"], place["pid"]) for place in context["places"][:ranks]]
     receiver, sender = Pipe(duplex=False)
     arguments = (_environments(ranks, hosts), hosts, context, sender, os.getpid())
     try:
@@ -62,7 +62,7 @@ def _with_ranks(ranks: int, context: dict[str, Any]) -> Any:
     return receiver.recv()
 
 
-def _environments(ranks: int, hosts: Sequence[Host]) -> list[dict[str, str]]:
+def _environments(ranks: int, hosts: Sequence[NetworkHost]) -> list[dict[str, str]]:
     """Return the variables that a launcher would set for each rank."""
     interface = INTERFACE if hosts else "lo"
     shared = {
@@ -105,7 +105,7 @@ def _free_port() -> int:
 def _rank(
     rank: int,
     environments: Sequence[dict[str, str]],
-    hosts: Sequence[Host],
+    hosts: Sequence[NetworkHost],
     context: dict[str, Any],
     sender: Connection,
     parent: int,

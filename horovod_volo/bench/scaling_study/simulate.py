@@ -14,13 +14,13 @@ from typing import Annotated
 from horovod_volo.bench.cli import Flag
 from horovod_volo.bench.results import Figure, Record, Result, read_records
 from horovod_volo.bench.scaling_study.constants import constant
-from horovod_volo.bench.scaling_study.grad_ready_times import measured_workload
+from horovod_volo.bench.scaling_study.grad_ready_times import measured_gradient_times
 from horovod_volo.bench.scaling_study.network import FABRICS
 from horovod_volo.bench.scaling_study.prediction import (
     MODELS,
     SYSTEMS,
     Assumed,
-    Workload,
+    GradientTimes,
     predict,
     step_seconds,
 )
@@ -64,7 +64,7 @@ def measure(
         rows.append(Figure(f"{point.name}: published", 100 * point.published, "%"))
         rows.append(Figure(f"{point.name}: model, the worst that fits", 100 * point.low, "%"))
         rows.append(Figure(f"{point.name}: model, the best that fits", 100 * point.high, "%"))
-    workloads = [measured_workload(model, img_size) for model in models]
+    workloads = [measured_gradient_times(model, img_size) for model in models]
     for fabric in fabrics:
         found = {
             workload.name: _efficiencies(workload, fabric, ranks, sigma, negotiation_us / 1e6, cycle_ms / 1e3)
@@ -98,7 +98,7 @@ def _check(models: Sequence[str], fabrics: Sequence[str], ranks: Sequence[int]) 
 
 
 def _efficiencies(
-    workload: Workload, fabric: str, ranks: Sequence[int], sigma: float, negotiation: float, cycle: float
+    workload: GradientTimes, fabric: str, ranks: Sequence[int], sigma: float, negotiation: float, cycle: float
 ) -> Efficiencies:
     gpu = fabric.partition("-")[0]
     step = step_seconds(gpu, workload.name)
