@@ -89,7 +89,9 @@ def test_charts_without_matplotlib_say_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(simulate, "measured_gradient_times", lambda *_: pytest.fail("nothing is to be measured"))
+    monkeypatch.setattr(
+        simulate, "measured_gradient_times", lambda *_: pytest.fail("nothing is to be measured")
+    )
     assert command_line.main(["simulate", "--figures", str(tmp_path)]) == 2
     assert "pip install -e '.[bench]'" in capsys.readouterr().err
 
@@ -129,7 +131,9 @@ def test_a_mistake_is_told_with_its_remedy(
 def test_a_chart_without_hosts_says_what_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(simulate, "read_records", lambda: [{"name": "scaling", "figures": []}])
-    monkeypatch.setattr(simulate, "measured_gradient_times", lambda *_: pytest.fail("nothing is to be measured"))
+    monkeypatch.setattr(
+        simulate, "measured_gradient_times", lambda *_: pytest.fail("nothing is to be measured")
+    )
     with pytest.raises(UserError, match="bench scaling"):
         simulate.measure(
             models=[],
