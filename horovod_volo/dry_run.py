@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from horovod_volo.cluster.buckets import Bucket
-from horovod_volo.cluster.reducer import build_gradient_buckets
+from horovod_volo.cluster.reducer import build_gradient_buckets, wire_bytes
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
@@ -30,7 +29,7 @@ from horovod_volo.engine.banner import (
     precision_line,
     token_size_warnings,
 )
-from horovod_volo.models.build import build_model, training_forward
+from horovod_volo.models.build import build_model, spec_of, training_forward
 from horovod_volo.models.weights import TIMM
 from horovod_volo.optim.build import optimizer_spec
 from horovod_volo.plugins import check_names, load_plugins
@@ -95,8 +94,14 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     derived = derive(config, ranks=ranks, images=workload.images)
     state = state_bytes(config, ranks) * workload.parameter_count
     activations = workload.activation_bytes * config.data.batch_size
-    buckets = build_gradient_buckets(workload.parameters, config.exchange, ranks=ranks, shards=1)
-    sent_bytes = sum(_wire_bytes(bucket, config) for bucket in buckets)
+    buckets = build_gradient_buckets(
+        workload.parameters,
+        config.exchange,
+        heads=spec_of(config.model.model).heads,
+        ranks=ranks,
+        shards=1,
+    )
+    sent_bytes = sum(wire_bytes(bucket, config.exchange) for bucket in buckets)
     # A ring allreduce gathers the sums in its second half, a sharded optimizer gathers new parameters.
     gathered_bytes = workload.parameter_count * _FP32 if config.update.shard_optimizer else sent_bytes
     properties = {
@@ -119,11 +124,6 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
         *workload.warnings,
     ]
     return f"{dump(config)}\n{format_lines(properties, warnings)}"
-
-
-def _wire_bytes(bucket: Bucket, config: Config) -> int:
-    compressed = config.exchange.compression == "fp16" and bucket.compressible
-    return sum(parameter.numel() for parameter in bucket.parameters.values()) * (2 if compressed else _FP32)
 
 
 def state_bytes(config: Config, ranks: int) -> float:
@@ -154,13 +154,11 @@ def _count_images(config: Config) -> tuple[int, int, list[str]]:
 def _activation_bytes(model: torch.nn.Module, config: Config) -> float:
     """Estimate the activations per image that autograd saves for backward, from a forward on the meta device.
 
-    Drop path computes branches for a random number of images. In a whole batch it is near the expected
-    number, and the run's seed makes it the same every time.
+    Drop path leaves branches out of a fixed sample of the images, so the estimate is the same every time.
     """
     side, batch = config.model.img_size, max(_MIN_BATCH, config.data.batch_size)
     images = torch.zeros(batch, 3, side, side, device="meta")
     with torch.random.fork_rng(devices=[]), _saved_bytes(list(model.parameters())) as saved:
-        torch.manual_seed(config.run.seed)
         training_forward(model)(images, lambda tokens: tokens, 0)
     width = 1.0 if config.model.precision == "fp32" else 0.5
     return width * saved[0] / batch

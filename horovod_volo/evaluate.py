@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from horovod_volo.config.arguments import (
     Parser,
     add_choice_of_weights,
-    add_plugins,
     add_shared_settings,
     whole_number,
 )
@@ -62,7 +61,7 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
     from horovod_volo.monitor.progress import ThroughputLine
     from horovod_volo.plugins import load_plugins
 
-    world.run_on_all_ranks(partial(load_plugins, ",".join(options.plugin)))
+    world.run_on_all_ranks(partial(load_plugins, options.plugin))
 
     request = EvalRequest(
         data_dir=options.data_dir,
@@ -180,11 +179,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="a run folder, a checkpoint, a file, or timm:NAME for the weights that timm publishes",
     )
     add("--model", default="", metavar="NAME", help="the model; default: the one of SOURCE's run")
-    add_plugins(parser)
     add_choice_of_weights(parser)
     add_shared_settings(
         parser,
-        ("img_size", "crop_pct", "batch_size", "workers", "precision"),
+        ("plugin", "img_size", "crop_pct", "batch_size", "workers", "precision"),
         defaults={"img_size": 0},
         helps={
             "img_size": "side of the square images, pixels; without this flag: as in training",

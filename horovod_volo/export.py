@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from horovod_volo.config.arguments import add_choice_of_weights, add_plugins, whole_number
+from horovod_volo.config.arguments import add_choice_of_weights, add_shared_settings, whole_number
 from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="side of the square images, pixels; default: as in training",
     )
-    add_plugins(parser)
+    add_shared_settings(parser, ("plugin",))
     add_choice_of_weights(parser)
     parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
     parser.add_argument(
@@ -99,7 +99,7 @@ def _export(options: argparse.Namespace) -> None:
     from horovod_volo.models.pretrained import load_pretrained
     from horovod_volo.plugins import load_plugins
 
-    load_plugins(",".join(options.plugin))
+    load_plugins(options.plugin)
     if options.onnx:
         onnx_export.check_packages()
     timm_export.check_folder(options.folder, replace=options.force)

@@ -93,7 +93,9 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _generate_on_rank(args: argparse.Namespace, world: World) -> int:
     from horovod_volo.labelling.generate import GenerateRequest, generate_labels
+    from horovod_volo.plugins import load_plugins
 
+    world.run_on_all_ranks(partial(load_plugins, args.plugin))
     request = GenerateRequest(
         data_dir=args.data_dir,
         store=args.store,
@@ -132,7 +134,9 @@ def _verify(args: argparse.Namespace) -> int:
 def _geometry_fits(args: argparse.Namespace, catalog: Catalog) -> bool:
     """Print the correlation with a teacher for both geometries; return False if the other one fits better."""
     from horovod_volo.labelling.map_geometry import GeometryRequest, compare_geometries
+    from horovod_volo.plugins import load_plugins
 
+    load_plugins(args.plugin)
     request = GeometryRequest(
         labels=args.store,
         geometry=_geometry(args.map_geometry),
@@ -268,7 +272,7 @@ def _add_teacher(flags: argparse.ArgumentParser, *, required: bool) -> None:
     )
     add_shared_settings(
         flags,
-        ("img_size", "batch_size"),
+        ("plugin", "img_size", "batch_size"),
         defaults={"img_size": 0},  # training's default is that of the model that is trained
         helps={
             "img_size": "side of the images that the teacher sees, pixels; 0: the teacher's own",

@@ -15,11 +15,10 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import check
 from horovod_volo.config.values import assemble
-from horovod_volo.core.labels import LabelMaps, Labels
+from horovod_volo.core.batch import LabelMaps, Labels, TrainBatch
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import Images, TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
@@ -69,7 +68,7 @@ def random_batch(config: Config, num_classes: int, device: torch.device, seed: i
     )
 
 
-def synthetic_job(config: Config, world: World, num_classes: int) -> TrainContext:
+def synthetic_context(config: Config, world: World, num_classes: int) -> TrainContext:
     """Build a run whose data streams are never read. Collective: every rank calls this."""
     resources = rank_resources(world)
     state, _ = build_state(config, world, num_classes=num_classes, device=resources.device, finetune="")

@@ -11,7 +11,7 @@ Invariant: a scale is a power of two, so that multiplying by it and dividing by 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -28,23 +28,19 @@ _LARGEST_SUM = 2.0**15  # of fp16's 65504; the rest is for rounding errors of a 
 # range unused, of which only values below 2^-26 of the largest could have made use.
 _HEADROOM_BITS = 6
 _DECAY = 0.99  # of the running maximum per step: it halves in 69 steps
-_HEADS = {"head", "aux_head"}  # names of the layers that compute logits, in all published code
 _CACHED_ELEMENTS = 2**17  # elements of fp16 whose fp32 copy fits into a core's second-level cache
 _MIN_EXPONENT, _MAX_EXPONENT = -100, 100  # a scale and its inverse are normal fp32 numbers
 
 
-def summed_in_fp32(parameters: Mapping[str, Tensor]) -> set[str]:
+def summed_in_fp32(parameters: Mapping[str, Tensor], heads: Iterable[str]) -> set[str]:
     """Return the names of parameters whose gradients lose more in an fp16 sum than in bf16 arithmetic.
 
-    Gradients of biases, norms and heads are nearly equal on all ranks. A sum of nearly equal numbers rounds
-    in the same direction at each addition, so its error grows with the ranks. These parameters are a few per
-    cent of a network.
+    Gradients of biases, norms and `heads`, which compute logits, are nearly equal on all ranks. A sum of
+    nearly equal numbers rounds in the same direction at each addition, so its error grows with the ranks.
+    These parameters are a few per cent of a network.
     """
-    return {
-        name
-        for name, parameter in parameters.items()
-        if parameter.dim() <= 1 or not _HEADS.isdisjoint(name.split("."))
-    }
+    prefixes = tuple(f"{head}." for head in heads)
+    return {name for name, p in parameters.items() if p.dim() <= 1 or name.startswith(prefixes)}
 
 
 class Compression(Protocol):

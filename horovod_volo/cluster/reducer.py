@@ -30,17 +30,26 @@ _MIB = 2**20
 
 
 def build_gradient_buckets(
-    parameters: Mapping[str, Parameter], settings: Exchange, *, ranks: int, shards: int
+    parameters: Mapping[str, Parameter], settings: Exchange, *, heads: Iterable[str], ranks: int, shards: int
 ) -> list[Bucket]:
-    """Assign parameters to buckets as the settings say for this number of ranks."""
+    """Assign parameters to buckets as the settings say for this number of ranks.
+
+    `heads` are the names of the modules that compute logits.
+    """
     compressed = settings.compression == "fp16" and ranks > 1
     return build_buckets(
         parameters,
         round(settings.bucket_mib * _MIB),
         shards,
         round(settings.last_bucket_mib * _MIB),
-        summed_in_fp32(parameters) if compressed else (),
+        summed_in_fp32(parameters, heads) if compressed else (),
     )
+
+
+def wire_bytes(bucket: Bucket, settings: Exchange) -> int:
+    """Return how many bytes of a bucket's gradients each of several ranks contributes to a reduction."""
+    compressed = settings.compression == "fp16" and bucket.compressible
+    return bucket.gradients.numel() * (2 if compressed else bucket.gradients.itemsize)
 
 
 class Reducer:
@@ -53,17 +62,19 @@ class Reducer:
         settings: Exchange,
         *,
         micro_batches: int,
+        heads: Iterable[str] = (),
         loss_is_scaled: bool = False,
     ) -> None:
         """Move the parameters into buckets; each step has `micro_batches` backward passes."""
         parameters = dict(model.named_parameters())
         self.buckets = build_gradient_buckets(
-            parameters, settings, ranks=world.size, shards=self._shards_per_bucket(world)
+            parameters, settings, heads=heads, ranks=world.size, shards=self._shards_per_bucket(world)
         )
         # The parameters that this rank's optimizer updates, and their gradients with zeros between them.
         self.local_parameters = self._local_parameters(parameters, world)
         self.local_gradients = self._local_gradients()
         self._world = world
+        self._loss_is_scaled = loss_is_scaled
         compressed = settings.compression == "fp16" and world.size > 1
         self.scales = BucketScales(
             sum(bucket.compressible for bucket in self.buckets) if compressed else 0,

@@ -11,33 +11,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from horovod_volo.cluster.buckets import Bucket
 from horovod_volo.cluster.compression import ReduceAsync
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Exchange
 
 STEP_KEY = "step"  # the only key of an optimizer's state with one number per parameter
 
 
 class ShardedReducer(Reducer):
     """A reducer that gives each rank's optimizer one shard of every bucket."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        world: World,
-        settings: Exchange,
-        *,
-        micro_batches: int,
-        loss_is_scaled: bool = False,
-    ) -> None:
-        super().__init__(model, world, settings, micro_batches=micro_batches, loss_is_scaled=loss_is_scaled)
-        # Without a loss scale no step is skipped, and ranks need not agree on overflows.
-        self._agree = self._spread_overflow if loss_is_scaled else lambda: None
 
     def _shards_per_bucket(self, world: World) -> int:
         return world.size
@@ -58,7 +44,8 @@ class ShardedReducer(Reducer):
     def synchronized_gradients(self) -> Iterator[None]:
         """Inside, local gradients are averaged over ranks; afterwards all weights are updated. Collective."""
         with super().synchronized_gradients():
-            self._agree()
+            if self._loss_is_scaled:  # otherwise no step is skipped
+                self._spread_overflow()
             yield
             waits = [
                 self._world.collectives.allgather_async(shard.weights, f"weights.{number}")

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn
 
 from horovod_volo.config.values import all_settings, from_text, metavar, shown
 from horovod_volo.core.errors import UserError
@@ -50,24 +50,19 @@ def add_choice_of_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_plugins(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that names plugins; the trainer has it as a setting."""
-    parser.add_argument(
-        "--plugin",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="Python module to import that registers the model; may be repeated",
-    )
+class Join(argparse.Action):
+    """A flag that may be repeated: its values become one text, separated by commas."""
 
-
-def add_binding(parser: argparse.ArgumentParser) -> None:
-    """Add the flag for binding ranks to cores; the trainer has it as a setting."""
-    binding = next(setting for setting in all_settings() if setting.name == "binding")
-    modes = get_args(binding.kind)
-    parser.add_argument(
-        "--binding", choices=modes, default=binding.default, help="as for training (%(default)s)"
-    )
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        """Append one value."""
+        earlier = getattr(namespace, self.dest, "")
+        setattr(namespace, self.dest, f"{earlier},{values}" if earlier else values)
 
 
 def add_shared_settings(
@@ -92,6 +87,7 @@ def add_shared_settings(
         parser.add_argument(
             *setting.flags,
             dest=name,
+            action=Join if setting.repeatable else "store",
             type=partial(from_text, setting),
             default=default,
             metavar=metavar(setting),

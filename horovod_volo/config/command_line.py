@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from horovod_volo.config import values
+from horovod_volo.config.arguments import Join
 from horovod_volo.config.recipe import load_recipe, recipe_names
 from horovod_volo.config.schema import Config, Model
 from horovod_volo.config.validation import check, check_flags, settings_without_effect
@@ -73,7 +74,7 @@ def _add(group: argparse._ArgumentGroup, setting: Setting) -> None:
         group.add_argument(*setting.flags, dest=setting.name, action=action, default=absent, help=shown)
     elif setting.repeatable:
         group.add_argument(
-            *setting.flags, dest=setting.name, action="append", metavar=metavar, default=absent, help=shown
+            *setting.flags, dest=setting.name, action=Join, metavar=metavar, default=absent, help=shown
         )
     else:
         count = len(metavar) if isinstance(metavar, tuple) else None

@@ -34,7 +34,7 @@ class Run:
     )
     plugin: str = setting(
         "",
-        "comma-separated Python modules to import; they register models, losses and optimizers",
+        "Python module to import, which registers models, losses or optimizers; may be repeated",
         repeatable=True,
     )
 

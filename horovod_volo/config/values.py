@@ -55,8 +55,6 @@ def all_settings() -> tuple[Setting, ...]:
 def from_text(setting: Setting, given: Any) -> Any:
     """Convert a command-line value: text, a list of texts, or the constant of a shorthand."""
     where = "DATA_DIR" if setting.positional else setting.flags[-1 if len(setting.flags[0]) == 2 else 0]
-    if setting.repeatable and isinstance(given, list):
-        given = ",".join(given)
     if setting.kind in (int, float) and isinstance(given, str):
         return checked(setting, _number(setting.kind, given, where), where)
     if _is_pair(setting) and isinstance(given, list):

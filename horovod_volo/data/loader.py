@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -18,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from horovod_volo.config.schema import Data
-from horovod_volo.core.labels import LabelMaps, Labels, copy_async
+from horovod_volo.core.batch import NO_CLASS, EvalBatch, LabelMaps, Labels, TrainBatch, copy_async
 from horovod_volo.data.augmentation.crop_flip import draw_crops, relative_boxes
 from horovod_volo.data.augmentation.label_map_ops import moved_frames, moved_maps
 from horovod_volo.data.augmentation.rand_augment import draw_operations
@@ -42,26 +41,6 @@ from horovod_volo.data.reading import PendingEvalBatch, read_eval_batch, read_im
 from horovod_volo.data.sampler import epoch_order, rank_indices
 from horovod_volo.data.thread_pool import ImageThreadPool
 from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
-
-NO_CLASS = -1
-
-
-@dataclass(frozen=True, eq=False)
-class TrainBatch:
-    """One micro-batch; the tensors are on the rank's device, the indices on the host."""
-
-    images: torch.Tensor  # (batch, 3, image_size, image_size) float32, normalised
-    labels: Labels
-    indices: NDArray[np.int64]  # (batch,) positions in the catalog
-
-
-@dataclass(frozen=True, eq=False)
-class EvalBatch:
-    """One batch of evaluation images; the tensors are on the rank's device, the indices on the host."""
-
-    images: torch.Tensor  # (batch, 3, image_size, image_size) float32, normalised
-    classes: torch.Tensor  # (batch,) int64; NO_CLASS where the image is damaged
-    indices: NDArray[np.int64]  # (batch,) positions in the catalog
 
 
 class Sample(NamedTuple):
@@ -132,16 +111,12 @@ class TrainLoader:
     def batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
         """Yield the micro-batches of an epoch from `first_step` on, `accumulation` of them for each step."""
         with closing(self._prefetcher.batches(self._reads(epoch, first_step))) as decoded:
-            while True:
-                began = perf_counter()
-                following = next(decoded, None)
-                if following is not None:
-                    pending, images = following
-                    batch = TrainBatch(images, pending.labels.to(self._device), pending.indices)
+            began = perf_counter()
+            for pending, images in decoded:
+                batch = TrainBatch(images, pending.labels.to(self._device), pending.indices)
                 self.waited_seconds += perf_counter() - began
-                if following is None:
-                    return
                 yield batch
+                began = perf_counter()
 
     def close(self) -> None:
         """End all threads; batches that were yielded stay valid."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.config.schema import Data
-from horovod_volo.core.labels import Labels
+from horovod_volo.core.batch import Labels
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.crop_flip import CropFlip
 from horovod_volo.data.augmentation.rand_augment import Operations

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from horovod_volo.config.arguments import Parser, add_binding
+from horovod_volo.config.arguments import Parser, add_shared_settings
 from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder of results, which all ranks must share: --output of training (%(default)s)",
     )
-    add_binding(parser)
+    add_shared_settings(parser, ("binding",))
     add(
         "--json",
         default="",

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import World
+from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.loader import NO_CLASS, EvalBatch, EvalLoader
+from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.context import TrainContext
 
 Scores = dict[str, float | int]

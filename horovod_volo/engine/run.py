@@ -19,6 +19,7 @@ from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.labels.source import geometry_warnings
 from horovod_volo.engine.banner import batch_warnings, format_banner, token_size_warnings
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.context import TrainContext, build_context, read_images, run_folder
 from horovod_volo.engine.interrupts import StopRequest
@@ -122,5 +123,5 @@ def log_start(context: TrainContext, warnings: list[str]) -> None:
 def end_message(context: TrainContext, finished: bool) -> str:
     """Return the last line of the log; the scripts in jobs/ look for its first words."""
     if finished:
-        return f"done: {context.state.step} steps; best weights in {context.folder / 'checkpoints' / 'best'}"
+        return f"done: {context.state.step} steps; best weights in {context.folder / CHECKPOINTS / 'best'}"
     return f"stopped at step {context.state.step} and saved; resume with --resume auto"

@@ -15,7 +15,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head
 from horovod_volo.engine.checkpoint.files import StateDicts
-from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name
+from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name, spec_of
 from horovod_volo.models.precision import fix_convolutions
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.optim.build import build_optimizer, optimizer_spec, state_tensors
@@ -129,5 +129,6 @@ def _reducer(config: Config, world: World, model: nn.Module) -> Reducer:
         world,
         config.exchange,
         micro_batches=config.update.accumulation,
+        heads=spec_of(config.model.model).heads,
         loss_is_scaled=config.model.precision == "fp16",
     )

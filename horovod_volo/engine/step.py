@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.rng import Purpose, random_bits
-from horovod_volo.data.loader import TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.optim.clip import divide
 from horovod_volo.optim.groups import set_lr

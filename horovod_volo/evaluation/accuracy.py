@@ -21,10 +21,11 @@ from torch import Tensor
 from horovod_volo.cluster.resources import RankResources, rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Data, Run
+from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.split_folder import Split
-from horovod_volo.data.loader import NO_CLASS, EvalBatch, EvalLoader
+from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.evaluation import EvalCounts, count_correct, sum_counts
 from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.loader import NO_CLASS
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 

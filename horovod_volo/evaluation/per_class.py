@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.data.loader import NO_CLASS
+from horovod_volo.core.batch import NO_CLASS
 
 
 class ClassScore(NamedTuple):

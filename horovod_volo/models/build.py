@@ -23,8 +23,8 @@ from horovod_volo.models.timm_api import (
 )
 from horovod_volo.models.volo import TokenSwap
 
-# Of a batch, the exchange of its tokens and a seed for drop path (64 bits): class logits (batch, classes),
-# and token logits (batch, tokens, classes), of which a network without them has none.
+# Of a batch, a function that swaps its tokens, and a seed for drop path (64 bits): class logits (batch,
+# classes) and token logits (batch, tokens, classes), of which a network without them has none.
 Forward = Callable[[Tensor, TokenSwap, int], tuple[Tensor, Tensor]]
 
 
@@ -150,12 +150,11 @@ def training_forward(model: nn.Module) -> Forward:
 def _class_logits(
     model: nn.Module,
     images: Tensor,
-    exchange: TokenSwap,  # noqa: ARG001
+    swap_tokens: TokenSwap,  # noqa: ARG001
     drop_path_seed: int,
 ) -> tuple[Tensor, Tensor]:
-    _seed_torch(
-        images.device, drop_path_seed >> 1
-    )  # timm's networks draw from torch's generator; it takes 63 bits
+    # timm's networks draw from torch's generator, which takes 63 bits.
+    _seed_torch(images.device, drop_path_seed >> 1)
     logits: Tensor = model(images)
     return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
 

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from horovod_volo.core.batch import copy_async
+
 Branch = Callable[[Tensor], Tensor]
 
 
@@ -38,24 +40,22 @@ ALL = DropPathSample()
 
 
 def sample_drop_path(rates: Sequence[float], tokens: Tensor, seed: int | None) -> list[DropPathSample]:
-    """Draw who keeps each of the branches that are left out at these rates, of a batch of tokens.
+    """Sample for each branch the images of a batch that keep it; `rates` are the drop rates of the branches.
 
-    `seed` is 64 random bits of this micro-batch; None where all rates are 0. Drawn on the host, all devices
-    leave out the same, and shapes are known without waiting.
+    `seed` is 64 random bits of this micro-batch; it may be None if all rates are 0. Sampling on the host
+    gives the same result for every device, and shapes that are known without waiting for the device.
     """
     if not any(rates):
         return [ALL] * len(rates)
     if seed is None:
         raise ValueError("drop path needs a seed in training")
-    batch, device = tokens.shape[0], tokens.device
+    batch, device = len(tokens), tokens.device
     random = np.random.Generator(np.random.Philox(key=seed))
-    shares = 1.0 - np.asarray(rates)
-    counts = np.floor(batch * shares + random.random(len(rates))).astype(np.int64)  # expected: batch x share
+    keep_rates = 1.0 - np.asarray(rates)
+    counts = np.floor(batch * keep_rates + random.random(len(rates))).astype(np.int64)  # mean: batch x rate
     orders = random.permuted(np.tile(np.arange(batch), (len(rates), 1)), axis=1)  # (branches, batch)
-    # One copy for all branches, from pinned memory, so that the host does not wait for the device.
-    drawn = torch.from_numpy(orders)
-    drawn = (drawn.pin_memory() if device.type == "cuda" else drawn).to(device, non_blocking=True)
+    rows = copy_async(orders, device)  # one copy for all branches
     return [
-        DropPathSample(None if count == batch else row[:count], 1.0 / share)
-        for count, share, row in zip(counts.tolist(), shares.tolist(), drawn, strict=True)
+        DropPathSample(None if count == batch else row[:count], 1.0 / keep_rate)
+        for count, keep_rate, row in zip(counts.tolist(), keep_rates.tolist(), rows, strict=True)
     ]

@@ -144,20 +144,20 @@ class LvVit(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def training_logits(
-        self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
+        self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class and token logits; `exchange` swaps tokens after the stem and back before the head."""
-        grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
+        """Return class and token logits; tokens are swapped after the stem and back before the head."""
+        grid = swap_tokens(self.patch_embed(images))  # (batch, rows, columns, channels)
         features = self._transformed(grid.flatten(1, 2), drop_path_seed)  # (batch, 1 + tokens, channels)
-        own = exchange(features[:, 1:].reshape(grid.shape))
+        own = swap_tokens(features[:, 1:].reshape(grid.shape))
         assert self.aux_head is not None, "without it there are class logits alone"
         return self.head(features[:, 0]), self.aux_head(own).flatten(1, 2)
 
     def class_logits(
-        self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
+        self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class logits, with tokens swapped by `exchange`, and empty token logits."""
-        grid = exchange(self.patch_embed(images))  # (batch, rows, columns, channels)
+        """Return class logits, of swapped tokens, and empty token logits."""
+        grid = swap_tokens(self.patch_embed(images))  # (batch, rows, columns, channels)
         logits: Tensor = self.head(self._transformed(grid.flatten(1, 2), drop_path_seed)[:, 0])
         return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
 

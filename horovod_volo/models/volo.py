@@ -85,20 +85,20 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         return self.pos_embed.shape[1], self.pos_embed.shape[2]
 
     def training_logits(
-        self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
+        self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class and token logits; `exchange` swaps tokens after the stem and back before the head."""
-        features = self.body(exchange(self.stem(images)), drop_path_seed)
+        """Return class and token logits; tokens are swapped after the stem and back before the head."""
+        features = self.body(swap_tokens(self.stem(images)), drop_path_seed)
         class_logits = self.head(self.head_drop(features[:, 0]))  # (batch, classes)
-        grid = exchange(features[:, 1:].reshape(-1, *self.pos_embed.shape[1:]))
+        grid = swap_tokens(features[:, 1:].reshape(-1, *self.pos_embed.shape[1:]))
         assert self.aux_head is not None, "without it there are class logits alone"
         return class_logits, self.aux_head(grid).flatten(1, 2)  # the latter (batch, tokens, classes)
 
     def class_logits(
-        self, images: Tensor, exchange: TokenSwap, drop_path_seed: int | None = None
+        self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class logits, with tokens swapped by `exchange`, and empty token logits."""
-        features = self.body(exchange(self.stem(images)), drop_path_seed)
+        """Return class logits, of swapped tokens, and empty token logits."""
+        features = self.body(swap_tokens(self.stem(images)), drop_path_seed)
         logits: Tensor = self.head(self.head_drop(features[:, 0]))
         return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
 

@@ -5,7 +5,7 @@ The state exists before the first step: ranks hold the same tensors, and a check
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -42,29 +42,22 @@ _BETAS = (0.9, 0.999)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _adamw(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
-    return AdamW(groups, betas=_BETAS, eps=1e-8)
+def _with_two_moments(kind: Callable[..., Optimizer], *, eps: float) -> BuildOptimizer:
+    """Return the constructor of an optimizer that has fixed betas instead of a momentum."""
 
+    def build(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
+        return kind(groups, betas=_BETAS, eps=eps)
 
-def _lamb(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
-    return Lamb(groups, betas=_BETAS, eps=1e-6)
-
-
-def _fused_adam(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
-    return fused_adam(groups, betas=_BETAS, eps=1e-8)
-
-
-def _fused_lamb(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
-    return fused_lamb(groups, betas=_BETAS, eps=1e-6)
+    return build
 
 
 _OPTIMIZERS = {
-    "adamw": OptimizerSpec(_adamw, ("step", *_MOMENTS), shardable=True),
+    "adamw": OptimizerSpec(_with_two_moments(AdamW, eps=1e-8), ("step", *_MOMENTS), shardable=True),
     "sgd": OptimizerSpec(partial(SGD, lr=0.0, fused=True), ("momentum_buffer",), shardable=True),
-    "lamb": OptimizerSpec(_lamb, ("step", *_MOMENTS)),
+    "lamb": OptimizerSpec(_with_two_moments(Lamb, eps=1e-6), ("step", *_MOMENTS)),
     "lars": OptimizerSpec(Lars, ("momentum_buffer",)),
-    "fusedadam": OptimizerSpec(_fused_adam, _MOMENTS),
-    "fusedlamb": OptimizerSpec(_fused_lamb, _MOMENTS),
+    "fusedadam": OptimizerSpec(_with_two_moments(fused_adam, eps=1e-8), _MOMENTS),
+    "fusedlamb": OptimizerSpec(_with_two_moments(fused_lamb, eps=1e-6), _MOMENTS),
 }
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from horovod_volo.config.schema import Data
+from horovod_volo.core.batch import EvalBatch, TrainBatch
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.loader import EvalBatch, EvalLoader, TrainBatch, TrainLoader
+from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_STD
 
 # Of 255, averaged over all images. In training the GPU's decoder repeats chroma rows and columns where the

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.core.labels import LabelMaps, Labels
+from horovod_volo.core.batch import LabelMaps, Labels
 from horovod_volo.objective.mixtoken import Box
 from horovod_volo.objective.soft_target import SoftTarget
 from tests.published.checkouts import Published

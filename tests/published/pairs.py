@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.config.schema import Objective
-from horovod_volo.core.labels import Labels
+from horovod_volo.core.batch import Labels
 from horovod_volo.models.build import build_model
 from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixtoken import Box

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.config.schema import Data
+from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data import loader as stream_module
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import CropFlip, draw_crops
@@ -27,7 +28,6 @@ from horovod_volo.data.augmentation.rand_augment import Operations, draw_operati
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.geometry import WHOLE
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.loader import TrainBatch
 from tests.published.checkouts import Published, named_folder
 
 named_folder()  # or this module is skipped

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.config.schema import Objective
-from horovod_volo.core.labels import Labels
+from horovod_volo.core.batch import Labels
 from horovod_volo.objective.loss import LabelMapTargets, build_loss
 from horovod_volo.objective.mixtoken import NO_BOX, Box
 from horovod_volo.objective.soft_target import cross_entropy

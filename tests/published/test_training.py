@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.bench.synthetic import checked_config, synthetic_job
+from horovod_volo.bench.synthetic import checked_config, synthetic_context
 from horovod_volo.cluster.world import World
-from horovod_volo.core.labels import Labels
-from horovod_volo.data.loader import TrainBatch
+from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.objective.mixtoken import Box
@@ -56,9 +55,9 @@ def test_ten_steps(published: Published, compare: Compare, name: str) -> None:
     AdamW divides each gradient by its own size, so rounding grows at once to a whole step where a gradient is
     no more than rounding. How far that goes is measured: by the published training in double precision.
     """
-    job = job_of(name)
-    begin = {key: tensor.clone() for key, tensor in job.state.model.state_dict().items()}
-    ours, steps = train_ours(job)
+    context = context_of(name)
+    begin = {key: tensor.clone() for key, tensor in context.state.model.state_dict().items()}
+    ours, steps = train_ours(context)
     single = train_published(published, name, begin, steps, torch.float32)
     double = train_published(published, name, begin, steps, torch.float64)
 
@@ -87,7 +86,7 @@ def distances(one: PretrainedModel, other: PretrainedModel, begin: dict[str, Ten
     return {key: apart[key] / ways[key] for key in ways} | {"all": whole}
 
 
-def job_of(name: str) -> TrainContext:
+def context_of(name: str) -> TrainContext:
     """Build our run of the published command, but for the size of its images."""
     lvvit = name.startswith("lvvit")
     settings = {
@@ -103,25 +102,25 @@ def job_of(name: str) -> TrainContext:
         "dense_weight": 1.0 if lvvit else 0.5,
         "precision": "fp32",
     }
-    job = synthetic_job(checked_config(settings), World.single(), CLASSES)
-    return replace(job, lr=lambda step: 1e-4 * (step + 1))
+    context = synthetic_context(checked_config(settings), World.single(), CLASSES)
+    return replace(context, lr=lambda step: 1e-4 * (step + 1))
 
 
-def train_ours(job: TrainContext) -> tuple[PretrainedModel, list[Step]]:
+def train_ours(context: TrainContext) -> tuple[PretrainedModel, list[Step]]:
     """Take the steps by the engine; return with the result what the published training needs of them."""
     steps, losses = [], []
     for number in range(STEPS):
         labels = labels_of(BATCH, seed=number)
         images = torch.randn(BATCH, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(number))
-        box = job.mix(number, 0)
+        box = context.mix(number, 0)
         assert isinstance(box, Box)
         batch = TrainBatch(images, labels, np.arange(BATCH))
-        job.meter.reset()
+        context.meter.reset()
         with recorded_draws_of_ours() as draws:
-            train_step(job, iter([batch]))
-        losses.append(job.meter.sums()["total"])
-        steps.append(Step(images, labels, box, job.lr(number), draws))
-    return trained(losses, job.state.model), steps
+            train_step(context, iter([batch]))
+        losses.append(context.meter.sums()["total"])
+        steps.append(Step(images, labels, box, context.lr(number), draws))
+    return trained(losses, context.state.model), steps
 
 
 def train_published(

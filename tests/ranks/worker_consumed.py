@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.data.loader import TrainBatch, TrainLoader
+from horovod_volo.core.batch import TrainBatch
+from horovod_volo.data.loader import TrainLoader
 from horovod_volo.train import main
 
 batches = TrainLoader.batches

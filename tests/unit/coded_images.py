@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.config.schema import Data
+from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.source import LabelSource
-from horovod_volo.data.loader import TrainBatch, TrainLoader
+from horovod_volo.data.loader import TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 
 # Cut, resize and flip alone: what is left when nothing recolours, moves or erases.

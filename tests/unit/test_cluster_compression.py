@@ -20,7 +20,7 @@ from horovod_volo.cluster.compression import (
     predivisor,
     summed_in_fp32,
 )
-from horovod_volo.models.build import build_model
+from horovod_volo.models.build import build_model, spec_of
 
 RANKS = pytest.mark.parametrize("ranks", [2, 8, 40, 256])
 BF16_ROUNDING = 2.0**-9  # largest relative error of rounding to bf16
@@ -193,14 +193,21 @@ def test_the_predivisor_is_about_the_root() -> None:
     assert [predivisor(ranks) for ranks in (1, 2, 4, 5, 16, 17, 256)] == [1, 2, 2, 4, 4, 8, 16]
 
 
-@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t", "vit_tiny_patch16_224"])
-def test_vectors_and_heads_are_summed_in_fp32(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("volo_demo", {"head.weight", "aux_head.weight"}),
+        ("lvvit_t", {"head.weight", "aux_head.weight"}),
+        ("vit_tiny_patch16_224", {"head.weight"}),
+        ("convnext_atto", {"head.fc.weight"}),
+        ("resnet18", {"fc.weight"}),
+    ],
+)
+def test_vectors_and_heads_are_summed_in_fp32(name: str, heads: set[str]) -> None:
     with torch.device("meta"):
         parameters = dict(build_model(name, img_size=224, num_classes=1000, drop_path=0.0).named_parameters())
-    chosen = summed_in_fp32(parameters)
-    heads = {"head.weight", "head.bias", "aux_head.weight", "aux_head.bias"} & parameters.keys()
-    assert {"head.weight", "head.bias"} <= heads <= chosen
-    assert {n for n in chosen if parameters[n].dim() > 1} == {n for n in heads if n.endswith("weight")}
+    chosen = summed_in_fp32(parameters, spec_of(name).heads)
+    assert {n for n in chosen if parameters[n].dim() > 1} == heads
     assert all(parameters[n].dim() > 1 for n in parameters.keys() - chosen)
 
 

@@ -15,7 +15,7 @@ from horovod_volo.core.rng import Purpose, philox, random_bits, uniforms, unifor
 PACKAGE = Path(horovod_volo.__file__).parent
 # Initial weights, trial inputs and drop path of timm's networks are drawn by torch's generator; the demo set
 # and the modules that do not train have their own.
-OTHER_SOURCES = {"engine/state.py", "models/precision.py", "dry_run.py"}
+OTHER_SOURCES = {"engine/state.py", "models/precision.py"}
 OTHER_SOURCES |= {"models/build.py", "models/timm_export.py"}
 FOLDERS_OF_OTHER_SOURCES = ("bench", "data/demo", "doctor")
 

@@ -16,11 +16,12 @@ from PIL import Image
 from shard_writers import write_tar
 
 from horovod_volo.config.schema import Data
+from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.loader import NO_CLASS, EvalLoader, TrainLoader
+from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.reading import read_image
 
 IMAGES, SIDE, SPOILT = 12, 32, 5

@@ -12,7 +12,7 @@ from coded_images import PLAIN, smooth
 from PIL import Image
 
 from horovod_volo.config.schema import Data
-from horovod_volo.core.labels import Labels
+from horovod_volo.core.batch import Labels
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures

@@ -13,9 +13,9 @@ from coded_images import smooth, write_images
 from horovod_volo.cluster.world import World
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.values import all_settings
+from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.loader import NO_CLASS
 from horovod_volo.evaluate import build_parser
 from horovod_volo.evaluation.imagenet_real import read_real, score_real
 from horovod_volo.evaluation.imagenet_v2 import list_numbered, numbered_catalog

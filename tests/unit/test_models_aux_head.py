@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange, Objective
+from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
-from horovod_volo.core.labels import Labels
 from horovod_volo.models.aux_head import reason_to_leave_out
 from horovod_volo.models.build import build_model, training_forward
 from horovod_volo.models.pretrained import load_pretrained
@@ -66,9 +66,9 @@ def test_it_is_trained_by_the_class_logits_alone(name: str) -> None:
     model = network(name, aux_head=False)
     model.load_state_dict(without_head(whole.state_dict()))
     images = random_images(4, SIDE)
-    for exchange in (unchanged, lambda grid: grid.flip(0)):
-        class_logits, token_logits = training_forward(model)(images, exchange)
-        torch.testing.assert_close(class_logits, training_forward(whole)(images, exchange)[0])
+    for swap_tokens in (unchanged, lambda grid: grid.flip(0)):
+        class_logits, token_logits = training_forward(model)(images, swap_tokens)
+        torch.testing.assert_close(class_logits, training_forward(whole)(images, swap_tokens)[0])
         assert token_logits.shape == (4, 0, CLASSES)
 
 

@@ -8,8 +8,8 @@ import torch
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.schema import Objective
+from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
-from horovod_volo.core.labels import Labels
 from horovod_volo.models import timm_api  # noqa: F401  # lets timm in beside a CPU-only torch
 from horovod_volo.objective.image_mix import ImageMix, draw_image_mix
 from horovod_volo.objective.loss import build_loss

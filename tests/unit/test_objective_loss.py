@@ -13,7 +13,7 @@ from torch import Tensor
 
 from horovod_volo.bench.memory import peak_extra_bytes
 from horovod_volo.config.schema import Objective
-from horovod_volo.core.labels import LabelMaps, Labels
+from horovod_volo.core.batch import LabelMaps, Labels
 from horovod_volo.objective.label_map import Geometry
 from horovod_volo.objective.loss import LossParts, build_loss
 from horovod_volo.objective.mixtoken import NO_BOX, Box

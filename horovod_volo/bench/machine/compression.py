@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from horovod_volo.bench.cli import BatchSize, DataDir, Flag, ImgSize, Model
-from horovod_volo.bench.machine.reduce_methods import ModelWithLoss
+from horovod_volo.bench.machine.reduce_methods import ModelWithLoss, network_heads
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.cluster.buckets import Bucket, build_buckets
 from horovod_volo.cluster.collectives import Wait
@@ -61,7 +61,8 @@ def measure(
         raise UserError(f"{data_dir} has {folders} classes. Use --classes {folders} or more.")
     network = build_model(model, img_size=img_size, num_classes=classes, drop_path=0.0).train()
     fix_convolutions(network, "bf16", _CPU)
-    source = _GradientSource(ModelWithLoss(network), files, img_size, batch_size)
+    heads = network_heads(model)
+    source = _GradientSource(ModelWithLoss(network), heads, files, img_size, batch_size)
     loss = source.train(steps)
     bf16_errors, maxima = _errors_of_bf16(source), _mean_maxima(source)
     exchanges = [
@@ -89,11 +90,13 @@ def _files(data_dir: str) -> list[Path]:
 class _GradientSource:
     """A network, images, and buckets for the gradients of each rank's own images."""
 
-    def __init__(self, model: ModelWithLoss, files: list[Path], img_size: int, batch_size: int) -> None:
+    def __init__(
+        self, model: ModelWithLoss, heads: list[str], files: list[Path], img_size: int, batch_size: int
+    ) -> None:
         self._model, self._files, self._side, self._batch = model, files, img_size, batch_size
         self._classes = sorted({path.parent for path in files})
         parameters = dict(model.network.named_parameters())
-        in_fp32 = summed_in_fp32(parameters)
+        in_fp32 = summed_in_fp32(parameters, heads)
         self.buckets = build_buckets(parameters, _BUCKET_BYTES, 1, _LAST_BUCKET_BYTES, in_fp32)
 
     def train(self, steps: int) -> float:

@@ -27,10 +27,11 @@ from horovod_volo.bench.machine.image_streams import (
 )
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.config.schema import Data
+from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.loader import TrainBatch, TrainLoader
+from horovod_volo.data.loader import TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 
 _ALLOWED_DIFFERENCE = 2 / 255  # mean over pixels: decoders and filters round differently

@@ -20,8 +20,8 @@ from horovod_volo.bench.memory import peak_extra_bytes
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import TOP, random_labels
 from horovod_volo.config.schema import Objective
+from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
-from horovod_volo.core.labels import Labels
 from horovod_volo.objective.loss import LabelMapTargets, build_loss
 from horovod_volo.objective.mixtoken import Box
 

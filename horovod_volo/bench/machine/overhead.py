@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from horovod_volo.bench.cli import BatchSize, Pairs
 from horovod_volo.bench.comparison import alternate, assert_agree, repeats_for, timed
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import checked_config, random_batch, step_of, synthetic_job
+from horovod_volo.bench.synthetic import checked_config, random_batch, step_of, synthetic_context
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.core.labels import Labels
-from horovod_volo.data.loader import TrainBatch
+from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.models.volo import TokenSwap
 from horovod_volo.optim.build import build_optimizer
@@ -66,7 +65,7 @@ def measure(*, batch_size: BatchSize = 8, pairs: Pairs = 7) -> Result:
             "weight_decay": _WEIGHT_DECAY,
         }
     )
-    context = synthetic_job(config, World.single(), CLASSES)
+    context = synthetic_context(config, World.single(), CLASSES)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # synchronising several would take longer than either side computes
     try:

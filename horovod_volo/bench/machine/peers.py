@@ -22,11 +22,11 @@ from horovod_volo.bench.synthetic import (
     losses_of,
     random_batch,
     step_of,
-    synthetic_job,
+    synthetic_context,
 )
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.data.loader import TrainBatch
+from horovod_volo.core.batch import TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.models.build import tokens_per_side
 from horovod_volo.objective.mixtoken import NO_BOX, Box
@@ -89,7 +89,7 @@ def _compare(form: LoopName, config: Config, pairs: int) -> list[Figure]:
 
 def _sides(form: LoopName, config: Config) -> tuple[TrainContext, TrainBatch, TrainingLoop]:
     """Build our run, its images, and the peer with the same weights; both mix tokens by the same box."""
-    context = synthetic_job(config, World.single(), CLASSES)
+    context = synthetic_context(config, World.single(), CLASSES)
     device = context.resources.device
     batch = random_batch(config, CLASSES, device, seed=0)
     side = tokens_per_side(config.model.model, config.model.img_size)

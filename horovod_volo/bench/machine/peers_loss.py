@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.config.schema import Objective
-from horovod_volo.core.labels import Labels
+from horovod_volo.core.batch import Labels
 from horovod_volo.objective.mixtoken import Box
 
 

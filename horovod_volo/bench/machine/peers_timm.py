@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from horovod_volo.bench.machine.peers_loss import PublishedLoss
 from horovod_volo.config.schema import Config, Objective
 from horovod_volo.config.validation import trains_aux_head
-from horovod_volo.data.loader import TrainBatch
+from horovod_volo.core.batch import TrainBatch
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
 from horovod_volo.objective.mixtoken import Box

@@ -21,7 +21,14 @@ from horovod_volo.bench import comparison
 from horovod_volo.bench.cli import BatchSize, Flag, ImgSize, Model, Pairs
 from horovod_volo.bench.comparison import Action, assert_agree, wait_for
 from horovod_volo.bench.machine.peers_reduce import DDP, FORMS, STOCK, torch_ranks
-from horovod_volo.bench.machine.reduce_methods import Method, Work, after_backward, no_exchange, ours
+from horovod_volo.bench.machine.reduce_methods import (
+    Method,
+    Work,
+    after_backward,
+    network_heads,
+    no_exchange,
+    ours,
+)
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.pinning import bind
@@ -82,7 +89,7 @@ def _measure(
     random = torch.Generator().manual_seed(world.rank)
     images = torch.randn(batch_size, 3, img_size, img_size, generator=random).to(device)
     classes = torch.randint(CLASSES, (batch_size,), generator=random).to(device)
-    work, clock = Work(world, network, images, classes), _Clock(world, device)
+    work, clock = Work(world, network, network_heads(model), images, classes), _Clock(world, device)
     with torch_ranks(world, device):
         methods = _build_methods(work, clock, peers)
         figures = _figures(methods, work, clock, rounds)

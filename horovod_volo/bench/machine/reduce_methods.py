@@ -19,7 +19,7 @@ from horovod_volo.cluster.collectives import Collectives, Wait
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
-from horovod_volo.models.build import training_forward
+from horovod_volo.models.build import spec_of, training_forward
 
 Compression = Literal["none", "fp16"]
 DTYPES: dict[Compression, str] = {"none": "fp32", "fp16": "fp16"}
@@ -40,12 +40,18 @@ class ModelWithLoss(nn.Module):
         return F.cross_entropy(class_logits, classes) + 0.5 * token_loss
 
 
+def network_heads(model: str) -> list[str]:
+    """Return the names of the heads of a model in a `ModelWithLoss`."""
+    return [f"network.{head}" for head in spec_of(model).heads]
+
+
 @dataclass
 class Work:
     """A network, and this rank's own batch."""
 
     world: World
     network: nn.Module
+    heads: list[str]  # modules of `model()` that compute logits
     images: Tensor
     classes: Tensor
 
@@ -110,7 +116,7 @@ def _reduced(work: Work, compression: Compression, passes: int) -> Method:
     optimizer = sgd(model)
     ring = _CountingRing(work.world.collectives, f"{compression}.{passes}")
     world = replace(work.world, collectives=cast(Collectives, ring))
-    reducer = Reducer(model, world, Exchange(compression=compression), micro_batches=passes)
+    reducer = Reducer(model, world, Exchange(compression=compression), micro_batches=passes, heads=work.heads)
 
     def step() -> None:
         work.loss(model).backward()  # type: ignore[no-untyped-call]

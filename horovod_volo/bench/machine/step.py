@@ -26,12 +26,11 @@ from horovod_volo.bench.synthetic import (
     losses_of,
     random_batch,
     step_of,
-    synthetic_job,
+    synthetic_context,
 )
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.core.labels import Labels
-from horovod_volo.data.loader import TrainBatch
+from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.models.compiled import check_compiler, compile_blocks
@@ -80,7 +79,7 @@ def measure(
     config = checked_config(settings | RANDOM_LABELS)
     world = World.connect()
     eager = _first_losses(config, world) if compile else None
-    context = synthetic_job(config, world, CLASSES)
+    context = synthetic_context(config, world, CLASSES)
     device = context.resources.device
     try:
         if compile:
@@ -128,7 +127,7 @@ def _gpu_figures(model: str, img_size: int, rates: Sequence[float], device: torc
 
 def _first_losses(config: Config, world: World) -> Tensor:
     """Return the losses of the first steps without compiled blocks."""
-    context = synthetic_job(config, world, CLASSES)
+    context = synthetic_context(config, world, CLASSES)
     batch = random_batch(config, CLASSES, context.resources.device, seed=world.rank)
     losses = losses_of(context, batch, _FIRST_STEPS)
     context.close()
@@ -157,7 +156,7 @@ def _parts_of_steps(context: TrainContext, batch: TrainBatch) -> dict[str, list[
     marked = dataclasses.replace(
         context,
         loss=loss,
-        meter=_MarkedWindow(context.resources.device, stopwatch),
+        meter=_MarkedMeter(context.resources.device, stopwatch),
         clip=lambda: stopwatch.lap("exchange wait"),
     )
     micro_batches = itertools.repeat(batch)
@@ -185,8 +184,8 @@ class _Stopwatch:
         self.seconds.setdefault(name, []).append(self._last - before)
 
 
-class _MarkedWindow(LossMeter):
-    """The meters, which the engine's step updates directly after backward."""
+class _MarkedMeter(LossMeter):
+    """The loss meter, which the engine's step updates directly after backward."""
 
     def __init__(self, device: torch.device, stopwatch: _Stopwatch) -> None:
         super().__init__(LossParts._fields, device, waited_seconds=lambda: 0.0)

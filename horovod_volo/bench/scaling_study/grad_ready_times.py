@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import Parameter
 
 from horovod_volo.bench.scaling_study.prediction import GradientTimes, Message
-from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.reducer import Reducer, build_gradient_buckets, wire_bytes
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
-from horovod_volo.models.build import build_model, training_forward
+from horovod_volo.models.build import build_model, spec_of, training_forward
 
 _CLASSES = 1000
 _BYTES = 2  # per parameter: sent in fp16
@@ -35,9 +35,10 @@ def measured_gradient_times(model: str, img_size: int, repeats: int = _REPEATS) 
         torch.set_num_threads(threads)
     parameters = dict(network.named_parameters())
     tensors = [Message(ready, _BYTES * parameters[name].numel()) for name, ready in fractions.items()]
+    several = build_gradient_buckets(parameters, Exchange(), heads=spec_of(model).heads, ranks=2, shards=1)
     buckets = [
-        Message(max(fractions[name] for name in bucket.parameters), _BYTES * bucket.gradients.numel())
-        for bucket in reducer.buckets
+        Message(max(fractions[name] for name in bucket.parameters), wire_bytes(bucket, Exchange()))
+        for bucket in several
     ]
     count = sum(parameter.numel() for parameter in parameters.values())
     by_time = [tuple(sorted(messages, key=lambda message: message.ready)) for messages in (tensors, buckets)]

@@ -16,7 +16,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from horovod_volo.bench.cli import Flag, Model, Precision
 from horovod_volo.bench.comparison import Block, timed
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import RANDOM_LABELS, checked_config, random_batch, step_of, synthetic_job
+from horovod_volo.bench.synthetic import (
+    RANDOM_LABELS,
+    checked_config,
+    random_batch,
+    step_of,
+    synthetic_context,
+)
 from horovod_volo.cluster.world import World
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
@@ -77,7 +83,7 @@ def _block(model: str, precision: str, case: Case) -> Block:
     """Make a block of one step, after a first step, which includes one-time work."""
     settings = {"model": model, "img_size": case.side, "batch_size": case.batch, "precision": precision}
     config = checked_config(settings | RANDOM_LABELS)
-    context = synthetic_job(config, World.single(), case.classes)
+    context = synthetic_context(config, World.single(), case.classes)
     step = step_of(context, random_batch(config, case.classes, context.resources.device, seed=0))
     step()
     return timed(step, 1, context.resources.device)

@@ -30,7 +30,13 @@ from horovod_volo.bench.scaling_study.peers_exchange import (
     measure_replay,
     measure_ring,
 )
-from horovod_volo.bench.synthetic import RANDOM_LABELS, checked_config, random_batch, step_of, synthetic_job
+from horovod_volo.bench.synthetic import (
+    RANDOM_LABELS,
+    checked_config,
+    random_batch,
+    step_of,
+    synthetic_context,
+)
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 
@@ -163,7 +169,7 @@ def _begun_together(step: Action, world: World) -> Block:
 
 
 def _step(config: Config, world: World) -> Action:
-    context = synthetic_job(config, world, _CLASSES)
+    context = synthetic_context(config, world, _CLASSES)
     return step_of(context, random_batch(config, _CLASSES, context.resources.device, seed=world.rank))
 
 

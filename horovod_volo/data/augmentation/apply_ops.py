@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from horovod_volo.core.batch import copy_async
 from horovod_volo.data.augmentation.operations import NONE, OPERATIONS, Kind, source_matrices
 from horovod_volo.data.augmentation.rand_augment import Operations
 
@@ -24,9 +24,9 @@ def augment_(images: Tensor, operations: Operations) -> None:
         for (function, bicubic), rows in _groups(kinds, operations.bicubic[:, layer]).items():
             # On the CPU a batch is one image: a view of it, because indexing would cost as much as some
             # operations.
-            at = slice(rows[0], rows[0] + 1) if len(rows) == 1 else _on(images, np.array(rows))
+            at = slice(rows[0], rows[0] + 1) if len(rows) == 1 else copy_async(np.array(rows), images.device)
             if bicubic is None:
-                images[at] = function(images[at], _on(images, arguments[rows]))
+                images[at] = function(images[at], copy_async(arguments[rows], images.device))
             else:
                 matrices = source_matrices(kinds[rows], arguments[rows], np.tile(shape, (len(rows), 1)))
                 images[at] = function(images[at], matrices, shape, bicubic=bicubic)
@@ -41,7 +41,3 @@ def _groups(kinds: NDArray[np.int64], bicubic: NDArray[np.bool_]) -> dict[tuple[
             interpolation = is_bicubic if operation.kind is Kind.GEOMETRIC else None
             groups.setdefault((operation.function, interpolation), []).append(row)
     return groups
-
-
-def _on(images: Tensor, values: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(values).to(images.device, non_blocking=True)

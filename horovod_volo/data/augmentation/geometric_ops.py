@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from horovod_volo.core.batch import copy_async
+
 FILL = (124, 116, 104)  # ImageNet's mean color
 
 Floats = NDArray[np.float64]
@@ -176,8 +178,7 @@ def _bicubic(beyond: Tensor) -> list[Tensor]:
 
 
 def _on(device: torch.device, values: NDArray[Any]) -> Tensor:
-    """Copy numbers to the device without waiting for it."""
-    return torch.from_numpy(values.astype(np.float32)).to(device, non_blocking=True)
+    return copy_async(values.astype(np.float32), device)
 
 
 def _to_uint8(pixels: Tensor, outside: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from horovod_volo.core.batch import copy_async
 from horovod_volo.data.augmentation.operations import HISTOGRAM, NONE, OPERATIONS, Kind, source_matrices
 from horovod_volo.data.augmentation.rand_augment import Operations
 
@@ -95,7 +95,7 @@ def augment_part(image: Tensor, operations: Operations, parts: Parts) -> Tensor:
             shape = (int(after[2]), int(after[3]))
             image = function(image, matrices, shape, bicubic=bool(operations.bicubic[0, layer]))
             continue
-        argument = torch.from_numpy(arguments).to(image.device, non_blocking=True)
+        argument = copy_async(arguments, image.device)
         if OPERATIONS[kind].kind is Kind.HISTOGRAM:
             image = function(image[needed], argument, image)
         else:

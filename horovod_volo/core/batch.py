@@ -1,11 +1,16 @@
-"""The labels of a training batch, from the reading of their files to the loss."""
+"""Batches of images and labels, from the loader to the loss or the evaluation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+NO_CLASS = -1  # of an image that could not be read
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +41,27 @@ class Labels:
         return Labels(copy_async(self.classes, device), maps)
 
 
-def copy_async(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to a device through pinned memory, without waiting; to the CPU, return it."""
+@dataclass(frozen=True, eq=False)
+class TrainBatch:
+    """One micro-batch; the tensors are on the rank's device, the indices on the host."""
+
+    images: Tensor  # (batch, 3, image_size, image_size) float32, normalised
+    labels: Labels
+    indices: NDArray[np.int64]  # (batch,) positions in the catalog
+
+
+@dataclass(frozen=True, eq=False)
+class EvalBatch:
+    """One batch of evaluation images; the tensors are on the rank's device, the indices on the host."""
+
+    images: Tensor  # (batch, 3, image_size, image_size) float32, normalised
+    classes: Tensor  # (batch,) int64; NO_CLASS where the image is damaged
+    indices: NDArray[np.int64]  # (batch,) positions in the catalog
+
+
+def copy_async(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
+    """Copy host values to a device through pinned memory without waiting; for the CPU, do not copy."""
+    tensor = torch.as_tensor(values)
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
