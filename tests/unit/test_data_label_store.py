@@ -145,10 +145,8 @@ def test_damaged_class_numbers_are_found(tmp_path):
 
 def descriptors_of(folder: Path) -> list[str]:
     """Return the files of a folder that this process has open."""
-    opened = [
-        os.readlink(descriptor) for descriptor in Path("/proc/self/fd").iterdir() if descriptor.is_symlink()
-    ]
-    return [path for path in opened if path.startswith(str(folder))]
+    descriptors = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return [name for name in (str(entry.readlink()) for entry in descriptors) if name.startswith(str(folder))]
 
 
 def test_threads_read_the_same_and_no_descriptor_stays_open(tmp_path):
