@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _evaluate(options: argparse.Namespace, world: World) -> int:
     """Evaluate, print and write the result. Collective: every rank calls this."""
-    from horovod_volo.core.messages import list_problems
+    from horovod_volo.core.errors import list_problems
     from horovod_volo.evaluation.accuracy import EvalRequest, check_writable, measure_accuracy
     from horovod_volo.monitor.progress import ThroughputLine
     from horovod_volo.plugins import load_plugins

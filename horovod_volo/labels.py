@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from horovod_volo.config.arguments import Parser, add_shared_settings, whole_number
-from horovod_volo.core.errors import UserError
-from horovod_volo.core.messages import list_problems
+from horovod_volo.core.errors import UserError, list_problems
 from horovod_volo.monitor.progress import ThroughputLine
 
 if TYPE_CHECKING:

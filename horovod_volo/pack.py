@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from horovod_volo.config.arguments import whole_number
-from horovod_volo.core.errors import UserError
-from horovod_volo.core.messages import list_problems
+from horovod_volo.core.errors import UserError, list_problems
 from horovod_volo.monitor.progress import ThroughputLine
 
 DONE, DAMAGED, MISTAKE = 0, 1, 2

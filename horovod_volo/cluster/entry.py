@@ -8,8 +8,7 @@ from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.collectives import RankLostError
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.world import AllRanksError, World
-from horovod_volo.core.errors import UserError
-from horovod_volo.core.messages import print_error
+from horovod_volo.core.errors import UserError, print_error
 
 FAILED, MISTAKE = 1, 2
 

@@ -1,9 +1,29 @@
-"""The exception for mistakes of the user.
+"""The exception for mistakes of the user, and messages on stderr.
 
-Entry points print its text without a traceback and exit with status 2. The text must therefore say what is
-wrong, where, and what to type instead.
+Entry points print a UserError's text without a traceback and exit with status 2. The text must therefore say
+what is wrong, where, and what to type instead.
 """
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+SHOWN = 100
 
 
 class UserError(Exception):
     """A mistake that the user can correct; the message contains the remedy."""
+
+
+def print_error(message: str) -> None:
+    """Print a message to stderr and flush it."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def list_problems(problems: Sequence[str]) -> None:
+    """Print the first `SHOWN` problems to stderr, and how many more there are."""
+    for problem in problems[:SHOWN]:
+        print(problem, file=sys.stderr)
+    if len(problems) > SHOWN:
+        print(f"and {len(problems) - SHOWN:,} more", file=sys.stderr)

@@ -30,9 +30,8 @@ from horovod_volo.models.build import Forward, spec_of, tokens_per_side, trainin
 from horovod_volo.models.precision import autocast
 from horovod_volo.monitor.meters import LossMeter
 from horovod_volo.monitor.run_logger import Logger
-from horovod_volo.objective.image_mix import draw_image_mix
 from horovod_volo.objective.loss import Loss, LossParts, build_loss
-from horovod_volo.objective.mixtoken import NO_BOX, Mix, draw_box
+from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
 from horovod_volo.optim.clip import Clip, build_clip
 from horovod_volo.optim.schedule import lr_at
 

@@ -18,9 +18,8 @@ from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name, spec_of
 from horovod_volo.models.precision import fix_convolutions
 from horovod_volo.models.weights import load_weights, read_weights
-from horovod_volo.optim.build import build_optimizer, optimizer_spec, state_tensors
+from horovod_volo.optim.build import build_optimizer, optimizer_spec, parameter_groups, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
-from horovod_volo.optim.groups import parameter_groups
 
 _OPTIMIZER, _EXCHANGE = "optimizer", "exchange"  # files of a checkpoint that are not loaded like the others
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.optim.build import set_lr
 from horovod_volo.optim.clip import divide
-from horovod_volo.optim.groups import set_lr
 
 
 def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> None:

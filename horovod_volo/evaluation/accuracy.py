@@ -29,8 +29,7 @@ from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.evaluation import EvalCounts, count_correct, sum_counts
 from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
-from horovod_volo.evaluation.imagenet_real import RealScore, read_real, score_real
-from horovod_volo.evaluation.imagenet_v2 import numbered_catalog
+from horovod_volo.evaluation.imagenet import RealScore, numbered_catalog, read_real, score_real
 from horovod_volo.evaluation.per_class import ClassScore, class_scores
 from horovod_volo.models.aux_head import Choice
 from horovod_volo.models.precision import autocast, fix_convolutions

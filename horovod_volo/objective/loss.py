@@ -20,7 +20,7 @@ from horovod_volo.config.values import nearest
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.objective.label_map import Geometry, map_targets, most_probable
-from horovod_volo.objective.mixtoken import Mix
+from horovod_volo.objective.mixing import Mix
 from horovod_volo.objective.soft_target import (
     SoftTarget,
     blend,

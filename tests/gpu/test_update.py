@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
-from horovod_volo.optim.build import build_optimizer, state_tensors
+from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr, state_tensors
 from horovod_volo.optim.clip import build_clip, divide
 from horovod_volo.optim.ema import Ema
-from horovod_volo.optim.groups import parameter_groups, set_lr
 
 BOUND, DECAY, KEPT, RATE, STEPS = 0.35, 0.05, 0.9, 1e-3, 20
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixing import Box
 
 VARIABLE = "HOROVOD_VOLO_PUBLISHED"
 HOW_TO = (

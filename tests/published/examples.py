@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.core.batch import LabelMaps, Labels
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixing import Box
 from horovod_volo.objective.soft_target import SoftTarget
 from tests.published.checkouts import Published
 

@@ -14,7 +14,7 @@ from horovod_volo.config.schema import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.models.build import build_model
 from horovod_volo.objective.loss import build_loss
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixing import Box
 from tests.published.checkouts import Published
 from tests.published.conftest import Compare
 from tests.published.examples import CLASSES, labels_of, published_target

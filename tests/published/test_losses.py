@@ -12,7 +12,7 @@ from torch import Tensor
 from horovod_volo.config.schema import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.objective.loss import LabelMapTargets, build_loss
-from horovod_volo.objective.mixtoken import NO_BOX, Box
+from horovod_volo.objective.mixing import NO_BOX, Box
 from horovod_volo.objective.soft_target import cross_entropy
 from tests.published.checkouts import Published, named_folder
 from tests.published.conftest import Compare

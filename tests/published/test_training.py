@@ -15,7 +15,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixing import Box
 from tests.published.checkouts import Published, named_folder
 from tests.published.conftest import Compare
 from tests.published.drop_path import Draw, recorded_draws_of_ours, the_published_draw

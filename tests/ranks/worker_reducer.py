@@ -15,9 +15,8 @@ from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 from horovod_volo.models.build import build_model
-from horovod_volo.optim.build import build_optimizer, optimizer_spec, state_tensors
+from horovod_volo.optim.build import build_optimizer, optimizer_spec, parameter_groups, set_lr, state_tensors
 from horovod_volo.optim.clip import build_clip, divide
-from horovod_volo.optim.groups import parameter_groups, set_lr
 
 IMAGES, SIDE, CLASSES = 8, 32, 7
 

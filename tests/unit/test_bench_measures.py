@@ -31,7 +31,7 @@ from horovod_volo.bench.synthetic import random_labels
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.config.schema import Objective
 from horovod_volo.core.errors import UserError
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixing import Box
 
 CPU = torch.device("cpu")
 

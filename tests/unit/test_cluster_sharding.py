@@ -14,8 +14,7 @@ from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
-from horovod_volo.optim.build import build_optimizer, optimizer_spec, state_tensors
-from horovod_volo.optim.groups import parameter_groups, set_lr
+from horovod_volo.optim.build import build_optimizer, optimizer_spec, parameter_groups, set_lr, state_tensors
 
 
 def network() -> nn.Sequential:

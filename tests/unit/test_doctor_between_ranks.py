@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.cluster.network import AllreduceSpeed, list_interfaces
 from horovod_volo.cluster.world import World
 from horovod_volo.doctor.consistency import (
     assess_clock,
@@ -17,7 +16,7 @@ from horovod_volo.doctor.consistency import (
     compare_settings,
     compare_versions,
 )
-from horovod_volo.doctor.network import assess_allreduce
+from horovod_volo.doctor.network import AllreduceSpeed, assess_allreduce, list_interfaces
 from horovod_volo.doctor.shared_folder import assess_times, check_shared_folder
 
 

@@ -17,8 +17,7 @@ from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.evaluate import build_parser
-from horovod_volo.evaluation.imagenet_real import read_real, score_real
-from horovod_volo.evaluation.imagenet_v2 import list_numbered, numbered_catalog
+from horovod_volo.evaluation.imagenet import list_numbered, numbered_catalog, read_real, score_real
 from horovod_volo.evaluation.per_class import ClassScore, class_scores
 
 CLASSES = 6

@@ -20,9 +20,8 @@ from horovod_volo.models.pretrained import load_pretrained
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
 from horovod_volo.objective.loss import build_loss
-from horovod_volo.objective.mixtoken import NO_BOX
-from horovod_volo.optim.build import build_optimizer
-from horovod_volo.optim.groups import parameter_groups, set_lr
+from horovod_volo.objective.mixing import NO_BOX
+from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr
 
 CLASSES, SIDE = 10, 32
 NEVER = "the auxiliary head was never trained, its biases are all 0"

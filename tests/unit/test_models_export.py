@@ -23,9 +23,16 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.models import onnx_export
 from horovod_volo.models.build import build_model, spec_of
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
-from horovod_volo.models.onnx_export import check_packages, onnx_difference, write_onnx
+from horovod_volo.models.onnx_export import (
+    check_packages,
+    exportable,
+    fold_windows,
+    onnx_difference,
+    place_weights,
+    unfold_windows,
+    write_onnx,
+)
 from horovod_volo.models.outlook import Outlook
-from horovod_volo.models.outlook_export import exportable, fold_windows, place_weights, unfold_windows
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
 from horovod_volo.models.timm_export import (
     CONFIG,

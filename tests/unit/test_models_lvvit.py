@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit, LvVitBlock
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixing import Box
 
 timm_optim = pytest.importorskip("timm.optim")
 

@@ -11,7 +11,7 @@ from formula_weights import fill, images
 from torch import Tensor
 
 from horovod_volo.models.build import build_model
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixing import Box
 
 BOX = Box(top=3, left=5, height=7, width=4, grid=14)
 

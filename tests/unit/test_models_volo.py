@@ -13,7 +13,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, check_model, spec_of
 from horovod_volo.models.volo import Volo
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixing import Box
 
 timm = pytest.importorskip("timm")
 DropPath = pytest.importorskip("timm.layers").DropPath

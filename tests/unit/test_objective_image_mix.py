@@ -11,9 +11,8 @@ from horovod_volo.config.schema import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.models import timm_api  # noqa: F401  # lets timm in beside a CPU-only torch
-from horovod_volo.objective.image_mix import ImageMix, draw_image_mix
 from horovod_volo.objective.loss import build_loss
-from horovod_volo.objective.mixtoken import NO_BOX
+from horovod_volo.objective.mixing import NO_BOX, ImageMix, draw_image_mix
 
 SIDE, DRAWS = 32, 3000
 

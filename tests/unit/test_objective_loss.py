@@ -16,7 +16,7 @@ from horovod_volo.config.schema import Objective
 from horovod_volo.core.batch import LabelMaps, Labels
 from horovod_volo.objective.label_map import Geometry
 from horovod_volo.objective.loss import LossParts, build_loss
-from horovod_volo.objective.mixtoken import NO_BOX, Box
+from horovod_volo.objective.mixing import NO_BOX, Box
 
 BATCH, CLASSES, SIDE = 4, 12, 3
 TEACHER = Objective(token_label=True, token_label_data="maps", cls_weight=0.75, dense_weight=0.5)

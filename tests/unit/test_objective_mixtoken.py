@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from horovod_volo.objective.mixtoken import NO_BOX, Box, draw_box
+from horovod_volo.objective.mixing import NO_BOX, Box, draw_box
 
 
 def test_exchange_takes_the_box_from_the_reversed_batch() -> None:
@@ -62,11 +62,11 @@ def test_a_grid_that_does_not_fit_is_refused() -> None:
 def test_a_box_is_a_function_of_its_four_coordinates() -> None:
     assert draw_box(42, 7, 3, 1, 14) == draw_box(42, 7, 3, 1, 14)
     draws = {
-        draw_box(seed, step, rank, pass_index, 1000)
+        draw_box(seed, step, rank, micro_batch, 1000)
         for seed in (0, 42)
         for step in (0, 1, 2**33)
         for rank in (0, 1)
-        for pass_index in (0, 1)
+        for micro_batch in (0, 1)
     }
     assert len(draws) == 24
 

@@ -13,8 +13,7 @@ from torch.optim import AdamW, Optimizer
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers
 from horovod_volo.models.volo import Volo
-from horovod_volo.optim.build import build_optimizer, optimizer_spec, state_tensors
-from horovod_volo.optim.groups import parameter_groups, set_lr
+from horovod_volo.optim.build import build_optimizer, optimizer_spec, parameter_groups, set_lr, state_tensors
 
 timm_optim = pytest.importorskip("timm.optim")
 param_groups_weight_decay = timm_optim.param_groups_weight_decay

@@ -13,9 +13,8 @@ import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports 
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
-from horovod_volo.optim.build import build_optimizer
+from horovod_volo.optim.build import build_optimizer, set_lr
 from horovod_volo.optim.clip import build_clip, divide
-from horovod_volo.optim.groups import set_lr
 
 adaptive_clip_grad = pytest.importorskip("timm.utils").adaptive_clip_grad
 

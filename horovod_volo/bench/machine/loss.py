@@ -23,7 +23,7 @@ from horovod_volo.config.schema import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.objective.loss import LabelMapTargets, build_loss
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixing import Box
 
 _TOLERANCE = 1e-5  # of ours, against float64
 # At 21,841 classes the dense formula in fp32 differs by 2e-4 from itself in float64: its softmax sums the

@@ -28,10 +28,9 @@ from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 from horovod_volo.models.build import build_model, exempt_from_decay
-from horovod_volo.optim.build import build_optimizer
+from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr
 from horovod_volo.optim.clip import build_clip, divide
 from horovod_volo.optim.ema import Ema
-from horovod_volo.optim.groups import parameter_groups, set_lr
 
 CLASSES = 1000
 LR, WEIGHT_DECAY, MAX_NORM = 1e-3, 0.05, 1.0

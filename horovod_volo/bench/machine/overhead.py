@@ -24,8 +24,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.models.volo import TokenSwap
-from horovod_volo.optim.build import build_optimizer
-from horovod_volo.optim.groups import parameter_groups
+from horovod_volo.optim.build import build_optimizer, parameter_groups
 
 CLASSES = 10
 _LR, _WEIGHT_DECAY = 1e-3, 0.05

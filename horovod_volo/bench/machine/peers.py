@@ -29,7 +29,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.models.build import tokens_per_side
-from horovod_volo.objective.mixtoken import NO_BOX, Box
+from horovod_volo.objective.mixing import NO_BOX, Box
 
 CLASSES = 1000
 _COMPARED_STEPS = 3

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from horovod_volo.config.schema import Objective
 from horovod_volo.core.batch import Labels
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixing import Box
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from horovod_volo.config.validation import trains_aux_head
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
-from horovod_volo.objective.mixtoken import Box
+from horovod_volo.objective.mixing import Box
 
 # isort: split
 # After timm_door, which makes torchvision importable for timm.

@@ -36,7 +36,7 @@ from horovod_volo.engine.step import train_step
 from horovod_volo.models.compiled import check_compiler, compile_blocks
 from horovod_volo.monitor.meters import LossMeter
 from horovod_volo.objective.loss import LossParts
-from horovod_volo.objective.mixtoken import Mix
+from horovod_volo.objective.mixing import Mix
 
 CLASSES = 1000
 # Measured on one H200: bf16 product of 8192 x 8192 matrices of random values. The data sheet says 989.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
-from horovod_volo.data.images.folder_images import list_folders
+from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
 from horovod_volo.data.images.recordio import recordio_samples
 from horovod_volo.data.images.shard_sample import Label, ShardSample
 from horovod_volo.data.images.split_folder import CLASSES_FILE, Format, SplitFolder, shortened
@@ -123,3 +124,30 @@ def _numbered(
     digits = len(str(max(numbers)))  # zero-padded: the text order is the numeric order
     order = np.argsort(np.argsort(numbers))  # the position of each label in sorted order
     return tuple(f"{number:0{digits}d}" for number in sorted(numbers)), order.tolist()
+
+
+def list_folders(root: Path, classes: tuple[str, ...], add: Callable[[Rows], None]) -> None:
+    """Add the images of all classes in order, each class sorted by name."""
+    empty = []
+    for number, name in enumerate(classes):
+        files = _image_names(root / name)
+        if files:
+            add(Rows(labels=number, names=files))
+        else:
+            empty.append(str(root / name))
+    if empty:
+        raise UserError(
+            f"no images in {shortened(empty)}. Add images "
+            f"({', '.join(IMAGE_ENDINGS)}) directly inside, or remove the folder."
+        )
+
+
+def _image_names(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if entry.name.lower().endswith(IMAGE_ENDINGS)
+            and not entry.name.startswith(".")  # macOS writes "._name.jpg" beside name.jpg
+            and entry.is_file()
+        )

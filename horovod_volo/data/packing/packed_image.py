@@ -33,9 +33,7 @@ def packed_image(name: str, encoded: bytes, *, shorter_side: int, quality: int) 
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # about large images and invalid metadata, which decode nevertheless
+            warnings.simplefilter("ignore")  # large images and invalid metadata decode nevertheless
             with Image.open(io.BytesIO(encoded)) as image:
                 if shorter_side and min(image.size) > shorter_side:
                     is_jpeg = name.lower().endswith((".jpg", ".jpeg"))

@@ -1,12 +1,16 @@
-"""ImageNet-ReaL: new labels of the validation images, each with all classes that are visible in it.
+"""ImageNet-ReaL, new labels of the validation images, and ImageNet-V2, new images.
 
-real.json lists the classes by the number in the image's name, ILSVRC2012_val_00000001.JPEG. Images without a
-class do not count.
+ReaL's real.json lists all classes that are visible in an image, by the number in the image's name,
+ILSVRC2012_val_00000001.JPEG. Images without a class do not count.
+
+V2 has no splits, and its class folders are named by class numbers. Other catalogs sort folder names as text,
+where "10" is before "2".
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +19,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.images.listing import list_images
+from horovod_volo.data.images.open_files import OpenFile
+from horovod_volo.data.images.split_folder import SplitFolder, shortened
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
@@ -94,3 +102,53 @@ def _row(name: str, entries: int, file: str) -> int:
             f"{file} has {entries} lists, but {name} is image {number}. Give ReaL's complete real.json."
         )
     return number - 1
+
+
+def numbered_catalog(data_dir: str, world: World) -> Catalog:
+    """List the images of numbered class folders in memory, on each rank. Collective."""
+    catalog = world.run_on_all_ranks(lambda: list_numbered(data_dir))
+    digests = world.allgather_object(catalog.digest)
+    world.raise_on_all_ranks(
+        None
+        if digests[0] == catalog.digest
+        else UserError(f"the images in {data_dir} differ between hosts. Give a folder that all hosts share.")
+    )
+    return catalog
+
+
+def list_numbered(data_dir: str) -> Catalog:
+    """List a folder whose class folders are named 0, 1, 2 and so on; raise UserError if they are not."""
+    root = Path(data_dir).absolute()
+    images = SplitFolder(root, "folder", _numbered_folders(root), state="")
+    memory = OpenFile(os.memfd_create("catalog", os.MFD_CLOEXEC))
+    try:
+        list_images(images, memory.descriptor)
+    except OSError as error:
+        raise UserError(f"cannot list the images of {root}: {error}. Fix this file or folder.") from error
+    return Catalog(memory, path=None)
+
+
+def _numbered_folders(root: Path) -> tuple[str, ...]:
+    """Return the names of the class folders in the order of their numbers."""
+    try:
+        with os.scandir(root) as entries:
+            names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    except OSError as error:
+        raise UserError(
+            f"there is no data folder {root}: {error.strerror}. Give ImageNet-V2's folder of class folders."
+        ) from None
+    others = sorted(name for name in names if not (name.isascii() and name.isdecimal()))
+    if others or not names:
+        found = f"the folders {shortened(others)}" if others else "no folders"
+        raise UserError(
+            f"{root} has {found}. With --v2 its class folders must be numbers, 0, 1, 2 and so on: give the "
+            "folder that directly holds them, or drop --v2."
+        )
+    folders = sorted(names, key=int)
+    missing = sorted(set(range(len(folders))) - set(map(int, folders)))
+    if missing:
+        raise UserError(
+            f"{root} has {len(folders)} class folders, but none for class {missing[0]}. The folder's name is "
+            "the class number: add the missing folder."
+        )
+    return tuple(folders)
