@@ -18,7 +18,7 @@ from horovod_volo.cluster.reducer import build_gradient_buckets, wire_bytes
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import notes, trains_aux_head
+from horovod_volo.config.validation import config_warnings, trains_aux_head
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
     batch_line,
@@ -118,7 +118,7 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
         f"{(ranks - 1) / ranks * (sent_bytes + gathered_bytes) / _MIB:.0f} MiB through each rank's link",
     }
     warnings = [
-        *notes(config),
+        *config_warnings(config),
         *token_size_warnings(config),
         *batch_warnings(config, derived, workload.images),
         *workload.warnings,

@@ -98,7 +98,7 @@ def _format_text(request: EvalRequest, result: EvalResult, rows: Sequence[ClassS
     properties = [
         ("weights", request.weights),
         ("model", f"{model.name}, {model.image_side} px, crop {result.crop_pct:g}, {request.precision}"),
-        *(("", warning) for warning in model.remarks),
+        *(("", warning) for warning in model.messages),
         ("images", f"{counts.images:,} of {result.data}; {counts.bad_samples:,} damaged ones left out"),
         ("top-1", f"{scores['top1']:.3f} %, {counts.top1:,} images"),
         ("top-5", f"{scores['top5']:.3f} %, {counts.top5:,} images"),

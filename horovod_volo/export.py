@@ -110,7 +110,7 @@ def _export(options: argparse.Namespace) -> None:
         use_ema=options.use_ema,
         aux_head=options.aux_head,
     )
-    for warning in trained.remarks:
+    for warning in trained.messages:
         print(warning)
     with timm_export.whole_folder(options.folder, replace=options.force) as exported:
         timm_export.write_timm_folder(trained, exported)

@@ -177,7 +177,7 @@ def _check_update(config: Config) -> None:
             raise UserError(f"{flag} needs --finetune. Add --finetune, or drop {flag}.")
 
 
-def notes(config: Config) -> list[str]:
+def config_warnings(config: Config) -> list[str]:
     """Return warnings about settings that are missing, without effect, or slow at the start."""
     found = list(config.warnings)
     if missing := _missing(config):

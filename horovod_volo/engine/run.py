@@ -14,7 +14,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import notes
+from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.labels.source import geometry_warnings
@@ -68,7 +68,7 @@ def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext
     logger = world.run_on_all_ranks(partial(_open_logger, config, world, state.step, derived.total_steps))
     context = build_context(config, world, images, resources, state, logger, stop)
     warnings = [
-        *notes(config),
+        *config_warnings(config),
         *token_size_warnings(config),
         *batch_warnings(config, derived, len(images.train)),
         *precision_warnings(config.model.precision, resources.device),

@@ -12,7 +12,7 @@ from horovod_volo.models.registry import State
 
 
 def fit_position_embedding(model: nn.Module, state: State) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights with `pos_embed` reshaped or resized to the model's if possible, and remarks."""
+    """Return the weights with `pos_embed` reshaped or resized to the model's if possible, and messages."""
     given = dict(state)
     old, new = given.get("pos_embed"), model.state_dict()["pos_embed"]
     if old is None or old.shape == new.shape:

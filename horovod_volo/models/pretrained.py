@@ -32,7 +32,7 @@ class PretrainedModel:
     mean: tuple[float, ...]  # of training pixels from 0 to 1
     std: tuple[float, ...]
     interpolation: str
-    remarks: list[str]
+    messages: list[str]
 
     @property
     def has_aux_head(self) -> bool:
@@ -63,14 +63,14 @@ def load_pretrained(
     name = our_name(name)
     side = image_side or int(run.get("img_size", 0)) or published.img_size
     check_model(name, img_size=side, tokens=False)
-    state, remarks = read_weights(source, use_ema=use_ema)
+    state, messages = read_weights(source, use_ema=use_ema)
     without = reason_to_leave_out(state, run, aux_head, source) if spec_of(name).stride else ""
     if without:
         state = {key: tensor for key, tensor in state.items() if not key.startswith(AUX_HEAD)}
-        remarks.append(f"evaluated by the class token alone: {without}")
+        messages.append(f"evaluated by the class token alone: {without}")
     classes = _classes(name, state, source)
     network = build_model(name, img_size=side, num_classes=classes, drop_path=0.0, aux_head=not without)
-    remarks += load_weights(network, name, state, source)
+    messages += load_weights(network, name, state, source)
     network.eval().requires_grad_(False)
     crop_pct = float(run.get("crop_pct", 0.0)) or published.crop_pct
     return PretrainedModel(
@@ -82,7 +82,7 @@ def load_pretrained(
         published.mean,
         published.std,
         published.interpolation,
-        remarks,
+        messages,
     )
 
 

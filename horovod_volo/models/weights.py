@@ -31,43 +31,43 @@ _FILES_OF_A_FOLDER = (
 
 
 class Weights(NamedTuple):
-    """Tensors by name, and remarks that tell raw weights from EMA weights."""
+    """Tensors by name, and messages that tell raw weights from EMA weights."""
 
     tensors: dict[str, Tensor]
-    remarks: list[str]
+    messages: list[str]
 
 
 def load_weights(model: nn.Module, name: str, state: State, source: str, *, allowed: str = "") -> list[str]:
-    """Load `state` into the model of this `name`; return remarks on what was loaded, adapted and left out.
+    """Load `state` into the model of this `name`; return messages on what was loaded, adapted and left out.
 
     `allowed` are comma-separated prefixes of parameters that may be missing, unknown or of another shape.
     """
     own = model.state_dict()
     spec = spec_of(name)
-    given, remarks = spec.adapt_weights(model, state)
+    given, messages = spec.adapt_weights(model, state)
     left = _other_heads(own, given, spec.heads)
     if left:
-        remarks.append(
+        messages.append(
             f"{', '.join(sorted({key.rsplit('.', 1)[0] for key in left}))} are initialized: the weights are "
             f"for {len(given[left[0]])} classes, the images have {len(own[left[0]])}"
         )
     if spec.stride:
         fresh, of_aux_head = _fit_aux_head(own, given)
         left += fresh
-        remarks += of_aux_head
+        messages += of_aux_head
     prefixes = tuple(part.strip() for part in allowed.split(",") if part.strip())
     misfits = _misfits(own, given, left)
     _raise_on(
         {what: [k for k in keys if not k.startswith(prefixes)] for what, keys in misfits.items()}, source
     )
     # The remaining misfits are allowed.
-    remarks += [
+    messages += [
         f"{len(keys)} tensors {what}, as allowed: {_few(keys)}" for what, keys in misfits.items() if keys
     ]
     out = {*left, *misfits["unknown"], *misfits["of another shape"]}
     loaded = {key: tensor for key, tensor in given.items() if key not in out}
     model.load_state_dict(loaded, strict=False)  # missing tensors were checked above
-    return [f"{len(loaded)} of {len(own)} tensors loaded", *remarks]
+    return [f"{len(loaded)} of {len(own)} tensors loaded", *messages]
 
 
 def _few(names: list[str]) -> str:
@@ -75,7 +75,7 @@ def _few(names: list[str]) -> str:
 
 
 def _fit_aux_head(own: State, given: dict[str, Tensor]) -> tuple[list[str], list[str]]:
-    """Drop an auxiliary head that the model lacks; return the tensors of a missing one, and remarks."""
+    """Drop an auxiliary head that the model lacks; return the tensors of a missing one, and messages."""
     ours, theirs = ([key for key in state if key.startswith(AUX_HEAD)] for state in (own, given))
     if theirs and not ours:
         for key in theirs:
@@ -150,8 +150,8 @@ def _of_checkpoint(file: Path, source: str, *, use_ema: bool) -> Weights:
     if use_ema and not has_ema:
         raise _no_ema(source)
     chosen = averaged if use_ema else file
-    remarks = _which(chosen == averaged, _RAW_FILE, _EMA_FILE) if has_ema else []
-    return Weights(_read(chosen), remarks)
+    messages = _which(chosen == averaged, _RAW_FILE, _EMA_FILE) if has_ema else []
+    return Weights(_read(chosen), messages)
 
 
 def _which(is_ema: bool, raw: str, ema: str) -> list[str]:

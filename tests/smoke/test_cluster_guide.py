@@ -11,7 +11,7 @@ import pytest
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, resolve
-from horovod_volo.config.validation import notes
+from horovod_volo.config.validation import config_warnings
 from tests.ranks.launching import run
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,7 @@ def test_a_training_command_has_all_inputs_of_the_published_run_and_nearly_its_b
     for flags in flags_of(command, ranks):
         config = resolve(parse([*flags, "--token-label-data", "maps"]).config, ranks)
         assert config.published.needs
-        assert notes(config) == []
+        assert config_warnings(config) == []
         batch = derive(config, ranks=ranks, images=1_281_167).global_batch
         assert batch == pytest.approx(config.update.lr_base_size, rel=0.07)
 

@@ -18,7 +18,7 @@ import pytest
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, nearest_batches, resolve
-from horovod_volo.config.validation import notes
+from horovod_volo.config.validation import config_warnings
 from tests.ranks.launching import environment, run
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_a_cluster_command_has_all_inputs_of_the_published_run(command):
     ranks = int(words[words.index("--ranks" if "--dry-run" in words else "-np") + 1])
     config = parse(words[words.index("horovod_volo.train") + 1 :]).config
     assert config.published.needs
-    assert notes(config) == []
+    assert config_warnings(config) == []
     batch = derive(resolve(config, ranks), ranks=ranks, images=1_281_167).global_batch
     assert batch in nearest_batches(config.update.lr_base_size, ranks)
 

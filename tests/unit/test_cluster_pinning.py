@@ -96,10 +96,10 @@ def test_torch_computes_with_the_threads_that_are_set(set_to: str) -> None:
     command = [sys.executable, "-c", program]
     environment = os.environ | {"OMP_NUM_THREADS": set_to}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    threads, _, remarks = done.stdout.strip().partition(" ")
+    threads, _, messages = done.stdout.strip().partition(" ")
     assert threads == set_to
     said = f"OMP_NUM_THREADS is set: torch computes with {set_to}, not "
-    assert (said in remarks) == (int(set_to) != len(os.sched_getaffinity(0)))
+    assert (said in messages) == (int(set_to) != len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize(

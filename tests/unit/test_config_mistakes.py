@@ -10,7 +10,7 @@ from schema_examples import recipe_of
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import notes
+from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.errors import UserError
 
 
@@ -187,18 +187,18 @@ def test_a_setting_without_effect_is_named(
 ) -> None:
     idle = IDLE_BY.get(why, [])
     warning = f"{stated[0]} has no effect {why}"
-    assert warning in notes(parse([*stated, *idle]).config)
-    assert warning not in notes(parse(idle).config)  # nobody stated it
-    assert warning not in notes(parse([*stated, *idle, *remedy]).config)
+    assert warning in config_warnings(parse([*stated, *idle]).config)
+    assert warning not in config_warnings(parse(idle).config)  # nobody stated it
+    assert warning not in config_warnings(parse([*stated, *idle, *remedy]).config)
     # A recipe that states it is warned of too, as is the run's own resolved.toml.
     recipe = recipe_of(tmp_path, dump(parse([*stated, *idle]).config))
-    assert warning in notes(parse(["--recipe", recipe]).config)
+    assert warning in config_warnings(parse(["--recipe", recipe]).config)
 
 
 def test_what_a_recipe_states_is_warned_of_unless_it_is_the_default(tmp_path: Path) -> None:
     by_default = recipe_of(tmp_path, dump(Config()))
-    assert notes(parse(["--recipe", by_default]).config) == []
+    assert config_warnings(parse(["--recipe", by_default]).config) == []
     divided = recipe_of(tmp_path, "[update]\naccumulation = 2\n[data]\nglobal_batch = 64\n")
-    assert notes(parse(["--recipe", divided]).config) == [
+    assert config_warnings(parse(["--recipe", divided]).config) == [
         "--accumulation has no effect with --global-batch, which sets it"
     ]

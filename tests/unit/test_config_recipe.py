@@ -11,7 +11,7 @@ from schema_examples import FIELDS, examples, recipe_of
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive
 from horovod_volo.config.recipe import RECIPES, dump, load_recipe, recipe_names
-from horovod_volo.config.validation import check, notes
+from horovod_volo.config.validation import check
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 
@@ -65,7 +65,7 @@ def test_the_packages_recipes_load_and_agree_with_themselves(name: str) -> None:
     needs = parse(["--recipe", name]).config.published.needs
     config = parse(["--recipe", name, *(word for need in needs for word in PLACES[need])]).config
     check(config)
-    assert notes(config) == []
+    assert config_warnings(config) == []
     assert load_recipe(name) == load_recipe(str(RECIPES / f"{name}.toml")) != {}
 
 
@@ -75,11 +75,11 @@ def test_precision_is_read_from_its_table_and_from_the_one_it_was_in(table: str,
     config = parse(["--recipe", recipe]).config
     assert config.model.precision == "bf16"
     moved = [f"recipe {recipe}: precision belongs to [model] now, no longer to [exchange]"]
-    assert notes(config) == (moved if table == "exchange" else [])
+    assert config_warnings(config) == (moved if table == "exchange" else [])
     # Written again it stands in its own table, and there is nothing to warn of.
     written = dump(config)
     assert written.index("[model]") < written.index('precision = "bf16"') < written.index("[data]")
-    assert notes(parse(["--recipe", recipe_of(tmp_path, written)]).config) == []
+    assert config_warnings(parse(["--recipe", recipe_of(tmp_path, written)]).config) == []
 
 
 def test_of_a_key_in_both_tables_the_one_in_its_own_counts(tmp_path: Path) -> None:
@@ -117,11 +117,11 @@ def test_a_run_without_what_its_recipe_was_published_with_is_noted(
     name: str, given: list[str], lacking: str, tmp_path: Path
 ) -> None:
     config = parse(["--recipe", name, *(word for need in given for word in PLACES[need])]).config
-    noted = notes(config)
+    noted = config_warnings(config)
     assert len(noted) == bool(lacking)
     assert lacking in "".join(noted)
     # Its resolved settings are a recipe that says the same.
-    assert notes(parse(["--recipe", recipe_of(tmp_path, dump(config))]).config) == noted
+    assert config_warnings(parse(["--recipe", recipe_of(tmp_path, dump(config))]).config) == noted
 
 
 @pytest.mark.parametrize(

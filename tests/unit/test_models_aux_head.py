@@ -181,7 +181,7 @@ def test_weights_are_loaded_without_it_or_with_it(run_folder: Path) -> None:
         recipe.write_text(known + settings)
         loaded = load_pretrained(str(run_folder), aux_head=choice)
         assert loaded.has_aux_head == has
-        assert any("evaluated by the class token alone" in remark for remark in loaded.remarks) != has
+        assert any("evaluated by the class token alone" in remark for remark in loaded.messages) != has
         with torch.inference_mode():
             expected = whole(images) if has else whole.head(whole.forward_features(images)[:, 0])
             torch.testing.assert_close(loaded.network(images), expected)
@@ -190,7 +190,7 @@ def test_weights_are_loaded_without_it_or_with_it(run_folder: Path) -> None:
 def test_a_head_that_is_not_there_cannot_be_asked_for(run_folder: Path) -> None:
     torch.save(without_head(network().state_dict()), run_folder / "weights.pth")
     loaded = load_pretrained(str(run_folder))
-    assert "evaluated by the class token alone: the weights have no auxiliary head" in loaded.remarks
+    assert "evaluated by the class token alone: the weights have no auxiliary head" in loaded.messages
     with pytest.raises(UserError, match=r"have no auxiliary head\. Drop --aux-head on"):
         load_pretrained(str(run_folder), aux_head="on")
 
@@ -200,4 +200,4 @@ def test_networks_of_timm_are_left_as_they_are(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "weights.pth")
     loaded = load_pretrained(str(tmp_path), name="test_vit")
     assert not loaded.has_aux_head
-    assert not any("class token" in remark for remark in loaded.remarks)
+    assert not any("class token" in remark for remark in loaded.messages)

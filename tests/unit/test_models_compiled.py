@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.validation import notes
+from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, training_forward
 from horovod_volo.models.compiled import check_compiler, compile_blocks, find_blocks
@@ -139,6 +139,6 @@ def test_a_missing_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_slow_first_step_is_a_warning() -> None:
-    assert notes(parse([]).config) == []
-    (note,) = notes(parse(["--compile"]).config)
+    assert config_warnings(parse([]).config) == []
+    (note,) = config_warnings(parse(["--compile"]).config)
     assert "at the first step, which takes minutes" in note

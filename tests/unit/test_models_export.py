@@ -261,7 +261,7 @@ def test_a_network_without_an_auxiliary_head_is_exported_as_such(name: str, tmp_
         write_onnx(network.network, file, image_side=side, batch=0, opset=18)
         assert onnx_difference(network.network, file, image_side=side, batches=(1, 3)) <= 1e-4
     again = load_pretrained(str(made), name=name, image_side=side)
-    assert "evaluated by the class token alone: the weights have no auxiliary head" in again.remarks
+    assert "evaluated by the class token alone: the weights have no auxiliary head" in again.messages
     with torch.inference_mode():
         assert torch.equal(again.network(images), network.network(images))
 

@@ -129,8 +129,8 @@ def test_weights_that_do_not_fit_are_refused(state: State, said: str) -> None:
 def test_heads_of_other_classes_begin_anew() -> None:
     source, target = demo(num_classes=7).state_dict(), demo(seed=1)
     fresh = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-    remarks = load_weights(target, "volo_demo", source, "some.pth")
-    assert remarks[1:] == [
+    messages = load_weights(target, "volo_demo", source, "some.pth")
+    assert messages[1:] == [
         "aux_head, head are initialized: the weights are for 7 classes, the images have 10"
     ]
     for name, tensor in target.state_dict().items():
@@ -149,16 +149,16 @@ def without_aux_head(state: State) -> State:
 def test_a_network_without_an_auxiliary_head_leaves_one_out(name: str) -> None:
     source = build_model(name, img_size=32, num_classes=10, drop_path=0.0).state_dict()
     target = build_model(name, img_size=32, num_classes=10, drop_path=0.0, aux_head=False)
-    remarks = load_weights(target, name, source, "some.pth")
-    assert remarks[1:] == ["aux_head is left out: without token labels it is neither trained nor evaluated"]
+    messages = load_weights(target, name, source, "some.pth")
+    assert messages[1:] == ["aux_head is left out: without token labels it is neither trained nor evaluated"]
     assert same(target.state_dict(), without_aux_head(source))
 
 
 def test_an_auxiliary_head_that_the_weights_lack_begins_anew() -> None:
     source, target = without_aux_head(small()), demo(seed=1)
     fresh = target.aux_head.weight.clone()
-    remarks = load_weights(target, "volo_demo", source, "some.pth")
-    assert remarks[1:] == ["aux_head is initialized: the weights have none"]
+    messages = load_weights(target, "volo_demo", source, "some.pth")
+    assert messages[1:] == ["aux_head is initialized: the weights have none"]
     assert same(without_aux_head(target.state_dict()), source)
     assert torch.equal(target.aux_head.weight, fresh)
     half = without(small(), "aux_head.bias")
@@ -175,8 +175,8 @@ def test_what_may_differ_is_allowed_by_name() -> None:
     ):
         load_weights(target, "volo_demo", state, "some.pth", allowed="norm")
     assert same(target.state_dict(), fresh)
-    remarks = load_weights(target, "volo_demo", state, "some.pth", allowed="norm, extra")
-    assert remarks[1:] == [
+    messages = load_weights(target, "volo_demo", state, "some.pth", allowed="norm, extra")
+    assert messages[1:] == [
         "1 tensors missing, as allowed: norm.weight",
         "1 tensors unknown, as allowed: extra",
         "1 tensors of another shape, as allowed: norm.bias",
@@ -190,9 +190,9 @@ def test_a_row_of_tokens_without_a_class_token_is_laid_out_as_a_grid(side: int) 
     """As the published loading does: (1, 196, channels) is 14 x 14."""
     source, target = small(), demo(seed=1)
     row = torch.randn(1, side * side, 96, generator=torch.Generator().manual_seed(0))
-    remarks = load_weights(target, "volo_demo", source | {"pos_embed": row}, "some.pth")
-    assert remarks[1] == f"position embedding laid out as {side} x {side} tokens"
-    assert remarks[2:] == ([] if side == 4 else ["position embedding resized from 6 x 6 to 4 x 4"])
+    messages = load_weights(target, "volo_demo", source | {"pos_embed": row}, "some.pth")
+    assert messages[1] == f"position embedding laid out as {side} x {side} tokens"
+    assert messages[2:] == ([] if side == 4 else ["position embedding resized from 6 x 6 to 4 x 4"])
     grid = row[0].numpy().reshape(side, side, 96)
     expected = grid if side == 4 else resized_slowly(grid, 4, 4)
     assert target.pos_embed.detach()[0].numpy() == pytest.approx(expected, abs=1e-5)
@@ -203,8 +203,8 @@ def test_a_row_of_tokens_is_resized_as_its_grid() -> None:
     torch.manual_seed(0)
     source = build_model("lvvit_t", img_size=64, num_classes=10, drop_path=0.0).state_dict()
     target = build_model("lvvit_t", img_size=96, num_classes=10, drop_path=0.0)
-    remarks = load_weights(target, "lvvit_t", source, "some.pth")
-    assert remarks[1:] == ["position embedding resized from 4 x 4 to 6 x 6"]
+    messages = load_weights(target, "lvvit_t", source, "some.pth")
+    assert messages[1:] == ["position embedding resized from 4 x 4 to 6 x 6"]
     was, new = source["pos_embed"], target.state_dict()["pos_embed"]
     assert torch.equal(new[:, 0], was[:, 0])
     cells = resize_position_embedding(was[:, 1:].reshape(1, 4, 4, -1), (4, 4), (6, 6))
@@ -215,8 +215,8 @@ def test_timms_networks_are_adapted_as_timm_does() -> None:
     name = "vit_tiny_patch16_224"
     source = build_model(name, img_size=64, num_classes=7, drop_path=0.0).state_dict()
     target = build_model(name, img_size=96, num_classes=10, drop_path=0.0)
-    remarks = load_weights(target, name, source, "some.pth")
-    assert remarks[1:] == ["head are initialized: the weights are for 7 classes, the images have 10"]
+    messages = load_weights(target, name, source, "some.pth")
+    assert messages[1:] == ["head are initialized: the weights are for 7 classes, the images have 10"]
     assert torch.equal(target.state_dict()["blocks.3.mlp.fc1.weight"], source["blocks.3.mlp.fc1.weight"])
     expected = build_model(name, img_size=64, num_classes=7, drop_path=0.0)
     expected.load_state_dict(source)
@@ -264,25 +264,25 @@ def test_of_raw_and_averaged_weights_the_raw_are_taken_unless_asked(
     file = tmp_path / "weights.pth"
     others = {name: tensor + 1 for name, tensor in STATE.items()}
     torch.save({averaged: others, raw: STATE, "epoch": 3}, file)
-    tensors, remarks = read_weights(str(file))
+    tensors, messages = read_weights(str(file))
     assert same(tensors, STATE)
-    assert remarks == [f"raw weights ({raw}); --use-ema loads the EMA weights ({averaged})"]
-    tensors, remarks = read_weights(str(file), use_ema=True)
+    assert messages == [f"raw weights ({raw}); --use-ema loads the EMA weights ({averaged})"]
+    tensors, messages = read_weights(str(file), use_ema=True)
     assert same(tensors, others)
-    assert remarks == [f"EMA weights ({averaged})"]
+    assert messages == [f"EMA weights ({averaged})"]
 
 
 def test_of_a_checkpoint_the_raw_weights_are_taken_unless_asked(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "best"
     write(checkpoint / "model.safetensors", 1)
-    assert read_weights(str(tmp_path)).remarks == []
+    assert read_weights(str(tmp_path)).messages == []
     with pytest.raises(UserError, match=r"There are no EMA weights in .*Drop --use-ema\."):
         read_weights(str(tmp_path), use_ema=True)
     write(checkpoint / "ema.safetensors", 2)
     write(checkpoint / "optimizer.safetensors", 3)
     raw = "raw weights (model.safetensors); --use-ema loads the EMA weights (ema.safetensors)"
     averaged = "EMA weights (ema.safetensors)"
-    for source, use_ema, number, remarks in (
+    for source, use_ema, number, messages in (
         (tmp_path, False, 1, [raw]),
         (tmp_path, True, 2, [averaged]),
         (checkpoint, True, 2, [averaged]),
@@ -292,7 +292,7 @@ def test_of_a_checkpoint_the_raw_weights_are_taken_unless_asked(tmp_path: Path) 
         (checkpoint / "optimizer.safetensors", False, 3, []),
     ):
         found = read_weights(str(source), use_ema=use_ema)
-        assert (float(found.tensors["number"]), found.remarks) == (number, remarks)
+        assert (float(found.tensors["number"]), found.messages) == (number, messages)
 
 
 @pytest.mark.parametrize("source", ["{folder}/weights.pth", "timm:volo_d1_224"])
