@@ -7,10 +7,11 @@ import torch
 
 from horovod_volo.config.schema import Data
 from horovod_volo.data.augmentation import operations as ops
-from horovod_volo.data.augmentation.apply_ops import augment_, augment_part, parts_needed
+from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
+from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
 
 SIDE, IMAGES = 64, 256
 SETTINGS = Data(aa="rand-m9-n3-p0.7-mstd0.5-inc1", reprob=0.5)

@@ -11,7 +11,7 @@ from schema_examples import FIELDS, examples, recipe_of
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive
 from horovod_volo.config.recipe import RECIPES, dump, load_recipe, recipe_names
-from horovod_volo.config.validation import check
+from horovod_volo.config.validation import check, config_warnings
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 
