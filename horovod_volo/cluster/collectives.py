@@ -131,7 +131,7 @@ class HorovodCollectives:
 
     def broadcast_object(self, value: Any) -> Any:
         with self._lost_rank_as_error():
-            return self._hvd.broadcast_object(value, root_rank=0, name="share")
+            return self._hvd.broadcast_object(value, root_rank=0, name="object")
 
     @contextmanager
     def _lost_rank_as_error(self) -> Iterator[None]:

@@ -23,9 +23,9 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta"
 
 @dataclass(frozen=True)
 class Bags:
-    """For each output row, the attention weights (`shares`) and the input rows whose products it sums."""
+    """For each output row, the attention weights and the input rows whose products it sums."""
 
-    shares: Tensor  # indices into an image's attention weights (sources, windows * heads * targets)
+    attention: Tensor  # indices into an image's attention weights (sources, windows * heads * targets)
     rows: Tensor
     starts: Tensor  # offsets of the bags, and the end of the last
 
@@ -53,27 +53,27 @@ def tables_of(
     pixels = (down * width)[:, None, :, None] + right[:, None]  # (rows, columns, kernel, kernel)
     pixels, inside = pixels.reshape(rows * columns, -1), inside.reshape(rows * columns, -1)
     first_rows = pixels[:, None] * heads + torch.arange(heads)[:, None]  # (windows, heads, places)
-    shape = (kernel * kernel, *first_rows.shape)  # of shares: (sources, windows, heads, targets)
+    shape = (kernel * kernel, *first_rows.shape)  # of attention: (sources, windows, heads, targets)
     targets = first_rows.expand(shape).flatten()
     sources = first_rows.permute(2, 0, 1)[..., None].expand(shape).flatten()
     kept = (inside[:, None] & inside.T[..., None, None]).expand(shape).flatten()
-    shares = kept.nonzero().flatten()
+    attention = kept.nonzero().flatten()
     targets, sources, all_rows = targets[kept], sources[kept], height * width * heads
     names, pair_of = torch.unique(targets * all_rows + sources, return_inverse=True)
     pairs = torch.full(kept.shape, len(names))
-    pairs[shares] = pair_of
+    pairs[attention] = pair_of
     return Tables(
-        _bags(shares, targets, sources, all_rows),
-        _bags(shares, sources, targets, all_rows),
+        _bags(attention, targets, sources, all_rows),
+        _bags(attention, sources, targets, all_rows),
         _starts(names // all_rows, all_rows),
         (names % all_rows).int(),
         pairs.int(),
     )
 
 
-def _bags(shares: Tensor, owners: Tensor, others: Tensor, rows: int) -> Bags:
+def _bags(attention: Tensor, owners: Tensor, others: Tensor, rows: int) -> Bags:
     order = torch.argsort(owners * rows + others)
-    return Bags(shares[order].int(), others[order].int(), _starts(owners, rows))
+    return Bags(attention[order].int(), others[order].int(), _starts(owners, rows))
 
 
 def _starts(owners: Tensor, rows: int) -> Tensor:
@@ -91,47 +91,47 @@ def outlook_gather(
     tables = tables_of(*values.shape[1:3], *geometry)
     heads, places = geometry[2], geometry[3] ** 2
     values, scores, mixed = values.contiguous(), scores.contiguous(), _like(values)
-    shares = _exact(scores.new_empty(0)).new_empty(len(values), places, scores[:1].numel() // places)
-    transposed = shares.new_empty(shares.shape[1:])
-    gathered = shares.new_empty(len(tables.to_targets.shares))
+    attention = _exact(scores.new_empty(0)).new_empty(len(values), places, scores[:1].numel() // places)
+    transposed = attention.new_empty(attention.shape[1:])
+    gathered = attention.new_empty(len(tables.to_targets.attention))
     for number in range(len(values)):
         # The sources come first, as a softmax over an innermost dimension of nine takes three times as long.
         torch.mul(_exact(scores[number]).view(-1, places).T, scale, out=transposed)
-        torch.softmax(transposed, 0, out=shares[number])
-        mixed[number] = _summed(tables.to_targets, shares[number], values[number], heads, gathered)
-    return mixed, shares
+        torch.softmax(transposed, 0, out=attention[number])
+        mixed[number] = _summed(tables.to_targets, attention[number], values[number], heads, gathered)
+    return mixed, attention
 
 
 @torch.library.custom_op("horovod_volo::outlook_gather_backward", mutates_args=(), device_types="cpu")
 def outlook_gather_backward(
-    gradient: Tensor, values: Tensor, shares: Tensor, geometry: list[int], scale: float
+    gradient: Tensor, values: Tensor, attention: Tensor, geometry: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the values and of the scores."""
     tables = tables_of(*values.shape[1:3], *geometry)
     heads, places = geometry[2], geometry[3] ** 2
     gradient, values = gradient.contiguous(), values.contiguous()
     of_values, of_scores = _like(values), _like_scores(values, geometry)
-    of_shares = shares.new_empty(shares.shape[1:])
-    gathered = shares.new_empty(len(tables.to_sources.shares))
-    products = shares.new_empty(len(tables.sources) + 1)  # pairs outside the image read the zero at the end
+    of_attention = attention.new_empty(attention.shape[1:])
+    gathered = attention.new_empty(len(tables.to_sources.attention))
+    products = attention.new_empty(len(tables.sources) + 1)  # pairs outside the image read the last, 0
     rows = len(tables.starts) - 1
     sampled = torch.sparse_csr_tensor(
         tables.starts, tables.sources, products[:-1], size=(rows, rows), check_invariants=False
     )
     for number in range(len(values)):
         targets, sources = _rows(gradient[number], heads), _rows(values[number], heads)
-        of_values[number] = _summed(tables.to_sources, shares[number], gradient[number], heads, gathered)
+        of_values[number] = _summed(tables.to_sources, attention[number], gradient[number], heads, gathered)
         products.zero_()  # with beta=0, a NaN of the previous image would remain
         torch.sparse.sampled_addmm(sampled, targets, sources.T, beta=0, alpha=scale, out=sampled)
-        torch.index_select(products, 0, tables.pairs, out=of_shares.view(-1))
-        of_softmax = torch._softmax_backward_data(of_shares, shares[number], 0, shares.dtype)
+        torch.index_select(products, 0, tables.pairs, out=of_attention.view(-1))
+        of_softmax = torch._softmax_backward_data(of_attention, attention[number], 0, attention.dtype)
         of_scores[number].view(-1, places).T.copy_(of_softmax)
     return of_values, of_scores
 
 
-def _summed(bags: Bags, shares: Tensor, image: Tensor, heads: int, gathered: Tensor) -> Tensor:
+def _summed(bags: Bags, attention: Tensor, image: Tensor, heads: int, gathered: Tensor) -> Tensor:
     """Return the sums of the bags in the shape of the image."""
-    torch.index_select(shares.view(-1), 0, bags.shares, out=gathered)
+    torch.index_select(attention.view(-1), 0, bags.attention, out=gathered)
     sums = F.embedding_bag(
         bags.rows,
         _rows(image, heads),

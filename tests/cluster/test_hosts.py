@@ -167,10 +167,10 @@ def gradient_bytes(output: Path) -> int:
 def test_two_hosts_stop_and_go_on_and_end_in_the_bits_of_one(
     script: str, number: int, net: Network, images: Path, alone: Path, tmp_path: Path
 ) -> None:
-    told = site(net, images, tmp_path)
+    reported = site(net, images, tmp_path)
     before = [host.received_bytes() for host in net.hosts]
     login = net.hosts[2]  # which has no rank
-    with started(login.here(*job(script)), **told) as process:
+    with started(login.here(*job(script)), **reported) as process:
         wait_for_step(process, tmp_path, 2)
         os.kill(min(login.running(f"jobs/{script}")), number)
         output, _ = process.communicate(timeout=PATIENCE_SECONDS)
@@ -179,7 +179,7 @@ def test_two_hosts_stop_and_go_on_and_end_in_the_bits_of_one(
     assert 2 <= step < STEPS
     assert f"stopped at step {step} and saved" in output
 
-    said = finish(net.hosts[0].here(*job(script)), **told)
+    said = finish(net.hosts[0].here(*job(script)), **reported)
     assert said.startswith("commit ")
     assert f"at step {step}:" in said
     assert saved_step(tmp_path) == STEPS
@@ -217,8 +217,8 @@ def test_four_hosts_end_where_four_ranks_of_one_end(
 def test_a_run_whose_host_is_cut_off_ends_and_can_go_on(
     script: str, net: Network, images: Path, alone: Path, tmp_path: Path
 ) -> None:
-    told = site(net, images, tmp_path)
-    with started(net.hosts[0].here(*job(script)), **told) as process:
+    reported = site(net, images, tmp_path)
+    with started(net.hosts[0].here(*job(script)), **reported) as process:
         wait_for_step(process, tmp_path, 3)
         net.hosts[1].unplug()
         cut = time.monotonic()
@@ -232,5 +232,5 @@ def test_a_run_whose_host_is_cut_off_ends_and_can_go_on(
     net.hosts[1].plug_in()
     step = saved_step(tmp_path)
     assert 3 <= step < STEPS
-    assert f"at step {step}:" in finish(net.hosts[0].here(*job(script)), **told)
+    assert f"at step {step}:" in finish(net.hosts[0].here(*job(script)), **reported)
     assert_same_bits(tmp_path, alone)

@@ -1,7 +1,7 @@
 """What the published recipes are for, tried on the demo's ten drawn shapes: does each do what it promises?
 
 Each accuracy is of one seed on 1,000 held-out images, where one standard error is about a point; bars leave
-room for it, or there is none and the numbers are only told (pytest -rP).
+room for it, or there is none and the numbers are only reported (pytest -rP).
 """
 
 from __future__ import annotations

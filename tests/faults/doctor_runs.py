@@ -36,9 +36,9 @@ class DoctorRun:
         found = [finding for finding in self.of(subject) if finding["level"] == level]
         assert len(found) == 1, self.output
         words = " ".join(line.partition("<stdout>:")[2] or line for line in self.output.splitlines())
-        told = " ".join(words.split())
-        assert found[0]["text"] in told
-        assert level == "ok" or f"-> {found[0]['remedy']}" in told
+        reported = " ".join(words.split())
+        assert found[0]["text"] in reported
+        assert level == "ok" or f"-> {found[0]['remedy']}" in reported
         return found[0]
 
 
@@ -52,7 +52,7 @@ def examine(
     **extra: str,
 ) -> DoctorRun:
     """Run the doctor in a folder, on each rank after the shell commands `before`, with its rank in $RANK."""
-    file = folder / "told.json"
+    file = folder / "reported.json"
     doctor = shlex.join([sys.executable, "-m", "horovod_volo.doctor", "--json", str(file), *flags])
     script = f"RANK=${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-0}}}}; {before}\nexec {doctor} $MORE"
     words = [

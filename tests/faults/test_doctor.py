@@ -57,7 +57,7 @@ def test_a_healthy_machine_has_no_failures(tmp_path, start_with, ranks):
     assert sorted(set(bound)) == list(range(ranks))
     assert result.only("shared folder", "ok")["text"].startswith("runs: ")
     assert result.output.count("Everything is well.") + result.output.count("Nothing failed; ") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["told.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["reported.json"]
 
 
 def test_help_does_not_import_torch(tmp_path):
@@ -202,4 +202,4 @@ def test_differences_between_ranks_are_reported(tmp_path):
     assert apart[0]["text"].startswith("folder_0: is not shared: the files of rank 1 ")
     assert apart[1]["text"].startswith("folder_1: is not shared: the files of rank 0 ")
     assert all("--output" in finding["remedy"] for finding in apart)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "told.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "reported.json"]

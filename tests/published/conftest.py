@@ -28,7 +28,7 @@ def published() -> Published:
 
 @pytest.fixture(scope="session")
 def compare() -> Compare:
-    """Return compare(what, ours, theirs): both must be alike; the largest difference is told at the end."""
+    """Return compare(what, ours, theirs); the largest difference is printed at the end."""
 
     def look(what: str, ours: Tensor, theirs: Tensor, tolerance: float = _TOLERANCE) -> None:
         assert ours.shape == theirs.shape

@@ -117,11 +117,11 @@ def compare_tensors(
     assert ours.keys() == theirs.keys()
     norms = {name: torch.linalg.vector_norm(tensor).item() for name, tensor in theirs.items()}
     apart = {name: torch.linalg.vector_norm(ours[name] - theirs[name]).item() for name in theirs}
-    shares = {name: apart[name] and apart[name] / (norms[name] or 1e-30) for name in norms}
-    farthest = max(shares, key=shares.__getitem__)
+    relative = {name: apart[name] and apart[name] / (norms[name] or 1e-30) for name in norms}
+    farthest = max(relative, key=relative.__getitem__)
     whole = math.hypot(*apart.values()) / math.hypot(*norms.values())
     compare(f"{what}, relative distance", torch.tensor(whole), torch.tensor(0.0), tolerance)
-    alone = torch.tensor(shares[farthest])
+    alone = torch.tensor(relative[farthest])
     compare(f"{what}, relative distance of {farthest}", alone, torch.tensor(0.0), tolerance)
 
 

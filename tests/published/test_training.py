@@ -79,7 +79,7 @@ def test_ten_steps(published: Published, compare: Compare, name: str) -> None:
 
 
 def distances(one: PretrainedModel, other: PretrainedModel, begin: dict[str, Tensor]) -> dict[str, float]:
-    """Return how far two trainings end apart as shares of the second's way, of each tensor and of all."""
+    """Return the distance of two trained models relative to the second's update, per tensor and in all."""
     apart = {key: (one.weights[key] - end).norm().item() for key, end in other.weights.items()}
     ways = {key: (end - begin[key]).norm().item() for key, end in other.weights.items()}
     whole = math.hypot(*apart.values()) / math.hypot(*ways.values())

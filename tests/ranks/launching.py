@@ -42,7 +42,7 @@ def python(plain: bool = False) -> list[str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Return an environment for ranks that share few cores; as root, Open MPI wants to be told twice."""
+    """Return an environment for ranks that share few cores; as root, Open MPI wants to be reported twice."""
     return os.environ | {
         "HOROVOD_CYCLE_TIME": "5",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

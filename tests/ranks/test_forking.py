@@ -76,10 +76,10 @@ def test_it_sees_what_a_plain_interpreter_sees(
 
 def test_it_ends_as_a_plain_interpreter_does(tmp_path: Path) -> None:
     for text in ("raise ValueError('wrong')", "import os; os.kill(os.getpid(), 9)", "import os; os.abort()"):
-        status, _, told = ran(False, as_file(tmp_path, text))
+        status, _, reported = ran(False, as_file(tmp_path, text))
         expected, _, plainly = ran(True, as_file(tmp_path, text))
         assert status == expected != 0
-        assert told.splitlines()[-1:] == plainly.splitlines()[-1:]
+        assert reported.splitlines()[-1:] == plainly.splitlines()[-1:]
     text = "atexit.register(print, 'second'); threading.Thread(target=print, args=('first',)).start()"
     program = as_file(tmp_path, f"import atexit, threading; {text}")
     assert ran(False, program) == ran(True, program) == (0, "first\nsecond\n", "")
@@ -104,9 +104,9 @@ def test_a_signal_comes_to_it(tmp_path: Path, number: signal.Signals) -> None:
 
 
 def test_what_is_read_while_libraries_are_loaded_cannot_change(tmp_path: Path) -> None:
-    status, _, told = ran(False, as_file(tmp_path, "pass"), extra={"OMP_WAIT_POLICY": "ACTIVE"})
+    status, _, reported = ran(False, as_file(tmp_path, "pass"), extra={"OMP_WAIT_POLICY": "ACTIVE"})
     assert status == 1
-    assert "refused: OMP_WAIT_POLICY cannot change" in told
+    assert "refused: OMP_WAIT_POLICY cannot change" in reported
 
 
 def test_numbers_drawn_without_a_seed_differ(tmp_path: Path) -> None:

@@ -46,9 +46,9 @@ def test_the_documented_plugin_trains_and_is_evaluated(demo_set: Path, tmp_path:
     write_plugin(tmp_path, documented_module())
     recipe = [str(demo_set), "--recipe", "demo", "--no-token-label", "-b", "8", "--log-every", "1", *CHOSEN]
 
-    told = started(tmp_path, "train", *recipe, "--dry-run")
-    assert told.returncode == 0, told.stderr
-    assert "tiny_conv, 954 parameters" in told.stdout  # (3 * 16 + 1) * 16 + (16 + 1) * 10
+    reported = started(tmp_path, "train", *recipe, "--dry-run")
+    assert reported.returncode == 0, reported.stderr
+    assert "tiny_conv, 954 parameters" in reported.stdout  # (3 * 16 + 1) * 16 + (16 + 1) * 10
 
     done = started(tmp_path, "train", *recipe, "--name", "mine", "--stop-at-step", "5")
     assert done.returncode == 75, done.stderr

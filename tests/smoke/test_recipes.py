@@ -115,16 +115,18 @@ def test_a_dry_run_computes_what_follows_from_the_recipe(name: str) -> None:
     floats = 2 + averages + ("ema_decay" in update)  # weights, gradients, optimizer, averaged weights
     config, need = configured(name)
     for ranks in RANKS:
-        told = facts(describe(config, ranks, need))
+        reported = facts(describe(config, ranks, need))
         batch = ranks * recipe["data"]["batch_size"]
         steps = images // batch * (update["epochs"] + update["cooldown_epochs"])
-        assert told["ranks"] == str(ranks)
-        assert told["model"].split(", ")[1] == f"{PARAMETERS[name]:,} parameters"
-        assert told["images"] == f"{images:,} of {classes:,} classes"
-        assert told["batch"].startswith(f"{batch:,} images per step = {ranks} ranks x ")
-        assert told["lr"].split(" = ")[0] == f"peak {update['lr_base'] * batch / update['lr_base_size']:.3g}"
-        assert f" = {steps:,} steps (" in told["length"]
-        state, activations = re.findall(r"([\d.]+) GiB", told["memory"])
+        assert reported["ranks"] == str(ranks)
+        assert reported["model"].split(", ")[1] == f"{PARAMETERS[name]:,} parameters"
+        assert reported["images"] == f"{images:,} of {classes:,} classes"
+        assert reported["batch"].startswith(f"{batch:,} images per step = {ranks} ranks x ")
+        assert (
+            reported["lr"].split(" = ")[0] == f"peak {update['lr_base'] * batch / update['lr_base_size']:.3g}"
+        )
+        assert f" = {steps:,} steps (" in reported["length"]
+        state, activations = re.findall(r"([\d.]+) GiB", reported["memory"])
         assert state == f"{4 * floats * PARAMETERS[name] / GIB:.1f}"
         assert name == "demo" or 1 < float(activations) < 60
 
@@ -133,10 +135,10 @@ def test_a_dry_run_computes_what_follows_from_the_recipe(name: str) -> None:
 def test_the_published_batch_has_the_published_peak(name: str) -> None:
     peak, batch = PEAKS[name]
     ranks = batch // toml_of(name)["data"]["batch_size"]
-    told = facts(describe(configured(name)[0], ranks, configured(name)[1]))
-    assert told["batch"].startswith(f"{batch:,} images per step")
+    reported = facts(describe(configured(name)[0], ranks, configured(name)[1]))
+    assert reported["batch"].startswith(f"{batch:,} images per step")
     # Nothing is scaled, so --warmup-lr and --min-lr are not shown.
-    assert told["lr"] == f"peak {peak:.3g} = {peak:.3g} x {batch} / {batch}"
+    assert reported["lr"] == f"peak {peak:.3g} = {peak:.3g} x {batch} / {batch}"
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -180,15 +182,15 @@ def test_the_stated_hours_follow_from_the_images_per_second(name: str) -> None:
     cost, update = header_of(name)["Cost"], toml_of(name)["update"]
     epochs = update["epochs"] + update["cooldown_epochs"]
     images = (IN_22K if "22k" in name else IN_1K)[0]
-    told = re.search(r"([\d,]+) hours of one RTX", cost)
+    reported = re.search(r"([\d,]+) hours of one RTX", cost)
     rate = re.search(r"([\d.]+)\s+images/s", cost)
     work = re.search(r"([\d.]+) GFLOP an image .* ([\d.]+) TFLOP/s", cost)
-    assert told, cost
+    assert reported, cost
     assert rate or work, cost
     seconds = 1 / float(rate[1]) if rate else float(work[1]) / float(work[2]) / 1000  # type: ignore[index]
     assert f"{epochs} epochs" in cost
     assert "an estimate" in cost
-    assert float(told[1].replace(",", "")) == pytest.approx(images * epochs * seconds / 3600, rel=0.02)
+    assert float(reported[1].replace(",", "")) == pytest.approx(images * epochs * seconds / 3600, rel=0.02)
 
 
 def test_dry_run_describes_the_measured_workload() -> None:
@@ -214,9 +216,9 @@ def test_dry_run_describes_the_measured_workload() -> None:
 )
 def test_memory_follows_optimizer_and_ranks(flags: list[str], ranks: int, bytes_per_parameter: float) -> None:
     config = parse(["--recipe", "volo_d5", *flags]).config
-    told = facts(describe(config, ranks, configured("volo_d5")[1]))
+    reported = facts(describe(config, ranks, configured("volo_d5")[1]))
     expected = bytes_per_parameter * PARAMETERS["volo_d5"] / GIB
-    assert told["memory"].startswith(f"about {expected:.1f} GiB of state and ")
+    assert reported["memory"].startswith(f"about {expected:.1f} GiB of state and ")
 
 
 @pytest.mark.parametrize("name", ["volo_d5_448", "lvvit_s"])

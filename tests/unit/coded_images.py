@@ -17,7 +17,7 @@ from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.data.loader import TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 
-# Cut, resize and flip alone: what is left when nothing recolours, moves or erases.
+# Crop, resize and flip only: without color operations, geometric operations and random erasing.
 PLAIN: dict[str, Any] = {"train_interpolation": "bicubic", "aa": "", "color_jitter": 0.0, "reprob": 0.0}
 
 

@@ -77,7 +77,7 @@ def test_the_help_names_each_flag_once(help_text: str) -> None:
 
 
 def test_the_help_shows_the_schemas_defaults(help_text: str) -> None:
-    by_flag = {flag: told for called, told in entries(help_text).items() for flag in flags_in(called)}
+    by_flag = {flag: reported for called, reported in entries(help_text).items() for flag in flags_in(called)}
     for _, name, default in FIELDS:
         if name == "data_dir":
             continue
@@ -186,9 +186,9 @@ def test_a_familys_default_stands_between_the_schemas_and_a_flag(
 
 
 def test_the_help_tells_a_familys_default(help_text: str) -> None:
-    told = {flag: line for called, line in entries(help_text).items() for flag in flags_in(called)}
-    assert told["--warmup-epochs"].endswith("; lvvit_* without a recipe: 5 (default: 20)")
-    assert "lvvit_" not in told["--epochs"]
+    reported = {flag: line for called, line in entries(help_text).items() for flag in flags_in(called)}
+    assert reported["--warmup-epochs"].endswith("; lvvit_* without a recipe: 5 (default: 20)")
+    assert "lvvit_" not in reported["--epochs"]
 
 
 def test_what_runs_without_a_recipe_is_repeated_by_its_resolved_settings(tmp_path: Path) -> None:

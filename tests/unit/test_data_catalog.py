@@ -139,7 +139,7 @@ def test_a_kept_catalog_is_used_until_the_folders_change(tmp_path):
     second = build_catalog(str(tmp_path), "train", kept)
     assert names(second) == ("a/1.jpg", "b/1.jpg", "b/2.jpg")
     assert second.digest != first.digest
-    assert names(first) == ("a/1.jpg", "b/1.jpg")  # whoever reads the old list goes on
+    assert names(first) == ("a/1.jpg", "b/1.jpg")  # a reader of the old list is not disturbed
     assert sorted(path.suffix for path in kept.iterdir()) == [".catalog", ".catalog"]
 
 

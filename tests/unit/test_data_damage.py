@@ -91,8 +91,8 @@ def test_a_damaged_image_is_replaced_by_rule(folder: Path, how: str) -> None:
         expected = sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
         assert seen(stream) == expected
     assert stream.bad_samples.skipped == 2
-    (told,) = stream.bad_samples.new_messages()  # named once
-    assert FILE in told
+    (reported,) = stream.bad_samples.new_messages()  # named once
+    assert FILE in reported
     assert stream.bad_samples.new_messages() == []
     stream.close()
 
@@ -156,9 +156,9 @@ def test_an_image_that_only_decoding_finds_out(folder: Path) -> None:
     broken[200:5000] = bytes(4800)
     (folder / FILE).write_bytes(bytes(broken))
     assert seen(stream) == sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
-    (told,) = stream.bad_samples.new_messages()
-    assert "05.jpg cannot be decoded" in told
-    assert len(seen(stream)) == IMAGES  # and the stream goes on
+    (reported,) = stream.bad_samples.new_messages()
+    assert "05.jpg cannot be decoded" in reported
+    assert len(seen(stream)) == IMAGES  # and the stream continues
     stream.close()
 
 
@@ -180,8 +180,8 @@ def test_a_damaged_label_map(folder: Path, tmp_path: Path, kind: str) -> None:
         case _:
             torch.save(torch.full((2, 1, 3, 3), 9.0), file)
     assert seen(stream) == sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
-    (told,) = stream.bad_samples.new_messages()
-    assert "05" in told
+    (reported,) = stream.bad_samples.new_messages()
+    assert "05" in reported
     stream.close()
 
 
@@ -323,7 +323,7 @@ def test_a_shard_that_is_damaged_while_it_is_read(folder: Path, tmp_path: Path, 
     lost = range(SPOILT, IMAGES if how == "cut short" else SPOILT + 1)
     assert len(found) == IMAGES
     assert set(found) == set(range(IMAGES)) - set(lost)
-    told = stream.bad_samples.new_messages()
-    assert len(told) == len(lost)
-    assert all(str(shard) in one for one in told)
+    reported = stream.bad_samples.new_messages()
+    assert len(reported) == len(lost)
+    assert all(str(shard) in one for one in reported)
     stream.close()

@@ -42,10 +42,10 @@ Places = NDArray[np.float64]  # (2, TOKENS, TOKENS): rows, columns, as fractions
 
 
 class Seen(NamedTuple):
-    """What one image of a batch shows and is told, token by token."""
+    """What one image of a batch shows and is labelled as, token by token."""
 
     shown: Places  # by the pixels' colours
-    told: Places  # by the labels
+    reported: Places  # by the labels
     blank: NDArray[np.bool_]  # (TOKENS, TOKENS) whether some of the token's pixels are filled
     covered: NDArray[np.float64]  # top, left, height, width of the map
     token: NDArray[np.float64]  # (2, 1, 1) the height and width of a token
@@ -83,7 +83,7 @@ def one_batch(images: Path, maps: Path, geometry: MapGeometry, **settings: Any) 
     )
     # Probability over that of a class without a logit: e to the logit.
     logits = torch.stack([_weight_of(target, number) / target.uniform + 1 for number in (0, 1)]).log()
-    told = logits.numpy().astype(np.float64).reshape(2, IMAGES, TOKENS, TOKENS).swapaxes(0, 1) - OFFSET
+    reported = logits.numpy().astype(np.float64).reshape(2, IMAGES, TOKENS, TOKENS).swapaxes(0, 1) - OFFSET
     colours = unnormalised(batch.images)
     filled = (np.abs(colours - np.array(FILL)[:, None, None]).max(axis=1) < 1).astype(np.float32)
     # Next to what is filled, later operations mix its colour into the colours that tell places.
@@ -91,7 +91,7 @@ def one_batch(images: Path, maps: Path, geometry: MapGeometry, **settings: Any) 
     shown = _tokens(colours[:, 1::-1] / 255).mean(axis=(3, 5))  # (images, 2, TOKENS, TOKENS)
     blank = _tokens(filled[:, None]).max(axis=(3, 5))[:, 0] > 0
     return [
-        Seen(shown[n], told[n], blank[n], *_extents(catalog.location(index), geometry, int(index), drawn))
+        Seen(shown[n], reported[n], blank[n], *_extents(catalog.location(index), geometry, int(index), drawn))
         for n, index in enumerate(batch.indices)
     ]
 
@@ -122,7 +122,7 @@ def errors(seen: Seen, cells: int) -> NDArray[np.float64]:
     half_cell = seen.covered[2:, None, None] / cells / 2
     first = seen.covered[:2, None, None] + half_cell
     last = first + seen.covered[2:, None, None] - 2 * half_cell
-    return (np.abs(seen.told - seen.shown.clip(first, last)) / seen.token).max(axis=0)
+    return (np.abs(seen.reported - seen.shown.clip(first, last)) / seen.token).max(axis=0)
 
 
 def is_beyond(seen: Seen) -> NDArray[np.bool_]:

@@ -1,4 +1,4 @@
-"""Images are normalised with the colours of their network, and with ImageNet's where none are told."""
+"""Images are normalised with the colours of their network, and with ImageNet's where none are given."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_no_checkpoint_is_a_users_mistake(where: str, tmp_path: Path) -> None:
         find_checkpoint(str(tmp_path / where))
 
 
-# Damage
+# Damaged files
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])

@@ -119,7 +119,7 @@ def test_taking_over_draws_nothing() -> None:
     assert ours.attn is theirs.attn
 
 
-def test_dropped_shares_are_refused() -> None:
+def test_attention_dropout_is_refused() -> None:
     with pytest.raises(ValueError, match="attn_drop_rate=0"):
         Outlook(OutlookAttention(8, 2, 3, 1, 2, attn_drop=0.1))
 

@@ -1,4 +1,4 @@
-"""The door to Apex: told from its impostor, and its optimizers built as this trainer needs them.
+"""The door to Apex: reported from its impostor, and its optimizers built as this trainer needs them.
 
 Apex itself needs a GPU; here a module of its shape stands for it. What it does with weights is not tested.
 """
