@@ -27,6 +27,7 @@ from horovod_volo.core.errors import UserError
 MACHINE = {
     "step": "speed of a training step, the time of its parts, and the fraction of a GPU's peak FLOP/s",
     "peers": "training step against plain and published training loops around timm's VOLO",
+    "roofline": "least time of a training step on a GPU, counted without one",
     "overhead": "time of the engine's step beyond torch's operations",
     "outlook": "outlook attention, operation and module, against timm's",
     "loss": "sparse token-label loss against its published and its dense form",

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from horovod_volo.bench.comparison import Action
-from horovod_volo.cluster.resources import rank_resources
+from horovod_volo.cluster.resources import RankResources, rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import check
@@ -68,11 +68,17 @@ def random_batch(config: Config, num_classes: int, device: torch.device, seed: i
     )
 
 
-def synthetic_context(config: Config, world: World, num_classes: int) -> TrainContext:
-    """Build a run whose data streams are never read. Collective: every rank calls this."""
-    resources = rank_resources(world)
+def synthetic_context(
+    config: Config, world: World, num_classes: int, resources: RankResources | None = None
+) -> TrainContext:
+    """Build a run whose data streams are never read. Collective: every rank calls this.
+
+    Without `resources` it runs on the rank's own device.
+    """
+    resources = resources or rank_resources(world)
     state, _ = build_state(config, world, num_classes=num_classes, device=resources.device, finetune="")
-    state.load_full_state_dict({}, world)
+    if world.size > 1:
+        state.load_full_state_dict({}, world)
     global_batch = world.size * config.data.batch_size * config.update.accumulation
     catalog = catalog_without_files(global_batch, num_classes)
     images = Images(catalog, catalog, label_maps=None)

@@ -62,6 +62,6 @@ class EvalBatch:
 def copy_async(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:
     """Copy host values to a device through pinned memory without waiting; for the CPU, do not copy."""
     tensor = torch.as_tensor(values)
-    if device.type == "cpu":
-        return tensor
+    if device.type != "cuda":
+        return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -43,7 +43,7 @@ class BatchPrefetcher(Generic[Pending]):
         on_undecodable: Callable[[int], object],
         transform: Callable[[Pending, Any], torch.Tensor] = lambda pending, decoded: to_torch(decoded),  # noqa: ARG005
     ) -> None:
-        """Start the reading thread and the pipeline.
+        """Start the reading thread; the first batch builds the pipeline.
 
         `depth` is the number of batches read ahead, `on_undecodable` is called with the index of each image
         that DALI cannot decode, `transform` turns what DALI decoded into the images of the batch.
@@ -58,7 +58,8 @@ class BatchPrefetcher(Generic[Pending]):
         self._reading: deque[tuple[Callable[[], Pending], Future[Pending]]] = deque()
         self._decoding: deque[tuple[Callable[[], Pending], Pending]] = deque()
         self._iteration: object = None  # identifies the current call of `batches`
-        self._pipeline: Any = build_pipeline(self._next_inputs)
+        self._pipeline: Any = None
+        self._closed = False
 
     def batches(self, reads: Iterable[Callable[[], Pending]]) -> Generator[tuple[Pending, torch.Tensor]]:
         """Yield what each of `reads` returns with its images (batch, 3, image_size, image_size).
@@ -88,26 +89,33 @@ class BatchPrefetcher(Generic[Pending]):
         for _, future in self._reading:
             future.cancel()
         self._reading.clear()
+        if self._pipeline is not None:
+            self._empty_pipeline()
+        self._decoding.clear()
+
+    def close(self) -> None:
+        """End the current iteration and all threads."""
+        if self._closed:
+            return
+        self._closed = True
+        self.stop()
+        self._reader.shutdown(cancel_futures=True)
+        self._pipeline = None  # the last reference: DALI's threads end with it
+
+    def _empty_pipeline(self) -> None:
         try:
             while True:
                 self._pipeline.run()
         except StopIteration:
             self._pipeline.reset()
         except RuntimeError:  # one image that DALI cannot decode makes the whole pipeline invalid
-            self._pipeline = self._build_pipeline(self._next_inputs)
-        self._decoding.clear()
-
-    def close(self) -> None:
-        """End the current iteration and all threads."""
-        if self._pipeline is None:
-            return
-        self.stop()
-        self._reader.shutdown(cancel_futures=True)
-        self._pipeline = None  # the last reference: DALI's threads end with it
+            self._pipeline = None
 
     def _decode_next(self) -> Any | None:
         on_gpu = self._device.type == "cuda"
         while True:
+            if self._pipeline is None:
+                self._pipeline = self._build_pipeline(self._next_inputs)
             try:
                 # On the training step's stream, the GPU waits for the batch and the host does not.
                 (images,) = self._pipeline.run(torch.cuda.current_stream(self._device) if on_gpu else None)
@@ -130,7 +138,7 @@ class BatchPrefetcher(Generic[Pending]):
         again = [(read, self._reader.submit(read)) for read, _ in self._decoding]
         self._decoding.clear()
         self._reading.extendleft(reversed(again))
-        self._pipeline = self._build_pipeline(self._next_inputs)
+        self._pipeline = None
 
     def _next_inputs(self) -> tuple[list[NDArray[Any]], ...]:
         self._read_ahead()

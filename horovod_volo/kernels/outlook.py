@@ -8,11 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from horovod_volo.kernels import outlook_kernels
-
+# Triton is imported where a kernel is launched: shapes and costs are known without it.
 # Cells of one program: fewer than the threads of its four warps, so that each thread loads its cell's scores.
 _CELLS = 32
 
@@ -23,6 +21,8 @@ def fused_outlook(values: Tensor, scores: Tensor, heads: int, scale: float) -> T
 
     `scores` are the attention logits (batch, rows, columns, heads * 81) of windows, multiplied by `scale`.
     """
+    from horovod_volo.kernels import outlook_kernels
+
     values, scores = values.contiguous(), scores.contiguous()
     output = torch.empty_like(values)
     sizes = _sizes(values, scores, heads)
@@ -37,6 +37,8 @@ def fused_outlook_backward(
     gradient: Tensor, values: Tensor, scores: Tensor, heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of values and scores."""
+    from horovod_volo.kernels import outlook_kernels
+
     gradient, values, scores = gradient.contiguous(), values.contiguous(), scores.contiguous()
     grad_values, grad_scores = torch.empty_like(values), torch.empty_like(scores)
     batch, rows, columns = scores.shape[:3]
@@ -58,12 +60,12 @@ def _sizes(values: Tensor, scores: Tensor, heads: int) -> tuple[int, ...]:
 
 def _grid(scores: Tensor, heads: int) -> tuple[int]:
     batch, rows, columns = scores.shape[:3]
-    return (triton.cdiv(batch * rows * columns, _CELLS) * heads,)
+    return (-(-batch * rows * columns // _CELLS) * heads,)
 
 
 def _blocks(values: Tensor, heads: int) -> dict[str, int]:
     head_dim = values.shape[3] // heads
-    return {"head_dim": head_dim, "lanes": triton.next_power_of_2(head_dim), "cells": _CELLS}
+    return {"head_dim": head_dim, "lanes": 1 << (head_dim - 1).bit_length(), "cells": _CELLS}
 
 
 @fused_outlook.register_fake

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from horovod_volo.kernels import KERNEL_DEVICES
+from horovod_volo.kernels.outlook import fused_outlook
 from horovod_volo.models.outlook_gather import outlook_gather
 
 _OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,9 +34,7 @@ def outlook(
     if values.device.type == "cpu":
         mixed: Tensor = outlook_gather(values, scores, geometry, scale)[0]
         return mixed
-    if values.is_cuda and geometry[3:] == [3, 1, 2] and values.dtype in _OF_KERNELS:
-        from horovod_volo.kernels.outlook import fused_outlook  # imports Triton, which only GPUs need
-
+    if values.device.type in KERNEL_DEVICES and geometry[3:] == [3, 1, 2] and values.dtype in _OF_KERNELS:
         fused: Tensor = fused_outlook(values, scores, heads, scale)
         return fused
     return plain_outlook(values, scores, geometry, scale)

@@ -14,7 +14,8 @@ _AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def autocast(precision: str, device: torch.device) -> torch.autocast:
     """Return the autocast context of a `--precision`; weights stay fp32."""
     dtype = _AUTOCAST_DTYPES[precision]
-    return torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    kind = "cpu" if device.type == "meta" else device.type  # meta has no autocast
+    return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
 def precision_warnings(precision: str, device: torch.device) -> list[str]:

@@ -125,7 +125,7 @@ def _blocks(rows: RoiWeights, columns: RoiWeights, k: int) -> Iterator[slice]:
     """Yield slices of images whose entries fit a CPU's cache; on a GPU, the entire batch."""
     batch, side, length = rows.cells.shape
     entries = side * columns.cells.shape[1] * length * columns.cells.shape[2] * k  # per image
-    images = batch if rows.cells.is_cuda else max(1, _BLOCK // entries)
+    images = max(1, _BLOCK // entries) if rows.cells.device.type == "cpu" else batch
     return (slice(first, min(first + images, batch)) for first in range(0, batch, images))
 
 

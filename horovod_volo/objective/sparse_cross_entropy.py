@@ -12,13 +12,15 @@ there is none. On a CPU, rows are processed in blocks that fit the cache.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from horovod_volo.kernels import KERNEL_DEVICES
+from horovod_volo.kernels.soft_cross_entropy import loss_with_lse, write_gradient
 
 _BLOCK = 1 << 20  # numbers in a block of rows: 4 MiB in fp32
 
@@ -33,7 +35,8 @@ class SparseSoftTargetCE(Function):
         # The detached tensor shares the version counter, so autograd detects later changes of the logits.
         numbers = logits.detach().contiguous()
         target = (uniform, ids, weights)
-        loss, lse = _kernel().loss_with_lse(numbers, *target) if numbers.is_cuda else _loss(numbers, *target)
+        on_gpu = numbers.device.type in KERNEL_DEVICES
+        loss, lse = loss_with_lse(numbers, *target) if on_gpu else _loss(numbers, *target)
         ctx.overwrite = overwrite
         ctx.save_for_backward(numbers, lse, *target)
         return loss
@@ -43,7 +46,7 @@ class SparseSoftTargetCE(Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None, None]:
         numbers, lse, *target = ctx.saved_tensors
         grad = numbers if ctx.overwrite else torch.empty_like(numbers)
-        write = _kernel().write_gradient if numbers.is_cuda else _write_gradient
+        write = write_gradient if numbers.device.type in KERNEL_DEVICES else _write_gradient
         write(grad, numbers, lse, grad_loss, *target)
         return grad, None, None, None, None
 
@@ -81,12 +84,6 @@ class InPlaceSparseSoftTargetCE(Function):
         for rows in _blocks(grad):
             grad[rows].mul_(mass[rows]).sub_(shift[rows]).scatter_add_(1, ids[rows], down[rows])
         return grad, None, None, None
-
-
-def _kernel() -> ModuleType:
-    from horovod_volo.kernels import soft_cross_entropy  # imports Triton, which only GPUs need
-
-    return soft_cross_entropy
 
 
 def _loss(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ shared is sizes, images, labels and MixToken's box.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,7 +39,13 @@ class TrainingLoop(NamedTuple):
     step: Callable[[], Tensor]
 
 
-def plain_loop(form: LoopName, config: Config, batch: TrainBatch, device: torch.device) -> TrainingLoop:
+def plain_loop(
+    form: LoopName,
+    config: Config,
+    batch: TrainBatch,
+    device: torch.device,
+    autocast: AbstractContextManager[object] | None = None,
+) -> TrainingLoop:
     """Build timm's network in a plain loop that learns the images' classes."""
     model = VOLO(**_volo_arguments(config)).to(device).train()
     images = batch.images
@@ -54,10 +61,16 @@ def plain_loop(form: LoopName, config: Config, batch: TrainBatch, device: torch.
         logits = model.head(features(images)[:, 0])
         return F.cross_entropy(logits, batch.labels.classes, label_smoothing=config.objective.smoothing)
 
-    return TrainingLoop(model, _step(model, loss, config, device))
+    return TrainingLoop(model, _step(model, loss, config, device, autocast))
 
 
-def published_loop(config: Config, batch: TrainBatch, device: torch.device, box: Box) -> TrainingLoop:
+def published_loop(
+    config: Config,
+    batch: TrainBatch,
+    device: torch.device,
+    box: Box,
+    autocast: AbstractContextManager[object] | None = None,
+) -> TrainingLoop:
     """Build the published training with timm's modules: tokens mixed by a box, dense targets."""
     model = VOLO(**_volo_arguments(config)).to(device).train()
     dense = PublishedLoss(Objective(token_label=True), config.model.num_classes, config.model.img_size // 16)
@@ -70,7 +83,7 @@ def published_loop(config: Config, batch: TrainBatch, device: torch.device, box:
         token_logits = box.swap_tokens(grid).flatten(1, 2)  # (batch, tokens, classes)
         return dense(model.head(features[:, 0]).float(), token_logits.float(), labels, box)
 
-    return TrainingLoop(model, _step(model, loss, config, device))
+    return TrainingLoop(model, _step(model, loss, config, device, autocast))
 
 
 def _volo_arguments(config: Config) -> dict[str, Any]:
@@ -84,20 +97,28 @@ def _volo_arguments(config: Config) -> dict[str, Any]:
 
 
 def _step(
-    model: nn.Module, loss: Callable[[], Tensor], config: Config, device: torch.device
+    model: nn.Module,
+    loss: Callable[[], Tensor],
+    config: Config,
+    device: torch.device,
+    autocast: AbstractContextManager[object] | None,
 ) -> Callable[[], Tensor]:
     """Return a plain step: AdamW as timm sets it up, without weight decay on norms and biases."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.update.weight_decay},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=config.update.lr)
+    # On a GPU torch updates all tensors at once, unless told otherwise.
+    optimizer = torch.optim.AdamW(groups, lr=config.update.lr, foreach=device.type == "meta" or None)
     dtype = _AUTOCAST.get(config.model.precision)
+    autocast = autocast or torch.autocast(
+        device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None
+    )
     scaler = torch.amp.GradScaler(device.type, enabled=config.model.precision == "fp16")
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        with torch.autocast(device.type, dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        with autocast:
             value = loss()
         scaler.scale(value).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)

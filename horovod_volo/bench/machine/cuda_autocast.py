@@ -1,0 +1,69 @@
+"""CUDA's autocast and its choice of attention, for the meta device, which has neither."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+# What CUDA's autocast casts, of the functions that these networks call.
+_TO_BF16 = {
+    F.linear,
+    F.conv2d,
+    F.scaled_dot_product_attention,
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.bmm,
+    Tensor.bmm,
+    torch.einsum,
+}
+_TO_FP32 = {F.layer_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, F.cross_entropy}
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Casts to bf16 and back as CUDA's autocast does, while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # autocast casts each weight once
+
+    def __enter__(self) -> CudaAutocast:
+        self._cast.clear()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _TO_BF16:
+            args = tuple(self._to_bf16(value) for value in args)
+            kwargs = {key: self._to_bf16(value) for key, value in kwargs.items()}
+        elif func in _TO_FP32:
+            args = tuple(_to_fp32(value) for value in args)
+        return _attention_as_flash(func, args, kwargs)
+
+    def _to_bf16(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dtype != torch.float32:
+            return value
+        if not (value.is_leaf and value.requires_grad):
+            return value.to(torch.bfloat16)
+        if id(value) not in self._cast:
+            self._cast[id(value)] = (value, value.to(torch.bfloat16))
+        return self._cast[id(value)][1]
+
+
+def _to_fp32(value: Any) -> Any:
+    half = isinstance(value, Tensor) and value.dtype == torch.bfloat16
+    return value.float() if half else value
+
+
+def _attention_as_flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function; attention in bf16 is the flash kernel, which meta would not choose."""
+    if func is F.scaled_dot_product_attention and args[0].dtype == torch.bfloat16:
+        return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
+    return func(*args, **kwargs)

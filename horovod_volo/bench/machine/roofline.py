@@ -1,0 +1,151 @@
+"""The least time of a training step on a GPU, counted on the CPU: operators, bytes, kernels and memory.
+
+Nothing is computed: the step runs on the meta device. The result is a floor, not a prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+
+from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, Model
+from horovod_volo.bench.machine.cuda_autocast import CudaAutocast
+from horovod_volo.bench.machine.peers_timm import plain_loop, published_loop
+from horovod_volo.bench.machine.step_cost import CostMode, Gpu, Operator, StepCost, fused
+from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.synthetic import RANDOM_LABELS, checked_config, random_labels, synthetic_context
+from horovod_volo.cluster.resources import RankResources
+from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Config
+from horovod_volo.core.batch import TrainBatch
+from horovod_volo.data.augmentation.apply_ops import augment_
+from horovod_volo.data.augmentation.rand_augment import draw_operations
+from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
+from horovod_volo.engine.step import train_step
+from horovod_volo.models.build import tokens_per_side
+from horovod_volo.objective.mixing import Box
+
+CLASSES = 1000
+META = torch.device("meta")
+# Rates of bf16 products and of memory. H200: measured, 8192 x 8192 products and a copy. The others: what
+# this fraction of the data sheets' rates amounts to.
+GPUS = {"a100": Gpu(250, 1.83), "h100": Gpu(600, 2.7), "h200": Gpu(790, 4.3)}
+Against = Literal["eager", "compile", "published"]
+
+
+def measure(
+    *,
+    model: Model = "volo_d1",
+    img_size: ImgSize = 224,
+    batch_size: BatchSize = 256,
+    drop_path: DropPath = 0.1,
+    gpu: Annotated[Literal["a100", "h100", "h200"], Flag("rates to price with")] = "h100",
+    against: Annotated[
+        Sequence[Against], Flag("steps around timm's network to count as well", may_be_empty=True)
+    ] = ("eager", "compile", "published"),
+) -> Result:
+    """Count our step, plain and fused as a compiler would at best, and those of others."""
+    settings = {"model": model, "img_size": img_size, "batch_size": batch_size, "drop_path": drop_path}
+    config = checked_config(settings | RANDOM_LABELS | {"precision": "bf16", "num_classes": CLASSES})
+    rates = GPUS[gpu]
+    cost = count_step(config)
+    figures = list(_figures("", cost, rates, batch_size))
+    figures += list(_parts(cost.operators, rates))
+    figures += list(_figures("fused: ", replace(cost, operators=fused(cost.operators)), rates, batch_size))
+    for name in against:
+        other = count_loop(name, config)
+        figures += list(_figures(f"{name}: ", other, rates, batch_size))
+    title = f"floor of a step, {img_size} px, bf16, batch {batch_size}, drop path {drop_path}, {gpu}"
+    return Result(f"roofline {model}", title, figures)
+
+
+def count_step(config: Config) -> StepCost:
+    """Count the engine's step, and the augmentation of its batch."""
+    with META:
+        context = synthetic_context(config, World.single(), CLASSES, RankResources(META, 1, ""))
+    counter = CostMode(context.state.model)
+
+    def in_part(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*values: Any, **named: Any) -> Any:
+            counter.part = part
+            result = function(*values, **named)
+            counter.label(part, result)
+            return result
+
+        return run
+
+    counted = replace(
+        context,
+        forward=in_part("network", context.forward),
+        loss=in_part("loss", context.loss),
+        clip=in_part("update", context.clip),
+        autocast=CudaAutocast(),  # type: ignore[arg-type]
+    )
+    batch = _batch(config)
+    with counter.counting() as cost:
+        _augment(config)
+        train_step(counted, iter([batch]))
+    context.close()
+    return cost
+
+
+def count_loop(name: Against, config: Config) -> StepCost:
+    """Count a training loop around timm's network; `compile` is the eager one, fused."""
+    batch, autocast = _batch(config), CudaAutocast()
+    side = tokens_per_side(config.model.model, config.model.img_size)
+    with META:
+        loop = (
+            published_loop(config, batch, META, Box(0, 0, side // 2, side // 2, side), autocast)
+            if name == "published"
+            else plain_loop("eager", config, batch, META, autocast)
+        )
+    counter = CostMode(loop.network)
+    counter.part = "loss and update"
+    with counter.counting() as cost:
+        loop.step()
+    return replace(cost, operators=fused(cost.operators)) if name == "compile" else cost
+
+
+def _batch(config: Config) -> TrainBatch:
+    batch, side = config.data.batch_size, config.model.img_size
+    labels = random_labels(batch, CLASSES, META, seed=0)
+    return TrainBatch(torch.empty(batch, 3, side, side, device=META), labels, np.arange(batch))
+
+
+def _augment(config: Config) -> None:
+    """Run the operations of a batch's augmentation on crops that DALI has resized."""
+    batch, side = config.data.batch_size, config.model.img_size
+    indices = np.arange(batch)
+    pixels = torch.empty(batch, 3, side, side, device=META, dtype=torch.uint8)
+    augment_(pixels, draw_operations(0, 0, indices, config.data))
+    values = torch.empty(3, 1, 1, device=META)
+    images = pixels.float().sub_(values).div_(values)
+    Eraser(0, config.data, side, META).erase_(images, draw_erasures(0, 0, indices, config.data, side))
+
+
+def _figures(prefix: str, cost: StepCost, gpu: Gpu, batch: int) -> list[Figure]:
+    seconds = cost.seconds(gpu)
+    flops = sum(operator.flops for operator in cost.operators)
+    return [
+        Figure(f"{prefix}floor", 1e3 * seconds, "ms"),
+        Figure(f"{prefix}images a second at most", batch / seconds, "images/s"),
+        Figure(f"{prefix}products at the peak rate", 100 * flops / (gpu.tflops * 1e12) / seconds, "%"),
+        Figure(f"{prefix}kernels", cost.kernels, ""),
+        Figure(f"{prefix}kept for backward", cost.saved_bytes / 2**30, "GiB"),
+    ]
+
+
+def _parts(operators: Sequence[Operator], gpu: Gpu) -> list[Figure]:
+    parts: dict[str, list[Operator]] = {}
+    for operator in operators:
+        parts.setdefault(operator.part, []).append(operator)
+    figures = []
+    for part, own in parts.items():
+        floor = sum(operator.seconds(gpu) for operator in own)
+        kernels = sum(operator.kernels for operator in own)
+        figures += [Figure(f"{part}: floor", 1e3 * floor, "ms"), Figure(f"{part}: kernels", kernels, "")]
+    return figures

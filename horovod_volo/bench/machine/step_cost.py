@@ -1,0 +1,255 @@
+"""The operators of a training step on a GPU, counted on the meta device with their bytes and operations.
+
+An operator reads each input and writes each output once, and takes the longer of two times: that of its bytes
+and that of its operations. This is a floor: launches, caches that miss and idle multiprocessors come on top.
+
+`fused` counts what a compiler can at best make of the same operators: neighbours without matrix products
+become one kernel, and what only this kernel needs is neither written nor read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import flop_registry
+
+aten: Any = torch.ops.aten
+
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
+_SELECTING = {"index_select", "gather", "embedding", "index", "slice_backward"}  # read only what they return
+_OVERWRITING = {"copy_", "zero_", "fill_"}
+_ADDING = {"index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_"}
+# Operators that are several kernels in PyTorch's CUDA library.
+_KERNELS = {
+    "convolution_backward": 2,
+    "native_layer_norm_backward": 2,
+    "_scaled_dot_product_flash_attention_backward": 3,
+    "_fused_adamw_": 1,
+    "index_add": 2,  # a copy, then additions
+    "outlook_fused_backward": 2,
+}
+_PER_IMAGE = {"im2col", "col2im"}  # one kernel for each image of the batch
+_PARTS = {
+    "patch_embed": "stem",
+    "blocks": "transformers",
+    "post_network": "class attention",
+    "norm": "heads",
+    "head": "heads",
+    "head_drop": "heads",
+    "pos_drop": "network",
+    "aux_head": "heads",
+}
+_EXTERN = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
+
+
+class Gpu(NamedTuple):
+    """Rates of a GPU."""
+
+    tflops: float  # of bf16 products
+    terabytes: float  # per second, of memory
+
+
+class Operator(NamedTuple):
+    """One operator of a step."""
+
+    name: str
+    part: str
+    backward: bool
+    flops: int
+    inputs: dict[int, int]  # bytes read, by tensor
+    outputs: dict[int, int]  # bytes written, by tensor
+    kernels: int
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes read and written."""
+        return sum(self.inputs.values()) + sum(self.outputs.values())
+
+    @property
+    def fusible(self) -> bool:
+        """Return whether a compiler may fuse it with its neighbours."""
+        return not self.flops and self.name not in _EXTERN and self.name not in _PER_IMAGE
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Return the least time that a GPU takes."""
+        return max(self.bytes / (gpu.terabytes * 1e12), self.flops / (gpu.tflops * 1e12))
+
+
+@dataclass
+class StepCost:
+    """The operators of a step, and the bytes that its forward keeps for backward."""
+
+    operators: list[Operator] = field(default_factory=list)
+    saved_bytes: int = 0
+
+    def seconds(self, gpu: Gpu) -> float:
+        """Return the floor of the step's time."""
+        return sum(operator.seconds(gpu) for operator in self.operators)
+
+    @property
+    def kernels(self) -> int:
+        """Return how many kernels the step launches."""
+        return sum(operator.kernels for operator in self.operators)
+
+
+class CostMode(TorchDispatchMode):
+    """Counts the operators that run on the meta device while it is active."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cost = StepCost()
+        self.part = "data"  # of the step, outside the model's modules
+        self._modules: list[str] = []  # that are being called
+        self._alive: list[Tensor] = []  # a freed storage's address could be used again
+        self._kept = {_storage(parameter) for parameter in model.parameters()}
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name))
+            module.register_forward_hook(lambda _, __, output, name=name: self._leave(name, output))
+
+    @contextmanager
+    def counting(self) -> Iterator[StepCost]:
+        """Count inside this context."""
+        with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor), self:
+            yield self.cost
+
+    def label(self, part: str, output: Any) -> None:
+        """Attribute the backward of all operators that led to `output`, and belong to no part yet, to one."""
+        nodes: list[Any] = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
+        while nodes:
+            node = nodes.pop()
+            if "part" not in node.metadata:
+                node.metadata["part"] = part
+                nodes += [before for before, _ in node.next_functions if before is not None]
+
+    def _leave(self, name: str, output: Any) -> None:
+        self._modules.pop()
+        self.label(_part_of(name), output)
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        storage = _storage(tensor)
+        if storage not in self._kept:
+            self._kept.add(storage)
+            self._alive.append(tensor)
+            self.cost.saved_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.__name__.split(".")[0]
+        inputs, outputs = _tensors([args, kwargs]), _tensors(result)
+        read = {_storage(tensor) for tensor in inputs}
+        mutates = func._schema.is_mutable
+        if name in _FREE or (not mutates and all(_storage(tensor) in read for tensor in outputs)):
+            return result  # an allocation or a view
+        self._alive += outputs
+        formula = flop_registry.get(func._overloadpacket)
+        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+        kernels = len(args[0]) if name in _PER_IMAGE else _KERNELS.get(name, 1)
+        part, backward = self._current_part()
+        outputs += _tensors(list(_mutated(func, args, kwargs)))
+        operator = Operator(
+            name, part, backward, flops, _read(name, inputs, outputs), _sizes(outputs), kernels
+        )
+        self.cost.operators.append(operator)
+        return result
+
+    def _current_part(self) -> tuple[str, bool]:
+        node: Any = torch._C._current_autograd_node()
+        if node is not None:
+            return node.metadata.get("part", self.part), True
+        return (_part_of(self._modules[-1]) if self._modules else self.part), False
+
+
+def _part_of(module: str) -> str:
+    """Return the part of a network that a module belongs to, by its name."""
+    first, _, rest = module.partition(".")
+    if first == "network":
+        return {"0": "outlookers", "1": "downsampling"}.get(rest.split(".")[0], "transformers")
+    return _PARTS.get(first, first or "network")
+
+
+def _read(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> dict[int, int]:
+    """Return the bytes that an operator reads of each tensor."""
+    if name in _SELECTING:
+        most = sum(map(_bytes, outputs))
+        return {_storage(tensor): min(_bytes(tensor), most) for tensor in inputs}
+    if name in _ADDING:  # besides a copy, for which all is read and written, rows are added to rows
+        sizes, rows = _sizes(inputs), max(map(_bytes, inputs[1:]))
+        copied = 0 if name.endswith("_") else 2 * _bytes(inputs[0])
+        return sizes | {_storage(inputs[0]): copied + rows}
+    return _sizes(inputs[1:] if name in _OVERWRITING else inputs)
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that an operator writes."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[position] if position < len(args) else kwargs.get(argument.name)
+
+
+def _sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of tensors by storage; several may be different views of one."""
+    views = {(_storage(tensor), tensor.storage_offset()): _bytes(tensor) for tensor in tensors}
+    sizes: dict[int, int] = {}
+    for (storage, _), size in views.items():
+        sizes[storage] = sizes.get(storage, 0) + size
+    return sizes
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements in memory; an expanded one repeats them."""
+    lengths = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
+    return math.prod(lengths) * tensor.itemsize if tensor.numel() else 0
+
+
+def fused(operators: Sequence[Operator]) -> list[Operator]:
+    """Return the operators as a compiler would fuse them at best."""
+    last_use: dict[int, int] = {}
+    for number, operator in enumerate(operators):
+        last_use.update(dict.fromkeys(operator.inputs, number))
+    result: list[Operator] = []
+    group: list[Operator] = []
+    start = 0
+    for number, operator in enumerate(operators):
+        if operator.fusible and (not group or operator.backward == group[-1].backward):
+            group.append(operator)
+            continue
+        result += _merged(group, range(start, number), last_use)
+        start = number
+        group = [operator] if operator.fusible else []
+        if not operator.fusible:
+            result.append(operator)
+            start = number + 1
+    return result + _merged(group, range(start, len(operators)), last_use)
+
+
+def _merged(group: list[Operator], numbers: range, last_use: dict[int, int]) -> list[Operator]:
+    """Return one operator for a group of neighbours."""
+    if not group:
+        return []
+    inputs: dict[int, int] = {}
+    written: dict[int, int] = {}
+    for operator in group:
+        inputs |= {key: size for key, size in operator.inputs.items() if key not in written}
+        written |= operator.outputs
+    outputs = {key: size for key, size in written.items() if last_use.get(key, math.inf) >= numbers.stop}
+    return [Operator("fused", group[0].part, group[0].backward, 0, inputs, outputs, 1)]
