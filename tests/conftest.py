@@ -14,6 +14,11 @@ HERE = Path(__file__).parent
 LONG_FIRST = ("experiments", "cluster", "ranks", "faults", "smoke", "gpu", "published")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the flag for tests that take minutes each."""
+    parser.addoption("--long", action="store_true", help="also run tests/experiments/test_on_drawn_shapes.py")
+
+
 def pytest_configure() -> None:
     """Leave each of several workers one thread."""
     if os.environ.get("PYTEST_XDIST_WORKER"):

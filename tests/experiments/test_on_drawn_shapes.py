@@ -19,8 +19,10 @@ OUTPUT = "runs"
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the demo's images, full number, where the runs of these tests go too."""
+    if not request.config.getoption("--long"):
+        pytest.skip("trains for eight minutes: add --long")
     folder = tmp_path_factory.mktemp("experiments")
     make_demo_set(folder / "images", train=4000, val=1000)
     return folder

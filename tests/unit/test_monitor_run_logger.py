@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ SCORES: dict[str, float | int] = {"epoch": 0, "top1": 12.5, "images": 8}
 def train(logger: RunLogger, *steps: int, **changed: float) -> None:
     for step in steps:
         logger.log_training(step, TRAIN | changed)
+
+
+def resumed(folder: Path, first_step: int) -> RunLogger:
+    """Open the logger of a resumed run, in another second than the earlier one.
+
+    TensorBoard sorts the files of one second by a number as text, where 10 comes before 9.
+    """
+    time.sleep(1 - time.time() % 1)
+    return RunLogger(folder, first_step=first_step, total_steps=10)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -69,7 +79,7 @@ def test_a_resume_drops_later_records(tmp_path: Path) -> None:
     train(first, 1, 2, 3, 4, loss=1.0)
     first.log_evaluation(4, SCORES)
     first.close()
-    second = RunLogger(tmp_path, first_step=2, total_steps=10)
+    second = resumed(tmp_path, 2)
     assert [record["step"] for record in metrics(tmp_path)] == [1, 2]
     train(second, 3, loss=2.0)
     second.close()
@@ -84,7 +94,7 @@ def test_a_resume_drops_later_records(tmp_path: Path) -> None:
 
 def test_a_resume_at_the_last_step_drops_nothing(tmp_path: Path) -> None:
     for first_step in (0, 2):
-        logger = RunLogger(tmp_path, first_step=first_step, total_steps=10)
+        logger = resumed(tmp_path, first_step)
         train(logger, first_step + 1, first_step + 2)
         logger.log_evaluation(first_step + 2, SCORES)
         logger.close()
