@@ -15,6 +15,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head
 from horovod_volo.engine.checkpoint.files import StateDicts
+from horovod_volo.kernels import use_fused_kernels
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name, spec_of
 from horovod_volo.models.precision import fix_convolutions
 from horovod_volo.models.weights import load_weights, read_weights
@@ -84,6 +85,7 @@ def build_state(
     """Return the state before the first step, with the weights of `finetune` if given, and warnings."""
     torch.manual_seed(config.run.seed)
     settings, update = config.model, config.update
+    use_fused_kernels(settings.kernels == "fused")
     model = build_model(
         settings.model,
         img_size=settings.img_size,

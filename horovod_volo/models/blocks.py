@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from horovod_volo.kernels import runs_kernels
+from horovod_volo.kernels.residual import add_branch, normalized_branch
 from horovod_volo.models.drop_path import ALL, DropPathSample
 from horovod_volo.models.outlook import Outlook
 
@@ -28,8 +30,9 @@ class Attention(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return tokens of the same shape (batch, rows, columns, channels)."""
         joint = self.qkv(tokens).flatten(1, 2).unflatten(2, (3, self.num_heads, -1))
-        queries, keys, values = joint.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, tokens, width)
-        heads = attend(queries, keys, values)
+        # Split along this dimension, the three gradients are joined in the order in which qkv reads them.
+        queries, keys, values = (part.transpose(1, 2) for part in joint.unbind(2))
+        heads = attend(queries, keys, values)  # each (batch, heads, tokens, width)
         attended: Tensor = self.proj(heads.transpose(1, 2).reshape(tokens.shape))
         return attended
 
@@ -49,6 +52,7 @@ class TwoBranches(nn.Module):
     """A pre-norm block of two residual branches: attention and an MLP."""
 
     branches = ("attended", "refined")  # the methods that --compile compiles
+    compiled = False  # by --compile, which fuses these itself
     weight = 1.0  # of both branches
     norm1: nn.Module
     attn: nn.Module
@@ -57,8 +61,17 @@ class TwoBranches(nn.Module):
 
     def forward(self, tokens: Tensor, first: DropPathSample = ALL, second: DropPathSample = ALL) -> Tensor:
         """Return tokens of the same shape (batch, ..., channels)."""
+        if self.training and not self.compiled and runs_kernels(tokens):
+            tokens = self._fused(tokens, first, self.norm1, self.attn)
+            return self._fused(tokens, second, self.norm2, self.mlp)
         tokens = first.added(tokens, self.attended, self.weight)
         return second.added(tokens, self.refined, self.weight)
+
+    def _fused(self, tokens: Tensor, kept: DropPathSample, norm: nn.Module, branch: nn.Module) -> Tensor:
+        if kept.rows is not None and not len(kept.rows):
+            return tokens
+        tokens, normed = normalized_branch(tokens, norm, kept.rows, kept.position)
+        return add_branch(tokens, branch(normed), kept.rows, kept.position, self.weight * kept.scale)
 
     def attended(self, tokens: Tensor) -> Tensor:
         """Return the attention branch."""

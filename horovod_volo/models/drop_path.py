@@ -15,21 +15,35 @@ import torch
 from torch import Tensor
 
 from horovod_volo.core.batch import copy_async
+from horovod_volo.kernels import runs_kernels
 
 Branch = Callable[[Tensor], Tensor]
+# On a GPU, branches of lower rates are computed for all images: gathering and scattering the rest would cost
+# more (`bench roofline`), and shapes stay the same from step to step.
+_MASKED_BELOW = 0.25
 
 
 @dataclass(frozen=True, eq=False)
 class DropPathSample:
-    """The images of a batch that keep a branch, and the scale of the branch."""
+    """The images of a batch that keep a branch, and the scale of the branch.
 
-    rows: Tensor | None = None  # (kept,) int64; None: all of them
+    The branch is computed for the images in `rows`. With `masked` these are all, and -1 stands for an image
+    that does not keep it.
+    """
+
+    rows: Tensor | None = None  # (computed,) int64; None: all images keep the branch
     scale: float = 1.0
+    masked: bool = False
+    position: Tensor | None = None  # (batch,) int64 index in `rows` of each image, -1 if dropped; for kernels
 
     def added(self, tokens: Tensor, branch: Branch, weight: float = 1.0) -> Tensor:
         """Return tokens (batch, ..., channels) with the weighted branch added for the images that keep it."""
         if self.rows is None:
             return torch.add(tokens, branch(tokens), alpha=weight * self.scale)
+        if self.masked:
+            result = branch(tokens)
+            keeps = (self.rows >= 0).to(result.dtype).view(-1, *[1] * (tokens.ndim - 1))
+            return torch.add(tokens, result * keeps, alpha=weight * self.scale)
         if not len(self.rows):
             return tokens
         result = branch(tokens.index_select(0, self.rows))
@@ -54,8 +68,25 @@ def sample_drop_path(rates: Sequence[float], tokens: Tensor, seed: int | None) -
     keep_rates = 1.0 - np.asarray(rates)
     counts = np.floor(batch * keep_rates + random.random(len(rates))).astype(np.int64)  # mean: batch x rate
     orders = random.permuted(np.tile(np.arange(batch), (len(rates), 1)), axis=1)  # (branches, batch)
-    rows = copy_async(orders, device)  # one copy for all branches
+    if not runs_kernels(tokens):
+        return [
+            DropPathSample(None if count == batch else row[:count], 1.0 / keep_rate)
+            for count, keep_rate, row in zip(
+                counts.tolist(), keep_rates.tolist(), copy_async(orders, device), strict=True
+            )
+        ]
+    masked = np.asarray(rates) < _MASKED_BELOW
+    maps = np.full((2, len(rates), batch), -1)  # rows and positions
+    for branch, count in enumerate(counts.tolist()):
+        kept = orders[branch, :count]
+        maps[0, branch, kept if masked[branch] else np.arange(count)] = kept
+        maps[1, branch, kept] = kept if masked[branch] else np.arange(count)
+    rows, positions = copy_async(maps, device)  # one copy for all branches
     return [
-        DropPathSample(None if count == batch else row[:count], 1.0 / keep_rate)
-        for count, keep_rate, row in zip(counts.tolist(), keep_rates.tolist(), rows, strict=True)
+        DropPathSample(row if is_masked else row[:count], 1.0 / keep_rate, is_masked, position)
+        if count < batch
+        else DropPathSample(scale=1.0 / keep_rate)
+        for count, keep_rate, is_masked, row, position in zip(
+            counts.tolist(), keep_rates.tolist(), masked.tolist(), rows, positions, strict=True
+        )
     ]

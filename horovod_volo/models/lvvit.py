@@ -63,7 +63,7 @@ class SelfAttention(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return tokens of the same shape (batch, tokens, channels)."""
         joint = self.qkv(tokens).unflatten(2, (3, self.num_heads, -1))
-        queries, keys, values = joint.permute(2, 0, 3, 1, 4).unbind(0)  # each (batch, heads, tokens, width)
+        queries, keys, values = (part.transpose(1, 2) for part in joint.unbind(2))  # as in models/blocks.py
         heads = F.scaled_dot_product_attention(queries, keys, values)
         attended: Tensor = self.proj(heads.transpose(1, 2).flatten(2))
         return attended

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.kernels import KERNEL_DEVICES
+from horovod_volo.kernels import runs_kernels
 from horovod_volo.kernels.outlook import fused_outlook
 from horovod_volo.models.outlook_gather import outlook_gather
 
@@ -34,7 +34,7 @@ def outlook(
     if values.device.type == "cpu":
         mixed: Tensor = outlook_gather(values, scores, geometry, scale)[0]
         return mixed
-    if values.device.type in KERNEL_DEVICES and geometry[3:] == [3, 1, 2] and values.dtype in _OF_KERNELS:
+    if runs_kernels(values) and geometry[3:] == [3, 1, 2] and values.dtype in _OF_KERNELS:
         fused: Tensor = fused_outlook(values, scores, heads, scale)
         return fused
     return plain_outlook(values, scores, geometry, scale)

@@ -42,8 +42,8 @@ def test_modules_and_functions_are_short() -> None:
 def test_the_package_does_not_grow_unnoticed() -> None:
     """Benchmarks apart. A change that needs more modules or lines raises a number here, and says why."""
     counted = [path for name, path in MODULES.items() if not name.startswith("horovod_volo/bench/")]
-    assert len(counted) <= 168
-    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in counted) <= 18_300
+    assert len(counted) <= 170
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in counted) <= 18_700
 
 
 def test_modules_have_docstrings() -> None:

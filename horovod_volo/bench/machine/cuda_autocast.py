@@ -33,8 +33,14 @@ class CudaAutocast(TorchFunctionMode):
 
     def __enter__(self) -> CudaAutocast:
         self._cast.clear()
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        torch.set_autocast_enabled("cuda", True)  # for code that asks; on meta it casts nothing
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *exception: object) -> None:
+        torch.set_autocast_enabled("cuda", False)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 
-from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, Model
+from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, Kernels, Model
 from horovod_volo.bench.machine.cuda_autocast import CudaAutocast
 from horovod_volo.bench.machine.peers_timm import plain_loop, published_loop
 from horovod_volo.bench.machine.step_cost import CostMode, Gpu, Operator, StepCost, fused
@@ -43,6 +43,7 @@ def measure(
     img_size: ImgSize = 224,
     batch_size: BatchSize = 256,
     drop_path: DropPath = 0.1,
+    kernels: Kernels = "fused",
     gpu: Annotated[Literal["a100", "h100", "h200"], Flag("rates to price with")] = "h100",
     against: Annotated[
         Sequence[Against], Flag("steps around timm's network to count as well", may_be_empty=True)
@@ -50,6 +51,7 @@ def measure(
 ) -> Result:
     """Count our step, plain and fused as a compiler would at best, and those of others."""
     settings = {"model": model, "img_size": img_size, "batch_size": batch_size, "drop_path": drop_path}
+    settings["kernels"] = kernels
     config = checked_config(settings | RANDOM_LABELS | {"precision": "bf16", "num_classes": CLASSES})
     rates = GPUS[gpu]
     cost = count_step(config)
@@ -60,7 +62,7 @@ def measure(
         other = count_loop(name, config)
         figures += list(_figures(f"{name}: ", other, rates, batch_size))
     title = f"floor of a step, {img_size} px, bf16, batch {batch_size}, drop path {drop_path}, {gpu}"
-    return Result(f"roofline {model}", title, figures)
+    return Result(f"roofline {model}{' plain' if kernels == 'plain' else ''}", title, figures)
 
 
 def count_step(config: Config) -> StepCost:

@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, Model, Pairs, Precision
+from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, Kernels, Model, Pairs, Precision
 from horovod_volo.bench.comparison import WrongResultError, assert_agree, repeats_for, timed, wait_for
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import (
@@ -64,6 +64,7 @@ def measure(
     batch_size: BatchSize = 8,
     precision: Precision = "fp32",
     drop_path: DropPath = 0.0,
+    kernels: Kernels = "fused",
     compile: Annotated[bool, Flag("compile the network's blocks")] = False,
     pairs: Pairs = 7,
 ) -> Result:
@@ -74,6 +75,7 @@ def measure(
         "batch_size": batch_size,
         "precision": precision,
         "drop_path": drop_path,
+        "kernels": kernels,
         "compile": compile,
     }
     config = checked_config(settings | RANDOM_LABELS)
@@ -107,7 +109,8 @@ def measure(
     ]
     images = f"{world.size} x {batch_size} random images"
     title = f"training step, {img_size} px, {precision}, {images}, drop path {drop_path}"
-    return Result(f"step {model} {img_size}{' compiled' if compile else ''}", title, figures)
+    form = " compiled" if compile else " plain" if kernels == "plain" else ""
+    return Result(f"step {model} {img_size}{form}", title, figures)
 
 
 def share_of_peak(model: str, img_size: int, images_per_second: float) -> float:
