@@ -8,6 +8,7 @@ Invariant: cells and lanes (channels of a head) are the only axes of a tile, so 
 a window needs no exchange between threads.
 """
 
+# `count` is not specialized: where it changes from step to step, programs would be compiled again.
 # One argument per line would hide what a kernel does.
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -107,7 +108,7 @@ def _gradient_of_source(
     return grad_value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def aggregate_windows(
     pixels, scores, log_sum_exp, output, count, heads, rows, columns, height, width, scale,
     backward: tl.constexpr, head_dim: tl.constexpr, lanes: tl.constexpr, cells: tl.constexpr,
@@ -142,7 +143,7 @@ def aggregate_windows(
         tl.store(output + offsets, total.to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def scores_backward(
     gradient, values, scores, grad_scores, log_sum_exp, count, heads, rows, columns, height, width, scale,
     head_dim: tl.constexpr, lanes: tl.constexpr, cells: tl.constexpr,

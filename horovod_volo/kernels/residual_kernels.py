@@ -7,6 +7,7 @@ atomics, so results are reproducible; the gradients of weight and bias are summe
 marks an image that is dropped.
 """
 
+# `count` is not specialized: drop path changes it from step to step, and programs would be compiled again.
 # One argument per line would hide what a kernel does.
 # fmt: off
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -33,7 +34,7 @@ def _offsets(token, exists, channels, lanes: tl.constexpr):
     return token.to(tl.int64)[:, None] * channels + lane[None, :], inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def normalize(
     tokens, rows, weight, bias, normed, mean, rstd, count, length, channels, eps,
     mapped: tl.constexpr, tile: tl.constexpr, lanes: tl.constexpr,
@@ -57,7 +58,7 @@ def normalize(
     tl.store(rstd + token, token_rstd, mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def normalize_backward(
     grad_skip, grad_normed, tokens, mean, rstd, position, weight, grad_tokens, grad_weight, grad_bias,
     count, length, channels,
@@ -92,7 +93,7 @@ def normalize_backward(
     tl.store(grad_bias + partial, of_bias, mask=lane < channels)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def add_branch(
     tokens, branch, position, result, count, length, channels, scale,
     mapped: tl.constexpr, tile: tl.constexpr, lanes: tl.constexpr,
@@ -108,7 +109,7 @@ def add_branch(
     tl.store(result + offsets, (x + scale * added).to(result.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def add_branch_backward(
     gradient, rows, grad_branch, count, length, channels, scale,
     mapped: tl.constexpr, tile: tl.constexpr, lanes: tl.constexpr,
