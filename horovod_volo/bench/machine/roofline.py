@@ -15,7 +15,7 @@ import torch
 from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, Kernels, Model
 from horovod_volo.bench.machine.cuda_autocast import CudaAutocast
 from horovod_volo.bench.machine.peers_timm import plain_loop, published_loop
-from horovod_volo.bench.machine.step_cost import CostMode, Gpu, Operator, StepCost, fused
+from horovod_volo.bench.machine.step_cost import CostMode, GpuRates, Operator, StepCost, fused
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import RANDOM_LABELS, checked_config, random_labels, synthetic_context
 from horovod_volo.cluster.resources import RankResources
@@ -33,7 +33,7 @@ CLASSES = 1000
 META = torch.device("meta")
 # Rates of bf16 products and of memory. H200: measured, 8192 x 8192 products and a copy. The others: what
 # this fraction of the data sheets' rates amounts to.
-GPUS = {"a100": Gpu(250, 1.83), "h100": Gpu(600, 2.7), "h200": Gpu(790, 4.3)}
+GPUS = {"a100": GpuRates(250, 1.83), "h100": GpuRates(600, 2.7), "h200": GpuRates(790, 4.3)}
 Against = Literal["eager", "compile", "published"]
 
 
@@ -129,7 +129,7 @@ def _augment(config: Config) -> None:
     Eraser(0, config.data, side, META).erase_(images, draw_erasures(0, 0, indices, config.data, side))
 
 
-def _figures(prefix: str, cost: StepCost, gpu: Gpu, batch: int) -> list[Figure]:
+def _figures(prefix: str, cost: StepCost, gpu: GpuRates, batch: int) -> list[Figure]:
     seconds = cost.seconds(gpu)
     flops = sum(operator.flops for operator in cost.operators)
     return [
@@ -141,7 +141,7 @@ def _figures(prefix: str, cost: StepCost, gpu: Gpu, batch: int) -> list[Figure]:
     ]
 
 
-def _parts(operators: Sequence[Operator], gpu: Gpu) -> list[Figure]:
+def _parts(operators: Sequence[Operator], gpu: GpuRates) -> list[Figure]:
     parts: dict[str, list[Operator]] = {}
     for operator in operators:
         parts.setdefault(operator.part, []).append(operator)

@@ -50,7 +50,7 @@ _PARTS = {
 _EXTERN = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
 
 
-class Gpu(NamedTuple):
+class GpuRates(NamedTuple):
     """Rates of a GPU."""
 
     tflops: float  # of bf16 products
@@ -78,7 +78,7 @@ class Operator(NamedTuple):
         """Return whether a compiler may fuse it with its neighbours."""
         return not self.flops and self.name not in _EXTERN and self.name not in _PER_IMAGE
 
-    def seconds(self, gpu: Gpu) -> float:
+    def seconds(self, gpu: GpuRates) -> float:
         """Return the least time that a GPU takes."""
         return max(self.bytes / (gpu.terabytes * 1e12), self.flops / (gpu.tflops * 1e12))
 
@@ -90,7 +90,7 @@ class StepCost:
     operators: list[Operator] = field(default_factory=list)
     saved_bytes: int = 0
 
-    def seconds(self, gpu: Gpu) -> float:
+    def seconds(self, gpu: GpuRates) -> float:
         """Return the floor of the step's time."""
         return sum(operator.seconds(gpu) for operator in self.operators)
 
