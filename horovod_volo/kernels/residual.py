@@ -26,8 +26,7 @@ def normalized_branch(
     `rows` are numbers of images, -1 for one that is computed but dropped; `position` is the inverse; None is
     all. Under autocast the norm is in its dtype.
     """
-    on_gpu = tokens.device.type if tokens.is_cuda else "cuda"  # meta stands for CUDA
-    dtype = torch.get_autocast_dtype(on_gpu) if torch.is_autocast_enabled(on_gpu) else tokens.dtype
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else tokens.dtype
     result: tuple[Tensor, Tensor] = _Normalize.apply(  # type: ignore[no-untyped-call]
         tokens.contiguous(), norm.weight, norm.bias, rows, position, norm.eps, dtype
     )

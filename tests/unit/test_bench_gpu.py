@@ -66,8 +66,8 @@ def results_of_the_plan() -> Iterator[tuple[str, str]]:
     for _, chosen in plan():
         given = chosen.settings
         if chosen.name == "step":
-            compiled = " compiled" if given["compile"] else ""
-            yield f"step {given['model']} {given['img_size']}{compiled}", "*"
+            form = " compiled" if given["compile"] else " plain" if given["kernels"] == "plain" else ""
+            yield f"step {given['model']} {given['img_size']}{form}", "*"
         elif chosen.name == "peers":
             name = f"peers {given['model']} {given['precision']} {' '.join(given['against'])}"
             yield from ((name, f"faster than {form}") for form in given["against"])
@@ -134,6 +134,10 @@ def test_a_failure_does_not_stop_the_rest(checkout: Path) -> None:
     assert json.loads((checkout / "docs" / "results.jsonl").read_text()) == record
     assert "one pair has no spread" in (checkout / "out" / "bench.log").read_text()
     assert (checkout / "out" / "goals.txt").read_text() in done.stdout
+
+    again = bench_script(checkout, "overhead")  # continues with what is not measured yet
+    assert "s, FAILED: overhead --pairs 1" in again.stdout
+    assert "overhead --pairs 2" not in again.stdout
 
 
 def test_what_there_is_no_time_for_is_told(checkout: Path) -> None:
