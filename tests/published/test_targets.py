@@ -78,7 +78,8 @@ def test_targets(
 def test_targets_of_crops_at_the_edges(
     published: Published, compare: Compare, cells: int, side: int, precision: torch.dtype, tolerance: float
 ) -> None:
-    labels = replace(labels_of(len(AT_THE_EDGES), SEED, (cells, cells)), boxes=AT_THE_EDGES)
+    labels = labels_of(len(AT_THE_EDGES), SEED, (cells, cells))
+    labels = replace(labels, maps=replace(labels.maps, boxes=AT_THE_EDGES))
     target = published_target_of(published, labels, side, precision=precision)
     ours = LabelMapTargets(CLASSES, side, 0.1, "reference")(labels)
     what = f"targets at the edges of {cells} x {cells} cells, {side} x {side}, {precision}"
