@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from horovod_volo.cluster.reducer import build_gradient_buckets, wire_bytes
+from horovod_volo.cluster.reducer import build_gradient_buckets, message_bytes
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import config_warnings, trains_aux_head
+from horovod_volo.config.validation import RunFacts, config_warnings, trains_aux_head
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
     batch_line,
@@ -31,7 +31,7 @@ from horovod_volo.engine.banner import (
 )
 from horovod_volo.models.build import build_model, spec_of, training_forward
 from horovod_volo.models.weights import TIMM
-from horovod_volo.optim.build import optimizer_spec
+from horovod_volo.optim.build import OPTIMIZERS
 from horovod_volo.plugins import check_names, load_plugins
 
 # Name, images and classes of the data set that is assumed where the data is not on this machine.
@@ -41,6 +41,10 @@ _IMAGENET_22K = ("ImageNet-22K", 14_197_122, 21_841)
 _FP32 = 4  # bytes
 _MIN_BATCH = 2  # batch norm needs more than one value per channel
 _GIB, _MIB = 2**30, 2**20
+# The GiB that the driver reports of a GPU, by the GB in its name: A100, A100 or H100, H200.
+_GPU_GIB = {40: 39.4, 80: 79.1, 141: 139.8}
+# An assumption: CUDA's context, workspaces, DALI and NCCL take 3 GiB, and fragmentation a tenth of the rest.
+_RESERVED_GIB, _FRAGMENTED = 3, 0.1
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ def measure_workload(config: Config) -> Workload:
             num_classes=settings.num_classes or classes,
             drop_path=settings.drop_path,
             grad_checkpoint=settings.grad_checkpoint,
+            grad_checkpoint_stages=settings.grad_checkpoint_stages,
             aux_head=trains_aux_head(config),
         )
     return Workload(
@@ -101,8 +106,8 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
         ranks=ranks,
         shards=1,
     )
-    sent_bytes = sum(wire_bytes(bucket, config.exchange) for bucket in buckets)
-    # A ring allreduce gathers the sums in its second half, a sharded optimizer gathers new parameters.
+    sent_bytes = sum(message_bytes(bucket, config.exchange) for bucket in buckets)
+    # The second half of a ring allreduce gathers sums; a sharded optimizer gathers new parameters instead.
     gathered_bytes = workload.parameter_count * _FP32 if config.update.shard_optimizer else sent_bytes
     properties = {
         "ranks": f"{ranks}",
@@ -113,12 +118,12 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
         "length": length_line(derived),
         "precision": precision_line(config, len(buckets)),
         "memory": f"about {state / _GIB:.1f} GiB of state and "
-        f"{activations / _GIB:.1f} GiB of activations per rank",
+        f"{activations / _GIB:.1f} GiB of activations per rank: {_smallest_gpu(state + activations)}",
         "exchange": f"{sent_bytes / _MIB:.0f} MiB of gradients per step; "
         f"{(ranks - 1) / ranks * (sent_bytes + gathered_bytes) / _MIB:.0f} MiB through each rank's link",
     }
     warnings = [
-        *config_warnings(config),
+        *config_warnings(config, RunFacts(ranks=ranks, total_steps=derived.total_steps)),
         *token_size_warnings(config),
         *batch_warnings(config, derived, workload.images),
         *workload.warnings,
@@ -126,16 +131,25 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     return f"{dump(config)}\n{format_lines(properties, warnings)}"
 
 
+def _smallest_gpu(used_bytes: float) -> str:
+    """Describe the smallest GPU with room for the state and the activations of a rank."""
+    needed = used_bytes / _GIB / (1 - _FRAGMENTED) + _RESERVED_GIB
+    for gigabytes, available in _GPU_GIB.items():
+        if needed <= available:
+            return f"a GPU of {gigabytes} GB"
+    return "more than a GPU of 141 GB has; use a smaller --batch-size, or --grad-checkpoint"
+
+
 def state_bytes(config: Config, ranks: int) -> float:
-    """Return the bytes of training state on one rank per parameter of the model."""
+    """Return the bytes of training state on one rank, per parameter of the model."""
     update = config.update
     # "step" is one scalar for a whole tensor.
-    moments = [key for key in optimizer_spec(update.opt).state_keys if key != "step"]
+    moments = [key for key in OPTIMIZERS.find(update.opt).state_keys if key != "step"]
     optimizer = float(len(moments) * _FP32)
     if update.shard_optimizer:
         optimizer = (optimizer + _FP32) / ranks  # with a copy of the gradients of this rank's shard
     ema = _FP32 if update.ema_decay else 0
-    return _FP32 + _FP32 + optimizer + ema  # weight and gradient first
+    return _FP32 + _FP32 + optimizer + ema  # the first two are weight and gradient
 
 
 def _count_images(config: Config) -> tuple[int, int, list[str]]:
@@ -148,19 +162,19 @@ def _count_images(config: Config) -> tuple[int, int, list[str]]:
         return len(train), len(train.classes), warnings
     assumed = _IMAGENET_22K if config.model.num_classes == _IMAGENET_22K[2] else _IMAGENET_1K
     name, images, classes = assumed
-    return images, classes, [*warnings, f"counted with the images of {name}"]
+    return images, classes, [*warnings, f"the images and classes are assumed to be those of {name}"]
 
 
 def _activation_bytes(model: torch.nn.Module, config: Config) -> float:
     """Estimate the activations per image that autograd saves for backward, from a forward on the meta device.
 
-    Drop path leaves branches out of a fixed sample of the images, so the estimate is the same every time.
+    The seed of drop path is fixed, so the estimate is the same every time.
     """
     side, batch = config.model.img_size, max(_MIN_BATCH, config.data.batch_size)
     images = torch.zeros(batch, 3, side, side, device="meta")
     with torch.random.fork_rng(devices=[]), _saved_bytes(list(model.parameters())) as saved:
         training_forward(model)(images, lambda tokens: tokens, 0)
-    width = 1.0 if config.model.precision == "fp32" else 0.5
+    width = 1.0 if config.model.precision in ("fp32", "tf32") else 0.5
     return width * saved[0] / batch
 
 
@@ -169,7 +183,7 @@ def _saved_bytes(parameters: list[torch.nn.Parameter]) -> Iterator[list[int]]:
     """Sum the bytes that autograd saves inside this context, each storage once, without the parameters."""
     counted = {parameter.untyped_storage()._cdata for parameter in parameters}
     total = [0]
-    alive: list[Tensor] = []  # a freed storage's address could be used again, and would not be counted
+    alive: list[Tensor] = []  # the address of a freed storage could be reused, and would not be counted
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -15,20 +15,18 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from horovod_volo.config.arguments import (
-    Parser,
-    add_choice_of_weights,
-    add_shared_settings,
-    whole_number,
-)
+from horovod_volo.cluster.entry import refuse, run_on_ranks
+from horovod_volo.config.arguments import Parser, add_flags, flags_of_trained_network, whole_number
+from horovod_volo.config.setting import Setting
+from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.evaluation.accuracy import EvalRequest, EvalResult
-    from horovod_volo.evaluation.per_class import ClassScore
+    from horovod_volo.evaluation.per_class import ClassResult
 
 DONE = 0
 STDOUT = "-"
@@ -43,15 +41,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = build_parser().parse_args(arguments)
     except UserError as problem:
-        from horovod_volo.cluster.entry import refuse
-
         return refuse(problem)
     from horovod_volo.cluster.pinning import bind
 
-    bound = bind(options.binding)
-    from horovod_volo.cluster.entry import run_on_ranks
-
-    return run_on_ranks(partial(_evaluate, options), bound)
+    return run_on_ranks(partial(_evaluate, options), bind(options.binding))
 
 
 def _evaluate(options: argparse.Namespace, world: World) -> int:
@@ -93,16 +86,16 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
     return DONE
 
 
-def _format_text(request: EvalRequest, result: EvalResult, rows: Sequence[ClassScore]) -> str:
-    counts, scores, model = result.counts, result.counts.scores(), result.model
+def _format_text(request: EvalRequest, result: EvalResult, rows: Sequence[ClassResult]) -> str:
+    counts, metrics, model = result.counts, result.counts.metrics(), result.model
     properties = [
         ("weights", request.weights),
         ("model", f"{model.name}, {model.image_side} px, crop {result.crop_pct:g}, {request.precision}"),
         *(("", warning) for warning in model.messages),
         ("images", f"{counts.images:,} of {result.data}; {counts.bad_samples:,} damaged ones left out"),
-        ("top-1", f"{scores['top1']:.3f} %, {counts.top1:,} images"),
-        ("top-5", f"{scores['top5']:.3f} %, {counts.top5:,} images"),
-        ("loss", f"{scores['loss']:.5f}"),
+        ("top-1", f"{metrics['top1']:.3f} %, {counts.top1:,} images"),
+        ("top-5", f"{metrics['top5']:.3f} %, {counts.top5:,} images"),
+        ("loss", f"{metrics['loss']:.5f}"),
     ]
     if result.real is not None:
         real = f"{result.real.accuracy:.3f} %, {result.real.right:,} of {result.real.images:,} images"
@@ -111,7 +104,7 @@ def _format_text(request: EvalRequest, result: EvalResult, rows: Sequence[ClassS
     return "\n".join([*lines, "", *_format_table(rows)] if rows else lines)
 
 
-def _format_table(rows: Sequence[ClassScore]) -> list[str]:
+def _format_table(rows: Sequence[ClassResult]) -> list[str]:
     width = max(len("class"), *(len(row.name) for row in rows))
     lines = [f"{'class':<{width}}  images   right      %  most often taken for"]
     for row in rows:
@@ -121,7 +114,7 @@ def _format_table(rows: Sequence[ClassScore]) -> list[str]:
 
 
 def _json_record(
-    request: EvalRequest, result: EvalResult, ranks: int, rows: Sequence[ClassScore]
+    request: EvalRequest, result: EvalResult, ranks: int, rows: Sequence[ClassResult]
 ) -> dict[str, Any]:
     counts, model = result.counts, result.model
     record: dict[str, Any] = {
@@ -137,13 +130,13 @@ def _json_record(
         "precision": request.precision,
         "batch_size": request.batch_size,
         "ranks": ranks,
-        **counts.scores(),
+        **counts.metrics(),
         "top1_right": counts.top1,
         "top5_right": counts.top5,
     }
     if result.real is not None:
-        score = {"accuracy": result.real.accuracy, **result.real._asdict()}
-        record["real"] = {"file": request.real, **score}
+        accuracy = {"accuracy": result.real.accuracy, **result.real._asdict()}
+        record["real"] = {"file": request.real, **accuracy}
     if rows:
         record["classes"] = [{**row._asdict(), "top1": row.top1} for row in rows]
     return record
@@ -162,37 +155,28 @@ def _write(file: str, text: str) -> None:
             raise UserError(f"--json cannot write {file}: {error.strerror}. Name another file.") from None
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Build the parser. Settings that training has too come from the schema."""
-    parser = Parser(
-        prog="horovodrun -np RANKS python -m horovod_volo.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="horovodrun -np RANKS python -m horovod_volo.evaluate", description=__doc__)
     add = parser.add_argument
-    add_shared_settings(parser, ("data_dir",), helps={"data_dir": "folder with val/CLASS/IMAGE"})
+    add_flags(parser, setting_of_training("data_dir", help="folder with val/CLASS/IMAGE"))
     add(
         "--weights",
         required=True,
         metavar="SOURCE",
-        help="a run folder, a checkpoint, a file, or timm:NAME for the weights that timm publishes",
+        help="a run folder, a checkpoint, a file, or timm:NAME for the weights that timm publishes; required",
     )
-    add("--model", default="", metavar="NAME", help="the model; default: the one of SOURCE's run")
-    add_choice_of_weights(parser)
-    add_shared_settings(
+    add_flags(
         parser,
-        ("plugin", "img_size", "crop_pct", "batch_size", "workers", "precision"),
-        defaults={"img_size": 0},
-        helps={
-            "img_size": "side of the square images, pixels; without this flag: as in training",
-            "batch_size": "images per rank and batch",
-        },
+        *flags_of_trained_network(),
+        setting_of_training("crop_pct"),
+        setting_of_training("batch_size", help="images per rank and batch"),
+        setting_of_training("workers"),
+        setting_of_training("precision", help="arithmetic of the forward pass"),
     )
     images = parser.add_mutually_exclusive_group()
-    images.add_argument(
-        "--split", choices=("train", "val"), default="val", help="split of DATA_DIR (default: %(default)s)"
-    )
+    split = Setting(name="split", kind=Literal["train", "val"], default="val", help="split of DATA_DIR")
+    add_flags(images, split)
     images.add_argument(
         "--v2", action="store_true", help="DATA_DIR is ImageNet-V2: class folders 0 to 999 without splits"
     )
@@ -204,16 +188,15 @@ def build_parser() -> argparse.ArgumentParser:
         const=WORST_CLASSES,
         default=0,
         metavar="N",
-        help=f"list the N classes of lowest accuracy, or 'all'; without a number {WORST_CLASSES}",
+        help=f"list the N classes of lowest accuracy, or 'all'; without a number {WORST_CLASSES} "
+        "(default: none)",
     )
     add("--json", default="", metavar="FILE", help="also write the result as JSON; '-': print JSON only")
-    add_shared_settings(
+    catalog = "folder for the list of images, seen by all hosts; empty: runs/catalogs, where several ranks "
+    add_flags(
         parser,
-        ("binding", "catalog_dir"),
-        helps={
-            "catalog_dir": "folder for the list of images, seen by all hosts; empty: runs/catalogs, where "
-            "several ranks share the list"
-        },
+        setting_of_training("binding"),
+        setting_of_training("catalog_dir", help=f"{catalog}share the list"),
     )
     return parser
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from horovod_volo.config.arguments import add_choice_of_weights, add_shared_settings, whole_number
+from horovod_volo.config.arguments import Parser, add_flags, flags_of_trained_network, whole_number
 from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ class DifferentLogitsError(Exception):
 
 def main(arguments: Sequence[str]) -> int:
     """Export one network; return the exit status."""
-    options = build_parser().parse_args(arguments)
     try:
+        options = build_parser().parse_args(arguments)
         _export(options)
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
@@ -52,46 +52,42 @@ def main(arguments: Sequence[str]) -> int:
     return DONE
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Build the parser."""
-    parser = argparse.ArgumentParser(
-        prog="tools/export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", metavar="SOURCE", help="the weights")
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
-    parser.add_argument(
-        "--model", default="", metavar="NAME", help="the model; default: the one of SOURCE's run"
-    )
-    parser.add_argument(
-        "--img-size",
-        type=whole_number(1),
-        default=0,
-        metavar="N",
-        help="side of the square images, pixels; default: as in training",
-    )
-    add_shared_settings(parser, ("plugin",))
-    add_choice_of_weights(parser)
-    parser.add_argument("--onnx", action="store_true", help="also write model.onnx")
-    parser.add_argument(
+    parser = Parser(prog="tools/export", description=__doc__)
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="the weights")
+    add("folder", type=Path, metavar="FOLDER", help="folder to create")
+    add_flags(parser, *flags_of_trained_network())
+    add("--onnx", action="store_true", help="also write model.onnx")
+    add(
         "--batch",
         type=_batch,
         default=_ANY_BATCH,
         metavar="N",
-        help="batch size of model.onnx, or 'dynamic' (default: dynamic)",
+        help="batch size of model.onnx, images, or 'dynamic' (default: dynamic)",
     )
-    parser.add_argument(
+    add(
         "--opset",
-        type=whole_number(_OLDEST_OPSET, _NEWEST_OPSET),
+        type=_opset,
         default=_OLDEST_OPSET,
         metavar="N",
-        help=f"ONNX opset version, {_OLDEST_OPSET} to {_NEWEST_OPSET} (default: %(default)s)",
+        help=f"ONNX opset version of model.onnx, {_OLDEST_OPSET} to {_NEWEST_OPSET} (default: %(default)s)",
     )
-    parser.add_argument("--force", action="store_true", help="replace an existing export in FOLDER")
+    add("--force", action="store_true", help="replace an existing export in FOLDER")
     return parser
 
 
 def _batch(text: str) -> int:
     return _ANY_BATCH if text == "dynamic" else whole_number(1, because="; or dynamic")(text)
+
+
+def _opset(text: str) -> int:
+    if not (text.isdecimal() and _OLDEST_OPSET <= int(text) <= _NEWEST_OPSET):
+        raise argparse.ArgumentTypeError(
+            f"takes a whole number from {_OLDEST_OPSET} to {_NEWEST_OPSET}, not {text!r}"
+        )
+    return int(text)
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -112,7 +108,7 @@ def _export(options: argparse.Namespace) -> None:
     )
     for warning in trained.messages:
         print(warning)
-    with timm_export.whole_folder(options.folder, replace=options.force) as exported:
+    with timm_export.atomic_folder(options.folder, replace=options.force) as exported:
         timm_export.write_timm_folder(trained, exported)
         _compare_with_timm(trained, exported)
         if options.onnx:

@@ -19,7 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from horovod_volo.config.arguments import Parser, add_shared_settings, whole_number
+from horovod_volo.cluster.entry import refuse, run_on_ranks
+from horovod_volo.config.arguments import Parser, add_flags
+from horovod_volo.config.setting import Setting
+from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, list_problems
 from horovod_volo.monitor.progress import ThroughputLine
 
@@ -40,8 +43,6 @@ def main(arguments: Sequence[str]) -> int:
     try:
         args = build_parser().parse_args(arguments)
     except UserError as problem:
-        from horovod_volo.cluster.entry import refuse
-
         return refuse(problem)
     if args.command == "generate":
         return _generate(args)
@@ -66,7 +67,7 @@ def _import(args: argparse.Namespace) -> int:
         workers=args.workers or len(os.sched_getaffinity(0)),
         fail_on_bad_samples=args.bad_samples == "fail",
         progress=ThroughputLine("maps"),
-        warn=lambda message: print(f"note: {message}", file=sys.stderr),
+        warn=lambda message: print(f"warning: {message}", file=sys.stderr),
         geometry=geometry,
     )
     list_problems(problems)
@@ -84,10 +85,7 @@ def _import(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from horovod_volo.cluster.pinning import bind
 
-    bound = bind(args.binding)
-    from horovod_volo.cluster.entry import run_on_ranks
-
-    return run_on_ranks(partial(_generate_on_rank, args), bound)
+    return run_on_ranks(partial(_generate_on_rank, args), bind(args.binding))
 
 
 def _generate_on_rank(args: argparse.Namespace, world: World) -> int:
@@ -191,11 +189,9 @@ def _catalog(data_dir: str) -> Catalog:
     return build_catalog(data_dir, "train", None)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Build the command line."""
-    parser = Parser(
-        prog="tools/labels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog="tools/labels", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_import(commands.add_parser("import", help="pack published maps, CLASS/IMAGE.pt, into a store"))
     _add_generate(commands.add_parser("generate", help="label the training images with a teacher"))
@@ -204,79 +200,96 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_import(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument("published", type=Path, metavar="PT_FOLDER", help="folder with CLASS/IMAGE.pt")
-    flags.add_argument("store", type=Path, metavar="STORE", help="folder to create")
-    flags.add_argument("--data", default="", metavar="DATA_DIR", help="pack only the maps of these images")
-    flags.add_argument(
-        "--classes",
-        type=whole_number(1),
-        default=0,
-        metavar="N",
-        help="number of classes (default: as many as class folders)",
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("published", type=Path, metavar="PT_FOLDER", help="folder with CLASS/IMAGE.pt")
+    add("store", type=Path, metavar="STORE", help="folder to create")
+    add("--data", default="", metavar="DATA_DIR", help="pack only the maps of its images (default: all)")
+    add_flags(
+        parser,
+        Setting(
+            name="classes",
+            kind=int,
+            default=0,
+            at_least=0,
+            help="number of classes; 0: as many as class folders",
+        ),
+        setting_of_training("workers", help="processes; 0: one per core"),
+        setting_of_training(
+            "bad_samples",
+            default="fail",  # a store is used many times: nothing is left out unasked
+            help="leave out damaged and missing maps, or do not finish the store",
+        ),
+        setting_of_training(
+            "map_geometry",
+            help=f"{MAP_GEOMETRY}as map_geometry.txt in PT_FOLDER says, else assumed, with a note",
+        ),
     )
-    add_shared_settings(
-        flags,
-        ("workers", "bad_samples", "map_geometry"),
-        defaults={"bad_samples": "fail"},  # a store is used many times: nothing is left out unasked
-        helps={
-            "workers": "processes; 0: one per core",
-            "bad_samples": "leave out damaged and missing maps, or do not finish the store",
-            "map_geometry": f"{MAP_GEOMETRY}as map_geometry.txt in PT_FOLDER says, else assumed, with a note",
-        },
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    add_flags(parser, setting_of_training("data_dir", help=IMAGES))
+    parser.add_argument("store", type=Path, metavar="STORE", help="folder to create, shared by all hosts")
+    _add_teacher(parser, required=True)
+    add_flags(
+        parser,
+        Setting(name="top", kind=int, default=5, at_least=1, help="classes per cell"),
+        setting_of_training("binding"),
     )
 
 
-def _add_generate(flags: argparse.ArgumentParser) -> None:
-    add_shared_settings(flags, ("data_dir",), helps={"data_dir": IMAGES})
-    flags.add_argument("store", type=Path, metavar="STORE", help="folder to create, shared by all hosts")
-    _add_teacher(flags, required=True)
-    flags.add_argument(
-        "--top", type=whole_number(1), default=5, metavar="N", help="classes per cell (default: %(default)s)"
-    )
-    add_shared_settings(flags, ("binding",))
-
-
-def _add_verify(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument(
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "store", type=Path, metavar="STORE", help="store; with --teacher also a folder with CLASS/IMAGE.pt"
     )
-    flags.add_argument("--data", default="", metavar="DATA_DIR", help="compare with these training images")
-    _add_teacher(flags, required=False)
-    flags.add_argument(
-        "--images",
-        type=whole_number(2, because=": one has no spread"),
-        default=64,
-        metavar="N",
-        help="images for --teacher to label, spread over DATA_DIR (default: %(default)s)",
+    parser.add_argument(
+        "--data",
+        default="",
+        metavar="DATA_DIR",
+        help="compare with its training images (default: verify the store alone)",
     )
-    help = f"with --teacher: {MAP_GEOMETRY}as recorded"
-    add_shared_settings(flags, ("map_geometry",), helps={"map_geometry": help})
+    _add_teacher(parser, required=False)
+    add_flags(
+        parser,
+        Setting(
+            name="images",
+            kind=int,
+            default=64,
+            at_least=2,  # one has no spread
+            help="images for --teacher to label, spread over DATA_DIR",
+        ),
+        setting_of_training("map_geometry", help=f"with --teacher: {MAP_GEOMETRY}as recorded"),
+    )
 
 
-def _add_show(flags: argparse.ArgumentParser) -> None:
-    flags.add_argument("store", metavar="STORE", help="store, or folder with CLASS/IMAGE.pt")
-    add_shared_settings(flags, ("data_dir",), helps={"data_dir": IMAGES})
-    flags.add_argument("image", metavar="NAME_OR_INDEX", help="CLASS/IMAGE, or the image's index")
-    flags.add_argument("picture", type=Path, metavar="OUT.png", help="file to write")
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", metavar="STORE", help="store, or folder with CLASS/IMAGE.pt")
+    add_flags(parser, setting_of_training("data_dir", help=IMAGES))
+    parser.add_argument("image", metavar="NAME_OR_INDEX", help="CLASS/IMAGE, or the image's index")
+    parser.add_argument("picture", type=Path, metavar="OUT.png", help="file to write")
 
 
-def _add_teacher(flags: argparse.ArgumentParser, *, required: bool) -> None:
+def _add_teacher(parser: argparse.ArgumentParser, *, required: bool) -> None:
     teacher = "a timm model, a model of this package, or a run folder"
-    help = teacher if required else f"find with it which part of its image a map covers: {teacher}"
-    flags.add_argument("--teacher", required=required, default="", metavar="NAME", help=help)
-    flags.add_argument("--teacher-weights", default="", metavar="FILE", help="file of the teacher's weights")
-    flags.add_argument(
+    help = (
+        f"{teacher}; required"
+        if required
+        else f"find with it which part of its image a map covers: {teacher}"
+    )
+    parser.add_argument("--teacher", required=required, default="", metavar="NAME", help=help)
+    parser.add_argument("--teacher-weights", default="", metavar="FILE", help="file of the teacher's weights")
+    parser.add_argument(
         "--teacher-pretrained", action="store_true", help="load timm's weights, from its cache or the network"
     )
-    add_shared_settings(
-        flags,
-        ("plugin", "img_size", "batch_size"),
-        defaults={"img_size": 0},  # training's default is that of the model that is trained
-        helps={
-            "img_size": "side of the images that the teacher sees, pixels; 0: the teacher's own",
-            "batch_size": "images per rank and forward pass",
-        },
+    add_flags(
+        parser,
+        setting_of_training("plugin"),
+        setting_of_training(
+            "img_size",
+            default=0,  # training's default is that of the model that is trained
+            help="side of the images that the teacher sees, pixels; 0: the teacher's own",
+        ),
+        setting_of_training("batch_size", help="images per rank and forward pass"),
     )
 
 

@@ -18,7 +18,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from horovod_volo.config.arguments import whole_number
+from horovod_volo.config.arguments import Parser, add_flags
+from horovod_volo.config.setting import Setting
+from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, list_problems
 from horovod_volo.monitor.progress import ThroughputLine
 
@@ -32,24 +34,23 @@ _MB = 10**6
 def main(arguments: Sequence[str]) -> int:
     """Pack, verify, or both; return the exit status."""
     parser = build_parser()
-    args = parser.parse_args(arguments)
-    folders = args.folders
-    if len(folders) > 2 or (len(folders) < 2 and not args.verify):
-        parser.error("give DATA_DIR and OUT_DIR, or only a packed folder with --verify")
     try:
-        status = DONE if len(folders) == 1 else _pack(folders[0], folders[1], args)
-        return max(status, _verify(folders[-1], args.workers)) if args.verify else status
+        args = parser.parse_args(arguments)
+        folders = args.folders
+        if len(folders) > 2 or (len(folders) < 2 and not args.verify):
+            parser.error("give DATA_DIR and OUT_DIR, or only a packed folder with --verify")
+        workers = args.workers or len(os.sched_getaffinity(0))
+        status = DONE if len(folders) == 1 else _pack(folders[0], folders[1], args, workers)
+        return max(status, _verify(folders[-1], workers)) if args.verify else status
     except UserError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return MISTAKE
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Build the command line."""
-    parser = argparse.ArgumentParser(
-        prog="tools/pack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add, count = parser.add_argument, whole_number(1)
+    parser = Parser(prog="tools/pack", description=__doc__)
+    add = parser.add_argument
     add(
         "folders",
         nargs="+",
@@ -58,51 +59,41 @@ def build_parser() -> argparse.ArgumentParser:
         help="folder of images, and folder to create",
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument(
-        "--shard-size-mb",
-        type=count,
-        default=256,
-        metavar="MB",
-        help="size of a shard (default: %(default)s)",
+    megabytes = "size of a shard, MB"
+    add_flags(size, Setting(name="shard_size_mb", kind=int, default=256, at_least=1, help=megabytes))
+    images = "images per shard, instead of a size; 0: as --shard-size-mb says"
+    add_flags(size, Setting(name="shard_images", kind=int, default=0, at_least=1, help=images))
+    add_flags(
+        parser,
+        Setting(
+            name="resize",
+            kind=int,
+            default=0,
+            at_least=1,
+            help="shrink larger images to this shorter side, pixels, and encode them as JPEG; 0: do not",
+        ),
+        Setting(
+            name="quality",
+            kind=int,
+            default=95,
+            at_least=1,
+            below=101,
+            help="JPEG quality of --resize, 1 to 100",
+        ),
+        setting_of_training("workers", help="processes; 0: one per core"),
+        setting_of_training("seed", default=0, help="seed of the shuffled order"),
+        setting_of_training(
+            "bad_samples",
+            default="fail",
+            help="exit status if undecodable images were left out; fail: 1, skip: 0",
+        ),
     )
-    size.add_argument(
-        "--shard-images", type=count, default=0, metavar="N", help="images per shard, instead of a size"
-    )
-    add(
-        "--resize",
-        type=count,
-        default=0,
-        metavar="SIDE",
-        help="shrink larger images to this shorter side, pixels, and encode them as JPEG",
-    )
-    add(
-        "--quality",
-        type=whole_number(1, 100),
-        default=95,
-        metavar="Q",
-        help="JPEG quality of --resize, 1 to 100 (default: %(default)s)",
-    )
-    cores = len(os.sched_getaffinity(0))
-    add(
-        "--workers",
-        type=count,
-        default=cores,
-        metavar="N",
-        help="processes (default: one per core, %(default)s)",
-    )
-    add("--seed", type=int, default=0, help="seed of the shuffled order (default: %(default)s)")
     add("--no-shuffle", action="store_true", help="keep the order of the images, class by class")
-    add(
-        "--bad-samples",
-        choices=("fail", "skip"),
-        default="fail",
-        help="exit status if undecodable images were left out; fail: 1, skip: 0 (default: %(default)s)",
-    )
     add("--verify", action="store_true", help="read all shards and compare their checksums")
     return parser
 
 
-def _pack(data_dir: Path, out: Path, args: argparse.Namespace) -> int:
+def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> int:
     from horovod_volo.data.packing.pack import PackOptions, pack
 
     options = PackOptions(
@@ -118,7 +109,7 @@ def _pack(data_dir: Path, out: Path, args: argparse.Namespace) -> int:
             data_dir,
             out,
             options,
-            workers=args.workers,
+            workers=workers,
             progress=lambda split: ThroughputLine(f"images of {split}"),
         )
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Models, losses, optimizers and augmentation of your own: what a plugin imports, and its import.
+"""Plugins: models, losses, optimizers, schedules and augmentation of your own. They import from here.
 
-A plugin is a Python module that calls `register_model`, `register_loss`, `register_optimizer` or
-`register_rand_augment` when it is imported. Plugins are imported before the settings' names are looked up
-(docs/plugins.md).
+A plugin is a Python module that calls `register_model`, `register_loss`, `register_optimizer`,
+`register_schedule` or `register_rand_augment` when it is imported. Plugins are imported before the settings'
+names are looked up (docs/plugins.md).
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from horovod_volo.data.augmentation import operations
 from horovod_volo.data.augmentation.operations import Kind, Operation, register_rand_augment
 from horovod_volo.models.build import check_model
 from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
-from horovod_volo.objective.loss import LossParts, check_loss, register_loss
+from horovod_volo.objective.loss import LOSSES, LossParts, register_loss
 from horovod_volo.optim.build import check_optimizer, register_optimizer
+from horovod_volo.optim.schedule import SCHEDULES, register_schedule
 
 __all__ = [
     "Kind",
@@ -36,6 +37,7 @@ __all__ = [
     "register_model",
     "register_optimizer",
     "register_rand_augment",
+    "register_schedule",
 ]
 
 ENTRY_POINTS = "horovod_volo.plugins"
@@ -50,10 +52,11 @@ def load_plugins(modules: str) -> None:
 
 
 def check_names(config: Config) -> None:
-    """Raise UserError if no model, loss or optimizer has the name that the settings give."""
+    """Raise UserError if no model, loss, optimizer or schedule has the name that the settings give."""
     check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
-    check_loss(config.objective.loss)
+    LOSSES.find(config.objective.loss)
     check_optimizer(config.update.opt, sharded=config.update.shard_optimizer)
+    SCHEDULES.find(config.update.sched)
 
 
 def _load(plugin: str, module: str, load: Callable[[], object]) -> None:

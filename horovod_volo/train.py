@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 
+from horovod_volo.cluster.entry import refuse
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.config.command_line import Request, parse
 from horovod_volo.config.schema import Config
@@ -25,8 +26,6 @@ def main(arguments: list[str]) -> int:
     try:
         request = parse(arguments)
     except UserError as problem:
-        from horovod_volo.cluster.entry import refuse
-
         return refuse(problem)
     return _print_dry_run(request) if request.dry_run else _train(request.config)
 

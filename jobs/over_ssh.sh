@@ -26,7 +26,7 @@ echo "commit $(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown), $rank
 
 mark=job=$(uname -n)-$$ # identifies the ranks of this job; Python ignores it
 trainer=(
-    env --block-signal=USR1 # a signal that arrives before a rank listens for it is delivered when it does
+    env --block-signal=USR1 # a signal that arrives early is delivered when the rank listens for it
     python -X "$mark" -m horovod_volo.train "$DATA_DIR" --output "$OUTPUT_DIR" --resume auto
     ${TOKEN_LABELS:+--token-label-data "$TOKEN_LABELS"} --recipe "$@"
 )

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by Slurm jobs in the folder of the checkout: how ranks are started, stopped and started again.
+# Sourced by Slurm jobs in the folder of the checkout: starts the ranks, stops them and requeues the job.
 #
 # A job stops on SIGUSR1. Slurm sends it before the time limit (--signal), and you can send it at any time
 # (scancel --full --signal=USR1 JOB). The ranks save and exit with STOPPED, and the same job is requeued.
@@ -7,6 +7,7 @@
 
 MISTAKE=2
 STOPPED=75
+CONTACT_LOST=205 # mpirun's status if the connection to its daemon on a node breaks
 BY_USR1=$((128 + $(kill -l USR1))) # the status of a `wait` that is ended by the signal
 SIGNAL_INTERVAL_SECONDS=10
 
@@ -15,8 +16,9 @@ set +u # the scripts of modules and conda use unset variables
 # shellcheck source=/dev/null
 source "$ACTIVATE_FILE"
 set -u
-# mpirun starts its daemons as a job step. The step gets this entire environment, however the job was
-# submitted, so no -x is needed. It may overlap with an earlier step that a lost node keeps alive.
+# mpirun starts its daemons as a job step. With these variables the step gets this entire environment, however
+# the job was submitted, so that no -x is needed; and it may overlap with an earlier step that a lost node
+# keeps alive.
 export SLURM_EXPORT_ENV=ALL SLURM_OVERLAP=1
 
 refuse() {
@@ -87,7 +89,7 @@ train() {
     # If a daemon of mpirun is killed on its node, mpirun ends all ranks and returns 0.
     if ! wait "$reader" && ((status == 0)); then
         echo "error: mpirun ended before training was finished" >&2
-        return 1
+        return "$CONTACT_LOST"
     fi
     return "$status"
 }

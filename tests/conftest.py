@@ -1,4 +1,4 @@
-"""The order of all tests, and what two pytest workers on one machine need."""
+"""The order of the tests, and settings for several pytest workers on one machine."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-# Whole files go to one worker or the other, in this order: long ones first, so that both end together.
+# One worker runs a file, in this order: long tests first, so that all workers end at about the same time.
 LONG_FIRST = ("experiments", "cluster", "ranks", "faults", "smoke", "gpu", "published")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the flag for tests that take minutes each."""
+    """Add --long, for tests that take minutes each."""
     parser.addoption("--long", action="store_true", help="also run tests/experiments/test_on_drawn_shapes.py")
 
 
 def pytest_configure() -> None:
-    """Leave each of several workers one thread."""
+    """Compute on one thread if there are several workers."""
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _environment_as_it_was() -> Iterator[None]:
-    """Undo what a run in this process sets for its libraries: later tests start ranks of their own."""
+def _restore_environment() -> Iterator[None]:
+    """Remove the variables that a run in this process sets, because later tests launch ranks."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
@@ -36,7 +36,7 @@ def _environment_as_it_was() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the folders of long tests first; within a folder nothing changes."""
+    """Put the folders of long tests first; the order within a folder does not change."""
     items.sort(key=lambda item: _place(item.path))
 
 

@@ -10,19 +10,22 @@ user error, reported in one message, 1 any other failure, such as wrong results 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from horovod_volo.bench.cli import add_flags
 from horovod_volo.bench.results import Result, append, lines, record_of
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.config.values import nearest
+from horovod_volo.config.arguments import Parser, add_flag
+from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import nearest
+from horovod_volo.plugins import load_plugins
 
 MACHINE = {
     "step": "speed of a training step, the time of its parts, and the fraction of a GPU's peak FLOP/s",
@@ -49,44 +52,50 @@ SCALING_STUDY = {
     "simulate": "predicted efficiency on many GPUs",
 }
 REPORTS = {
-    "table": ("results", "print the recorded results as the table of docs/results.md"),
-    "goals": ("machine.goals", "print which goals for one GPU the recorded results meet"),
+    "table": "print the recorded results as the table of docs/results.md",
+    "goals": "print which goals for one GPU the recorded results meet",
 }
+# Module and function of those that are not `measure` in a module of their own.
+_ELSEWHERE = {
+    "overhead": ("machine.peers", "measure_overhead"),
+    "overlap": ("machine.reduce", "measure_overlap"),
+    "loader": ("machine.data", "measure_loader"),
+    "table": ("results", "table"),
+    "goals": ("machine.goals", "goals"),
+}
+_TAKES_PLUGINS = {"step", "roofline", "reduce", "optimizer", "growth"}  # whose --model may be a plugin's
 
 
 class BenchRequest(NamedTuple):
     """A parsed command line: `function` is to be called with `settings`."""
 
     name: str
-    function: Any
+    function: Callable[..., Result | str]
     settings: dict[str, Any]
     json: bool = False
     record: bool = False
+    plugin: str = ""
 
 
 def parse(arguments: list[str]) -> BenchRequest:
     """Read the command line. Only the named benchmark is imported: others may need what is not installed."""
     name, *flags = arguments
-    parts = {**dict.fromkeys(MACHINE, "machine"), **dict.fromkeys(SCALING_STUDY, "scaling_study")}
-    if name in REPORTS:
-        module, description = REPORTS[name]
-    elif name in parts:
-        module, description = f"{parts[name]}.{name}", (MACHINE | SCALING_STUDY)[name]
-    else:
-        raise UserError(
-            f"There is no benchmark {name!r}.{nearest(name, [*parts, *REPORTS])} --help lists all."
-        )
-    loaded = import_module(f"horovod_volo.bench.{module}")
-    function = getattr(loaded, name if name in REPORTS else "measure")
-    parser = argparse.ArgumentParser(prog=f"python -m horovod_volo.bench {name}", description=description)
+    descriptions = MACHINE | SCALING_STUDY | REPORTS
+    if name not in descriptions:
+        raise UserError(f"There is no benchmark {name!r}.{nearest(name, descriptions)} --help lists all.")
+    part = "machine" if name in MACHINE else "scaling_study"
+    module, attribute = _ELSEWHERE.get(name, (f"{part}.{name}", "measure"))
+    function = getattr(import_module(f"horovod_volo.bench.{module}"), attribute)
+    parser = Parser(prog=f"python -m horovod_volo.bench {name}", description=descriptions[name])
     add_flags(parser, function)
-    if name in REPORTS:
-        return BenchRequest(name, function, vars(parser.parse_args(flags)))
-    parser.add_argument("--json", action="store_true", help="print the record as one JSON object")
-    parser.add_argument("--record", action="store_true", help="append the record to docs/results.jsonl")
+    if name not in REPORTS:
+        parser.add_argument("--json", action="store_true", help="print the record as one JSON object")
+        parser.add_argument("--record", action="store_true", help="append the record to docs/results.jsonl")
+    if name in _TAKES_PLUGINS:
+        add_flag(parser, setting_of_training("plugin"))
     settings = vars(parser.parse_args(flags))
-    as_json, record = settings.pop("json"), settings.pop("record")
-    return BenchRequest(name, function, settings, as_json, record)
+    common = {key: settings.pop(key) for key in ("json", "record", "plugin") if key in settings}
+    return BenchRequest(name, function, settings, **common)
 
 
 def main(arguments: list[str]) -> int:
@@ -94,14 +103,15 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_overview())
         return 0
-    load_before = os.getloadavg()[0]
+    before = os.getloadavg()[0]
     try:
         request = parse(arguments)
+        load_plugins(request.plugin)
         found = request.function(**request.settings)
-        if not isinstance(found, Result):
+        if isinstance(found, str):
             print(found)
         elif read_launch_env().rank == 0:
-            record = record_of(found, _command(arguments), (load_before, os.getloadavg()[0]))
+            record = record_of(found, _command(arguments), (before, os.getloadavg()[0]))
             print(json.dumps(record) if request.json else lines(record))
             if request.record:
                 append(record)
@@ -112,25 +122,19 @@ def main(arguments: list[str]) -> int:
 
 
 def _overview() -> str:
-    parts = {
-        "On this machine": MACHINE,
-        "Scaling study": SCALING_STUDY,
-        "Reports": {name: description for name, (_, description) in REPORTS.items()},
-    }
-    rows = [
-        row
-        for title, entries in parts.items()
-        for row in (f"\n{title}:", *(f"  {name:<14}{description}" for name, description in entries.items()))
-    ]
-    return "\n".join(["usage: python -m horovod_volo.bench NAME [FLAGS]", "", __doc__.strip(), *rows])
+    rows = ["usage: python -m horovod_volo.bench NAME [FLAGS]", "", __doc__.strip()]
+    titles = {"On this machine": MACHINE, "Scaling study": SCALING_STUDY, "Reports": REPORTS}
+    for title, entries in titles.items():
+        rows += [f"\n{title}:", *(f"  {name:<14}{description}" for name, description in entries.items())]
+    return "\n".join(rows)
 
 
 def _command(arguments: list[str]) -> str:
     """Return the command as it can be typed again, without the flags of output."""
-    place = read_launch_env()
-    launcher = [*place.launcher.split()[:1], "-n" if place.launcher == "srun" else "-np", str(place.size)]
+    launch = read_launch_env()
+    launcher = [*launch.launcher.split()[:1], "-n" if launch.launcher == "srun" else "-np", str(launch.size)]
     kept = [argument for argument in arguments if argument not in ("--json", "--record")]
-    return shlex.join([*(launcher if place.size > 1 else []), "python", "-m", "horovod_volo.bench", *kept])
+    return shlex.join([*(launcher if launch.size > 1 else []), "python", "-m", "horovod_volo.bench", *kept])
 
 
 if __name__ == "__main__":

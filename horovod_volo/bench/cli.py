@@ -21,29 +21,22 @@ class Flag:
     """What the command line needs to know about a parameter beyond its name, type and default."""
 
     help: str
-    metavar: str = "N"
     read: Callable[[str], object] | None = None  # instead of the type, where not every value is allowed
     positional: bool = False
     may_be_empty: bool = False  # of a sequence
 
 
-Model = Annotated[str, Flag("VOLO size, or any model that the trainer builds", metavar="NAME")]
+ModelName = Annotated[str, Flag("VOLO size, or any model that the trainer builds")]
 ImgSize = Annotated[int, Flag("side of the square input images, in pixels")]
 BatchSize = Annotated[int, Flag("images per rank and step")]
-Precision = Annotated[Literal["fp32", "bf16", "fp16"], Flag("arithmetic of forward and backward")]
+Precision = Annotated[Literal["fp32", "tf32", "bf16", "fp16"], Flag("arithmetic of forward and backward")]
 Kernels = Annotated[Literal["fused", "plain"], Flag("on a GPU: Triton kernels, or PyTorch's own operators")]
-DropPath = Annotated[float, Flag("largest drop path rate (stochastic depth)", metavar="RATE")]
+DropPath = Annotated[float, Flag("largest drop path rate (stochastic depth)")]
 Pairs = Annotated[
     int, Flag("timed blocks of each side", read=whole_number(2, because=": one pair has no spread"))
 ]
-Threads = Annotated[int, Flag("data loading threads; 0: one for each core of this process")]
-DataDir = Annotated[str, Flag("folder with train/CLASS/IMAGE", metavar="DIR")]
-OptionalDataDir = Annotated[
-    str, Flag("folder with train/CLASS/IMAGE; empty: temporary generated images", metavar="DIR")
-]
-GeneratedImages = Annotated[
-    int, Flag("images to generate where no --data-dir is given, about 500 x 375 pixels")
-]
+DataDir = Annotated[str, Flag("folder with train/CLASS/IMAGE")]
+GeneratedImages = Annotated[int, Flag("images to generate, about 500 x 375 pixels")]
 
 
 def add_flags(parser: argparse.ArgumentParser, function: Callable[..., object]) -> None:
@@ -53,32 +46,22 @@ def add_flags(parser: argparse.ArgumentParser, function: Callable[..., object]) 
         kind, flag = get_args(hints[name])
         options: dict[str, Any] = {"help": flag.help}
         if parameter.default is not parameter.empty:
-            options["default"] = parameter.default
-            options["help"] += _shown_default(parameter.default)
+            options = {"help": flag.help + _shown_default(parameter.default), "default": parameter.default}
+        elif not flag.positional:
+            options["required"] = True
+        if get_origin(kind) is Sequence:
+            options["nargs"] = "*" if flag.may_be_empty else "+"
+            (kind,) = get_args(kind)
         if kind is bool:
             options["action"] = "store_true"
+        elif get_origin(kind) is Literal:
+            options["choices"] = get_args(kind)
         else:
-            options |= _values(kind, flag)
-        if flag.positional:
-            parser.add_argument(name, **options)
-        else:
-            required = parameter.default is parameter.empty
-            parser.add_argument(f"--{name.replace('_', '-')}", required=required, **options)
-
-
-def _values(kind: Any, flag: Flag) -> dict[str, Any]:
-    """Return how argparse reads values of a type."""
-    options: dict[str, Any] = {}
-    if get_origin(kind) is Sequence:
-        options["nargs"] = "*" if flag.may_be_empty else "+"
-        (kind,) = get_args(kind)
-    if get_origin(kind) is Literal:
-        return options | {"choices": get_args(kind)}
-    return options | {"type": flag.read or kind, "metavar": flag.metavar}
+            options |= {"type": flag.read or kind, "metavar": "N" if kind is int else name.upper()}
+        parser.add_argument(name if flag.positional else f"--{name.replace('_', '-')}", **options)
 
 
 def _shown_default(default: object) -> str:
     if default is False or default == "":
         return ""
-    shown = " ".join(map(str, default)) if isinstance(default, tuple) else default
-    return f" (default: {shown})"
+    return f" (default: {' '.join(map(str, default)) if isinstance(default, tuple) else default})"

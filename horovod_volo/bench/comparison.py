@@ -1,4 +1,4 @@
-"""Comparison of two pieces of work: equal results first, then paired timing.
+"""Comparison of two pieces of work: equal results first, then paired times and peak memory.
 
 The two sides alternate, A B B A A B B A. Each pair gives one ratio; the median ratio is reported with a 95 %
 bootstrap interval over the pairs. Invariant: the members of a pair run directly after each other and neither
@@ -7,18 +7,26 @@ is always first, so that other load on the machine and clock drift affect both.
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import fmean
 from time import perf_counter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 Action = Callable[[], object]
-Block = Callable[[], float]  # runs some work and returns its seconds per call of the action
+TimedBlock = Callable[[], float]  # runs some work and returns its seconds per call of the action
+Samples = Sequence[float] | NDArray[np.float64]
 T = TypeVar("T")
 
 BLOCK_SECONDS = 0.4  # long compared with the resolution of the clock and of the scheduler
@@ -40,8 +48,7 @@ def assert_agree(what: str, ours: Tensor, peer: Tensor, tolerance: float) -> Non
         )
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A median or a mean with its 95 % confidence interval."""
 
     value: float
@@ -49,37 +56,35 @@ class Estimate:
     high: float
 
 
-def estimate(samples: Sequence[float]) -> Estimate:
+def estimate(samples: Samples) -> Estimate:
     """Return the median with its bootstrap interval; equal samples give equal intervals."""
-    values = np.asarray(samples)
-    drawn = np.random.default_rng(0).choice(values, size=(_RESAMPLINGS, len(values)))
+    drawn = np.random.default_rng(0).choice(samples, size=(_RESAMPLINGS, len(samples)))
     low, high = np.percentile(np.median(drawn, axis=1), [2.5, 97.5])
-    return Estimate(float(np.median(values)), float(low), float(high))
+    return Estimate(float(np.median(samples)), float(low), float(high))
 
 
-@dataclass(frozen=True)
-class Pairs:
+class PairedTimes(NamedTuple):
     """Seconds of our work and of the peer's, pair by pair."""
 
-    ours: tuple[float, ...]
-    peer: tuple[float, ...]
+    ours: NDArray[np.float64]
+    peer: NDArray[np.float64]
 
     @property
-    def times_faster(self) -> Estimate:
-        """Estimate the peer's time divided by ours."""
-        return estimate([peer / ours for ours, peer in zip(self.ours, self.peer, strict=True)])
+    def ratios(self) -> NDArray[np.float64]:
+        """Return the peer's time divided by ours, of each pair."""
+        return self.peer / self.ours
 
 
-def alternate(ours: Block, peer: Block, pairs: int) -> Pairs:
+def alternate(ours: TimedBlock, peer: TimedBlock, pairs: int) -> PairedTimes:
     """Run both blocks in alternation, `pairs` times each."""
-    seconds: tuple[list[float], list[float]] = ([], [])
+    seconds = np.empty((2, pairs))
     for number in range(pairs):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
-            seconds[side].append((ours, peer)[side]())
-    return Pairs(tuple(seconds[0]), tuple(seconds[1]))
+            seconds[side, number] = (ours, peer)[side]()
+    return PairedTimes(*seconds)
 
 
-def timed(action: Action, repeats: int, device: torch.device) -> Block:
+def timed(action: Action, repeats: int, device: torch.device) -> TimedBlock:
     """Make a block of `repeats` calls, timed from an idle device to an idle device."""
 
     def block() -> float:
@@ -93,31 +98,56 @@ def timed(action: Action, repeats: int, device: torch.device) -> Block:
     return block
 
 
-def repeats_for(action: Action, device: torch.device) -> int:
-    """Return how many calls fill a block; calls the action twice."""
-    action()  # the first call includes one-time work
-    return max(1, math.ceil(BLOCK_SECONDS / timed(action, 1, device)()))
+def repeats_for(once: TimedBlock) -> int:
+    """Return how many calls fill a block, given a block of one call; calls it twice."""
+    once()  # the first call includes one-time work
+    return max(1, math.ceil(BLOCK_SECONDS / once()))
 
 
-def block_of(action: Action, device: torch.device) -> Block:
-    """Make a block of as many calls as fill it."""
-    return timed(action, repeats_for(action, device), device)
+def compare(ours: Action, peer: Action, device: torch.device, pairs: int) -> PairedTimes:
+    """Run blocks of both actions in alternation."""
+    one, other = (timed(each, repeats_for(timed(each, 1, device)), device) for each in (ours, peer))
+    return alternate(one, other, pairs)
 
 
-def block_with_setup(setup: Callable[[], T], action: Callable[[T], object], device: torch.device) -> Block:
+def block_with_setup(
+    setup: Callable[[], T], action: Callable[[T], object], device: torch.device
+) -> TimedBlock:
     """Make a block whose every call is given a new result of `setup`, which is not timed."""
 
     def once() -> float:
-        prepared = setup()
-        wait_for(device)
-        began = perf_counter()
-        action(prepared)
-        wait_for(device)
-        return perf_counter() - began
+        return timed(partial(action, setup()), 1, device)()
 
-    once()  # the first call includes one-time work
-    repeats = max(1, math.ceil(BLOCK_SECONDS / once()))
-    return lambda: sum(once() for _ in range(repeats)) / repeats
+    repeats = repeats_for(once)
+    return lambda: fmean(once() for _ in range(repeats))
+
+
+def peak_extra_bytes(action: Action, device: torch.device) -> int:
+    """Return the peak tensor memory that the action allocates, as the allocator counts it."""
+    if device.type == "cuda":
+        wait_for(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        action()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        action()
+    # Only the exported trace has every allocation; the profiler's own table has sums by operation.
+    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+        watched.export_chrome_trace(trace.name)
+        events = json.loads(Path(trace.name).read_text(encoding="utf-8"))["traceEvents"]
+    return max(int(event["args"]["Total Allocated"]) for event in events if event.get("name") == "[memory]")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Make torch compute in one thread inside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def wait_for(device: torch.device) -> None:

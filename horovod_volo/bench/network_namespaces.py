@@ -21,13 +21,7 @@ from horovod_volo.core.errors import UserError
 
 INTERFACE = "eth0"
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
-_PACKAGES = {
-    "setpriv": "util-linux",
-    "unshare": "util-linux",
-    "nsenter": "util-linux",
-    "ip": "iproute2",
-    "tc": "iproute2",
-}
+_PACKAGES = {"util-linux": ("setpriv", "unshare", "nsenter"), "iproute2": ("ip", "tc")}
 _TIMEOUT_SECONDS = 20
 _KILLED_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 # No packet is lost here, so plain congestion control is enough; one that probes for the rate makes exchanges
@@ -49,12 +43,13 @@ ip link set lo up && echo ready && exec sleep infinity
 _SWITCH = "ip link add lan type bridge && ip link set lan up && echo ready && exec sleep infinity"
 # The bucket holds two large packets: a larger one would pass more at full speed after each pause. The queue
 # never overflows: where many send to one, lost packets would make the server look slower than it is.
-_SHAPE = ("root", "tbf", "burst", "128kb", "limit", str(2**27), "rate")
+_SHAPE = f"root tbf burst 128kb limit {2**27} rate"
 
 
 def missing_for_namespaces() -> list[str]:
     """Name the programs that are not installed, with their packages, and root where this is another user."""
-    missing = [f"{name} (of {package})" for name, package in _PACKAGES.items() if not shutil.which(name)]
+    programs = [(name, package) for package, names in _PACKAGES.items() for name in names]
+    missing = [f"{name} (of {package})" for name, package in programs if not shutil.which(name)]
     return [*missing, *(["root, to make a network namespace"] if os.geteuid() != 0 else [])]
 
 
@@ -63,14 +58,10 @@ def shaped_loopback(mbit: float, command: str) -> list[str]:
 
     The end of the process namespace ends all that was started inside.
     """
-    script = [
-        _SIMPLE_TCP,
-        "ip link set lo up",
-        f"tc qdisc add dev lo root tbf rate {mbit:g}mbit burst 1mb latency 100ms",
-        f"exec {command}",
-    ]
+    shape = f"tc qdisc add dev lo root tbf rate {mbit:g}mbit burst 1mb latency 100ms"
+    script = "\n".join([_SIMPLE_TCP, "ip link set lo up", shape, f"exec {command}"])
     isolated = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-    return [*_KILLED_WITH_PARENT, *isolated, "sh", "-ec", "\n".join(script)]
+    return [*_KILLED_WITH_PARENT, *isolated, "sh", "-ec", script]
 
 
 @dataclass(frozen=True)
@@ -92,17 +83,26 @@ class NetworkHost:
 def shaped_hosts(number: int, mbit: float) -> Iterator[list[NetworkHost]]:
     """Make hosts on links of `mbit` megabits a second in each direction, removed at the end in every case."""
     if missing := missing_for_namespaces():
-        raise UserError(
-            f"Hosts on links of a given rate cannot be made here. Missing: {'; '.join(missing)}. "
-            "Without them measure this machine alone: --mbit 0."
-        )
+        raise _not_possible(f"Missing: {'; '.join(missing)}")
     with contextlib.ExitStack() as undo:
         switch = undo.enter_context(_namespace(_SWITCH))
         hosts = []
         for place in range(1, number + 1):
-            address = f"10.78.0.{place}"
+            address, port = f"10.78.0.{place}", f"port{place}"
             host = NetworkHost(address, undo.enter_context(_namespace(_HOST, address)))
-            _connect(host, switch, f"port{place}", mbit)
+            # Traffic that enters the link is shaped at either end.
+            _run_in(
+                switch,
+                f"ip link add dev {port} type veth peer name {INTERFACE} netns {host.pid}",
+                f"ip link set dev {port} master lan up",
+                f"tc qdisc add dev {port} {_SHAPE} {mbit:g}mbit",
+            )
+            _run_in(
+                host.pid,
+                f"ip address add {address}/24 dev {INTERFACE}",
+                f"ip link set dev {INTERFACE} up",
+                f"tc qdisc add dev {INTERFACE} {_SHAPE} {mbit:g}mbit",
+            )
             hosts.append(host)
         yield hosts
 
@@ -121,31 +121,21 @@ def _namespace(script: str, *words: str) -> Iterator[int]:
             assert process.stdout is not None
             line = process.stdout.readline()
             if line != "ready\n":
-                raise UserError(
-                    f"This machine makes no network namespaces ({line.strip()}). Measure it alone: --mbit 0."
-                )
+                raise _not_possible(line.strip())
             yield process.pid
         finally:
             process.send_signal(signal.SIGKILL)
 
 
-def _connect(host: NetworkHost, switch: int, port: str, mbit: float) -> None:
-    """Connect a host to the switch, and shape the traffic that enters the link at either end."""
-    at_switch = ("nsenter", "--target", str(switch), "--net")
-    at_host = ("nsenter", "--target", str(host.pid), "--net")
-    peer = ("peer", "name", INTERFACE, "netns", str(host.pid))
-    _run(*at_switch, "ip", "link", "add", "dev", port, "type", "veth", *peer)
-    _run(*at_switch, "ip", "link", "set", "dev", port, "master", "lan", "up")
-    _run(*at_host, "ip", "address", "add", f"{host.address}/24", "dev", INTERFACE)
-    _run(*at_host, "ip", "link", "set", "dev", INTERFACE, "up")
-    for place, device in ((at_switch, port), (at_host, INTERFACE)):
-        _run(*place, "tc", "qdisc", "add", "dev", device, *_SHAPE, f"{mbit:g}mbit")
-
-
-def _run(*words: str) -> None:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
+def _run_in(pid: int, *commands: str) -> None:
+    """Run commands in the network of a process."""
+    inside = ("nsenter", "--target", str(pid), "--net", "sh", "-exc", "\n".join(commands))
+    done = subprocess.run(inside, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=False)
     if done.returncode:
-        raise UserError(
-            f"A network of hosts cannot be made here: {' '.join(words)}: {done.stderr.strip()}. Measure this "
-            "machine alone: --mbit 0."
-        )
+        raise _not_possible(done.stderr.strip())
+
+
+def _not_possible(reason: str) -> UserError:
+    return UserError(
+        f"Hosts on links of a given rate cannot be made here: {reason}. Measure this machine alone: --mbit 0."
+    )

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from horovod_volo.bench.comparison import Action
 from horovod_volo.cluster.resources import RankResources, rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
@@ -23,15 +25,21 @@ from horovod_volo.engine.context import Images, TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
+from horovod_volo.models.build import build_model, spec_of, training_forward
 from horovod_volo.monitor.run_logger import NullLogger
 
 MAP_SIDE, TOP = 18, 5  # of the published label maps: cells per side, and classes in each cell
-RANDOM_LABELS = {"token_label": True, "token_label_data": "random"}  # settings of a run on `random_batch`
+CLASSES = 1000  # of a run, unless its settings say otherwise
 
 
-def checked_config(settings: dict[str, Any]) -> Config:
-    """Return the settings of a run; raise UserError where they are inconsistent."""
-    config = assemble(settings, fallback_name="bench")
+def bench_config(**settings: Any) -> Config:
+    """Return the settings of a run on a random batch; raise UserError where they are inconsistent.
+
+    It learns token labels from random maps if the model has tokens, unless `token_label` is False.
+    """
+    tokens = settings.setdefault("token_label", bool(spec_of(settings["model"]).stride))
+    of_tokens = {"token_label_data": "random" if tokens else "", "mix_token": tokens}
+    config = assemble({"num_classes": CLASSES} | of_tokens | settings, fallback_name="bench")
     check(config)
     return config
 
@@ -56,26 +64,20 @@ def random_labels(batch: int, num_classes: int, device: torch.device, seed: int)
     return Labels(torch.randint(num_classes, (batch,), generator=random), maps).to(device)
 
 
-def random_batch(config: Config, num_classes: int, device: torch.device, seed: int) -> TrainBatch:
+def random_batch(config: Config, device: torch.device, seed: int) -> TrainBatch:
     """Draw the images and labels of one micro-batch."""
     batch, side = config.data.batch_size, config.model.img_size
-    labels = random_labels(batch, num_classes, device, seed)
     images = torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(seed))
-    return TrainBatch(
-        images=images.to(device),
-        labels=labels,
-        indices=np.arange(batch),
-    )
+    labels = random_labels(batch, config.model.num_classes, device, seed)
+    return TrainBatch(images.to(device), labels, indices=np.arange(batch))
 
 
-def synthetic_context(
-    config: Config, world: World, num_classes: int, resources: RankResources | None = None
-) -> TrainContext:
-    """Build a run whose data streams are never read. Collective: every rank calls this.
+def synthetic_context(config: Config, world: World, resources: RankResources | None = None) -> TrainContext:
+    """Build a run whose data loaders are never read, by default on the rank's own device.
 
-    Without `resources` it runs on the rank's own device.
+    Collective: every rank calls this.
     """
-    resources = resources or rank_resources(world)
+    resources, num_classes = resources or rank_resources(world), config.model.num_classes
     state, _ = build_state(config, world, num_classes=num_classes, device=resources.device, finetune="")
     if world.size > 1:
         state.load_full_state_dict({}, world)
@@ -95,17 +97,59 @@ def catalog_without_files(images: int, num_classes: int) -> Catalog:
     return Catalog(memory, path=None)
 
 
-def step_of(context: TrainContext, batch: TrainBatch) -> Action:
-    """Return a function that takes one step of the run on this batch."""
-    micro_batches = itertools.repeat(batch)
-    return lambda: train_step(context, micro_batches)
+class SyntheticRun:
+    """Steps of the engine on one random batch, from fresh weights. Collective: every rank takes them."""
+
+    def __init__(self, config: Config, world: World | None = None) -> None:
+        self.context = synthetic_context(config, world or World.single())
+        self.device = self.context.resources.device
+        self.batch = random_batch(config, self.device, seed=self.context.world.rank)
+
+    def close(self) -> None:
+        """Close the run's files and threads."""
+        self.context.close()
+
+    def step(self) -> None:
+        """Take one step."""
+        train_step(self.context, itertools.repeat(self.batch))
+
+    def losses(self, steps: int) -> Tensor:
+        """Take steps and return the loss of each."""
+        losses = []
+        for _ in range(steps):
+            self.context.meter.reset()
+            self.step()
+            losses.append(self.context.meter.sums()["total"])
+        return torch.tensor(losses)
 
 
-def losses_of(context: TrainContext, batch: TrainBatch, steps: int) -> torch.Tensor:
-    """Take steps on the same batch and return the loss of each."""
-    step, losses = step_of(context, batch), []
-    for _ in range(steps):
-        context.meter.reset()
-        step()
-        losses.append(context.meter.sums()["total"])
-    return torch.tensor(losses)
+class ModelWithLoss(nn.Module):
+    """A network whose forward returns a loss that every parameter contributes to."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor, classes: Tensor) -> Tensor:
+        """Return the loss of a batch: class token and, weighted by half, all tokens, if there are any."""
+        class_logits, token_logits = training_forward(self.network)(images, lambda tokens: tokens, 0)
+        loss = F.cross_entropy(class_logits, classes)
+        if not token_logits.shape[1]:
+            return loss
+        token_classes = classes.repeat_interleave(token_logits.shape[1])
+        return loss + 0.5 * F.cross_entropy(token_logits.flatten(0, 1), token_classes)
+
+
+def flat_weights(model: nn.Module) -> Tensor:
+    """Return a copy of all weights in one tensor."""
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def forward_flops(model: str, img_size: int, num_classes: int = CLASSES) -> int:
+    """Count the floating-point operations of the products in the forward of one image."""
+    with torch.device("meta"):
+        network = build_model(model, img_size=img_size, num_classes=num_classes, drop_path=0.0)
+        images = torch.empty(1, 3, img_size, img_size)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        training_forward(network)(images, lambda tokens: tokens, 0)
+    return int(counter.get_total_flops())

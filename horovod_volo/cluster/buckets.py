@@ -1,9 +1,10 @@
-"""Gradient buckets: the parameters of a network and their gradients in a few flat tensors.
+"""Gradient buckets. Given the parameters of a network, `build_buckets` returns buckets: flat tensors in which
+each weight and each gradient is a view.
 
-Each parameter becomes a view of its bucket's weights, and its gradient has the same position in the bucket's
-gradients, so that collectives, clipping and weight averages work on whole buckets.
+A gradient has the same offset in the flat gradients as its parameter in the flat weights. Collectives,
+clipping and weight averages can therefore work on whole buckets.
 
-Invariant: once buckets are built, nobody may replace a parameter's `data`.
+Invariant: once buckets are built, a parameter's `data` must not be replaced.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _ALIGNMENT = 64  # elements, so that kernels can load each tensor in whole cache
 
 
 class Bucket:
-    """Some parameters and their gradients, each in one flat tensor."""
+    """Some of the parameters in one flat tensor, and their gradients in another."""
 
     def __init__(
         self, parameters: Mapping[str, Parameter], shards: int, *, compressible: bool = True
     ) -> None:
-        """Copy the parameters into a flat tensor whose length is a multiple of `shards`."""
+        """Make the parameters views of one flat tensor, whose length is a multiple of `shards`."""
         self.compressible = compressible
         first = next(iter(parameters.values()))
         self.offsets: dict[str, int] = {}
@@ -41,13 +42,13 @@ class Bucket:
             parameter.data = view
 
     def view(self, flat: Tensor, name: str) -> Tensor:
-        """Return a parameter's view in a flat tensor of this bucket's layout."""
+        """Return the view for a parameter in a flat tensor with this bucket's layout."""
         parameter = self.parameters[name]
-        # The parameter's own strides: channels-last weights keep channels-last gradients.
+        # With the parameter's strides: channels-last weights keep channels-last gradients.
         return flat.as_strided(parameter.size(), parameter.stride(), self.offsets[name])
 
     def register_grad_ready_hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Call `hook` with each parameter whose gradient has been accumulated, in every backward."""
+        """Call `hook` with a parameter whenever backward has accumulated the parameter's gradient."""
         for parameter in self.parameters.values():
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -61,7 +62,7 @@ def build_buckets(
 ) -> list[Bucket]:
     """Assign trained parameters to buckets, in the order in which backward computes their gradients.
 
-    Parameters in `in_fp32`, whose gradients must not be compressed, have separate buckets, which come last.
+    Gradients of the parameters `in_fp32` must not be compressed: they have separate buckets, which come last.
     """
     buckets = []
     for compressible in (True, False):
@@ -77,7 +78,7 @@ def build_buckets(
 def _group(
     parameters: Mapping[str, Parameter], bucket_bytes: int, last_bytes: int
 ) -> list[dict[str, Parameter]]:
-    """Return the parameters of each bucket, from the bucket that is launched last to the first.
+    """Return the parameters of each bucket; the bucket that is launched last comes first.
 
     The last bucket cannot overlap with backward, so it is small. Each bucket is at most four times as large
     as the one launched after it, so that none delays the next for long.
@@ -85,7 +86,7 @@ def _group(
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     groups: list[dict[str, Parameter]] = []
     free_bytes, next_bucket_bytes = 0, min(last_bytes, bucket_bytes)
-    for name, parameter in trained.items():  # the first parameter in forward has its gradient last
+    for name, parameter in trained.items():  # the first parameter in forward gets its gradient last
         size = parameter.numel() * parameter.element_size()
         if not groups or size > free_bytes:  # a single parameter may be larger than a bucket
             groups.append({})

@@ -1,11 +1,13 @@
-"""Collective operations: Horovod's, and those of a single process.
+"""Collective operations: Horovod's, and those of a single process. Given a flat tensor and a name, an
+all-reduce replaces it by its sum over ranks, which Horovod computes while the caller continues.
 
-Every rank calls the same methods in the same order. With one rank, `LocalCollectives` makes each method the
-identity, so that callers do not have to distinguish the two.
+Every rank calls the same methods in the same order. With one rank, each method of `LocalCollectives` is the
+identity, so that callers need not distinguish the two.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,18 +28,18 @@ class RankLostError(RuntimeError):
 
 
 class Collectives(Protocol):
-    """The collective operations that this project needs. An `_async` method returns a function that waits."""
+    """The collective operations in use. An `_async` method returns a function that waits for the result."""
 
     def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
         """Replace `tensor` by `scale` times its sum over ranks."""
 
     def reduce_scatter_async(self, tensor: Tensor, name: str) -> WaitForResult:
-        """Sum a flat tensor over ranks and return the part of this rank, of `size` equal parts."""
+        """Sum a flat tensor over ranks and return this rank's 1/size of the sum."""
 
     def allgather_async(self, part: Tensor, name: str) -> WaitForResult:
         """Concatenate the flat tensors of all ranks, which may differ in length, in the order of ranks."""
 
-    def broadcast(self, tensor: Tensor, name: str) -> None:
+    def broadcast_async(self, tensor: Tensor, name: str) -> Wait:
         """Replace `tensor` by rank 0's."""
 
     def allgather_object(self, value: Any) -> list[Any]:
@@ -61,8 +63,8 @@ class LocalCollectives:
     def allgather_async(self, part: Tensor, name: str) -> WaitForResult:  # noqa: ARG002
         return lambda: part
 
-    def broadcast(self, tensor: Tensor, name: str) -> None:
-        pass
+    def broadcast_async(self, tensor: Tensor, name: str) -> Wait:  # noqa: ARG002
+        return lambda: None
 
     def allgather_object(self, value: Any) -> list[Any]:
         return [value]
@@ -75,7 +77,7 @@ class HorovodCollectives:
     """Horovod's collectives among the ranks that the launcher started."""
 
     def __init__(self) -> None:
-        read_build()  # imports of a Horovod without PyTorch support raise nothing
+        read_build()  # raises UserError for a Horovod without PyTorch, whose import raises nothing
         import horovod.torch as hvd
 
         hvd.init()
@@ -109,29 +111,34 @@ class HorovodCollectives:
 
     def _synchronize(self, handle: int) -> Tensor:
         with self._lost_rank_as_error():
-            # Horovod's synchronize() spins: it would take the core from the threads it waits for, and it
-            # lets no signal handler run. So poll until the result is there.
+            # Horovod's synchronize() spins: it would take the core from the threads that it waits for, and no
+            # signal handler could run. So poll until the result is there.
             while not self._hvd.poll(handle):
                 time.sleep(_POLL_SECONDS)
             result: Tensor = self._hvd.synchronize(handle)
         return result
 
-    def broadcast(self, tensor: Tensor, name: str) -> None:
+    def broadcast_async(self, tensor: Tensor, name: str) -> Wait:
         # Horovod needs contiguous memory and supports neither bool nor bf16: broadcast the bytes.
         contiguous = tensor.detach().contiguous()
         with self._lost_rank_as_error():
-            self._hvd.broadcast_(contiguous.view(-1).view(torch.uint8), root_rank=0, name=name)
-        tensor.detach().copy_(contiguous)
+            handle = self._hvd.broadcast_async_(contiguous.view(-1).view(torch.uint8), root_rank=0, name=name)
+
+        def wait() -> None:
+            self._synchronize(handle)
+            tensor.detach().copy_(contiguous)
+
+        return wait
 
     def allgather_object(self, value: Any) -> list[Any]:
-        with self._lost_rank_as_error():
-            # Horovod derives the default name from the type of the value. Ranks with values of different
-            # types would wait for each other forever, so both methods for objects give a name.
-            return list(self._hvd.allgather_object(value, name="gather"))
+        # Horovod's own methods for objects call its synchronize(), twice one after the other.
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self.allgather_async(torch.tensor([len(payload)]), "object.sizes")
+        payloads = self.allgather_async(payload, "object")()
+        return [pickle.loads(part.numpy().tobytes()) for part in torch.split(payloads, sizes().tolist())]
 
     def broadcast_object(self, value: Any) -> Any:
-        with self._lost_rank_as_error():
-            return self._hvd.broadcast_object(value, root_rank=0, name="object")
+        return self.allgather_object(value if self.rank == 0 else None)[0]
 
     @contextmanager
     def _lost_rank_as_error(self) -> Iterator[None]:

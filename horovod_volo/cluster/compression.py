@@ -1,9 +1,12 @@
-"""Compression of a bucket's gradients for the reduction over ranks: none, or fp16 with a scale per bucket.
+"""Compression of a bucket for its reduction: none, or fp16 with a scale per bucket. Given a bucket's
+gradients, it scales them, rounds them to fp16, launches their sum over ranks, and writes the average back in
+fp32.
 
 fp16 covers 40 powers of two. Gradients spread over more than that, and the sum over many ranks needs
-headroom. So each bucket is multiplied by a power of two before the cast, and divided by it after the sum. The
-scale follows from a running maximum of the bucket's gradients. Each rank's maximum is averaged together with
-the batch-norm statistics, so that all ranks compute the same scale and the host never waits for the device.
+headroom. Each bucket is therefore multiplied by a power of two, its scale, before the cast, and divided by it
+after the sum. The scale follows from a running maximum of the bucket's gradients. The ranks' maxima are
+averaged in the same message as the batch-norm statistics, so that all ranks compute the same scale, and the
+host does not wait for the device.
 
 Invariant: a scale is a power of two, so that multiplying by it and dividing by it are exact.
 """
@@ -11,7 +14,7 @@ Invariant: a scale is a power of two, so that multiplying by it and dividing by 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -20,27 +23,32 @@ from torch import Tensor
 
 from horovod_volo.cluster.collectives import Wait, WaitForResult
 
-# Starts to sum a flat tensor of a given name over ranks; the result is what this rank receives of the sum.
+# (flat tensor, name of the collective) -> a function that waits for what this rank receives of the sum
 ReduceAsync = Callable[[Tensor, str], WaitForResult]
 
-_LARGEST_SUM = 2.0**15  # of fp16's 65504; the rest is for rounding errors of a sum over many ranks
-# A maximum may grow by 2^6 from one step to the next before values are clamped. This leaves 2^-6 of fp16's
-# range unused, of which only values below 2^-26 of the largest could have made use.
+_LARGEST_SUM = 2.0**15  # limit of the sum over ranks: half of fp16's maximum; the other half absorbs rounding
+# A maximum may grow by 2^6 from one step to the next before values are clamped. The price: gradients below
+# about ranks x 2^-33 of their bucket's maximum become 0; without this headroom, those below 2^-6 of that.
 _HEADROOM_BITS = 6
 _DECAY = 0.99  # of the running maximum per step: it halves in 69 steps
 _CACHED_ELEMENTS = 2**17  # elements of fp16 whose fp32 copy fits into a core's second-level cache
 _MIN_EXPONENT, _MAX_EXPONENT = -100, 100  # a scale and its inverse are normal fp32 numbers
 
 
-def summed_in_fp32(parameters: Mapping[str, Tensor], heads: Iterable[str]) -> set[str]:
-    """Return the names of parameters whose gradients lose more in an fp16 sum than in bf16 arithmetic.
+def summed_in_fp32(parameters: Mapping[str, Tensor], heads: Collection[str]) -> set[str]:
+    """Return the names of parameters whose gradients an fp16 sum rounds more than bf16 arithmetic does.
 
-    Gradients of biases, norms and `heads`, which compute logits, are nearly equal on all ranks. A sum of
-    nearly equal numbers rounds in the same direction at each addition, so its error grows with the ranks.
+    Gradients of biases, norms and `heads`, which compute logits, are nearly equal on all ranks. Each addition
+    of nearly equal numbers rounds in the same direction, so the error of their sum grows with the ranks.
     These parameters are a few per cent of a network.
     """
     prefixes = tuple(f"{head}." for head in heads)
-    return {name for name, p in parameters.items() if p.dim() <= 1 or name.startswith(prefixes)}
+    of_heads = {name for name in parameters if name.startswith(prefixes)}
+    if prefixes and not of_heads:
+        raise ValueError(
+            f"no parameter belongs to the heads {', '.join(heads)}: are the names those of the model?"
+        )
+    return of_heads | {name for name, parameter in parameters.items() if parameter.dim() <= 1}
 
 
 class Compression(Protocol):
@@ -59,11 +67,11 @@ class Compression(Protocol):
         """Compress the bucket's gradients into `buffer`."""
 
     def launch(self) -> Wait:
-        """Launch the reduction of `buffer`; the returned function waits, and writes averaged gradients."""
+        """Launch the reduction of `buffer`; the returned function waits, then writes averaged gradients."""
 
 
 class NoCompression:
-    """Sums gradients as they are, divided by the number of ranks while they are copied into the bucket."""
+    """Sums gradients as they are; copying them into the bucket divides them by the number of ranks."""
 
     compresses_per_gradient = True
 
@@ -96,11 +104,11 @@ class NoCompression:
 class Fp16Compression:
     """Multiplies gradients by the bucket's scale and rounds them to fp16.
 
-    Until a maximum is known, which is only in the first step of a run, gradients are not compressed.
+    The first step has no maximum yet (nor has a checkpoint without maxima): it sums in fp32.
     """
 
     def __init__(self, uncompressed: NoCompression, scales: BucketScales, bucket_number: int) -> None:
-        """Compress the gradients of `uncompressed` by the scale of this bucket."""
+        """Compress the gradients that `uncompressed` would reduce, with the scale of this bucket."""
         self.buffer = torch.zeros_like(uncompressed.buffer, dtype=torch.float16)
         self._uncompressed, self._scales = uncompressed, scales
         self._scale, self._inverse_scale = scales.scale[bucket_number], scales.inverse_scale[bucket_number]
@@ -146,13 +154,14 @@ class BucketScales:
     """The factor by which each bucket's gradients are multiplied before they are rounded to fp16."""
 
     def __init__(self, buckets: int, size: int, *, like: Tensor, adaptive: bool) -> None:
-        """Start without history; scales that are not adaptive keep their initial value."""
+        """Start without maxima; scales that are not adaptive keep their initial value."""
         self.adaptive = adaptive
         self.initialized = not adaptive
-        self.maxima = like.new_zeros(buckets)  # of this rank's gradients; after the reduction their mean
-        self.running_maxima = like.new_zeros(buckets)  # decaying maximum of the mean over ranks
+        # max |gradient| of each bucket on this rank; after the statistics all-reduce, the mean over ranks
+        self.maxima = like.new_zeros(buckets)
+        self.running_maxima = like.new_zeros(buckets)  # decaying maximum of that mean
         self.scale = like.new_full((buckets, 1), 1.0 / predivisor(size))
-        self.inverse_scale = 1.0 / (self.scale * size)  # contains the division by the number of ranks
+        self.inverse_scale = 1.0 / (self.scale * size)  # also divides by the number of ranks
         self._size = size
         self._initial_scale = self.scale.clone()
 
@@ -161,7 +170,7 @@ class BucketScales:
         return {"running_maxima": self.running_maxima} if self.adaptive else {}
 
     def update_after_restore(self) -> None:
-        """Compute the scales from restored maxima; zeros mean that there is no history."""
+        """Compute the scales from restored maxima; if all are 0, the checkpoint had none."""
         if bool((self.running_maxima > 0).any()):
             self._compute()
 
@@ -176,8 +185,8 @@ class BucketScales:
         _, exponents = torch.frexp(self.running_maxima * self._size)  # bound < 2^exponent
         wanted = int(math.log2(_LARGEST_SUM)) - _HEADROOM_BITS - exponents
         powers = _power_of_two(wanted.clamp(_MIN_EXPONENT, _MAX_EXPONENT)).unsqueeze(1)
-        has_history = (self.running_maxima > 0).unsqueeze(1)
-        self.scale.copy_(torch.where(has_history, powers, self._initial_scale))
+        known = (self.running_maxima > 0).unsqueeze(1)
+        self.scale.copy_(torch.where(known, powers, self._initial_scale))
         self.inverse_scale.copy_(1.0 / (self.scale * self._size))
         self.initialized = True
 
@@ -221,7 +230,8 @@ def _next_power_of_two(number: int) -> int:
 def predivisor(size: int) -> float:
     """Return a power of two near sqrt(size).
 
-    Dividing by it before the sum and by the rest after it, fp16 neither overflows nor underflows.
+    Gradients are divided by it before the sum and by the rest of the ranks after it, so that fp16 neither
+    overflows nor underflows.
     """
     return float(2.0 ** math.ceil(math.log2(size) / 2))
 

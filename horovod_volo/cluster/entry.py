@@ -1,20 +1,28 @@
-"""The entry point of programs that run on several ranks: exit statuses, and one message for each error."""
+"""The entry point of programs that run on several ranks: exit statuses, and one message for each error.
+
+torch and Horovod are imported where they are used, so that `--help` and a mistake in a flag answer at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from horovod_volo.cluster.binding import Binding
-from horovod_volo.cluster.collectives import RankLostError
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.core.errors import UserError, print_error
+
+if TYPE_CHECKING:
+    from horovod_volo.cluster.binding import Binding
+    from horovod_volo.cluster.world import World
 
 FAILED, MISTAKE = 1, 2
 
 
 def run_on_ranks(work: Callable[[World], int], binding: Binding) -> int:
     """Initialize Horovod and run `work`; return its exit status, or the status of the error that ended it."""
+    from horovod_volo.cluster.collectives import RankLostError
+    from horovod_volo.cluster.world import AllRanksError, World
+
     rank = read_launch_env().rank
     try:
         world = World.connect(binding)
@@ -31,6 +39,11 @@ def run_on_ranks(work: Callable[[World], int], binding: Binding) -> int:
 
 def refuse(error: UserError) -> int:
     """Print an error of the command line, which is the same on all ranks; return the exit status."""
+    if read_launch_env().size == 1:
+        print_error(f"error: {error}")
+        return MISTAKE
+    from horovod_volo.cluster.world import World
+
     return _print_once(error, World.connect())
 
 

@@ -1,7 +1,7 @@
 """The rank and size that the launcher gave to this process, read from its environment variables.
 
-Without a launcher that it knows, Horovod silently runs with one rank. `World.connect` therefore compares what
-is read here with what Horovod reports.
+Under a launcher that Horovod does not recognise, it silently runs with one rank. `World.connect` therefore
+compares what is read here with what Horovod reports.
 """
 
 from __future__ import annotations

@@ -19,13 +19,14 @@ def list_gpus() -> list[tuple[str, str]]:
     return gpus
 
 
-def driver_version() -> str:
-    """Return the version of the driver; empty without one."""
-    version = ""
+def driver_versions() -> tuple[str, int]:
+    """Return the driver's version and the newest CUDA that it supports, as 12040 for 12.4; else "" and 0."""
+    version, cuda = "", 0
     with _nvml() as available:
         if available:
             version = pynvml.nvmlSystemGetDriverVersion()
-    return version
+            cuda = pynvml.nvmlSystemGetCudaDriverVersion()
+    return version, cuda
 
 
 def cuda_visible_devices(

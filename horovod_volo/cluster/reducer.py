@@ -1,12 +1,15 @@
-"""Averages gradients over ranks while backward runs, and batch-norm statistics together with them.
+"""Averages gradients over ranks while backward runs. Given each gradient as soon as autograd has computed it,
+the reducer copies it into its bucket, and launches a bucket's all-reduce when its last gradient is ready. It
+gives gradients that are summed over micro-batches and averaged over ranks. On a GPU, gradients are copied
+when the last one is ready: one kernel copies them all.
 
-A gradient is compressed into its bucket as soon as autograd has computed it; the last one of a bucket
-launches the bucket's reduction. Between steps each `grad` is None, so that autograd need not accumulate.
+Batch-norm statistics are averaged too. Between steps each `grad` is None, so that autograd need not add to an
+earlier gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -30,9 +33,14 @@ _MIB = 2**20
 
 
 def build_gradient_buckets(
-    parameters: Mapping[str, Parameter], settings: Exchange, *, heads: Iterable[str], ranks: int, shards: int
+    parameters: Mapping[str, Parameter],
+    settings: Exchange,
+    *,
+    heads: Collection[str],
+    ranks: int,
+    shards: int,
 ) -> list[Bucket]:
-    """Assign parameters to buckets as the settings say for this number of ranks.
+    """Build the buckets that the settings request for this number of ranks.
 
     `heads` are the names of the modules that compute logits.
     """
@@ -46,8 +54,8 @@ def build_gradient_buckets(
     )
 
 
-def wire_bytes(bucket: Bucket, settings: Exchange) -> int:
-    """Return how many bytes of a bucket's gradients each of several ranks contributes to a reduction."""
+def message_bytes(bucket: Bucket, settings: Exchange) -> int:
+    """Return the bytes of a bucket that each rank sends into its reduction, if there are several ranks."""
     compressed = settings.compression == "fp16" and bucket.compressible
     return bucket.gradients.numel() * (2 if compressed else bucket.gradients.itemsize)
 
@@ -62,7 +70,7 @@ class Reducer:
         settings: Exchange,
         *,
         micro_batches: int,
-        heads: Iterable[str] = (),
+        heads: Collection[str] = (),
         loss_is_scaled: bool = False,
     ) -> None:
         """Move the parameters into buckets; each step has `micro_batches` backward passes."""
@@ -70,7 +78,8 @@ class Reducer:
         self.buckets = build_gradient_buckets(
             parameters, settings, heads=heads, ranks=world.size, shards=self._shards_per_bucket(world)
         )
-        # The parameters that this rank's optimizer updates, and their gradients with zeros between them.
+        # The parameters that this rank's optimizer updates, and the flat tensors that hold their gradients;
+        # padding is 0.
         self.local_parameters = self._local_parameters(parameters, world)
         self.local_gradients = self._local_gradients()
         self._world = world
@@ -84,7 +93,7 @@ class Reducer:
             adaptive=compressed and not loss_is_scaled,
         )
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        # One collective for everything that is averaged besides gradients.
+        # One collective averages everything besides the gradients.
         self._statistics = _flatten_in_place([*buffers, self.scales.maxima])
         self._reductions = [
             _BucketReduction(bucket, micro_batches, self._compression(bucket, number, compressed))
@@ -127,11 +136,11 @@ class Reducer:
 
     @contextmanager
     def synchronized_gradients(self) -> Iterator[None]:
-        """Inside, gradients are the average over ranks; afterwards None. Collective: every rank calls this.
+        """Inside, each `grad` is the average over ranks; afterwards None. Collective: every rank calls this.
 
         Batch-norm statistics are averaged too, so that all ranks evaluate and save the same network.
         """
-        # Buckets with a parameter that the loss does not depend on have not been launched by backward.
+        # Backward has not launched the buckets with a parameter that the loss does not depend on.
         for reduction in self._reductions:
             reduction.launch()
         wait = self._world.collectives.allreduce_async(self._statistics, "statistics", 1.0 / self._world.size)
@@ -175,7 +184,8 @@ class _BucketReduction:
         self._micro_batches = micro_batches
         self._wait: Wait | None = None
         self._gradients_per_step = self._missing = micro_batches * len(bucket.parameters)
-        self._per_gradient = False  # whether gradients are compressed one by one
+        self._per_gradient = False  # whether each gradient is compressed when it is ready
+        self._copies_at_once = not _on_cpu(bucket.gradients)
         # For each parameter its views of the compression buffer and of the bucket's gradients.
         self._views: dict[Tensor, tuple[Tensor, Tensor]] = {
             parameter: (bucket.view(compression.buffer, name), bucket.view(bucket.gradients, name))
@@ -185,7 +195,8 @@ class _BucketReduction:
         bucket.register_grad_ready_hook(self._on_grad_ready)
 
     def _on_grad_ready(self, parameter: Tensor) -> None:
-        self._collect(parameter)
+        if not self._copies_at_once:
+            self._collect(parameter)
         self._missing -= 1
         if self._missing == 0:
             self.launch()
@@ -198,6 +209,8 @@ class _BucketReduction:
     def launch(self) -> None:
         if self._wait is not None:
             return
+        if self._copies_at_once:
+            self._copy_all()
         if self._missing:
             for parameter in self._views:
                 self._collect(parameter)
@@ -206,7 +219,7 @@ class _BucketReduction:
         self._wait = self._compression.launch()
 
     def _collect(self, parameter: Tensor) -> None:
-        """Copy a parameter's gradient into the bucket, unless it is there; zeros without a gradient."""
+        """Copy the gradient into its bucket and let `grad` refer to it there; write 0 if there is none."""
         compressed, uncompressed = self._views[parameter]
         gradient = parameter.grad
         if gradient is None:
@@ -218,6 +231,22 @@ class _BucketReduction:
                 uncompressed.copy_(gradient)
         parameter.grad = uncompressed
 
+    def _copy_all(self) -> None:
+        """Copy all gradients, those that lie in memory like the bucket's views by one kernel."""
+        views, gradients = [], []
+        for parameter, (_, view) in self._views.items():
+            gradient = parameter.grad
+            if gradient is None or gradient is view:
+                continue
+            if gradient.stride() == view.stride():
+                views.append(view)
+                gradients.append(gradient)
+            else:
+                view.copy_(gradient)
+            parameter.grad = view
+        if views:
+            torch._foreach_copy_(views, gradients)
+
     def finish(self) -> None:
         if self._wait is not None:
             self._wait()
@@ -227,8 +256,13 @@ class _BucketReduction:
             parameter.grad = None
         self._missing = self._gradients_per_step
         self._wait = None
-        # Gradients of several micro-batches are summed in full precision before they are compressed.
-        self._per_gradient = self._micro_batches == 1 and self._compression.compresses_per_gradient
+        # Gradients of several micro-batches are summed in fp32 before they are compressed.
+        one_by_one = self._micro_batches == 1 and not self._copies_at_once
+        self._per_gradient = one_by_one and self._compression.compresses_per_gradient
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _flatten_in_place(tensors: list[Tensor]) -> Tensor:

@@ -105,7 +105,7 @@ class ShardedReducer(Reducer):
                 full = torch.zeros_like(bucket.parameters[name])
             if f"{name}/{key}" in saved:
                 full.detach().copy_(saved[f"{name}/{key}"])
-            self._world.collectives.broadcast(full, f"state.{key}")
+            self._world.collectives.broadcast_async(full, f"state.{key}")()
             if f"{name}/{key}" in state:
                 shard = self._shards[self.buckets.index(bucket)]
                 local = full if key == STEP_KEY else shard.slice_of(full.detach(), name)

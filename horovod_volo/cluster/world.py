@@ -91,8 +91,10 @@ class World:
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
         """Replace tensors by rank 0's. Collective: every rank calls this."""
-        for number, tensor in enumerate(tensors):
-            self.collectives.broadcast(tensor, f"broadcast.{number}")
+        # All are started before the first wait: ranks agree once per cycle, on whatever has been started.
+        broadcast = self.collectives.broadcast_async
+        for wait in [broadcast(tensor, f"broadcast.{number}") for number, tensor in enumerate(tensors)]:
+            wait()
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank; a UserError is raised on all. Collective: every rank calls this."""

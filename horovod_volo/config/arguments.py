@@ -1,57 +1,82 @@
-"""Parts that the command lines of several tools share."""
+"""The command-line parser of all commands, and the flags of settings."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
-from functools import partial
-from types import MappingProxyType
-from typing import Any, NoReturn
+import sys
+from collections.abc import Callable
+from itertools import takewhile
+from typing import Any, Literal, NoReturn
 
-from horovod_volo.config.values import all_settings, from_text, metavar, shown
+from horovod_volo.config.setting import Setting
+from horovod_volo.config.values import from_text, is_pair, metavar, setting_of_training, shown
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import nearest
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises its errors, so that one rank can print them for all."""
+    """An argument parser without abbreviations that raises its errors, so that one rank can print them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError instead of printing on every rank."""
+        message = message.removeprefix("argument ").replace(": takes", " takes", 1)
         command = self.prog[max(0, self.prog.find("python ")) :]
-        raise UserError(f"{message}. `{command} --help` lists all flags.")
+        raise UserError(f"{message[0].upper()}{message[1:]}. `{command} --help` lists all flags.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse a command line; an argument that is not known raises UserError."""
+        words = sys.argv[1:] if args is None else list(args)
+        if self._subparsers is None:  # otherwise the flags are those of the command that follows
+            # Before argparse looks for required arguments: a misspelled flag may be one of them.
+            for word in takewhile(lambda word: word != "--", words):
+                if word.startswith("--") and word.split("=")[0] not in self._option_string_actions:
+                    self._refuse(word)
+        known, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self._refuse(unknown[0])
+        return known, unknown
+
+    def _refuse(self, word: str) -> NoReturn:
+        if word.startswith("-"):
+            flag = word.split("=")[0]
+            raise UserError(f"There is no flag {flag}.{nearest(flag, self._option_string_actions)}")
+        names = [str(action.metavar) for action in self._actions if not action.option_strings]
+        raise UserError(
+            f"{word!r} is one argument too many. Arguments without a flag: {', '.join(names) or 'none'}."
+        )
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raise UserError if the value is not one of the choices."""
+        if action.choices is not None and value not in action.choices:
+            choices = list(map(str, action.choices))
+            name = "/".join(action.option_strings) or action.metavar
+            raise UserError(
+                f"{name} takes {' or '.join(choices)}, not {value!r}.{nearest(str(value), choices)}"
+            )
 
 
-def whole_number(least: int, most: int | None = None, *, because: str = "") -> Callable[[str], int]:
-    """Return an argparse type for whole numbers; `because` follows the bounds in its message."""
-    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+def whole_number(least: int, *, because: str = "") -> Callable[[str], int]:
+    """Return an argparse type for whole numbers; `because` follows the bound in its message."""
 
     def read(text: str) -> int:
-        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
-            raise argparse.ArgumentTypeError(f"takes a whole number {bounds}, not {text!r}{because}")
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"takes a whole number of at least {least}, not {text!r}{because}"
+            )
         return int(text)
 
     return read
 
 
-def add_choice_of_weights(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose between raw and EMA weights, and the heads of evaluation."""
-    parser.add_argument(
-        "--use-ema",
-        "--averaged",
-        action="store_true",
-        help="load the EMA weights instead of the raw ones",
-    )
-    parser.add_argument(
-        "--aux-head",
-        choices=("auto", "on", "off"),
-        default="auto",
-        help="VOLO and LV-ViT: on adds half of the highest token logit to the class logit, off does not; "
-        "auto: on if the auxiliary head was trained (%(default)s)",
-    )
+class _Given(argparse.Action):
+    """Stores the checked value of a setting; of a repeatable one all values, separated by commas."""
 
-
-class Join(argparse.Action):
-    """A flag that may be repeated: its values become one text, separated by commas."""
+    def __init__(self, option_strings: list[str], dest: str, *, setting: Setting, **options: Any) -> None:
+        super().__init__(option_strings, dest, metavar=metavar(setting), **options)
+        self._setting = setting
 
     def __call__(
         self,
@@ -60,36 +85,57 @@ class Join(argparse.Action):
         values: Any,
         option_string: str | None = None,  # noqa: ARG002
     ) -> None:
-        """Append one value."""
-        earlier = getattr(namespace, self.dest, "")
-        setattr(namespace, self.dest, f"{earlier},{values}" if earlier else values)
+        value = from_text(self._setting, values)
+        earlier = getattr(namespace, self.dest, "") if self._setting.repeatable else ""
+        setattr(namespace, self.dest, f"{earlier},{value}" if earlier else value)
 
 
-def add_shared_settings(
-    parser: argparse.ArgumentParser,
-    names: Iterable[str],
-    *,
-    defaults: Mapping[str, Any] = MappingProxyType({}),
-    helps: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Add settings of training to another command, with the schema's flags, defaults, checks and messages.
+def add_flag(parser: argparse._ActionsContainer, setting: Setting, *, required: bool = True) -> None:
+    """Add the flag of a setting, which parsing leaves out if it is not given.
 
-    `defaults` and `helps` replace those of the schema by name. A positional setting is required.
+    `required` is about positional settings.
     """
-    settings = {setting.name: setting for setting in all_settings()}
-    for name in names:
-        setting = settings[name]
-        help = helps.get(name, setting.help).replace("%", "%%")
-        if setting.positional:
-            parser.add_argument(name, metavar=metavar(setting), help=help)
-            continue
-        default = defaults.get(name, setting.default)
-        parser.add_argument(
-            *setting.flags,
-            dest=name,
-            action=Join if setting.repeatable else "store",
-            type=partial(from_text, setting),
-            default=default,
-            metavar=metavar(setting),
-            help=f"{help} (default: {shown(default)})",
-        )
+    options: dict[str, Any] = {"dest": setting.name, "default": argparse.SUPPRESS}
+    help = setting.help.replace("%", "%%")
+    if setting.positional:
+        options["nargs"] = None if required else "?"
+        parser.add_argument(action=_Given, setting=setting, help=help, **options)
+        return
+    help += f" (default: {shown(setting.default)})"
+    if setting.kind is bool:
+        parser.add_argument(*setting.flags, action=argparse.BooleanOptionalAction, help=help, **options)
+    else:
+        nargs = 2 if is_pair(setting) else None
+        parser.add_argument(*setting.flags, action=_Given, setting=setting, nargs=nargs, help=help, **options)
+    for flag, value in setting.shorthands.items():
+        help = f"the same as {setting.flag} {value}"
+        parser.add_argument(flag, action="store_const", const=value, help=help, **options)
+
+
+def add_flags(parser: argparse._ActionsContainer, *settings: Setting) -> None:
+    """Add the flags of settings, with their defaults."""
+    for setting in settings:
+        add_flag(parser, setting)
+        # Not as the flag's own default: argparse would show it a second time in the help of a switch.
+        parser.set_defaults(**{setting.name: setting.default})
+
+
+def flags_of_trained_network() -> tuple[Setting, ...]:
+    """Return the flags that choose a trained network, which of its weights, and its heads."""
+    return (
+        setting_of_training("plugin"),
+        setting_of_training("model", default="", help="the model; empty: the one of SOURCE's run"),
+        setting_of_training(
+            "use_ema", aliases=("--averaged",), help="load the EMA weights instead of the raw ones"
+        ),
+        Setting(
+            name="aux_head",
+            kind=Literal["auto", "on", "off"],
+            default="auto",
+            help="VOLO and LV-ViT: on adds half of the highest token logit to the class logit, off does not; "
+            "auto: on if the auxiliary head was trained",
+        ),
+        setting_of_training(
+            "img_size", default=0, help="side of the square images, pixels; 0: as in training"
+        ),
+    )

@@ -29,9 +29,9 @@ class Derived:
     steps_per_epoch: int
     epochs: int  # including the cool-down and a --warmup-prefix
     total_steps: int
-    cosine_steps: int  # including a warm-up that is counted among --epochs
+    decay_steps: int  # including a warm-up that is counted among --epochs
     warmup_steps: int
-    prefix_steps: int  # of a warm-up before the cosine (--warmup-prefix)
+    prefix_steps: int  # of a warm-up before the decay (--warmup-prefix)
     peak_lr: float
     min_lr: float
     warmup_lr: float
@@ -72,7 +72,7 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
         steps_per_epoch=steps_per_epoch,
         epochs=epochs,
         total_steps=steps_per_epoch * epochs,
-        cosine_steps=steps_per_epoch * update.epochs,
+        decay_steps=steps_per_epoch * update.epochs,
         warmup_steps=steps_per_epoch * update.warmup_epochs,
         prefix_steps=steps_per_epoch * prefix_epochs,
         peak_lr=rates.peak,

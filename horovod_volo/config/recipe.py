@@ -10,9 +10,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from horovod_volo.config import values
-from horovod_volo.config.schema import Config, Published
+from horovod_volo.config.schema import Config, Published, group_types
+from horovod_volo.config.values import all_settings, checked
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import nearest
 
 RECIPES = Path(__file__).parent / "recipes"
 
@@ -31,7 +32,7 @@ def load_recipe(name_or_path: str) -> dict[str, Any]:
     if path.suffix != ".toml":
         path = RECIPES / f"{name_or_path}.toml"
         if not path.is_file():
-            hint = values.nearest(name_or_path, recipe_names())
+            hint = nearest(name_or_path, recipe_names())
             raise UserError(
                 f"There is no recipe {name_or_path!r}.{hint} Recipes: {', '.join(recipe_names())}."
             )
@@ -45,13 +46,12 @@ def load_recipe(name_or_path: str) -> dict[str, Any]:
 
 
 def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
-    settings = values.all_settings()
-    groups = list(dict.fromkeys(setting.group for setting in settings))
-    tables_known = [*groups, "published"]
+    settings = {(setting.group, setting.name): setting for setting in all_settings()}
+    tables_known = [*group_types(), "published"]
     chosen: dict[str, Any] = {}
     for group, table in tables.items():
         if group not in tables_known or not isinstance(table, dict):
-            hint = values.nearest(group, tables_known)
+            hint = nearest(group, tables_known)
             raise UserError(
                 f"Recipe {path} has an unknown table [{group}].{hint} Tables: {', '.join(tables_known)}."
             )
@@ -60,18 +60,13 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
             continue
         for key, value in table.items():
             home = _MOVED.get((group, key), group)
-            setting = next((entry for entry in settings if (entry.group, entry.name) == (home, key)), None)
-            if setting is None:
-                raise UserError(
-                    f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key, settings)}"
-                )
+            if (home, key) not in settings:
+                raise UserError(f"Recipe {path} has an unknown key {key!r} in [{group}].{_where(key)}")
             if home != group:
-                chosen["warnings"] = (
-                    f"recipe {path}: {key} belongs to [{home}] now, no longer to [{group}]",
-                )
-                if key in tables.get(home, {}):
-                    continue
-            chosen[key] = values.checked(setting, value, f"Recipe {path}: {group}.{key}")
+                moved = f"recipe {path}: {key} belongs to [{home}] now, no longer to [{group}]"
+                chosen["warnings"] = (moved,)
+            if home == group or key not in tables.get(home, {}):
+                chosen[key] = checked(settings[home, key], value, f"Recipe {path}: {group}.{key}")
     # Recipes older than lr_base_size: only the peak is scaled, the other two learning rates are not.
     if {"lr_base", "min_lr", "warmup_lr"} & chosen.keys():
         chosen.setdefault("lr_base_size", 0)
@@ -79,10 +74,10 @@ def _flatten(tables: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _published(table: dict[str, Any], path: Path) -> Published:
-    names = [setting.name for setting in values.all_settings()]
+    names = [setting.name for setting in all_settings()]
     for key in table:
         if key not in ("top1", "needs"):
-            hint = values.nearest(key, ("top1", "needs"))
+            hint = nearest(key, ("top1", "needs"))
             raise UserError(f"Recipe {path} has an unknown key {key!r} in [published].{hint}")
     top1, needs = table.get("top1", 0.0), table.get("needs", [])
     if type(top1) not in (int, float):
@@ -92,34 +87,18 @@ def _published(table: dict[str, Any], path: Path) -> Published:
     return Published(float(top1), tuple(needs))
 
 
-def _where(key: str, settings: tuple[values.Setting, ...]) -> str:
-    homes = {setting.name: setting.group for setting in settings}
-    if key in homes:
-        return f" It belongs to [{homes[key]}]."
-    return values.nearest(key, homes)
+def _where(key: str) -> str:
+    homes = {setting.name: setting.group for setting in all_settings()}
+    return f" It belongs to [{homes[key]}]." if key in homes else nearest(key, homes)
 
 
 def dump(config: Config) -> str:
     """Return all settings as the text of a recipe, in the schema's order."""
-    lines: list[str] = []
-    group = ""
-    for setting in values.all_settings():
-        if setting.group != group:
-            group = setting.group
-            lines += ["", f"[{group}]"] if lines else [f"[{group}]"]
-        lines.append(f"{setting.name} = {_literal(getattr(getattr(config, group), setting.name))}")
-    if config.published != Published():
-        lines += ["", "[published]"]
-        lines += [f"{name} = {_literal(value)}" for name, value in vars(config.published).items()]
-    return "\n".join(lines) + "\n"
+    tables = [*group_types(), *(["published"] if config.published != Published() else [])]
+    return "\n".join(f"[{table}]\n{_lines(vars(getattr(config, table)))}" for table in tables)
 
 
-def _literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(repr, value))}]"
-    if isinstance(value, str):
-        # JSON's escapes are valid TOML, but JSON does not escape U+007F, which TOML requires.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)
+def _lines(values: dict[str, Any]) -> str:
+    # JSON's literals are TOML's, but JSON does not escape U+007F, which TOML requires.
+    literals = {key: json.dumps(value, ensure_ascii=False) for key, value in values.items()}
+    return "".join(f"{key} = {text}\n" for key, text in literals.items()).replace("\x7f", "\\u007f")

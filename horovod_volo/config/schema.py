@@ -19,8 +19,7 @@ class Run:
     output: str = setting("runs", "folder of the run folders")
     name: str = setting("", "run folder inside --output; empty: the recipe's name, else the model's")
     resume: str = setting(
-        "",
-        "resume from this checkpoint or run folder; auto: from this run's latest, if there is one",
+        "", "resume from this checkpoint or run folder; auto: from this run's latest, if there is one"
     )
     seed: int = setting(42, "seed of sample order, augmentation and initial weights", at_least=0)
     log_every: int = setting(50, "steps between log lines", at_least=1)
@@ -66,13 +65,14 @@ class Model:
     drop_path: float = setting(
         0.0, "drop path rate (stochastic depth) of the last block", at_least=0.0, below=1.0
     )
-    precision: Literal["fp32", "bf16", "fp16"] = setting(
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = setting(
         "fp32",
-        "arithmetic of forward and backward; weights stay fp32",
+        "arithmetic of forward and backward; weights stay fp32; tf32: fp32 with products in TF32, on a GPU",
         shorthands={"--apex-amp": "fp16", "--native-amp": "fp16", "--amp": "fp16"},
     )
-    grad_checkpoint: bool = setting(
-        False, "recompute activations inside blocks in backward: far less memory, slower"
+    grad_checkpoint: bool = setting(False, "recompute activations inside blocks: far less memory, slower")
+    grad_checkpoint_stages: Literal["all", "outlookers", "transformers"] = setting(
+        "all", "the blocks of VOLO that --grad-checkpoint recomputes"
     )
     compile: bool = setting(
         False, "compile each block with torch.compile: faster steps, several minutes at the first step"
@@ -97,7 +97,7 @@ class Data:
 
     data_dir: str = setting("", "folder with train/CLASS/IMAGE and val/CLASS/IMAGE", positional=True)
     batch_size: int = setting(
-        128, "images per rank and micro-batch; with --global-batch: at most", flags=("-b",), at_least=1
+        128, "images per rank and micro-batch; with --global-batch: at most", aliases=("-b",), at_least=1
     )
     global_batch: int = setting(
         0,
@@ -106,7 +106,9 @@ class Data:
         at_least=0,
     )
     eval_batch_size: int = setting(0, "images per rank in evaluation; 0: --batch-size", at_least=0)
-    workers: int = setting(0, "data threads per rank; 0: one per core of the rank", flags=("-j",), at_least=0)
+    workers: int = setting(
+        0, "data threads per rank; 0: one per core of the rank", aliases=("-j",), at_least=0
+    )
     prefetch: int = setting(3, "number of batches to prefetch", at_least=1)
     scale: tuple[float, float] = setting((0.08, 1.0), "area of the random crop, as a fraction of the image")
     ratio: tuple[float, float] = setting((3 / 4, 4 / 3), "aspect ratio of the random crop, width over height")
@@ -192,8 +194,7 @@ class Update:
     """optimizer and schedule"""
 
     opt: str = setting(
-        "adamw",
-        "optimizer: adamw, lamb, lars, sgd, NVIDIA Apex's fusedadam or fusedlamb, or a plugin's",
+        "adamw", "optimizer: adamw, lamb, lars, sgd, NVIDIA Apex's fusedadam or fusedlamb, or a plugin's"
     )
     momentum: float = setting(0.9, "momentum of lars and sgd", at_least=0.0, below=1.0)
     layer_decay: float = setting(
@@ -206,7 +207,7 @@ class Update:
         0.0,
         "peak learning rate, not scaled, nor are --min-lr and --warmup-lr; 0: --lr-base and these two are "
         "scaled by global batch / --lr-base-size",
-        flags=("--learning-rate",),
+        aliases=("--learning-rate",),
         at_least=0.0,
     )
     lr_base: float = setting(1.6e-3, "peak learning rate at a global batch of --lr-base-size", at_least=0.0)
@@ -216,9 +217,10 @@ class Update:
         "other two are not scaled",
         at_least=0,
     )
-    min_lr: float = setting(1e-5, "learning rate at the end of the cosine and in the cool-down", at_least=0.0)
+    min_lr: float = setting(1e-5, "learning rate at the end of the decay and in the cool-down", at_least=0.0)
+    sched: str = setting("cosine", "decay of the learning rate: cosine, linear, constant, or a plugin's")
     warmup_lr: float = setting(1e-6, "learning rate at the first step of the warm-up", at_least=0.0)
-    epochs: int = setting(300, "epochs of warm-up and cosine", at_least=1)
+    epochs: int = setting(300, "epochs of warm-up and decay", at_least=1)
     warmup_epochs: int = setting(20, "epochs of linear warm-up, counted among --epochs", at_least=0)
     warmup_prefix: bool = setting(False, "add the warm-up epochs before --epochs instead of counting them in")
     lr_changes: Literal["step", "epoch"] = setting(
@@ -236,7 +238,7 @@ class Update:
     accumulation: int = setting(
         1,
         "micro-batches per step, accumulated on the rank before the allreduce",
-        flags=("--local-accumulation",),
+        aliases=("--local-accumulation",),
         at_least=1,
     )
     ema_decay: float = setting(
@@ -249,7 +251,7 @@ class Update:
     ema_warmup: bool = setting(
         False,
         "EMA decay rises as (1 + step) / (10 + step) up to --ema-decay; off: constant, as published",
-        flags=("--model-ema-warmup",),
+        aliases=("--model-ema-warmup",),
     )
 
 
@@ -269,9 +271,8 @@ class Published:
     """The published result of a recipe: a table of recipes without flags."""
 
     top1: float = 0.0  # per cent; 0: none
-    needs: tuple[
-        str, ...
-    ] = ()  # settings of the published run that are paths, so that a recipe cannot set them
+    # Settings of the published run that are paths, so that a recipe cannot set them.
+    needs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -286,10 +287,14 @@ class Config:
     update: Update = field(default_factory=Update)
     exchange: Exchange = field(default_factory=Exchange)
     published: Published = field(default_factory=Published)
-    warnings: tuple[str, ...] = field(default=(), compare=False)  # shown at the start; not part of a recipe
+    # Not part of a recipe: warnings to print at the start, and the names of the settings that a flag or the
+    # recipe set to another value than their default.
+    warnings: tuple[str, ...] = field(default=(), compare=False)
+    stated: frozenset[str] = field(default=frozenset(), compare=False)
 
 
 def group_types() -> dict[str, type]:
     """Return the groups of settings by name, in the order of --help."""
-    groups = [group.name for group in fields(Config) if group.name not in ("published", "warnings")]
-    return {name: type(getattr(Config(), name)) for name in groups}
+    others = ("published", "warnings", "stated")
+    names = [table.name for table in fields(Config) if table.name not in others]
+    return {name: type(getattr(Config(), name)) for name in names}

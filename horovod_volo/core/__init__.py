@@ -1,1 +1,1 @@
-"""Errors, atomic files and error messages: what every other package may import."""
+"""What every other package may import: batches, errors, files, random numbers, versions."""

@@ -1,4 +1,4 @@
-"""Atomic file writes: a temporary file in the same folder is written, fsynced and renamed.
+"""Atomic file writes, and checksums of files: a temporary file is written, fsynced and renamed.
 
 Readers see the old file, the new file or none, never a part of one. The temporary name is unique, so several
 processes may write the same path at once.
@@ -6,6 +6,7 @@ processes may write the same path at once.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -44,3 +45,9 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal; the file is read in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

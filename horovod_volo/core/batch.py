@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-NO_CLASS = -1  # of an image that could not be read
+NO_CLASS = -1  # class number of an image that cannot be read, and of the cells of a missing label map
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """Counter-based random numbers: pure functions of a purpose, a seed and counters such as epoch or step.
 
-There is no state to save or to carry along: a resumed run draws what the interrupted one would have drawn,
-and a sample's draws do not depend on its batch, its rank or the number of ranks.
+There is no generator state to save: a resumed run draws what the interrupted one would have drawn, and a
+sample's draws do not depend on its batch, its rank or the number of ranks.
 
 Invariant: a number depends on its purpose and its counters alone. Each purpose has one user and always the
 same counters. Changing a purpose's value or the hash changes the draws of all runs.
@@ -24,7 +24,7 @@ _MANTISSA_BITS = 53
 
 @unique
 class Purpose(IntEnum):
-    """Every use of random numbers in training; the values are arbitrary and distinct."""
+    """Every use of random numbers in training and packing; the values are arbitrary and distinct."""
 
     SAMPLE_ORDER = 0x6F72646572  # counters: seed, epoch
     CROP_FLIP = 0x706C616E  # seed, epoch, sample
@@ -35,6 +35,7 @@ class Purpose(IntEnum):
     MIXTOKEN_BOX = 0x4D4958  # seed, step, rank, micro-batch
     IMAGE_MIX = 0x4D495855  # seed, step, rank, micro-batch
     DROP_PATH = 0x64726F70  # seed, step, rank, micro-batch
+    PACKING_ORDER = 0x7061636B  # seed
 
 
 def random_bits(purpose: Purpose, *counters: int) -> int:
@@ -65,6 +66,11 @@ def uniforms_of_samples(
 def philox(purpose: Purpose, *counters: int) -> np.random.Philox:
     """Return numpy's counter-based bit generator, for long sequences; its raw words never change."""
     return np.random.Philox(key=random_bits(purpose, *counters))
+
+
+def generator(bits: int) -> np.random.Generator:
+    """Return numpy's generator for various distributions, seeded by 64 `random_bits`."""
+    return np.random.Generator(np.random.Philox(key=bits))
 
 
 def _next_state(state: int, word: int) -> int:

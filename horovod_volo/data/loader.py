@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch, LabelMaps, Labels, TrainBatch, copy_async
 from horovod_volo.data.augmentation.crop_flip import draw_crops, relative_boxes
-from horovod_volo.data.augmentation.label_map_ops import moved_frames, moved_maps
+from horovod_volo.data.augmentation.label_map_ops import covered_after_warp, warp_maps
 from horovod_volo.data.augmentation.rand_augment import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.augmentation.whole_image import parts_needed
@@ -118,6 +118,12 @@ class TrainLoader:
                 yield batch
                 began = perf_counter()
 
+    def prepare_next(self) -> None:
+        """Prepare the next batch of the iteration, if there is one, while the caller need not wait for it."""
+        began = perf_counter()
+        self._prefetcher.prepare_next()
+        self.waited_seconds += perf_counter() - began
+
     def close(self) -> None:
         """End all threads; batches that were yielded stay valid."""
         self._prefetcher.close()
@@ -171,7 +177,7 @@ class TrainLoader:
 def _augmented_maps(
     samples: list[Sample], sizes: NDArray[np.int64], params: AugmentParams, geometry: MapGeometry
 ) -> LabelMaps:
-    """Flip the label maps and move their cells as the pixels are moved."""
+    """Flip and warp the label maps as their images are."""
     crop_flip, operations = params.crop_flip, params.operations
     maps = [
         flipped(*sample.label_map, horizontal, vertical)
@@ -184,11 +190,11 @@ def _augmented_maps(
     ids = np.stack([ids for _, ids in maps])  # same
     covered = geometry.covered(sizes)
     boxes = crop_flip.fractions(sizes, covered)
-    frames = moved_frames(boxes, operations.moving)
+    covered_by_result = covered_after_warp(boxes, operations.geometric)
     on_whole_images = params.parts is not None
-    canvases, canvas_sizes = (crop_flip.whole_images(covered), sizes) if on_whole_images else (boxes, 1.0)
-    scores, ids = moved_maps(scores, ids, canvases, operations, canvas_sizes, frames)
-    boxes = relative_boxes(boxes, frames)
+    regions, region_sizes = (crop_flip.whole_images(covered), sizes) if on_whole_images else (boxes, 1.0)
+    scores, ids = warp_maps(scores, ids, regions, operations, region_sizes, covered_by_result)
+    boxes = relative_boxes(boxes, covered_by_result)
     reach = max(1.0, float(boxes[:, 2:].max()))
     return LabelMaps(torch.from_numpy(scores), torch.from_numpy(ids), torch.from_numpy(boxes), reach)
 

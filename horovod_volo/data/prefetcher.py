@@ -58,6 +58,7 @@ class BatchPrefetcher(Generic[Pending]):
         self._reading: deque[tuple[Callable[[], Pending], Future[Pending]]] = deque()
         self._decoding: deque[tuple[Callable[[], Pending], Pending]] = deque()
         self._iteration: object = None  # identifies the current call of `batches`
+        self._prepared: tuple[Pending, torch.Tensor] | None = None  # by `prepare_next`
         self._pipeline: Any = None
         self._closed = False
 
@@ -71,20 +72,24 @@ class BatchPrefetcher(Generic[Pending]):
         self._to_read = iter(reads)
         try:
             while True:
-                decoded = self._decode_next()
-                if decoded is None:
+                batch, self._prepared = self._prepared or self._next_batch(), None
+                if batch is None:
                     return
-                _, pending = self._decoding.popleft()
-                yield pending, self._transform(pending, decoded)
+                yield batch
                 if self._iteration is not iteration:
                     raise RuntimeError("this iteration ended when a later one began or the loader was closed")
         finally:
             if self._iteration is iteration:
                 self.stop()
 
+    def prepare_next(self) -> None:
+        """Decode and transform the next batch of the current iteration before it is asked for."""
+        if self._iteration is not None and self._prepared is None:
+            self._prepared = self._next_batch()
+
     def stop(self) -> None:
         """End the current iteration and drop the batches read ahead."""
-        self._iteration = None
+        self._iteration = self._prepared = None
         self._to_read = iter(())
         for _, future in self._reading:
             future.cancel()
@@ -110,6 +115,13 @@ class BatchPrefetcher(Generic[Pending]):
             self._pipeline.reset()
         except RuntimeError:  # one image that DALI cannot decode makes the whole pipeline invalid
             self._pipeline = None
+
+    def _next_batch(self) -> tuple[Pending, torch.Tensor] | None:
+        decoded = self._decode_next()
+        if decoded is None:
+            return None
+        _, pending = self._decoding.popleft()
+        return pending, self._transform(pending, decoded)
 
     def _decode_next(self) -> Any | None:
         on_gpu = self._device.type == "cuda"

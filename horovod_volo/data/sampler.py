@@ -30,6 +30,11 @@ def epoch_order(seed: int, epoch: int, length: int, *, block: int = 0, window: i
     return images[_shuffle_within(windows, source)]
 
 
+def packing_order(seed: int, length: int) -> NDArray[np.uint32]:
+    """Return the permutation of range(length) in which images are packed into shards."""
+    return _permutation(philox(Purpose.PACKING_ORDER, seed), length)
+
+
 def rank_indices(
     order: NDArray[np.uint32], step_in_epoch: int, *, rank: int, size: int, batch: int, accumulation: int
 ) -> NDArray[np.int64]:
@@ -39,7 +44,7 @@ def rank_indices(
     return of_step[rank::size].reshape(accumulation, batch).astype(np.int64)
 
 
-def _permutation(source: np.random.Philox, length: int) -> NDArray[np.uint32]:
+def _permutation(source: np.random.BitGenerator, length: int) -> NDArray[np.uint32]:
     # Sorts raw words instead of calling Generator.permutation: numpy guarantees that raw words do not change
     # between versions. The low half of each word is replaced by its position, so that an in-place sort is
     # enough and memory stays at 12 bytes an image. Equal high halves stay in order.
@@ -51,7 +56,7 @@ def _permutation(source: np.random.Philox, length: int) -> NDArray[np.uint32]:
     return words.astype(np.uint32)  # the low halves
 
 
-def _shuffle_within(windows: NDArray[np.uint64], source: np.random.Philox) -> NDArray[np.int64]:
+def _shuffle_within(windows: NDArray[np.uint64], source: np.random.BitGenerator) -> NDArray[np.int64]:
     """Return the order that shuffles the images of each window among themselves."""
     bits = np.uint64(int(windows[-1]).bit_length())
     keys = source.random_raw(len(windows)) >> bits

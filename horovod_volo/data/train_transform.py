@@ -71,17 +71,16 @@ class TrainTransform:
         if self._resized:
             pixels = to_torch(decoded).permute(0, 3, 1, 2).contiguous()  # (batch, 3, size, size) uint8
             augment_(pixels, params.operations)
-            images = pixels.float().sub_(self._mean).div_(self._std)
-        else:
-            images = torch.empty(len(decoded), 3, size, size, device=self._mean.device)
-            # Views of DALI's memory, valid until its next run; decoded.at() would copy.
-            crops = [torch.utils.dlpack.from_dlpack(decoded[position]) for position in range(len(decoded))]
-            transform = partial(self._transform_one, images, params)
-            if images.device.type == "cpu":
-                self._threads.map(transform, list(enumerate(crops)))
-            else:  # other threads would launch kernels on other streams
-                for numbered in enumerate(crops):
-                    transform(numbered)
+            return self._eraser.normalize(pixels, self._mean, self._std, params.erasures)
+        images = torch.empty(len(decoded), 3, size, size, device=self._mean.device)
+        # Views of DALI's memory, valid until its next run; decoded.at() would copy.
+        crops = [torch.utils.dlpack.from_dlpack(decoded[position]) for position in range(len(decoded))]
+        transform = partial(self._transform_one, images, params)
+        if images.device.type == "cpu":
+            self._threads.map(transform, list(enumerate(crops)))
+        else:  # other threads would launch kernels on other streams
+            for numbered in enumerate(crops):
+                transform(numbered)
         self._eraser.erase_(images, params.erasures)
         return images
 

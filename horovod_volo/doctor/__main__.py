@@ -10,8 +10,6 @@ failure; 1 a failure; 2 a mistake on the command line.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import os
 import signal
@@ -21,8 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from horovod_volo.config.arguments import Parser, add_shared_settings
-from horovod_volo.core.errors import UserError
+from horovod_volo.cluster.entry import refuse
+from horovod_volo.config.arguments import Parser, add_flags
+from horovod_volo.config.values import setting_of_training
+from horovod_volo.core.errors import UserError, print_error
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.launch_env import LaunchEnv
@@ -130,25 +130,16 @@ def _publish(report: Report, json_file: str) -> int:
 
 def _refuse(error: UserError) -> int:
     """Print a mistake on the command line: once, if ranks can connect."""
-    from horovod_volo.cluster.launch_env import read_launch_env
-
-    if read_launch_env().size > 1:
-        from horovod_volo.cluster.entry import refuse
-
-        with contextlib.suppress(Exception):  # ranks cannot connect: each prints the message
-            return refuse(error)
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    return MISTAKE
+    try:
+        return refuse(error)
+    except Exception:  # ranks cannot connect: each prints the message
+        print_error(f"error: {error}")
+        return MISTAKE
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Build the command line."""
-    parser = Parser(
-        prog="horovodrun -np RANKS python -m horovod_volo.doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(prog="horovodrun -np RANKS python -m horovod_volo.doctor", description=__doc__)
     add = parser.add_argument
     add(
         "--shared",
@@ -156,7 +147,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder of results, which all ranks must share: --output of training (%(default)s)",
     )
-    add_shared_settings(parser, ("binding",))
+    add_flags(parser, setting_of_training("binding"))
     add(
         "--json",
         default="",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import time
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from horovod_volo.cluster.world import World
+from horovod_volo.core.atomic_file import file_sha256
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.doctor.finding import Finding, failure, ok, warning
 
@@ -49,8 +49,8 @@ def check_consistency(world: World) -> list[Finding]:
     """Compare versions, code and settings with rank 0's. Collective: every rank calls this."""
     if world.size == 1:
         return []
-    facts = collect_environment()
-    versions = {"python": facts["python"], **facts["packages"]}
+    environment = collect_environment()
+    versions = {"python": environment["python"], **environment["packages"]}
     settings = {name: os.environ[name] for name in SETTINGS if name in os.environ}
     hashes = code_hashes(_PACKAGE)
     return [
@@ -63,9 +63,7 @@ def check_consistency(world: World) -> list[Finding]:
 def code_hashes(package: Path) -> dict[str, str]:
     """Return the SHA-256 of each source file and recipe of the package, by relative path."""
     files = (file for file in sorted(package.rglob("*")) if file.suffix in _CODE)
-    return {
-        file.relative_to(package).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
-    }
+    return {file.relative_to(package).as_posix(): file_sha256(file) for file in files}
 
 
 def compare_versions(mine: Mapping[str, str], rank_zero: Mapping[str, str]) -> Finding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from dataclasses import dataclass
 
@@ -74,25 +73,17 @@ def assess_gpus(state: GpuState) -> list[Finding]:
 def _read_state() -> GpuState:
     import torch
 
-    from horovod_volo.cluster.nvml import driver_version
+    from horovod_volo.cluster.nvml import driver_versions
 
+    driver, driver_cuda = driver_versions()
     count = torch.cuda.device_count()
     names = dict.fromkeys(torch.cuda.get_device_name(number) for number in range(count))
     return GpuState(
         on_bus=len(gpus_on_bus()),
-        driver=driver_version(),
-        driver_cuda=_driver_cuda(),
+        driver=driver,
+        driver_cuda=driver_cuda,
         torch_cuda=torch.version.cuda or "",
         torch_gpus=count,
         names=", ".join(names),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
-
-
-def _driver_cuda() -> int:
-    try:
-        library = ctypes.CDLL("libcuda.so.1")  # part of the driver
-    except OSError:
-        return 0
-    version = ctypes.c_int()
-    return 0 if library.cuDriverGetVersion(ctypes.byref(version)) else version.value

@@ -52,8 +52,8 @@ def _summary(host: Host) -> str:
 
 def _binding_findings(binding: Binding) -> Iterator[Finding]:
     gpu = f", GPU {binding.gpu.name}" if binding.gpu else ""
-    note = "".join(f"; {text}" for text in binding.warnings) if binding.by_launcher else ""
-    yield ok("binding", f"{binding.mode}: {binding}{gpu}{note}")
+    unchanged = "".join(f"; {text}" for text in binding.warnings) if binding.by_launcher else ""
+    yield ok("binding", f"{binding.mode}: {binding}{gpu}{unchanged}")
     if not binding.by_launcher:
         remedy = "Request these CPUs for the job, or start fewer ranks; --binding none uses all allowed CPUs."
         yield from (warning("binding", text, remedy) for text in binding.warnings)

@@ -36,14 +36,14 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
 
 def format_lines(properties: dict[str, str], warnings: list[str]) -> str:
     """Return one line for each property and each warning, with the names right-aligned in a column."""
-    named = [*properties.items(), *(("note", warning) for warning in warnings)]
+    named = [*properties.items(), *(("warning", warning) for warning in warnings)]
     return "\n".join(f"{name:>10}  {value}" for name, value in named)
 
 
 def labels_line(config: Config, label_maps: LabelSource | None) -> str:
     """Describe the training labels."""
     if not config.objective.token_label:
-        mixed = ", of pairs of images by MixToken (disable it with --no-mix-token)"
+        mixed = ", mixed in pairs of images by MixToken (--no-mix-token disables it)"
         return "class labels" + mixed * config.objective.mix_token
     side = tokens_per_side(config.model.model, config.model.img_size)
     if label_maps is None:
@@ -66,7 +66,7 @@ def lr_line(config: Config, derived: Derived) -> str:
     if update.lr:
         return f"peak {derived.peak_lr:.3g}, as given by --lr"
     base_batch = update.lr_base_size or REFERENCE_BATCH
-    ends = f"; warm-up from {derived.warmup_lr:.3g}, decay to {derived.min_lr:.3g}, scaled alike"
+    ends = f"; warm-up from {derived.warmup_lr:.3g}, decay to {derived.min_lr:.3g}, scaled likewise"
     peak = f"peak {derived.peak_lr:.3g} = {update.lr_base:.3g} x {batch} / {base_batch}"
     return peak + ends if update.lr_base_size and batch != base_batch else peak
 
@@ -112,6 +112,6 @@ def length_line(derived: Derived) -> str:
 
 
 def precision_line(config: Config, buckets: int) -> str:
-    """Describe the precision of the forward pass and of the gradients on the wire."""
+    """Describe the precision of the forward pass and of the gradients that are sent."""
     compression = {"none": "uncompressed", "fp16": "in fp16"}[config.exchange.compression]
     return f"{config.model.precision}; gradients exchanged {compression} in {buckets} buckets"

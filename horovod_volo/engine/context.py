@@ -1,6 +1,6 @@
-"""What a training run uses on one rank, built once from its settings and the world.
+"""Everything that a training run uses on one rank, built once from its settings and the world.
 
-`read_images` comes first: the model needs the number of classes. `build_context` takes the finished state.
+`read_images` is called first, because the model needs the number of classes; `build_context` takes the state.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.data.labels.source import LabelSource, open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import Normalization
+from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.engine.state import TrainState
@@ -33,7 +34,7 @@ from horovod_volo.monitor.run_logger import Logger
 from horovod_volo.objective.loss import Loss, LossParts, build_loss
 from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
 from horovod_volo.optim.clip import Clip, build_clip
-from horovod_volo.optim.schedule import lr_at
+from horovod_volo.optim.schedule import SCHEDULES, lr_at
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,12 @@ class TrainContext:
     loss: Loss
     meter: LossMeter  # since the last log point
     clip: Clip
-    lr: Callable[[int], float]  # learning rate of a step
-    mix: Callable[[int, int], Mix]  # of a step and a micro-batch's number
+    lr: Callable[[int], float]  # lr(step)
+    mix: Callable[[int, int], Mix]  # mix(step, micro-batch)
     autocast: torch.autocast
     stop: StopRequest
     logger: Logger
+    checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
     logged_bad_samples: set[str] = field(default_factory=set)
 
     @property
@@ -74,7 +76,8 @@ class TrainContext:
         return run_folder(self.config)
 
     def close(self) -> None:
-        """Stop the data threads and close all files."""
+        """Finish the checkpoint under way, stop the data threads and close all files."""
+        self.checkpoints.close()
         self.train_loader.close()
         self.eval_loader.close()
         self.images.train.close()
@@ -100,7 +103,7 @@ def read_images(config: Config, world: World) -> Images:
 
 
 def check_images(config: Config) -> None:
-    """Raise UserError if the settings of images and label maps are wrong, whatever the data are."""
+    """Raise UserError for settings of images and label maps that are wrong with any data."""
     if not config.data.data_dir:
         raise UserError("The data folder is missing: python -m horovod_volo.train DATA_DIR ...")
     if config.data.aa:
@@ -109,7 +112,7 @@ def check_images(config: Config) -> None:
 
 
 def _map_geometry(config: Config) -> MapGeometry | None:
-    """Return what label maps cover of their images by the settings; None: as recorded with the maps."""
+    """Return the part of their images that the settings say label maps cover; None: as recorded."""
     if config.objective.label_geometry == "reference":
         return WHOLE
     geometry = config.objective.map_geometry
@@ -139,7 +142,7 @@ def build_context(
     logger: Logger,
     stop: StopRequest,
 ) -> TrainContext:
-    """Build the loaders, the loss and the schedules of a run whose state is built."""
+    """Build the loaders, the loss and the schedules of a run, given its state."""
     derived = derive(config, ranks=world.size, images=len(images.train))
     train_loader, eval_loader = build_loaders(config, world, images, resources)
     side = tokens_per_side(config.model.model, config.model.img_size)
@@ -215,11 +218,12 @@ def build_schedule(config: Config, derived: Derived) -> Callable[[int], float]:
     """Return the learning rate as a function of the step."""
     return partial(
         lr_at,
+        decay=SCHEDULES.find(config.update.sched),
         peak=derived.peak_lr,
         start=derived.warmup_lr,
         floor=derived.min_lr,
         warmup=derived.warmup_steps,
-        cosine=derived.cosine_steps,
+        decay_steps=derived.decay_steps,
         prefix=derived.prefix_steps,
         stride=derived.steps_per_epoch if config.update.lr_changes == "epoch" else 1,
     )

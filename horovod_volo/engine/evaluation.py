@@ -16,7 +16,7 @@ from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.context import TrainContext
 
-Scores = dict[str, float | int]
+Metrics = dict[str, float | int]
 OnBatch = Callable[[EvalBatch, Tensor], object]  # given a batch and its predicted classes (batch,)
 
 
@@ -29,7 +29,7 @@ class EvalCounts(NamedTuple):
     images: int
     bad_samples: int  # damaged images, which are in none of the other sums
 
-    def scores(self) -> Scores:
+    def metrics(self) -> Metrics:
         """Return top-1 and top-5 in per cent, the mean loss, and the numbers of images."""
         return {
             "top1": 100 * self.top1 / self.images,
@@ -40,25 +40,25 @@ class EvalCounts(NamedTuple):
         }
 
 
-def evaluate(context: TrainContext) -> Scores:
+def evaluate(context: TrainContext) -> Metrics:
     """Evaluate the raw weights and, with an EMA, the averaged ones. Collective: every rank calls this."""
-    scores = evaluate_model(context, context.state.model)
+    metrics = evaluate_model(context, context.state.model)
     for name, model in context.state.average.models().items():
-        scores |= {
+        metrics |= {
             f"{name}_{key}": value
             for key, value in evaluate_model(context, model).items()
             if key not in ("images", "bad_samples")
         }
     context.state.model.train()
-    return scores
+    return metrics
 
 
-def evaluate_model(context: TrainContext, model: nn.Module) -> Scores:
-    """Return a model's scores on the validation images. Collective: every rank calls this."""
+def evaluate_model(context: TrainContext, model: nn.Module) -> Metrics:
+    """Return a model's metrics on the validation images. Collective: every rank calls this."""
     model.eval()
     with torch.inference_mode(), context.autocast:
         counts = count_correct(model, context.eval_loader, context.resources.device)
-    return sum_counts(counts, context.images.held_out, context.world).scores()
+    return sum_counts(counts, context.images.held_out, context.world).metrics()
 
 
 def count_correct(

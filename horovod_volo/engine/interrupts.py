@@ -14,7 +14,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
-    """Whether this process has been asked to save a checkpoint and stop."""
+    """The request to save a checkpoint and stop: `received` is true after SIGTERM or SIGUSR1."""
 
     def __init__(self) -> None:
         self.received = False

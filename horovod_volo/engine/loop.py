@@ -1,7 +1,7 @@
 """The training loop: epochs of steps, log points, evaluations and checkpoints.
 
-Every rank executes the same lines. An epoch is evaluated after its checkpoint is on disk; a run that was
-killed between the two evaluates when it resumes.
+Every rank executes the same lines. An epoch's evaluation is saved after its checkpoint is on disk; a run that
+was killed between the two evaluates when it resumes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.engine.checkpoint.saving import (
     check_losses,
+    finish_checkpoint,
     has_evaluation,
     save_checkpoint,
     save_evaluation,
@@ -23,26 +24,28 @@ from horovod_volo.engine.step import train_step
 
 
 def fit(context: TrainContext) -> bool:
-    """Train to the last step, or to a stop request: then return False. Collective: every rank calls this.
+    """Train to the last step and return True; after a stop request return False. Collective.
 
-    In either case the last step has a checkpoint.
+    In either case the state is saved in a checkpoint.
     """
     with garbage_collected_at_log_points():
         while True:
             if evaluation_due(context):
-                scores = evaluate(context)
+                metrics = evaluate(context)
                 log_bad_samples(context, context.eval_loader.bad_samples)
-                save_evaluation(context, scores)
+                save_evaluation(context, metrics)
             if context.state.step == context.derived.total_steps:
+                finish_checkpoint(context)
                 return True
             finished = train_epoch(context)
             save_checkpoint(context)
             if not finished:
+                finish_checkpoint(context)
                 return False
 
 
 def train_epoch(context: TrainContext) -> bool:
-    """Train to the end of the current epoch, or to a stop request: then return False. Collective."""
+    """Train to the end of the epoch and return True; after a stop request return False. Collective."""
     run, state = context.config.run, context.state
     epoch, first_step = context.derived.epoch_of(state.step)
     batches = context.train_loader.batches(epoch, first_step)
@@ -64,10 +67,13 @@ def log_point(context: TrainContext, epoch: int) -> bool:
     sums = meter.sums()
     seconds = meter.seconds
     skipped = context.train_loader.bad_samples.skipped
+    waited_seconds, failed, stop = meter.data_wait_seconds, context.checkpoints.failed, context.stop.received
     totals = world.sum_over_ranks(
-        *sums.values(), meter.micro_batches, seconds, meter.data_wait_seconds, skipped, context.stop.received
+        *sums.values(), meter.micro_batches, seconds, waited_seconds, skipped, failed, stop
     )
-    *losses, micro_batches, all_seconds, waited, all_skipped, stops = totals
+    *losses, micro_batches, all_seconds, waited, all_skipped, failures, stops = totals
+    if failures:
+        finish_checkpoint(context)
     log_bad_samples(context, context.train_loader.bad_samples)
     means = {name: value / micro_batches for name, value in zip(sums, losses, strict=True)}
     check_losses(context, losses)
@@ -117,8 +123,8 @@ def evaluation_due(context: TrainContext) -> bool:
 def garbage_collected_at_log_points() -> Iterator[None]:
     """Disable Python's automatic garbage collection; `log_point` collects on all ranks at the same time.
 
-    Automatic collections would stop each rank at a different time, and in an allreduce all ranks wait for the
-    slowest one. Little garbage gathers between log points: reference counts free a step's tensors.
+    Automatic collections would pause each rank at a different time, and in an allreduce all ranks wait for
+    the slowest one. Little garbage accumulates between log points: reference counts free a step's tensors.
     """
     was_enabled = gc.isenabled()
     gc.collect()

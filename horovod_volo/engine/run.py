@@ -14,7 +14,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import config_warnings
+from horovod_volo.config.validation import RunFacts, config_warnings
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.labels.source import geometry_warnings
@@ -67,8 +67,9 @@ def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext
     state_warnings += restore_state(state, checkpoint, world)
     logger = world.run_on_all_ranks(partial(_open_logger, config, world, state.step, derived.total_steps))
     context = build_context(config, world, images, resources, state, logger, stop)
+    facts = RunFacts(world.size, resources.device.type, state.step, derived.total_steps)
     warnings = [
-        *config_warnings(config),
+        *config_warnings(config, facts),
         *token_size_warnings(config),
         *batch_warnings(config, derived, len(images.train)),
         *precision_warnings(config.model.precision, resources.device),

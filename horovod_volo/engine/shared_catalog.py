@@ -1,6 +1,6 @@
 """One list of images for all ranks: rank 0 writes it, the other ranks open it.
 
-Training, evaluation and labelling use it. It is here and not in `data`, which knows nothing of ranks.
+Training, evaluation and labelling use it. It is not in `data`, which does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def catalog_folder(catalog_dir: str, output: str, world: World) -> Path | None:
     """Return the folder for lists of images: `catalog_dir`, else one in `output`; None: in memory."""
     if catalog_dir:
         return Path(catalog_dir)
-    # A single rank shares its list with nobody, and writes no file that was not asked for.
+    # A single rank has no other rank to share its list with, and writes no file that was not requested.
     return Path(output) / "catalogs" if world.size > 1 else None
 
 

@@ -17,9 +17,9 @@ from horovod_volo.config.validation import trains_aux_head
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.kernels import use_fused_kernels
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name, spec_of
-from horovod_volo.models.precision import fix_convolutions
+from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.models.weights import load_weights, read_weights
-from horovod_volo.optim.build import build_optimizer, optimizer_spec, parameter_groups, state_tensors
+from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
 
 _OPTIMIZER, _EXCHANGE = "optimizer", "exchange"  # files of a checkpoint that are not loaded like the others
@@ -29,7 +29,7 @@ _OPTIMIZER, _EXCHANGE = "optimizer", "exchange"  # files of a checkpoint that ar
 class TrainState:
     """The model, its optimizer, its EMA, the loss scale, and the number of steps taken.
 
-    The reducer owns the gradients, and knows which rank holds which shard of a sharded optimizer.
+    The reducer holds the gradients and, of a sharded optimizer, the assignment of shards to ranks.
     """
 
     model: nn.Module
@@ -57,12 +57,12 @@ class TrainState:
 
     @torch.no_grad()
     def load_full_state_dict(self, saved: StateDicts, world: World) -> None:
-        """Load rank 0's `saved` tensors on all ranks; what it lacks becomes rank 0's. Collective."""
+        """Load rank 0's `saved` tensors; those that `saved` lacks are broadcast from rank 0. Collective."""
         tensors_by_file = self._tensors_by_file()
         optimizer = tensors_by_file.pop(_OPTIMIZER)
         for file, tensors in tensors_by_file.items():
             for name, tensor in saved.get(file, {}).items():
-                # The maxima of buckets of another size do not fit; the first step finds new ones.
+                # Maxima of other buckets do not fit; the first step then measures new ones.
                 if file != _EXCHANGE or (name in tensors and tensors[name].shape == tensor.shape):
                     tensors[name].copy_(tensor)
             world.broadcast_(tensors.values())
@@ -92,6 +92,7 @@ def build_state(
         num_classes=num_classes,
         drop_path=settings.drop_path,
         grad_checkpoint=settings.grad_checkpoint,
+        grad_checkpoint_stages=settings.grad_checkpoint_stages,
         aux_head=trains_aux_head(config),
     )
     warnings: list[str] = []
@@ -102,6 +103,7 @@ def build_state(
         )
         warnings = [f"weights from {finetune}", *which, *mismatches]
     model.to(device).train()
+    set_tf32(config.model.precision)
     warnings += fix_convolutions(model, config.model.precision, device)
     reducer = _reducer(config, world, model)
     groups = parameter_groups(
@@ -119,7 +121,7 @@ def build_state(
         else NoAverage()
     )
     scaler = torch.amp.GradScaler(device.type, enabled=config.model.precision == "fp16")
-    keys = optimizer_spec(update.opt).state_keys
+    keys = OPTIMIZERS.find(update.opt).state_keys
     return TrainState(model, reducer, optimizer, keys, average, scaler), warnings
 
 

@@ -1,7 +1,12 @@
-"""One training step: forward and backward over the micro-batches, allreduce, clip, optimizer, EMA.
+"""One training step. Given the run and an iterator over micro-batches on the device, it runs forward and
+backward of each, averages the gradients over ranks and clips them. It leaves updated weights, optimizer state
+and averaged weights (EMA), and `state.step` one higher.
 
-Invariant: gradients are unscaled and clipped after the allreduce. They are then the same on all ranks, so
-that all ranks skip the step if fp16 overflowed on any of them.
+Hooks of the reducer launch the all-reduces while backward runs; `synchronized_gradients` waits for them.
+Before that the loader prepares the next batch: its host work, and on a GPU its kernels, overlap with the
+all-reduce of the last buckets.
+Invariant: gradients are unscaled and clipped after they have been averaged. If fp16 overflowed on any rank,
+the averages show it on every rank, and all ranks skip the step.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from horovod_volo.optim.clip import divide
 
 
 def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> None:
-    """Make one optimizer step from the next micro-batches. Collective: every rank calls this."""
+    """Take one optimizer step on the next micro-batches. Collective: every rank calls this."""
     state, accumulation = context.state, context.config.update.accumulation
     seed = context.config.run.seed
     set_lr(state.optimizer, context.lr(state.step))
@@ -31,7 +36,8 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> None:
         parts = context.loss(class_logits, token_logits, batch.labels, mix)
         state.scaler.scale(parts.total / accumulation).backward()  # type: ignore[no-untyped-call]
         context.meter.add(parts)
-    with state.reducer.synchronized_gradients():
+    context.train_loader.prepare_next()  # while the last buckets are reduced
+    with state.reducer.synchronized_gradients():  # inside, each `grad` is the average over ranks
         state.scaler.unscale_(state.optimizer)
         divide(state.optimizer, context.clip())
         state.scaler.step(state.optimizer)

@@ -29,10 +29,10 @@ from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.evaluation import EvalCounts, count_correct, sum_counts
 from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
-from horovod_volo.evaluation.imagenet import RealScore, numbered_catalog, read_real, score_real
-from horovod_volo.evaluation.per_class import ClassScore, class_scores
+from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
+from horovod_volo.evaluation.per_class import ClassResult, class_results
 from horovod_volo.models.aux_head import Choice
-from horovod_volo.models.precision import autocast, fix_convolutions
+from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
 
 Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
@@ -66,8 +66,8 @@ class EvalResult:
     crop_pct: float
     data: str  # the folder of the images
     counts: EvalCounts
-    real: RealScore | None
-    classes: list[ClassScore]  # in order of accuracy, the worst first
+    real: RealCounts | None
+    classes: list[ClassResult]  # in order of accuracy, the worst first
     bad_samples: list[str]  # one message for each damaged image
 
 
@@ -79,6 +79,7 @@ def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> 
     world.assert_identical(model.network.parameters(), "The weights")
     real = world.run_on_all_ranks(partial(_read_real, request, catalog, model)) if request.real else None
     model.network.to(resources.device)
+    set_tf32(request.precision)
     fix_convolutions(model.network, request.precision, resources.device)
     crop_pct = request.crop_pct or model.crop_pct
     loader = _build_loader(request, catalog, model, crop_pct, resources, world)
@@ -92,8 +93,8 @@ def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> 
         crop_pct=crop_pct,
         data=catalog.source,
         counts=counts,
-        real=None if real is None else score_real(real, predictions),
-        classes=class_scores(catalog.classes, catalog.targets, predictions),
+        real=None if real is None else count_real(real, predictions),
+        classes=class_results(catalog.classes, catalog.targets, predictions),
         bad_samples=list(chain(*world.allgather_object(loader.bad_samples.new_messages()))),
     )
 

@@ -30,7 +30,7 @@ from horovod_volo.data.images.split_folder import SplitFolder, shortened
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
 
-class RealScore(NamedTuple):
+class RealCounts(NamedTuple):
     """The ImageNet-ReaL accuracy as two counts."""
 
     right: int  # images whose prediction is one of their classes
@@ -57,14 +57,14 @@ def read_real(file: str, catalog: Catalog, num_classes: int) -> list[frozenset[i
     return real
 
 
-def score_real(real: Sequence[frozenset[int]], predictions: NDArray[np.int64]) -> RealScore:
-    """Score predicted classes (images,); images without a class and damaged ones (NO_CLASS) do not count."""
+def count_real(real: Sequence[frozenset[int]], predictions: NDArray[np.int64]) -> RealCounts:
+    """Count correct predictions (images,), without images that have no class and damaged ones (NO_CLASS)."""
     correct = [
         prediction in classes
         for classes, prediction in zip(real, predictions.tolist(), strict=True)
         if classes and prediction != NO_CLASS
     ]
-    return RealScore(sum(correct), len(correct))
+    return RealCounts(sum(correct), len(correct))
 
 
 def _read_lists(file: str) -> list[frozenset[int]]:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from horovod_volo.core.batch import NO_CLASS
 
 
-class ClassScore(NamedTuple):
-    """The score of one class."""
+class ClassResult(NamedTuple):
+    """The result of one class."""
 
     name: str
     images: int  # without damaged ones
@@ -26,10 +26,10 @@ class ClassScore(NamedTuple):
         return 100 * self.right / max(1, self.images)
 
 
-def class_scores(
+def class_results(
     classes: Sequence[str], targets: NDArray[np.integer[Any]], predictions: NDArray[np.integer[Any]]
-) -> list[ClassScore]:
-    """Return each class's score, the worst first, from the true and the predicted class of each image."""
+) -> list[ClassResult]:
+    """Return each class's result, the worst first, from the true and the predicted class of each image."""
     valid = predictions != NO_CLASS
     # Count (target, prediction) pairs: a confusion matrix would grow with the square of the classes.
     pairs = np.stack([targets[valid], predictions[valid]], axis=1)
@@ -42,8 +42,8 @@ def class_scores(
             right[target] = count
         elif count > mistaken[target]:  # if several are equally frequent, the first class
             mistaken[target], mistaken_for[target] = count, prediction
-    scores = [
-        ClassScore(
+    results = [
+        ClassResult(
             name,
             int(images[number]),
             int(right[number]),
@@ -52,4 +52,4 @@ def class_scores(
         )
         for number, name in enumerate(classes)
     ]
-    return sorted(scores, key=lambda score: (score.images == 0, score.top1))
+    return sorted(results, key=lambda result: (result.images == 0, result.top1))

@@ -1,18 +1,18 @@
-"""Triton kernels for NVIDIA GPUs, as operators; `*_kernels` modules import Triton, when one is launched.
+"""Triton kernels for NVIDIA GPUs, as torch operators. Launching one imports Triton, in a `*_kernels` module.
 
-A process trains one model, so the choice between kernels and PyTorch's own operators is one for all.
+The choice between kernels and PyTorch's own operators holds for the whole process, which trains one model.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-_DEVICES = ("cuda", "meta")  # on meta, memory and time of a GPU's step are counted
+_DEVICES = ("cuda", "meta")  # on meta, memory and time of a step on a GPU are estimated
 _choice = {"fused": True}
 
 
 def use_fused_kernels(fused: bool) -> None:
-    """Choose between the kernels and PyTorch's own operators, for what is called from now on."""
+    """Choose between the kernels and PyTorch's own operators for all following calls."""
     _choice["fused"] = fused
 
 

@@ -11,55 +11,55 @@ import torch
 from torch import Tensor
 
 # Triton is imported where a kernel is launched: shapes and costs are known without it.
-# Cells of one program: fewer than the threads of its four warps, so that each thread loads its cell's scores.
+# Cells of one program: fewer than the threads of its four warps, so that each thread loads its cell's logits.
 _CELLS = 32
 
 
 @torch.library.custom_op("horovod_volo::outlook_fused", mutates_args=())
-def fused_outlook(values: Tensor, scores: Tensor, heads: int, scale: float) -> Tensor:
+def fused_outlook(values: Tensor, logits: Tensor, heads: int, scale: float) -> Tensor:
     """Return outlook attention of values (batch, height, width, channels).
 
-    `scores` are the attention logits (batch, rows, columns, heads * 81) of windows, multiplied by `scale`.
+    `logits` are the attention logits (batch, rows, columns, heads * 81) of windows, multiplied by `scale`.
     """
     from horovod_volo.kernels import outlook_kernels
 
-    values, scores = values.contiguous(), scores.contiguous()
+    values, logits = values.contiguous(), logits.contiguous()
     output = torch.empty_like(values)
-    sizes = _sizes(values, scores, heads)
-    outlook_kernels.aggregate_windows[_grid(scores, heads)](
-        values, scores, scores, output, *sizes, scale, backward=False, **_blocks(values, heads)
+    sizes = _sizes(values, logits, heads)
+    outlook_kernels.aggregate_windows[_grid(logits, heads)](
+        values, logits, logits, output, *sizes, scale, backward=False, **_blocks(values, heads)
     )
     return output
 
 
 @torch.library.custom_op("horovod_volo::outlook_fused_backward", mutates_args=())
 def fused_outlook_backward(
-    gradient: Tensor, values: Tensor, scores: Tensor, heads: int, scale: float
+    gradient: Tensor, values: Tensor, logits: Tensor, heads: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of values and scores."""
+    """Return the gradients of values and logits."""
     from horovod_volo.kernels import outlook_kernels
 
-    gradient, values, scores = gradient.contiguous(), values.contiguous(), scores.contiguous()
-    grad_values, grad_scores = torch.empty_like(values), torch.empty_like(scores)
-    batch, rows, columns = scores.shape[:3]
-    log_sum_exp = scores.new_empty((batch, rows, columns, heads, 9), dtype=torch.float32)
-    sizes, grid, blocks = _sizes(values, scores, heads), _grid(scores, heads), _blocks(values, heads)
-    outlook_kernels.scores_backward[grid](
-        gradient, values, scores, grad_scores, log_sum_exp, *sizes, scale, **blocks
+    gradient, values, logits = gradient.contiguous(), values.contiguous(), logits.contiguous()
+    grad_values, grad_logits = torch.empty_like(values), torch.empty_like(logits)
+    batch, rows, columns = logits.shape[:3]
+    log_sum_exp = logits.new_empty((batch, rows, columns, heads, 9), dtype=torch.float32)
+    sizes, grid, blocks = _sizes(values, logits, heads), _grid(logits, heads), _blocks(values, heads)
+    outlook_kernels.logits_backward[grid](
+        gradient, values, logits, grad_logits, log_sum_exp, *sizes, scale, **blocks
     )
     outlook_kernels.aggregate_windows[grid](
-        gradient, scores, log_sum_exp, grad_values, *sizes, scale, backward=True, **blocks
+        gradient, logits, log_sum_exp, grad_values, *sizes, scale, backward=True, **blocks
     )
-    return grad_values, grad_scores
+    return grad_values, grad_logits
 
 
-def _sizes(values: Tensor, scores: Tensor, heads: int) -> tuple[int, ...]:
-    batch, rows, columns = scores.shape[:3]
+def _sizes(values: Tensor, logits: Tensor, heads: int) -> tuple[int, ...]:
+    batch, rows, columns = logits.shape[:3]
     return batch * rows * columns, heads, rows, columns, values.shape[1], values.shape[2]
 
 
-def _grid(scores: Tensor, heads: int) -> tuple[int]:
-    batch, rows, columns = scores.shape[:3]
+def _grid(logits: Tensor, heads: int) -> tuple[int]:
+    batch, rows, columns = logits.shape[:3]
     return (-(-batch * rows * columns // _CELLS) * heads,)
 
 
@@ -69,18 +69,18 @@ def _blocks(values: Tensor, heads: int) -> dict[str, int]:
 
 
 @fused_outlook.register_fake
-def _fake(values: Tensor, _scores: Tensor, _heads: int, _scale: float) -> Tensor:
+def _fake(values: Tensor, _logits: Tensor, _heads: int, _scale: float) -> Tensor:
     return torch.empty_like(values, memory_format=torch.contiguous_format)
 
 
 @fused_outlook_backward.register_fake
 def _fake_backward(
-    _: Tensor, values: Tensor, scores: Tensor, _heads: int, _scale: float
+    _: Tensor, values: Tensor, logits: Tensor, _heads: int, _scale: float
 ) -> tuple[Tensor, Tensor]:
     contiguous = torch.contiguous_format
     return (
         torch.empty_like(values, memory_format=contiguous),
-        torch.empty_like(scores, memory_format=contiguous),
+        torch.empty_like(logits, memory_format=contiguous),
     )
 
 

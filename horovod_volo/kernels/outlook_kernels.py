@@ -55,33 +55,33 @@ def _load_pixel(
 
 
 @triton.jit
-def _load_score(scores, window, target, source, exists, head, heads, scale):
-    """Load the scaled score of one target and source per window."""
+def _load_logit(logits, window, target, source, exists, head, heads, scale):
+    """Load the scaled logit of one target and source per window."""
     offset = (window * heads + head).to(tl.int64) * 81 + target * 9 + source
-    return tl.load(scores + offset, mask=exists, other=0.0).to(tl.float32) * scale
+    return tl.load(logits + offset, mask=exists, other=0.0).to(tl.float32) * scale
 
 
 @triton.jit
-def _max_score(scores, window, target, exists, head, heads, scale):
-    """Return the maximum score of a target over its sources."""
-    maximum = _load_score(scores, window, target, 0, exists, head, heads, scale)
+def _max_logit(logits, window, target, exists, head, heads, scale):
+    """Return the maximum logit of a target over its sources."""
+    maximum = _load_logit(logits, window, target, 0, exists, head, heads, scale)
     for source in tl.static_range(1, 9):
-        score = _load_score(scores, window, target, source, exists, head, heads, scale)
-        maximum = tl.maximum(maximum, score)
+        logit = _load_logit(logits, window, target, source, exists, head, heads, scale)
+        maximum = tl.maximum(maximum, logit)
     return maximum
 
 
 @triton.jit
 def _attention_of_target(
-    values, scores, window, target, exists, y, x, image, head, heads, height, width, scale,
+    values, logits, window, target, exists, y, x, image, head, heads, height, width, scale,
     head_dim: tl.constexpr, lanes: tl.constexpr, cells: tl.constexpr,
 ):
     """Return the attention output of each window for one target, and its softmax's maximum and sum."""
-    maximum = _max_score(scores, window, target, exists, head, heads, scale)
+    maximum = _max_logit(logits, window, target, exists, head, heads, scale)
     total = tl.zeros((cells,), tl.float32)
     output = tl.zeros((cells, lanes), tl.float32)
     for source in tl.static_range(9):
-        power = tl.exp(_load_score(scores, window, target, source, exists, head, heads, scale) - maximum)
+        power = tl.exp(_load_logit(logits, window, target, source, exists, head, heads, scale) - maximum)
         total += power
         output += power[:, None] * _load_pixel(
             values, image, y + source // 3 - 1, x + source % 3 - 1, exists,
@@ -92,7 +92,7 @@ def _attention_of_target(
 
 @triton.jit
 def _gradient_of_source(
-    gradient, scores, log_sum_exp, window, source, exists, y, x, image, head, heads, height, width, scale,
+    gradient, logits, log_sum_exp, window, source, exists, y, x, image, head, heads, height, width, scale,
     head_dim: tl.constexpr, lanes: tl.constexpr, cells: tl.constexpr,
 ):
     """Return the gradient of one source's values in each window."""
@@ -100,7 +100,7 @@ def _gradient_of_source(
     for target in tl.static_range(9):
         offset = (window * heads + head) * 9 + target
         lse = tl.load(log_sum_exp + offset, mask=exists, other=0.0)
-        weight = tl.exp(_load_score(scores, window, target, source, exists, head, heads, scale) - lse)
+        weight = tl.exp(_load_logit(logits, window, target, source, exists, head, heads, scale) - lse)
         grad_value += weight[:, None] * _load_pixel(
             gradient, image, y + target // 3 - 1, x + target % 3 - 1, exists,
             head, heads, height, width, head_dim, lanes,
@@ -110,7 +110,7 @@ def _gradient_of_source(
 
 @triton.jit(do_not_specialize=["count"])
 def aggregate_windows(
-    pixels, scores, log_sum_exp, output, count, heads, rows, columns, height, width, scale,
+    pixels, logits, log_sum_exp, output, count, heads, rows, columns, height, width, scale,
     backward: tl.constexpr, head_dim: tl.constexpr, lanes: tl.constexpr, cells: tl.constexpr,
 ):
     """Sum over the windows that overlap each pixel: attention outputs, or in backward gradients of values.
@@ -129,12 +129,12 @@ def aggregate_windows(
                 window, exists, y, x = _window(cell, offset // 2, offset % 2, count, rows, columns)
                 if backward:
                     total += _gradient_of_source(
-                        pixels, scores, log_sum_exp, window, position, exists, y, x, image,
+                        pixels, logits, log_sum_exp, window, position, exists, y, x, image,
                         head, heads, height, width, scale, head_dim, lanes, cells,
                     )
                 else:
                     attention, _maximum, _total = _attention_of_target(
-                        pixels, scores, window, position, exists, y, x, image,
+                        pixels, logits, window, position, exists, y, x, image,
                         head, heads, height, width, scale, head_dim, lanes, cells,
                     )
                     total += attention
@@ -144,11 +144,11 @@ def aggregate_windows(
 
 
 @triton.jit(do_not_specialize=["count"])
-def scores_backward(
-    gradient, values, scores, grad_scores, log_sum_exp, count, heads, rows, columns, height, width, scale,
+def logits_backward(
+    gradient, values, logits, grad_logits, log_sum_exp, count, heads, rows, columns, height, width, scale,
     head_dim: tl.constexpr, lanes: tl.constexpr, cells: tl.constexpr,
 ):
-    """Write the gradient of each window's scores, and the log-sum-exp of each of its softmaxes."""
+    """Write the gradient of each window's logits, and the log-sum-exp of each of its softmaxes."""
     cell, head = _cells_and_head(heads, cells)
     image = cell // (rows * columns)
     window, exists, y, x = _window(cell, 0, 0, count, rows, columns)
@@ -158,7 +158,7 @@ def scores_backward(
             head, heads, height, width, head_dim, lanes,
         )
         attention, maximum, total = _attention_of_target(
-            values, scores, window, target, exists, y, x, image,
+            values, logits, window, target, exists, y, x, image,
             head, heads, height, width, scale, head_dim, lanes, cells,
         )
         lse = maximum + tl.log(total)
@@ -170,7 +170,7 @@ def scores_backward(
                 values, image, y + source // 3 - 1, x + source % 3 - 1, exists,
                 head, heads, height, width, head_dim, lanes,
             )
-            weight = tl.exp(_load_score(scores, window, target, source, exists, head, heads, scale) - lse)
-            grad_score = weight * (tl.sum(grad_output * value, axis=1) - average) * scale
+            weight = tl.exp(_load_logit(logits, window, target, source, exists, head, heads, scale) - lse)
+            grad_logit = weight * (tl.sum(grad_output * value, axis=1) - average) * scale
             offset = (window * heads + head).to(tl.int64) * 81 + target * 9 + source
-            tl.store(grad_scores + offset, grad_score.to(grad_scores.dtype.element_ty), mask=exists)
+            tl.store(grad_logits + offset, grad_logit.to(grad_logits.dtype.element_ty), mask=exists)

@@ -12,6 +12,10 @@ from torch import Tensor
 
 _MAX_BLOCK_CLASSES = 4096  # as many as fit into the registers of eight warps
 _BLOCK_ENTRIES = 64
+# More entries of a row are merged in a table with one column per class: comparing all pairs of them would
+# take longer than writing and reading the table. Rows of tokens have fewer entries.
+_MAX_COMPARED_ENTRIES = 256
+_TABLE_BLOCK_ENTRIES = 1024
 
 # Triton is imported where a kernel is launched: shapes and costs are known without it.
 
@@ -42,10 +46,17 @@ def write_gradient(
     """Write the gradient of the logits into contiguous `grad`, which may be the logits themselves."""
     from horovod_volo.kernels import soft_cross_entropy_kernels as kernels
 
-    target = (uniform.contiguous(), ids.contiguous(), weights.contiguous())
-    kernels.gradient_kernel[(logits.shape[0],)](
-        logits, *target, lse, grad_loss.contiguous(), grad, logits.shape[1], ids.shape[1], **_blocks(logits)
-    )
+    uniform, ids, weights = uniform.contiguous(), ids.contiguous(), weights.contiguous()
+    (rows, classes), entries = logits.shape, ids.shape[1]
+    table = None
+    if entries > _MAX_COMPARED_ENTRIES:
+        table = torch.zeros(rows, classes, dtype=torch.int64, device=logits.device)
+        blocks = -(-entries // _TABLE_BLOCK_ENTRIES)
+        kernels.table_kernel[(rows, blocks)](ids, weights, table, classes, entries, _TABLE_BLOCK_ENTRIES)
+    kernels.gradient_kernel[(rows,)](
+        logits, uniform, ids, weights, lse, grad_loss.contiguous(), grad, table, classes, entries,
+        tabled=table is not None, **_blocks(logits),
+    )  # fmt: skip
 
 
 @loss_with_lse.register_fake

@@ -81,7 +81,7 @@ class GeometryResult:
 def compare_geometries(request: GeometryRequest, catalog: Catalog, progress: Progress) -> GeometryResult:
     """Correlate the maps of images spread over a catalog with a teacher, under two geometries.
 
-    Images without a map, and those that both geometries cover alike, such as square ones, are left out.
+    Images without a map, and those for which both geometries are the same, such as square ones, are left out.
     """
     resources = rank_resources(World.single())
     teacher = load_teacher(

@@ -1,4 +1,4 @@
 """Models: built by name, with their training forward, and the import and export of weights.
 
-The only room that imports timm.
+The only package that imports timm.
 """

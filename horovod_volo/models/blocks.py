@@ -1,8 +1,7 @@
-"""VOLO's blocks for training, built from timm's modules under timm's parameter names.
+"""VOLO's blocks for training, built from timm's blocks, whose parameters they share under the same names.
 
-Evaluation computes the same as timm's blocks. In training, drop path skips the computation of dropped
-branches, outlook attention has neither unfold nor fold, and self-attention uses the fastest kernel of the
-device.
+In evaluation they compute what timm's blocks compute. In training, dropped branches are not computed (drop
+path), outlook attention uses neither unfold nor fold, and self-attention uses the device's fastest kernel.
 """
 
 from __future__ import annotations
@@ -14,27 +13,57 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.kernels import runs_kernels
-from horovod_volo.kernels.residual import add_branch, normalized_branch
+from horovod_volo.kernels.class_attention import class_attention
+from horovod_volo.kernels.gelu import gelu_linear
+from horovod_volo.kernels.residual import ResidualStream
 from horovod_volo.models.drop_path import ALL, DropPathSample
 from horovod_volo.models.outlook import Outlook
+from horovod_volo.models.timm_api import ClassBlock
+
+# Tokens, or tokens with a residual branch that the next LayerNorm adds.
+Stream = Tensor | ResidualStream
 
 
 class Attention(nn.Module):
-    """timm's self-attention of a grid of tokens."""
+    """timm's self-attention over a grid of tokens."""
 
-    def __init__(self, trained: Any) -> None:
+    def __init__(self, timm_attention: Any) -> None:
         super().__init__()
-        self.num_heads = trained.num_heads
-        self.qkv, self.proj = trained.qkv, trained.proj
+        self.num_heads = timm_attention.num_heads
+        self.qkv, self.proj = timm_attention.qkv, timm_attention.proj
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return tokens of the same shape (batch, rows, columns, channels)."""
+    def forward(self, tokens: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return tokens of the same shape (batch, rows, columns, channels); for `bias` see `last_layer`."""
         joint = self.qkv(tokens).flatten(1, 2).unflatten(2, (3, self.num_heads, -1))
-        # Split along this dimension, the three gradients are joined in the order in which qkv reads them.
+        # Split along this dimension: backward stacks the three gradients in the memory order of qkv's output.
         queries, keys, values = (part.transpose(1, 2) for part in joint.unbind(2))
         heads = attend(queries, keys, values)  # each (batch, heads, tokens, width)
-        attended: Tensor = self.proj(heads.transpose(1, 2).reshape(tokens.shape))
-        return attended
+        return last_layer(self.proj, heads.transpose(1, 2).reshape(tokens.shape), bias)
+
+
+class Mlp(nn.Module):
+    """The MLP of a block: two linear layers with a GELU between them."""
+
+    def __init__(self, fc1: nn.Linear, fc2: nn.Linear) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = fc1, fc2
+
+    def forward(self, tokens: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return tokens of the same shape; for `bias` see `last_layer`."""
+        if bias is None:
+            mapped: Tensor = self.fc2(F.gelu(self.fc1(tokens)))
+            return mapped
+        hidden = F.linear(tokens, self.fc1.weight, self.fc1.bias.detach())
+        return gelu_linear(hidden, self.fc1.bias, self.fc2.weight, bias)
+
+
+def last_layer(layer: nn.Linear, tokens: Tensor, bias: Tensor | None) -> Tensor:
+    """Return layer(tokens), with another bias if one is given: that of the layer, detached.
+
+    The kernels of the residual stream compute its gradient where they write that of the result.
+    """
+    result: Tensor = layer(tokens) if bias is None else F.linear(tokens, layer.weight, bias)
+    return result
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -52,26 +81,43 @@ class TwoBranches(nn.Module):
     """A pre-norm block of two residual branches: attention and an MLP."""
 
     branches = ("attended", "refined")  # the methods that --compile compiles
-    compiled = False  # by --compile, which fuses these itself
-    weight = 1.0  # of both branches
+    compiled = False  # True with --compile, which fuses what the kernels would fuse
+    weight = 1.0  # factor of both branches; that of the skip connection is 1
     norm1: nn.Module
-    attn: nn.Module
+    attn: Any  # its last layer is `proj`
     norm2: nn.Module
-    mlp: nn.Module
+    mlp: Mlp
 
-    def forward(self, tokens: Tensor, first: DropPathSample = ALL, second: DropPathSample = ALL) -> Tensor:
-        """Return tokens of the same shape (batch, ..., channels)."""
-        if self.training and not self.compiled and runs_kernels(tokens):
-            tokens = self._fused(tokens, first, self.norm1, self.attn)
-            return self._fused(tokens, second, self.norm2, self.mlp)
-        tokens = first.added(tokens, self.attended, self.weight)
-        return second.added(tokens, self.refined, self.weight)
+    def forward(self, tokens: Stream, first: DropPathSample = ALL, second: DropPathSample = ALL) -> Stream:
+        """Return tokens of the same shape (batch, ..., channels); for a stream, one with a branch to add."""
+        if not self.fuses(tokens if isinstance(tokens, Tensor) else tokens.tokens):
+            assert isinstance(tokens, Tensor), "streams are for kernels"
+            tokens = first.added(tokens, self.attended, self.weight)
+            return second.added(tokens, self.refined, self.weight)
+        stream = ResidualStream(tokens) if isinstance(tokens, Tensor) else tokens
+        stream = self._fused(stream, first, self.norm1, self.attn, self.attn.proj)
+        stream = self._fused(stream, second, self.norm2, self.mlp, self.mlp.fc2)
+        return stream.added() if isinstance(tokens, Tensor) else stream
 
-    def _fused(self, tokens: Tensor, kept: DropPathSample, norm: nn.Module, branch: nn.Module) -> Tensor:
-        if kept.rows is not None and not len(kept.rows):
-            return tokens
-        tokens, normed = normalized_branch(tokens, norm, kept.rows, kept.position)
-        return add_branch(tokens, branch(normed), kept.rows, kept.position, self.weight * kept.scale)
+    def fuses(self, tokens: Tensor) -> bool:
+        """Return whether kernels normalize and add the branches of these tokens."""
+        return self.training and not self.compiled and runs_kernels(tokens)
+
+    def _fused(
+        self,
+        stream: ResidualStream,
+        sample: DropPathSample,
+        norm: nn.Module,
+        branch: nn.Module,
+        last: nn.Linear,
+    ) -> ResidualStream:
+        """Return the stream with a branch to add, whose last layer is `last`."""
+        if sample.rows is not None and not len(sample.rows):
+            return stream
+        stream, normed = stream.normalized(norm, sample.rows, sample.position)
+        scale = self.weight * sample.scale
+        added = branch(normed, last.bias.detach())
+        return ResidualStream(stream.tokens, added, last.bias, sample.rows, sample.position, scale)
 
     def attended(self, tokens: Tensor) -> Tensor:
         """Return the attention branch."""
@@ -87,12 +133,12 @@ class TwoBranches(nn.Module):
 class Block(TwoBranches):
     """timm's Outlooker or Transformer."""
 
-    def __init__(self, trained: Any, attention: nn.Module) -> None:
+    def __init__(self, timm_block: Any, attention: nn.Module) -> None:
         super().__init__()
-        self.norm1, self.attn = trained.norm1, attention
-        self.norm2, self.mlp = trained.norm2, trained.mlp
-        # Not used in forward, only for their drop rates.
-        self.drop_path1, self.drop_path2 = trained.drop_path1, trained.drop_path2
+        self.norm1, self.attn = timm_block.norm1, attention
+        self.norm2, self.mlp = timm_block.norm2, Mlp(timm_block.mlp.fc1, timm_block.mlp.fc2)
+        # Forward does not use these; they only hold the drop rates.
+        self.drop_path1, self.drop_path2 = timm_block.drop_path1, timm_block.drop_path2
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -100,15 +146,36 @@ class Block(TwoBranches):
         return _rate(self.drop_path1), _rate(self.drop_path2)
 
 
-def outlooker(trained: Any) -> Block:
-    """Remake timm's Outlooker."""
-    return Block(trained, Outlook(trained.attn))
+def outlooker(timm_block: Any) -> Block:
+    """Build the block from timm's Outlooker, sharing its parameters."""
+    return Block(timm_block, Outlook(timm_block.attn))
 
 
-def transformer(trained: Any) -> Block:
-    """Remake timm's Transformer."""
-    return Block(trained, Attention(trained.attn))
+def transformer(timm_block: Any) -> Block:
+    """Build the block from timm's Transformer, sharing its parameters."""
+    return Block(timm_block, Attention(timm_block.attn))
 
 
 def _rate(drop_path: nn.Module) -> float:
     return float(getattr(drop_path, "drop_prob", 0.0))
+
+
+class ClassAttentionBlock(ClassBlock):  # type: ignore[misc]  # timm ships no types
+    """timm's ClassBlock, which changes the class token alone; it also takes this beside the stream of tokens.
+
+    The tokens are then never copied, and each LayerNorm of them adds its gradient to that of the next.
+    """
+
+    def forward(self, features: Tensor, stream: ResidualStream | None = None) -> Any:
+        """Return features (batch, 1 + tokens, channels); given a stream, the class token and the stream."""
+        if stream is None:
+            return super().forward(features)
+        stream, normed = stream.normalized(self.norm1, None, None)
+        own, attn = self.norm1(features), self.attn
+        attended, _ = class_attention(attn.q(own), attn.kv(own), attn.kv(normed), attn.num_heads, attn.scale)
+        features = features + attn.proj(attended)
+        return features + self.mlp(self.norm2(features)), stream
+
+    def fuses(self, tokens: Tensor) -> bool:
+        """Return whether it takes a stream of these tokens."""
+        return self.training and not getattr(self, "compiled", False) and runs_kernels(tokens)

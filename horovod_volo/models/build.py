@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.config.values import nearest
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import nearest
 from horovod_volo.models import lvvit, volo  # noqa: F401  # one import per family: each registers its models
 from horovod_volo.models.registry import ModelSpec, TokenModel, registered_model, registered_models
 from horovod_volo.models.timm_api import (
@@ -23,13 +23,13 @@ from horovod_volo.models.timm_api import (
 )
 from horovod_volo.models.volo import TokenSwap
 
-# Of a batch, a function that swaps its tokens, and a seed for drop path (64 bits): class logits (batch,
-# classes) and token logits (batch, tokens, classes), of which a network without them has none.
+# (images, swap_tokens, drop_path_seed of 64 bits) -> class logits (batch, classes), token logits (batch,
+# tokens, classes); the latter are empty for a model without them.
 Forward = Callable[[Tensor, TokenSwap, int], tuple[Tensor, Tensor]]
 
 
 def spec_of(name: str) -> ModelSpec:
-    """Return what is known of a registered model, or of one of timm's."""
+    """Return the spec of a registered model, or of one of timm's."""
     spec = registered_model(name)
     if spec is not None:
         return spec
@@ -43,7 +43,7 @@ def spec_of(name: str) -> ModelSpec:
 
 
 def check_model(name: str, *, img_size: int, tokens: bool) -> None:
-    """Raise UserError if no model has this name and image size, or if it has no tokens to train or mix."""
+    """Raise UserError if there is no such model and image size or, with `tokens`, no token logits."""
     spec = spec_of(name)
     if spec.stride and img_size % spec.stride:
         nearest_size = max(2, round(img_size / spec.stride)) * spec.stride
@@ -64,7 +64,7 @@ def _with_tokens(name: str) -> str:
 
 
 def tokens_per_side(name: str, img_size: int) -> int:
-    """Return how many tokens a model makes of an image's side; 0: it has no token logits."""
+    """Return the number of tokens along an image's side; 0: the model has no token logits."""
     stride = spec_of(name).stride
     return img_size // stride if stride else 0
 
@@ -76,6 +76,7 @@ def build_model(
     num_classes: int,
     drop_path: float,
     grad_checkpoint: bool = False,
+    grad_checkpoint_stages: str = "all",
     aux_head: bool = True,
 ) -> nn.Module:
     """Build a model with fresh weights from torch's random state, on torch's default device.
@@ -87,7 +88,7 @@ def build_model(
         img_size=img_size, num_classes=num_classes, drop_path=drop_path, aux_head=aux_head
     )
     if grad_checkpoint:
-        _set_checkpointing(model, name)
+        _set_checkpointing(model, name, grad_checkpoint_stages)
     return model
 
 
@@ -133,11 +134,16 @@ def _build_timm(
     return model
 
 
-def _set_checkpointing(model: nn.Module, name: str) -> None:
+def _set_checkpointing(model: nn.Module, name: str, stages: str) -> None:
     try:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
     except (AttributeError, AssertionError):
         raise UserError(f"{name} has no activation checkpointing. Drop --grad-checkpoint.") from None
+    if stages == "all":
+        return
+    if not hasattr(model, "checkpointed_stages"):
+        raise UserError(f"{name} has no {stages} to recompute alone. Drop --grad-checkpoint-stages.")
+    model.checkpointed_stages = stages  # type: ignore[assignment]
 
 
 def training_forward(model: nn.Module) -> Forward:
@@ -160,8 +166,8 @@ def _class_logits(
 
 
 def _seed_torch(device: torch.device, seed: int) -> None:
-    # torch.manual_seed() would do, but it formats the whole call stack for devices that are not there,
-    # which costs more than all else that a step does in Python.
+    # torch.manual_seed() also formats the whole call stack for devices that are not there, which takes longer
+    # than everything else that a step does in Python.
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index].manual_seed(seed)

@@ -1,6 +1,6 @@
 """torch.compile for the repeated blocks of a model.
 
-Each block is compiled for itself, not the model as a whole: gradients are then ready block by block, and the
+Each block is compiled separately, not the model as a whole: gradients are then ready block by block, and the
 allreduce of a bucket overlaps with the backward of the blocks below. Evaluation runs the blocks uncompiled.
 """
 

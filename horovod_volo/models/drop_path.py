@@ -1,8 +1,8 @@
 """Drop path (stochastic depth) that computes a residual branch only for the images that keep it.
 
-Each image keeps a branch with probability 1 - rate, and a kept branch is divided by that, as in the usual
-form, which computes all branches and multiplies by zero. Only the number of images that keep a branch
-differs: it is the expected one, rounded up or down at random, so that all ranks do the same work.
+As in the usual form, which computes every branch and multiplies dropped ones by zero, each image keeps a
+branch with probability 1 - rate, and a kept branch is divided by this probability. The number of images that
+keep it is the expected one, rounded up or down at random, so that all ranks have equal work.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from horovod_volo.core.batch import copy_async
+from horovod_volo.core.rng import generator
 from horovod_volo.kernels import runs_kernels
 
 Branch = Callable[[Tensor], Tensor]
-# On a GPU, branches of lower rates are computed for all images: gathering and scattering the rest would cost
-# more (`bench roofline`), and shapes stay the same from step to step.
+# On a GPU, branches with lower rates are computed for all images: gathering the images that keep them would
+# cost more (`bench roofline`), and shapes stay the same from step to step.
 _MASKED_BELOW = 0.25
 
 
@@ -27,14 +28,13 @@ _MASKED_BELOW = 0.25
 class DropPathSample:
     """The images of a batch that keep a branch, and the scale of the branch.
 
-    The branch is computed for the images in `rows`. With `masked` these are all, and -1 stands for an image
-    that does not keep it.
+    The branch is computed for the images in `rows`; with `masked` for all, and -1 marks one that drops it.
     """
 
     rows: Tensor | None = None  # (computed,) int64; None: all images keep the branch
     scale: float = 1.0
     masked: bool = False
-    position: Tensor | None = None  # (batch,) int64 index in `rows` of each image, -1 if dropped; for kernels
+    position: Tensor | None = None  # (batch,) int64 index of each image in `rows`, -1 if dropped; for kernels
 
     def added(self, tokens: Tensor, branch: Branch, weight: float = 1.0) -> Tensor:
         """Return tokens (batch, ..., channels) with the weighted branch added for the images that keep it."""
@@ -54,19 +54,21 @@ ALL = DropPathSample()
 
 
 def sample_drop_path(rates: Sequence[float], tokens: Tensor, seed: int | None) -> list[DropPathSample]:
-    """Sample for each branch the images of a batch that keep it; `rates` are the drop rates of the branches.
+    """Sample the images of a batch that keep each branch; `rates` are the drop rates of the branches.
 
-    `seed` is 64 random bits of this micro-batch; it may be None if all rates are 0. Sampling on the host
-    gives the same result for every device, and shapes that are known without waiting for the device.
+    `seed` is 64 random bits for this micro-batch; it may be None if all rates are 0. Sampling is on the host:
+    the result is the same for every device, and the host knows the shapes without waiting for the device.
     """
     if not any(rates):
         return [ALL] * len(rates)
     if seed is None:
         raise ValueError("drop path needs a seed in training")
     batch, device = len(tokens), tokens.device
-    random = np.random.Generator(np.random.Philox(key=seed))
+    random = generator(seed)
     keep_rates = 1.0 - np.asarray(rates)
-    counts = np.floor(batch * keep_rates + random.random(len(rates))).astype(np.int64)  # mean: batch x rate
+    counts = np.floor(batch * keep_rates + random.random(len(rates))).astype(
+        np.int64
+    )  # mean: batch x keep rate
     orders = random.permuted(np.tile(np.arange(batch), (len(rates), 1)), axis=1)  # (branches, batch)
     if not runs_kernels(tokens):
         return [

@@ -1,7 +1,7 @@
 """LV-ViT, the vision transformer of the token labeling paper, with the same training forward as VOLO.
 
-Residual branches are divided by a constant. Modules and parameters have the published names, so published
-checkpoints load.
+Residual branches are divided by a constant. Modules and parameters have the published names, so that
+published checkpoints load.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.models.blocks import TwoBranches
+from horovod_volo.models.batch_norm import BatchNormReLU, stem_input
+from horovod_volo.models.blocks import Mlp, TwoBranches, last_layer
 from horovod_volo.models.drop_path import sample_drop_path
 from horovod_volo.models.position_embedding import fit_position_embedding
 from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
-from horovod_volo.models.volo import TokenSwap, runner_of_blocks
+from horovod_volo.models.volo import TokenSwap, run_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
     "lvvit_t": {"layers": 12, "embed_dim": 240, "num_heads": 4, "stem_width": 64, "residual_divisor": 1.0},
@@ -35,18 +36,17 @@ class Stem(nn.Module):
     def __init__(self, width: int, embed_dim: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
+        self.bn1 = BatchNormReLU(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(width)
+        self.bn2 = BatchNormReLU(width)
         self.conv3 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn3 = nn.BatchNorm2d(width)
+        self.bn3 = BatchNormReLU(width)
         self.proj = nn.Conv2d(width, embed_dim, _PATCH // 2, stride=_PATCH // 2)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return tokens (batch, rows, columns, channels)."""
-        cells = F.relu(self.bn1(self.conv1(images)), inplace=True)
-        cells = F.relu(self.bn2(self.conv2(cells)), inplace=True)
-        cells = F.relu(self.bn3(self.conv3(cells)), inplace=True)
+        cells = self.bn1(self.conv1(stem_input(images, training=self.training)))
+        cells = self.bn3(self.conv3(self.bn2(self.conv2(cells))))
         tokens: Tensor = self.proj(cells)
         return tokens.permute(0, 2, 3, 1)
 
@@ -60,27 +60,12 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
         self.proj = nn.Linear(embed_dim, embed_dim)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return tokens of the same shape (batch, tokens, channels)."""
+    def forward(self, tokens: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return tokens of the same shape (batch, tokens, channels); for `bias` see `last_layer`."""
         joint = self.qkv(tokens).unflatten(2, (3, self.num_heads, -1))
         queries, keys, values = (part.transpose(1, 2) for part in joint.unbind(2))  # as in models/blocks.py
         heads = F.scaled_dot_product_attention(queries, keys, values)
-        attended: Tensor = self.proj(heads.transpose(1, 2).flatten(2))
-        return attended
-
-
-class Mlp(nn.Module):
-    """The MLP of a block: two linear layers with a GELU between them."""
-
-    def __init__(self, embed_dim: int, hidden: int) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(embed_dim, hidden)
-        self.fc2 = nn.Linear(hidden, embed_dim)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return tokens of the same shape."""
-        mapped: Tensor = self.fc2(F.gelu(self.fc1(tokens)))
-        return mapped
+        return last_layer(self.proj, heads.transpose(1, 2).flatten(2), bias)
 
 
 class LvVitBlock(TwoBranches):
@@ -91,7 +76,8 @@ class LvVitBlock(TwoBranches):
         self.norm1 = nn.LayerNorm(embed_dim)
         self.attn = SelfAttention(embed_dim, num_heads)
         self.norm2 = nn.LayerNorm(embed_dim)
-        self.mlp = Mlp(embed_dim, int(embed_dim * mlp_ratio))
+        hidden = int(embed_dim * mlp_ratio)
+        self.mlp = Mlp(nn.Linear(embed_dim, hidden), nn.Linear(hidden, embed_dim))
         self.weight = 1.0 / divisor
 
 
@@ -130,7 +116,7 @@ class LvVit(nn.Module):
         self.aux_head: nn.Linear | None = nn.Linear(embed_dim, num_classes)
         self._draw_weights()
         if not use_aux_head:
-            # Removed after all weights were drawn, so that the others do not depend on it.
+            # Removed after the weights are drawn: the other weights are the same with and without it.
             self.aux_head = None
 
     def _draw_weights(self) -> None:
@@ -146,7 +132,7 @@ class LvVit(nn.Module):
     def training_logits(
         self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class and token logits; tokens are swapped after the stem and back before the head."""
+        """Return class and token logits; tokens are swapped after the stem and back before the token head."""
         grid = swap_tokens(self.patch_embed(images))  # (batch, rows, columns, channels)
         features = self._transformed(grid.flatten(1, 2), drop_path_seed)  # (batch, 1 + tokens, channels)
         own = swap_tokens(features[:, 1:].reshape(grid.shape))
@@ -156,7 +142,7 @@ class LvVit(nn.Module):
     def class_logits(
         self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class logits, of swapped tokens, and empty token logits."""
+        """Return class logits and empty token logits; tokens are swapped after the stem."""
         grid = swap_tokens(self.patch_embed(images))  # (batch, rows, columns, channels)
         logits: Tensor = self.head(self._transformed(grid.flatten(1, 2), drop_path_seed)[:, 0])
         return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
@@ -180,12 +166,9 @@ class LvVit(nn.Module):
     def _transformed(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
         first = self.cls_token.expand(tokens.shape[0], -1, -1)
         tokens = torch.cat([first, tokens], dim=1) + self.pos_embed  # (batch, 1 + tokens, channels)
-        run = runner_of_blocks(self)
         rates = [rate if self.training else 0.0 for rate in self.rates for _ in range(2)]
-        kept = iter(sample_drop_path(rates, tokens, drop_path_seed))
-        for block in self.blocks:
-            tokens = run(block, tokens, next(kept), next(kept))
-        features: Tensor = self.norm(tokens)
+        samples = iter(sample_drop_path(rates, tokens, drop_path_seed))
+        features: Tensor = self.norm(run_blocks(self, self.blocks, tokens, samples))
         return features
 
     def no_weight_decay(self) -> set[str]:

@@ -122,17 +122,17 @@ def fold_windows(
 
 
 class ConvolvedOutlook(nn.Module):
-    """Outlook attention with the parameters of a timm module, for evaluation only."""
+    """Outlook attention with the parameters of timm's module or of `Outlook`, for evaluation only."""
 
     weights: Tensor
 
-    def __init__(self, trained: Any) -> None:
+    def __init__(self, outlook: Any) -> None:
         super().__init__()
-        self.values, self.attention, self.projection = trained.v, trained.attn, trained.proj
-        self.pool = trained.pool
-        self.heads, self.scale = trained.num_heads, trained.scale
-        self.kernel, self.padding, self.stride = trained.kernel_size, trained.padding, trained.stride
-        weights = place_weights(trained.v.out_features, self.kernel).to(trained.v.weight)
+        self.values, self.attention, self.projection = outlook.v, outlook.attn, outlook.proj
+        self.pool = outlook.pool
+        self.heads, self.scale = outlook.num_heads, outlook.scale
+        self.kernel, self.padding, self.stride = outlook.kernel_size, outlook.padding, outlook.stride
+        weights = place_weights(outlook.v.out_features, self.kernel).to(outlook.v.weight)
         self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, cells: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ class ConvolvedOutlook(nn.Module):
         channels, rows, columns = unfolded.shape[1:]
         windows = unfolded.reshape(-1, self.heads, channels // self.heads // places, places, rows * columns)
         pooled = self.pool(cells.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        scores = self.attention(pooled).reshape(-1, rows * columns, self.heads, places, places)
-        weights = (scores.transpose(1, 2) * self.scale).softmax(dim=-1)
+        logits = self.attention(pooled).reshape(-1, rows * columns, self.heads, places, places)
+        weights = (logits.transpose(1, 2) * self.scale).softmax(dim=-1)
         mixed = weights @ windows.permute(0, 1, 4, 3, 2)  # (batch, heads, windows, places, width)
         mixed = mixed.permute(0, 1, 4, 3, 2).reshape(-1, channels, rows, columns)
         folded = fold_windows(mixed, self.weights, size, **geometry)

@@ -1,8 +1,8 @@
 """Outlook attention: each centre's features are projected to attention weights over its k x k window.
 
-The weighted values of overlapping windows are summed. Parameters, their names and the results up to
-rounding are timm's, which unfolds and folds in memory; here it is one operation per device. Invariant: all
-implementations agree with `plain_outlook`.
+The weighted values of overlapping windows are summed. Parameter names and, up to rounding, results are
+timm's. timm unfolds the windows in memory and folds them; here, CPUs and GPUs each have an operator that does
+neither. Invariant: both operators agree with `plain_outlook`.
 """
 
 from __future__ import annotations
@@ -12,42 +12,44 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from horovod_volo.kernels import runs_kernels
 from horovod_volo.kernels.outlook import fused_outlook
 from horovod_volo.models.outlook_gather import outlook_gather
 
-_OF_KERNELS = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def outlook(
-    values: Tensor, scores: Tensor, *, heads: int, kernel: int, padding: int, stride: int, scale: float
+    values: Tensor, logits: Tensor, *, heads: int, kernel: int, padding: int, stride: int, scale: float
 ) -> Tensor:
-    """Return (batch, height, width, channels), like the values.
+    """Return outlook attention of values (batch, height, width, channels), in the same shape.
 
-    Scores (batch, rows, columns, heads * kernel⁴) are the attention logits of each window and head: for each
-    target position, one per source position.
+    `logits` (batch, rows, columns, heads * kernel⁴) are attention logits: for each window, head and target
+    position in the window, one per source position.
     """
-    geometry = [scores.shape[1], scores.shape[2], heads, kernel, padding, stride]
-    if values.dtype != scores.dtype:
-        return plain_outlook(values, scores, geometry, scale)
+    geometry = [logits.shape[1], logits.shape[2], heads, kernel, padding, stride]
+    if values.dtype != logits.dtype:
+        return plain_outlook(values, logits, geometry, scale)
     if values.device.type == "cpu":
-        mixed: Tensor = outlook_gather(values, scores, geometry, scale)[0]
+        mixed: Tensor = outlook_gather(values, logits, geometry, scale)[0]
         return mixed
-    if runs_kernels(values) and geometry[3:] == [3, 1, 2] and values.dtype in _OF_KERNELS:
-        fused: Tensor = fused_outlook(values, scores, heads, scale)
+    if runs_kernels(values) and geometry[3:] == [3, 1, 2] and values.dtype in _KERNEL_DTYPES:
+        fused: Tensor = fused_outlook(values, logits, heads, scale)
         return fused
-    return plain_outlook(values, scores, geometry, scale)
+    return plain_outlook(values, logits, geometry, scale)
 
 
-def plain_outlook(values: Tensor, scores: Tensor, geometry: list[int], scale: float) -> Tensor:
+def plain_outlook(values: Tensor, logits: Tensor, geometry: list[int], scale: float) -> Tensor:
     """Return outlook attention with PyTorch's unfold and fold, on any device."""
     rows, columns, heads, kernel, padding, stride = geometry
     batch, height, width, channels = values.shape
     positions, windows = kernel * kernel, rows * columns
     unfolded = F.unfold(values.permute(0, 3, 1, 2), kernel, padding=padding, stride=stride)
     sources = unfolded.view(batch, heads, channels // heads, positions, windows).permute(0, 1, 4, 3, 2)
-    by_window = scores.reshape(batch, windows, heads, positions, positions).transpose(1, 2)
+    by_window = logits.reshape(batch, windows, heads, positions, positions).transpose(1, 2)
     weights = (by_window * scale).softmax(dim=-1)  # (batch, heads, windows, targets, sources)
     mixed = weights.to(sources.dtype) @ sources  # (batch, heads, windows, targets, width of a head)
     columns_of_windows = mixed.permute(0, 1, 4, 3, 2).reshape(batch, channels * positions, windows)
@@ -55,29 +57,65 @@ def plain_outlook(values: Tensor, scores: Tensor, geometry: list[int], scale: fl
     return folded.permute(0, 2, 3, 1)
 
 
+def _pool(pixels: Tensor, pool: Any) -> Tensor:
+    # Permuted to channels first, the pixels have the channels-last memory format, which the pool keeps.
+    pooled: Tensor = pool(pixels.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    return pooled
+
+
+def project_and_pool(pixels: Tensor, weight: Tensor, pool: nn.AvgPool2d) -> tuple[Tensor, Tensor]:
+    """Return F.linear(pixels, weight) and the pooled pixels (batch, height, width, channels)."""
+    result: tuple[Tensor, Tensor] = _ProjectAndPool.apply(pixels, weight.to(pixels.dtype), pool)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ProjectAndPool(Function):
+    """In backward, the product for the pixels adds to the gradient of the pool, where that is."""
+
+    @staticmethod
+    def forward(ctx: Any, pixels: Tensor, weight: Tensor, pool: nn.AvgPool2d) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(pixels, weight)
+        ctx.pool = pool
+        return F.linear(pixels, weight), _pool(pixels, pool)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_values: Tensor, of_pooled: Tensor) -> tuple[Tensor | None, ...]:
+        pixels, weight = ctx.saved_tensors
+        pool, of_values = ctx.pool, of_values.flatten(0, -2)
+        channels_first = of_pooled.permute(0, 3, 1, 2), pixels.permute(0, 3, 1, 2)
+        sizes = [[size, size] for size in (pool.kernel_size, pool.stride, pool.padding)]
+        settings = pool.ceil_mode, pool.count_include_pad, pool.divisor_override
+        of_pixels = torch.ops.aten.avg_pool2d_backward(*channels_first, *sizes, *settings)
+        of_pixels = of_pixels.permute(0, 2, 3, 1).contiguous()
+        of_pixels.flatten(0, -2).addmm_(of_values, weight)
+        return of_pixels, of_values.mT @ pixels.flatten(0, -2), None
+
+
 class Outlook(nn.Module):
-    """timm's OutlookAttention, built from a module of it with its parameters."""
+    """timm's OutlookAttention, built from such a module, whose parameters it shares."""
 
-    def __init__(self, trained: Any) -> None:
+    def __init__(self, timm_attention: Any) -> None:
         super().__init__()
-        if trained.attn_drop.p:
-            raise ValueError("Outlook has no attention dropout. Build the model with attn_drop_rate=0.")
-        self.v, self.attn, self.proj, self.proj_drop = (
-            trained.v,
-            trained.attn,
-            trained.proj,
-            trained.proj_drop,
-        )
-        self.pool = trained.pool
-        self.num_heads, self.scale = trained.num_heads, trained.scale
-        self.kernel_size, self.padding, self.stride = trained.kernel_size, trained.padding, trained.stride
+        if timm_attention.attn_drop.p or timm_attention.proj_drop.p:
+            raise ValueError("Outlook has no dropout. Build the model with attn_drop_rate=0.")
+        self.v, self.attn, self.pool = timm_attention.v, timm_attention.attn, timm_attention.pool
+        self.proj = timm_attention.proj
+        self.num_heads, self.scale = timm_attention.num_heads, timm_attention.scale
+        self.kernel_size, self.stride = timm_attention.kernel_size, timm_attention.stride
+        self.padding = timm_attention.padding
 
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Return pixels of the same shape (batch, height, width, channels)."""
-        # As channels first, this is PyTorch's channels-last memory format, which the pool preserves.
-        pooled = self.pool(pixels.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    def forward(self, pixels: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return pixels of the same shape (batch, height, width, channels).
+
+        `bias` is the projection's, detached, if its gradient is computed elsewhere.
+        """
+        if self.training and runs_kernels(pixels) and self.v.bias is None:
+            values, pooled = project_and_pool(pixels, self.v.weight, self.pool)
+        else:
+            values, pooled = self.v(pixels), _pool(pixels, self.pool)
         mixed = outlook(
-            self.v(pixels),
+            values,
             self.attn(pooled),
             heads=self.num_heads,
             kernel=self.kernel_size,
@@ -85,5 +123,5 @@ class Outlook(nn.Module):
             stride=self.stride,
             scale=self.scale,
         )
-        projected: Tensor = self.proj_drop(self.proj(mixed))
-        return projected
+        result: Tensor = self.proj(mixed) if bias is None else F.linear(mixed, self.proj.weight, bias)
+        return result

@@ -1,9 +1,9 @@
 """Outlook attention on a CPU by embedding bags, without unfold and fold.
 
-A target pixel is the sum, over the windows that cover it and the source pixels of each, of an attention
-weight times the values of the source. An embedding bag computes such sums; with targets and sources swapped
-it computes the gradient of the values. Images are processed one by one, so that intermediate results stay
-in the cache. Invariant: the tables omit pairs of pixels outside the image, whose values are padding zeros.
+The output at a target pixel is a sum over the windows that cover it and over the source pixels of each
+window: attention weight times value of the source. An embedding bag computes such sums; with targets and
+sources exchanged it computes the gradient of the values. Images are processed one by one, so that
+intermediate results stay in cache. Invariant: the tables omit pixels outside the image, whose values are 0.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def tables_of(
     shape = (kernel * kernel, *first_rows.shape)  # of attention: (sources, windows, heads, targets)
     targets = first_rows.expand(shape).flatten()
     sources = first_rows.permute(2, 0, 1)[..., None].expand(shape).flatten()
-    kept = (inside[:, None] & inside.T[..., None, None]).expand(shape).flatten()
-    attention = kept.nonzero().flatten()
-    targets, sources, all_rows = targets[kept], sources[kept], height * width * heads
+    valid = (inside[:, None] & inside.T[..., None, None]).expand(shape).flatten()
+    attention = valid.nonzero().flatten()
+    targets, sources, all_rows = targets[valid], sources[valid], height * width * heads
     names, pair_of = torch.unique(targets * all_rows + sources, return_inverse=True)
-    pairs = torch.full(kept.shape, len(names))
+    pairs = torch.full(valid.shape, len(names))
     pairs[attention] = pair_of
     return Tables(
         _bags(attention, targets, sources, all_rows),
@@ -82,21 +82,21 @@ def _starts(owners: Tensor, rows: int) -> Tensor:
 
 @torch.library.custom_op("horovod_volo::outlook_gather", mutates_args=(), device_types="cpu")
 def outlook_gather(
-    values: Tensor, scores: Tensor, geometry: list[int], scale: float
+    values: Tensor, logits: Tensor, geometry: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the weighted values and, for backward, the attention weights (batch, sources, the rest).
+    """Return the output and, for backward, the attention weights (batch, sources, windows * heads * targets).
 
     `geometry` is rows and columns of windows, heads, kernel, padding, stride.
     """
     tables = tables_of(*values.shape[1:3], *geometry)
     heads, places = geometry[2], geometry[3] ** 2
-    values, scores, mixed = values.contiguous(), scores.contiguous(), _like(values)
-    attention = _exact(scores.new_empty(0)).new_empty(len(values), places, scores[:1].numel() // places)
+    values, logits, mixed = values.contiguous(), logits.contiguous(), _like(values)
+    attention = _exact(logits.new_empty(0)).new_empty(len(values), places, logits[:1].numel() // places)
     transposed = attention.new_empty(attention.shape[1:])
     gathered = attention.new_empty(len(tables.to_targets.attention))
     for number in range(len(values)):
         # The sources come first, as a softmax over an innermost dimension of nine takes three times as long.
-        torch.mul(_exact(scores[number]).view(-1, places).T, scale, out=transposed)
+        torch.mul(_exact(logits[number]).view(-1, places).T, scale, out=transposed)
         torch.softmax(transposed, 0, out=attention[number])
         mixed[number] = _summed(tables.to_targets, attention[number], values[number], heads, gathered)
     return mixed, attention
@@ -106,11 +106,11 @@ def outlook_gather(
 def outlook_gather_backward(
     gradient: Tensor, values: Tensor, attention: Tensor, geometry: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the values and of the scores."""
+    """Return the gradients of the values and of the logits."""
     tables = tables_of(*values.shape[1:3], *geometry)
     heads, places = geometry[2], geometry[3] ** 2
     gradient, values = gradient.contiguous(), values.contiguous()
-    of_values, of_scores = _like(values), _like_scores(values, geometry)
+    of_values, of_logits = _like(values), _like_logits(values, geometry)
     of_attention = attention.new_empty(attention.shape[1:])
     gathered = attention.new_empty(len(tables.to_sources.attention))
     products = attention.new_empty(len(tables.sources) + 1)  # pairs outside the image read the last, 0
@@ -125,8 +125,8 @@ def outlook_gather_backward(
         torch.sparse.sampled_addmm(sampled, targets, sources.T, beta=0, alpha=scale, out=sampled)
         torch.index_select(products, 0, tables.pairs, out=of_attention.view(-1))
         of_softmax = torch._softmax_backward_data(of_attention, attention[number], 0, attention.dtype)
-        of_scores[number].view(-1, places).T.copy_(of_softmax)
-    return of_values, of_scores
+        of_logits[number].view(-1, places).T.copy_(of_softmax)
+    return of_values, of_logits
 
 
 def _summed(bags: Bags, attention: Tensor, image: Tensor, heads: int, gathered: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def _rows(image: Tensor, heads: int) -> Tensor:
 
 
 def _exact(tensor: Tensor) -> Tensor:
-    """Return the tensor in the precision of sums: fp64, else fp32."""
+    """Return the tensor in the precision in which sums are computed: fp64 for fp64, else fp32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
@@ -156,26 +156,26 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _like_scores(values: Tensor, geometry: list[int]) -> Tensor:
+def _like_logits(values: Tensor, geometry: list[int]) -> Tensor:
     rows, columns, heads, kernel = geometry[:4]
     return values.new_empty((values.shape[0], rows, columns, heads * kernel**4))
 
 
 @outlook_gather.register_fake
-def _form(values: Tensor, scores: Tensor, geometry: list[int], _: float) -> tuple[Tensor, Tensor]:
+def _fake(values: Tensor, logits: Tensor, geometry: list[int], _: float) -> tuple[Tensor, Tensor]:
     rows, columns, heads, kernel = geometry[:4]
     shape = (values.shape[0], kernel**2, rows * columns * heads * kernel**2)
-    return _like(values), _exact(scores.new_empty(0)).new_empty(shape)
+    return _like(values), _exact(logits.new_empty(0)).new_empty(shape)
 
 
 @outlook_gather_backward.register_fake
-def _backward_form(
-    _: Tensor, values: Tensor, _shares: Tensor, geometry: list[int], _scale: float
+def _fake_backward(
+    _: Tensor, values: Tensor, _attention: Tensor, geometry: list[int], _scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _like(values), _like_scores(values, geometry)
+    return _like(values), _like_logits(values, geometry)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     values, _, ctx.geometry, ctx.scale = inputs
     ctx.save_for_backward(values, output[1])
 
@@ -185,4 +185,4 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, No
     return *of_both, None, None
 
 
-outlook_gather.register_autograd(_backward, setup_context=_keep)
+outlook_gather.register_autograd(_backward, setup_context=_setup_context)

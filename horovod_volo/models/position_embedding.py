@@ -32,7 +32,7 @@ def fit_position_embedding(model: nn.Module, state: State) -> tuple[dict[str, Te
 
 
 def _as_grid(embedding: Tensor) -> tuple[Tensor, list[str]]:
-    """Reshape (1, tokens, channels) without a class token to the grid that published weights mean."""
+    """Reshape (1, tokens, channels), without a class token, to a square grid, as in published weights."""
     side = math.isqrt(embedding.shape[1])
     if side * side != embedding.shape[1]:
         return embedding, []

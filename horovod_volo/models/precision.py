@@ -1,4 +1,4 @@
-"""Autocast to bf16 or fp16, and convolutions that the CPU computes wrongly in them."""
+"""Autocast to bf16 or fp16, TF32, and convolutions that the CPU computes wrongly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 _WRONG = 0.1  # relative error of a wrong convolution; rounding to bf16 causes 0.003
-_AUTOCAST_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_AUTOCAST_DTYPES = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(precision: str, device: torch.device) -> torch.autocast:
@@ -18,10 +18,20 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
     return torch.autocast(kind, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
 
+def set_tf32(precision: str) -> None:
+    """Let CUDA round the inputs of fp32 products and convolutions to TF32 with `--precision tf32` only.
+
+    By default PyTorch does so in convolutions, but not in matrix products.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+
+
 def precision_warnings(precision: str, device: torch.device) -> list[str]:
-    """Return a warning if a precision is slower than fp32 on this device."""
+    """Return a warning if a precision has no effect on this device, or is slower than fp32."""
     if device.type != "cpu" or precision == "fp32":
         return []
+    if precision == "tf32":
+        return ["a CPU computes --precision tf32 in fp32"]
     supports = torch.cpu.get_capabilities()
     if (
         supports["architecture"] != "x86_64"
@@ -38,7 +48,8 @@ def fix_convolutions(model: nn.Module, precision: str, device: torch.device) -> 
     On CPUs with AMX, torch 2.13 computes bf16 convolutions of 16 input channels, kernel 4 and stride 4
     wrongly (tools/amx_convolution shows it). Remove this when the torch of setup.cfg computes them correctly.
     """
-    if device.type != "cpu" or precision == "fp32":
+    dtype = _AUTOCAST_DTYPES[precision]
+    if device.type != "cpu" or dtype is None:
         return []
     wrong_shapes: dict[tuple[Any, ...], bool] = {}
     fixed = []
@@ -47,7 +58,7 @@ def fix_convolutions(model: nn.Module, precision: str, device: torch.device) -> 
             continue
         shape = _shape(module)
         if shape not in wrong_shapes:
-            wrong_shapes[shape] = _is_wrong(module, _AUTOCAST_DTYPES[precision])
+            wrong_shapes[shape] = _is_wrong(module, dtype)
         if wrong_shapes[shape]:
             module.__class__ = _Fp32Conv2d  # survives copy.deepcopy, and leaves parameter names unchanged
             fixed.append(name)
@@ -75,7 +86,7 @@ def _shape(convolution: nn.Conv2d) -> tuple[Any, ...]:
 
 
 @torch.no_grad()
-def _is_wrong(convolution: nn.Conv2d, dtype: torch.dtype | None) -> bool:
+def _is_wrong(convolution: nn.Conv2d, dtype: torch.dtype) -> bool:
     """Return whether the convolution's result in `dtype` is far from its result in fp32, on random inputs."""
     random = torch.Generator().manual_seed(0)
     extent = [d * (k - 1) + 1 for k, d in zip(convolution.kernel_size, convolution.dilation, strict=True)]

@@ -46,7 +46,7 @@ def load_pretrained(
     """Build a model and load the weights at `source`: a run, a checkpoint, a file or timm:NAME.
 
     `name` is the model, if the source does not record it; `image_side` 0: the image size it was trained at.
-    `use_ema` loads EMA weights; `aux_head` chooses whether evaluation adds the token logits.
+    `use_ema` loads the averaged weights (EMA); `aux_head` chooses whether evaluation adds the token logits.
     """
     if not source.startswith(TIMM):
         weights_file(Path(source))  # a missing path is the first error

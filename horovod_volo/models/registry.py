@@ -1,4 +1,4 @@
-"""Models by name: what the trainer must know of each, and the table of those that have registered.
+"""The registry of models: what the trainer must know of each, by name.
 
 A family of models is one file that ends with `register_model`, and one import in models/build.py. A plugin
 calls `register_model` in its own module. A name that is not registered is one of timm's (models/build.py).
@@ -12,12 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import Registry
 from horovod_volo.models.timm_api import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 State = Mapping[str, Tensor]
 
-# Bring weights, perhaps for another image size, into the model's form; return them and what was done.
+# (model, weights, perhaps for another image size) -> weights that fit the model, messages on what was changed
 AdaptWeights = Callable[[nn.Module, State], tuple[dict[str, Tensor], list[str]]]
 
 
@@ -68,21 +68,19 @@ class ModelSpec:
     export: TimmExport | None = None
 
 
-_MODELS: dict[str, ModelSpec] = {}
+MODELS: Registry[ModelSpec] = Registry("model", "--model")
 
 
 def register_model(spec: ModelSpec) -> None:
     """Make a model available under its name."""
-    if spec.name in _MODELS:
-        raise UserError(f"There is a model {spec.name!r} already. Register yours under another name.")
-    _MODELS[spec.name] = spec
+    MODELS.register(spec.name, spec)
 
 
 def registered_model(name: str) -> ModelSpec | None:
     """Return what was registered under a name."""
-    return _MODELS.get(name)
+    return MODELS.get(name)
 
 
 def registered_models() -> tuple[str, ...]:
     """Return the names of all registered models."""
-    return tuple(_MODELS)
+    return tuple(MODELS)

@@ -58,8 +58,8 @@ def load_teacher(name: str, *, weights: str, pretrained: bool, image_side: int, 
         trained = load_pretrained(_required(weights, name), name=name, image_side=image_side)
     if trained.num_classes != classes:
         raise UserError(
-            f"the teacher {name} knows {trained.num_classes} classes, the images have {classes} class "
-            "folders. Labels are of use only where both are the same: take a teacher trained on these."
+            f"the teacher {name} has {trained.num_classes} classes, the images have {classes} class "
+            "folders. Both must be the same: give a teacher that was trained on these."
         )
     return _ready(trained, Path(name).resolve().name if Path(name).is_dir() else name)
 
@@ -70,10 +70,10 @@ def token_logits(network: nn.Module, images: Tensor) -> Tensor:
     if isinstance(network, TokenModel) and grid is not None:
         return _logits_of_token_head(network, network.forward_features(images), grid)  # type: ignore[operator]
     if not all(callable(getattr(network, part, None)) for part in ("forward_features", "forward_head")):
-        raise _unsuitable(network, "it has no features and head of their own")
+        raise _unsuitable(network, "it has no separate features and head")
     features: Any = network.forward_features(images)  # type: ignore[operator]
     if not isinstance(features, Tensor) or features.ndim not in (3, 4):
-        raise _unsuitable(network, "its features are no map and no sequence of tokens")
+        raise _unsuitable(network, "its features are neither a map nor a sequence of tokens")
     if isinstance(network, VOLO):
         return _logits_of_token_head(network, features, network.pos_embed.shape[1:3])
     return _logits_of_map(network, features) if features.ndim == 4 else _logits_of_tokens(network, features)
@@ -101,7 +101,7 @@ def _logits_of_tokens(network: nn.Module, features: Tensor) -> Tensor:
     images, count, channels = tokens.shape
     side = math.isqrt(count)
     if side * side != count:
-        raise _unsuitable(network, f"its {count} tokens are no square")
+        raise _unsuitable(network, f"its {count} tokens are not a square grid")
     # All tokens of a sequence are the cell's, so it does not matter which of them the head uses or averages.
     cells = tokens.reshape(-1, 1, channels).expand(-1, prefix + 1, -1)
     return _head_logits(network, cells).reshape(images, side, side, -1).permute(0, 3, 1, 2)
@@ -110,7 +110,7 @@ def _logits_of_tokens(network: nn.Module, features: Tensor) -> Tensor:
 def _head_logits(network: nn.Module, cells: Tensor) -> Tensor:
     logits: Any = network.forward_head(cells)  # type: ignore[operator]
     if not isinstance(logits, Tensor) or logits.ndim != 2 or len(logits) != len(cells):
-        raise _unsuitable(network, "its head gives no logits of a single cell")
+        raise _unsuitable(network, "its head gives no logits for a single cell")
     return logits  # (cells, classes)
 
 

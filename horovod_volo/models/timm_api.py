@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.config.values import nearest
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import nearest
 
 
 def _declare_missing_operators() -> None:
@@ -35,19 +35,20 @@ except RuntimeError:  # "operator torchvision::nms does not exist"
 from timm import create_model, get_pretrained_cfg, is_model, list_models  # noqa: E402
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD  # noqa: E402
 from timm.models import group_parameters  # noqa: E402
-from timm.models.volo import VOLO  # noqa: E402
+from timm.models.volo import VOLO, ClassBlock  # noqa: E402
 
 __all__ = [
     "IMAGENET_DEFAULT_MEAN",
     "IMAGENET_DEFAULT_STD",
     "VOLO",
+    "ClassBlock",
     "adapted_by_timm",
+    "allow_posterize_to_no_bits",
     "create_model",
     "downloaded_weights",
     "get_pretrained_cfg",
     "group_parameters",
     "is_model",
-    "let_posterize_keep_no_bits",
     "list_models",
     "listed_images",
     "training_loader",
@@ -58,11 +59,11 @@ def training_loader(folder: str, **settings: Any) -> Any:
     """Build timm's training loader of an image folder, for benchmarks."""
     from timm.data import create_loader
 
-    let_posterize_keep_no_bits()
+    allow_posterize_to_no_bits()
     return create_loader(listed_images(folder), **settings)
 
 
-def let_posterize_keep_no_bits() -> None:
+def allow_posterize_to_no_bits() -> None:
     """Make timm's RandAugment work with Pillow 11 and newer, which refuses to posterize to 0 bits.
 
     timm does so at the maximum magnitude. To be removed when timm keeps at least one bit.
@@ -96,7 +97,7 @@ def downloaded_weights(name: str) -> dict[str, Tensor]:
     """Return the weights that timm publishes under a name, from its cache or the network."""
     if not is_model(name):
         hint = nearest(name.split(".")[0], list_models())
-        raise UserError(f"timm knows no model {name!r}.{hint}")
+        raise UserError(f"timm has no model {name!r}.{hint}")
     try:
         model: nn.Module = create_model(name, pretrained=True)
     except (OSError, RuntimeError) as error:

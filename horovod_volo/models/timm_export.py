@@ -1,4 +1,4 @@
-"""Exports a model to a folder that timm loads like one of the Hugging Face hub.
+"""Exports a model to a folder that timm loads like a model from the Hugging Face hub.
 
 Invariant: timm's model of the folder gives the same logits up to rounding; `timm_difference` measures that.
 """
@@ -25,9 +25,9 @@ from horovod_volo.models.registry import registered_model
 from horovod_volo.models.timm_api import create_model, get_pretrained_cfg, is_model
 
 WEIGHTS, CONFIG, ONNX = "model.safetensors", "config.json", "model.onnx"
-_OF_AN_EXPORT = {WEIGHTS, CONFIG, ONNX, f"{ONNX}.data"}
+_EXPORT_FILES = {WEIGHTS, CONFIG, ONNX, f"{ONNX}.data"}
 
-_FACTS_OF_TIMM = ("crop_mode", "fixed_input_size", "pool_size", "first_conv", "classifier")
+_PRETRAINED_CFG_KEYS = ("crop_mode", "fixed_input_size", "pool_size", "first_conv", "classifier")
 
 
 def check_folder(folder: Path, *, replace: bool) -> None:
@@ -37,7 +37,7 @@ def check_folder(folder: Path, *, replace: bool) -> None:
     if not folder.is_dir():
         raise UserError(f"{folder} is a file. Name a folder for the export.")
     inside = {path.name for path in folder.iterdir()}
-    others = sorted(inside - _OF_AN_EXPORT)
+    others = sorted(inside - _EXPORT_FILES)
     if others:
         raise UserError(f"{folder} holds files that are not of an export ({others[0]}). Name another folder.")
     if inside and not replace:
@@ -45,7 +45,7 @@ def check_folder(folder: Path, *, replace: bool) -> None:
 
 
 @contextmanager
-def whole_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
+def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     """Yield a temporary folder that becomes `folder` at the end of the block, or is removed if it raises."""
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:
 
 def config_of(trained: PretrainedModel) -> dict[str, Any]:
     """Return timm's config.json of a model."""
-    facts = {
+    preprocessing = {
         "input_size": (3, trained.image_side, trained.image_side),
         "mean": trained.mean,
         "std": trained.std,
@@ -96,7 +96,7 @@ def config_of(trained: PretrainedModel) -> dict[str, Any]:
     arguments = _arguments(trained)
     if arguments:
         config["model_args"] = arguments
-    return config | {"pretrained_cfg": _published_facts(trained) | facts}
+    return config | {"pretrained_cfg": _pretrained_cfg(trained) | preprocessing}
 
 
 def architecture_of(name: str) -> str:
@@ -122,8 +122,8 @@ def _arguments(trained: PretrainedModel) -> dict[str, Any]:
     return {"img_size": trained.image_side, **head}
 
 
-def _published_facts(trained: PretrainedModel) -> dict[str, Any]:
-    """Return the rest of timm's `pretrained_cfg`: mostly the names of first and last layers."""
+def _pretrained_cfg(trained: PretrainedModel) -> dict[str, Any]:
+    """Return the rest of timm's `pretrained_cfg`: mostly the names of the first and the last layers."""
     spec = registered_model(trained.name)
     if spec is not None:
         timms: Mapping[str, Any] = {"fixed_input_size": True, "pool_size": None, "crop_mode": "center"}
@@ -134,8 +134,8 @@ def _published_facts(trained: PretrainedModel) -> dict[str, Any]:
         timms = get_pretrained_cfg(trained.name).to_dict()
         side = timms["input_size"][-1]
         timms = timms if side == trained.image_side else {**timms, "pool_size": None}
-    facts = {key: timms[key] for key in _FACTS_OF_TIMM if key in timms}
-    return facts | {"interpolation": trained.interpolation}
+    metadata = {key: timms[key] for key in _PRETRAINED_CFG_KEYS if key in timms}
+    return metadata | {"interpolation": trained.interpolation}
 
 
 def _heads(trained: PretrainedModel) -> list[str]:

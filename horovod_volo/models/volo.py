@@ -1,12 +1,14 @@
-"""VOLO with a forward pass for training: class logits and token logits, with MixToken after the stem.
+"""VOLO for training. Given images (batch, 3, height, width), MixToken's swap and a seed for drop path, it
+returns class logits (batch, classes) and token logits (batch, tokens, classes). Backward leaves a gradient on
+each parameter.
 
-Parameter names and the results of evaluation are timm's, so checkpoints are interchangeable. The blocks are
-those of models/blocks.py.
+Tokens are swapped between the stem and the blocks of models/blocks.py, and swapped back before the token
+head. Parameter names and the results of evaluation are timm's, so checkpoints are interchangeable.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,17 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from horovod_volo.models.blocks import Block, outlooker, transformer
+from horovod_volo.kernels.residual import ResidualStream
+from horovod_volo.models.batch_norm import merge_relus, stem_input
+from horovod_volo.models.blocks import Block, ClassAttentionBlock, Stream, TwoBranches, outlooker, transformer
 from horovod_volo.models.drop_path import DropPathSample, sample_drop_path
 from horovod_volo.models.position_embedding import fit_position_embedding
 from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
 from horovod_volo.models.timm_api import VOLO
 
-TokenSwap = Callable[[Tensor], Tensor]  # of a (batch, rows, columns, channels) grid; its own inverse
+TokenSwap = Callable[[Tensor], Tensor]  # of a grid (batch, rows, columns, channels); its own inverse
+BlockRunner = Callable[..., Any]  # (block, tokens, *drop path samples of its branches) -> tokens
 
-BlockRunner = Callable[..., Tensor]  # run(block, tokens, *further arguments of the block)
-
-# layers and widths of the outlooker stage and the three transformer stages that follow it
+# Layers, widths and heads of the outlooker stage and of the three transformer stages that follow it.
 SIZES: dict[str, dict[str, Any]] = {
     "volo_demo": {
         "layers": (1, 1, 1, 1),
@@ -46,19 +49,36 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def runner_of_blocks(model: Any) -> BlockRunner:
-    """Return how the model runs its blocks: plainly, or with activation checkpointing."""
-    return _recomputed if model.grad_checkpointing and model.training else _plain
+def runner_of_blocks(model: Any, checkpointed: bool) -> BlockRunner:
+    """Return how the model runs blocks: plainly, or with activation checkpointing if that is on for them."""
+    return _checkpointed if checkpointed and model.grad_checkpointing and model.training else _plain
 
 
-def _plain(block: nn.Module, tokens: Tensor, *kept: DropPathSample) -> Tensor:
-    result: Tensor = block(tokens, *kept)
-    return result
+def run_blocks(
+    model: Any,
+    blocks: Iterable[nn.Module],
+    tokens: Tensor,
+    samples: Iterator[DropPathSample],
+    *,
+    checkpointed: bool = True,
+) -> Tensor:
+    """Run blocks of two branches one after the other; on a GPU the next block adds the branch of the last."""
+    run, blocks = runner_of_blocks(model, checkpointed), list(blocks)
+    stream: Stream = tokens
+    if run is _plain and all(isinstance(block, TwoBranches) and block.fuses(tokens) for block in blocks):
+        stream = ResidualStream(tokens)
+    for block in blocks:
+        stream = run(block, stream, next(samples), next(samples))
+    return stream if isinstance(stream, Tensor) else stream.added()
 
 
-def _recomputed(block: nn.Module, tokens: Tensor, *kept: DropPathSample) -> Tensor:
-    # Blocks draw no random numbers: recomputation drops the same branches.
-    result: Tensor = checkpoint(block, tokens, *kept, use_reentrant=False, preserve_rng_state=False)
+def _plain(block: nn.Module, tokens: Stream, *others: Any) -> Any:
+    return block(tokens, *others)
+
+
+def _checkpointed(block: nn.Module, tokens: Tensor, *samples: DropPathSample) -> Tensor:
+    # Blocks draw no random numbers, so recomputation needs no saved generator state.
+    result: Tensor = checkpoint(block, tokens, *samples, use_reentrant=False, preserve_rng_state=False)
     return result
 
 
@@ -66,70 +86,96 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
     """timm's VOLO with a training forward; token labels need the auxiliary head."""
 
     aux_head: nn.Linear | None
+    checkpointed_stages = "all"  # or "outlookers" or "transformers": of these, if checkpointing is on at all
 
     def __init__(self, *, use_aux_head: bool = True, **settings: Any) -> None:
         super().__init__(**settings)
         if not use_aux_head:
-            # Removed after all weights were drawn, so that the others do not depend on it.
+            # Removed after the weights are drawn: the other weights are the same with and without it.
             self.aux_head = None
         for number, stage in enumerate(self.network):
             if isinstance(stage, nn.Sequential):
-                remake = outlooker if number == 0 else transformer
-                self.network[number] = nn.Sequential(*map(remake, stage))
-        # Listed once: finding them among hundreds of modules takes longer than drawing.
+                build_block = outlooker if number == 0 else transformer
+                self.network[number] = nn.Sequential(*map(build_block, stage))
+        merge_relus(self.patch_embed.conv)
+        for block in self.post_network:
+            block.__class__ = ClassAttentionBlock
+        # Listed once: finding them among hundreds of modules takes longer than sampling drop path.
         self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Return rows and columns of the tokens."""
+        """Return the rows and columns of the grid of tokens."""
         return self.pos_embed.shape[1], self.pos_embed.shape[2]
 
     def training_logits(
         self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class and token logits; tokens are swapped after the stem and back before the head."""
-        features = self.body(swap_tokens(self.stem(images)), drop_path_seed)
-        class_logits = self.head(self.head_drop(features[:, 0]))  # (batch, classes)
-        grid = swap_tokens(features[:, 1:].reshape(-1, *self.pos_embed.shape[1:]))
+        """Return class and token logits; tokens are swapped after the stem and back before the token head."""
+        tokens = self.forward_tokens(swap_tokens(self.stem(images)), drop_path_seed)
+        class_token, stream = self._class_attention(tokens)
+        class_logits = self.head(self.head_drop(class_token))  # (batch, classes)
         assert self.aux_head is not None, "without it there are class logits alone"
-        return class_logits, self.aux_head(grid).flatten(1, 2)  # the latter (batch, tokens, classes)
+        normed = stream if isinstance(stream, Tensor) else stream.normalized(self.norm, None, None)[1]
+        grid = swap_tokens(normed.reshape(-1, *self.pos_embed.shape[1:]))
+        return class_logits, self.aux_head(grid).flatten(1, 2)  # token logits (batch, tokens, classes)
 
     def class_logits(
         self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return class logits, of swapped tokens, and empty token logits."""
-        features = self.body(swap_tokens(self.stem(images)), drop_path_seed)
-        logits: Tensor = self.head(self.head_drop(features[:, 0]))
+        """Return class logits and empty token logits; tokens are swapped after the stem."""
+        tokens = self.forward_tokens(swap_tokens(self.stem(images)), drop_path_seed)
+        class_token, _ = self._class_attention(tokens)
+        logits: Tensor = self.head(self.head_drop(class_token))
         return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
+
+    def _class_attention(self, tokens: Tensor) -> tuple[Tensor, Stream]:
+        """Return the normalized class token (batch, channels), and the normalized tokens.
+
+        With kernels, the tokens are a stream that is not normalized yet.
+        """
+        run = runner_of_blocks(self, self._checkpoints("transformers"))
+        if run is not _plain or not all(block.fuses(tokens) for block in self.post_network):
+            features = self.norm(self.forward_cls(tokens))  # (batch, 1 + tokens, channels)
+            return features[:, 0], features[:, 1:]
+        class_token, stream = self.cls_token.repeat(len(tokens), 1, 1), ResidualStream(tokens)
+        for block in self.post_network:
+            class_token, stream = run(block, class_token, stream)
+        return self.norm(class_token)[:, 0], stream
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Return normalized features (batch, 1 + tokens, channels), the class token first."""
         return self.body(self.stem(images))
 
     def stem(self, images: Tensor) -> Tensor:
-        """Return tokens (batch, rows, columns, channels)."""
+        """Return a grid of tokens (batch, rows, columns, channels)."""
+        images = stem_input(images, training=self.training)
         tokens: Tensor = self.patch_embed(images).permute(0, 2, 3, 1)
-        # Otherwise all blocks would get the memory format of the convolution.
+        # Otherwise all blocks would compute on the strides of the convolution's output.
         return tokens.contiguous()
 
     def body(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
-        """Return normalized features (batch, 1 + tokens, channels) of the stem's tokens (4 x tokens)."""
+        """Return normalized features (batch, 1 + tokens, channels), the class token first.
+
+        They are computed from the stem's grid (batch, rows, columns, channels), which has 4 x tokens.
+        """
         features: Tensor = self.norm(self.forward_cls(self.forward_tokens(tokens, drop_path_seed)))
         return features
 
     def forward_tokens(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
-        """Return (batch, tokens, channels) of the stem's (batch, rows, columns, channels)."""
-        run = runner_of_blocks(self)
-        kept = self._sample_drop_path(tokens, drop_path_seed)
-        for index, stage in enumerate(self.network):
-            if index == 2:  # after the outlookers and the downsampling
-                tokens = self.pos_drop(tokens + self.pos_embed)
-            if isinstance(stage, nn.Sequential):
-                for block in stage:
-                    tokens = run(block, tokens, next(kept), next(kept))
-            else:
-                tokens = stage(tokens)
+        """Run all stages but class attention on the stem's grid; return (batch, tokens, channels)."""
+        samples = self._sample_drop_path(tokens, drop_path_seed)
+        outlookers, downsampling, *transformers = self.network
+        in_first = self._checkpoints("outlookers")
+        tokens = downsampling(run_blocks(self, outlookers, tokens, samples, checkpointed=in_first))
+        tokens = self.pos_drop(tokens + self.pos_embed)
+        blocks = [block for stage in transformers for block in stage]
+        in_others = self._checkpoints("transformers")
+        tokens = run_blocks(self, blocks, tokens, samples, checkpointed=in_others)
         return tokens.flatten(1, 2)
+
+    def _checkpoints(self, stages: str) -> bool:
+        return self.checkpointed_stages in ("all", stages)
 
     def _sample_drop_path(self, tokens: Tensor, seed: int | None) -> Iterator[DropPathSample]:
         """Yield the drop path sample of each residual branch, in order."""
@@ -138,7 +184,7 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
 
     def forward_cls(self, tokens: Tensor) -> Tensor:
         """Return (batch, 1 + tokens, channels): the class token, after class attention, comes first."""
-        run = runner_of_blocks(self)
+        run = runner_of_blocks(self, self._checkpoints("transformers"))
         features = torch.cat([self.cls_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)
         for block in self.post_network:
             features = run(block, features)

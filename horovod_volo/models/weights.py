@@ -31,7 +31,7 @@ _FILES_OF_A_FOLDER = (
 
 
 class Weights(NamedTuple):
-    """Tensors by name, and messages that tell raw weights from EMA weights."""
+    """Tensors by name, and a message that says whether they are raw or averaged weights (EMA)."""
 
     tensors: dict[str, Tensor]
     messages: list[str]
@@ -117,7 +117,7 @@ def _raise_on(misfits: dict[str, list[str]], source: str) -> None:
 def read_weights(source: str, *, use_ema: bool = False) -> Weights:
     """Read the weights of a file, of a folder (a checkpoint, a run, or one file), or timm:NAME.
 
-    If there are raw and EMA weights, `use_ema` chooses the EMA weights.
+    If there are raw and averaged weights (EMA), `use_ema` chooses the averaged ones.
     """
     if source.startswith(TIMM):
         if use_ema:
@@ -155,9 +155,8 @@ def _of_checkpoint(file: Path, source: str, *, use_ema: bool) -> Weights:
 
 
 def _which(is_ema: bool, raw: str, ema: str) -> list[str]:
-    return [
-        f"EMA weights ({ema})" if is_ema else f"raw weights ({raw}); --use-ema loads the EMA weights ({ema})"
-    ]
+    averaged = f"averaged weights (EMA, {ema})"
+    return [averaged if is_ema else f"raw weights ({raw}); --use-ema loads the {averaged}"]
 
 
 def _read(file: Path) -> Any:
@@ -179,7 +178,7 @@ def _no_state_dict(file: Path) -> UserError:
 
 
 def _no_ema(source: str) -> UserError:
-    return UserError(f"There are no EMA weights in {source}. Drop --use-ema.")
+    return UserError(f"There are no averaged weights (EMA) in {source}. Drop --use-ema.")
 
 
 def weights_file(path: Path) -> Path:

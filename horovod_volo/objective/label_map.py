@@ -5,8 +5,8 @@ beyond which a training crop may reach. The published target averages the logits
 RoIAlign, where classes outside a cell's top k have logit 0, and takes the softmax over all classes. Almost
 all logits are 0, so this softmax is "uniform plus a few classes".
 
-Invariant: the cost depends on k and the window, not on the number of classes. The k ids of a cell are
-distinct.
+Invariant: the cost depends on k and the number of cells that a target averages, not on the number of classes.
+The k ids of a cell are distinct.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ def map_target(
     geometry: Geometry,
     reach: float = 1.0,
 ) -> SoftTarget:
-    """Return the targets of a side x side grid over each crop, batch x side x side rows, row-major.
+    """Return the targets of a side x side grid over each crop: batch x side x side rows, row-major.
 
     `scores` (logits) and `ids` are (batch, k, height, width), already flipped like the image;
     `boxes` (batch, 4) are top, left, height, width as fractions of that flipped map; no height or width
-    exceeds `reach`. A row's entries have distinct ascending ids; unused ones follow, with weight and id 0.
+    exceeds `reach`. The ids of a row's entries are distinct and ascend; unused entries, of weight and id 0,
+    follow.
     """
     (target,) = map_targets(
         scores, ids, boxes, sides=(side,), num_classes=num_classes, geometry=geometry, reach=reach
@@ -63,7 +64,7 @@ def map_targets(
     cells = _Cells(_by_cell(scores).float(), _by_cell(ids).long().bitwise_left_shift_(32))
     targets = []
     for side in sides:
-        rows, columns = _windows(boxes, height, width, side, geometry, reach)
+        rows, columns = _axis_weights(boxes, height, width, side, geometry, reach)
         # Nested, so that each intermediate result is freed once the next step has read it.
         parts = [
             _softmax(*_merged(*_entries(cells, *_near(images, height, width, rows, columns))), num_classes)
@@ -88,7 +89,7 @@ def most_probable(target: SoftTarget) -> Tensor:
     return torch.where(best_weight > 0, best_id, first_not_negative)
 
 
-def _windows(
+def _axis_weights(
     boxes: Tensor, height: int, width: int, side: int, geometry: Geometry, reach: float
 ) -> tuple[RoiWeights, RoiWeights]:
     top, left, tall, wide = boxes.unbind(dim=1)

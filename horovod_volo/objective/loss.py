@@ -1,9 +1,9 @@
-"""Losses by name, and the built-in one: cross-entropy with soft targets of the class and of the tokens.
+"""Losses by name. Given class logits, token logits, labels and the mix of a micro-batch, a loss returns its
+terms and their weighted sum, the scalar from which backward starts.
 
-In token logits the swap of MixToken is undone, so token targets are never mixed. Class logits come from both
-images, so the class target is a mixture.
-
-Invariant: what depends on the settings is decided once, in `build_loss`.
+The built-in loss is the cross-entropy with soft targets of the class and of the tokens. The model swaps
+tokens back before the token head, so token targets need no mixing. The class token has seen both images, so
+its target is mixed. Invariant: what depends on the settings is decided once, in `build_loss`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from horovod_volo.config.schema import Objective
-from horovod_volo.config.values import nearest
 from horovod_volo.core.batch import Labels
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import Registry
 from horovod_volo.objective.label_map import Geometry, map_targets, most_probable
 from horovod_volo.objective.mixing import Mix
 from horovod_volo.objective.soft_target import (
@@ -46,39 +45,23 @@ class Targets(NamedTuple):
     tokens: SoftTarget  # batch x tokens rows, row-major
 
 
-# Of class logits (batch, classes), token logits (batch, tokens, classes) whose mix is undone, labels and mix.
+# (class logits (batch, classes), token logits (batch, tokens, classes) in unmixed order, labels, mix)
 Loss = Callable[[Tensor, Tensor, Labels, Mix], LossParts]
 
-# Of the settings, the number of classes and the tokens per side.
+# (settings, number of classes, tokens per side) -> Loss
 BuildLoss = Callable[[Objective, int, int], Loss]
 
-_LOSSES: dict[str, BuildLoss] = {}
-
-
-def register_loss(name: str, build: BuildLoss) -> None:
-    """Make a loss available as --loss NAME."""
-    if name in _LOSSES:
-        raise UserError(f"There is a loss {name!r} already. Register yours under another name.")
-    _LOSSES[name] = build
-
-
-def check_loss(name: str) -> None:
-    """Raise UserError if no loss has this name."""
-    if name not in _LOSSES:
-        raise UserError(
-            f"There is no loss {name!r}.{nearest(name, _LOSSES)} --loss takes {', '.join(_LOSSES)}; one of "
-            "your own needs --plugin."
-        )
+LOSSES: Registry[BuildLoss] = Registry("loss", "--loss")
+register_loss = LOSSES.register
 
 
 def build_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
     """Build the loss that the settings name."""
-    check_loss(settings.loss)
-    return _LOSSES[settings.loss](settings, num_classes, tokens_per_side)
+    return LOSSES.find(settings.loss)(settings, num_classes, tokens_per_side)
 
 
 def _soft_target_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
-    """Build the cross-entropy with soft targets, of the class and, with token labels, of the tokens."""
+    """Build the cross-entropy with soft targets of the class and, with token labels, of the tokens."""
     if not settings.token_label:
         return ClassLoss(
             lambda labels: one_hot(labels.classes, num_classes, settings.smoothing), settings.cls_weight
@@ -102,10 +85,10 @@ class TokenLabelLoss:
     class_weight: float
     token_weight: float
 
-    def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Mix) -> LossParts:
+    def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, mix: Mix) -> LossParts:
         """Return the loss of one micro-batch."""
         targets = self.targets(labels)
-        class_loss = cross_entropy(class_logits, _mixed(targets.classes, box)).mean()
+        class_loss = cross_entropy(class_logits, _mixed(targets.classes, mix)).mean()
         token_loss = cross_entropy_in_place(token_logits.flatten(0, 1), targets.tokens).mean()
         return LossParts(
             self.class_weight * class_loss + self.token_weight * token_loss, class_loss, token_loss
@@ -119,9 +102,9 @@ class ClassLoss:
     target: Callable[[Labels], SoftTarget]
     class_weight: float
 
-    def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, box: Mix) -> LossParts:  # noqa: ARG002
+    def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, mix: Mix) -> LossParts:  # noqa: ARG002
         """Return the loss of one micro-batch."""
-        class_loss = cross_entropy(class_logits, _mixed(self.target(labels), box)).mean()
+        class_loss = cross_entropy(class_logits, _mixed(self.target(labels), mix)).mean()
         return LossParts(self.class_weight * class_loss, class_loss, torch.zeros_like(class_loss))
 
 
@@ -144,7 +127,7 @@ class ClassTargets:
 
 @dataclass(frozen=True)
 class LabelMapTargets:
-    """Targets from label maps: the mean over the crop for the image, over each token's area for the token."""
+    """Targets from label maps: the mean over the crop for the image, over a token's area for the token."""
 
     num_classes: int
     tokens_per_side: int
@@ -155,7 +138,7 @@ class LabelMapTargets:
         """Return the smoothed targets of the label maps."""
         maps = labels.maps
         if maps is None:
-            raise ValueError("the loss was built for label maps, but the batch brings none")
+            raise ValueError("the loss was built for label maps, but the batch has none")
         targets = map_targets(
             maps.scores,
             maps.ids,
@@ -170,7 +153,7 @@ class LabelMapTargets:
 
 @dataclass(frozen=True)
 class LabelMapAndClassTargets:
-    """Targets from label maps, with the true class blended into the target of the image."""
+    """Targets from label maps, with the true class blended into the class target."""
 
     teacher: LabelMapTargets
 
@@ -178,15 +161,15 @@ class LabelMapAndClassTargets:
         """Return the class target blended with the smoothed true class, and the token targets."""
         targets = self.teacher(labels)
         truth = one_hot(labels.classes, self.teacher.num_classes, self.teacher.smoothing)
-        # As published: a teacher that agrees with the true class has weight 0.5, one that disagrees 0.9,
+        # As published: the map has weight 0.5 where it agrees with the true class and 0.9 where it does not,
         # although one would expect the reverse.
         agrees = most_probable(targets.classes) == labels.classes  # (batch,)
         weight = 0.9 - 0.4 * agrees  # (batch,) fp32
         return Targets(blend(targets.classes, truth, weight), targets.tokens)
 
 
-def _mixed(target: SoftTarget, box: Mix) -> SoftTarget:
-    return blend(target, target.reversed_batch(), box.lam)
+def _mixed(target: SoftTarget, mix: Mix) -> SoftTarget:
+    return blend(target, target.reversed_batch(), mix.lam)
 
 
 register_loss("soft-target", _soft_target_loss)

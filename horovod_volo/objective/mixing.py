@@ -1,8 +1,8 @@
 """MixToken, mixup and CutMix: each image is mixed with its partner in the reversed batch.
 
 Mixup and CutMix mix the images. MixToken swaps a box of tokens after the stem and swaps it back before the
-token logits; the box's area is the weight of the partner in the class target. A batch has one mix only,
-because two would mix twice, and mixup and CutMix are refused with token labels, which they do not mix.
+token head; the box's fraction of the grid is the partner's weight in the class target. At most one of them is
+applied to a batch. Mixup and CutMix are refused with token labels, because they would not mix these.
 
 Invariant: a mix is a pure function of (seed, step, rank, micro-batch). MixToken's box is drawn in units of
 output tokens, so that it covers entire tokens on both grids.
@@ -13,11 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
-import numpy as np
 from torch import Tensor
 
 from horovod_volo.config.schema import Objective
-from horovod_volo.core.rng import Purpose, philox, uniforms
+from horovod_volo.core.rng import Purpose, generator, random_bits, uniforms
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,13 @@ def draw_image_mix(
     settings: Objective, seed: int, step: int, rank: int, micro_batch: int, side: int
 ) -> ImageMix:
     """Draw the mix of a micro-batch; `side` is that of its images, in pixels."""
-    generator = np.random.Generator(philox(Purpose.IMAGE_MIX, seed, step, rank, micro_batch))
-    mixed, switch, row, column = generator.random(4)
+    random = generator(random_bits(Purpose.IMAGE_MIX, seed, step, rank, micro_batch))
+    mixed, switch, row, column = random.random(4)
     if mixed >= settings.mixup_prob:
         return ImageMix(lam=1.0)
     pasted = settings.cutmix > 0 and (settings.mixup == 0 or switch < settings.mixup_switch_prob)
     strength = settings.cutmix if pasted else settings.mixup
-    lam = float(generator.beta(strength, strength))
+    lam = float(random.beta(strength, strength))
     if not pasted:
         return ImageMix(lam=lam)
     half = int(side * sqrt(1.0 - lam)) // 2
@@ -67,7 +66,7 @@ def draw_image_mix(
 
 @dataclass(frozen=True)
 class Box:
-    """MixToken's box on a coarse grid of `grid` x `grid` cells; empty when height or width is 0."""
+    """MixToken's box on a coarse grid of `grid` x `grid` cells; empty if its height or width is 0."""
 
     top: int
     left: int
@@ -85,9 +84,9 @@ class Box:
         return images
 
     def swap_tokens(self, tokens: Tensor) -> Tensor:
-        """Replace the box by that of the reversed batch in (batch, rows, columns, channels) tokens.
+        """Return tokens (batch, rows, columns, channels) in which each image has its partner's box.
 
-        Its own inverse. The middle image of an odd batch is its own partner.
+        This is its own inverse. The middle image of an odd batch is its own partner.
         """
         rows_per_cell, rows_over = divmod(tokens.shape[1], self.grid)
         columns_per_cell, columns_over = divmod(tokens.shape[2], self.grid)
@@ -110,9 +109,9 @@ NO_BOX = Box(top=0, left=0, height=0, width=0, grid=1)
 
 
 def draw_box(seed: int, step: int, rank: int, micro_batch: int, grid: int) -> Box:
-    """Draw the box of a micro-batch: its area before clipping ~ Beta(1, 1), its centre uniform."""
+    """Draw the box of a micro-batch: its area before clipping is from Beta(1, 1), its centre uniform."""
     area, down, across = uniforms(3, Purpose.MIXTOKEN_BOX, seed, step, rank, micro_batch)
-    # Beta(1, 1) is uniform, for the fraction inside the box as for the one outside.
+    # Beta(1, 1) is the uniform distribution, of the fraction inside the box as of the one outside.
     half = int(grid * sqrt(area)) // 2
     row, column = int(grid * down), int(grid * across)
     top, bottom = max(row - half, 0), min(row + half, grid)

@@ -1,18 +1,17 @@
 """RoIAlign along one axis: the map cells that each output cell averages, and their weights.
 
 RoIAlign averages bilinear samples on a regular grid, which is separable, so weights per axis are
-sufficient. An output cell averages a short run of neighbouring map cells, its window. The window's length
-follows from the size of the map and the largest extent of the boxes, which the host knows, so nothing
-synchronizes with the device.
+sufficient. An output cell averages a few consecutive map cells. How many follows from the size of the map and
+the largest extent of the boxes, which the host knows, so nothing synchronizes with the device.
 
-A box may reach beyond its map, where there are no labels. There the nearest cell is read: the area beside a
-map belongs to the same image and most often to the object at its edge, while RoIAlign reads 0, all classes
-alike, from one cell beyond the map. For boxes inside their map RoIAlign's rule holds; it only matters for
-boxes smaller than a cell, which are enlarged to one cell and may exceed the map thereby.
+A box may extend beyond its map, where there are no labels. There the nearest cell is read, because what is
+beside the map most often belongs to the object at its edge. RoIAlign would read 0 for all classes, from
+one cell beyond the map on. For boxes inside their map RoIAlign's rule is followed; it only matters for boxes
+smaller than a cell, which are enlarged to one cell and may then exceed the map.
 
 Invariant: positions follow torchvision.ops.roi_align (aligned=False, sampling_ratio=-1) operation by
-operation in fp32. The number of samples is a rounded-up quotient, so the same formula in another order
-could give another one.
+operation in fp32. The number of samples is a rounded-up quotient: the same formula in another order could
+give another number.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class RoiWeights(NamedTuple):
 def roi_weights(
     start: Tensor, extent: Tensor, *, side: int, size: int, scale: int, reach: float = 1.0
 ) -> RoiWeights:
-    """Divide boxes into `side` equal bins and return each bin's window on an axis of `size` cells.
+    """Divide boxes into `side` equal bins; return the cells of each bin on an axis of `size` cells.
 
     `start` and `extent`, (batch,), are fractions of the map, which has `scale` cells; no extent exceeds
     `reach`.

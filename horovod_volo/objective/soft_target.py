@@ -25,10 +25,6 @@ class SoftTarget:
     ids: Tensor  # (rows, entries) int64; equal ids within a row add up
     weights: Tensor  # (rows, entries) fp32
 
-    def mass(self, num_classes: int) -> Tensor:
-        """Return the sum of t over all classes, (rows,)."""
-        return self.uniform * num_classes + self.weights.sum(dim=1)
-
     def reversed_batch(self) -> SoftTarget:
         """Return the rows in reverse order: the target of each image's partner."""
         return SoftTarget(self.uniform.flip(0), self.ids.flip(0), self.weights.flip(0))
@@ -86,7 +82,7 @@ def cross_entropy(logits: Tensor, target: SoftTarget) -> Tensor:
 
 
 def cross_entropy_in_place(logits: Tensor, target: SoftTarget) -> Tensor:
-    """Return the same; the gradient overwrites the logits, which must not be read afterwards.
+    """Return `cross_entropy`; the gradient overwrites the logits, which must not be read afterwards.
 
     A leaf, a view of a leaf and logits that need no gradient are not overwritten. If another operation's
     backward needs the logits, or if backward runs twice, autograd raises an error.

@@ -5,8 +5,8 @@ With lse = log sum exp x, log softmax(x)_c = x_c - lse. Hence for each row
     loss       = mass x lse - uniform x sum_c x_c - sum_e w_e x[id_e]
     d loss/d x = mass x softmax(x) - uniform - scatter(w)
 
-Invariant: the gradient is the only new tensor of the logits' size, and where the logits may be overwritten
-there is none. On a CPU, rows are processed in blocks that fit the cache.
+Invariant: the gradient is the only new tensor of the logits' size; if the logits may be overwritten, there is
+none. On a CPU, rows are processed in blocks that fit the cache.
 """
 
 from __future__ import annotations
@@ -52,11 +52,10 @@ class SparseSoftTargetCE(Function):
 
 
 class InPlaceSparseSoftTargetCE(Function):
-    """The loss per row; overwrites contiguous fp32 logits by their softmax, and in backward by the gradient.
+    """The loss per row; forward overwrites contiguous fp32 logits by their softmax, backward by the gradient.
 
-    So forward and backward share one softmax. The version counter, which the saved tensor shares with the
-    logits, makes a second backward an error, as it does a backward of another operation that needs the
-    logits.
+    Forward and backward thus share one softmax. A second backward, or another operation's backward that needs
+    the logits, is an error: the version counter has changed.
     """
 
     @staticmethod
@@ -66,12 +65,12 @@ class InPlaceSparseSoftTargetCE(Function):
         loss = torch.empty_like(uniform)
         for rows in _blocks(numbers):
             block = numbers[rows]
-            named = (weights[rows] * block.gather(1, ids[rows])).sum(dim=1)
-            spread = uniform[rows] * block.sum(dim=1)
+            weighted = (weights[rows] * block.gather(1, ids[rows])).sum(dim=1)
+            unweighted = uniform[rows] * block.sum(dim=1)
             lse = block.amax(dim=1)
             torch.softmax(block, dim=1, out=block)
             lse -= block.amax(dim=1).log_()  # the largest softmax is 1 / sum exp(x - max)
-            torch.sub(lse.mul_(mass[rows]), named.add_(spread), out=loss[rows])
+            torch.sub(lse.mul_(mass[rows]), weighted.add_(unweighted), out=loss[rows])
         ctx.save_for_backward(numbers, mass, uniform, ids, weights)
         return loss
 
@@ -80,9 +79,9 @@ class InPlaceSparseSoftTargetCE(Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
         grad, mass, uniform, ids, weights = ctx.saved_tensors
         mass, shift = (mass * grad_loss).unsqueeze(1), (uniform * grad_loss).unsqueeze(1)
-        down = weights * -grad_loss.unsqueeze(1)
+        subtracted = weights * -grad_loss.unsqueeze(1)
         for rows in _blocks(grad):
-            grad[rows].mul_(mass[rows]).sub_(shift[rows]).scatter_add_(1, ids[rows], down[rows])
+            grad[rows].mul_(mass[rows]).sub_(shift[rows]).scatter_add_(1, ids[rows], subtracted[rows])
         return grad, None, None, None
 
 
@@ -90,9 +89,9 @@ def _loss(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> tupl
     """Return each row's loss and log sum exp."""
     # The casts are explicit: the result must not depend on an autocast region around the call.
     lse = torch.cat([logits[rows].float().logsumexp(dim=1) for rows in _blocks(logits)])  # (rows,)
-    named = (weights * logits.gather(1, ids).float()).sum(dim=1)
+    weighted = (weights * logits.gather(1, ids).float()).sum(dim=1)
     sums = logits.sum(dim=1, dtype=torch.float32)
-    return _mass(logits.shape[1], uniform, weights) * lse - uniform * sums - named, lse
+    return _mass(logits.shape[1], uniform, weights) * lse - uniform * sums - weighted, lse
 
 
 def _write_gradient(

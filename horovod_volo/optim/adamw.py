@@ -1,7 +1,9 @@
-"""AdamW with torch's fused kernel, whose tensor lists are built once instead of in every step.
+"""AdamW by torch's fused kernel. Given the averaged gradients and `grad_scale`, the divisor that bounds their
+norm, one call per group updates the weights and both moments.
 
-Building them takes a millisecond in Python for 250 parameters. Invariant: state tensors are never replaced; a
-checkpoint is restored into them.
+The lists of tensors passed to the kernel are built once, not in every step, where this would take a
+millisecond in Python for 250 parameters. Invariant: state tensors are never replaced; a checkpoint is
+restored into them.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from torch.optim import Optimizer
 class AdamW(Optimizer):
     """AdamW, bit for bit `torch.optim.AdamW(fused=True)`.
 
-    As there, the gradients are divided by the attribute `grad_scale`, and a non-zero `found_inf` skips the
-    step.
+    As there, the kernel divides the gradients by the attribute `grad_scale`, and a non-zero `found_inf` skips
+    the step.
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, {"lr": 0.0, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        # GradScaler then passes an overflow to the kernel instead of synchronizing with the device.
+        # With this attribute GradScaler passes an overflow to the kernel instead of waiting for the device.
         self._step_supports_amp_scaling = True
 
     @torch.no_grad()

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 
-from horovod_volo.config.values import nearest
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import Registry
 from horovod_volo.optim.adamw import AdamW
 from horovod_volo.optim.apex_optimizers import fused_adam, fused_lamb
 from horovod_volo.optim.trust_ratio import Lamb, Lars
@@ -51,40 +51,31 @@ def _with_two_moments(kind: Callable[..., Optimizer], *, eps: float) -> BuildOpt
     return build
 
 
-_OPTIMIZERS = {
-    "adamw": OptimizerSpec(_with_two_moments(AdamW, eps=1e-8), ("step", *_MOMENTS), shardable=True),
-    "sgd": OptimizerSpec(partial(SGD, lr=0.0, fused=True), ("momentum_buffer",), shardable=True),
-    "lamb": OptimizerSpec(_with_two_moments(Lamb, eps=1e-6), ("step", *_MOMENTS)),
-    "lars": OptimizerSpec(Lars, ("momentum_buffer",)),
-    "fusedadam": OptimizerSpec(_with_two_moments(fused_adam, eps=1e-8), _MOMENTS),
-    "fusedlamb": OptimizerSpec(_with_two_moments(fused_lamb, eps=1e-6), _MOMENTS),
-}
+OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer", "--opt")
 
 
 def register_optimizer(
     name: str, build: BuildOptimizer, *, state_keys: tuple[str, ...], shardable: bool = False
 ) -> None:
     """Make an optimizer available as --opt NAME."""
-    if name in _OPTIMIZERS:
-        raise UserError(f"There is an optimizer {name!r} already. Register yours under another name.")
-    _OPTIMIZERS[name] = OptimizerSpec(build, state_keys, shardable)
+    OPTIMIZERS.register(name, OptimizerSpec(build, state_keys, shardable))
 
 
-def optimizer_spec(name: str) -> OptimizerSpec:
-    """Return the optimizer of a name."""
-    if name not in _OPTIMIZERS:
-        raise UserError(
-            f"There is no optimizer {name!r}.{nearest(name, _OPTIMIZERS)} --opt takes "
-            f"{', '.join(_OPTIMIZERS)}; one of your own needs --plugin."
-        )
-    return _OPTIMIZERS[name]
+_ADAM = ("step", *_MOMENTS)
+_MOMENTUM = ("momentum_buffer",)
+register_optimizer("adamw", _with_two_moments(AdamW, eps=1e-8), state_keys=_ADAM, shardable=True)
+register_optimizer("sgd", partial(SGD, lr=0.0, fused=True), state_keys=_MOMENTUM, shardable=True)
+register_optimizer("lamb", _with_two_moments(Lamb, eps=1e-6), state_keys=_ADAM)
+register_optimizer("lars", Lars, state_keys=_MOMENTUM)
+register_optimizer("fusedadam", _with_two_moments(fused_adam, eps=1e-8), state_keys=_MOMENTS)
+register_optimizer("fusedlamb", _with_two_moments(fused_lamb, eps=1e-6), state_keys=_MOMENTS)
 
 
 def check_optimizer(name: str, *, sharded: bool) -> None:
     """Raise UserError if no optimizer has this name, or if its state cannot be sharded but must be."""
-    if optimizer_spec(name).shardable or not sharded:
+    if OPTIMIZERS.find(name).shardable or not sharded:
         return
-    others = " or ".join(other for other, spec in _OPTIMIZERS.items() if spec.shardable)
+    others = " or ".join(other for other, spec in OPTIMIZERS.items() if spec.shardable)
     raise UserError(
         f"--shard-optimizer cuts tensors between ranks, and --opt {name} needs them whole. Use --opt "
         f"{others}, or drop --shard-optimizer."
@@ -93,7 +84,7 @@ def check_optimizer(name: str, *, sharded: bool) -> None:
 
 def build_optimizer(name: str, groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:
     """Build an optimizer with zero state."""
-    spec = optimizer_spec(name)
+    spec = OPTIMIZERS.find(name)
     optimizer = spec.build(groups, momentum=momentum)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -107,11 +98,11 @@ def _zeros(key: str, parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, memory_format=torch.preserve_format).detach()
 
 
-def state_tensors(optimizer: Optimizer, owned: Mapping[str, Parameter]) -> dict[str, Tensor]:
+def state_tensors(optimizer: Optimizer, local_parameters: Mapping[str, Parameter]) -> dict[str, Tensor]:
     """Return the optimizer's state by PARAMETER/KEY; the tensors are the live ones."""
     of_parameters = {
         f"{name}/{key}": tensor
-        for name, parameter in owned.items()
+        for name, parameter in local_parameters.items()
         for key, tensor in optimizer.state[parameter].items()
     }
     # Apex counts steps per group, not per parameter.
@@ -125,7 +116,7 @@ def state_tensors(optimizer: Optimizer, owned: Mapping[str, Parameter]) -> dict[
 
 def parameter_groups(
     parameters: Mapping[str, Tensor],
-    owned: Mapping[str, Parameter],
+    local_parameters: Mapping[str, Parameter],
     *,
     exempt: Iterable[str],
     weight_decay: float,
@@ -141,14 +132,14 @@ def parameter_groups(
     top = max(layers.values(), default=0)
     groups: dict[tuple[int, float], dict[str, Any]] = {}
     for name, parameter in parameters.items():
-        if name not in owned:
+        if name not in local_parameters:
             continue
         plain = parameter.ndim <= 1 or name.endswith(".bias") or name in undecayed
         decay, layer = 0.0 if plain else weight_decay, layers.get(name, top)
         if (layer, decay) not in groups:
             scale = layer_decay ** (top - layer)
             groups[layer, decay] = {"params": [], "weight_decay": decay, "lr_scale": scale}
-        groups[layer, decay]["params"].append(owned[name])
+        groups[layer, decay]["params"].append(local_parameters[name])
     return list(groups.values())
 
 

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 Clip = Callable[[], Tensor | None]
-_SMALLEST_NORM = 1e-3  # of a unit's weights, so that weights of 0 can grow
+_SMALLEST_NORM = 1e-3  # assumed of a unit's weights at least, so that weights of 0 can grow
 
 
 def build_clip(
@@ -28,10 +28,10 @@ def build_clip(
     heads: Iterable[str],
     global_grad_norm: Callable[[Tensor], Tensor],
 ) -> Clip:
-    """Return a function that clips the gradients of `parameters`, or returns the number to `divide` them by.
+    """Return a function that clips in place and returns None, or returns the divisor for `divide`.
 
     A bound of 0 is no clipping. `flat_gradients` hold this rank's gradients, padded by zeros;
-    `global_grad_norm` turns their norm into that over all ranks. AGC does not clip `heads`.
+    `global_grad_norm` computes the norm over all ranks from theirs. AGC does not clip `heads`.
     """
     if not bound:
         return lambda: None
@@ -45,7 +45,7 @@ def build_clip(
 
 @torch.no_grad()
 def divide(optimizer: Optimizer, divisor: Tensor | None) -> None:
-    """Divide the gradients of the optimizer's next step; None is 1."""
+    """Divide the gradients for the optimizer's next step; None: do nothing."""
     if divisor is None:
         return
     if getattr(optimizer, "_step_supports_amp_scaling", False):  # its kernel divides while it reads

@@ -1,4 +1,4 @@
-"""Exponential moving average (EMA) of the weights, in the same flat layout as the raw ones.
+"""Averaged weights: the exponential moving average (EMA), in the same flat layout as the raw weights.
 
 Invariant: without warm-up, parameters and batch norm statistics equal timm's ModelEmaV2 up to rounding.
 """
@@ -19,13 +19,13 @@ def decay_at(step: int, decay: float, *, warmup: bool) -> float:
 
 
 class Average(Protocol):
-    """EMA weights, or none."""
+    """The averaged weights (EMA), or none."""
 
     def update(self, step: int) -> None:
-        """Average in the model's weights after `step`."""
+        """Update the average with the model's weights after `step`."""
 
     def models(self) -> dict[str, nn.Module]:
-        """Return the averaged models to evaluate by name: one or none."""
+        """Return the averaged models to evaluate, by name: one or none."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint; they are the live ones."""
@@ -62,8 +62,8 @@ class Ema:
         floating = [pair for pair in buffers if pair[0].is_floating_point()]
         self._averages += [average for average, _ in floating]
         self._sources += [source for _, source in floating]
-        # Evaluation does not use num_batches_tracked. ModelEmaV2 averages and truncates it. ModelEmaV3
-        # copies it, and so does this.
+        # Evaluation does not use num_batches_tracked. ModelEmaV2 averages and truncates it; as in ModelEmaV3,
+        # it is copied here.
         self._counts = [pair for pair in buffers if not pair[0].is_floating_point()]
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""What these tests need that a machine may lack: root, and Debian packages.
+"""Requirements of these tests that a machine may lack: root, and Debian packages.
 
-Where it is missing they skip and say what to install; where CI=true, that is a failure.
+Without them the tests are skipped with a message that names them; with CI=true they fail.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-# Program, and the Debian package that brings it.
+# Programs and their Debian packages.
 PACKAGES = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -25,15 +25,15 @@ PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
 
 
 def lacking(*programs: str) -> str:
-    """Say what keeps a test that wants these programs, and root, from running here."""
+    """Return why a test that needs root and these programs cannot run here, or an empty string."""
     if os.getuid() != 0:
-        return "makes hosts and daemons, which takes root"
+        return "makes hosts and daemons, which needs root"
     packages = sorted({PACKAGES[name] for name in programs if shutil.which(name, path=PATH) is None})
     return f"apt-get install --no-install-recommends {' '.join(packages)}" if packages else ""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test marked `needs(PROGRAM, ...)` where it cannot run, but never in CI."""
+    """Skip a test marked `needs(PROGRAM, ...)` if it cannot run, except in CI, where it fails."""
     for marker in item.iter_markers("needs"):
         if reason := lacking(*marker.args):
             (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)

@@ -1,8 +1,8 @@
-"""Hosts made of namespaces: each has a name, an address, processes and an ssh server of its own.
+"""Hosts emulated by namespaces, each with a name, an address, processes and an ssh server of its own.
 
-Nothing of them outlives the process that makes them, even where it is killed: no namespace has a name that
-could stay behind, and the kernel ends each host with its parent, and all that runs in a host with the host.
-They share the files of the machine, as the hosts of a cluster do; each has one CPU.
+Nothing remains when the process that creates them ends or is killed: the namespaces have no names, and the
+kernel ends each host with its parent process, and all processes of a host with the host. All hosts have the
+files of this machine, as in a cluster with a shared file system, and each has one CPU.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SPACES = ("--net", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mou
 
 SWITCH = "ip link add lan type bridge && ip link set lan up && echo ready && exec sleep infinity"
 
-# $1 the host's name, $2 the folder of what hosts need. /etc/ssh becomes empty: the machine's own ways with
-# ssh are no part of a test, and no host's key is written into anybody's home.
+# $1 is the host's name, $2 the folder with its files. /etc/ssh is replaced, so that the machine's own ssh
+# configuration has no effect and no host key is written to a home directory.
 HOST = """
 set -e
 mount -t tmpfs tmpfs /run
@@ -67,24 +67,30 @@ LogLevel ERROR
 
 
 @dataclass(frozen=True)
-class Host:
+class EmulatedHost:
     """One emulated host, with the process ids that the test needs."""
 
     name: str
     address: str
     pid: int  # of its first process
-    switch: int  # the process that holds the other end of its cable
+    switch: int  # the process in whose namespace the other end of its link is
     port: str  # the name of that end
     cpu: int
     folder: Path
 
-    def here(self, *words: str) -> list[str]:
-        """Return the command prefix that runs a command on this host."""
+    def on_host(self, *command: str) -> list[str]:
+        """Return a command that runs the given one on this host."""
         cpu = ("taskset", "--cpu-list", str(self.cpu))
-        spaces = ("--net", "--uts", "--pid", "--mount", "--root")  # the root too: tests may run in a chroot
+        spaces = (
+            "--net",
+            "--uts",
+            "--pid",
+            "--mount",
+            "--root",
+        )  # also --root, because tests may run in a chroot
         entered = ("--target", str(self.pid), *spaces, f"--wd={Path.cwd()}")
         own = (f"HOME={self.folder.parent}", f"TMPDIR={self.folder}")
-        return [*cpu, "nsenter", *entered, "--", "env", *own, *words]
+        return [*cpu, "nsenter", *entered, "--", "env", *own, *command]
 
     def received_bytes(self) -> int:
         """Return the bytes that this host has received over its link."""
@@ -93,56 +99,58 @@ class Host:
         return int(line.partition(":")[2].split()[0])
 
     def running(self, text: str) -> dict[int, str]:
-        """Return the commands that run on this host and have `text` in them, by process."""
-        own = Path(f"/proc/{self.pid}/ns/pid").readlink()
+        """Return the command lines on this host that contain `text`, by process."""
+        namespace = Path(f"/proc/{self.pid}/ns/pid").readlink()
         found = {}
         for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended
                 command = (process / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-                if text in command and (process / "ns" / "pid").readlink() == own:
+                if text in command and (process / "ns" / "pid").readlink() == namespace:
                     found[int(process.name)] = command
         return found
 
     def unplug(self) -> None:
-        """Take this host's link down."""
-        command("nsenter", "--target", str(self.switch), "--net", "ip", "link", "set", self.port, "down")
+        """Set this host's link down."""
+        run_system("nsenter", "--target", str(self.switch), "--net", "ip", "link", "set", self.port, "down")
 
     def plug_in(self) -> None:
-        """Bring this host's link up again."""
-        command("nsenter", "--target", str(self.switch), "--net", "ip", "link", "set", self.port, "up")
+        """Set this host's link up again."""
+        run_system("nsenter", "--target", str(self.switch), "--net", "ip", "link", "set", self.port, "up")
 
 
 @dataclass(frozen=True)
-class Network:
-    """Hosts that reach each other, by name and by ssh, over one switch."""
+class EmulatedNetwork:
+    """Hosts that reach each other by name and by ssh over one switch."""
 
-    hosts: list[Host]
+    hosts: list[EmulatedHost]
     key: Path
 
     def slots(self, number: int) -> str:
-        """Return the first `number` hosts in the format of launchers, with one rank each."""
+        """Return the first `number` hosts with one rank each, in the format of launchers."""
         return ",".join(f"{host.name}:1" for host in self.hosts[:number])
 
     def running(self, text: str) -> list[str]:
-        """Return the commands that run on any host and have `text` in them."""
+        """Return the command lines on all hosts that contain `text`."""
         return [command for host in self.hosts for command in host.running(text).values()]
 
 
-def command(*words: str) -> None:
-    """Run a command of the system that must succeed."""
-    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=PATIENCE_SECONDS)
-    assert done.returncode == 0, f"{' '.join(words)}: {done.stdout}{done.stderr}"
+def run_system(*command: str) -> None:
+    """Run a system command that must succeed."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment(), timeout=PATIENCE_SECONDS
+    )
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stdout}{done.stderr}"
 
 
 def environment() -> dict[str, str]:
-    """Return an environment in which the system's programs are found."""
+    """Return an environment whose PATH includes the system's programs."""
     return os.environ | {"PATH": PATH}
 
 
 @contextlib.contextmanager
-def network(number: int) -> Iterator[Network]:
-    """Create a network of hosts, and remove it at the end even after an error."""
-    # A short path: sockets lie below it, and theirs may have 107 characters.
+def network(number: int) -> Iterator[EmulatedNetwork]:
+    """Create a network of hosts for the block; remove it afterwards, also after an error."""
+    # A short path, because those of the sockets below it may have 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="hosts_"))
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -155,16 +163,16 @@ def network(number: int) -> Iterator[Network]:
             first = ("taskset", "--cpu-list", str(cpu), "unshare", *SPACES, "sh", "-c", HOST, "sh")
             outer = undo.enter_context(started(*first, name, str(folder)))
             port = f"to_{name.partition('-')[0]}"
-            hosts.append(Host(name, address, child_of(outer), switch, port, cpu, folder / name))
+            hosts.append(EmulatedHost(name, address, child_of(outer), switch, port, cpu, folder / name))
             connect(hosts[-1])
         for host in hosts:
             wait_for(host.folder / "sshd.pid")
-        yield Network(hosts, folder / "key")
+        yield EmulatedNetwork(hosts, folder / "key")
 
 
 def setup(folder: Path, names: dict[str, str]) -> None:
-    """Write the files that the hosts' system needs."""
-    command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
+    """Write the configuration files of the hosts."""
+    run_system("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "key"))
     lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in names.items())]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
     (folder / "ssh_config").write_text(SSH)
@@ -173,22 +181,22 @@ def setup(folder: Path, names: dict[str, str]) -> None:
         (folder / name / "sshd_config").write_text(SSHD.format(port=SSH_PORT, folder=folder, name=name))
 
 
-def connect(host: Host) -> None:
+def connect(host: EmulatedHost) -> None:
     """Connect a host to the switch by a veth pair."""
     at_switch = ("nsenter", "--target", str(host.switch), "--net", "ip")
     at_host = ("nsenter", "--target", str(host.pid), "--net", "ip")
     peer = ("peer", "name", INTERFACE, "netns", str(host.pid))
-    command(*at_switch, "link", "add", host.port, "type", "veth", *peer)
-    command(*at_switch, "link", "set", host.port, "master", "lan", "up")
-    command(*at_host, "address", "add", f"{host.address}/24", "dev", INTERFACE)
-    command(*at_host, "link", "set", INTERFACE, "up")
+    run_system(*at_switch, "link", "add", host.port, "type", "veth", *peer)
+    run_system(*at_switch, "link", "set", host.port, "master", "lan", "up")
+    run_system(*at_host, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+    run_system(*at_host, "link", "set", INTERFACE, "up")
 
 
 @contextlib.contextmanager
-def started(*words: str) -> Iterator[int]:
-    """Start a process that ends with this one; return its id once it has reported that it is ready."""
+def started(*command: str) -> Iterator[int]:
+    """Start a process that ends with this one; yield its id when it is ready."""
     with subprocess.Popen(
-        [*ENDS_WITH_ITS_PARENT, *words],
+        [*ENDS_WITH_ITS_PARENT, *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -197,8 +205,8 @@ def started(*words: str) -> Iterator[int]:
     ) as process:
         try:
             assert process.stdout is not None
-            said = process.stdout.readline()
-            assert said == "ready\n", said + process.stdout.read()
+            line = process.stdout.readline()
+            assert line == "ready\n", line + process.stdout.read()
             yield process.pid
         finally:
             process.send_signal(signal.SIGKILL)
@@ -210,7 +218,7 @@ def child_of(pid: int) -> int:
 
 
 def wait_for(file: Path) -> None:
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not file.exists():
         assert time.monotonic() < deadline, f"{file} did not appear"

@@ -1,7 +1,7 @@
-"""A real Slurm of three nodes on one machine, for a test: munge, slurmctld, and a slurmd a node.
+"""A Slurm cluster of three nodes on one machine: munge, slurmctld, and one slurmd for each node.
 
-A node has a host name and processes of its own, so it can be powered off: whatever runs on it is gone at
-once. Nothing outlives the test, not even where the test is killed, and no other Slurm or munge is touched.
+Each node has a host name and processes of its own; powering it off kills all of its processes at once. All
+daemons end with the test, also if it is killed, and other installations of Slurm and munge are not affected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.ranks.launching import environment
 CHECKOUT = Path(__file__).parents[2]
 NODES = ("n1", "n2", "n3")
 
-# Requeued jobs wait for the credentials of their former start to expire; a site's two minutes are too long.
+# A requeued job waits until the credentials of its previous start expire, by default for two minutes.
 SLURM_CONF = """
 ClusterName=test
 SlurmctldHost=localhost
@@ -48,7 +48,7 @@ SlurmdPidFile={folder}/slurmd_%n.pid
 {nodes}
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-# slurmd does not start without control groups, though these jobs use none; a chroot may lack them.
+# slurmd does not start without control groups, although these jobs use none; a chroot may lack them.
 CONTROL_GROUPS = """mountpoint -q /sys/fs/cgroup || {
     mount -t tmpfs none /sys/fs/cgroup
     mkdir /sys/fs/cgroup/systemd
@@ -59,19 +59,24 @@ NODE_LINE = "NodeName={node} NodeHostname={node} NodeAddr=127.0.0.1 Port={port} 
 
 
 class Slurm:
-    """Three nodes, and the commands of a user and an administrator."""
+    """Three nodes, and the commands of users and administrators."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        # Hide the system's own Slurm, and a Slurm job in which the tests may run.
-        kept = {key: value for key, value in environment().items() if not key.startswith(("SLURM", "SBATCH"))}
-        # More ranks than cores: one that waits for another must not keep it from running.
-        kept |= {"OMPI_MCA_mpi_yield_when_idle": "1"}
-        self.environment = kept | {"PATH": f"{kept['PATH']}:{PATH}", "SLURM_CONF": f"{folder}/slurm.conf"}
+        # Hide the system's own Slurm, and a Slurm job inside which the tests may run.
+        variables = {
+            key: value for key, value in environment().items() if not key.startswith(("SLURM", "SBATCH"))
+        }
+        # There may be more ranks than cores, so a waiting rank must yield its core.
+        variables |= {"OMPI_MCA_mpi_yield_when_idle": "1"}
+        self.environment = variables | {
+            "PATH": f"{variables['PATH']}:{PATH}",
+            "SLURM_CONF": f"{folder}/slurm.conf",
+        }
 
     def start(self) -> None:
-        """Start all daemons and wait until all nodes can work."""
+        """Start all daemons and wait until all nodes are idle."""
         for name in ("munge", "state"):
             (self.folder / name).mkdir()
         own, *ports = free_ports(1 + len(NODES))
@@ -86,7 +91,7 @@ class Slurm:
             self.power_on(node)
 
     def stop(self) -> None:
-        """End every daemon and all that runs on the nodes."""
+        """End all daemons and all processes on the nodes."""
         for name in reversed(list(self._daemons)):
             self.power_off(name)
 
@@ -102,23 +107,23 @@ class Slurm:
             "seed-file": "seed",
             "key-file": "key",
         }
-        words = [f"--{flag}={place / file}" for flag, file in files.items()]
-        # By force: folders of tests are not as closed as munge likes them.
-        self._run("munged", "munged", "--foreground", "--force", *words)
+        flags = [f"--{flag}={place / file}" for flag, file in files.items()]
+        # --force, because munge requires stricter permissions than those of the tests' folders.
+        self._run("munged", "munged", "--foreground", "--force", *flags)
         wait_until((place / "socket").exists, 20, "munge's socket")
 
     def power_on(self, node: str) -> None:
-        """Boot a node, as a host of its own name and its own processes."""
+        """Start a node with its own host name and process namespace."""
         cores = sorted(os.sched_getaffinity(0))
-        core = cores[NODES.index(node) % len(cores)]  # its ranks are not to take the others'
-        # bash stays and reaps, as an init does.
+        core = cores[NODES.index(node) % len(cores)]  # so that nodes do not share a core if there are enough
+        # bash remains as the init process, which reaps others.
         boot = f"hostname {node}; {CONTROL_GROUPS}; taskset -c {core} slurmd -D -N {node} & wait"
-        words = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", boot)
-        self._run(node, *words)
+        command = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", boot)
+        self._run(node, *command)
         wait_until(lambda: self.state_of(node) == "idle", 60, f"node {node} to be idle")
 
     def power_off(self, name: str) -> None:
-        """Kill a node with all that runs there, or a daemon."""
+        """Kill a node with all of its processes, or a daemon."""
         daemon = self._daemons.pop(name)
         daemon.kill()
         daemon.wait(timeout=20)
@@ -130,11 +135,11 @@ class Slurm:
                     f"{name} ended:\n{(self.folder / f'{name}.log').read_text(errors='replace')}"
                 )
 
-    def _run(self, name: str, *words: str) -> None:
-        # What started a daemon ends it: with this process goes all that it has started.
+    def _run(self, name: str, *command: str) -> None:
+        # The kernel kills each daemon when this process ends.
         with (self.folder / f"{name}.log").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
-                ["setpriv", "--pdeathsig", "KILL", *words],
+                ["setpriv", "--pdeathsig", "KILL", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -143,11 +148,11 @@ class Slurm:
             )
 
     def call(
-        self, *words: str, seconds: int = 30, cwd: Path = CHECKOUT, **extra: str
+        self, *command: str, seconds: int = 30, cwd: Path = CHECKOUT, **extra: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run one of Slurm's commands to its end."""
+        """Run one of Slurm's commands and wait for its end."""
         return subprocess.run(
-            words,
+            command,
             env=self.environment | extra,
             cwd=cwd,
             timeout=seconds,
@@ -156,16 +161,18 @@ class Slurm:
             stderr=subprocess.STDOUT,
         )
 
-    def submit(self, place: Path, *words: str, nodes: int, cwd: Path = CHECKOUT, **extra: str) -> SlurmJob:
-        """Submit a job with one task a node; what it says goes to a file in `place`."""
-        output = place / "job.txt"
+    def submit(
+        self, folder: Path, *arguments: str, nodes: int, cwd: Path = CHECKOUT, **extra: str
+    ) -> SlurmJob:
+        """Submit a job with one task per node; its output is written to `folder`."""
+        output = folder / "job.txt"
         size = (f"--nodes={nodes}", "--ntasks-per-node=1", f"--output={output}")
-        done = self.call("sbatch", "--parsable", *size, *words, cwd=cwd, **extra)
+        done = self.call("sbatch", "--parsable", *size, *arguments, cwd=cwd, **extra)
         assert done.returncode == 0, done.stdout
         return SlurmJob(self, done.stdout.strip(), output)
 
     def cancel_all(self) -> None:
-        """End all jobs, boot nodes that are off, and wait until all are free."""
+        """Cancel all jobs, start nodes that are off, and wait until all are idle."""
         self.call("scancel", "--user=root")
         for node in NODES:
             if node not in self._daemons:
@@ -173,17 +180,17 @@ class Slurm:
         wait_until(lambda: {self.state_of(node) for node in NODES} == {"idle"}, 60, "all nodes to be idle")
 
     def state_of(self, node: str) -> str:
-        """Return a node's state."""
+        """Return the state of a node."""
         self._all_run()
         return self.call("sinfo", "-h", "-n", node, "-o", "%T").stdout.strip()
 
-    def processes_on(self, node: str, words: str) -> list[int]:
-        """Return the processes of a node that have these words in their command line."""
+    def processes_on(self, node: str, text: str) -> list[int]:
+        """Return the processes of a node whose command line contains `text`."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 line = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if words in line and self._is_on(node, process):
+                if text in line and self._is_on(node, process):
                     found.append(int(process.name))
         return found
 
@@ -193,12 +200,12 @@ class Slurm:
 
     @staticmethod
     def _children_of(pid: int) -> list[int]:
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """A job that was submitted: what it says and what Slurm says of it."""
+    """A submitted job: its output and Slurm's record of it."""
 
     slurm: Slurm
     number: str
@@ -208,37 +215,37 @@ class SlurmJob:
         """Return the output of the job so far."""
         return self.output.read_text(encoding="utf-8") if self.output.exists() else ""
 
-    def facts(self) -> dict[str, str]:
+    def record(self) -> dict[str, str]:
         """Return Slurm's record of the job."""
-        words = self.slurm.call("scontrol", "--oneliner", "show", "job", self.number).stdout.split()
-        return dict(word.split("=", 1) for word in words if "=" in word)
+        fields = self.slurm.call("scontrol", "--oneliner", "show", "job", self.number).stdout.split()
+        return dict(field.split("=", 1) for field in fields if "=" in field)
 
-    def story(self) -> str:
-        """Return output and state, for the message of a failed test."""
-        facts = self.facts()
-        return f"{facts['JobState']}, reason {facts['Reason']}, exit {facts['ExitCode']}\n{self.text()}"
+    def report(self) -> str:
+        """Return state and output, for the message of a failed test."""
+        record = self.record()
+        return f"{record['JobState']}, reason {record['Reason']}, exit {record['ExitCode']}\n{self.text()}"
 
-    def says(self, what: str, *, times: int = 1, seconds: float = 180) -> None:
-        """Wait until a line of the job matches an expression, for the nth time."""
+    def wait_for_output(self, expression: str, *, times: int = 1, seconds: float = 180) -> None:
+        """Wait until the output matches an expression this number of times."""
 
         def found() -> bool:
-            if len(re.findall(what, self.text(), re.MULTILINE)) >= times:
+            if len(re.findall(expression, self.text(), re.MULTILINE)) >= times:
                 return True
-            state = self.facts()["JobState"]
-            assert state in UNDER_WAY, self.story()
+            state = self.record()["JobState"]
+            assert state in UNDER_WAY, self.report()
             return False
 
-        wait_until(found, seconds, f"{what!r} in what the job says", self.story)
+        wait_until(found, seconds, f"{expression!r} in the job's output", self.report)
 
-    def ends(self, state: str, *, seconds: float = 180) -> None:
-        """Wait for the job's end, which must be in this state."""
-        wait_until(lambda: self.facts()["JobState"] not in UNDER_WAY, seconds, "the job's end", self.story)
-        assert self.facts()["JobState"] == state, self.story()
+    def wait_for_end(self, state: str, *, seconds: float = 180) -> None:
+        """Wait for the end of the job, whose state must be this."""
+        wait_until(lambda: self.record()["JobState"] not in UNDER_WAY, seconds, "the job's end", self.report)
+        assert self.record()["JobState"] == state, self.report()
 
 
 @contextlib.contextmanager
 def running_slurm(folder: Path) -> Iterator[Slurm]:
-    """Start a Slurm for the block and stop it afterwards."""
+    """Start a Slurm cluster for the block and stop it afterwards."""
     slurm = Slurm(folder)
     try:
         slurm.start()
@@ -248,7 +255,7 @@ def running_slurm(folder: Path) -> Iterator[Slurm]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on."""
+    """Return free ports."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -259,7 +266,7 @@ def free_ports(count: int) -> list[int]:
 def wait_until(
     holds: Callable[[], bool], seconds: float, what: str, context: Callable[[], str] = lambda: ""
 ) -> None:
-    """Wait for what another process does, but no longer than this."""
+    """Wait until a condition holds; raise TimeoutError after this time."""
     end = time.monotonic() + seconds
     while not holds():
         if time.monotonic() > end:

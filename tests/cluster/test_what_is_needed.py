@@ -20,12 +20,12 @@ def test_missing_packages_are_named(ci, outcome, monkeypatch):
         conftest.pytest_runtest_setup(ITEM)
 
 
-def test_others_than_root_are_told(monkeypatch):
+def test_without_root_the_reason_names_root(monkeypatch):
     monkeypatch.setattr(conftest.os, "getuid", lambda: 1000)
-    assert "takes root" in conftest.lacking("slurmctld")
+    assert "needs root" in conftest.lacking("slurmctld")
 
 
-def test_nothing_is_said_where_all_is_there(monkeypatch):
+def test_with_all_requirements_a_test_is_not_skipped(monkeypatch):
     monkeypatch.setattr(conftest.os, "getuid", lambda: 0)
     monkeypatch.setattr(conftest.shutil, "which", lambda name, path: f"/usr/sbin/{name}")
     conftest.pytest_runtest_setup(ITEM)

@@ -1,6 +1,6 @@
-"""A hundred training steps of a small VOLO against a recorded loss curve and a plain loop on timm's network.
+"""A hundred training steps of a small VOLO against a recorded loss curve and a simple loop on timm's network.
 
-To record the curve again, after a change that is meant to change it:
+To record the curve again after an intended change:
 
     HOROVOD_VOLO_RECORD=1 python -m pytest tests/experiments/test_golden.py
 """
@@ -31,10 +31,11 @@ from horovod_volo.models.volo import SIZES
 
 STEPS, BATCH, PIXELS, CLASSES = 100, 8, 32, 10
 RECORDED = Path(__file__).parent / "golden_losses.json"
-ROUNDING = 2e-4  # relative; what another order of fp32 additions makes of the loss within the steps compared
-COMPARED = 40  # steps; after that rounding has grown beyond what a small mistake does
+# Steps that are compared one by one, and their largest relative difference. Another order of fp32 additions
+# changes the losses by less; in later steps differences of rounding grow above those of a small mistake.
+COMPARED, ROUNDING = 40, 2e-4
 
-# What the recorded run does: everything that a published recipe does, at a size that takes seconds.
+# The recorded run uses all methods of the published recipes, at a size that takes seconds.
 COMPLETE = {
     "token_label": True,
     "ground_truth": True,
@@ -44,13 +45,13 @@ COMPLETE = {
     "drop_path": 0.2,
     "ema_decay": 0.99,
 }
-# What a plain loop on timm's network can do too.
+# Settings that a simple loop on timm's network supports, too.
 PLAIN = {"token_label": False, "mix_token": False, "drop_path": 0.0, "smoothing": 0.1}
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of drawn images and label maps: one epoch is a hundred batches."""
+    """Return a folder of demo images and label maps for an epoch of a hundred batches."""
     folder = tmp_path_factory.mktemp("golden") / "images"
     make_demo_set(folder, train=STEPS * BATCH, val=20)
     return folder
@@ -58,7 +59,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Compute on one thread: sums are then added in the same order on every machine."""
+    """Compute on one thread, so that sums are added in the same order on every machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -66,7 +67,7 @@ def one_thread() -> Iterator[None]:
 
 
 def context_of(images: Path, output: Path, **settings: Any) -> TrainContext:
-    """Set up a run on this process."""
+    """Set up a run in this process."""
     usual = {
         "data_dir": str(images),
         "output": str(output),
@@ -86,10 +87,10 @@ def context_of(images: Path, output: Path, **settings: Any) -> TrainContext:
     return context
 
 
-def losses_of(context: TrainContext, seen: Callable[[Any], Any] = lambda batch: batch) -> Tensor:
-    """Train for an epoch; return the loss of each step, (steps,)."""
+def losses_of(context: TrainContext, observe: Callable[[Any], Any] = lambda batch: batch) -> Tensor:
+    """Train for an epoch and return the loss of each step, (steps,)."""
     losses = []
-    batches: Iterator[Any] = map(seen, context.train_loader.batches(0, 0))
+    batches: Iterator[Any] = map(observe, context.train_loader.batches(0, 0))
     for _ in range(STEPS):
         context.meter.reset()
         train_step(context, batches)
@@ -105,17 +106,17 @@ def test_a_complete_recipe_follows_the_recorded_curve(images: Path, tmp_path: Pa
     recorded = torch.tensor(json.loads(RECORDED.read_text()))
     difference = (losses - recorded).abs() / recorded
     assert difference[:COMPARED].max() < ROUNDING, difference[:COMPARED]
-    # Rounding grows with each step; the means of ten steps stay close on every processor.
+    # Differences of rounding grow with each step, but means over ten steps agree on all processors.
     tens = (losses.view(-1, 10).mean(dim=1) / recorded.view(-1, 10).mean(dim=1) - 1).abs()
     assert tens.max() < 0.02, tens
     assert recorded[-30:].mean() < recorded[:30].mean()
 
 
-def test_the_same_steps_as_a_plain_loop_on_timms_network(images: Path, tmp_path: Path) -> None:
+def test_losses_equal_those_of_a_simple_loop_on_timms_network(images: Path, tmp_path: Path) -> None:
     with closing(context_of(images, tmp_path, **PLAIN)) as context:
         theirs = timms_network(context.state.model)
-        plain = PlainLoop(theirs, context)
-        losses = losses_of(context, seen=plain.step)
+        plain = SimpleLoop(theirs, context)
+        losses = losses_of(context, observe=plain.step)
     difference = (losses - torch.tensor(plain.losses)).abs()
     assert difference[:COMPARED].max() < 1e-4, difference[:COMPARED]
     assert difference.mean() < 0.02, difference
@@ -131,8 +132,8 @@ def timms_network(ours: nn.Module) -> nn.Module:
     return theirs.train()
 
 
-class PlainLoop:
-    """The loop that anybody would write, on the batches that the trainer sees."""
+class SimpleLoop:
+    """A simple training loop with torch's own functions, on the trainer's batches."""
 
     def __init__(self, network: nn.Module, context: TrainContext) -> None:
         self.losses: list[float] = []
@@ -148,7 +149,7 @@ class PlainLoop:
         self._smoothing, self._clip = context.config.objective.smoothing, update.clip_grad
 
     def step(self, batch: Any) -> Any:
-        """Take a step and return the batch."""
+        """Train one step on a batch and return the batch."""
         for group in self._optimizer.param_groups:
             group["lr"] = self._lr(len(self.losses))
         logits = self._network(batch.images)

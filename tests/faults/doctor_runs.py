@@ -20,7 +20,7 @@ class DoctorRun:
     """Exit status, output and JSON report of one run of the doctor."""
 
     status: int
-    output: str  # of all ranks, both streams
+    output: str  # standard output and standard error of all ranks
     record: dict[str, Any]
 
     def of(self, subject: str) -> list[dict[str, Any]]:
@@ -35,10 +35,10 @@ class DoctorRun:
         """Return the only finding on a subject at a level; the text must contain it and its remedy."""
         found = [finding for finding in self.of(subject) if finding["level"] == level]
         assert len(found) == 1, self.output
-        words = " ".join(line.partition("<stdout>:")[2] or line for line in self.output.splitlines())
-        reported = " ".join(words.split())
-        assert found[0]["text"] in reported
-        assert level == "ok" or f"-> {found[0]['remedy']}" in reported
+        printed = " ".join(line.partition("<stdout>:")[2] or line for line in self.output.splitlines())
+        printed = " ".join(printed.split())
+        assert found[0]["text"] in printed
+        assert level == "ok" or f"-> {found[0]['remedy']}" in printed
         return found[0]
 
 
@@ -55,7 +55,7 @@ def examine(
     file = folder / "reported.json"
     doctor = shlex.join([sys.executable, "-m", "horovod_volo.doctor", "--json", str(file), *flags])
     script = f"RANK=${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-0}}}}; {before}\nexec {doctor} $MORE"
-    words = [
+    command = [
         "env",
         "-C",
         str(folder),
@@ -65,6 +65,6 @@ def examine(
         "-ec",
         script,
     ]
-    done = run(words, seconds=SECONDS, **extra)
+    done = run(command, seconds=SECONDS, **extra)
     assert file.exists(), done.stdout
     return DoctorRun(done.returncode, done.stdout, json.loads(file.read_text()))

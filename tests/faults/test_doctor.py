@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).parents[2] / "horovod_volo"
 
 @pytest.fixture(scope="module")
 def horovod_without_pytorch(tmp_path_factory) -> str:
-    """Copy the installed Horovod, without its libraries."""
+    """Copy the installed Horovod without its compiled libraries; return the folder."""
     spec = find_spec("horovod")
     assert spec is not None
     folder = tmp_path_factory.mktemp("without_pytorch")
@@ -35,7 +35,7 @@ def horovod_without_pytorch(tmp_path_factory) -> str:
 
 @pytest.fixture
 def mounts() -> None:
-    """Skip where no file system can be mounted, but never in CI."""
+    """Skip the test if no file system can be mounted, except in CI, where it fails."""
     if reason := lacking("unshare"):
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
 
@@ -49,9 +49,9 @@ def test_a_healthy_machine_has_no_failures(tmp_path, start_with, ranks):
     assert result.record["ranks"] == len(result.record["hosts"]) == ranks
     assert result.record["controller"] == {"none": "none", "gloo": "gloo", "mpi": "MPI"}[start_with]
     assert all(finding["ranks"] for finding in result.record["findings"])
-    together = {"python", "torch", "horovod", "dali", "timm", "gpu", "/dev/shm", "open files"}
-    together |= {"versions", "code", "settings", "ring"} if ranks > 1 else set()
-    for subject in together:
+    merged = {"python", "torch", "horovod", "dali", "timm", "gpu", "/dev/shm", "open files"}
+    merged |= {"versions", "code", "settings", "ring"} if ranks > 1 else set()
+    for subject in merged:
         assert [finding["ranks"] for finding in result.of(subject)] == [list(range(ranks))], subject
     bound = sorted(rank for finding in result.of("binding") for rank in finding["ranks"])
     assert sorted(set(bound)) == list(range(ranks))
@@ -63,9 +63,9 @@ def test_a_healthy_machine_has_no_failures(tmp_path, start_with, ranks):
 def test_help_does_not_import_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
     began = time.monotonic()
-    words = [sys.executable, "-m", "horovod_volo.doctor", "--help"]
+    command = [sys.executable, "-m", "horovod_volo.doctor", "--help"]
     done = subprocess.run(
-        words,
+        command,
         cwd=tmp_path,
         env=environment(PYTHONPATH=str(tmp_path)),
         capture_output=True,
@@ -78,8 +78,8 @@ def test_help_does_not_import_torch(tmp_path):
 
 
 def test_a_mistake_on_the_command_line_is_printed_once(tmp_path):
-    words = [sys.executable, "-m", "horovod_volo.doctor", "--binding", "sideways"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-m", "horovod_volo.doctor", "--binding", "sideways"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("error: ") == 1
@@ -88,9 +88,9 @@ def test_a_mistake_on_the_command_line_is_printed_once(tmp_path):
 
 def test_a_horovod_without_pytorch_is_reported(tmp_path, horovod_without_pytorch):
     """The JSON on stdout is valid, although Horovod prints to stdout too."""
-    words = [sys.executable, "-m", "horovod_volo.doctor", "--json", "-"]
+    command = [sys.executable, "-m", "horovod_volo.doctor", "--json", "-"]
     done = subprocess.run(
-        words,
+        command,
         cwd=tmp_path,
         env=environment(PYTHONPATH=horovod_without_pytorch),
         capture_output=True,
@@ -126,7 +126,7 @@ def test_rank_0_reports_that_another_rank_has_failed(tmp_path, horovod_without_p
 
 
 def test_a_size_that_horovod_does_not_report_is_a_failure(tmp_path):
-    """Open MPI's variables say two ranks; Horovod uses gloo without its launcher and reports one."""
+    """Open MPI's variables announce two ranks; Horovod uses gloo without its launcher and reports one."""
     variables = {
         "OMPI_COMM_WORLD_RANK": "0",
         "OMPI_COMM_WORLD_SIZE": "2",
@@ -160,9 +160,9 @@ def test_another_package_called_apex_and_too_few_open_files_are_reported(tmp_pat
 
 def test_a_read_only_folder_and_small_shared_memory_are_reported(tmp_path, mounts):
     (tmp_path / "results").mkdir()
-    ours = Path("/proc/self/ns/mnt").readlink()
+    machine = Path("/proc/self/ns/mnt").readlink()
     before = (
-        f'[ "$(readlink /proc/self/ns/mnt)" != "{ours}" ]; '  # never on the machine itself
+        f'[ "$(readlink /proc/self/ns/mnt)" != "{machine}" ]; '  # do not mount outside the new namespace
         "mount -t tmpfs -o size=1m tmpfs /dev/shm; "
         f"mount -t tmpfs -o ro tmpfs {tmp_path / 'results'}; MORE='--shared results/runs'"
     )
@@ -197,9 +197,9 @@ def test_differences_between_ranks_are_reported(tmp_path):
     assert settings["text"] == "NCCL_ALGO is Tree, on rank 0 not set"
     assert settings["ranks"] == [1]
     assert "(rank 1 of 2)" in result.output
-    apart = [finding for finding in result.of("shared folder") if finding["level"] == "failure"]
-    assert [finding["ranks"] for finding in apart] == [[0], [1]]
-    assert apart[0]["text"].startswith("folder_0: is not shared: the files of rank 1 ")
-    assert apart[1]["text"].startswith("folder_1: is not shared: the files of rank 0 ")
-    assert all("--output" in finding["remedy"] for finding in apart)
+    failures = [finding for finding in result.of("shared folder") if finding["level"] == "failure"]
+    assert [finding["ranks"] for finding in failures] == [[0], [1]]
+    assert failures[0]["text"].startswith("folder_0: is not shared: the files of rank 1 ")
+    assert failures[1]["text"].startswith("folder_1: is not shared: the files of rank 0 ")
+    assert all("--output" in finding["remedy"] for finding in failures)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "reported.json"]

@@ -1,4 +1,4 @@
-"""A fault during training is reported once, by the rank that has it, and ends the run soon."""
+"""A fault during training is reported once, by the rank on which it occurs, and ends the run quickly."""
 
 import json
 import signal
@@ -23,8 +23,8 @@ def images(tmp_path):
 
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
 def test_a_damaged_image_is_named(images, tmp_path, start_with):
-    victim = sorted((images / "train" / "ring").iterdir())[0]
-    victim.write_bytes(victim.read_bytes()[:300])
+    damaged = sorted((images / "train" / "ring").iterdir())[0]
+    damaged.write_bytes(damaged.read_bytes()[:300])
     began = time.monotonic()
     strict = (*SMALL, "--bad-samples", "fail", "--output", str(tmp_path / "runs"))
     done = train(str(images), *strict, ranks=2, start_with=start_with)
@@ -32,41 +32,41 @@ def test_a_damaged_image_is_named(images, tmp_path, start_with):
     assert time.monotonic() - began < 60
     messages = [line for line in done.stdout.splitlines() if "error on rank" in line]
     assert len(messages) == 1
-    assert victim.name in messages[0]
+    assert damaged.name in messages[0]
     assert "horovod_volo" not in done.stdout.replace(messages[0], ""), (
-        "a traceback of ours beside the message"
+        "there is a traceback of the package besides the message"
     )
 
 
 def test_a_missing_label_map_is_named(images, tmp_path):
-    victim = sorted((images / "token_labels" / "star").iterdir())[-1]
-    victim.unlink()
+    missing = sorted((images / "token_labels" / "star").iterdir())[-1]
+    missing.unlink()
     labels = ("--token-label-data", str(images / "token_labels"))
     strict = (*SMALL, *labels, "--bad-samples", "fail", "--output", str(tmp_path / "runs"))
     done = train(str(images), *strict, ranks=2, start_with="gloo")
     assert done.returncode not in (0, 75)
-    assert str(victim) in done.stdout
+    assert str(missing) in done.stdout
 
 
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
 def test_bad_samples_are_skipped_named_once_and_counted(images, tmp_path, start_with):
     """A truncated image, a missing label map and an empty validation image are skipped in all steps."""
     maps = images / "token_labels"
-    truncated, _, lonely = sorted((images / "train" / "ring").iterdir())[:3]
+    truncated, _, unlabelled = sorted((images / "train" / "ring").iterdir())[:3]
     truncated.write_bytes(truncated.read_bytes()[:300])
-    (maps / "ring" / lonely.name).with_suffix(".pt").unlink()
+    (maps / "ring" / unlabelled.name).with_suffix(".pt").unlink()
     held_out = sorted((images / "val" / "star").iterdir())[0]
     held_out.write_bytes(b"")
     folder = tmp_path / "runs" / "run"
-    words = (*SMALL, "--token-label-data", str(maps), "--log-every", "1", "--output", str(folder.parent))
-    done = train(str(images), *words, "--name", "run", ranks=2, start_with=start_with)
+    arguments = (*SMALL, "--token-label-data", str(maps), "--log-every", "1", "--output", str(folder.parent))
+    done = train(str(images), *arguments, "--name", "run", ranks=2, start_with=start_with)
     assert done.returncode == 0, done.stdout
     log = (folder / "log.txt").read_text()
-    for name in (truncated.name, lonely.stem, held_out.name):
+    for name in (truncated.name, unlabelled.stem, held_out.name):
         assert len([line for line in log.splitlines() if "left out" in line and name in line]) == 1
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record and "lr" in record]
-    assert [record["step"] for record in steps] == list(range(1, 11))  # 40 images, 8 a step, two epochs
+    assert [record["step"] for record in steps] == list(range(1, 11))  # 40 images, 8 per step, two epochs
     assert steps[-1]["bad_samples"] == 4  # two in each of the two epochs
     assert [record for record in records if "top1" in record][-1]["bad_samples"] == 1
     assert [record for record in records if "top1" in record][-1]["images"] == 19
@@ -74,7 +74,7 @@ def test_bad_samples_are_skipped_named_once_and_counted(images, tmp_path, start_
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_stop_signal_saves_and_the_run_resumes(images, tmp_path, number):
-    words = [
+    command = [
         sys.executable,
         "-m",
         "horovod_volo.train",
@@ -83,9 +83,9 @@ def test_a_stop_signal_saves_and_the_run_resumes(images, tmp_path, number):
         "--output",
         str(tmp_path / "runs"),
     ]
-    words += ["--epochs", "400", "--eval-every", "400", "--log-every", "1", "--name", "run"]
+    command += ["--epochs", "400", "--eval-every", "400", "--log-every", "1", "--name", "run"]
     folder = tmp_path / "runs" / "run"
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
         try:
             _wait_for_a_line(folder / "metrics.jsonl")
             process.send_signal(number)
@@ -96,19 +96,19 @@ def test_a_stop_signal_saves_and_the_run_resumes(images, tmp_path, number):
     step = json.loads((folder / "checkpoints" / "last" / "state.json").read_text())["step"]
     assert f"stopped at step {step} and saved" in output
     further = ("--resume", "auto", "--stop-at-step", str(step + 2))
-    resumed = train(*words[3:], *further, ranks=1, start_with="none")
+    resumed = train(*command[3:], *further, ranks=1, start_with="none")
     assert resumed.returncode == 75, resumed.stdout
     assert f"at step {step}:" in resumed.stdout
 
 
 def test_early_and_repeated_stop_signals_stop_once(images, tmp_path):
-    words = [sys.executable, "-m", "horovod_volo.train", str(images), *SMALL, "--output", str(tmp_path)]
-    words += ["--epochs", "400", "--eval-every", "400", "--log-every", "2", "--name", "run"]
-    blocked = ["env", "--block-signal=USR1", *words]  # as jobs start their ranks
+    command = [sys.executable, "-m", "horovod_volo.train", str(images), *SMALL, "--output", str(tmp_path)]
+    command += ["--epochs", "400", "--eval-every", "400", "--log-every", "2", "--name", "run"]
+    blocked = ["env", "--block-signal=USR1", *command]  # as the scripts in jobs/ start ranks
     with subprocess.Popen(blocked, stdout=subprocess.PIPE, text=True, env=environment()) as process:
         try:
             limit = time.monotonic() + 90
-            time.sleep(0.05)  # `env` blocks it now, Python comes later
+            time.sleep(0.05)  # env has blocked the signal, and Python has not started
             while process.poll() is None and time.monotonic() < limit:
                 process.send_signal(signal.SIGUSR1)
                 time.sleep(0.02)
@@ -125,21 +125,21 @@ def _wait_for_a_line(path, seconds=60.0):
         if path.exists() and path.read_text().count("\n"):
             return
         time.sleep(0.05)
-    raise AssertionError(f"{path} stayed empty")
+    raise AssertionError(f"{path} is still empty")
 
 
 def test_a_state_that_is_not_finite_replaces_no_checkpoint(images, tmp_path):
-    """Losses are read on the host only at log points, and before each checkpoint."""
-    words = (str(images), *SMALL, "--output", str(tmp_path), "--name", "run", "--checkpoint-every", "1")
-    words = (*words, "--log-every", "50", "--keep-checkpoints", "3")
-    first = train(*words, "--stop-at-step", "3", ranks=2, start_with="gloo")
+    """The host reads losses only at log points and before each checkpoint."""
+    arguments = (str(images), *SMALL, "--output", str(tmp_path), "--name", "run", "--checkpoint-every", "1")
+    arguments = (*arguments, "--log-every", "50", "--keep-checkpoints", "3")
+    first = train(*arguments, "--stop-at-step", "3", ranks=2, start_with="gloo")
     assert "stopped at step 3" in first.stdout
-    done = train(*words, "--resume", "auto", "--lr", "1e38", ranks=2, start_with="gloo")
+    done = train(*arguments, "--resume", "auto", "--lr", "1e38", ranks=2, start_with="gloo")
     assert done.returncode not in (0, 75), done.stdout
-    said = [line for line in done.stdout.splitlines() if "error" in line and "finite" in line]
-    assert len(said) == 1, done.stdout
-    assert "--lr" in said[0]
-    assert "--warmup-epochs" in said[0]
+    errors = [line for line in done.stdout.splitlines() if "error" in line and "finite" in line]
+    assert len(errors) == 1, done.stdout
+    assert "--lr" in errors[0]
+    assert "--warmup-epochs" in errors[0]
     saved = sorted((tmp_path / "run" / "checkpoints").glob("step_*"))
     assert len(saved) == 3
     for checkpoint in saved:
@@ -149,13 +149,13 @@ def test_a_state_that_is_not_finite_replaces_no_checkpoint(images, tmp_path):
 
 
 def test_an_evaluation_that_cannot_be_written_is_one_error(images, tmp_path):
-    (tmp_path / "run" / "checkpoints" / "best").mkdir(parents=True)  # where a link should be
+    (tmp_path / "run" / "checkpoints" / "best").mkdir(parents=True)  # a folder in place of the link
     began = time.monotonic()
-    words = (str(images), *SMALL, "--output", str(tmp_path), "--name", "run")
-    done = train(*words, ranks=2, start_with="gloo")
+    arguments = (str(images), *SMALL, "--output", str(tmp_path), "--name", "run")
+    done = train(*arguments, ranks=2, start_with="gloo")
     assert done.returncode not in (0, 75)
     assert time.monotonic() - began < 60
-    said = [line for line in done.stdout.splitlines() if "error" in line and "evaluation" in line]
-    assert len(said) == 1, done.stdout
-    assert "horovod_volo/" not in done.stdout, "a traceback of ours beside the message"
+    errors = [line for line in done.stdout.splitlines() if "error" in line and "evaluation" in line]
+    assert len(errors) == 1, done.stdout
+    assert "horovod_volo/" not in done.stdout, "there is a traceback of the package besides the message"
     assert (tmp_path / "run" / "checkpoints" / "step_00000005" / "state.json").exists()

@@ -1,4 +1,4 @@
-"""Each test here runs on the CPU everywhere, which proves the test, and on the GPU where there is one."""
+"""Each test in this folder runs on the CPU, which checks the test itself, and on a GPU if there is one."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ ON_GPU = pytest.param(
 
 @pytest.fixture(params=["cpu", ON_GPU])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return each device that this machine has."""
+    """Return each device of this machine."""
     return torch.device(request.param)
 
 
 @pytest.fixture(scope="session")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of few images with their label maps."""
+    """Return a folder with a few images and their label maps."""
     folder = tmp_path_factory.mktemp("gpu") / "images"
     make_demo_set(folder, train=48, val=10)
     return folder
@@ -47,15 +47,15 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_context(
     images: Path, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[OpenContext]:
-    """Return a function that prepares real runs on the device; all are closed at the end."""
+    """Return a function that sets up runs on the device; all are closed at the end."""
 
-    def take_device(world: World) -> RankResources:
+    def use_device(world: World) -> RankResources:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         return RankResources(device=device, threads=2, binding="test")
 
-    # A run takes the GPU where there is one; here the test says which device it is.
-    monkeypatch.setattr("horovod_volo.engine.run.rank_resources", take_device)
+    # A run would use the GPU if there is one; the test's device replaces it.
+    monkeypatch.setattr("horovod_volo.engine.run.rank_resources", use_device)
     contexts: list[TrainContext] = []
 
     def opening(**settings: Any) -> TrainContext:

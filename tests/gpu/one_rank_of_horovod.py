@@ -1,6 +1,6 @@
-"""Run Horovod's collectives on tensors of a device and print the results; horovodrun starts it as one rank.
+"""Runs Horovod's collectives on tensors of a device and prints the results; horovodrun starts it as one rank.
 
-A run of one rank does not use Horovod, so the collectives are created here.
+A run of one rank does not use Horovod, so the collectives are created explicitly.
 """
 
 from __future__ import annotations

@@ -1,20 +1,35 @@
-"""Augmenting a batch on a device, grouped by operation, equals augmenting image by image on the CPU."""
+"""Augmenting a batch on a device equals augmenting each image on the CPU; the kernels equal the operators.
+
+On the CPU the kernels run in Triton's interpreter, which must be enabled before Triton is first imported: the
+last test here starts a separate process for these cases.
+"""
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from dataclasses import replace
 
+import numpy as np
+import pytest
+import torch
+from kernel_process import INTERPRETED, check_compiled, run_in_interpreter, skip_elsewhere
+from torch import Tensor
+
+from horovod_volo import kernels
 from horovod_volo.config.schema import Data
+from horovod_volo.data.augmentation import color_ops, geometric_ops
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.crop_flip import draw_crops
-from horovod_volo.data.augmentation.rand_augment import draw_operations
+from horovod_volo.data.augmentation.rand_augment import Operations, draw_operations
 from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
 from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
+from horovod_volo.kernels import augment, use_fused_kernels
 
+if INTERPRETED:  # fewer programs with larger tiles, because they run one after the other
+    augment._BLOCK = 2**13
 SIDE, IMAGES = 64, 256
 SETTINGS = Data(aa="rand-m9-n3-p0.7-mstd0.5-inc1", reprob=0.5)
+KERNELS_CASES = 6  # number of tests of kernels on one device
 
 
 def test_operations_equal_the_cpus(device: torch.device) -> None:
@@ -55,3 +70,116 @@ def test_erased_boxes_equal_the_cpus(device: torch.device) -> None:
     Eraser(1, SETTINGS, SIDE, device).erase_(found, drawn)
     assert expected.any()
     assert torch.equal(found.cpu(), expected)
+
+
+@pytest.fixture
+def _kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Use the kernels on the CPU too, and torch's form of what Pillow does there."""
+    skip_elsewhere(device)
+    monkeypatch.setattr(kernels, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(
+        geometric_ops,
+        "_rotate_by_pillow",
+        lambda images, matrices, shape: geometric_ops.rotate_by_torch(images, matrices, shape, bicubic=True),
+    )
+
+
+def drawn_images(count: int, shape: tuple[int, int], device: torch.device) -> Tensor:
+    """Draw images whose channels differ in range; one channel of the first has a single color."""
+    random = torch.Generator().manual_seed(sum(shape))
+    waves = torch.rand(count, 3, 7, 9, generator=random) * torch.tensor([255.0, 190.0, 120.0]).view(3, 1, 1)
+    images = torch.nn.functional.interpolate(waves, shape, mode="bicubic")
+    images += 20 * torch.rand(images.shape, generator=random)
+    images[0, 1] = 77
+    return images.clamp(0, 255).to(device, torch.uint8)
+
+
+def by_operators(images: Tensor, operations: Operations) -> Tensor:
+    images = images.clone()
+    use_fused_kernels(False)
+    augment_(images, operations)
+    use_fused_kernels(True)
+    return images
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("shape", [(45, 38), (121, 96)], ids=str)
+def test_kernels_equal_the_operators(device: torch.device, shape: tuple[int, int]) -> None:
+    """Each operation with the smallest and largest arguments that policies draw, on separate images."""
+    # Programs are slow in the interpreter: fewer on large images.
+    levels = np.array([0.0, 0.37, 1.0] if shape[0] < 50 else [0.9])
+    for operation in ops.RAND_V1:
+        arguments = np.concatenate(
+            [
+                operation.argument(levels, np.full(len(levels), sign), increasing)
+                for sign, increasing in ((-1.0, True), (1.0, False))
+            ]
+        ).astype(np.float32)[:, None]
+        images = drawn_images(len(arguments), shape, device)
+        for bicubic in (False, True) if operation.kind is ops.Kind.GEOMETRIC else (False,):
+            kinds = np.full(arguments.shape, int(operation))
+            operations = Operations(kinds, arguments, np.full(arguments.shape, bicubic))
+            found = images.clone()
+            augment_(found, operations)
+            difference = (found.int() - by_operators(images, operations).int()).abs()
+            where = operation.name, bicubic
+            if operation.kind is ops.Kind.GEOMETRIC:
+                # PyTorch fuses some multiplications and additions, which shows where a color is constant.
+                assert difference.max() <= 1, where
+                assert (difference[1:] > 0).float().mean() <= 0.02, where
+            else:
+                assert not difference.any(), where
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_layers_and_operations_of_plugins(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers follow each other, an odd number of them too, and a plugin's operation has its own function."""
+
+    def halve(images: Tensor, _: Tensor) -> Tensor:
+        return images // 2
+
+    for number, function in ((1001, halve), (1002, color_ops.invert)):
+        entry = ops.Operation(number, f"Plugins{number}", ops.Kind.COLOR, ops.INVERT.argument, function)
+        monkeypatch.setitem(ops.OPERATIONS, number, entry)
+    drawn = draw_operations(1, 0, np.arange(24), SETTINGS)
+    kinds = drawn.kinds.copy()
+    kinds[::5, 1], kinds[1::5, 2] = 1001, 1002
+    operations = replace(drawn, kinds=kinds)
+    images = drawn_images(len(kinds), (33, 33), device)
+    found = images.clone()
+    augment_(found, operations)
+    expected = by_operators(images, operations)
+    assert (found.int() - expected.int()).abs().float().mean() <= 0.02
+    colors = ~operations.geometric
+    assert torch.equal(found[colors], expected[colors])
+    nothing = found.clone()
+    augment_(
+        found, Operations(*(getattr(operations, name)[:, :0] for name in ("kinds", "arguments", "bicubic")))
+    )
+    assert torch.equal(found, nothing)
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("mode", ["pixel", "rand", "const"])
+def test_normalizing_and_erasing_equal_the_operators(device: torch.device, mode: str) -> None:
+    settings = replace(SETTINGS, remode=mode, recount=3, reprob=0.7)
+    drawn = draw_erasures(1, 0, np.arange(12), settings, SIDE)
+    eraser = Eraser(1, settings, SIDE, device)
+    mean, std = (
+        torch.tensor(values, device=device).view(3, 1, 1)
+        for values in ([124.1, 116.3, 104.0], [58.4, 57.1, 57.4])
+    )
+    pixels = drawn_images(12, (SIDE, SIDE), device)
+    expected = pixels.float().sub_(mean).div_(std)
+    untouched = expected.clone()
+    eraser.erase_(expected, drawn)
+    assert not torch.equal(expected, untouched)
+    assert torch.equal(eraser.normalize(pixels, mean, std, drawn), expected)
+
+
+def test_the_kernels_compile_without_spilling() -> None:
+    check_compiled("augment", 3)
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__, KERNELS_CASES, "(kernels_equal or plugins or normalizing) and cpu")

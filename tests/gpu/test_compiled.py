@@ -1,4 +1,4 @@
-"""Training with compiled blocks follows training without them; the gradients are views of the buckets."""
+"""Training with compiled blocks gives the same losses; gradients are views of the buckets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_losses_with_compiled_blocks_are_the_same(open_context: OpenContext, dev
     assert used == {bucket.gradients.untyped_storage().data_ptr() for bucket in context.state.reducer.buckets}
 
 
-def test_without_a_compiler_nothing_is_written(
+def test_without_a_compiler_compile_is_an_error_and_nothing_is_written(
     open_context: OpenContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")

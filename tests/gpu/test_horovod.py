@@ -1,7 +1,7 @@
 """Horovod's collectives and the reducer on tensors of a device.
 
-NCCL needs a GPU per rank and the machines that run this have one, so there is one rank. This shows that
-Horovod was built for the device; tests/ranks shows, on the CPU, that sums over ranks are right.
+NCCL needs one GPU per rank, and the test machines have one GPU, so there is one rank. This shows that Horovod
+is built for the device; tests/ranks shows on the CPU that sums over ranks are correct.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Between log points the host never synchronises with the device: it queues step after step.
+"""Between log points the host never synchronises with the device, and so queues several steps ahead.
 
-On a GPU torch reports every synchronisation. On the CPU the operations that would synchronise on a GPU are
-refused instead, so that a mistake is found without one.
+On a GPU torch reports every synchronisation. On the CPU operations that would synchronise on a GPU raise an
+error instead, so that a mistake is found without a GPU.
 """
 
 from __future__ import annotations
@@ -12,33 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from horovod_volo.cluster.collectives import LocalCollectives
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
+from horovod_volo.data.loader import PendingTrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
+from tests.gpu.synchronisation import RefuseSynchronisation
 
 OpenContext = Callable[..., TrainContext]
 
-# Operations whose results are numbers or shapes that the host needs.
-SYNCHRONISING = {"_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2"}
 WARM_UP_STEPS, CHECKED_STEPS = 3, 3
-
-
-class RefuseSynchronisation(TorchDispatchMode):
-    """Raises RuntimeError at an operation that would synchronise with a GPU."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name in ("index", "index_put", "index_put_") and any(
-            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
-        )
-        if name in SYNCHRONISING or by_mask:
-            raise RuntimeError(f"{func} would synchronise with the device")
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -84,22 +70,41 @@ def test_no_other_update_synchronises(
     assert_steps_do_not_synchronise(open_context(**{"precision": "bf16", **settings}), device)
 
 
-@pytest.mark.parametrize("passes", [1, 2])
+def test_the_next_batch_is_prepared_before_the_exchange_ends(open_context: OpenContext) -> None:
+    """The transform of each batch but the first runs between backward and the update of the step before."""
+    context = open_context(accumulation=2)
+    parameters = list(context.state.model.parameters())
+    transform = context.train_loader._prefetcher._transform
+    found: list[tuple[int, bool]] = []
+
+    def observed(pending: PendingTrainBatch, decoded: Any) -> torch.Tensor:
+        found.append((context.state.step, all(parameter.grad is not None for parameter in parameters)))
+        return transform(pending, decoded)
+
+    context.train_loader._prefetcher._transform = observed
+    batches = context.train_loader.batches(0, 0)
+    for _ in range(3):
+        train_step(context, batches)
+    # Two batches of each step: the first was prepared at the end of the step before, after backward.
+    assert found == [(0, False), (0, True), (0, True), (1, True), (1, True), (2, True), (2, True)]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
 def test_fp16_compression_does_not_synchronise(
-    device: torch.device, passes: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, micro_batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scale factors of the next step are computed from this step's maxima on the device."""
-    # CPU tensors take another code path: force the GPU's, so that it is checked on a CPU too.
+    # CPU tensors have another code path; this forces that of the GPU on a CPU, too.
     monkeypatch.setattr("horovod_volo.cluster.compression._on_cpu", lambda _: False)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(device)
-    world = World(size=2, collectives=LocalCollectives())  # its sums over ranks are the rank's own values
+    world = World(size=2, collectives=LocalCollectives())  # its sums over ranks are the values of one rank
     settings = Exchange(compression="fp16", bucket_mib=0.01)
-    reducer = Reducer(model, world, settings, micro_batches=passes)
+    reducer = Reducer(model, world, settings, micro_batches=micro_batches)
     images = torch.randn(16, 64, device=device)
 
     def step() -> None:
-        for _ in range(passes):
-            (model(images).square().mean() / passes).backward()
+        for _ in range(micro_batches):
+            (model(images).square().mean() / micro_batches).backward()
         with reducer.synchronized_gradients():
             pass
 
@@ -114,7 +119,7 @@ def test_fp16_compression_does_not_synchronise(
 
 
 def assert_steps_do_not_synchronise(context: TrainContext, device: torch.device) -> None:
-    """Train a few steps, the last ones with synchronisation refused."""
+    """Train a few steps; in the last ones a synchronisation is an error."""
     batches = context.train_loader.batches(0, 0)
     for _ in range(WARM_UP_STEPS):
         train_step(context, batches)

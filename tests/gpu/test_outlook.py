@@ -7,17 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import outlook_passes
 import pytest
+import run_outlook
 import torch
-from outlook_passes import Case, Pass, run
+from run_outlook import Case, Result, run
 
 from horovod_volo.models.outlook import plain_outlook
 
 pytest.importorskip("triton")
 
 SCALE = 0.7
-# batch, height, width, heads, width of a head: more cells than one program has, then odd and small sizes
+# batch, height, width, heads, head_dim: first more cells than one program computes, then odd and small sizes
 CASES = [
     (torch.float32, 1e-5, (2, 9, 8, 1, 6)),
     (torch.bfloat16, 1e-2, (1, 3, 4, 2, 4)),
@@ -28,21 +28,21 @@ COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from horovod_volo.kernels.outlook_kernels import aggregate_windows, scores_backward
+from horovod_volo.kernels.outlook_kernels import aggregate_windows, logits_backward
 
 def compiled(program, **constants):
     sizes = dict.fromkeys(("count", "heads", "rows", "columns", "height", "width"), "i32")
-    pointers = dict.fromkeys(("pixels", "output", "scores", "gradient", "values", "grad_scores"), "*bf16")
+    pointers = dict.fromkeys(("pixels", "output", "logits", "gradient", "values", "grad_logits"), "*bf16")
     types = sizes | pointers | {"log_sum_exp": "*fp32", "scale": "fp32"}
     signature = {name: types.get(name, "constexpr") for name in program.arg_names}
     source = ASTSource(program, signature, constants | {"head_dim": 32, "lanes": 32, "cells": 32})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
-compiled(scores_backward)
+compiled(logits_backward)
 for backward in (False, True):
     ptx = compiled(aggregate_windows, backward=backward)
-    exchanging = [word for word in ("shfl", "bar.sync") if word in ptx]
-    assert not exchanging, f"threads exchange data by {exchanging}, which is slow"
+    exchanges = [word for word in ("shfl", "bar.sync") if word in ptx]
+    assert not exchanges, f"threads exchange data by {exchanges}, which is slow"
 """
 
 
@@ -51,22 +51,22 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Ca
     draw = torch.Generator().manual_seed(1)
     values = torch.randn(batch, height, width, heads * depth, generator=draw)
     scores = torch.randn(batch, -(-height // 2), -(-width // 2), heads * 81, generator=draw)
-    above = torch.randn(values.shape, generator=draw)
-    return *(tensor.to(device, dtype) for tensor in (values, scores, above)), heads, SCALE
+    grad_output = torch.randn(values.shape, generator=draw)
+    return *(tensor.to(device, dtype) for tensor in (values, scores, grad_output)), heads, SCALE
 
 
-def passes(cases: list[Case], device: torch.device, folder: Path) -> list[Pass]:
+def run_kernels(cases: list[Case], device: torch.device, folder: Path) -> list[Result]:
     """Run the kernels on the GPU or in the interpreter."""
     if device.type == "cuda":
         return run(cases)
     torch.save(cases, folder / "cases")
-    run_python([outlook_passes.__file__, str(folder / "cases"), str(folder / "passes")], TRITON_INTERPRET="1")
-    found: list[Pass] = torch.load(folder / "passes")
+    run_python([run_outlook.__file__, str(folder / "cases"), str(folder / "results")], TRITON_INTERPRET="1")
+    found: list[Result] = torch.load(folder / "results")
     return found
 
 
 def run_python(arguments: list[str], **variables: str) -> None:
-    """Run Python to its end; TRITON_INTERPRET is set only if it is given in `variables`."""
+    """Run Python and wait for its end; TRITON_INTERPRET is set only if it is in `variables`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, *arguments]
     done = subprocess.run(
@@ -78,23 +78,23 @@ def run_python(arguments: list[str], **variables: str) -> None:
 def test_outputs_and_gradients_equal_the_reference(device: torch.device, tmp_path: Path) -> None:
     cases = [case(shape, dtype, device) for dtype, _, shape in CASES]
     for (dtype, tolerance, _), given, (runs, found) in zip(
-        CASES, cases, passes(cases, device, tmp_path), strict=True
+        CASES, cases, run_kernels(cases, device, tmp_path), strict=True
     ):
-        assert runs == ["aggregate_windows", "scores_backward", "aggregate_windows"]
+        assert runs == ["aggregate_windows", "logits_backward", "aggregate_windows"]
         assert [tensor.dtype for tensor in found] == [dtype] * 3
-        values, scores, above, heads, scale = given
+        values, scores, grad_output, heads, scale = given
         exact = [tensor.double().requires_grad_() for tensor in (values, scores)]
         plain = plain_outlook(*exact, [*scores.shape[1:3], heads, 3, 1, 2], scale)
-        expected = [plain, *torch.autograd.grad(plain, exact, above.double())]
+        expected = [plain, *torch.autograd.grad(plain, exact, grad_output.double())]
         for ours, right in zip(found, expected, strict=True):
             assert (ours - right).abs().max() <= tolerance * right.abs().max()
 
 
 def test_results_are_deterministic(device: torch.device, tmp_path: Path) -> None:
     shape = (1, 2, 2, 1, 4) if device.type == "cpu" else (32, 28, 28, 6, 32)
-    (_, first), (_, second) = passes([case(shape, torch.float32, device)] * 2, device, tmp_path)
+    (_, first), (_, second) = run_kernels([case(shape, torch.float32, device)] * 2, device, tmp_path)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def test_the_kernels_compile_for_a_hopper_gpu_wherever_triton_is() -> None:
+def test_the_kernels_compile_for_a_hopper_gpu() -> None:
     run_python(["-c", COMPILE])

@@ -1,4 +1,4 @@
-"""Images decoded on a device equal the CPU's, up to the rounding of another JPEG decoder."""
+"""Images decoded on a device equal those of the CPU, except for the rounding of the JPEG decoder."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_STD
 
-# Of 255, averaged over all images. In training the GPU's decoder repeats chroma rows and columns where the
-# CPU's interpolates: 1.3 for images like these. In evaluation both interpolate, and only rounding differs.
-# The CPU is compared with itself.
+# Of 255 levels, averaged over all images. In training the decoder on the GPU repeats chroma rows and columns,
+# and that on the CPU interpolates, a difference of 1.3 for such images. In evaluation both interpolate, and
+# only rounding differs. The CPU is compared with itself.
 LARGEST_MEAN_DIFFERENCE = {
     ("cpu", "train"): 0.0,
     ("cpu", "val"): 0.0,
@@ -27,7 +27,7 @@ LARGEST_MEAN_DIFFERENCE = {
     ("cuda", "val"): 1.0,
 }
 
-# No augmentation that amplifies small differences; test_augmenting.py compares the operations.
+# No operations, which would enlarge small differences; test_augmenting.py compares them.
 SETTINGS = Data(batch_size=6, vflip=0.5, train_interpolation="bicubic", aa="", color_jitter=0.0, reprob=0.0)
 CPU = torch.device("cpu")
 
@@ -76,13 +76,13 @@ def classes_of(batch: TrainBatch | EvalBatch) -> Tensor:
 
 
 def mean_difference(images: Tensor, expected: Tensor) -> float:
-    """Return the mean difference of pixels, of 255; images are normalised (batch, 3, height, width)."""
+    """Return the mean difference in levels of 255 of normalised images (batch, 3, height, width)."""
     by_channel = (images - expected).abs().mean(dim=(0, 2, 3))  # (3,)
     return float(255 * (by_channel * torch.tensor(IMAGENET_STD)).mean())
 
 
 def whole_image_batches(folder: Path, device: torch.device) -> list[TrainBatch]:
-    """Return batches that torch resizes, image by image: there may be operations before."""
+    """Return batches in which torch resizes each image, as it does after operations on whole images."""
     return train_batches(folder, device, replace(SETTINGS, randaugment_on="image"))
 
 
@@ -100,7 +100,7 @@ def test_images_equal_the_cpus(images: Path, device: torch.device, split: str, b
     pixels = torch.cat([batch.images.cpu() for batch in found])
     expected_pixels = torch.cat([batch.images for batch in expected])
     assert mean_difference(pixels, expected_pixels) <= LARGEST_MEAN_DIFFERENCE[device.type, split]
-    # Each image against another one: the bound is tight enough to tell them apart.
+    # The difference between two different images is far above the bound.
     assert mean_difference(pixels, expected_pixels.roll(1, dims=0)) > 10
 
 

@@ -32,7 +32,7 @@ def test_an_overflow_changes_only_the_loss_scale(open_context: OpenContext) -> N
     scaler = context.state.scaler
     scaler.load_state_dict(
         scaler.state_dict() | {"scale": 256.0}
-    )  # so low that only the planted one overflows
+    )  # so low that only the hook below overflows
     batches = context.train_loader.batches(0, 0)
     fresh = weights_with_optimizer_state(context)
     train_step(context, batches)
@@ -41,9 +41,9 @@ def test_an_overflow_changes_only_the_loss_scale(open_context: OpenContext) -> N
     assert scaler.get_scale() == 256.0
 
     first = next(context.state.model.parameters())
-    planted = first.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+    overflow = first.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
     train_step(context, batches)
-    planted.remove()
+    overflow.remove()
     assert changed(trained, weights_with_optimizer_state(context)) == []
     assert scaler.get_scale() == 128.0
 
@@ -66,7 +66,7 @@ def losses(context: TrainContext, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_half_precision_stays_near_fp32(open_context: OpenContext, precision: str) -> None:
+def test_losses_in_half_precision_are_close_to_fp32(open_context: OpenContext, precision: str) -> None:
     exact = losses(open_context(precision="fp32"), steps=6)
     context = open_context(precision=precision)
     context.state.scaler.load_state_dict(context.state.scaler.state_dict() | {"scale": 256.0})

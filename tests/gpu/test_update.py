@@ -1,4 +1,4 @@
-"""Our fused clipping, AdamW and EMA equal torch's own, called one after the other."""
+"""The fused clipping, AdamW and EMA equal torch's own functions, called one after the other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr, 
 from horovod_volo.optim.clip import build_clip, divide
 from horovod_volo.optim.ema import Ema
 
-BOUND, DECAY, KEPT, RATE, STEPS = 0.35, 0.05, 0.9, 1e-3, 20
+BOUND, WEIGHT_DECAY, EMA_DECAY, LR, STEPS = 0.35, 0.05, 0.9, 1e-3, 20
 
 
 class TwoUpdates:
-    """Two equal models: one is updated as in a run, the other by torch's own functions."""
+    """Two equal models, one updated as in a run, the other by torch's own functions."""
 
     def __init__(self, device: torch.device, scale: float) -> None:
         torch.manual_seed(0)
@@ -33,9 +33,11 @@ class TwoUpdates:
             self.ours, World.single(), Exchange(compression="none", bucket_mib=0.01), micro_batches=1
         )
         named = dict(self.ours.named_parameters())
-        groups = parameter_groups(named, named, exempt=(), weight_decay=DECAY, layers={}, layer_decay=1.0)
+        groups = parameter_groups(
+            named, named, exempt=(), weight_decay=WEIGHT_DECAY, layers={}, layer_decay=1.0
+        )
         self.optimizer = build_optimizer("adamw", groups, momentum=0.0)
-        set_lr(self.optimizer, RATE)
+        set_lr(self.optimizer, LR)
         self.clip = build_clip(
             "norm",
             BOUND,
@@ -44,15 +46,15 @@ class TwoUpdates:
             heads=(),
             global_grad_norm=self.reducer.global_grad_norm,
         )
-        self.average = Ema(self.ours, self.reducer.buckets, KEPT)
+        self.average = Ema(self.ours, self.reducer.buckets, EMA_DECAY)
         self.scaler = torch.amp.GradScaler(device.type, enabled=scale != 1.0, init_scale=scale)
-        self.peer = torch.optim.AdamW(self._peer_groups(), lr=RATE, betas=(0.9, 0.999), eps=1e-8)
+        self.peer = torch.optim.AdamW(self._peer_groups(), lr=LR, betas=(0.9, 0.999), eps=1e-8)
         self._device = device
 
     def _peer_groups(self) -> list[dict[str, object]]:
         plain = [parameter for parameter in self.theirs.parameters() if parameter.ndim == 1]
         others = [parameter for parameter in self.theirs.parameters() if parameter.ndim > 1]
-        return [{"params": plain, "weight_decay": 0.0}, {"params": others, "weight_decay": DECAY}]
+        return [{"params": plain, "weight_decay": 0.0}, {"params": others, "weight_decay": WEIGHT_DECAY}]
 
     def backward(self, step: int, factor: float = 1.0) -> None:
         images = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(step)).to(self._device)
@@ -72,12 +74,12 @@ class TwoUpdates:
         self.peer.step()
         self.peer.zero_grad()
         for mean, parameter in zip(self.mean, self.theirs.parameters(), strict=True):
-            mean.mul_(KEPT).add_(parameter.detach(), alpha=1 - KEPT)
+            mean.mul_(EMA_DECAY).add_(parameter.detach(), alpha=1 - EMA_DECAY)
         return norm
 
 
 @pytest.mark.parametrize("scale", [1.0, 256.0], ids=["fp32", "scaled"])
-def test_twenty_steps_end_at_the_same_weights_and_averages(device: torch.device, scale: float) -> None:
+def test_twenty_steps_give_the_same_weights_and_averages(device: torch.device, scale: float) -> None:
     updates = TwoUpdates(device, scale)
     assert len(updates.reducer.buckets) > 1
     start = [parameter.detach().clone() for parameter in updates.ours.parameters()]
@@ -91,7 +93,7 @@ def test_twenty_steps_end_at_the_same_weights_and_averages(device: torch.device,
     for ours, average, theirs, mean, before in zip(
         updates.ours.parameters(), averages, updates.theirs.parameters(), updates.mean, start, strict=True
     ):
-        assert (ours - before).abs().max() > RATE
+        assert (ours - before).abs().max() > LR
         assert (ours - theirs).abs().max() <= 1e-6
         assert (average - mean).abs().max() <= 1e-6
 

@@ -1,9 +1,8 @@
-"""The published code, loaded from checkouts of it beside today's timm.
+"""The published code, loaded from checkouts together with today's timm.
 
-Nothing of it is copied here: the checkouts' folder is named by an environment variable. What the
-published files import from timm's old places is put there while they load, and taken away again.
-numpy's former `int` is not brought back: only the drawing of the MixToken box asks for it, and that
-is replaced by a given box anyway.
+An environment variable names the folder with the checkouts; this repository contains none of that code. While
+the published files are loaded, timm's functions are available under their former module names. numpy's former
+`int` is not: only the code that draws the MixToken box uses it, and the tests replace that.
 """
 
 from __future__ import annotations
@@ -36,20 +35,20 @@ HOW_TO = (
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedCode:
     """The published modules."""
 
     volo: ModuleType
     volo_losses: ModuleType
     lvvit: ModuleType
     lvvit_losses: ModuleType
-    targets: ModuleType  # label maps to dense targets; the training of both repositories uses these
-    weights: ModuleType  # files into networks; the training of both repositories uses these
-    volo_weights: ModuleType  # the same in the repository of VOLO, whose training does not use it
-    transforms: ModuleType  # images and label maps augmented together, in both repositories' training
+    targets: ModuleType  # dense targets of label maps, used by the training of both repositories
+    weights: ModuleType  # loads files into networks, used by the training of both repositories
+    volo_weights: ModuleType  # VOLO's own version of it, which its training does not use
+    transforms: ModuleType  # augments images with their label maps, in the training of both repositories
 
     def networks(self, name: str) -> ModuleType:
-        """Return the module that a network is in."""
+        """Return the module of a network."""
         return self.lvvit if name.startswith("lvvit") else self.volo
 
     def network(
@@ -60,8 +59,8 @@ class Published:
         return build(img_size=img_size, num_classes=num_classes, drop_path_rate=drop_path)
 
     @contextmanager
-    def given_box(self, name: str, box: Box) -> Iterator[None]:
-        """Let a network in training mode take this box instead of a random one."""
+    def fixed_box(self, name: str, box: Box) -> Iterator[None]:
+        """Replace the random box of a network in training mode by this one."""
         corners = (box.top, box.left, box.top + box.height, box.left + box.width)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.networks(name), "rand_bbox", lambda *_, **__: corners)
@@ -69,23 +68,23 @@ class Published:
 
 
 def named_folder() -> Path:
-    """Return the folder with the checkouts; skip the test or the module where none is named."""
+    """Return the folder with the checkouts; skip the test or the module if the variable is not set."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         pytest.skip(HOW_TO, allow_module_level=True)
     return Path(folder)
 
 
-def load(folder: Path) -> Published:
-    """Load the published modules from the folder that holds both checkouts."""
+def load(folder: Path) -> PublishedCode:
+    """Load the published modules from the folder with both checkouts."""
     labelling = folder / "TokenLabeling" / "tlt"
     with _old_timm():
-        found = Published(
+        found = PublishedCode(
             volo=_module("published_volo", folder / "volo" / "models", "volo"),
             volo_losses=_module("published_volo_loss", folder / "volo" / "loss", "cross_entropy"),
             lvvit=_module("published_lvvit", labelling / "models", "lvvit"),
             lvvit_losses=_module("published_lvvit_loss", labelling / "loss", "cross_entropy"),
-            # The rest of this package reads images, by functions that timm no longer has.
+            # The other modules of this package read images with functions that timm no longer has.
             targets=_file("published_targets_of_maps", labelling / "data" / "mixup.py"),
             weights=_module("published_weights", labelling / "utils", "utils"),
             volo_weights=_module("published_volo_weights", folder / "volo" / "utils", "utils"),
@@ -99,17 +98,17 @@ def load(folder: Path) -> Published:
 def _old_timm() -> Iterator[None]:
     import timm.layers
 
-    places: dict[str, dict[str, Any]] = {
+    modules: dict[str, dict[str, Any]] = {
         "timm.models.layers": vars(timm.layers),
-        # Not registered: the names would come up among timm's own.
+        # Without registration, which would add the names to timm's own models.
         "timm.models.registry": {"register_model": lambda build: build},
         "timm.models.helpers": {"load_pretrained": None},
     }
     with pytest.MonkeyPatch.context() as patch:
-        for place, names in places.items():
-            module = ModuleType(place)
-            vars(module).update({name: value for name, value in names.items() if not name.startswith("__")})
-            patch.setitem(sys.modules, place, module)
+        for name, contents in modules.items():
+            module = ModuleType(name)
+            vars(module).update({key: value for key, value in contents.items() if not key.startswith("__")})
+            patch.setitem(sys.modules, name, module)
         yield
 
 
@@ -119,7 +118,7 @@ def _module(package: str, folder: Path, name: str) -> ModuleType:
 
 
 def _transforms(folder: Path) -> ModuleType:
-    """Load the transforms without the package around them, which reads images by what timm had."""
+    """Load the transforms without their package, which uses functions that timm no longer has."""
     import timm.data.transforms
 
     package = ModuleType("published_transforms")
@@ -143,11 +142,11 @@ def affine_transform(
     order: int,
     mode: str,
 ) -> NDArray[np.float32]:
-    """Do what scipy.ndimage's function of this name does with order 0: it is none of our dependencies."""
+    """Replace scipy.ndimage.affine_transform with order 0, because scipy is not a dependency."""
     assert order == 0
     values, rows = np.asarray(input), np.array(matrix, dtype=np.float64)  # (k, height, width), (3, 4)
-    places = np.indices(values.shape).reshape(3, -1)
-    source = rows[:, :3] @ places + rows[:, 3:]  # (3, values)
+    positions = np.indices(values.shape).reshape(3, -1)
+    source = rows[:, :3] @ positions + rows[:, 3:]  # (3, values)
     last = np.array(values.shape)[:, None] - 1
     nearest = np.floor(source.clip(0, last) + 0.5).astype(np.int64)
     read = values[tuple(nearest)]
@@ -170,15 +169,15 @@ def _file(name: str, path: Path) -> ModuleType:
 
 
 def _roi_align(input: Tensor, boxes: Tensor, output_size: tuple[int, int]) -> Tensor:  # noqa: A002, RUF100
-    """Call torchvision's RoIAlign in its Python form, which needs no compiled operators."""
+    """Call torchvision's implementation of RoIAlign in Python, which needs no compiled operators."""
     from torchvision.ops.roi_align import _roi_align as lazily_compiled
 
     plain = lazily_compiled.__wrapped__
     averages = input.new_zeros(len(boxes), input.shape[1], *output_size)
     for row, box in zip(averages, boxes, strict=True):
         image = input[int(box[0])]
-        # A class that no cell of the image shows has averages of zero: only the others cost time.
+        # The averages of a class that no cell of the image has are zero, and need not be computed.
         shown = image.any(dim=(1, 2)).nonzero().flatten()
-        place = torch.cat([torch.zeros(1), box[1:]]).unsqueeze(0)
-        row[shown] = plain(image[shown].unsqueeze(0), place, 1.0, *output_size, -1, False)[0]
+        region = torch.cat([torch.zeros(1), box[1:]]).unsqueeze(0)
+        row[shown] = plain(image[shown].unsqueeze(0), region, 1.0, *output_size, -1, False)[0]
     return averages

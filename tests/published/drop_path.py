@@ -1,4 +1,4 @@
-"""What drop path draws, taken from our networks for the published ones, and the other way round."""
+"""Random draws of drop path, recorded in our networks and used in the published ones, and the reverse."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 import horovod_volo.models.lvvit as our_lvvit
 import horovod_volo.models.volo as our_volo
 from horovod_volo.models.drop_path import ALL, DropPathSample, sample_drop_path
-from tests.published.checkouts import Published
+from tests.published.checkouts import PublishedCode
 
-Draw = tuple[float, Tensor]  # a branch's rate, and the images that keep it
+Draw = tuple[float, Tensor]  # the rate of a branch, and the images that keep it
 
 
 @contextmanager
-def recorded_published_draws(model: torch.nn.Module) -> Iterator[list[Draw]]:
-    """List what the modules of a published network draw, branch by branch."""
+def record_published_draws(model: torch.nn.Module) -> Iterator[list[Draw]]:
+    """Record the draws of a published network, branch by branch."""
     draws: list[Draw] = []
 
     def record(module: Any, _: Any, kept: Tensor) -> None:
@@ -33,39 +33,39 @@ def recorded_published_draws(model: torch.nn.Module) -> Iterator[list[Draw]]:
 
 
 @contextmanager
-def ours_draw(draws: list[Draw]) -> Iterator[None]:
-    """Let our networks take these draws instead of their own."""
+def use_draws_in_ours(draws: list[Draw]) -> Iterator[None]:
+    """Replace the draws of our networks by these."""
 
-    def given(rates: Sequence[float], tokens: Tensor, seed: int | None) -> list[DropPathSample]:
+    def fixed_sample(rates: Sequence[float], tokens: Tensor, seed: int | None) -> list[DropPathSample]:
         branches = iter(draws)
-        kept = [take(next(branches), rate) if rate else ALL for rate in rates]
+        samples = [sample_of(next(branches), rate) if rate else ALL for rate in rates]
         assert next(branches, None) is None
-        return kept
+        return samples
 
-    def take(draw: Draw, rate: float) -> DropPathSample:
+    def sample_of(draw: Draw, rate: float) -> DropPathSample:
         assert draw[0] == pytest.approx(rate, rel=1e-6)
         return DropPathSample(draw[1], 1.0 / (1.0 - rate))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(our_volo, "sample_drop_path", given)
-        patch.setattr(our_lvvit, "sample_drop_path", given)
+        patch.setattr(our_volo, "sample_drop_path", fixed_sample)
+        patch.setattr(our_lvvit, "sample_drop_path", fixed_sample)
         yield
 
 
 @contextmanager
-def recorded_draws_of_ours() -> Iterator[list[Draw]]:
-    """List what a network of ours draws, branch by branch."""
+def record_draws_of_ours() -> Iterator[list[Draw]]:
+    """Record the draws of one of our networks, branch by branch."""
     draws: list[Draw] = []
 
     def record(rates: Sequence[float], tokens: Tensor, seed: int | None) -> list[DropPathSample]:
-        kept = sample_drop_path(rates, tokens, seed)
-        everyone = torch.arange(len(tokens))
+        samples = sample_drop_path(rates, tokens, seed)
+        all_images = torch.arange(len(tokens))
         draws.extend(
-            (rate, everyone if branch.rows is None else branch.rows)
-            for rate, branch in zip(rates, kept, strict=True)
+            (rate, all_images if sample.rows is None else sample.rows)
+            for rate, sample in zip(rates, samples, strict=True)
             if rate
         )
-        return kept
+        return samples
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(our_volo, "sample_drop_path", record)
@@ -74,17 +74,17 @@ def recorded_draws_of_ours() -> Iterator[list[Draw]]:
 
 
 @contextmanager
-def the_published_draw(published: Published, draws: list[Draw]) -> Iterator[None]:
-    """Let published networks take these draws instead of their own."""
+def use_draws_in_published(published: PublishedCode, draws: list[Draw]) -> Iterator[None]:
+    """Replace the draws of published networks by these."""
     branches = iter(draws)
 
-    def given(module: Any, branch: Tensor) -> Tensor:
+    def forward(module: Any, branch: Tensor) -> Tensor:
         rate, rows = next(branches)
         assert module.drop_prob == pytest.approx(rate, rel=1e-6)
-        keeps = torch.zeros(len(branch), *[1] * (branch.ndim - 1)).index_fill(0, rows, 1.0)
-        return branch * keeps / (1.0 - module.drop_prob)
+        mask = torch.zeros(len(branch), *[1] * (branch.ndim - 1)).index_fill(0, rows, 1.0)
+        return branch * mask / (1.0 - module.drop_prob)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(published.volo.DropPath, "forward", given)
+        patch.setattr(published.volo.DropPath, "forward", forward)
         yield
     assert next(branches, None) is None

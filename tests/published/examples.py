@@ -1,4 +1,4 @@
-"""Label maps and boxes as in the published training, in its form and in ours."""
+"""Label maps and boxes like those of the published training, in its format and in ours."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from horovod_volo.core.batch import LabelMaps, Labels
 from horovod_volo.objective.mixing import Box
 from horovod_volo.objective.soft_target import SoftTarget
-from tests.published.checkouts import Published
+from tests.published.checkouts import PublishedCode
 
 CLASSES, SIDE = 1000, 14
 _K, _CELLS = 5, (18, 18)
 
 
 def box_on(grid: int) -> Box:
-    """Return a box neither square nor in the middle, so that rows taken for columns would show."""
+    """Return a box that is neither square nor centred, so that swapped rows and columns change the result."""
     return Box(top=grid * 3 // 14, left=grid * 5 // 14, height=grid // 2, width=grid * 2 // 7, grid=grid)
 
 
@@ -26,11 +26,11 @@ BOX = box_on(SIDE)  # 7 x 4 cells at (3, 5)
 
 
 def labels_of(batch: int, seed: int, cells: tuple[int, int] = _CELLS, num_classes: int = CLASSES) -> Labels:
-    """Draw label maps with their half-precision logits, crops, and classes."""
+    """Draw label maps with half-precision logits, crops, and classes."""
     random = torch.Generator().manual_seed(seed)
     scores = 4 * torch.randn(batch, _K, *cells, generator=random) + 6
     scores = scores.sort(dim=1, descending=True).values.half().float()
-    # Neighbours are often of one class: ids from few of the classes, other ones for each image.
+    # Neighbouring cells often have the same class, so the ids of an image are from a few classes.
     few = torch.rand(batch, num_classes, generator=random).argsort(dim=1)[:, : 2 * _K]  # (batch, 10)
     order = torch.rand(batch, 2 * _K, *cells, generator=random).argsort(dim=1)[:, :_K]
     ids = few.gather(1, order.flatten(1)).view_as(order)
@@ -41,7 +41,7 @@ def labels_of(batch: int, seed: int, cells: tuple[int, int] = _CELLS, num_classe
 
 
 def published_form(labels: Labels) -> Tensor:
-    """Write a batch's labels as the published loader hands them over, (batch, 3, k, height, width)."""
+    """Return the labels of a batch in the format of the published loader, (batch, 3, k, height, width)."""
     assert labels.maps is not None
     scores = labels.maps.scores
     maps = torch.stack([scores, labels.maps.ids.float(), torch.zeros_like(scores)], dim=1)
@@ -52,20 +52,20 @@ def published_form(labels: Labels) -> Tensor:
 
 @cache
 def published_target(
-    published: Published, batch: int, seed: int, side: int = SIDE, cells: tuple[int, int] = _CELLS
+    published: PublishedCode, batch: int, seed: int, side: int = SIDE, cells: tuple[int, int] = _CELLS
 ) -> Tensor:
-    """Return the dense target of the labels, (batch, classes, 2 + tokens), by the published code."""
+    """Return the published code's dense target of random labels, (batch, classes, 2 + tokens)."""
     return published_target_of(published, labels_of(batch, seed, cells), side)
 
 
 def published_target_of(
-    published: Published,
+    published: PublishedCode,
     labels: Labels,
     side: int,
     num_classes: int = CLASSES,
     precision: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the published dense target of these labels, by the published code in this precision."""
+    """Return the published code's dense target of these labels, computed in this precision."""
     maps_of = published.targets.get_featuremaps
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(published.targets, "get_featuremaps", lambda *a, **k: maps_of(*a, **k).to(precision))
@@ -75,7 +75,7 @@ def published_target_of(
     return target
 
 
-def written_out(target: SoftTarget, num_classes: int = CLASSES) -> Tensor:
-    """Return a soft target's rows over all classes."""
+def dense(target: SoftTarget, num_classes: int = CLASSES) -> Tensor:
+    """Return a soft target in dense form, (rows, classes)."""
     rows = target.uniform.unsqueeze(1).repeat(1, num_classes)
     return rows.scatter_add(1, target.ids, target.weights)

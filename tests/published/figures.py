@@ -1,4 +1,4 @@
-"""Print what the published networks answer to fixed weights and images: the unit tests' recorded figures.
+"""Prints the published networks' logits for fixed weights and images, which the unit tests have recorded.
 
 HOROVOD_VOLO_PUBLISHED=... python -m tests.published.figures
 """
@@ -19,7 +19,7 @@ UNIT_TESTS = Path(__file__).parents[1] / "unit"
 
 
 def main() -> None:
-    """Print the figures as Python."""
+    """Print the figures as Python code."""
     sys.path.insert(0, str(UNIT_TESTS))
     from formula_weights import fill, images
     from test_models_published_figures import BOX, summary
@@ -29,7 +29,7 @@ def main() -> None:
         model = published.network(name)
         fill(model)
         pictures = images(2, 224)
-        with torch.inference_mode(), published.given_box(name, BOX):
+        with torch.inference_mode(), published.fixed_box(name, BOX):
             evaluation = model.eval()(pictures)
             class_logits, token_logits, _ = model.train()(pictures)
         outputs: dict[str, Tensor] = {

@@ -1,4 +1,4 @@
-"""A network of ours beside the published one, from the same weights, and what both make of a batch."""
+"""One of our networks with the published one, with the same weights, and comparisons of both on a batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from horovod_volo.core.batch import Labels
 from horovod_volo.models.build import build_model
 from horovod_volo.objective.loss import build_loss
 from horovod_volo.objective.mixing import Box
-from tests.published.checkouts import Published
+from tests.published.checkouts import PublishedCode
 from tests.published.conftest import Compare
 from tests.published.examples import CLASSES, labels_of, published_target
 from tests.unit.network_samples import perturbed, random_images
@@ -25,9 +25,9 @@ NAMES = [f"volo_d{size}" for size in range(1, 6)] + [f"lvvit_{size}" for size in
 
 @dataclass(frozen=True)
 class Pair:
-    """A network of ours and the published one with its weights.
+    """One of our networks and the published one with the same weights.
 
-    The losses are those of each repository's own command: VOLO's mixes the true class in, LV-ViT's does not.
+    Each has the loss of its repository's own command: VOLO's includes the true class, LV-ViT's does not.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Pair:
 
     @property
     def is_lvvit(self) -> bool:
-        """Say which repository the network is from."""
+        """Return whether the network is from TokenLabeling's repository."""
         return self.name.startswith("lvvit")
 
     @property
     def objective(self) -> Objective:
-        """Return our settings of the published command."""
+        """Return our settings for the published command."""
         return Objective(
             token_label=True,
             token_label_data="maps",
@@ -55,19 +55,19 @@ class Pair:
         logits = self.ours.train().training_logits(images, box.swap_tokens, 0)
         return build_loss(self.objective, CLASSES, box.grid)(*logits, labels, box).total
 
-    def published_loss(self, published: Published, images: Tensor, target: Tensor, box: Box) -> Tensor:
+    def published_loss(self, published: PublishedCode, images: Tensor, target: Tensor, box: Box) -> Tensor:
         """Return the published loss of a batch."""
         if self.is_lvvit:
             criterion = published.lvvit_losses.TokenLabelCrossEntropy(dense_weight=1.0)
         else:
             criterion = published.volo_losses.TokenLabelGTCrossEntropy(dense_weight=0.5)
-        with published.given_box(self.name, box):
+        with published.fixed_box(self.name, box):
             loss: Tensor = criterion(self.theirs.train()(images), target)
         return loss
 
 
-def pair_of(published: Published, name: str, *, img_size: int = 224, drop_path: float = 0.0) -> Pair:
-    """Build a network of ours and give the published one its weights."""
+def pair_of(published: PublishedCode, name: str, *, img_size: int = 224, drop_path: float = 0.0) -> Pair:
+    """Build one of our networks and load its weights into the published one."""
     torch.manual_seed(0)
     ours = perturbed(build_model(name, img_size=img_size, num_classes=CLASSES, drop_path=drop_path))
     theirs = published.network(name, img_size=img_size, drop_path=drop_path)
@@ -76,9 +76,9 @@ def pair_of(published: Published, name: str, *, img_size: int = 224, drop_path: 
 
 
 def compare_training(
-    published: Published, compare: Compare, pair: Pair, batch: int, box: Box, *, img_size: int = 224
+    published: PublishedCode, compare: Compare, pair: Pair, batch: int, box: Box, *, img_size: int = 224
 ) -> None:
-    """Compare the loss of a batch from its images on, its gradients, and the moved statistics."""
+    """Compare the loss of a batch, its gradients, and the updated statistics of batch norm."""
     labels, target = labels_of(batch, seed=3), published_target(published, batch, 3, box.grid)
     own, other = (random_images(batch, img_size).requires_grad_() for _ in range(2))
     ours = pair.our_loss(own, labels, box)
@@ -93,12 +93,12 @@ def compare_training(
 
 
 def compare_gradients(compare: Compare, what: str, pair: Pair, own: Tensor, other: Tensor) -> None:
-    """Compare the gradients of all parameters and of the images, of which each network has its own copy."""
+    """Compare the gradients of all parameters and of the images, of which each network has a copy."""
     compare_tensors(compare, f"{what}, gradients", gradients(pair.ours, own), gradients(pair.theirs, other))
 
 
 def gradients(model: nn.Module, images: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of all parameters, zeros where there is none, and of the images."""
+    """Return the gradients of all parameters and of the images, with zeros for missing ones."""
     named = dict(model.named_parameters()) | {"images": images}
     return {
         name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
@@ -113,20 +113,20 @@ def compare_tensors(
     theirs: Mapping[str, Tensor],
     tolerance: float = 1e-4,
 ) -> None:
-    """Compare tensors by the norm of their difference as a share of the published one's, all and each."""
+    """Compare the norms of differences, relative to those of the published tensors, in total and for each."""
     assert ours.keys() == theirs.keys()
     norms = {name: torch.linalg.vector_norm(tensor).item() for name, tensor in theirs.items()}
-    apart = {name: torch.linalg.vector_norm(ours[name] - theirs[name]).item() for name in theirs}
-    relative = {name: apart[name] and apart[name] / (norms[name] or 1e-30) for name in norms}
+    distances = {name: torch.linalg.vector_norm(ours[name] - theirs[name]).item() for name in theirs}
+    relative = {name: distances[name] and distances[name] / (norms[name] or 1e-30) for name in norms}
     farthest = max(relative, key=relative.__getitem__)
-    whole = math.hypot(*apart.values()) / math.hypot(*norms.values())
+    whole = math.hypot(*distances.values()) / math.hypot(*norms.values())
     compare(f"{what}, relative distance", torch.tensor(whole), torch.tensor(0.0), tolerance)
     alone = torch.tensor(relative[farthest])
     compare(f"{what}, relative distance of {farthest}", alone, torch.tensor(0.0), tolerance)
 
 
 def compare_statistics(what: str, ours: nn.Module, theirs: nn.Module) -> None:
-    """Compare the running averages of batch norm, and how often they were moved."""
+    """Compare the running averages of batch norm and the number of their updates."""
     own, other = (dict(model.named_buffers()) for model in (ours, theirs))
     assert own.keys() == other.keys()
     for name, tensor in own.items():

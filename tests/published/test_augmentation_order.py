@@ -1,8 +1,7 @@
-"""The published order of augmentation, with the operations and crops of our plans given to its transforms.
+"""The published order of augmentation, with our random draws in place of its own.
 
-Flips, RandAugment on the whole image and its label map, then the crop: pixels, maps and crops are compared
-with those of a training stream with --randaugment-on image. Draws are replaced by ours; what is done with
-them, and in which order, is the published code's.
+The published transforms flip the image, apply RandAugment to the whole image and its label map, and crop it.
+Pixels, maps and crops are compared with those of TrainLoader with --randaugment-on image.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from PIL import Image
 
 from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import TrainBatch
-from horovod_volo.data import loader as stream_module
+from horovod_volo.data import loader as loader_module
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import CropFlip, draw_crops
 from horovod_volo.data.augmentation.rand_augment import Operations, draw_operations
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.geometry import WHOLE
 from horovod_volo.data.labels.source import open_labels
-from tests.published.checkouts import Published, named_folder
+from tests.published.checkouts import PublishedCode, named_folder
 
-named_folder()  # or this module is skipped
+named_folder()  # skips this module without checkouts
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from coded_images import only_batch, smooth, unnormalised, write_images  # noqa: E402
 from published_augment import NAMES, SPELLING  # noqa: E402
@@ -48,12 +47,12 @@ PHOTOGRAPHS, SQUARES = (200, 150), (180, 180)  # width, height
 
 
 def cell_numbers() -> NDArray[np.float32]:
-    """Return a map (1, CELLS, CELLS) whose cells are numbered; 0 is left for what is filled."""
+    """Return a map (1, CELLS, CELLS) whose cells are numbered from 1; 0 is the number of filled cells."""
     return np.arange(1, CELLS**2 + 1, dtype=np.float32).reshape(1, CELLS, CELLS)
 
 
-def written(folder: Path, size: tuple[int, int]) -> Path:
-    """Save images and, as published, a label map of numbered cells for each."""
+def write_set(folder: Path, size: tuple[int, int]) -> Path:
+    """Save images and, in the published format, a label map of numbered cells for each."""
     write_images(folder, {f"train/a/{n:02d}.png": smooth(*size, seed=n) for n in range(IMAGES)})
     (folder / "maps" / "a").mkdir(parents=True)
     numbers = torch.from_numpy(cell_numbers()).half()
@@ -77,15 +76,15 @@ def our_batch(folder: Path, settings: Data) -> tuple[Any, TrainBatch]:
 
 
 @contextmanager
-def given_draws(transform: Any, plan: CropFlip, drawn: Operations) -> Iterator[None]:
-    """Let the published transforms draw what our plan of one image has drawn."""
+def use_draws(transform: Any, crop_flip: CropFlip, drawn: Operations) -> Iterator[None]:
+    """Replace the draws of the published transforms by ours for one image."""
     steps = {type(step).__name__: step for step in transform.transforms}
-    steps["RandomHorizontalFlipWithLabel"].p = float(plan.flip_horizontal[0])
-    steps["RandomVerticalFlipWithLabel"].p = float(plan.flip_vertical[0])
-    steps["RandomResizedCropAndInterpolationWithCoords"].get_params = lambda *_: plan.boxes[0].tolist()
+    steps["RandomHorizontalFlipWithLabel"].p = float(crop_flip.flip_horizontal[0])
+    steps["RandomVerticalFlipWithLabel"].p = float(crop_flip.flip_vertical[0])
+    steps["RandomResizedCropAndInterpolationWithCoords"].get_params = lambda *_: crop_flip.boxes[0].tolist()
     operations = {operation.name: operation for operation in steps["RandAugment"].ops}
     chosen = [
-        given(operations[NAMES[kind]], float(amount), bool(bicubic))
+        fixed_operation(operations[NAMES[kind]], float(amount), bool(bicubic))
         for kind, amount, bicubic in zip(drawn.kinds[0], drawn.arguments[0], drawn.bicubic[0], strict=True)
         if kind != ops.NONE
     ]
@@ -94,24 +93,24 @@ def given_draws(transform: Any, plan: CropFlip, drawn: Operations) -> Iterator[N
         yield
 
 
-def given(operation: Any, amount: float, bicubic: bool) -> Any:
-    """Let a published operation fire, with this argument if it takes one."""
+def fixed_operation(operation: Any, amount: float, bicubic: bool) -> Any:
+    """Return a published operation that is always applied, with this argument if it has one."""
     kind = next(kind for kind, name in NAMES.items() if name == operation.name)
     whole = kind in (ops.POSTERIZE, ops.SOLARIZE_ADD)
     takes_none = kind in (ops.AUTO_CONTRAST, ops.EQUALIZE, ops.INVERT)
 
-    def fire(image: Image.Image, label_map: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
+    def apply(image: Image.Image, label_map: torch.Tensor) -> tuple[Image.Image, torch.Tensor]:
         operation.prob = 1.0
         operation.level_fn = None if takes_none else lambda *_: (int(amount) if whole else amount,)
         operation.kwargs["resample"] = Image.Resampling.BICUBIC if bicubic else Image.Resampling.BILINEAR
         changed: tuple[Image.Image, torch.Tensor] = operation(image, label_map)
         return changed
 
-    return fire
+    return apply
 
 
 def published_sample(
-    published: Published, path: str, index: int, drawn: Operations
+    published: PublishedCode, path: str, index: int, drawn: Operations
 ) -> tuple[NDArray[np.uint8], torch.Tensor]:
     """Return the image (3, side, side) and the map [3, 1, cells, cells] of the published transforms."""
     transform = published.transforms.create_token_label_transform(
@@ -125,37 +124,37 @@ def published_sample(
     )
     with Image.open(path) as opened:
         image = opened.convert("RGB")
-    plan = draw_crops(SEED, EPOCH, np.array([index]), np.array([[image.height, image.width]]), SETTINGS)
+    crop_flip = draw_crops(SEED, EPOCH, np.array([index]), np.array([[image.height, image.width]]), SETTINGS)
     numbers = torch.from_numpy(cell_numbers())
-    with given_draws(transform, plan, drawn):
+    with use_draws(transform, crop_flip, drawn):
         pixels, label_map = transform(image, torch.stack([numbers, numbers]))
     return pixels, label_map
 
 
 def differences(
-    published: Published, folder: Path, settings: Data
+    published: PublishedCode, folder: Path, settings: Data
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return how far each image's pixels are from the published ones on average, and its operations."""
+    """Return the mean difference of each image from the published one, and the image's operations."""
     catalog, batch = our_batch(folder, settings)
     assert batch.labels.maps is not None
     found, kinds = [], []
-    for place, index in enumerate(batch.indices.tolist()):
+    for position, index in enumerate(batch.indices.tolist()):
         drawn = draw_operations(SEED, EPOCH, np.array([index]), settings)
         pixels, label_map = published_sample(published, catalog.location(index), index, drawn)
-        found.append(np.abs(unnormalised(batch.images)[place] - pixels).mean())
+        found.append(np.abs(unnormalised(batch.images)[position] - pixels).mean())
         kinds.append(drawn.kinds[0])
-        assert torch.allclose(label_map[2, 0, 0, :4], batch.labels.maps.boxes[place])
+        assert torch.allclose(label_map[2, 0, 0, :4], batch.labels.maps.boxes[position])
     return np.array(found), np.array(kinds)
 
 
-def test_pixels_and_crops_are_the_published_ones(published: Published, tmp_path: Path) -> None:
-    folder = written(tmp_path, PHOTOGRAPHS)
+def test_pixels_and_crops_are_the_published_ones(published: PublishedCode, tmp_path: Path) -> None:
+    folder = write_set(tmp_path, PHOTOGRAPHS)
     before_crop, kinds = differences(published, folder, SETTINGS)
-    assert before_crop.mean() < 0.5  # of 255
-    assert before_crop.max() < 3  # where colours are stretched, small differences are too
+    assert before_crop.mean() < 0.5  # of 255 levels
+    assert before_crop.max() < 3  # operations that stretch colours enlarge small differences
     moved = np.isin(kinds, ops.GEOMETRIC).any(axis=1)
     assert moved.sum() > IMAGES / 5
-    # The same measure must notice the other order.
+    # The measure must detect the other order.
     after_crop, _ = differences(published, folder, Data(**(vars(SETTINGS) | {"randaugment_on": "crop"})))
     assert after_crop[moved].mean() > 10
     assert after_crop[moved].mean() > 10 * before_crop[moved].mean()
@@ -164,29 +163,29 @@ def test_pixels_and_crops_are_the_published_ones(published: Published, tmp_path:
 @pytest.mark.parametrize("amount", [0.35, -0.23])
 @pytest.mark.parametrize("kind", ops.GEOMETRIC)
 def test_label_maps_are_the_published_ones(
-    published: Published,
+    published: PublishedCode,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     kind: ops.Operation,
     amount: float,
 ) -> None:
-    """Up to a cell: the published code moves corners of cells where centres are, by half a cell.
+    """Up to one cell, because the published code maps corners of cells instead of centres, half a cell away.
 
-    Of square images: it turns and shears every map as that of a square.
+    The images are square, because the published code rotates and shears all maps as those of square images.
     """
     argument = 70 * amount if kind == ops.ROTATE else amount
     one = Operations(np.array([[kind]]), np.array([[argument]], np.float32), np.array([[True]]))
     every = Operations(*(np.tile(part, (IMAGES, 1)) for part in (one.kinds, one.arguments, one.bicubic)))
-    monkeypatch.setattr(stream_module, "draw_operations", lambda *_: every)
-    catalog, batch = our_batch(written(tmp_path, SQUARES), SETTINGS)
+    monkeypatch.setattr(loader_module, "draw_operations", lambda *_: every)
+    catalog, batch = our_batch(write_set(tmp_path, SQUARES), SETTINGS)
     assert batch.labels.maps is not None
-    for place, index in enumerate(batch.indices.tolist()[:8]):
+    for position, index in enumerate(batch.indices.tolist()[:8]):
         _, label_map = published_sample(published, catalog.location(index), index, one)
-        ours, theirs = batch.labels.maps.ids[place, 0].numpy(), label_map[1, 0].numpy().astype(np.int64)
-        known = (batch.labels.maps.scores[place, 0].numpy() != 0) & (label_map[0, 0].numpy() != 0)
-        assert known.mean() > 0.35
+        ours, theirs = batch.labels.maps.ids[position, 0].numpy(), label_map[1, 0].numpy().astype(np.int64)
+        in_both = (batch.labels.maps.scores[position, 0].numpy() != 0) & (label_map[0, 0].numpy() != 0)
+        assert in_both.mean() > 0.35
         far = np.abs(np.stack(np.divmod(ours - 1, CELLS)) - np.stack(np.divmod(theirs - 1, CELLS)))
-        assert far[:, known].max() <= 1
-        # What one knows and the other does not is at the edge of what is filled.
-        unsure = (batch.labels.maps.scores[place, 0].numpy() != 0) ^ (label_map[0, 0].numpy() != 0)
-        assert unsure.mean() < 0.2
+        assert far[:, in_both].max() <= 1
+        # Cells with a label in only one of the two are at the edge of the filled part.
+        in_one = (batch.labels.maps.scores[position, 0].numpy() != 0) ^ (label_map[0, 0].numpy() != 0)
+        assert in_one.mean() < 0.2

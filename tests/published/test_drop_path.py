@@ -1,7 +1,7 @@
 """Drop path against the published one: the rates of all blocks, and the same draws in both networks.
 
-Ours computes a branch for those images alone that keep it; the published code computes all and multiplies
-by zero.
+Ours computes a branch only for the images that keep it; the published code computes it for all images and
+multiplies by zero.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 from horovod_volo.models.blocks import Block
 from horovod_volo.models.build import build_model
 from horovod_volo.models.lvvit import LvVit
-from tests.published.checkouts import Published, named_folder
+from tests.published.checkouts import PublishedCode, named_folder
 from tests.published.conftest import Compare
 from tests.published.drop_path import (
-    ours_draw,
-    recorded_draws_of_ours,
-    recorded_published_draws,
-    the_published_draw,
+    record_draws_of_ours,
+    record_published_draws,
+    use_draws_in_ours,
+    use_draws_in_published,
 )
 from tests.published.examples import CLASSES, box_on, labels_of, published_target
 from tests.published.pairs import Pair, compare_gradients, pair_of
 from tests.unit.network_samples import random_images
 
-named_folder()  # or this module is skipped
+named_folder()  # skips this module without checkouts
 
 BATCH, PIXELS, SIDE = 3, 64, 4
 BOX = box_on(SIDE)
@@ -38,28 +38,28 @@ BLOCKS |= {"lvvit_t": 11, "lvvit_s": 15, "lvvit_m": 19, "lvvit_l": 23}
 
 
 @pytest.mark.parametrize("name", RATES)
-def test_rates(name: str, published: Published) -> None:
+def test_rates(name: str, published: PublishedCode) -> None:
     rate = RATES[name]
-    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):  # without memory
+    with pytest.MonkeyPatch.context() as patch, torch.device("meta"):  # without memory for the weights
         patch.setattr(torch, "linspace", partial(torch.linspace, device="cpu"))
         ours = build_model(name, img_size=224, num_classes=CLASSES, drop_path=rate)
         theirs = published.network(name, drop_path=rate)
-    # Outlookers and class attention have none, and LV-ViT's first block has a rate of 0.
+    # Outlookers and class attention have no drop path, and LV-ViT's first block has a rate of 0.
     assert our_rates(ours) == pytest.approx(published_rates(theirs), rel=1e-6)
     assert len(our_rates(ours)) == BLOCKS[name]
 
 
 def our_rates(model: torch.nn.Module) -> list[float]:
-    """Return the rate of each block that has one, from the first to the last."""
+    """Return the rates of all blocks with drop path, in order."""
     if isinstance(model, LvVit):
         return [rate for rate in model.rates if rate]
     pairs = [block.rates for block in model.modules() if isinstance(block, Block)]
-    assert all(first == second for first, second in pairs)  # of attention and perceptron
+    assert all(first == second for first, second in pairs)  # of attention and MLP
     return [first for first, _ in pairs if first]
 
 
 def published_rates(model: torch.nn.Module) -> list[float]:
-    """Return the same of a published network, whose blocks have one module for both branches."""
+    """Return the rates of a published network, whose blocks have one drop path module for both branches."""
     blocks = [getattr(block, "drop_path", None) for block in model.modules()]
     return [block.drop_prob for block in blocks if getattr(block, "drop_prob", 0.0)]
 
@@ -68,35 +68,35 @@ NETWORKS = pytest.mark.parametrize("name", ["volo_d1", "lvvit_t", "lvvit_s"])
 
 
 @NETWORKS
-def test_ours_with_published_draws(name: str, published: Published, compare: Compare) -> None:
+def test_ours_with_published_draws(name: str, published: PublishedCode, compare: Compare) -> None:
     pair = pair_of(published, name, img_size=PIXELS, drop_path=0.75)
     own, other = (random_images(BATCH, PIXELS).requires_grad_() for _ in range(2))
     torch.manual_seed(1)
-    with recorded_published_draws(pair.theirs) as draws:
+    with record_published_draws(pair.theirs) as draws:
         theirs = pair.published_loss(published, other, published_target(published, BATCH, 3, SIDE), BOX)
-    with ours_draw(draws):
+    with use_draws_in_ours(draws):
         ours = pair.our_loss(own, labels_of(BATCH, 3), BOX)
-    compare_passes(compare, f"{name}, published draws", pair, ours, theirs, own, other)
+    compare_loss_and_gradients(compare, f"{name}, published draws", pair, ours, theirs, own, other)
     counts = {len(rows) for _, rows in draws}
-    assert {0, BATCH} < counts  # a branch that nobody keeps, one that all keep, and others
+    assert {0, BATCH} < counts  # there is a branch that no image keeps, one that all keep, and others
 
 
 @NETWORKS
-def test_the_published_with_our_draws(name: str, published: Published, compare: Compare) -> None:
+def test_the_published_with_our_draws(name: str, published: PublishedCode, compare: Compare) -> None:
     pair = pair_of(published, name, img_size=PIXELS, drop_path=0.75)
     own, other = (random_images(BATCH, PIXELS).requires_grad_() for _ in range(2))
     torch.manual_seed(1)
-    with recorded_draws_of_ours() as draws:
+    with record_draws_of_ours() as draws:
         ours = pair.our_loss(own, labels_of(BATCH, 3), BOX)
-    with the_published_draw(published, draws):
+    with use_draws_in_published(published, draws):
         theirs = pair.published_loss(published, other, published_target(published, BATCH, 3, SIDE), BOX)
-    compare_passes(compare, f"{name}, our draws", pair, ours, theirs, own, other)
+    compare_loss_and_gradients(compare, f"{name}, our draws", pair, ours, theirs, own, other)
 
 
-def compare_passes(
+def compare_loss_and_gradients(
     compare: Compare, what: str, pair: Pair, ours: Tensor, theirs: Tensor, own: Tensor, other: Tensor
 ) -> None:
-    """Compare two losses and, behind them, all gradients."""
+    """Compare two losses and all gradients."""
     compare(f"{what}, loss", ours, theirs)
     ours.backward()
     theirs.backward()

@@ -1,4 +1,4 @@
-"""timm's train.py and our trainer, run by the same benchmark, on the same few images."""
+"""The benchmark runs timm's train.py and our trainer on the same few images and reads their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from horovod_volo.bench.machine.training_runs import (
+from horovod_volo.bench.machine.learning import (
     Budget,
     our_command,
     read_ours,
@@ -18,12 +18,12 @@ from horovod_volo.bench.machine.training_runs import (
 )
 from tests.published.checkouts import named_folder
 
-IMAGES, BATCH = 8, 4  # of each of two classes and in each split
+IMAGES, BATCH = 8, 4  # for each of two classes and each split
 
 
 @pytest.fixture
 def budget(tmp_path: Path) -> Budget:
-    """Return one epoch's worth of noise."""
+    """Return a budget of one epoch on images of noise."""
     noise = np.random.default_rng(0)
     for split in ("train", "val"):
         for name in ("cats", "dogs"):
@@ -32,7 +32,7 @@ def budget(tmp_path: Path) -> Budget:
             for number in range(IMAGES):
                 pixels = noise.integers(0, 256, (32, 32, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(folder / f"{number}.jpg")
-    return Budget(str(tmp_path / "images"), 2, 2 * IMAGES, "volo_demo", 32, BATCH, 1, 1e-3)
+    return Budget(str(tmp_path / "images"), 2, 2 * IMAGES, 32, BATCH, 1, 1e-3)
 
 
 def test_timms_script_runs_and_is_read(budget: Budget, tmp_path: Path) -> None:
@@ -49,4 +49,4 @@ def test_ours_runs_once_and_is_read(budget: Budget, tmp_path: Path) -> None:
     command = our_command(budget, 1, folder, "")
     seconds = run_once(command, folder)
     assert 0 < read_ours(folder, seconds, budget).loss < 3
-    assert run_once(command, folder) == seconds  # read, not repeated
+    assert run_once(command, folder) == seconds  # the run is read, not repeated

@@ -1,4 +1,4 @@
-"""Dense targets and losses against the published ones, of the same label maps and logits."""
+"""Targets and losses against the published ones, for the same label maps and logits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from horovod_volo.core.batch import Labels
 from horovod_volo.objective.loss import LabelMapTargets, build_loss
 from horovod_volo.objective.mixing import NO_BOX, Box
 from horovod_volo.objective.soft_target import cross_entropy
-from tests.published.checkouts import Published, named_folder
+from tests.published.checkouts import PublishedCode, named_folder
 from tests.published.conftest import Compare
 from tests.published.examples import CLASSES, SIDE, box_on, labels_of, published_target
 
-named_folder()  # or this module is skipped
+named_folder()  # skips this module without checkouts
 
 BATCH, SEED = 4, 3
-# Of an odd batch the middle image is its own MixToken partner; 24 x 24 tokens have 384 pixels.
+# In an odd batch the middle image is its own MixToken partner. An image of 384 pixels has 24 x 24 tokens.
 SIZES = pytest.mark.parametrize(("batch", "side"), [(BATCH, SIDE), (3, SIDE), (5, SIDE), (2, 24), (3, 24)])
 BOXES = pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "unmixed"])
 MAPS = Objective(token_label=True, token_label_data="maps", label_geometry="reference", dense_weight=0.5)
@@ -42,7 +42,7 @@ LOSSES = [
 
 
 def corners(box: Box) -> tuple[int, int, int, int]:
-    """Return a box as the published networks hand it on."""
+    """Return a box as the published networks return it."""
     return box.top, box.left, box.top + box.height, box.left + box.width
 
 
@@ -53,8 +53,8 @@ def random_logits(batch: int = BATCH, side: int = SIDE) -> tuple[Tensor, Tensor]
     return class_logits.requires_grad_(), token_logits.requires_grad_()
 
 
-def half_right(labels: Labels, target: Tensor) -> tuple[Labels, Tensor]:
-    """Make the teacher right about every other image, in ours and in the published form."""
+def with_half_right_teacher(labels: Labels, target: Tensor) -> tuple[Labels, Tensor]:
+    """Change the classes so that the teacher is right about every other image, in both formats."""
     best = target[:, :, 1].argmax(dim=1)
     classes = torch.where(torch.arange(len(best)) % 2 == 0, best, (best + 1) % CLASSES)
     target = target.clone()
@@ -72,12 +72,12 @@ def assert_equal(
     loss: Any,
     target: Tensor,
 ) -> None:
-    """Compare a loss and its gradients with a published one."""
+    """Compare a loss and its gradients with the published ones."""
     batch = len(labels.classes)
     own, other = random_logits(batch, side), random_logits(batch, side)
     ours = build_loss(settings, CLASSES, side)(*own, labels, box).total
     theirs = loss((*other, corners(box)), target)
-    compare(f"{what}, {batch} of {side} x {side}, kept share {box.lam:.2f}, loss", ours, theirs)
+    compare(f"{what}, {batch} of {side} x {side}, kept fraction {box.lam:.2f}, loss", ours, theirs)
     ours.backward()
     theirs.backward()
     for one, another in zip(own, other, strict=True):
@@ -88,7 +88,7 @@ def assert_equal(
 @BOXES
 @pytest.mark.parametrize(("module", "name", "their_settings", "our_settings"), LOSSES)
 def test_losses_of_label_maps(
-    published: Published,
+    published: PublishedCode,
     compare: Compare,
     batch: int,
     side: int,
@@ -99,7 +99,9 @@ def test_losses_of_label_maps(
     our_settings: dict[str, Any],
 ) -> None:
     loss = getattr(getattr(published, module), name)(dense_weight=0.5, cls_weight=0.75, **their_settings)
-    labels, target = half_right(labels_of(batch, SEED), published_target(published, batch, SEED, side))
+    labels, target = with_half_right_teacher(
+        labels_of(batch, SEED), published_target(published, batch, SEED, side)
+    )
     settings = replace(MAPS, cls_weight=0.75, **our_settings)
     box = box_on(side) if mixed else NO_BOX
     assert_equal(compare, f"{module}.{name} {our_settings}", settings, labels, box, side, loss, target)
@@ -109,7 +111,7 @@ def test_losses_of_label_maps(
 @BOXES
 @pytest.mark.parametrize(("module", "name", "their_settings", "our_settings"), LOSSES)
 def test_losses_without_maps(
-    published: Published,
+    published: PublishedCode,
     compare: Compare,
     batch: int,
     side: int,
@@ -128,7 +130,7 @@ def test_losses_without_maps(
     assert_equal(compare, what, settings, Labels(classes), box, side, loss, target)
 
 
-def test_the_loss_without_token_labels(published: Published, compare: Compare) -> None:
+def test_the_loss_without_token_labels(published: PublishedCode, compare: Compare) -> None:
     classes, (class_logits, token_logits) = labels_of(BATCH, SEED).classes, random_logits()
     target = published.targets.mixup_target(classes, CLASSES, smoothing=0.1, device="cpu")
     theirs = published.volo_losses.SoftTargetCrossEntropy()(class_logits, target)
@@ -137,8 +139,8 @@ def test_the_loss_without_token_labels(published: Published, compare: Compare) -
 
 
 @pytest.mark.parametrize("module", ["volo_losses", "lvvit_losses"])
-def test_one_label_of_a_map_for_the_whole_image(published: Published, compare: Compare, module: str) -> None:
-    """No setting of ours asks for it, but it is the image's target and cross-entropy."""
+def test_one_label_for_the_whole_image(published: PublishedCode, compare: Compare, module: str) -> None:
+    """No setting of ours selects it, but it tests the target of the image and the cross-entropy."""
     class_logits, _ = random_logits()
     target = published_target(published, BATCH, SEED, side=1)  # (batch, classes, 2)
     theirs = getattr(published, module).TokenLabelSoftTargetCrossEntropy()(class_logits, target)

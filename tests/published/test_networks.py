@@ -1,4 +1,4 @@
-"""The networks against the published ones, from the same weights: logits, losses, gradients."""
+"""The networks against the published ones with the same weights: logits, losses, gradients."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.published.checkouts import Published, named_folder
+from tests.published.checkouts import PublishedCode, named_folder
 from tests.published.conftest import Compare
 from tests.published.examples import BOX
 from tests.published.pairs import NAMES, Pair, compare_statistics, compare_training, pair_of
 from tests.unit.network_samples import random_images
 
-named_folder()  # or this module is skipped
+named_folder()  # skips this module without checkouts
 
 LARGE = ("volo_d4", "volo_d5", "lvvit_l")
 PARAMETERS = {
@@ -29,13 +29,13 @@ PARAMETERS = {
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def pair(request: pytest.FixtureRequest, published: Published) -> Pair:
-    """Return each network beside the published one."""
+def pair(request: pytest.FixtureRequest, published: PublishedCode) -> Pair:
+    """Return each network with the published one."""
     return pair_of(published, request.param)
 
 
-def batch_of(pair: Pair) -> int:
-    """Return the size of a batch: small where the network is large."""
+def batch_size_of(pair: Pair) -> int:
+    """Return the batch size, which is smaller for large networks."""
     return 2 if pair.name in LARGE else 4
 
 
@@ -55,15 +55,15 @@ def test_names_shapes_and_counts(pair: Pair) -> None:
 
 @torch.inference_mode()
 def test_evaluation(pair: Pair, compare: Compare) -> None:
-    images = random_images(batch_of(pair), 224)
+    images = random_images(batch_size_of(pair), 224)
     compare(f"{pair.name}, evaluation", pair.ours.eval()(images), pair.theirs.eval()(images))
 
 
 @torch.inference_mode()
-def test_training_logits(pair: Pair, published: Published, compare: Compare) -> None:
-    images = random_images(batch_of(pair), 224)
+def test_training_logits(pair: Pair, published: PublishedCode, compare: Compare) -> None:
+    images = random_images(batch_size_of(pair), 224)
     class_logits, token_logits = pair.ours.train().training_logits(images, BOX.swap_tokens)
-    with published.given_box(pair.name, BOX):
+    with published.fixed_box(pair.name, BOX):
         of_class, of_tokens, corners = pair.theirs.train()(images)
     assert corners == (3, 5, 10, 9)
     compare(f"{pair.name}, class logits in training", class_logits, of_class)
@@ -71,5 +71,5 @@ def test_training_logits(pair: Pair, published: Published, compare: Compare) -> 
     compare_statistics(pair.name, pair.ours, pair.theirs)
 
 
-def test_from_images_to_gradients(pair: Pair, published: Published, compare: Compare) -> None:
-    compare_training(published, compare, pair, batch_of(pair), BOX)
+def test_from_images_to_gradients(pair: Pair, published: PublishedCode, compare: Compare) -> None:
+    compare_training(published, compare, pair, batch_size_of(pair), BOX)

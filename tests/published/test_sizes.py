@@ -1,24 +1,24 @@
-"""The networks against the published ones at other sizes: 384 pixels, and batches that are odd."""
+"""The networks against the published ones at other sizes: 384 pixels and odd batches."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.published.checkouts import Published, named_folder
+from tests.published.checkouts import PublishedCode, named_folder
 from tests.published.conftest import Compare
 from tests.published.examples import box_on
 from tests.published.pairs import compare_statistics, compare_training, pair_of
 from tests.unit.network_samples import random_images
 
-named_folder()  # or this module is skipped
+named_folder()  # skips this module without checkouts
 
-# Of an odd batch the middle image is its own MixToken partner.
+# In an odd batch the middle image is its own MixToken partner.
 ODD = pytest.mark.parametrize("batch", [3, 5])
 
 
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_s"])
-def test_384_pixels(published: Published, compare: Compare, name: str) -> None:
+def test_384_pixels(published: PublishedCode, compare: Compare, name: str) -> None:
     pair, images, box = pair_of(published, name, img_size=384), random_images(2, 384), box_on(24)
     with torch.inference_mode():
         evaluated = pair.ours.eval()(images)
@@ -28,9 +28,9 @@ def test_384_pixels(published: Published, compare: Compare, name: str) -> None:
 
 @ODD
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
-def test_odd_batches(published: Published, compare: Compare, name: str, batch: int) -> None:
+def test_odd_batches(published: PublishedCode, compare: Compare, name: str, batch: int) -> None:
     pair, images, box = pair_of(published, name), random_images(batch, 224), box_on(14)
-    with torch.inference_mode(), published.given_box(name, box):
+    with torch.inference_mode(), published.fixed_box(name, box):
         class_logits, token_logits = pair.ours.train().training_logits(images, box.swap_tokens)
         of_class, of_tokens, _ = pair.theirs.train()(images)
     compare(f"{name}, class logits of {batch}", class_logits, of_class)

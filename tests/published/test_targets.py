@@ -1,4 +1,4 @@
-"""Targets from label maps against the published ones: maps of several sizes, crops at the edges."""
+"""Targets from label maps against the published ones, for maps of several sizes and crops at the edges."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from horovod_volo.objective.loss import LabelMapTargets, Targets
-from tests.published.checkouts import Published, _roi_align, named_folder
+from tests.published.checkouts import PublishedCode, _roi_align, named_folder
 from tests.published.conftest import Compare
-from tests.published.examples import CLASSES, labels_of, published_target_of, written_out
+from tests.published.examples import CLASSES, dense, labels_of, published_target_of
 
-named_folder()  # or this module is skipped
+named_folder()  # skips this module without checkouts
 
 BATCH, SEED = 4, 3
-# The published maps have 18 x 18 cells; teachers of other image sizes or strides give others. The
-# published code multiplies both axes by the width, so it reads maps that are higher than wide too.
+# The published maps have 18 x 18 cells; teachers with other image sizes or strides give others. The published
+# code multiplies both axes by the width, so it can also read maps that are higher than wide.
 CELLS = pytest.mark.parametrize(
     "cells", [(9, 9), (14, 14), (18, 18), (18, 12)], ids=lambda cells: "{} x {}".format(*cells)
 )
@@ -27,15 +27,14 @@ AT_THE_EDGES = torch.tensor(
         [0.0, 0.0, 1.0, 1.0],  # the whole image
         [0.0, 0.0, 1.0, 0.03],  # less than one cell wide
         [0.92, 0.9, 0.08, 0.1],  # the lower right corner
-        [0.0, 0.55, 0.5, 0.45],  # along the upper edge, up to the right one
-        [0.25, 0.0, 0.75, 0.5],  # down to the lower edge
+        [0.0, 0.55, 0.5, 0.45],  # along the upper edge to the right corner
+        [0.25, 0.0, 0.75, 0.5],  # along the left edge to the lower corner
     ]
 )
 
 
-# In single precision the published softmax adds up 1000 classes one after another. That rounds by up to
-# 5e-5 of a target; ours, and the published code where it calculates in double precision, agree ten times
-# more closely.
+# In single precision the published softmax adds 1000 classes one after another, with rounding errors of up to
+# 5e-5 in a target. In double precision the published targets differ ten times less from ours.
 PRECISIONS = pytest.mark.parametrize(
     ("precision", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-5)], ids=["single", "double"]
 )
@@ -50,15 +49,15 @@ def assert_equal(
 ) -> None:
     """Compare the targets of a batch with published ones, (batch, classes, 2 + tokens)."""
     tokens = target[:, :, 2:].transpose(1, 2).flatten(0, 1)
-    compare(f"{what}, image", written_out(ours.classes), target[:, :, 1], tolerance)
-    compare(f"{what}, tokens", written_out(ours.tokens), tokens, tolerance)
+    compare(f"{what}, image", dense(ours.classes), target[:, :, 1], tolerance)
+    compare(f"{what}, tokens", dense(ours.tokens), tokens, tolerance)
 
 
 @CELLS
 @SIDES
 @PRECISIONS
 def test_targets(
-    published: Published,
+    published: PublishedCode,
     compare: Compare,
     cells: tuple[int, int],
     side: int,
@@ -76,7 +75,12 @@ def test_targets(
 @SIDES
 @PRECISIONS
 def test_targets_of_crops_at_the_edges(
-    published: Published, compare: Compare, cells: int, side: int, precision: torch.dtype, tolerance: float
+    published: PublishedCode,
+    compare: Compare,
+    cells: int,
+    side: int,
+    precision: torch.dtype,
+    tolerance: float,
 ) -> None:
     labels = labels_of(len(AT_THE_EDGES), SEED, (cells, cells))
     labels = replace(labels, maps=replace(labels.maps, boxes=AT_THE_EDGES))
@@ -88,8 +92,8 @@ def test_targets_of_crops_at_the_edges(
 
 @pytest.mark.parametrize("cells", [9, 14, 18])
 @SIDES
-def test_the_corrected_geometry(published: Published, compare: Compare, cells: int, side: int) -> None:
-    """The published code gives it where it is handed its coordinates in the order that it takes them in."""
+def test_the_corrected_geometry(published: PublishedCode, compare: Compare, cells: int, side: int) -> None:
+    """The published code computes it if its boxes have the order of coordinates that it assumes."""
     labels = labels_of(BATCH, SEED, (cells, cells))
     assert labels.maps is not None
     boxes = labels.maps.boxes[:, [1, 0, 3, 2]]
@@ -99,11 +103,11 @@ def test_the_corrected_geometry(published: Published, compare: Compare, cells: i
     what = f"corrected targets of {cells} x {cells} cells, {side} x {side}"
     assert_equal(compare, what, ours, target, tolerance=1e-5)
     reference = LabelMapTargets(CLASSES, side, 0.1, "reference")(labels)
-    assert (written_out(ours.tokens) - written_out(reference.tokens)).abs().max() > 0.1
+    assert (dense(ours.tokens) - dense(reference.tokens)).abs().max() > 0.1
 
 
-def test_averages_of_classes_that_no_cell_shows_are_zero() -> None:
-    """The published code is run without them: their averages must be what it would have made."""
+def test_averages_of_classes_that_no_cell_has_are_zero() -> None:
+    """`_roi_align` does not compute them; the published code must give the same."""
     maps = torch.randn(2, 6, 9, 9, generator=torch.Generator().manual_seed(SEED))
     boxes = torch.tensor([[0, 0.5, 1.0, 6.0, 7.5], [1, -0.5, 2.0, 3.0, 8.5]])
     whole = _roi_align(maps, boxes, (14, 14))

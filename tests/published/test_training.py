@@ -1,4 +1,4 @@
-"""Ten steps of our training against ten of the published network, the published loss and plain AdamW."""
+"""Ten steps of our training against ten with the published network, the published loss and torch's AdamW."""
 
 from __future__ import annotations
 
@@ -10,27 +10,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.bench.synthetic import checked_config, synthetic_context
+from horovod_volo.bench.synthetic import bench_config, synthetic_context
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step
 from horovod_volo.objective.mixing import Box
-from tests.published.checkouts import Published, named_folder
+from tests.published.checkouts import PublishedCode, named_folder
 from tests.published.conftest import Compare
-from tests.published.drop_path import Draw, recorded_draws_of_ours, the_published_draw
+from tests.published.drop_path import Draw, record_draws_of_ours, use_draws_in_published
 from tests.published.examples import CLASSES, labels_of, published_target_of
 from tests.published.pairs import Pair, compare_statistics
 
-named_folder()  # or this module is skipped
+named_folder()  # skips this module without checkouts
 
 STEPS, BATCH, PIXELS = 10, 4, 64
-DECAY = 1.0  # twenty times the published one: a tensor in the wrong group is to show in ten steps
+DECAY = (
+    1.0  # twenty times the published one, so that a tensor in the wrong group is detected within ten steps
+)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What both take a step with."""
+    """The inputs of a step of both trainings."""
 
     images: Tensor
     labels: Labels
@@ -40,8 +42,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class PretrainedModel:
-    """What a training ends in."""
+class TrainedModel:
+    """The result of a training."""
 
     losses: Tensor  # (steps,)
     weights: dict[str, Tensor]
@@ -49,11 +51,11 @@ class PretrainedModel:
 
 
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
-def test_ten_steps(published: Published, compare: Compare, name: str) -> None:
-    """Ours may be as far from the published training as rounding takes that one from itself.
+def test_ten_steps(published: PublishedCode, compare: Compare, name: str) -> None:
+    """Our training may differ from the published one as much as rounding changes the published one.
 
-    AdamW divides each gradient by its own size, so rounding grows at once to a whole step where a gradient is
-    no more than rounding. How far that goes is measured: by the published training in double precision.
+    AdamW divides each gradient by its magnitude, so a gradient that is only rounding gives a full step.
+    The effect is measured with the published training in double precision.
     """
     context = context_of(name)
     begin = {key: tensor.clone() for key, tensor in context.state.model.state_dict().items()}
@@ -63,11 +65,11 @@ def test_ten_steps(published: Published, compare: Compare, name: str) -> None:
 
     own, rounding = distances(ours, single, begin), distances(single, double, begin)
     whole = rounding.pop("all")
-    assert 1e-5 < whole < 1e-2  # else there is nothing to measure by
+    assert 1e-5 < whole < 1e-2  # otherwise the comparison is meaningless
     nothing = torch.tensor(0.0)
-    what = f"{name}, ten steps, distance as a share of the way"
+    what = f"{name}, ten steps, distance relative to the update"
     compare(what, torch.tensor(own.pop("all")), nothing, whole)
-    # Each tensor alone; without its decay one that is drawn with a deviation of 0.02 is 0.02 away.
+    # Each tensor alone. Without its decay, one drawn with a standard deviation of 0.02 would differ by 0.02.
     excess = {key: own[key] - 2 * rounding[key] for key in own}
     farthest = max(excess, key=excess.__getitem__)
     alone = f"{what}, {farthest} alone, rounding {rounding[farthest]:.1e}"
@@ -78,36 +80,35 @@ def test_ten_steps(published: Published, compare: Compare, name: str) -> None:
     compare_statistics(name, ours.model, single.model)
 
 
-def distances(one: PretrainedModel, other: PretrainedModel, begin: dict[str, Tensor]) -> dict[str, float]:
-    """Return the distance of two trained models relative to the second's update, per tensor and in all."""
+def distances(one: TrainedModel, other: TrainedModel, begin: dict[str, Tensor]) -> dict[str, float]:
+    """Return the distance of two models relative to the second's update, for each tensor and in total."""
     apart = {key: (one.weights[key] - end).norm().item() for key, end in other.weights.items()}
-    ways = {key: (end - begin[key]).norm().item() for key, end in other.weights.items()}
-    whole = math.hypot(*apart.values()) / math.hypot(*ways.values())
-    return {key: apart[key] / ways[key] for key in ways} | {"all": whole}
+    updates = {key: (end - begin[key]).norm().item() for key, end in other.weights.items()}
+    whole = math.hypot(*apart.values()) / math.hypot(*updates.values())
+    return {key: apart[key] / updates[key] for key in updates} | {"all": whole}
 
 
 def context_of(name: str) -> TrainContext:
-    """Build our run of the published command, but for the size of its images."""
+    """Build our run of the published command, with smaller images."""
     lvvit = name.startswith("lvvit")
-    settings = {
-        "model": name,
-        "img_size": PIXELS,
-        "batch_size": BATCH,
-        "drop_path": 0.1,
-        "weight_decay": DECAY,
-        "token_label": True,
-        "token_label_data": "random",
-        "label_geometry": "reference",
-        "ground_truth": not lvvit,
-        "dense_weight": 1.0 if lvvit else 0.5,
-        "precision": "fp32",
-    }
-    context = synthetic_context(checked_config(settings), World.single(), CLASSES)
+    config = bench_config(
+        model=name,
+        num_classes=CLASSES,
+        img_size=PIXELS,
+        batch_size=BATCH,
+        drop_path=0.1,
+        weight_decay=DECAY,
+        label_geometry="reference",
+        ground_truth=not lvvit,
+        dense_weight=1.0 if lvvit else 0.5,
+        precision="fp32",
+    )
+    context = synthetic_context(config, World.single())
     return replace(context, lr=lambda step: 1e-4 * (step + 1))
 
 
-def train_ours(context: TrainContext) -> tuple[PretrainedModel, list[Step]]:
-    """Take the steps by the engine; return with the result what the published training needs of them."""
+def train_ours(context: TrainContext) -> tuple[TrainedModel, list[Step]]:
+    """Train with the engine; return the result and the inputs of each step for the published training."""
     steps, losses = [], []
     for number in range(STEPS):
         labels = labels_of(BATCH, seed=number)
@@ -116,7 +117,7 @@ def train_ours(context: TrainContext) -> tuple[PretrainedModel, list[Step]]:
         assert isinstance(box, Box)
         batch = TrainBatch(images, labels, np.arange(BATCH))
         context.meter.reset()
-        with recorded_draws_of_ours() as draws:
+        with record_draws_of_ours() as draws:
             train_step(context, iter([batch]))
         losses.append(context.meter.sums()["total"])
         steps.append(Step(images, labels, box, context.lr(number), draws))
@@ -124,9 +125,9 @@ def train_ours(context: TrainContext) -> tuple[PretrainedModel, list[Step]]:
 
 
 def train_published(
-    published: Published, name: str, begin: dict[str, Tensor], steps: list[Step], precision: torch.dtype
-) -> PretrainedModel:
-    """Take the same steps with the published network and loss, and torch's own AdamW."""
+    published: PublishedCode, name: str, begin: dict[str, Tensor], steps: list[Step], precision: torch.dtype
+) -> TrainedModel:
+    """Train the same steps with the published network and loss and torch's AdamW."""
     model = published.network(name, img_size=PIXELS, drop_path=0.1)
     model.load_state_dict(begin, strict=True)
     pair = Pair(name, ours=None, theirs=model.to(precision))
@@ -136,7 +137,7 @@ def train_published(
         for group in optimizer.param_groups:
             group["lr"] = step.lr
         target = published_target_of(published, step.labels, step.box.grid, precision=torch.float64)
-        with the_published_draw(published, step.draws):
+        with use_draws_in_published(published, step.draws):
             loss = pair.published_loss(published, step.images.to(precision), target.to(precision), step.box)
         optimizer.zero_grad()
         loss.backward()
@@ -146,7 +147,7 @@ def train_published(
 
 
 def groups_of(model: nn.Module) -> list[dict[str, object]]:
-    """Group a network's parameters by the rule of the timm that the published training asks for."""
+    """Group a network's parameters as by the version of timm that the published training requires."""
     exempt = model.no_weight_decay()
     decayed, others = [], []
     for name, parameter in model.named_parameters():
@@ -155,7 +156,7 @@ def groups_of(model: nn.Module) -> list[dict[str, object]]:
     return [{"params": others, "weight_decay": 0.0}, {"params": decayed, "weight_decay": DECAY}]
 
 
-def trained(losses: list[float], model: nn.Module) -> PretrainedModel:
-    """Put the end of a training together, in double precision."""
+def trained(losses: list[float], model: nn.Module) -> TrainedModel:
+    """Return the result of a training in double precision."""
     weights = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
-    return PretrainedModel(torch.tensor(losses, dtype=torch.float64), weights, model)
+    return TrainedModel(torch.tensor(losses, dtype=torch.float64), weights, model)

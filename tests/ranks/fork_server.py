@@ -2,16 +2,16 @@
 
     python -m tests.ranks.fork_server SOCKET
 
-A rank spends three seconds of CPU time on imports before its first line. Here they are paid once. The
-programs are started by `forked_rank.py`, which stands where a launcher wants its program; a child takes
-over that process's arguments, environment, folder, streams and CPUs, and its exit status goes back.
-Nothing a child needs may have begun before the fork: no thread runs, Horovod and MPI are not initialized.
+The imports of a rank take three seconds of CPU time; here they are done once. A launcher starts
+`forked_rank.py` instead of the program. The child takes over the arguments, environment, working directory,
+streams and CPUs of that process, and returns its exit status to it. At the fork no other thread may run, and
+Horovod and MPI must not be initialized.
 
-What differs from an interpreter of its own: variables that libraries read while they are loaded cannot
-change (the request is refused), and all children have one hash seed. Tests of start-up, of the binding
-to CPUs and of a launcher's environment therefore start plain interpreters.
+Two things differ from an interpreter of its own: a child cannot have other values of variables that libraries
+read while they are loaded (the request is refused), and all children have the same hash seed. Tests of
+start-up, of the binding to CPUs and of a launcher's environment therefore start plain interpreters.
 
-The server ends when its standard input does, and its children with it.
+The server ends with its standard input, and its children with the server.
 """
 
 from __future__ import annotations
@@ -31,29 +31,31 @@ import shutil
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
-# Read while the interpreter starts or a library is loaded.
+# Prefixes of variables that are read while the interpreter starts or a library is loaded.
 READ_ON_LOADING = (
     *("PYTHON", "LD_", "MALLOC_", "GLIBC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
     *("TORCH", "PYTORCH", "DALI_", "TRITON_", "CUDA_", "TF_", "LC_", "LANG"),
     *("HF_", "HUGGINGFACE_", "TIMM_", "XDG_", "HOME"),
 )
-# Of these names, what is read later, or done by a child itself.
+# Exceptions: variables that are read later, or applied by the child itself.
 READ_LATER = ("TORCHINDUCTOR_", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED")
-# One thread, so that none is lost at a fork; waiting threads sleep, as ranks share few cores.
-OF_THE_SERVER = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+# One thread, because a fork loses all others; waiting threads sleep, because ranks share few cores.
+SERVER_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 PR_SET_PDEATHSIG = 1
 
 
 def load() -> None:
-    """Import what ranks import; raise where that starts a thread, which a fork would lose."""
-    import horovod_volo.models.timm_api  # first: timm cannot be imported everywhere
+    """Import what ranks import; raise if that starts a thread, which a fork would lose."""
+    import horovod_volo.models.timm_api  # before timm, which imports torchvision
 
     # isort: split
     import horovod.runner.launch
     import horovod.torch
+    import nvidia.dali.fn  # noqa: F401
     import torch
     import torch._dynamo
     import torch.utils.checkpoint
@@ -69,8 +71,8 @@ def load() -> None:
         raise RuntimeError("the imports initialized CUDA or Horovod: that does not survive a fork")
 
 
-def loaded_with(environment: dict[str, str]) -> dict[str, str]:
-    """Return what a process cannot change any more, once it runs."""
+def fixed_variables(environment: dict[str, str]) -> dict[str, str]:
+    """Return the variables that a running process can no longer change."""
     return {
         name: text
         for name, text in environment.items()
@@ -79,7 +81,7 @@ def loaded_with(environment: dict[str, str]) -> dict[str, str]:
 
 
 def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Read a request and the three streams that come with it."""
+    """Read a request and the three streams that it passes."""
     streams = array.array("i")
     data, others, _, _ = client.recvmsg(65536, socket.CMSG_SPACE(3 * streams.itemsize))
     for level, kind, content in others:
@@ -95,31 +97,31 @@ def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def serve(address: str) -> list[str]:
-    """Fork a child for each request. Returns in each child alone: the words that it is to run."""
-    started_with = loaded_with(dict(os.environ))
-    listening = socket.socket(socket.AF_UNIX)
-    listening.bind(address)
-    listening.listen(64)
-    waiting = selectors.DefaultSelector()
-    waiting.register(listening, selectors.EVENT_READ)
-    waiting.register(sys.stdin, selectors.EVENT_READ)
-    clients: dict[socket.socket, int] = {}  # its child
-    children: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that tells of its end
+    """Fork a child for each request. Returns only in children: the arguments of the program to run."""
+    server_variables = fixed_variables(dict(os.environ))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    clients: dict[socket.socket, int] = {}  # the child of each
+    children: dict[int, tuple[int, socket.socket]] = {}  # by the descriptor that is ready when the child ends
     gc.collect()
-    gc.freeze()  # the collector would touch, and so copy, pages that children share
+    gc.freeze()  # a collection would write to, and thereby copy, the shared pages
     print("ready", flush=True)
     while True:
-        for key, _ in waiting.select():
+        for key, _ in selector.select():
             if key.fileobj is sys.stdin:
                 shutil.rmtree(Path(address).parent, ignore_errors=True)
-                os._exit(0)  # children are killed by the kernel
-            if key.fileobj is listening:
-                client, _ = listening.accept()
+                os._exit(0)  # the kernel kills the children
+            if key.fileobj is listener:
+                client, _ = listener.accept()
                 request, streams = receive(client)
-                child = os.fork() if _is_possible(client, request, started_with) else -1
+                child = os.fork() if _is_possible(client, request, server_variables) else -1
                 if child == 0:
-                    waiting.close()
-                    for other in (listening, client, *clients):
+                    selector.close()
+                    for other in (listener, client, *clients):
                         other.close()
                     for descriptor in children:
                         os.close(descriptor)
@@ -131,30 +133,30 @@ def serve(address: str) -> list[str]:
                     continue
                 ended = os.pidfd_open(child)
                 clients[client], children[ended] = child, (child, client)
-                waiting.register(client, selectors.EVENT_READ)
-                waiting.register(ended, selectors.EVENT_READ)
+                selector.register(client, selectors.EVENT_READ)
+                selector.register(ended, selectors.EVENT_READ)
             elif key.fileobj in clients:
-                _pass_on(key.fileobj, clients, waiting)
+                _forward_signals(key.fileobj, clients, selector)
             elif key.fileobj in children:
                 child, client = children.pop(key.fileobj)
-                waiting.unregister(key.fileobj)
+                selector.unregister(key.fileobj)
                 os.close(key.fileobj)
                 _, status = os.waitpid(child, 0)
                 if clients.pop(client, None) is not None:
-                    waiting.unregister(client)
+                    selector.unregister(client)
                     with contextlib.suppress(BrokenPipeError):
                         client.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
                 client.close()
 
 
-def _is_possible(client: socket.socket, request: dict[str, Any], started_with: dict[str, str]) -> bool:
-    """Say whether a child can run this; else tell the client why not."""
-    wanted = loaded_with(request["environment"])
-    # What the server alone was given, the trainer sets for itself.
-    started_with = {name: text for name, text in started_with.items() if name not in OF_THE_SERVER} | {
-        name: text for name, text in OF_THE_SERVER.items() if name in wanted
-    }
-    names = {name for name, _ in wanted.items() ^ started_with.items()}
+def _is_possible(client: socket.socket, request: dict[str, Any], server_variables: dict[str, str]) -> bool:
+    """Return whether a child can run the request; send the client the reason if not."""
+    requested = fixed_variables(request["environment"])
+    # The trainer sets the variables that only the server has.
+    server_variables = {
+        name: text for name, text in server_variables.items() if name not in SERVER_ENVIRONMENT
+    } | {name: text for name, text in SERVER_ENVIRONMENT.items() if name in requested}
+    names = {name for name, _ in requested.items() ^ server_variables.items()}
     if names:
         client.sendall(
             f"refused: {', '.join(sorted(names))} cannot change in a fork of a process that has loaded "
@@ -163,25 +165,25 @@ def _is_possible(client: socket.socket, request: dict[str, Any], started_with: d
     return not names
 
 
-def _pass_on(
-    client: socket.socket, clients: dict[socket.socket, int], waiting: selectors.BaseSelector
+def _forward_signals(
+    client: socket.socket, clients: dict[socket.socket, int], selector: selectors.BaseSelector
 ) -> None:
-    """Send a child the signals that its client was sent; a client that has gone takes its child along."""
+    """Send the signals of a client to its child; kill the child if the client has ended."""
     try:
         numbers = client.recv(64)
     except ConnectionResetError:
         numbers = b""
     child = clients[client]
     for number in numbers or [signal.SIGKILL]:
-        os.kill(child, number)  # not waited for yet, so nobody else has its number
+        os.kill(child, number)  # the child is not waited for yet, so its number is not used again
     if not numbers:
-        waiting.unregister(client)
+        selector.unregister(client)
         del clients[client]
 
 
 def _become(request: dict[str, Any], streams: list[int]) -> list[str]:
-    """Make this child what the client is: its streams, environment, folder and CPUs."""
-    atexit.register(gc.unfreeze)  # an interpreter's end frees all there is
+    """Give this child the client's streams, environment, working directory and CPUs."""
+    gc.unfreeze = lambda: None  # collections would write to, and thereby copy, the server's pages
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setpgid(0, 0)
     for number, stream in enumerate(streams):
@@ -212,24 +214,43 @@ def _become(request: dict[str, Any], streams: list[int]) -> list[str]:
     np.random.seed()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     torch.set_num_threads(int(threads) if threads.isdecimal() else len(request["cpus"]))
-    words: list[str] = request["words"]
-    return words
+    arguments: list[str] = request["arguments"]
+    return arguments
 
 
-def run(words: list[str]) -> None:
-    """Run a program as `python WORDS` does."""
-    if words[0] == "-m":
+def run_to_the_end(arguments: list[str]) -> None:
+    """Run a program and end like an interpreter, but without freeing the objects of the server."""
+    try:
+        run(arguments)
+        status: object = 0
+    except SystemExit as exit_request:
+        status = 0 if exit_request.code is None else exit_request.code
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        status = 1
+    if not isinstance(status, int):
+        print(status, file=sys.stderr)
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
+
+
+def run(arguments: list[str]) -> None:
+    """Run a program as `python ARGUMENTS` does."""
+    if arguments[0] == "-m":
         sys.path[0] = str(Path.cwd())
-        sys.argv = words[1:]
-        sys.modules.pop(words[1], None)  # a program that was imported runs as if it had not been
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        sys.argv = arguments[1:]
+        sys.modules.pop(arguments[1], None)  # so that the program is executed again as __main__
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = str(Path(words[0]).resolve().parent)
-        sys.argv = words
-        runpy.run_path(words[0], run_name="__main__")
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
 
 
 if __name__ == "__main__":
     load()
-    # At the top, so that a child ends as an interpreter does.
-    run(serve(sys.argv[1]))
+    run_to_the_end(serve(sys.argv[1]))

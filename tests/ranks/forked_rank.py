@@ -1,9 +1,9 @@
-"""Stands where a launcher wants `python WORDS` and has the fork server run it; a few milliseconds' work.
+"""Runs a Python program in a fork of the fork server, as a launcher would run `python ARGUMENTS`.
 
     python -IS forked_rank.py SOCKET -m horovod_volo.train ...
 
-Takes the place of the program towards its launcher: passes signals on, ends with its exit status or by
-the signal that ended it. Where this process is killed, the server kills the child.
+Towards its launcher this process behaves like the program: it forwards signals, and ends with the program's
+exit status or by the signal that ended it. If this process is killed, the server kills the child.
 """
 
 import array
@@ -13,16 +13,16 @@ import signal
 import socket
 import sys
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def main(address: str, words: list[str]) -> int:
+def main(address: str, arguments: list[str]) -> int:
     if signal.pthread_sigmask(signal.SIG_BLOCK, []):
         print("signals are blocked: start this program in an interpreter of its own", file=sys.stderr)
         return 1
     request = json.dumps(
         {
-            "words": words,
+            "arguments": arguments,
             "environment": dict(os.environ),
             "folder": os.getcwd(),  # noqa: PTH109  # pathlib takes longer to import than all else here
             "umask": _umask(),
@@ -31,26 +31,26 @@ def main(address: str, words: list[str]) -> int:
     ).encode()
     server = socket.socket(socket.AF_UNIX)
     server.connect(address)
-    for number in PASSED_ON:
+    for number in FORWARDED:
         signal.signal(number, lambda number, _: server.send(bytes([number])))
-    # Signals wait until the request is out: a number within it would be taken for a part of it.
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    # Signals are blocked until the request is sent, so that their numbers do not end up inside it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     streams = array.array("i", [0, 1, 2])
     first = b"%d\n" % len(request)
     server.sendmsg([first], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
     server.sendall(request)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-    answer = b""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    response = b""
     while more := server.recv(4096):
-        answer += more
-    text = answer.decode().strip()
+        response += more
+    text = response.decode().strip()
     try:
         status = int(text)
     except ValueError:
         print(f"the fork server {text or 'is gone'}", file=sys.stderr)
         return 1
     if status < 0:
-        if -status in PASSED_ON:
+        if -status in FORWARDED:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     return status

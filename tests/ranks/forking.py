@@ -1,9 +1,10 @@
-"""Starts the fork server when the first test wants a rank, and ends it with the tests."""
+"""Starts the fork server when a test first needs a rank, and ends it with the tests."""
 
 from __future__ import annotations
 
 import atexit
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,38 +12,58 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tests.ranks.fork_server import OF_THE_SERVER
+from tests.ranks.fork_server import SERVER_ENVIRONMENT
+from tests.ranks.warning_filters import python_warnings
 
 ROOT = Path(__file__).parents[2]
 
 
 def fork() -> list[str]:
-    """Return the words that have the fork server run the program behind them."""
-    if Path("/dev/nvidiactl").exists():  # what CUDA's libraries begin when they are loaded ends at a fork
+    """Return the command prefix that runs a Python program in a fork of the fork server."""
+    if Path(
+        "/dev/nvidiactl"
+    ).exists():  # CUDA's libraries cannot be used in a fork of a process that has loaded them
         return [sys.executable]
-    # Its few imports are the standard library's: no site-packages, and none of their start-up files.
+    # It imports little, and nothing but the standard library, so it starts without site-packages.
     return [sys.executable, "-IS", str(ROOT / "tests/ranks/forked_rank.py"), _server()]
 
 
 @cache
-def _server() -> str:
-    """Start the server; return its socket."""
-    folder = Path(tempfile.mkdtemp(prefix="forks_"))  # short: a socket's path may have 107 characters
+def path_of_forks() -> str:
+    """Return a PATH on which `python` and `horovodrun` run in forks of the fork server.
+
+    A test of a documented command sets it after tools/activate, so that the command itself is unchanged.
+    """
+    folder, scripts = tempfile.mkdtemp(prefix="forked_programs_"), Path(sys.executable).parent
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    with (folder / "problems").open("w") as problems:
+    for name, arguments in (("python", []), ("horovodrun", [str(scripts / "horovodrun")])):
+        script = Path(folder, name)
+        script.write_text(f'#!/bin/sh\nexec {shlex.join([*fork(), *arguments])} "$@"\n', encoding="utf-8")
+        script.chmod(0o755)
+    return f"{folder}:{scripts}:{os.environ['PATH']}"
+
+
+@cache
+def _server() -> str:
+    """Start the server and return the path of its socket."""
+    folder = Path(
+        tempfile.mkdtemp(prefix="forks_")
+    )  # a short path, because that of a socket may have 107 characters
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    with (folder / "stderr").open("w") as stderr:
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.ranks.fork_server", str(folder / "socket")],
             cwd=ROOT,
-            env=os.environ | OF_THE_SERVER,
-            stdin=subprocess.PIPE,  # its end is the server's
+            env=os.environ | SERVER_ENVIRONMENT | {"PYTHONWARNINGS": python_warnings()},
+            stdin=subprocess.PIPE,  # the server ends when this is closed
             stdout=subprocess.PIPE,
-            stderr=problems,
+            stderr=stderr,
             text=True,
             start_new_session=True,
         )
-    atexit.register(server.wait)  # so that its CPU time is of the tests
+    atexit.register(server.wait)  # so that its CPU time counts as that of the tests
     atexit.register(server.kill)
     assert server.stdout is not None
     if server.stdout.readline() != "ready\n":
-        raise RuntimeError(f"the fork server did not start: {(folder / 'problems').read_text()}")
+        raise RuntimeError(f"the fork server did not start: {(folder / 'stderr').read_text()}")
     return str(folder / "socket")

@@ -1,4 +1,4 @@
-"""The binding that a run reports is the one that the kernel reports for the live processes."""
+"""The binding that a run reports is that of its processes, as the kernel reports it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from horovod_volo.cluster.topology import cpu_list, cpu_ranges
 from horovod_volo.data.demo.demo_set import make_demo_set
 from tests.ranks.launching import environment, launcher, ranks_of
 
-MINE = sorted(os.sched_getaffinity(0))
-two_cpus = pytest.mark.skipif(len(MINE) < 2, reason="two ranks need a CPU each")
+ALLOWED_CPUS = sorted(os.sched_getaffinity(0))
+two_cpus = pytest.mark.skipif(len(ALLOWED_CPUS) < 2, reason="two ranks need a CPU each")
 
 
 def two_nodes(root: Path) -> Path:
-    """Describe this machine's first two CPUs as a NUMA node each."""
+    """Write a /sys in which each of this machine's first two CPUs is a NUMA node."""
     node, cpu = root / "sys/devices/system/node", root / "sys/devices/system/cpu"
-    files = {node / f"node{number}/cpulist": str(MINE[number]) for number in range(2)}
+    files = {node / f"node{number}/cpulist": str(ALLOWED_CPUS[number]) for number in range(2)}
     files |= {node / f"node{number}/distance": ("10 20", "20 10")[number] for number in range(2)}
-    files[cpu / "online"] = cpu_ranges(MINE[:2])
+    files[cpu / "online"] = cpu_ranges(ALLOWED_CPUS[:2])
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -38,17 +38,17 @@ def two_nodes(root: Path) -> Path:
 def test_each_rank_has_its_node(tmp_path: Path, start_with: str) -> None:
     root = two_nodes(tmp_path / "host")
     found = ranks_of("binding", tmp_path, "numa", str(root), ranks=2, start_with=start_with, plain=True)
-    for rank, left in enumerate(found):
-        assert left["cpus"] == [MINE[rank]]
-        assert left["cpus_of_threads"] == [str(MINE[rank])]  # of every thread, Horovod's among them
-        assert left["threads"] >= 3
-        assert left["threads_of_torch"] == 1
-        assert left["nodes"] == [rank]
+    for rank, saved in enumerate(found):
+        assert saved["cpus"] == [ALLOWED_CPUS[rank]]
+        assert saved["cpus_of_threads"] == [str(ALLOWED_CPUS[rank])]  # of all threads, including Horovod's
+        assert saved["threads"] >= 3
+        assert saved["threads_of_torch"] == 1
+        assert saved["nodes"] == [rank]
     assert found[0]["memory"] == [0]
     assert found[0]["policy"] == ["prefer:0"]
     assert found[0]["warnings"] == []
     if not Path("/sys/devices/system/node/node1").is_dir():
-        # A refusal of the system is only a warning.
+        # If the system refuses, there is a warning.
         assert found[1]["memory"] == []
         assert found[1]["policy"] == ["default"]
         assert found[1]["warnings"] == ["memory is not bound to NUMA node 1: Invalid argument"]
@@ -57,17 +57,17 @@ def test_each_rank_has_its_node(tmp_path: Path, start_with: str) -> None:
 @two_cpus
 def test_binding_none_changes_nothing(tmp_path: Path) -> None:
     root = two_nodes(tmp_path / "host")
-    for left in ranks_of("binding", tmp_path, "none", str(root), ranks=2, start_with="gloo", plain=True):
-        assert left["cpus_of_threads"] == [cpu_ranges(MINE)]
-        assert left["memory"] == []
+    for saved in ranks_of("binding", tmp_path, "none", str(root), ranks=2, start_with="gloo", plain=True):
+        assert saved["cpus_of_threads"] == [cpu_ranges(ALLOWED_CPUS)]
+        assert saved["memory"] == []
 
 
 @two_cpus
 def test_cpus_bound_by_the_launcher_are_not_changed(tmp_path: Path) -> None:
-    words = ["mpirun", "-np", "2", "-bind-to", "core", "-map-by", "slot"]
+    command = ["mpirun", "-np", "2", "-bind-to", "core", "-map-by", "slot"]
     script = str(Path(__file__).parent / "worker_binding.py")
     subprocess.run(
-        [*words, sys.executable, script, str(tmp_path), "core", "/"],
+        [*command, sys.executable, script, str(tmp_path), "core", "/"],
         check=True,
         env=environment(),
         timeout=120,
@@ -75,11 +75,11 @@ def test_cpus_bound_by_the_launcher_are_not_changed(tmp_path: Path) -> None:
     import torch
 
     found = [torch.load(tmp_path / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
-    assert {left["cpus_of_threads"][0] for left in found} == {str(cpu) for cpu in MINE[:2]}
-    for left in found:
-        cpus = cpu_ranges(left["cpus"])
-        assert left["cpus_of_threads"] == [cpus]
-        assert left["warnings"] == [
+    assert {saved["cpus_of_threads"][0] for saved in found} == {str(cpu) for cpu in ALLOWED_CPUS[:2]}
+    for saved in found:
+        cpus = cpu_ranges(saved["cpus"])
+        assert saved["cpus_of_threads"] == [cpus]
+        assert saved["warnings"] == [
             f"the launcher bound this rank to CPUs {cpus}: --binding does not change that"
         ]
 
@@ -87,11 +87,11 @@ def test_cpus_bound_by_the_launcher_are_not_changed(tmp_path: Path) -> None:
 @two_cpus
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
 def test_a_run_has_the_binding_that_it_reports(tmp_path: Path, start_with: str) -> None:
-    """Inspect a real training run from outside while it runs."""
+    """Inspect the processes of a training run while it runs."""
     images = tmp_path / "images"
     make_demo_set(images, train=64, val=16)
-    words = [*launcher(start_with, 2, plain=True), sys.executable, "-m", "horovod_volo.train", str(images)]
-    words += [
+    command = [*launcher(start_with, 2, plain=True), sys.executable, "-m", "horovod_volo.train", str(images)]
+    command += [
         "--recipe",
         "demo",
         "--img-size",
@@ -103,8 +103,8 @@ def test_a_run_has_the_binding_that_it_reports(tmp_path: Path, start_with: str) 
         "--log-every",
         "1",
     ]
-    words += ["--output", str(tmp_path), "--name", "run"]
-    words += [
+    command += ["--output", str(tmp_path), "--name", "run"]
+    command += [
         "--horovod-timeline",
         str(tmp_path / "line.json"),
         "--horovod-autotune",
@@ -113,7 +113,7 @@ def test_a_run_has_the_binding_that_it_reports(tmp_path: Path, start_with: str) 
     with (
         (tmp_path / "output").open("w") as log,
         subprocess.Popen(
-            words, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
+            command, stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True
         ) as run,
     ):
         try:
@@ -121,13 +121,13 @@ def test_a_run_has_the_binding_that_it_reports(tmp_path: Path, start_with: str) 
                 "bindings"
             ]
             first_text(tmp_path / "run" / "metrics.jsonl", run, seconds=60)
-            ranks = trainers(str(images))
+            ranks = ranks_training_on(str(images))
             assert sorted(ranks) == [0, 1]
             for rank, process in ranks.items():
                 threads = list((process / "task").iterdir())
                 assert len(threads) > 3
-                assert {cpus_of(thread) for thread in threads} == {str(MINE[rank])}
-                assert reported[rank] == f"cpu; 1 thread on CPU {MINE[rank]}"
+                assert {cpus_of(thread) for thread in threads} == {str(ALLOWED_CPUS[rank])}
+                assert reported[rank] == f"cpu; 1 thread on CPU {ALLOWED_CPUS[rank]}"
             assert "allreduce" in (tmp_path / "line.json").read_text()
             assert "tensor_fusion_threshold" in (tmp_path / "tried.csv").read_text()
         finally:
@@ -142,16 +142,20 @@ def first_text(file: Path, run: subprocess.Popen[bytes], *, seconds: float) -> s
         if file.exists() and (text := file.read_text()):
             return text
         time.sleep(0.1)
-    pytest.fail(f"{file.name} did not come: {(file.parents[1] / 'output').read_text()}")
+    pytest.fail(f"{file.name} was not written: {(file.parents[1] / 'output').read_text()}")
 
 
-def trainers(images: str) -> dict[int, Path]:
-    """Find the live ranks that train on these images, by rank."""
+def ranks_training_on(images: str) -> dict[int, Path]:
+    """Find the processes that train on these images, by rank."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (process / "cmdline").read_bytes().decode().split("\0")
-            if images in words and "horovod_volo.train" in words and Path(words[0]).name.startswith("python"):
+            arguments = (process / "cmdline").read_bytes().decode().split("\0")
+            if (
+                images in arguments
+                and "horovod_volo.train" in arguments
+                and Path(arguments[0]).name.startswith("python")
+            ):
                 of_process = dict(
                     line.partition("=")[::2]
                     for line in (process / "environ").read_bytes().decode().split("\0")
@@ -168,7 +172,7 @@ def cpus_of(thread: Path) -> str:
     return next(line.split()[1] for line in lines if line.startswith("Cpus_allowed_list"))
 
 
-def test_numbers_are_written_as_the_kernel_does() -> None:
+def test_lists_of_cpus_have_the_format_of_the_kernel() -> None:
     assert cpu_list("0-3,8\n") == (0, 1, 2, 3, 8)
     assert cpu_ranges((8, 0, 1, 2, 3)) == "0-3,8"
     assert cpu_list("") == ()

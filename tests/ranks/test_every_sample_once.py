@@ -1,6 +1,6 @@
-"""A run that is killed and resumed, also on another number of ranks, takes each sample of an epoch once.
+"""A run that is killed and resumed, also on another number of ranks, has each sample of an epoch once.
 
-The trainer runs as users run it, from every format that images may lie in.
+The trainer is started by its command line, with images in every format.
 """
 
 import json
@@ -18,8 +18,9 @@ from tests.unit.shard_writers import example, recordio_content, write_recordio, 
 IMAGES, GLOBAL_BATCH, EPOCHS = 48, 12, 2
 STEPS = IMAGES // GLOBAL_BATCH
 SAVED_AT, KILLED_AT, STOPPED_AT = 2, 3, 5
-BETWEEN_SHARDS = 20  # images; the last shard of a split is shorter
-SHUFFLES = {"tar": ("--block-shuffle", "5", "--shuffle-window", "3")}  # else the whole list is shuffled
+SHARD_IMAGES = 20  # the last shard of a split has fewer
+# Without these flags the complete list is shuffled.
+SHUFFLES = {"tar": ("--block-shuffle", "5", "--shuffle-window", "3")}
 NEVER = -1
 
 
@@ -41,12 +42,12 @@ def images(folder, form, tmp_path):
     if form == "folder":
         return folder
     if form == "tar":
-        assert pack([str(folder), str(written), "--shard-images", str(BETWEEN_SHARDS), "--workers", "1"]) == 0
+        assert pack([str(folder), str(written), "--shard-images", str(SHARD_IMAGES), "--workers", "1"]) == 0
         return written
     for split in ("train", "val"):
         catalog = build_catalog(str(folder), split, None)
-        for first in range(0, len(catalog), BETWEEN_SHARDS):
-            numbers = range(first, min(first + BETWEEN_SHARDS, len(catalog)))
+        for first in range(0, len(catalog), SHARD_IMAGES):
+            numbers = range(first, min(first + SHARD_IMAGES, len(catalog)))
             samples = [(int(catalog.targets[n]), catalog.read(n).tobytes()) for n in numbers]
             if form == "tfrecord":
                 contents = [
@@ -60,18 +61,18 @@ def images(folder, form, tmp_path):
     return written
 
 
-def test_each_sample_of_an_epoch_is_taken_once(images, form, tmp_path):
+def test_a_killed_and_resumed_epoch_has_each_sample_once(images, form, tmp_path):
     def attempt(*more: str, ranks: int, start_with: str, killed_at: int = NEVER):
         batch = str(GLOBAL_BATCH // ranks)
         settings = ("--recipe", "demo", "--img-size", "32", "--epochs", str(EPOCHS), "--warmup-epochs", "0")
         often = ("--checkpoint-every", str(SAVED_AT), "--log-every", "1", "--batch-size", batch)
         where = ("--output", str(tmp_path / "runs"), "--name", "run", "--resume", "auto")
-        script = (*python(), str(HERE / "worker_consumed.py"), str(notes), str(killed_at), str(images))
-        words = (*launcher(start_with, ranks), *script, *settings, *often, *where, *SHUFFLES.get(form, ()))
-        return run([*words, *more], seconds=200)
+        script = (*python(), str(HERE / "worker_consumed.py"), str(records), str(killed_at), str(images))
+        command = (*launcher(start_with, ranks), *script, *settings, *often, *where, *SHUFFLES.get(form, ()))
+        return run([*command, *more], seconds=200)
 
-    notes = tmp_path / "notes"
-    notes.mkdir()
+    records = tmp_path / "records"
+    records.mkdir()
     killed = attempt(ranks=2, start_with="gloo", killed_at=KILLED_AT)
     assert killed.returncode not in (0, 75), killed.stdout
     stopped = attempt("--stop-at-step", str(STOPPED_AT), ranks=2, start_with="mpi")
@@ -81,25 +82,25 @@ def test_each_sample_of_an_epoch_is_taken_once(images, form, tmp_path):
     assert ended.returncode == 0, ended.stdout
     assert f"at step {STOPPED_AT}" in ended.stdout
 
-    taken = [read_notes(notes, ranks) for ranks in ([0, 1], [0, 1], [0, 1, 2])]
-    # Steps after the last checkpoint of an attempt are lost and repeated by the next one.
-    lasting = {step: taken[0][step] for step in range(SAVED_AT)}
-    lasting |= {step: taken[1][step] for step in range(SAVED_AT, STOPPED_AT)}
-    lasting |= {step: taken[2][step] for step in range(STOPPED_AT, EPOCHS * STEPS)}
-    assert KILLED_AT in taken[0]
-    assert taken[0][SAVED_AT] == taken[1][SAVED_AT]
+    attempts = [read_records(records, ranks) for ranks in ([0, 1], [0, 1], [0, 1, 2])]
+    # The steps of an attempt after its last checkpoint are repeated by the next attempt.
+    final = {step: attempts[0][step] for step in range(SAVED_AT)}
+    final |= {step: attempts[1][step] for step in range(SAVED_AT, STOPPED_AT)}
+    final |= {step: attempts[2][step] for step in range(STOPPED_AT, EPOCHS * STEPS)}
+    assert KILLED_AT in attempts[0]
+    assert attempts[0][SAVED_AT] == attempts[1][SAVED_AT]
     for epoch in range(EPOCHS):
-        counts = sum((lasting[step] for step in range(epoch * STEPS, (epoch + 1) * STEPS)), Counter())
+        counts = sum((final[step] for step in range(epoch * STEPS, (epoch + 1) * STEPS)), Counter())
         assert counts == dict.fromkeys(range(IMAGES), 1)
 
 
-def read_notes(notes: Path, ranks: list[int]) -> dict[int, Counter]:
-    """Return which images each step was given by all ranks of one attempt, the earliest not yet read."""
-    taken: dict[int, Counter] = {}
+def read_records(folder: Path, ranks: list[int]) -> dict[int, Counter]:
+    """Return the images of each step over all ranks of one attempt, the earliest that is not read yet."""
+    images: dict[int, Counter] = {}
     for rank in ranks:
-        file = min(notes.glob(f"*_{rank}.jsonl"))
+        file = min(folder.glob(f"*_{rank}.jsonl"))
         for line in file.read_text().splitlines():
             step, indices = json.loads(line)
-            taken.setdefault(step, Counter()).update(indices)
+            images.setdefault(step, Counter()).update(indices)
         file.unlink()
-    return taken
+    return images

@@ -1,4 +1,4 @@
-"""A program that the fork server runs sees, prints and returns what it does in an interpreter of its own."""
+"""A program behaves the same in a fork of the fork server and in an interpreter of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.ranks.launching import environment, python
 
-LOOK = """
+PRINT_ENVIRONMENT = """
 import json, os, sys, torch
 print(json.dumps([
     __name__, sys.argv, sys.path[0], os.getcwd(), sorted(os.environ.items()), sorted(os.sched_getaffinity(0)),
@@ -23,7 +23,7 @@ print(json.dumps([
 print("to the other stream", file=sys.stderr)
 sys.exit(int(sys.argv[1]))
 """
-WAIT = """
+WAIT_FOR_A_SIGNAL = """
 import pathlib, signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 pathlib.Path(sys.argv[1]).write_text(str(__import__("os").getpid()))
@@ -32,10 +32,15 @@ while True:
 """
 
 
-def ran(plain: bool, *words: str, **how: object) -> tuple[int, str, str]:
+def ran(plain: bool, *command: str, **how: object) -> tuple[int, str, str]:
     extra: dict[str, str] = how.pop("extra", {})  # type: ignore[assignment]
     done = subprocess.run(
-        [*python(plain), *words], capture_output=True, text=True, timeout=60, env=environment(**extra), **how
+        [*python(plain), *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(**extra),
+        **how,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -52,14 +57,14 @@ def as_file(folder: Path, text: str) -> str:
         (["-m", "program"], {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "", "ONLY_HERE": "a b"}),
     ],
 )
-def test_it_sees_what_a_plain_interpreter_sees(
+def test_a_fork_has_the_environment_of_a_plain_interpreter(
     tmp_path: Path, program: list[str], extra: dict[str, str]
 ) -> None:
-    words = ("taskset", "--cpu-list", str(max(os.sched_getaffinity(0))))
-    as_file(tmp_path, LOOK)
-    seen = [
+    taskset = ("taskset", "--cpu-list", str(max(os.sched_getaffinity(0))))
+    as_file(tmp_path, PRINT_ENVIRONMENT)
+    runs = [
         subprocess.run(
-            [*words, *python(plain), *(word.format(folder=tmp_path) for word in program), "3", "two words"],
+            [*taskset, *python(plain), *(word.format(folder=tmp_path) for word in program), "3", "two words"],
             cwd=tmp_path,
             input="a line\n",
             capture_output=True,
@@ -69,26 +74,28 @@ def test_it_sees_what_a_plain_interpreter_sees(
         )
         for plain in (True, False)
     ]
-    assert [done.returncode for done in seen] == [3, 3]
-    assert seen[0].stdout == seen[1].stdout
-    assert [done.stderr for done in seen] == ["to the other stream\n"] * 2
+    assert [done.returncode for done in runs] == [3, 3]
+    assert runs[0].stdout == runs[1].stdout
+    assert [done.stderr for done in runs] == ["to the other stream\n"] * 2
 
 
-def test_it_ends_as_a_plain_interpreter_does(tmp_path: Path) -> None:
+def test_a_fork_ends_like_a_plain_interpreter(tmp_path: Path) -> None:
     for text in ("raise ValueError('wrong')", "import os; os.kill(os.getpid(), 9)", "import os; os.abort()"):
-        status, _, reported = ran(False, as_file(tmp_path, text))
-        expected, _, plainly = ran(True, as_file(tmp_path, text))
+        status, _, stderr = ran(False, as_file(tmp_path, text))
+        expected, _, expected_stderr = ran(True, as_file(tmp_path, text))
         assert status == expected != 0
-        assert reported.splitlines()[-1:] == plainly.splitlines()[-1:]
+        assert stderr.splitlines()[-1:] == expected_stderr.splitlines()[-1:]
     text = "atexit.register(print, 'second'); threading.Thread(target=print, args=('first',)).start()"
     program = as_file(tmp_path, f"import atexit, threading; {text}")
     assert ran(False, program) == ran(True, program) == (0, "first\nsecond\n", "")
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_comes_to_it(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_is_forwarded_to_the_fork(tmp_path: Path, number: signal.Signals) -> None:
     file = tmp_path / "pid"
-    with subprocess.Popen([*python(), as_file(tmp_path, WAIT), str(file)], env=environment()) as process:
+    with subprocess.Popen(
+        [*python(), as_file(tmp_path, WAIT_FOR_A_SIGNAL), str(file)], env=environment()
+    ) as process:
         limit = time.monotonic() + 30
         while not (file.exists() and file.read_text()) and time.monotonic() < limit:
             time.sleep(0.01)
@@ -100,13 +107,22 @@ def test_a_signal_comes_to_it(tmp_path: Path, number: signal.Signals) -> None:
             while time.monotonic() < limit:
                 os.kill(child, 0)
                 time.sleep(0.01)
-            pytest.fail("the child lives on")
+            pytest.fail("the child has not ended")
 
 
-def test_what_is_read_while_libraries_are_loaded_cannot_change(tmp_path: Path) -> None:
-    status, _, reported = ran(False, as_file(tmp_path, "pass"), extra={"OMP_WAIT_POLICY": "ACTIVE"})
+def test_variables_that_libraries_read_on_loading_cannot_change(tmp_path: Path) -> None:
+    status, _, stderr = ran(False, as_file(tmp_path, "pass"), extra={"OMP_WAIT_POLICY": "ACTIVE"})
     assert status == 1
-    assert "refused: OMP_WAIT_POLICY cannot change" in reported
+    assert "refused: OMP_WAIT_POLICY cannot change" in stderr
+
+
+def test_a_warning_is_an_error(tmp_path: Path) -> None:
+    program = as_file(tmp_path, "import sys, warnings; warnings.warn(sys.argv[1])")
+    for plain in (True, False):
+        assert ran(plain, program, "The .grad attribute of a Tensor that is not a leaf Tensor") == (0, "", "")
+        status, _, stderr = ran(plain, program, "of another kind")
+        assert status == 1
+        assert stderr.splitlines()[-1] == "UserWarning: of another kind"
 
 
 def test_numbers_drawn_without_a_seed_differ(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Generated labels are the teacher's, and the same on one rank, several ranks, and after a kill."""
+"""Generated labels are the teacher's, and the same on one rank, on several, and after a killed attempt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.2
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def folder(tmp_path_factory):
     """Return a folder with images, one of them damaged, and a teacher's weights."""
     folder = tmp_path_factory.mktemp("labels")
     make_demo_set(folder / "set", train=IMAGES, val=10)
@@ -38,46 +38,48 @@ def place(tmp_path_factory):
     return folder
 
 
-def generate(place: Path, out: Path, *, ranks: int, start_with: str) -> list[dict[str, object]]:
-    arguments = (str(place / "set"), str(place / "teacher.pt"), "0")
+def generate(folder: Path, out: Path, *, ranks: int, start_with: str) -> list[dict[str, object]]:
+    arguments = (str(folder / "set"), str(folder / "teacher.pt"), "0")
     return ranks_of("labels", out, *arguments, ranks=ranks, start_with=start_with)
 
 
-def read_maps(place: Path, store: Path) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    catalog = build_catalog(str(place / "set"), "train", None)
+def read_maps(folder: Path, store: Path) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    catalog = build_catalog(str(folder / "set"), "train", None)
     labels = LabelStore(store, catalog, None)
     return {index: labels.read(index) for index in range(IMAGES) if index != DAMAGED}
 
 
 @pytest.fixture(scope="module")
-def alone(place):
-    found = generate(place, place / "alone", ranks=1, start_with="none")
+def alone(folder):
+    found = generate(folder, folder / "alone", ranks=1, start_with="none")
     assert found[0]["images"] == IMAGES
     assert found[0]["progress"][0] == [0, IMAGES]
     assert found[0]["progress"][-1] == [IMAGES, IMAGES]
-    return place / "alone" / "store"
+    return folder / "alone" / "store"
 
 
-def test_labels_are_those_of_the_teacher(place, alone):
-    catalog = build_catalog(str(place / "set"), "train", None)
+def test_labels_equal_the_teachers_logits(folder, alone):
+    catalog = build_catalog(str(folder / "set"), "train", None)
     network = build_model("volo_demo", img_size=64, num_classes=CLASSES, drop_path=0.0).eval()
-    network.load_state_dict(torch.load(place / "teacher.pt", weights_only=True))
-    for index, (scores, ids) in read_maps(place, alone).items():
-        with Image.open(place / "set" / "train" / catalog.name(index)) as image:
+    network.load_state_dict(torch.load(folder / "teacher.pt", weights_only=True))
+    for index, (scores, ids) in read_maps(folder, alone).items():
+        with Image.open(folder / "set" / "train" / catalog.name(index)) as image:
             pixels = torch.from_numpy(np.array(image.convert("RGB").resize((64, 64)))) / 255
         with torch.inference_mode():
             tokens = network.forward_features(((pixels - MEAN) / STD).permute(2, 0, 1)[None])[:, 1:]
             logits = network.aux_head(tokens)[0].T.reshape(CLASSES, 4, 4)
         named = torch.gather(logits, 0, torch.from_numpy(ids).long())
-        assert (torch.from_numpy(scores).float() - named).abs().max() < 0.02, "other pixels, or another cell"
+        assert (torch.from_numpy(scores).float() - named).abs().max() < 0.02, (
+            "the labels are of other pixels or another cell"
+        )
         assert (np.diff(scores.astype(np.float32), axis=0) <= 0).all()
         assert (named[0] > logits.amax(dim=0) - 0.04).all()
 
 
 @pytest.mark.parametrize(("ranks", "start_with"), [(2, "gloo"), (3, "mpi")])
-def test_several_ranks_write_the_same_store(place, alone, ranks, start_with):
-    out = place / f"{ranks}"
-    found = generate(place, out, ranks=ranks, start_with=start_with)
+def test_several_ranks_write_the_same_store(folder, alone, ranks, start_with):
+    out = folder / f"{ranks}"
+    found = generate(folder, out, ranks=ranks, start_with=start_with)
     assert all(rank["problems"] == found[0]["problems"] for rank in found)
     (problem,) = found[0]["problems"]
     assert "is not a complete image: " in problem
@@ -86,19 +88,19 @@ def test_several_ranks_write_the_same_store(place, alone, ranks, start_with):
     assert len(files) == 2 + -(-IMAGES // 6)
 
 
-def test_a_killed_command_is_resumed(place, alone):
-    out = place / "killed"
+def test_a_killed_command_is_resumed(folder, alone):
+    out = folder / "killed"
     out.mkdir()
-    command = [*python(), str(HERE / "worker_labels.py"), str(out), str(place / "set")]
+    command = [*python(), str(HERE / "worker_labels.py"), str(out), str(folder / "set")]
     with subprocess.Popen(
-        [*launcher("gloo", 2), *command, str(place / "teacher.pt"), "0.3"],
+        [*launcher("gloo", 2), *command, str(folder / "teacher.pt"), "0.3"],
         env=environment(),
         start_new_session=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     ) as process:
         first = out / "store" / "maps-00000.json"
-        deadline = time.monotonic() + 240  # starting two ranks takes long on a loaded machine
+        deadline = time.monotonic() + 240  # on a loaded machine two ranks start slowly
         while not first.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
@@ -106,7 +108,7 @@ def test_a_killed_command_is_resumed(place, alone):
     assert first.exists()
     assert not (out / "store" / "store.json").exists()
     written = (out / "store" / "maps-00000.safetensors").stat().st_mtime_ns
-    (rank,) = generate(place, out, ranks=1, start_with="none")
+    (rank,) = generate(folder, out, ranks=1, start_with="none")
     assert rank["progress"][0][1] < IMAGES
     assert len(rank["problems"]) == 1
     assert (out / "store" / "maps-00000.safetensors").stat().st_mtime_ns == written
@@ -129,19 +131,19 @@ def wait_until_ended(out: Path) -> None:
         time.sleep(0.1)
 
 
-def test_the_command_runs_on_two_ranks(place, tmp_path):
+def test_the_command_runs_on_two_ranks(folder, tmp_path):
     command = [*python(), "-m", "horovod_volo.labels"]
-    generate = [*command, "generate", str(place / "set"), str(tmp_path / "s")]
+    generate = [*command, "generate", str(folder / "set"), str(tmp_path / "s")]
     options = ["--teacher", "volo_demo", "--img-size", "64"]
     done = run([*launcher("gloo", 2), *generate, *options])
     assert done.returncode != 0
     assert done.stdout.count("the teacher volo_demo has no weights yet") == 1
-    done = run([*launcher("gloo", 2), *generate, *options, "--teacher-weights", str(place / "teacher.pt")])
+    done = run([*launcher("gloo", 2), *generate, *options, "--teacher-weights", str(folder / "teacher.pt")])
     assert done.returncode == 0, done.stdout
     assert f"{tmp_path / 's'}: {IMAGES - 1} maps, 1 left out" in done.stdout
     assert "40/40 images of rank 0 of 2, " in done.stdout
     assert done.stdout.count("is not a complete image") == 1
-    verified = run([*command, "verify", str(tmp_path / "s"), "--data", str(place / "set")])
+    verified = run([*command, "verify", str(tmp_path / "s"), "--data", str(folder / "set")])
     assert verified.returncode == 0, verified.stdout
     assert "images without a map   1\n" in verified.stdout
     assert "a map covers           the whole image\n" in verified.stdout

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.bench.machine import overlap
+from horovod_volo.bench.machine.reduce import measure_overlap
 from horovod_volo.core.errors import UserError
 from tests.ranks.launching import run
 
@@ -24,21 +24,21 @@ def links() -> set[str]:
 
 def rank_processes() -> list[Path]:
     """Return the rank processes that this benchmark has started."""
-    words = b"\0".join(word.encode() for word in ("reduce", "--json", *SIZE[:4]))
-    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if words in content(path)]
+    arguments = b"\0".join(word.encode() for word in ("reduce", "--json", *SIZE[:4]))
+    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if arguments in content(path)]
 
 
 def content(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended
         return b""
 
 
 @pytest.mark.skipif(
-    not MAKES_NAMESPACES, reason="a network namespace takes root, setpriv, unshare, ip and tc"
+    not MAKES_NAMESPACES, reason="a network namespace needs root, setpriv, unshare, ip and tc"
 )
-def test_hidden_shares_follow_from_what_was_measured() -> None:
+def test_the_hidden_fraction_follows_from_the_measured_times() -> None:
     links_before = links()
     done = run([sys.executable, "-m", "horovod_volo.bench", "overlap", "--json", *SIZE], seconds=300)
     assert done.returncode == 0, done.stdout
@@ -48,15 +48,15 @@ def test_hidden_shares_follow_from_what_was_measured() -> None:
     assert hideable > 0
     assert value["hidden of our exchange"] == pytest.approx(100 * (1 - value["ours: exposed"] / hideable))
     assert value.keys() >= {f"{name}: exposed" for name in ("torch DDP", "stock Horovod", "after backward")}
-    # In fp16, 22 Mbit at 1,000 Mbit/s, of which the link's first megabyte is free.
+    # In fp16 22 Mbit at 1,000 Mbit/s; the token bucket of the link passes the first megabyte at once.
     assert value["our exchange by itself"] > 10
     assert links() == links_before
     assert rank_processes() == []
 
 
-def test_all_that_is_missing_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_error_names_all_missing_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"Missing: setpriv .* unshare .* ip .* tc .* root") as raised:
-        overlap.measure(model="volo_demo", img_size=32, batch_size=2, link=1000, pairs=2)
+        measure_overlap(model="volo_demo", img_size=32, batch_size=2, link=1000, pairs=2)
     assert str(raised.value).count("\n") == 0

@@ -1,4 +1,4 @@
-"""Gradients of two ranks with half a batch each are those of one rank with the whole batch."""
+"""Gradients of two ranks with half of a batch each equal those of one rank with the whole batch."""
 
 import functools
 
@@ -49,20 +49,20 @@ def test_fp16_compression_adds_only_rounding_errors(tmp_path, one_rank, ranks, t
         assert error.max() < (2 * ranks - 1) * 2**-11 * exact.abs().max()
         assert error.median() < 2**-11 * exact.abs().median() * ranks
     assert all(torch.equal(found[0]["weights"], rank["weights"]) for rank in found)
-    assert error.max() > 2**-14 * exact.abs().max(), "no rounding error of fp16: is it used at all?"
+    assert error.max() > 2**-14 * exact.abs().max(), "there is no rounding error of fp16: it was not used"
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_an_overflow_on_one_rank_is_skipped_by_all(tmp_path, compression):
+def test_all_ranks_skip_a_step_that_overflows_on_one(tmp_path, compression):
     arguments = ("--overflow-on", "1", "--compression", compression)
     for rank in ranks_of("reducer", tmp_path, *arguments, ranks=2, start_with="gloo"):
         assert not rank["gradients"].isfinite().all()
         assert rank["moved"] == 0.0
         assert rank["scale"] == 512.0
     for rank in ranks_of("reducer", tmp_path, ranks=2, start_with="gloo"):
-        assert rank["moved"] > 0.0  # without an overflow the same step does move
+        assert rank["moved"] > 0.0  # without an overflow the same step changes the weights
 
 
-def test_three_ranks_stay_equal_over_steps(tmp_path):
+def test_three_ranks_have_equal_weights_after_several_steps(tmp_path):
     first, *others = ranks_of("reducer", tmp_path, "--steps", "4", ranks=3, start_with="gloo")
     assert all(torch.equal(first["weights"], other["weights"]) for other in others)

@@ -1,4 +1,4 @@
-"""A run that is stopped and resumed is bit-equal to one that was not."""
+"""A run that is stopped and resumed is bit-identical to an uninterrupted one."""
 
 import hashlib
 import json
@@ -51,8 +51,8 @@ def last_state(output: Path):
 def metrics(output: Path):
     lines = (output / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    clocks = ("images_per_second", "data_wait")
-    return [{key: value for key, value in record.items() if key not in clocks} for record in records]
+    measured = ("images_per_second", "data_wait")
+    return [{key: value for key, value in record.items() if key not in measured} for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def uninterrupted(images, tmp_path_factory):
 
 
 @pytest.mark.parametrize("stop_at", [STEPS_PER_EPOCH, 3, STEPS_PER_EPOCH + 2])
-def test_stopped_and_resumed_is_bit_equal(images, uninterrupted, tmp_path, stop_at):
+def test_a_stopped_and_resumed_run_is_bit_identical(images, uninterrupted, tmp_path, stop_at):
     stopped = start(images, tmp_path, "--stop-at-step", str(stop_at), start_with="mpi")
     assert stopped.returncode == 75, stopped.stdout
     resumed = start(images, tmp_path, "--resume", "auto")
@@ -83,14 +83,14 @@ def test_stopped_and_resumed_is_bit_equal(images, uninterrupted, tmp_path, stop_
         assert record == by_step[record["step"], True]
 
 
-def test_fp16_compression_resumes_bit_equal(images, tmp_path):
-    """The scales of buckets depend on the maxima of earlier steps, which a checkpoint therefore contains."""
+def test_a_resumed_run_with_fp16_compression_is_bit_identical(images, tmp_path):
+    """The scales of buckets depend on the maxima of earlier steps, so the checkpoint contains them."""
     fp16 = ("--compression", "fp16", "--epochs", "1")
-    through, stopped = tmp_path / "through", tmp_path / "stopped"
-    assert start(images, through, *fp16).returncode == 0
+    complete, stopped = tmp_path / "uninterrupted", tmp_path / "stopped"
+    assert start(images, complete, *fp16).returncode == 0
     assert "stopped at step 3" in start(images, stopped, *fp16, "--stop-at-step", "3").stdout
     assert start(images, stopped, *fp16, "--resume", "auto").returncode == 0
-    expected, found = last_state(through), last_state(stopped)
+    expected, found = last_state(complete), last_state(stopped)
     assert (expected["exchange.safetensors"]["running_maxima"] > 0).all()
     for file in expected:
         assert expected[file].keys() == found[file].keys()
@@ -108,13 +108,13 @@ def test_a_batch_that_would_shift_the_samples_is_refused(images, uninterrupted, 
 
 
 def test_a_run_with_global_batch_resumes_on_fewer_ranks(images, tmp_path):
-    """The same command on one rank: twice the micro-batches, the same samples in each step."""
-    whole = ("--global-batch", "8")
-    stopped = start(images, tmp_path, *whole, "--stop-at-step", "3")
+    """The same command on one rank has twice the micro-batches and the same samples in each step."""
+    global_batch = ("--global-batch", "8")
+    stopped = start(images, tmp_path, *global_batch, "--stop-at-step", "3")
     assert stopped.returncode == 75 or "stopped at step 3 and saved" in stopped.stdout, stopped.stdout
     assert "8 images per step = 2 ranks x 4 images x 1 micro-batches" in stopped.stdout
     assert "8 images per step, learning rates are stated for 32: peak learning rate 0.0005" in stopped.stdout
-    resumed = start(images, tmp_path, *whole, "--resume", "auto", start_with="none", ranks=1)
+    resumed = start(images, tmp_path, *global_batch, "--resume", "auto", start_with="none", ranks=1)
     assert resumed.returncode == 0, resumed.stdout
     assert "8 images per step = 1 ranks x 4 images x 2 micro-batches" in resumed.stdout
     assert "at step 3: epoch 0" in resumed.stdout
@@ -129,29 +129,29 @@ def test_a_run_with_global_batch_resumes_on_fewer_ranks(images, tmp_path):
     assert seen == [40, 80]
 
 
-def test_rates_that_cross_end_the_run_before_it_begins(images, tmp_path):
+def test_a_peak_below_the_final_learning_rate_is_refused_at_the_start(images, tmp_path):
     refused = start(images, tmp_path, "--lr", "1e-6", start_with="none", ranks=1)
     assert refused.returncode == 2
     assert "the peak learning rate is 1e-06, below --min-lr, which is 1e-05" in refused.stdout
     assert not (tmp_path / "run").exists()
 
 
-def forget(checkpoint: Path, *facts: str) -> None:
-    """Remove the metadata that an earlier version did not write from a checkpoint."""
+def remove_metadata(checkpoint: Path, *keys: str) -> None:
+    """Remove metadata from a checkpoint that earlier versions did not write."""
     state = json.loads((checkpoint / "state.json").read_text())
     del state["checksum"]
-    for fact in facts:
-        del state[fact]
+    for key in keys:
+        del state[key]
     state["checksum"] = hashlib.sha256(json.dumps(state).encode()).hexdigest()
     (checkpoint / "state.json").write_text(json.dumps(state))
 
 
-def test_a_run_whose_averages_were_warmed_up_resumes_as_such_alone(images, tmp_path):
+def test_a_run_with_a_warm_up_of_averages_resumes_only_with_it(images, tmp_path):
     alone = {"start_with": "none", "ranks": 1}
     stopped = start(images, tmp_path, "--stop-at-step", "3", "--ema-warmup", **alone)
     assert stopped.returncode == 75, stopped.stdout
-    # Earlier versions always warmed the average up, without writing it to the checkpoint.
-    forget(tmp_path / "run" / "checkpoints" / "step_00000003", "ema_warmup")
+    # Earlier versions always warmed the averages up and did not record it.
+    remove_metadata(tmp_path / "run" / "checkpoints" / "step_00000003", "ema_warmup")
     refused = start(images, tmp_path, "--resume", "auto", **alone)
     assert refused.returncode == 2, refused.stdout
     assert "has ema_warmup True, this run has False" in refused.stdout
@@ -161,7 +161,7 @@ def test_a_run_whose_averages_were_warmed_up_resumes_as_such_alone(images, tmp_p
 
 
 def with_aux_head(checkpoint: Path) -> None:
-    """Make a checkpoint one of an earlier version, which kept an untrained auxiliary head."""
+    """Change a checkpoint into one of an earlier version, which had an untrained auxiliary head."""
     head = {"aux_head.weight": torch.full((10, 96), 0.02), "aux_head.bias": torch.zeros(10)}
     moments = {
         f"{name}/{key}": torch.zeros_like(tensor if key != "step" else torch.zeros(()))
@@ -174,29 +174,29 @@ def with_aux_head(checkpoint: Path) -> None:
         save_file(load_file(path) | added, path)
         state["sha256"][file] = hashlib.sha256(path.read_bytes()).hexdigest()
     (checkpoint / "state.json").write_text(json.dumps(state))
-    forget(checkpoint, "aux_head")
+    remove_metadata(checkpoint, "aux_head")
 
 
-def test_a_run_without_labels_resumes_without_the_auxiliary_head_it_once_had(images, tmp_path):
+def test_a_run_without_token_labels_resumes_without_its_untrained_auxiliary_head(images, tmp_path):
     alone = ("--recipe", "demo", "--img-size", "32", "-b", "8", "--epochs", "1", "--no-token-label")
     alone += ("--ema-decay", "0.9", "--warmup-epochs", "0")
 
-    def go_on(name: str, *arguments: str):
+    def run(name: str, *arguments: str):
         more = (*alone, "--output", str(tmp_path), "--name", name, *arguments)
         return train(str(images), *more, ranks=1, start_with="none")
 
-    stopped = go_on("run", "--stop-at-step", "2")
+    stopped = run("run", "--stop-at-step", "2")
     assert stopped.returncode == 75, stopped.stdout
     shutil.copytree(tmp_path / "run", tmp_path / "earlier" / "run", symlinks=True)
     with_aux_head(tmp_path / "earlier" / "run" / "checkpoints" / "step_00000002")
-    assert go_on("run", "--resume", "auto").returncode == 0
-    resumed = go_on("earlier/run", "--resume", "auto")
+    assert run("run", "--resume", "auto").returncode == 0
+    resumed = run("earlier/run", "--resume", "auto")
     assert resumed.returncode == 0, resumed.stdout
     assert "step_00000002 is left out: this run does not train it" in resumed.stdout
     expected, found = last_state(tmp_path), last_state(tmp_path / "earlier")
     for file in expected:
         assert expected[file].keys() == found[file].keys()
         assert all(tensor.equal(found[file][name]) for name, tensor in expected[file].items())
-    refused = go_on("run", "--resume", "auto", "--token-label")
+    refused = run("run", "--resume", "auto", "--token-label")
     assert refused.returncode == 2
     assert "Give --no-token-label, or start a new run with --finetune." in refused.stdout

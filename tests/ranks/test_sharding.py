@@ -1,4 +1,4 @@
-"""A sharded optimizer ends training with the same weights as one that is replicated on all ranks."""
+"""Training with a sharded optimizer gives the same weights as with one that is replicated on all ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from horovod_volo.data.demo.demo_set import make_demo_set
 from tests.ranks.launching import ranks_of, train
 
 STEPS = ("--steps", "50")
-# Two ranks have one sum; three have several, by their order, and a norm has one for each way to cut it.
-# With a learning rate of 1e-2 rounding errors double every few steps: use a lower one, or double precision.
-# The averages are of gradients, which the network's curvature puts further apart than the weights.
+# The sum over two ranks does not depend on their order; that over three does, and the norm depends on the
+# shards. With a learning rate of 1e-2 rounding errors double every few steps, so some cases use a lower one
+# or double precision. AdamW's moments average gradients, which differ more than the weights.
 FP32_OF_THREE = 1e-5
 CASES = {
     "2-gloo": (2, "gloo", ()),
@@ -28,7 +28,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("ranks", "start_with", "more"), CASES.values(), ids=CASES)
-def test_fifty_steps_end_at_the_same_weights(
+def test_fifty_steps_give_the_same_weights(
     ranks: int, start_with: str, more: tuple[str, ...], tmp_path: Path
 ) -> None:
     plain: list[dict[str, Any]] = ranks_of(
@@ -44,14 +44,14 @@ def test_fifty_steps_end_at_the_same_weights(
     for name, tensor in plain[0]["state"].items():
         bound = 1e-6 if ranks == 2 or "--double" in more else FP32_OF_THREE
         assert (sharded[0]["state"][name] - tensor).abs().max() <= bound, name
-    # Each rank has its shard of the two moments; no rank has much more than another.
+    # Each rank has its shard of the two moments, and the shards have nearly equal sizes.
     elements = [rank["state_elements"] for rank in sharded]
     assert sum(elements) == plain[0]["state_elements"]
     assert max(elements) <= 1.02 * sum(elements) / ranks
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_an_overflow_in_one_shard_is_skipped_by_all(tmp_path: Path, compression: str) -> None:
+def test_all_ranks_skip_a_step_that_overflows_in_one_shard(tmp_path: Path, compression: str) -> None:
     arguments = ("--overflow-on", "1", "--compression", compression, "--shard")
     for rank in ranks_of("reducer", tmp_path, *arguments, ranks=3, start_with="gloo"):
         assert rank["sharded"]["moved"] == 0.0
@@ -90,15 +90,15 @@ def files_of(output: Path, checkpoint: str = "last") -> dict[str, dict[str, torc
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=60, val=20)  # 5 steps an epoch of 12 images each
+    make_demo_set(folder, train=60, val=20)  # 5 steps of 12 images per epoch
     return folder
 
 
-def test_a_resumed_sharded_run_is_bit_equal_to_an_unsharded_one(images: Path, tmp_path: Path) -> None:
+def test_a_resumed_sharded_run_is_bit_identical_to_an_unsharded_one(images: Path, tmp_path: Path) -> None:
     plain, shard = tmp_path / "plain", tmp_path / "shard"
     start(images, plain, 2, batch=6)
     start(images, shard, 2, "--shard-optimizer", "--stop-at-step", "3", batch=6)
-    start(images, shard, 2, "--stop-at-step", "7", batch=6)  # resuming may switch to an unsharded optimizer
+    start(images, shard, 2, "--stop-at-step", "7", batch=6)  # a resumed run may use an unsharded optimizer
     start(images, shard, 2, "--shard-optimizer", batch=6)
     expected, found = files_of(plain), files_of(shard)
     assert expected.keys() == found.keys() == {"model", "optimizer", "ema"}
@@ -109,7 +109,7 @@ def test_a_resumed_sharded_run_is_bit_equal_to_an_unsharded_one(images: Path, tm
 
 
 def test_a_run_resumes_on_other_numbers_of_ranks(images: Path, tmp_path: Path) -> None:
-    """2 ranks, then 3, then 1: each loads bit for bit the state that the one before has saved."""
+    """2 ranks, then 3, then 1: each run loads exactly the state that the previous one has saved."""
     flag = "--shard-optimizer"
     # Number of ranks, the step at which they stop, and the number of ranks that resume.
     for ranks, stop, others in ((2, 3, 3), (3, 7, 1), (1, 0, 0)):
@@ -128,6 +128,6 @@ def test_a_run_resumes_on_other_numbers_of_ranks(images: Path, tmp_path: Path) -
             for file, tensors in saved.items():
                 for key, tensor in tensors.items():
                     assert torch.equal(first[file][key], tensor), (others, file, key)
-                    if file != "optimizer":  # sharded: only rank 0 has gathered it
+                    if file != "optimizer":  # only rank 0 gathers a sharded optimizer's state
                         assert all(torch.equal(rank[file][key], tensor) for rank in rest), (file, key)
     assert float(files_of(tmp_path)["optimizer"]["head.weight/step"]) == 10.0

@@ -1,4 +1,4 @@
-"""Binds itself as the trainer does, starts threads, and saves what the kernel reports about each of them."""
+"""Binds this rank as the trainer does, starts threads, and saves the binding that the kernel reports."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from horovod_volo.cluster.world import World  # noqa: E402
 
 world = World.connect(binding)
 resources = rank_resources(world)
-held = threading.Event()
-threading.Thread(target=held.wait).start()
+end = threading.Event()
+threading.Thread(target=end.wait).start()
 torch.randn(512, 512) @ torch.randn(512, 512)
 status = [(task / "status").read_text() for task in Path("/proc/self/task").iterdir()]
 allowed = {
     line.split()[1] for text in status for line in text.splitlines() if line.startswith("Cpus_allowed_list")
 }
 maps = Path("/proc/self/numa_maps").read_text().splitlines()
-left = {
+result = {
     "cpus": list(binding.cpus),
     "nodes": list(binding.memory_nodes),
     "warnings": list(binding.warnings),
@@ -36,9 +36,9 @@ left = {
     "cpus_of_threads": sorted(allowed),
     "threads": len(status),
     "memory": list(memory_nodes()),
-    "policy": sorted({words[1] for words in map(str.split, maps) if words[2:3] == ["heap"]}),
+    "policy": sorted({fields[1] for fields in map(str.split, maps) if fields[2:3] == ["heap"]}),
     "variables": {name: os.environ.get(name, "") for name in ("OMP_NUM_THREADS", "HOROVOD_THREAD_AFFINITY")},
 }
-held.set()
-torch.save(left, out / f"rank_{read_launch_env().rank}.pt")
+end.set()
+torch.save(result, out / f"rank_{read_launch_env().rank}.pt")
 world.allgather_object(None)

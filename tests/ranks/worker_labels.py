@@ -1,4 +1,4 @@
-"""Generate labels on this rank, with shards small enough that every rank writes several."""
+"""Generates labels on this rank, with shards so small that every rank writes several."""
 
 import sys
 import time

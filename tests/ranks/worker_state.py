@@ -14,26 +14,26 @@ from horovod_volo.engine.state import build_state
 
 
 def main() -> None:
-    options = argparse.ArgumentParser()
-    options.add_argument("out", type=Path)
-    options.add_argument("run", type=Path)
-    options.add_argument("--shard-optimizer", action="store_true")
-    asked = options.parse_args()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--shard-optimizer", action="store_true")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     world = World.connect()
-    settings = load_recipe(str(asked.run / "resolved.toml")) | {"shard_optimizer": asked.shard_optimizer}
+    settings = load_recipe(str(options.run / "resolved.toml")) | {"shard_optimizer": options.shard_optimizer}
     config = assemble(settings, fallback_name="")
     state, _ = build_state(config, world, num_classes=10, device=torch.device("cpu"), finetune="")
     # Every rank but the first starts with values that differ from the checkpoint.
     if world.rank:
         for tensor in state.replicated_tensors():
             tensor.fill_(world.rank)
-    restore_state(state, find_checkpoint(str(asked.run)), world)
-    whole = {
+    restore_state(state, find_checkpoint(str(options.run)), world)
+    loaded = {
         file: {name: tensor.detach().clone() for name, tensor in tensors.items()}
         for file, tensors in state.full_state_dict().items()
     }
-    torch.save({**whole, "step": state.step}, asked.out / f"rank_{world.rank}.pt")
+    torch.save({**loaded, "step": state.step}, options.out / f"rank_{world.rank}.pt")
 
 
 if __name__ == "__main__":

@@ -21,14 +21,14 @@ def main(out: Path) -> None:
     world.broadcast_([channels_last])
     torch.save(
         {
-            "facts": [world.rank, world.size, world.local_rank, world.local_size],
+            "ranks": [world.rank, world.size, world.local_rank, world.local_size],
             "controller": world.controller,
             "total": world.sum_over_ranks(world.rank, 2.0**40 + world.rank),
             "mean": mean,
             "broadcast": tensors,
             "channels_last_sum": float(channels_last.sum()),
             "gathered": world.allgather_object(f"from {world.rank}"),
-            "shared": world.broadcast_object(f"from {world.rank}"),
+            "broadcast_object": world.broadcast_object(f"from {world.rank}"),
             "problem": _problem_of_last_rank(world),
             "divergence": _divergence_of_last_rank(world),
         },

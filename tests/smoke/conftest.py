@@ -1,4 +1,4 @@
-"""What the entry is tried on: a small set of images, and the entry itself with a look at its cost."""
+"""A small set of images, and functions that run the trainer and measure its CPU time."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ TRAIN_IMAGES, HELD_OUT_IMAGES = 40, 20
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a run of the entry ended."""
+class EntryResult:
+    """Exit status, output and CPU time of a run of the trainer."""
 
     status: int
-    output: str  # of both streams
-    cpu_seconds: float  # its own, whatever else the machine does meanwhile
+    output: str  # of standard output and standard error
+    cpu_seconds: float  # of the run alone
 
     @property
     def lines(self) -> list[str]:
-        """What was said, line by line."""
+        """The lines of the output."""
         return self.output.splitlines()
 
 
-def run_entry(*arguments: str, ranks: int = 1, start_with: str = "none") -> Ended:
-    """Run `python -m horovod_volo.train` as its users do, in interpreters that import all they need."""
+def run_entry(*arguments: str, ranks: int = 1, start_with: str = "none") -> EntryResult:
+    """Run `python -m horovod_volo.train` in interpreters of its own, as users do."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = train(*arguments, ranks=ranks, start_with=start_with, plain=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return Ended(done.returncode, done.stdout, seconds)
+    return EntryResult(done.returncode, done.stdout, seconds)
 
 
-def run_here(*arguments: str, streams: pytest.CaptureFixture[str]) -> Ended:
-    """Run the entry's function in this process, which has already paid for its imports."""
+def run_here(*arguments: str, streams: pytest.CaptureFixture[str]) -> EntryResult:
+    """Run the trainer's main function in this process, without the time of imports."""
     streams.readouterr()
     before = time.process_time()
     status = main(list(arguments))
     seconds = time.process_time() - before
-    said = streams.readouterr()
-    return Ended(status, said.out + said.err, seconds)
+    printed = streams.readouterr()
+    return EntryResult(status, printed.out + printed.err, seconds)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Every command of docs/cluster.md is run by a test or marked as one that needs the cluster."""
+"""Every command of docs/cluster.md is run by a test, or marked as one that needs the cluster."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_job_script_is_run_or_marked() -> None:
 
 
 def flags_of(command: str, ranks: int) -> list[list[str]]:
-    """Return the flags of each training that a command starts, without the site's label maps."""
+    """Return the flags of each training that a command starts, without those that jobs/env.sh adds."""
     words = shlex.split(command)
     script = next(
         number for number, word in enumerate(words) if word.startswith((*TRAINING_SCRIPTS, "./jobs/"))

@@ -1,4 +1,4 @@
-"""jobs/coarse_to_fine: stopped in either half it resumes, and ends with the same weights to the last bit."""
+"""jobs/coarse_to_fine, stopped in either stage, resumes and gives bit-identical weights."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests.ranks.forking import path_of_forks
 from tests.ranks.launching import environment, run
 
 SCRIPT = str(Path(__file__).parents[2] / "jobs" / "coarse_to_fine")
 STOPPED = 75
-STEPS = 10  # of each half: one epoch of 40 images, 4 in a step
+STEPS = 10  # of each stage: one epoch of 40 images, 4 per step
 SHORT = ("--epochs", "1", "--warmup-epochs", "0", "--drop-path", "0.2", "--log-every", "1", "--mix-token")
 COARSE, FINE = ("--coarse", "--img-size", "32"), ("--fine", "--img-size", "64", "--lr", "1e-3")
 GLOO = "horovodrun -np 2 --gloo"
 
 
-def words_of(images: Path, output: Path, batch: int) -> list[str]:
+def command_of(images: Path, output: Path, batch: int) -> list[str]:
     place = ("--output", str(output), "--name", "chain")
     return [SCRIPT, str(images), "demo", "demo", *SHORT, *place, "--batch-size", str(batch)]
 
@@ -29,11 +30,15 @@ def chain(
     images: Path, output: Path, *, coarse: tuple[str, ...] = (), fine: tuple[str, ...] = (), launch: str = ""
 ) -> subprocess.CompletedProcess[str]:
     batch = 2 if launch else 4
-    return run([*words_of(images, output, batch), *COARSE, *coarse, *FINE, *fine], seconds=240, LAUNCH=launch)
+    return run(
+        [*command_of(images, output, batch), *COARSE, *coarse, *FINE, *fine],
+        seconds=240,
+        LAUNCH=f"env PATH={path_of_forks()} {launch}",
+    )
 
 
-def log_of(output: Path, half: str) -> str:
-    file = output / "chain" / half / "log.txt"
+def log_of(output: Path, stage: str) -> str:
+    file = output / "chain" / stage / "log.txt"
     return file.read_text(encoding="utf-8") if file.exists() else ""
 
 
@@ -41,9 +46,9 @@ def files_under(folder: Path) -> dict[str, int]:
     return {str(path): path.lstat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def assert_same_weights(first: Path, second: Path, half: str) -> None:
+def assert_same_weights(first: Path, second: Path, stage: str) -> None:
     weights = [
-        load_file(output / "chain" / half / "checkpoints" / "last" / "model.safetensors")
+        load_file(output / "chain" / stage / "checkpoints" / "last" / "model.safetensors")
         for output in (first, second)
     ]
     assert weights[0].keys() == weights[1].keys()
@@ -60,14 +65,14 @@ def uninterrupted(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return output
 
 
-def test_stopped_in_both_halves_it_ends_with_the_same_weights(
+def test_a_chain_that_is_stopped_in_both_stages_gives_the_same_weights(
     demo_set: Path, uninterrupted: Path, tmp_path: Path
 ) -> None:
     first = chain(demo_set, tmp_path, coarse=("--stop-at-step", "3"))
     assert first.returncode == STOPPED, first.stdout
     assert not (tmp_path / "chain" / "fine").exists()
 
-    # A failure is not reported as a stop, although the log holds an earlier one.
+    # A failure is not reported as a stop, although the log contains an earlier stop.
     refused = chain(demo_set, tmp_path, coarse=("--seed", "7"))
     assert refused.returncode == 2
     assert "has seed 42, this run has 7" in refused.stdout
@@ -81,15 +86,15 @@ def test_stopped_in_both_halves_it_ends_with_the_same_weights(
     assert third.returncode == 0, third.stdout
     assert "resumed  at step 4: epoch 0" in log_of(tmp_path, "fine")
     assert log_of(tmp_path, "coarse").count("done: ") == 1
-    for half in ("coarse", "fine"):
-        assert_same_weights(uninterrupted, tmp_path, half)
+    for stage in ("coarse", "fine"):
+        assert_same_weights(uninterrupted, tmp_path, stage)
 
 
-def test_the_fine_half_starts_from_the_coarse_weights(uninterrupted: Path) -> None:
-    """At a learning rate of 1e-3 the weights move little; a new network would be far away."""
+def test_the_fine_stage_starts_with_the_coarse_weights(uninterrupted: Path) -> None:
+    """At a learning rate of 1e-3 the weights change little; those of a new network would be far away."""
     last = [
-        load_file(uninterrupted / "chain" / half / "checkpoints" / "last" / "model.safetensors")
-        for half in ("coarse", "fine")
+        load_file(uninterrupted / "chain" / stage / "checkpoints" / "last" / "model.safetensors")
+        for stage in ("coarse", "fine")
     ]
     weight = "network.0.0.mlp.fc1.weight"
     moved = (last[0][weight] - last[1][weight]).norm() / last[0][weight].norm()
@@ -110,7 +115,7 @@ def test_a_finished_chain_ends_at_once(demo_set: Path, uninterrupted: Path) -> N
 
 
 def test_a_launcher_that_returns_0_before_the_end_is_an_error(demo_set: Path, tmp_path: Path) -> None:
-    """mpirun may return 0 where a host was lost."""
+    """mpirun may return 0 when it has lost a host."""
     done = chain(demo_set, tmp_path, launch="true")
     assert done.returncode == 1, done.stdout
     assert "ended before training was finished" in done.stdout
@@ -118,14 +123,14 @@ def test_a_launcher_that_returns_0_before_the_end_is_an_error(demo_set: Path, tm
 
 
 def test_a_signal_to_the_script_reaches_the_ranks(demo_set: Path, tmp_path: Path) -> None:
-    """The run has far more epochs than time; the signal is sent when the log shows steps."""
-    words = [*words_of(demo_set, tmp_path, 2), *COARSE, "--epochs", "500", *FINE]
-    with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen(words, env=environment(LAUNCH=GLOO), stdout=said, stderr=said)
+    """The run has more epochs than the test waits for; the signal is sent after two of them."""
+    command = [*command_of(demo_set, tmp_path, 2), *COARSE, "--epochs", "500", *FINE]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command, env=environment(LAUNCH=GLOO), stdout=output, stderr=output)
         try:
             limit = time.monotonic() + 120
             while "after epoch 2" not in log_of(tmp_path, "coarse"):
-                assert process.poll() is None, (tmp_path / "said").read_text()
+                assert process.poll() is None, (tmp_path / "output").read_text()
                 assert time.monotonic() < limit
                 time.sleep(0.2)
             process.send_signal(signal.SIGTERM)
@@ -136,8 +141,8 @@ def test_a_signal_to_the_script_reaches_the_ranks(demo_set: Path, tmp_path: Path
     assert not (tmp_path / "chain" / "fine").exists()
 
 
-def test_under_horovodrun(demo_set: Path, tmp_path: Path) -> None:
-    """horovodrun returns 1 whatever status the ranks return."""
+def test_a_stop_and_a_resume_under_horovodrun(demo_set: Path, tmp_path: Path) -> None:
+    """horovodrun returns 1 for any nonzero status of the ranks."""
     stopped = chain(demo_set, tmp_path, fine=("--stop-at-step", "2"), launch=GLOO)
     assert stopped.returncode == STOPPED, stopped.stdout
     done = chain(demo_set, tmp_path, launch=GLOO)
@@ -147,7 +152,7 @@ def test_under_horovodrun(demo_set: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["data", "demo"], "usage: coarse_to_fine DATA_DIR COARSE_RECIPE FINE_RECIPE"),
         (["data", "demo", "demo", "--resume", "auto"], "--resume is set by this script"),
@@ -155,8 +160,8 @@ def test_under_horovodrun(demo_set: Path, tmp_path: Path) -> None:
         (["data", "demo", "demo", "--output=x"], "Write --output x, with a space."),
     ],
 )
-def test_wrong_flags_are_refused(words: list[str], said: str) -> None:
-    done = run([SCRIPT, *words])
+def test_wrong_flags_are_refused(arguments: list[str], message: str) -> None:
+    done = run([SCRIPT, *arguments])
     assert done.returncode == 2
     assert len(done.stdout.splitlines()) == 1
-    assert said in done.stdout
+    assert message in done.stdout

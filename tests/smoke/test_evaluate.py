@@ -1,4 +1,4 @@
-"""horovod_volo.evaluate gives training's numbers and timm's, and the commands of its document work."""
+"""horovod_volo.evaluate gives the accuracies of training and of timm; the commands of its document run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 import timm
 from timm.data import create_transform, resolve_model_data_config
 
+from tests.ranks.forking import path_of_forks
 from tests.ranks.launching import python, run, train
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +57,7 @@ def trained(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return output / "run"
 
 
-def test_the_numbers_are_those_of_the_training(trained: Path, demo_set: Path, tmp_path: Path) -> None:
+def test_the_accuracies_are_those_of_the_training(trained: Path, demo_set: Path, tmp_path: Path) -> None:
     lines = (trained / "metrics.jsonl").read_text().splitlines()
     trained_scores = [record for record in map(json.loads, lines) if "top1" in record][-1]
     last = trained / "checkpoints" / "last"
@@ -75,7 +76,7 @@ def test_the_numbers_are_those_of_the_training(trained: Path, demo_set: Path, tm
 
 
 def draw_image(number: int) -> Image.Image:
-    """Draw random colours in a square of exactly the size that this model's images are resized to."""
+    """Draw random colours in a square of the size to which the model's images are resized."""
     colours = np.random.default_rng(number).integers(0, 256, size=(7, 7, 3), dtype=np.uint8)
     return Image.fromarray(colours).resize((168, 168), Image.Resampling.NEAREST)
 
@@ -97,7 +98,7 @@ def logits_of(network: torch.nn.Module, images: list[Image.Image], **colours: An
     return torch.cat([network(some) for some in pixels.split(40)])
 
 
-def test_a_network_of_timm_is_evaluated_as_timm_does(tmp_path: Path) -> None:
+def test_a_network_of_timm_is_evaluated_as_by_timm(tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = timm.create_model(TIMMS).eval()
     with torch.no_grad():
@@ -130,8 +131,10 @@ def test_a_network_of_timm_is_evaluated_as_timm_does(tmp_path: Path) -> None:
     expected = {f"{truth:04d}": f"{best[RIGHT + truth]:04d}" for truth in range(CLASSES)}
     assert mistakes == {name: "" if expected[name] == name else expected[name] for name in mistakes}
     assert len(set(mistakes.values())) > 10, "the network predicts the same class for most images"
-    usual = logits_of(network, images[:100], mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-    assert usual.argmax(dim=1).tolist() != best[:100], "ImageNet's mean and std would pass this test"
+    imagenet_logits = logits_of(network, images[:100], mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+    assert imagenet_logits.argmax(dim=1).tolist() != best[:100], (
+        "ImageNet's mean and std would pass this test"
+    )
 
 
 def commands() -> list[str]:
@@ -140,7 +143,7 @@ def commands() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def place(demo_set: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(demo_set: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the inputs that the document's commands name."""
     folder = tmp_path_factory.mktemp("commands")
     for number, file in enumerate(sorted((demo_set / "val").rglob("*.jpg")), 1):
@@ -156,14 +159,15 @@ def place(demo_set: Path, trained: Path, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("command", commands())
-def test_a_command_of_the_document_does_what_it_says(command: str, place: Path) -> None:
+def test_a_command_of_the_document_runs(command: str, folder: Path) -> None:
     small = command.replace(" -np 8", " -np 2").replace("--model volo_d1", "--model volo_demo --img-size 32")
     small = small.replace("weights.pth", "weights.safetensors").replace("--img-size 288", "--img-size 48")
-    small = small.replace("/path/to/", f"{place}/")
-    activate = shlex.quote(str(ROOT / "tools" / "activate"))
-    done = run(["bash", "-c", f"cd {shlex.quote(str(place))} && source {activate} && {small}"], seconds=200)
+    small = small.replace("/path/to/", f"{folder}/")
+    activate, forks = shlex.quote(str(ROOT / "tools" / "activate")), shlex.quote(path_of_forks())
+    prepare = f"cd {shlex.quote(str(folder))} && source {activate} && PATH={forks}"
+    done = run(["bash", "-c", f"{prepare} && {small}"], seconds=200)
     assert done.returncode == 0, done.stdout
     assert re.search(r"top-1     [\d.]+ %, \d+ images", done.stdout)
-    for flag, said in (("--real", "ReaL "), ("--per-class", "most often taken for"), ("48", ", 48 px")):
-        assert (said in done.stdout) == (flag in command or flag in small.split())
-    assert not re.search("--json", command) or (place / "accuracy.json").is_file()
+    for flag, text in (("--real", "ReaL "), ("--per-class", "most often taken for"), ("48", ", 48 px")):
+        assert (text in done.stdout) == (flag in command or flag in small.split())
+    assert not re.search("--json", command) or (folder / "accuracy.json").is_file()

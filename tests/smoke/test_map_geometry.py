@@ -1,4 +1,4 @@
-"""A run logs what label maps cover of their images, and warns if that is an assumption."""
+"""A run logs which part of the image label maps cover, and warns if that is assumed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WHOLE, CENTRE = "maps of the whole image", "maps of the image's centre crop (cen
 
 @pytest.fixture
 def published(demo_set: Path, tmp_path: Path) -> Path:
-    """Return label maps as they are published: without a record of what they cover."""
+    """Return label maps in the published form, without a record of their geometry."""
     shutil.copytree(demo_set / "token_labels", tmp_path / "maps")
     (tmp_path / "maps" / "map_geometry.txt").unlink()
     return tmp_path / "maps"
@@ -38,15 +38,15 @@ def test_a_run_logs_the_geometry_of_published_maps(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    places = ("--token-label-data", str(published), "--output", str(tmp_path / "runs"))
-    ended = run_here(str(demo_set), *SMALL, *places, *flags, streams=capfd)
-    assert ended.status == 75, ended.output  # stopped by --stop-at-step
-    assert f"token labels from {published} ({geometry})" in ended.output
-    notes = [line for line in ended.lines if line.startswith("      note  ") and "label map" in line]
-    assert len(notes) == assumed
+    paths = ("--token-label-data", str(published), "--output", str(tmp_path / "runs"))
+    result = run_here(str(demo_set), *SMALL, *paths, *flags, streams=capfd)
+    assert result.status == 75, result.output  # stopped by --stop-at-step
+    assert f"token labels from {published} ({geometry})" in result.output
+    warnings = [line for line in result.lines if line.startswith("   warning  ") and "label map" in line]
+    assert len(warnings) == assumed
     if assumed:
-        assert f"a label map in {published} is assumed to cover the image's centre crop" in notes[0]
-        assert f"tools/labels verify {published} --data DATA_DIR --teacher NAME" in notes[0]
+        assert f"a label map in {published} is assumed to cover the image's centre crop" in warnings[0]
+        assert f"tools/labels verify {published} --data DATA_DIR --teacher NAME" in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_run_logs_the_geometry_of_published_maps(
 def test_mistakes_are_refused_before_anything_is_written(
     flags: tuple[str, ...], message: str, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ended = run_here(str(demo_set), *SMALL, "--output", str(tmp_path / "runs"), *flags, streams=capfd)
-    assert ended.status == 2
-    assert message in ended.output
+    result = run_here(str(demo_set), *SMALL, "--output", str(tmp_path / "runs"), *flags, streams=capfd)
+    assert result.status == 2
+    assert message in result.output
     assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""A mistake ends the trainer within seconds, with one line that says what to do, and writes nothing."""
+"""A mistake ends the trainer within seconds, with one line that contains the remedy, and writes nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.smoke.conftest import HELD_OUT_IMAGES, TRAIN_IMAGES, Ended, run_entry, run_here
+from tests.smoke.conftest import HELD_OUT_IMAGES, TRAIN_IMAGES, EntryResult, run_entry, run_here
 
 MISTAKE, STOPPED = 2, 75
 PLAIN = ["--no-mix-token"]
@@ -15,28 +15,28 @@ TINY = ["--model", "volo_demo", "--img-size", "32", "-b", "8", "--epochs", "1", 
 
 
 def files_under(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return size and time of all files in a folder, to detect changes."""
+    """Return sizes and modification times of all files in a folder."""
     found = sorted(folder.rglob("*"))
     return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in found}
 
 
-def assert_refused(ended: Ended, said: str) -> None:
-    assert ended.status == MISTAKE, ended.output
-    assert len(ended.lines) == 1, ended.output
-    assert ended.lines[0].startswith("error: ")
-    assert said in ended.lines[0]
-    assert ended.cpu_seconds < 10
+def assert_refused(result: EntryResult, message: str) -> None:
+    assert result.status == MISTAKE, result.output
+    assert len(result.lines) == 1, result.output
+    assert result.lines[0].startswith("error: ")
+    assert message in result.lines[0]
+    assert result.cpu_seconds < 10
 
 
-def test_help_answers_at_once() -> None:
-    ended = run_entry("--help")
-    assert ended.status == 0
-    assert ended.lines[0].startswith("usage: horovodrun -np RANKS python -m horovod_volo.train DATA_DIR")
-    assert ended.cpu_seconds < 3
+def test_help_is_printed_quickly() -> None:
+    result = run_entry("--help")
+    assert result.status == 0
+    assert result.lines[0].startswith("usage: horovodrun -np RANKS python -m horovod_volo.train DATA_DIR")
+    assert result.cpu_seconds < 3
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--modle", "volo_demo"], "There is no flag --modle. Did you mean --model?"),
         (["--epochs", "ten"], "--epochs takes a whole number, not 'ten'."),
@@ -44,14 +44,14 @@ def test_help_answers_at_once() -> None:
     ],
     ids=["flag", "type", "batch"],
 )
-def test_mistakes_in_settings(arguments: list[str], said: str, demo_set: Path, tmp_path: Path) -> None:
-    ended = run_entry(str(demo_set), *TINY, "--output", str(tmp_path / "runs"), *arguments)
-    assert_refused(ended, said)
+def test_mistakes_in_settings(arguments: list[str], message: str, demo_set: Path, tmp_path: Path) -> None:
+    result = run_entry(str(demo_set), *TINY, "--output", str(tmp_path / "runs"), *arguments)
+    assert_refused(result, message)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--model", "volo_d9"], "There is no model 'volo_d9'. Did you mean volo_d"),
         (["--num-classes", "1000"], "has 10 classes. Drop --num-classes."),
@@ -74,21 +74,21 @@ def test_mistakes_in_settings(arguments: list[str], said: str, demo_set: Path, t
         (["--use-ema"], "--use-ema needs --finetune."),
         (["--model", "vgg11", *PLAIN, "--drop-path", "0.1"], "timm does not build vgg11 with these settings"),
         (["--model", "vgg11", *PLAIN, "--grad-checkpoint"], "vgg11 has no activation checkpointing."),
-        (["--model", "test_resnet", *PLAIN, "--finetune", "timm:resnet1"], "timm knows no model 'resnet1'."),
+        (["--model", "test_resnet", *PLAIN, "--finetune", "timm:resnet1"], "timm has no model 'resnet1'."),
     ],
     ids=lambda value: " ".join(value[-3:]) if isinstance(value, list) else "",
 )
 def test_further_mistakes_in_settings(
-    arguments: list[str], said: str, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     given = [str(demo_set), *TINY, "--output", str(tmp_path / "runs"), *arguments]
-    assert_refused(run_here(*given, streams=capfd), said)
+    assert_refused(run_here(*given, streams=capfd), message)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_data_folder(tmp_path: Path) -> None:
-    ended = run_entry(str(tmp_path / "nowhere"), "--output", str(tmp_path / "runs"))
-    assert_refused(ended, f"there is no data folder {tmp_path}/nowhere")
+    result = run_entry(str(tmp_path / "nowhere"), "--output", str(tmp_path / "runs"))
+    assert_refused(result, f"there is no data folder {tmp_path}/nowhere")
     assert not list(tmp_path.iterdir())
 
 
@@ -98,16 +98,16 @@ def test_an_empty_class_folder(demo_set: Path, tmp_path: Path) -> None:
     empty = sorted((tmp_path / "data" / "train").iterdir())[3]
     shutil.rmtree(empty)
     empty.mkdir()
-    ended = run_entry(str(tmp_path / "data"), *TINY, "--output", str(tmp_path / "runs"))
-    assert_refused(ended, f"no images in {empty}")
+    result = run_entry(str(tmp_path / "data"), *TINY, "--output", str(tmp_path / "runs"))
+    assert_refused(result, f"no images in {empty}")
     assert not (tmp_path / "runs").exists()
 
 
 def test_an_unknown_key_in_a_recipe(demo_set: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text("[update]\nepoch = 3\n")
-    ended = run_entry(str(demo_set), "--recipe", str(recipe), "--output", str(tmp_path / "runs"))
-    assert_refused(ended, f"Recipe {recipe} has an unknown key 'epoch' in [update]. Did you mean epochs?")
+    result = run_entry(str(demo_set), "--recipe", str(recipe), "--output", str(tmp_path / "runs"))
+    assert_refused(result, f"Recipe {recipe} has an unknown key 'epoch' in [update]. Did you mean epochs?")
     assert list(tmp_path.iterdir()) == [recipe]
 
 
@@ -116,18 +116,18 @@ def test_an_unknown_key_in_a_recipe(demo_set: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def stopped_run(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train two steps, each with a checkpoint."""
+    """Train two steps, each with a checkpoint, and return the run folder."""
     output = tmp_path_factory.mktemp("stopped")
-    ended = run_entry(
+    result = run_entry(
         *(str(demo_set), *TINY, "--output", str(output), "--name", "first"),
         *("--checkpoint-every", "1", "--stop-at-step", "2"),
     )
-    assert ended.status == STOPPED, ended.output
+    assert result.status == STOPPED, result.output
     return output / "first"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--name", "first", "--resume", "auto", "--img-size", "64"], "has img_size 32, this run has 64"),
         (
@@ -141,19 +141,19 @@ def stopped_run(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     ids=["image size", "batch", "seed", "order", "earlier checkpoint"],
 )
 def test_settings_that_differ_from_the_checkpoint_are_refused(
-    arguments: list[str], said: str, stopped_run: Path, demo_set: Path, capfd: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, stopped_run: Path, demo_set: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = files_under(stopped_run.parent)
     changed = [argument.replace("FIRST", str(stopped_run)) for argument in arguments]
     given = [str(demo_set), *TINY, "--output", str(stopped_run.parent), *changed]
-    assert_refused(run_here(*given, streams=capfd), said)
+    assert_refused(run_here(*given, streams=capfd), message)
     assert files_under(stopped_run.parent) == before
 
 
 def test_other_images_than_the_checkpoints_are_refused(
     stopped_run: Path, demo_set: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Each class has as many images, but one image has another name, which changes the order."""
+    """Each class has the same number of images, but another name of one image changes their order."""
     changed = shutil.copytree(demo_set, tmp_path / "set")
     image = sorted((changed / "train" / "ring").iterdir())[0]
     image.rename(image.with_name("another.jpg"))
@@ -162,26 +162,28 @@ def test_other_images_than_the_checkpoints_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         ([], "already holds a run. Add --resume auto to continue it, or give this run another --name."),
-        # Found before the large model is built.
+        # The error comes before the large model is built.
         (["--resume", "auto", "--model", "volo_d5"], "has model volo_demo, this run has volo_d5"),
     ],
     ids=["folder taken", "model"],
 )
-def test_a_folder_of_another_run(arguments: list[str], said: str, stopped_run: Path, demo_set: Path) -> None:
+def test_a_folder_of_another_run(
+    arguments: list[str], message: str, stopped_run: Path, demo_set: Path
+) -> None:
     before = files_under(stopped_run.parent)
     place = ["--output", str(stopped_run.parent), "--name", "first"]
-    assert_refused(run_entry(str(demo_set), *TINY, *place, *arguments), said)
+    assert_refused(run_entry(str(demo_set), *TINY, *place, *arguments), message)
     assert files_under(stopped_run.parent) == before
 
 
-# Several ranks: only the ranks' own lines are checked, as the launcher prints others.
+# Several ranks. Only the lines of ranks are checked, because the launcher prints others.
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["-b", "21"], f"= {2 * 21} images, but there are {TRAIN_IMAGES}. Use --batch-size 20 or less."),
         (["--modle", "volo_demo"], "There is no flag --modle. Did you mean --model?"),
@@ -189,20 +191,22 @@ def test_a_folder_of_another_run(arguments: list[str], said: str, stopped_run: P
     ids=["more than there is", "flag"],
 )
 def test_several_ranks_print_one_message(
-    arguments: list[str], said: str, demo_set: Path, tmp_path: Path
+    arguments: list[str], message: str, demo_set: Path, tmp_path: Path
 ) -> None:
-    ended = run_entry(
+    result = run_entry(
         *(str(demo_set), *TINY, "--output", str(tmp_path / "runs"), *arguments), ranks=2, start_with="gloo"
     )
-    assert ended.status != 0
-    # "[0]<stderr>:error: ..."; a rank that the launcher ends after the first has left says "Terminated".
-    spoken = [line for line in ended.lines if line[0:1] == "[" and not line.endswith(">:Terminated")]
-    assert len(spoken) == 1, ended.output
-    assert spoken[0].startswith("[0]<stderr>:error: ")
-    assert said in spoken[0]
-    assert ended.cpu_seconds < 2 * 10
-    left = [path.relative_to(tmp_path) for path in tmp_path.rglob("*")]
-    assert all("runs/catalogs".startswith(str(path)) or path.suffix == ".catalog" for path in left), left
+    assert result.status != 0
+    # "[0]<stderr>:error: ..."; a rank that the launcher ends after the first prints "Terminated".
+    messages = [line for line in result.lines if line[0:1] == "[" and not line.endswith(">:Terminated")]
+    assert len(messages) == 1, result.output
+    assert messages[0].startswith("[0]<stderr>:error: ")
+    assert message in messages[0]
+    assert result.cpu_seconds < 2 * 10
+    written = [path.relative_to(tmp_path) for path in tmp_path.rglob("*")]
+    assert all("runs/catalogs".startswith(str(path)) or path.suffix == ".catalog" for path in written), (
+        written
+    )
 
 
 def test_the_demo_set_has_the_expected_size(demo_set: Path) -> None:

@@ -1,7 +1,7 @@
 """Every command of the README runs, those for a cluster at a small size.
 
-Commands that one machine without a GPU can run are unchanged. In commands for a cluster the hosts, the
-number of ranks and the paths are replaced, and flags are added that shorten the run.
+Commands that one machine without a GPU can run are unchanged. In commands for a cluster the hosts, the number
+of ranks and the paths are replaced, and flags that shorten the run are added.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ import pytest
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, nearest_batches, resolve
 from horovod_volo.config.validation import config_warnings
+from tests.ranks.forking import path_of_forks
 from tests.ranks.launching import environment, run
 
 ROOT = Path(__file__).parents[2]
@@ -61,8 +62,8 @@ def test_the_doctor_reports_no_failure():
     assert "Everything is well." in done.stdout or "Nothing failed; " in done.stdout
 
 
-def test_tools_demo_learns_and_tensorboard_shows_it(request):
-    """Half of the demo's epochs, with --long all of them, in another run folder than the user's."""
+def test_tools_demo_trains_and_tensorboard_shows_the_run(request):
+    """Trains half of the demo's epochs, with --long all of them, in a run folder of its own."""
     flags, least = ("", 90.0) if request.config.getoption("--long") else (" --epochs 5", 60.0)
     done = shell(f"./tools/demo{flags}", seconds=1500, DEMO_NAME="readme_test")
     assert done.returncode == 0, done.stdout
@@ -75,19 +76,21 @@ def test_tools_demo_learns_and_tensorboard_shows_it(request):
 
 
 def tensorboard_scalars(folder: Path) -> dict[str, dict[str, object]]:
-    """Return the scalar tags by run that a real TensorBoard server lists."""
+    """Return the scalar tags of each run that a TensorBoard server lists."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [".venv/bin/tensorboard", "--logdir", str(folder), "--port", str(port), "--load_fast=false"]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, env=environment()) as server:
+    # TensorBoard's own imports warn; warnings are errors in this project's processes only.
+    started = environment(PYTHONWARNINGS="")
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL, env=started) as server:
         try:
-            return _ask(f"http://127.0.0.1:{port}/data/plugin/scalars/tags", seconds=90)
+            return _fetch_tags(f"http://127.0.0.1:{port}/data/plugin/scalars/tags", seconds=90)
         finally:
             server.terminate()
 
 
-def _ask(address: str, seconds: float) -> dict[str, dict[str, object]]:
+def _fetch_tags(address: str, seconds: float) -> dict[str, dict[str, object]]:
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5) as page:
@@ -125,7 +128,8 @@ def test_a_cluster_command_runs_at_a_small_size(command, demo_set, tmp_path):
     flags = f"{SHORT} --batch-size {batch} --output {tmp_path} --name run"
     if "--global-batch" in command:
         flags += f" --global-batch {40 if '--dry-run' in command else 8}"
-    done = shell(f"source tools/activate && {small} {flags}", seconds=300)
+    forks = shlex.quote(path_of_forks())
+    done = shell(f"source tools/activate && PATH={forks} && {small} {flags}", seconds=300)
     assert done.returncode == 0, done.stdout
     if "--dry-run" in command:
         assert "40 images per step = 40 ranks x 1 images x 1 micro-batches" in done.stdout

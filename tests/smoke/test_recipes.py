@@ -44,7 +44,7 @@ PARAMETERS = {
     "volo_d5_448": 295_907_168,
     "volo_d5_512": 296_091_488,
 }
-# Peak learning rate and global batch as published or, where nothing was published, as in the header.
+# Published peak learning rate and global batch, or those in the header if nothing was published.
 PEAKS = {
     "imagenet22k_volo_d1": (1.6e-3, 1024),
     "lvvit_l": (1e-3, 1024),
@@ -72,13 +72,13 @@ OF_A_CLUSTER = [name for name in recipe_names() if name != "demo"]
 
 @cache
 def configured(name: str) -> tuple[Config, Workload]:
-    """Read a recipe and measure its workload, once for all numbers of ranks."""
+    """Read a recipe and measure its workload, which does not depend on the number of ranks."""
     config = parse(["--recipe", name]).config
     return config, measure_workload(config)
 
 
-def facts(text: str) -> dict[str, str]:
-    """Return the properties in the text of a dry run, which follow the settings."""
+def properties_in(text: str) -> dict[str, str]:
+    """Return the properties that a dry run prints after the settings."""
     lines = text[text.index("     ranks  ") :].splitlines()
     return {line[:10].strip(): line[12:] for line in lines}
 
@@ -107,15 +107,15 @@ def test_every_recipe_has_expected_values_here() -> None:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_a_dry_run_computes_what_follows_from_the_recipe(name: str) -> None:
+def test_a_dry_run_computes_the_properties_of_the_recipe(name: str) -> None:
     recipe = toml_of(name)
     update = recipe["update"]
     images, classes = IN_22K if "22k" in name else IN_1K
     averages = {"adamw": 2, "lars": 1}[update.get("opt", "adamw")]
     floats = 2 + averages + ("ema_decay" in update)  # weights, gradients, optimizer, averaged weights
-    config, need = configured(name)
+    config, workload = configured(name)
     for ranks in RANKS:
-        reported = facts(describe(config, ranks, need))
+        reported = properties_in(describe(config, ranks, workload))
         batch = ranks * recipe["data"]["batch_size"]
         steps = images // batch * (update["epochs"] + update["cooldown_epochs"])
         assert reported["ranks"] == str(ranks)
@@ -132,10 +132,10 @@ def test_a_dry_run_computes_what_follows_from_the_recipe(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_A_CLUSTER)
-def test_the_published_batch_has_the_published_peak(name: str) -> None:
+def test_the_published_batch_has_the_published_peak_learning_rate(name: str) -> None:
     peak, batch = PEAKS[name]
     ranks = batch // toml_of(name)["data"]["batch_size"]
-    reported = facts(describe(configured(name)[0], ranks, configured(name)[1]))
+    reported = properties_in(describe(configured(name)[0], ranks, configured(name)[1]))
     assert reported["batch"].startswith(f"{batch:,} images per step")
     # Nothing is scaled, so --warmup-lr and --min-lr are not shown.
     assert reported["lr"] == f"peak {peak:.3g} = {peak:.3g} x {batch} / {batch}"
@@ -147,14 +147,14 @@ def test_a_header_has_the_required_entries(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OF_A_CLUSTER)
-def test_a_headers_command_has_the_headers_batch(name: str) -> None:
+def test_the_command_of_a_header_has_the_batch_of_the_header(name: str) -> None:
     header = header_of(name)
-    words = shlex.split(header["Command"])
-    ranks = int(words[words.index("-np") + 1])
-    assert words[: words.index("horovod_volo.train") + 1] == shlex.split(
+    command = shlex.split(header["Command"])
+    ranks = int(command[command.index("-np") + 1])
+    assert command[: command.index("horovod_volo.train") + 1] == shlex.split(
         f"horovodrun -np {ranks} python -m horovod_volo.train"
     )
-    request = parse([*words[words.index("horovod_volo.train") + 1 :], "--dry-run"])
+    request = parse([*command[command.index("horovod_volo.train") + 1 :], "--dry-run"])
     assert request.config.run.name == name
     assert (RECIPES / f"{name}.toml").is_file()
     recipe = toml_of(name)
@@ -163,17 +163,17 @@ def test_a_headers_command_has_the_headers_batch(name: str) -> None:
     batch = recipe["data"]["batch_size"]
     assert header["Batch"].startswith(f"{ranks} ranks x {batch} = {ranks * batch}")
     assert ranks * batch == PEAKS[name][1] == recipe["update"]["lr_base_size"]
-    assert f"(--global-batch {ranks * batch}); another scales all learning rates" in header["Batch"]
+    assert f"(--global-batch {ranks * batch}); any other scales all learning rates" in header["Batch"]
 
 
 @pytest.mark.parametrize("name", OF_A_CLUSTER)
-def test_a_recipe_needs_what_its_published_command_gives(name: str) -> None:
+def test_a_recipe_requires_the_inputs_of_its_published_command(name: str) -> None:
     header, published = header_of(name), toml_of(name).get("published", {})
     assert bool(published) == name.startswith(("volo_", "lvvit_"))
     accuracy = re.match(r"([\d.]+) % top-1", header["Published"])
     assert published.get("top1") == (float(accuracy[1]) if accuracy else None)
-    places = ("--token-label-data", "--finetune", "--ground-truth")
-    given = {flag[2:].replace("-", "_") for flag in places if flag in shlex.split(header["Command"])}
+    inputs = ("--token-label-data", "--finetune", "--ground-truth")
+    given = {flag[2:].replace("-", "_") for flag in inputs if flag in shlex.split(header["Command"])}
     assert set(published.get("needs", [])) == given
 
 
@@ -183,19 +183,19 @@ def test_the_stated_hours_follow_from_the_images_per_second(name: str) -> None:
     epochs = update["epochs"] + update["cooldown_epochs"]
     images = (IN_22K if "22k" in name else IN_1K)[0]
     reported = re.search(r"([\d,]+) hours of one RTX", cost)
-    rate = re.search(r"([\d.]+)\s+images/s", cost)
+    throughput = re.search(r"([\d.]+)\s+images/s", cost)
     work = re.search(r"([\d.]+) GFLOP an image .* ([\d.]+) TFLOP/s", cost)
     assert reported, cost
-    assert rate or work, cost
-    seconds = 1 / float(rate[1]) if rate else float(work[1]) / float(work[2]) / 1000  # type: ignore[index]
+    assert throughput or work, cost
+    seconds = 1 / float(throughput[1]) if throughput else float(work[1]) / float(work[2]) / 1000  # type: ignore[index]
     assert f"{epochs} epochs" in cost
     assert "an estimate" in cost
     assert float(reported[1].replace(",", "")) == pytest.approx(images * epochs * seconds / 3600, rel=0.02)
 
 
 def test_dry_run_describes_the_measured_workload() -> None:
-    config, need = configured("demo")
-    assert dry_run(config, 8) == describe(config, 8, need)
+    config, workload = configured("demo")
+    assert dry_run(config, 8) == describe(config, 8, workload)
 
 
 # Memory, in bytes per parameter
@@ -214,11 +214,28 @@ def test_dry_run_describes_the_measured_workload() -> None:
         (["--opt", "sgd", "--shard-optimizer", "--ema-decay", "0.9"], 4, 8 + (4 + 4) / 4 + 4),
     ],
 )
-def test_memory_follows_optimizer_and_ranks(flags: list[str], ranks: int, bytes_per_parameter: float) -> None:
+def test_memory_depends_on_optimizer_and_ranks(
+    flags: list[str], ranks: int, bytes_per_parameter: float
+) -> None:
     config = parse(["--recipe", "volo_d5", *flags]).config
-    reported = facts(describe(config, ranks, configured("volo_d5")[1]))
+    reported = properties_in(describe(config, ranks, configured("volo_d5")[1]))
     expected = bytes_per_parameter * PARAMETERS["volo_d5"] / GIB
     assert reported["memory"].startswith(f"about {expected:.1f} GiB of state and ")
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "gpu"),
+    [
+        ("volo_d5_448", ["-b", "8"], "a GPU of 40 GB"),
+        ("volo_d5", ["-b", "256"], "a GPU of 80 GB"),
+        ("volo_d5_448", ["-b", "64"], "a GPU of 141 GB"),
+        ("volo_d5_448", ["-b", "64", "--grad-checkpoint"], "a GPU of 40 GB"),
+        ("volo_d5_448", ["-b", "256"], "more than a GPU of 141 GB has; use a smaller --batch-size"),
+    ],
+)
+def test_the_smallest_gpu_with_enough_memory_is_named(name: str, flags: list[str], gpu: str) -> None:
+    config = parse(["--recipe", name, *flags]).config
+    assert f" per rank: {gpu}" in properties_in(describe(config, 8, measure_workload(config)))["memory"]
 
 
 @pytest.mark.parametrize("name", ["volo_d5_448", "lvvit_s"])
@@ -229,8 +246,8 @@ def test_the_estimate_of_memory_is_the_same_every_time(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "blocks"), [("volo_d1", 20), ("lvvit_s", 16)])
 def test_checkpointed_blocks_save_only_their_input(name: str, blocks: int) -> None:
-    """A checkpointed block saves one tensor of its input's size, otherwise ten and more."""
+    """A checkpointed block saves one tensor of the size of its input, another block ten or more."""
     plain = configured(name)[1].activation_bytes
-    kept = measure_workload(parse(["--recipe", name, "--grad-checkpoint"]).config).activation_bytes
+    checkpointed = measure_workload(parse(["--recipe", name, "--grad-checkpoint"]).config).activation_bytes
     tokens = 196 * 384 * 2  # bytes of the smallest input of a block, in 16 bits
-    assert blocks * tokens < kept < plain / 2.5
+    assert blocks * tokens < checkpointed < plain / 2.5

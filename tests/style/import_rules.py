@@ -1,7 +1,7 @@
-"""The rules for imports inside a package, checked in its source.
+"""Rules for imports inside a package, checked in its source.
 
-Nothing is imported for the check, so imports inside functions, under TYPE_CHECKING or behind a condition
-count like all others.
+The check imports nothing. Imports inside functions, under TYPE_CHECKING or under a condition are treated like
+all others.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ONLY_IMPORTER = {
     "torch.utils.tensorboard": "monitor",
     "torch.distributed": None,
 }
-# Modules `peers*.py` of bench import these to measure against them.
+# Modules `peers*.py` of bench may import these, because they measure them.
 MEASURED_PEERS = {"horovod", "timm", "torch.distributed"}
 
 
@@ -55,7 +55,10 @@ def broken_rules(package: Path) -> list[str]:
 
 def imports(file: Path, package: Path) -> Iterator[tuple[int, str]]:
     """Yield the line and the absolute dotted name of each import in a file."""
-    home = [package.name, *file.relative_to(package).parent.parts]  # the package that a leading dot refers to
+    home = [
+        package.name,
+        *file.relative_to(package).parent.parts,
+    ]  # the package to which a leading dot refers
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)

@@ -1,4 +1,4 @@
-"""Find the settings that a package reads: `GROUP.FIELD`, or `settings.FIELD` where a group is passed in."""
+"""Find the settings that a package reads, as `GROUP.FIELD` or, if a group is passed, `settings.FIELD`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def unread_settings(package: Path, fields: Iterable[tuple[str, str]]) -> list[st
 
 
 def _attributes(tree: ast.Module) -> set[tuple[str, str]]:
-    """Return (owner, name) of each attribute that is read; the owner is its last name without leading `_`."""
+    """Return (owner, name) of each attribute that is read; the owner is the last name without leading `_`."""
     return {
         (_last_name(node.value).lstrip("_"), node.attr)
         for node in ast.walk(tree)

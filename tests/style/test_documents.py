@@ -13,7 +13,7 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def missing_files(text: str) -> list[str]:
-    """Return the Python files and folders in backquotes that are neither in the root nor in the package."""
+    """Return the Python files and folders in backquotes that exist neither in the root nor in the package."""
     paths = re.findall(
         r"`((?:[\w.]+/)+\w+\.py|(?:models|kernels|engine|cluster|data|optim)/(?:\w+/)*)`", text
     )

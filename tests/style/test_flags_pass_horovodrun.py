@@ -23,7 +23,7 @@ def flags_of(parser) -> list[str]:
     return flags
 
 
-def passes(flag: str, monkeypatch: pytest.MonkeyPatch) -> bool:
+def is_accepted(flag: str, monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr("sys.argv", ["horovodrun", "-np", "2", "python", "-m", "entry", flag, "value"])
     try:
         return launch.parse_args().command == ["python", "-m", "entry", flag, "value"]
@@ -32,8 +32,8 @@ def passes(flag: str, monkeypatch: pytest.MonkeyPatch) -> bool:
 
 
 @pytest.mark.parametrize("entry", PARSERS)
-def test_horovodrun_lets_our_flags_through(entry, monkeypatch, capsys):
+def test_horovodrun_accepts_commands_with_our_flags(entry, monkeypatch, capsys):
     flags = flags_of(PARSERS[entry])
     assert len(flags) > 5
-    assert [flag for flag in flags if not passes(flag, monkeypatch)] == []
-    assert not passes("--timeline", monkeypatch)
+    assert [flag for flag in flags if not is_accepted(flag, monkeypatch)] == []
+    assert not is_accepted("--timeline", monkeypatch)

@@ -40,7 +40,7 @@ def documents() -> str:
 
 
 def is_mentioned(setting: Setting, text: str) -> bool:
-    """Return whether a text contains a flag of the setting; the positional one follows the entry point."""
+    """Return whether a text contains a flag of the setting; a positional one follows the entry point."""
     if setting.positional:
         return re.search(r"horovod_volo\.train (?!-)\S", text) is not None
     spellings = [*setting.flags, *setting.shorthands]
@@ -56,13 +56,13 @@ def is_in_a_recipe(setting: Setting) -> bool:
 
 
 def test_every_flag_has_a_use() -> None:
-    """A flag that fails here needs a recipe that sets it or a mention in the documents; else remove it."""
+    """A flag that fails here must be set by a recipe, be mentioned in the documents, or be removed."""
     text = documents()
     unused = [item.flags[0] for item in SETTINGS if not (is_in_a_recipe(item) or is_mentioned(item, text))]
     assert unused == []
 
 
-def test_a_mention_is_a_whole_flag() -> None:
+def test_a_mention_is_a_complete_flag() -> None:
     lr = next(setting for setting in SETTINGS if setting.name == "lr")
     mix_token = next(setting for setting in SETTINGS if setting.name == "mix_token")
     assert is_mentioned(lr, "horovodrun ... --lr 1e-4")

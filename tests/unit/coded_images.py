@@ -1,4 +1,4 @@
-"""Image folders for tests: pictures whose colours tell the place, and smooth random ones."""
+"""Image folders for tests: images whose colours encode the position of each pixel, and smooth random ones."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 PLAIN: dict[str, Any] = {"train_interpolation": "bicubic", "aa": "", "color_jitter": 0.0, "reprob": 0.0}
 
 
-def place_coded(width: int, height: int) -> Image.Image:
-    """Red tells the column, green the row, each as a share of the side."""
+def position_coded(width: int, height: int) -> Image.Image:
+    """Return an image whose red encodes the column and green the row, as fractions of the side."""
     pixels = np.zeros((height, width, 3), dtype=np.uint8)
     pixels[..., 0] = np.rint(255 * (np.arange(width) + 0.5) / width)
     pixels[..., 1] = np.rint(255 * (np.arange(height) + 0.5) / height)[:, None]
@@ -30,7 +30,7 @@ def place_coded(width: int, height: int) -> Image.Image:
 
 
 def smooth(width: int, height: int, seed: int) -> Image.Image:
-    """A few random colours, blended over the whole picture."""
+    """Return an image of a few random colours with smooth transitions."""
     colours = np.random.default_rng(seed).integers(0, 256, size=(5, 7, 3), dtype=np.uint8)
     return Image.fromarray(colours).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -47,8 +47,8 @@ def write_images(folder: Path, images: dict[str, Image.Image], **options: Any) -
 def only_batch(
     catalog: Catalog, labels: LabelSource | None, settings: Data, *, side: int, seed: int, epoch: int = 0
 ) -> TrainBatch:
-    """Return the batch of an epoch that has one."""
-    stream = TrainLoader(
+    """Return the batch of an epoch with a single batch."""
+    loader = TrainLoader(
         catalog,
         labels,
         settings,
@@ -60,8 +60,8 @@ def only_batch(
         device=torch.device("cpu"),
         threads=2,
     )
-    (batch,) = stream.batches(epoch, 0)
-    stream.close()
+    (batch,) = loader.batches(epoch, 0)
+    loader.close()
     return batch
 
 

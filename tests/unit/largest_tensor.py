@@ -1,4 +1,4 @@
-"""Watch how large the tensors are that a piece of code makes."""
+"""Record the size of the largest tensor that a piece of code creates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LargestTensor(TorchDispatchMode):
-    """Inside, records the number of elements of the largest tensor that any operation returns."""
+    """A context that records the number of elements of the largest tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()

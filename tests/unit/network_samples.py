@@ -1,4 +1,4 @@
-"""Networks none of whose weights is left at a value that would hide a mistake, and images for them."""
+"""Networks with perturbed weights, so that no initial 0 or 1 hides a mistake, and images for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 def perturbed(model: Network, strength: float = 0.02) -> Network:
-    """Move everything that fresh weights leave at 0 or 1, so that nothing is equal by leaving it out."""
+    """Perturb all weights and buffers, so that leaving one out changes the result."""
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -23,10 +23,10 @@ def perturbed(model: Network, strength: float = 0.02) -> Network:
 
 
 def random_images(batch: int, side: int) -> Tensor:
-    """Return the same images every time."""
+    """Return images of a fixed seed."""
     return torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(2))
 
 
 def unchanged(tokens: Tensor) -> Tensor:
-    """Exchange nothing."""
+    """Swap no tokens."""
     return tokens

@@ -1,4 +1,4 @@
-"""timm's own augmentation, called operation by operation, and its draws recorded."""
+"""timm's own augmentation: single operations, and recorded random draws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.data.augmentation import operations as ops
-from horovod_volo.models import timm_api  # noqa: F401  # lets timm in beside a CPU-only torch
+from horovod_volo.models import timm_api  # noqa: F401  # before timm, which imports torchvision
 
 SPELLING = "rand-m9-mstd0.5-inc1"
 NAMES = {
@@ -37,7 +37,7 @@ FILL = (124, 116, 104)
 def timm_augment(
     kind: ops.Operation, image: NDArray[np.uint8], amount: float, *, bicubic: bool, nearest: bool = False
 ) -> NDArray[np.uint8]:
-    """Return what timm's function makes of an image (height, width, 3)."""
+    """Apply timm's function for an operation to an image (height, width, 3)."""
     from timm.data.auto_augment import NAME_TO_OP
 
     number: Any = int(amount) if kind in (ops.POSTERIZE, ops.SOLARIZE_ADD) else amount
@@ -49,25 +49,25 @@ def timm_augment(
 
 
 def record_draws(images: int) -> dict[str, list[float]]:
-    """Return the arguments with which timm's RandAugment called each operation for so many images."""
+    """Return the arguments of each operation that timm's RandAugment draws for this number of images."""
     from timm.data.auto_augment import rand_augment_transform
 
     calls: dict[str, list[float]] = defaultdict(list)
     transform = rand_augment_transform(SPELLING, {"img_mean": FILL})
     for operation in transform.ops:
 
-        def note(image: Any, *arguments: float, _name: str = operation.name, **_: Any) -> Any:
+        def record(image: Any, *arguments: float, _name: str = operation.name, **_: Any) -> Any:
             calls[_name].append(float(arguments[0]) if arguments else 0.0)
             return image
 
-        operation.aug_fn = note
+        operation.aug_fn = record
     for _ in range(images):
         transform(None)
     return calls
 
 
 def timm_erasing(images: int, side: int) -> NDArray[np.int64]:
-    """Return top, left, height, width of what timm's RandomErasing erased, (boxes, 4)."""
+    """Return top, left, height and width of the boxes that timm's RandomErasing erases, (boxes, 4)."""
     from timm.data.random_erasing import RandomErasing
 
     erase = RandomErasing(probability=0.25, mode="const", device="cpu")

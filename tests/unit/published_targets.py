@@ -1,7 +1,7 @@
-"""The published token-label formulas, dense and slow: what the objective's tests compare against.
+"""The published token-label formulas, dense and slow: the reference for the tests of the objective.
 
-Everything is float64 and follows the definitions word by word: a [classes, height, width] map per
-image, RoIAlign by loops, a softmax over all classes, smoothing, mixing.
+Everything is float64 and follows the definitions literally: a (classes, height, width) map for each image,
+RoIAlign by loops, a softmax over all classes, smoothing and mixing.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from horovod_volo.objective.soft_target import SoftTarget
 
 
 def dense(target: SoftTarget, num_classes: int) -> Tensor:
-    """Write a soft target out, (rows, classes)."""
+    """Return a soft target in dense form, (rows, classes)."""
     everywhere = target.uniform.double().unsqueeze(1).repeat(1, num_classes)
     return everywhere.scatter_add(1, target.ids, target.weights.double())
 
 
 def dense_map(scores: Tensor, ids: Tensor, num_classes: int) -> Tensor:
-    """Scatter one image's k best (k, height, width) into zeros (classes, height, width)."""
+    """Scatter one image's k best logits (k, height, width) into zeros (classes, height, width)."""
     zeros = torch.zeros(num_classes, *scores.shape[1:], dtype=torch.float64)
     return zeros.scatter(0, ids.long(), scores.double())
 
 
 def bilinear(cells: Tensor, y: float, x: float, *, nearest: tuple[bool, bool] = (False, False)) -> Tensor:
-    """Read (classes, height, width) cells at one point: nothing outside [-1, size], the rim clamped.
+    """Interpolate (classes, height, width) cells at one point: 0 outside [-1, size], clamped at the edges.
 
-    Where `nearest` says so of rows or of columns, the nearest cell counts however far the point is.
+    Where `nearest` is set for rows or columns, the nearest cell is used at any distance.
     """
     height, width = cells.shape[1:]
     if not ((nearest[0] or -1 <= y <= height) and (nearest[1] or -1 <= x <= width)):
@@ -53,7 +53,7 @@ def roi_align(
     *,
     nearest: tuple[bool, bool] = (False, False),
 ) -> Tensor:
-    """Average adaptive samples in each of side x side bins, (classes, side, side); not aligned, scale 1."""
+    """Average an adaptive number of samples in each of side x side bins (aligned=False, spatial_scale=1)."""
     bin_width, bin_height = max(x2 - x1, 1.0) / side, max(y2 - y1, 1.0) / side
     across, down = ceil(bin_width), ceil(bin_height)
     pooled = torch.zeros(cells.shape[0], side, side, dtype=cells.dtype)
@@ -70,19 +70,21 @@ def roi_align(
 def image_target(
     scores: Tensor, ids: Tensor, box: Tensor, side: int, num_classes: int, geometry: str
 ) -> Tensor:
-    """Return one image's softmaxed target, (side x side, classes)."""
+    """Return the target of one image after the softmax, (side x side, classes)."""
     cells = dense_map(scores, ids, num_classes)
     height, width = cells.shape[1:]
     top, left, tall, wide = box.double().tolist()
     bottom, right = top + tall, left + wide
-    if geometry == "reference":  # top, left, bottom, right are taken for x1, y1, x2, y2, all times the width
+    if (
+        geometry == "reference"
+    ):  # top, left, bottom, right are read as x1, y1, x2, y2, all multiplied by the width
         corners = [edge * width - 0.5 for edge in (top, left, bottom, right)]
     else:
         corners = [
             edge * size - 0.5
             for edge, size in ((left, width), (top, height), (right, width), (bottom, height))
         ]
-    # Not published, for a published box lies inside its image: beyond a map the nearest cell counts.
+    # Not in the published code, whose boxes are inside their images: beyond a map the nearest cell is used.
     nearest = top < 0 or bottom > 1, left < 0 or right > 1
     return roi_align(cells, *corners, side, nearest=nearest).flatten(1).T.softmax(dim=1)
 
@@ -96,13 +98,13 @@ def batch_target(
 
 
 def smooth(target: Tensor, smoothing: float) -> Tensor:
-    """Apply the published on and off values."""
+    """Apply label smoothing with the published on and off values."""
     off = smoothing / target.shape[-1]
     return target * (1 - smoothing + off) + off
 
 
 def one_hot(classes: Tensor, num_classes: int) -> Tensor:
-    """Write classes out, (rows, classes)."""
+    """Return the one-hot encoding of classes, (rows, classes)."""
     return torch.nn.functional.one_hot(classes, num_classes).double()
 
 
@@ -114,7 +116,7 @@ def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
 def random_maps(
     batch: int, k: int, height: int, width: int, num_classes: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw scores, distinct ids per cell, and boxes inside the image."""
+    """Draw scores, distinct ids for each cell, and boxes inside the image."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(batch, k, height, width, generator=generator) * 4 + 2
     ids = torch.rand(batch, num_classes, height, width, generator=generator).argsort(dim=1)[:, :k]

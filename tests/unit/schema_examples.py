@@ -9,8 +9,9 @@ from typing import Any
 from horovod_volo.config.schema import Config
 
 # The schema as plain data: group, field and default, read from the dataclasses themselves.
-# What a recipe was published with, and warnings, stand beside the settings: they have no flags.
-GROUPS = [group.name for group in dataclasses.fields(Config) if group.name not in ("published", "warnings")]
+# The published values of a recipe, its warnings, and the record of stated settings have no flags.
+OTHERS = ("published", "warnings", "stated")
+GROUPS = [group.name for group in dataclasses.fields(Config) if group.name not in OTHERS]
 FIELDS = [
     (group, field.name, field.default)
     for group in GROUPS
@@ -26,7 +27,7 @@ FURTHER_FLAGS = {
     "ema_decay": ["--model-ema"],
     "ema_warmup": ["--model-ema-warmup", "--no-model-ema-warmup"],
 }
-# Per setting, two values besides the default. Where none are given, the kind of the default decides.
+# Two values besides the default for each setting; where none are listed, the type of the default decides.
 EXAMPLES: dict[str, tuple[Any, Any]] = {
     "binding": ("core", "none"),
     "img_size": (64, 96),
@@ -35,6 +36,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "train_interpolation": ("bilinear", "bicubic"),
     "randaugment_on": ("image", "crop"),
     "kernels": ("plain", "fused"),
+    "grad_checkpoint_stages": ("outlookers", "transformers"),
     "aa": ("", "rand-m7-n3"),
     "reprob": (0.5, 0.75),
     "remode": ("rand", "const"),
@@ -48,7 +50,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "label_geometry": ("reference", "corrected"),
     "map_geometry": ("whole", "centre-crop:576:576"),
 }
-# What a setting cannot do without.
+# Settings that a setting requires.
 COMPANIONS = {
     "mixup": ["--no-mix-token"],
     "cutmix": ["--no-mix-token"],

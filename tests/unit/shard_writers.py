@@ -1,4 +1,4 @@
-"""Write small shards of each format, from the formats' descriptions and nothing of the package."""
+"""Write small shards of each format by the formats' descriptions, without the package's code."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ RECORDIO_MAGIC = struct.pack("<I", 0xCED7230A)
 
 
 def picture(number: int, kind: str = "JPEG") -> bytes:
-    """Return an encoded image unlike those of other numbers."""
-    stream = io.BytesIO()
-    Image.new("RGB", (16 + number, 12), (number * 40 % 256, number * 90 % 256, 99)).save(stream, kind)
-    return stream.getvalue()
+    """Return an encoded image that differs from those of other numbers."""
+    data = io.BytesIO()
+    Image.new("RGB", (16 + number, 12), (number * 40 % 256, number * 90 % 256, 99)).save(data, kind)
+    return data.getvalue()
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], *, form: int = tarfile.PAX_FORMAT) -> None:
@@ -29,7 +29,7 @@ def write_tar(path: Path, members: list[tuple[str, bytes]], *, form: int = tarfi
 
 
 def write_tar_index(path: Path) -> None:
-    """Write what DALI's tool would: samples are runs of members with one key."""
+    """Write an index as DALI's tool does: consecutive members with the same key form a sample."""
     samples: dict[str, list[str]] = {}
     with tarfile.open(path) as tar:
         for member in tar:
@@ -52,7 +52,7 @@ def field(number: int, content: bytes) -> bytes:
 
 
 def example(features: dict[str, bytes | int | float | str], *, packed: bool = True) -> bytes:
-    """Return a tf.train.Example with one value a feature."""
+    """Return a tf.train.Example with one value per feature."""
     entries = b""
     for name, value in features.items():
         if isinstance(value, int):
@@ -67,7 +67,7 @@ def example(features: dict[str, bytes | int | float | str], *, packed: bool = Tr
 
 
 def crc32c(data: bytes) -> int:
-    """Divide bit by bit by Castagnoli's polynomial, as the checksum is defined."""
+    """Return the checksum by its definition: bitwise division by Castagnoli's polynomial."""
     remainder = 0xFFFFFFFF
     for byte in data:
         remainder ^= byte
@@ -86,7 +86,9 @@ def write_tfrecord(path: Path, examples: list[bytes], *, index: bool = False) ->
     data, lines = b"", []
     for content in examples:
         length = struct.pack("<Q", len(content))
-        record = length + masked(length) + content + b"data"  # nobody checks this last one
+        record = (
+            length + masked(length) + content + b"data"
+        )  # the checksum of the data, which readers do not check
         lines.append(f"{len(data)} {len(record)}\n")
         data += record
     path.write_bytes(data)
@@ -113,12 +115,12 @@ def write_recordio(path: Path, contents: list[bytes], *, index: bool = False) ->
 
 
 def recordio_parts(content: bytes) -> list[bytes]:
-    """Cut where the magic stands at a multiple of 4, and leave it out there."""
+    """Split the content at each magic number at a multiple of 4, which the parts leave out."""
     pieces, begin = [], 0
-    for place in range(0, len(content) - 3, 4):
-        if content[place : place + 4] == RECORDIO_MAGIC:
-            pieces.append(content[begin:place])
-            begin = place + 4
+    for offset in range(0, len(content) - 3, 4):
+        if content[offset : offset + 4] == RECORDIO_MAGIC:
+            pieces.append(content[begin:offset])
+            begin = offset + 4
     pieces.append(content[begin:])
     marks = [0] if len(pieces) == 1 else [1, *[2] * (len(pieces) - 2), 3]
     return [

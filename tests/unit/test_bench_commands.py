@@ -22,10 +22,10 @@ COMMAND = re.compile(r"python -m horovod_volo\.bench (\w[^`|\n]*)")
 
 def example(
     *,
-    folder: Annotated[str, Flag("where", metavar="DIR", positional=True)],
+    folder: Annotated[str, Flag("where", positional=True)],
     sides: Annotated[Sequence[int], Flag("sides in pixels")] = (8, 16),
     against: Annotated[Sequence[Literal["a", "b"]], Flag("peers", may_be_empty=True)] = ("a",),
-    rate: Annotated[float, Flag("rate in images a second", metavar="RATE")] = 0.5,
+    rate: Annotated[float, Flag("rate in images a second")] = 0.5,
     compile: Annotated[bool, Flag("compile it")] = False,
 ) -> None:
     """Stand for a benchmark."""

@@ -8,19 +8,21 @@ from pathlib import Path
 import pytest
 from coded_images import smooth, write_images
 
-from horovod_volo.bench.machine.learning import difference_of, mean_of, measure, t_quantile
-from horovod_volo.bench.machine.training_runs import (
+from horovod_volo.bench.machine.learning import (
     Budget,
     RunResult,
+    mean_difference,
+    measure,
     our_command,
     read_ours,
     read_timm,
+    t_quantile,
     timm_command,
 )
 from horovod_volo.config.command_line import parse
 from horovod_volo.core.errors import UserError
 
-BUDGET = Budget("images", 10, 3 * 640, "volo_demo", 64, 64, 3, 2e-3)
+BUDGET = Budget("images", 10, 3 * 640, 64, 64, 3, 2e-3)
 
 
 def ours(**others: object) -> dict[str, object]:
@@ -102,19 +104,19 @@ def test_students_t_is_that_of_the_tables(freedom: int, tabulated: float) -> Non
 
 
 def test_means_have_students_interval() -> None:
-    found = mean_of([1.0, 2.0, 3.0, 4.0, 5.0])  # standard error sqrt(2.5 / 5)
+    found = mean_difference([1.0, 2.0, 3.0, 4.0, 5.0])  # standard error sqrt(2.5 / 5)
     assert found.value == 3.0
     assert found.high - 3.0 == pytest.approx(3.0 - found.low) == pytest.approx(2.776 * 0.5**0.5, abs=1e-3)
 
 
 def test_equal_spreads_make_welchs_interval_the_plain_one() -> None:
-    found = difference_of([1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 1.0, 2.0, 3.0, 4.0])
+    found = mean_difference([1.0, 2.0, 3.0, 4.0, 5.0], [0.0, 1.0, 2.0, 3.0, 4.0])
     assert found.value == pytest.approx(1.0)
     assert found.high - found.value == pytest.approx(2.306 * 1.0, abs=1e-3)  # 8 degrees of freedom
 
 
 def test_a_difference_without_spread_is_certain() -> None:
-    found = difference_of([2.0, 2.0], [1.0, 1.0])
+    found = mean_difference([2.0, 2.0], [1.0, 1.0])
     assert (found.low, found.value, found.high) == (1.0, 1.0, 1.0)
 
 
@@ -125,13 +127,11 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     write_images(tmp_path / "images", images)
     (tmp_path / "timm").mkdir()
     request = {
-        "against": "timm",
         "data_dir": str(tmp_path / "images"),
         "timm": str(tmp_path / "timm"),
         "token_label_data": "",
         "seeds": [1, 2],
         "output": str(tmp_path / "runs"),
-        "model": "volo_demo",
         "img_size": 32,
         "batch_size": 4,
         "epochs": 1,
@@ -144,7 +144,5 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         measure(**request)
     with pytest.raises(UserError, match="one run has no spread"):
         measure(**request | {"seeds": [1]})
-    with pytest.raises(UserError, match="resnet18 is no size of VOLO"):
-        measure(**request | {"model": "resnet18"})
     with pytest.raises(UserError, match="nowhere"):
         measure(**request | {"data_dir": str(tmp_path / "nowhere")})

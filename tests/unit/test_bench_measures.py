@@ -1,8 +1,9 @@
-"""Each benchmark runs at a tiny size, tells its figures, and refuses wrong values."""
+"""Each benchmark runs at a tiny size, reports its figures, and refuses wrong values."""
 
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,18 +16,8 @@ from coded_images import smooth, write_images
 from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench import comparison
 from horovod_volo.bench.comparison import WrongResultError
-from horovod_volo.bench.machine import (
-    augmentation,
-    catalog,
-    data,
-    labels,
-    loader,
-    loss,
-    map_geometry,
-    reduce,
-    step,
-)
-from horovod_volo.bench.machine.peers_loss import DenseLoss, PublishedLoss
+from horovod_volo.bench.machine import augmentation, catalog, data, labels, loss, map_geometry, reduce, step
+from horovod_volo.bench.machine.loss import DenseLoss, PublishedLoss
 from horovod_volo.bench.synthetic import random_labels
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.config.schema import Objective
@@ -77,7 +68,7 @@ def test_the_dense_peers_are_the_published_loss(peer: type[DenseLoss] | type[Pub
 
 
 def test_loss_prints_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "loss --classes 40 60 --batch-sizes 2 --tokens-per-side 3 --pairs 3 --json"
+    flags = "loss --classes 40 60 --batch-sizes 2 --pairs 3 --json"
     assert command_line.main(flags.split()) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["command"] == f"python -m horovod_volo.bench {flags.removesuffix(' --json')}"
@@ -104,11 +95,11 @@ def test_a_wrong_loss_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
         loss, "build_loss", lambda settings, *sizes: right(replace(settings, smoothing=0.1001), *sizes)
     )
     with pytest.raises(WrongResultError, match="of ours at 40 classes, batch 2"):
-        loss.measure(batch_sizes=[2], classes=[40], tokens_per_side=3, pairs=2)
+        loss.measure(batch_sizes=[2], classes=[40], pairs=2)
 
 
 @pytest.mark.parametrize("flags", ["loss --pairs 1", "loss --pairs x", "loss --classes 4", "los"])
-def test_a_mistake_is_told(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_an_error_message(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         status = command_line.main(flags.split())
     except SystemExit as ended:
@@ -121,7 +112,7 @@ def test_a_step_is_split_into_its_parts() -> None:
     result = step.measure(model="volo_demo", img_size=32, batch_size=2, precision="fp32", pairs=3)
     figures = {figure.label: figure.value for figure in result.figures}
     parts = ["forward and loss", "backward", "exchange wait", "update"]
-    assert list(figures) == ["images a second", "whole step", *parts, "first 3 steps"]
+    assert list(figures) == ["images a second", "whole step", "first 3 steps", *parts]
     assert figures["images a second"] == pytest.approx(2000 / figures["whole step"])
     assert min(figures.values()) > 0
 
@@ -137,16 +128,17 @@ def folder(tmp_path: Path) -> str:
     return str(write_images(tmp_path, images))
 
 
-def test_data_tells_rates_of_the_streams_images(folder: str) -> None:
-    result = data.measure(data_dir=folder, img_size=32, batch_size=3, threads=2, batches=4, pairs=3)
+def test_data_reports_rates_of_the_loaders_images(folder: str) -> None:
+    result = data.measure(data_dir=folder, img_size=32, batch_size=3, batches=4, pairs=3)
     figures = {figure.label: figure.value for figure in result.figures}
-    assert figures["images a second"] == pytest.approx(2 * figures["images a second and thread"])
+    threads = len(os.sched_getaffinity(0))
+    assert figures["images a second"] == pytest.approx(threads * figures["images a second and thread"])
     assert min(figures.values()) > 0
 
 
 def test_too_few_images_are_a_mistake(folder: str) -> None:
     with pytest.raises(UserError, match="--batches 4 or less"):
-        data.measure(data_dir=folder, img_size=32, batch_size=3, threads=1, batches=5, pairs=3)
+        data.measure(data_dir=folder, img_size=32, batch_size=3, batches=5, pairs=3)
 
 
 def test_other_images_than_pillows_are_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,33 +147,30 @@ def test_other_images_than_pillows_are_refused(folder: str, monkeypatch: pytest.
         data, "pillow_batch", lambda *args, **settings: np.flip(pillow_batch(*args, **settings), axis=-1)
     )
     with pytest.raises(WrongResultError, match="differ from Pillow's"):
-        data.measure(data_dir=folder, img_size=32, batch_size=3, threads=1, batches=4, pairs=3)
+        data.measure(data_dir=folder, img_size=32, batch_size=3, batches=4, pairs=3)
 
 
-def test_loader_tells_both_rates(folder: str) -> None:
-    result = loader.measure(data_dir=folder, images=0, img_size=32, batch_size=3, threads=1, pairs=2)
+def test_loader_reports_both_rates() -> None:
+    result = data.measure_loader(images=12, img_size=32, batch_size=3, pairs=2)
     names = [figure.label for figure in result.figures]
     assert names == ["images a second", "timm's loader", "faster than timm's loader"]
     assert all(figure.value > 0 for figure in result.figures)
-    with pytest.raises(UserError, match=r"has 9 training images. Use --batch-size 9"):
-        loader.measure(data_dir="", images=9, img_size=32, batch_size=1000, threads=1, pairs=2)
+    with pytest.raises(UserError, match=r"9 images are no batch of 1000\. Use --batch-size 9"):
+        data.measure_loader(images=9, batch_size=1000)
 
 
-def test_augmentation_tells_both_rates_and_what_is_filled(folder: str) -> None:
-    result = augmentation.measure(
-        data_dir=folder, images=0, plans=1000, img_size=32, batch_size=3, threads=1, pairs=2
-    )
+def test_augmentation_reports_both_rates_and_what_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(augmentation, "_DRAWN_IMAGES", 1000)
+    result = augmentation.measure(images=12, img_size=32, batch_size=3, pairs=2)
     values = {figure.label: figure.value for figure in result.figures}
     assert values["RandAugment on the whole image"] > 0
     assert values["RandAugment on the crop"] > 0
     crop, image = (values[f"on the {name}: of a crop filled"] for name in ("crop", "whole image"))
     assert 4 < image < crop < 10
     assert values["on the crop: of an image decoded"] < values["on the whole image: of an image decoded"] < 75
-    with pytest.raises(UserError, match=r"has 9 training images. Use --batch-size 9"):
-        augmentation.measure(data_dir="", images=9, plans=1, img_size=32, batch_size=1000, threads=1, pairs=2)
 
 
-def test_labels_tells_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_reports_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {figure.label: figure.value for figure in labels.measure(maps=20, pairs=2).figures}
     assert list(figures) == ["packed store", "torch.load", "faster than torch.load"]
     assert min(figures.values()) > 0
@@ -192,13 +181,12 @@ def test_labels_tells_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_centre_crops_read_as_such_are_near_their_pixels() -> None:
     geometry = "centre-crop:576:576"
-    asked = {"images": 200, "img_size": 224, "cells": 18}
-    result = map_geometry.measure(**asked, map_geometry=geometry)
+    result = map_geometry.measure(images=200, map_geometry=geometry)
     figures = {figure.label: figure.value for figure in result.figures}
     assert figures["read as whole: mean error"] > 5 * figures[f"read as {geometry}: mean error"]
     off = "tokens off by more than one"
     assert figures[f"read as {geometry}: {off}"] < figures["tokens beyond the map, which read its edge"]
-    whole = map_geometry.measure(**asked, map_geometry="whole")
+    whole = map_geometry.measure(images=200, map_geometry="whole")
     assert {figure.label: round(figure.value) for figure in whole.figures} == {
         "read as whole: mean error": 0,
         f"read as whole: {off}": 0,
@@ -206,9 +194,7 @@ def test_centre_crops_read_as_such_are_near_their_pixels() -> None:
     }
 
 
-def test_catalog_tells_times_and_memory() -> None:
-    figures = {
-        figure.label: figure.value for figure in catalog.measure(images=3001, classes=7, pairs=2).figures
-    }
+def test_catalog_reports_times_and_memory() -> None:
+    figures = {figure.label: figure.value for figure in catalog.measure(images=3001, pairs=2).figures}
     assert figures["from the list that is kept"] > 0
     assert figures["timm's"] > 0

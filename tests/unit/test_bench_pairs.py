@@ -11,16 +11,16 @@ import torch
 
 from horovod_volo.bench import comparison as module
 from horovod_volo.bench.comparison import (
-    Pairs,
+    PairedTimes,
     WrongResultError,
     alternate,
     assert_agree,
     block_with_setup,
     estimate,
+    peak_extra_bytes,
     repeats_for,
     timed,
 )
-from horovod_volo.bench.memory import peak_extra_bytes
 
 CPU = torch.device("cpu")
 
@@ -34,12 +34,13 @@ def test_sides_take_turns_in_being_first() -> None:
 
     result = alternate(lambda: block("a"), lambda: block("b"), pairs=4)
     assert "".join(calls) == "abbaabba"
-    assert result == Pairs(ours=(1, 4, 5, 8), peer=(2, 3, 6, 7))
+    assert [times.tolist() for times in result] == [[1, 4, 5, 8], [2, 3, 6, 7]]
 
 
 def test_the_ratio_is_the_median_of_pairs_not_of_sides() -> None:
     # A slow moment hits the second pair; the sides' medians would give 4 / 1.
-    found = Pairs(ours=(1.0, 10.0, 1.0), peer=(2.0, 20.0, 4.0)).times_faster
+    times = PairedTimes(ours=np.array([1.0, 10.0, 1.0]), peer=np.array([2.0, 20.0, 4.0]))
+    found = estimate(times.ratios)
     assert found.value == 2.0
     assert (found.low, found.high) == (2.0, 4.0)
 
@@ -51,8 +52,8 @@ def exact_interval(samples: list[float]) -> tuple[float, float]:
 
     def at_most(rank: int) -> float:
         """Return the probability that the median of a resampling is among the `rank` smallest."""
-        share = rank / size
-        return sum(comb(size, n) * share**n * (1 - share) ** (size - n) for n in range(majority, size + 1))
+        p = rank / size
+        return sum(comb(size, n) * p**n * (1 - p) ** (size - n) for n in range(majority, size + 1))
 
     low = next(value for rank, value in enumerate(ordered, 1) if at_most(rank) > 0.025)
     high = next(value for rank, value in enumerate(ordered, 1) if at_most(rank) > 0.975)
@@ -73,7 +74,7 @@ def test_one_outlier_moves_nothing_and_equal_samples_have_no_spread() -> None:
     assert estimate([2.0] * 9) == module.Estimate(2.0, 2.0, 2.0)
 
 
-def test_a_block_tells_seconds_a_call() -> None:
+def test_a_block_returns_seconds_per_call() -> None:
     calls: list[int] = []
 
     def action() -> None:
@@ -87,8 +88,8 @@ def test_a_block_tells_seconds_a_call() -> None:
 
 def test_a_block_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK_SECONDS", 0.1)
-    assert 2 <= repeats_for(lambda: sleep(0.02), CPU) <= 5
-    assert repeats_for(lambda: sleep(0.2), CPU) == 1
+    assert 2 <= repeats_for(timed(lambda: sleep(0.02), 1, CPU)) <= 5
+    assert repeats_for(timed(lambda: sleep(0.2), 1, CPU)) == 1
 
 
 def test_the_setup_of_a_call_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

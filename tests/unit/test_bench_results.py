@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from horovod_volo.bench.comparison import Estimate
 from horovod_volo.bench.results import Figure, Result, append, lines, markdown, read_records, record_of
 from horovod_volo.core.errors import UserError
 
 RESULT = Result(
     "step volo_d1",
     "training step",
-    [Figure.of_estimate("whole step", Estimate(1234.5, 12.34, 2000.0), "ms"), Figure("memory", 0.5, "x")],
+    [Figure("whole step", 1234.5, "ms", 12.34, 2000.0), Figure("memory", 0.5, "x")],
 )
 
 
@@ -25,7 +24,7 @@ def record(name: str = "step volo_d1", commit: str = "abc") -> dict[str, Any]:
     return made | {"name": name, "commit": commit, "date": "2026-01-02", "hardware": where}
 
 
-def test_a_record_tells_what_produced_it() -> None:
+def test_a_record_has_what_produced_it() -> None:
     made = record_of(RESULT, "command", load=(0.123, 2.0))
     assert list(made) == ["name", "title", "date", "commit", "hardware", "load", "command", "figures"]
     assert made["load"] == [0.12, 2.0]

@@ -12,8 +12,8 @@ import pytest
 from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench.results import Record
 from horovod_volo.bench.scaling_study import simulate
-from horovod_volo.bench.scaling_study.grad_ready_times import measured_gradient_times
 from horovod_volo.bench.scaling_study.network import Fabric, parameter_server_seconds, ring_seconds
+from horovod_volo.bench.scaling_study.prediction import measured_gradient_times
 from horovod_volo.bench.scaling_study.validation import checked, published_points
 from horovod_volo.core.errors import UserError
 
@@ -33,7 +33,7 @@ def recorded(*, slower: float = 1.0) -> Record:
                 "ring": ring_seconds(size, hosts, LINKS),
                 "server": parameter_server_seconds(size, hosts, LINKS),
             }
-            figures += [{"label": f"{label}: {way}", "value": factor * times[way]} for way in times]
+            figures += [{"label": f"{label}: {method}", "value": factor * times[method]} for method in times]
             figures.append({"label": f"{label}: ring faster", "value": times["server"] / times["ring"]})
     return {"name": "scaling", "figures": figures}
 
@@ -41,9 +41,9 @@ def recorded(*, slower: float = 1.0) -> Record:
 def test_what_the_model_made_is_predicted_exactly() -> None:
     found = checked(recorded())
     assert {(point.ranks, point.what) for point in found} == {
-        (hosts, f"{mib} MiB, {way}")
+        (hosts, f"{mib} MiB, {method}")
         for mib in (4, 8)
-        for hosts, way in ((4, "ring"), (2, "server"), (3, "server"), (4, "server"))
+        for hosts, method in ((4, "ring"), (2, "server"), (3, "server"), (4, "server"))
     }
     assert [point.error for point in found] == pytest.approx([0.0] * len(found), abs=1e-6)
 
@@ -74,14 +74,14 @@ def test_every_gradient_is_ready_within_backward() -> None:
 
 def test_a_chart_is_svg_that_shows_every_line(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    lines = {"a < b": [(8, 99.0), (1024, 90.0)], "second": [(8, 98.5), (1024, 90.1)]}
+    lines = {"a < b": {8: 99.0, 1024: 90.0}, "second": {8: 98.5, 1024: 90.1}}
     file = tmp_path / "new" / "chart.svg"
-    simulate.draw(file, lines, title="Title & more", x="ranks", y="%", y_range=(80.0, 100.0))
+    simulate.draw(file, lines, "Title & more", ("ranks", "%"), (80.0, 100.0))
     drawing = ElementTree.parse(file).getroot()
     texts = [text.text for text in drawing.iter(f"{SVG}text")]
     assert {"Title & more", "ranks", "%", "a < b", "second", "8", "1,024"} <= set(texts)
     first = file.read_bytes()
-    simulate.draw(file, lines, title="Title & more", x="ranks", y="%", y_range=(80.0, 100.0))
+    simulate.draw(file, lines, "Title & more", ("ranks", "%"), (80.0, 100.0))
     assert file.read_bytes() == first
 
 
@@ -96,7 +96,7 @@ def test_charts_without_matplotlib_say_how_to_install_it(
     assert "pip install -e '.[bench]'" in capsys.readouterr().err
 
 
-def test_the_command_tells_efficiencies_and_draws_them(
+def test_the_command_reports_efficiencies_and_draws_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
@@ -117,11 +117,11 @@ def test_the_command_tells_efficiencies_and_draws_them(
     ("words", "remedy"),
     [
         (["--fabrics", "string"], "a100-hdr"),
-        (["--ranks", "1"], "2 and more"),
+        (["--ranks", "1"], "of at least 2"),
         (["--models", "volo_demo"], "volo_d1"),
     ],
 )
-def test_a_mistake_is_told_with_its_remedy(
+def test_a_mistake_is_reported_with_its_remedy(
     words: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command_line.main(["simulate", *words]) == 2
@@ -135,13 +135,4 @@ def test_a_chart_without_hosts_says_what_to_measure(tmp_path: Path, monkeypatch:
         simulate, "measured_gradient_times", lambda *_: pytest.fail("nothing is to be measured")
     )
     with pytest.raises(UserError, match="bench scaling"):
-        simulate.measure(
-            models=[],
-            fabrics=[],
-            ranks=[8],
-            img_size=32,
-            negotiation_us=0,
-            cycle_ms=1,
-            sigma=0,
-            figures=str(tmp_path),
-        )
+        simulate.measure(figures=str(tmp_path))

@@ -1,4 +1,4 @@
-"""The CPUs, memory nodes, GPU and NIC of each rank, against values worked out by hand for real machines."""
+"""The CPUs, memory nodes, GPU and NIC of each rank on real machines, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bindings(
     allowed: str | None = None,
     visible: tuple[int, ...] | None = None,
 ) -> list[Binding]:
-    """Plan every local rank of a machine, with all of its CPUs allowed unless `allowed` lists some."""
+    """Plan the bindings of a machine's local ranks; all CPUs are allowed unless `allowed` lists some."""
     host = host_of(machine)
     cpus = every_cpu(host) if allowed is None else frozenset(cpu_list(allowed))
     launched = [
@@ -33,8 +33,8 @@ def bindings(
     return [plan_binding(host, rank, mode) for rank in launched]
 
 
-def alone_with_its_gpu(machine: str, ranks: int) -> list[Binding]:
-    """Plan every local rank where the scheduler shows rank r nothing but GPU r."""
+def bindings_with_one_visible_gpu(machine: str, ranks: int) -> list[Binding]:
+    """Plan the binding of each local rank where the scheduler shows rank r only GPU r."""
     host = host_of(machine)
     return [
         plan_binding(
@@ -99,8 +99,8 @@ def test_eight_ranks_of_a_dgx_a100() -> None:
     assert [(binding.mode, binding.warnings) for binding in planned] == [("numa", ())] * 8
 
 
-def test_eight_ranks_that_each_see_one_gpu_are_bound_the_same() -> None:
-    planned = alone_with_its_gpu("dgx_a100", 8)
+def test_eight_ranks_that_each_see_one_gpu_have_the_same_bindings() -> None:
+    planned = bindings_with_one_visible_gpu("dgx_a100", 8)
     assert list(
         zip(gpus_of(planned), cpus_of(planned), nodes_of(planned), nics_of(planned), strict=True)
     ) == [(gpu, cpus, (node,), nic) for gpu, cpus, node, nic in EIGHT_A100]
@@ -143,15 +143,15 @@ def test_more_gpus_than_ranks_leave_the_last_ones_unused() -> None:
 
 
 def test_fewer_gpus_than_ranks_are_not_assigned() -> None:
-    """Three ranks and two GPUs: the ranks are placed as if there were none."""
+    """Three ranks with two GPUs are bound as if there were no GPU."""
     planned = bindings("container", 3, visible=(0, 1))
     assert gpus_of(planned) == ["none"] * 3
     assert cpus_of(planned) == ["0-7,32-39", "8-15,40-47", "16-31,48-63"]
     assert nodes_of(planned) == [(0,), (0,), (1,)]
 
 
-def test_a_rank_that_sees_one_gpu_leaves_cpus_to_its_neighbours() -> None:
-    """The second GPU of node 7, one of two ranks: the other rank is assumed to have the first GPU there."""
+def test_a_rank_that_sees_one_gpu_leaves_cpus_to_the_other_ranks() -> None:
+    """One of two ranks has the second GPU of node 7; the other rank is assumed to have the first."""
     host = host_of("dgx_a100")
     rank = LaunchedRank(local_rank=1, local_size=2, allowed_cpus=every_cpu(host), visible_gpus=(5,))
     binding = plan_binding(host, rank)
@@ -159,9 +159,9 @@ def test_a_rank_that_sees_one_gpu_leaves_cpus_to_its_neighbours() -> None:
     assert (cpu_ranges(binding.cpus), binding.memory_nodes) == ("120-127,248-255", (7,))
 
 
-def test_there_are_no_more_neighbours_than_ranks() -> None:
-    """Eight GPUs of a DGX-2 are at node 0, but two ranks alone: half of it for each."""
-    planned = alone_with_its_gpu("dgx_2", 2)
+def test_no_more_ranks_are_assumed_than_there_are() -> None:
+    """Node 0 of a DGX-2 has eight GPUs, but with only two ranks each has half of the node."""
+    planned = bindings_with_one_visible_gpu("dgx_2", 2)
     assert cpus_of(planned) == ["0-11,48-59", "12-23,60-71"]
     assert nics_of(planned) == ["mlx5_0", "mlx5_0"]
 
@@ -171,7 +171,7 @@ def test_one_rank_that_sees_one_gpu_has_the_node_for_itself() -> None:
     assert cpu_ranges(binding.cpus) == "112-127,240-255"
 
 
-def test_core_takes_one_thread_of_each_core() -> None:
+def test_mode_core_takes_one_thread_of_each_core() -> None:
     planned = bindings("dgx_a100", 8, "core")
     assert cpus_of(planned) == ["48-55", "56-63", "16-23", "24-31", "112-119", "120-127", "80-87", "88-95"]
     assert threads_of(planned) == [8] * 8
@@ -180,19 +180,19 @@ def test_core_takes_one_thread_of_each_core() -> None:
     assert [binding.mode for binding in planned] == ["core"] * 8
 
 
-def test_core_takes_the_first_thread_that_is_allowed() -> None:
+def test_mode_core_takes_the_first_allowed_thread() -> None:
     (binding,) = bindings("dgx_a100", 1, "core", allowed="48-51,176-183")
     assert cpu_ranges(binding.cpus) == "48-51,180-183"
 
 
-def test_cores_are_shared_out_whole_whichever_of_their_threads_are_allowed() -> None:
+def test_cores_are_not_divided_whichever_of_their_threads_are_allowed() -> None:
     planned = bindings("dgx_a100", 2, allowed="48-51,176-183")
     assert cpus_of(planned) == ["48-51,176-179", "180-183"]
     assert threads_of(planned) == [8, 4]
     assert all_have(planned, background=(179, 183), nics=["mlx5_0", "mlx5_1"])
 
 
-def test_none_leaves_the_cpus_alone_but_knows_gpu_and_card() -> None:
+def test_mode_none_changes_no_cpus_but_has_gpu_and_nic() -> None:
     planned = bindings("dgx_a100", 8, "none")
     assert cpus_of(planned) == ["0-255"] * 8
     assert nodes_of(planned) == [()] * 8
@@ -203,7 +203,7 @@ def test_none_leaves_the_cpus_alone_but_knows_gpu_and_card() -> None:
     assert [binding.mode for binding in planned] == ["none"] * 8
 
 
-def test_none_divides_threads_of_what_is_allowed_and_never_to_nothing() -> None:
+def test_mode_none_divides_the_allowed_threads_with_at_least_one_for_each_rank() -> None:
     assert threads_of(bindings("cpu_vm", 3, "none", allowed="0-6")) == [2, 2, 2]
     assert threads_of(bindings("cpu_vm", 5, "none", allowed="2-4")) == [1] * 5
 
@@ -234,17 +234,17 @@ def test_sixteen_ranks_of_a_dgx_2() -> None:
     assert all_have(planned, background=background, nics=HDR_NICS)
 
 
-def test_two_gpus_of_a_dgx_2_share_the_card_of_their_switch() -> None:
+def test_two_gpus_of_a_dgx_2_share_the_nic_of_their_switch() -> None:
     pairs = "mlx5_0 mlx5_0 mlx5_1 mlx5_1 mlx5_2 mlx5_2 mlx5_3 mlx5_3"
     more = "mlx5_6 mlx5_6 mlx5_7 mlx5_7 mlx5_8 mlx5_8 mlx5_9 mlx5_9"
     assert nics_of(bindings("dgx_2", 16)) == f"{pairs} {more}".split()
 
 
-def test_a_part_below_four_cpus_has_none_to_spare() -> None:
+def test_ranks_with_fewer_than_four_cpus_have_no_background_cpu() -> None:
     assert all_have(bindings("dgx_2", 16, "core"), background=(), nics=HDR_NICS)
 
 
-def test_a_workstation_is_used_whole_and_has_no_memory_policy() -> None:
+def test_a_workstation_is_used_completely_without_a_memory_policy() -> None:
     planned = bindings("workstation", 1)
     assert gpus_of(planned) == ["0000:01:00.0"]
     assert cpus_of(planned) == ["0-15"]
@@ -255,7 +255,7 @@ def test_a_workstation_is_used_whole_and_has_no_memory_policy() -> None:
     assert cpus_of(bindings("workstation", 1, "core")) == ["0,2,4,6,8,10,12,14"]
 
 
-def test_the_only_gpu_of_a_machine_is_every_ranks() -> None:
+def test_all_ranks_have_the_only_gpu_of_a_machine() -> None:
     planned = bindings("workstation", 3)
     assert gpus_of(planned) == ["0000:01:00.0"] * 3
     assert cpus_of(planned) == ["0-3", "4-9", "10-15"]
@@ -271,7 +271,7 @@ def test_the_only_gpu_of_a_machine_is_every_ranks() -> None:
         (8, ["0", "1", "2", "3", "4", "5", "6", "7"], [(0,)] * 4 + [(1,)] * 4),
     ],
 )
-def test_without_gpus_ranks_are_spread_over_the_nodes(
+def test_without_gpus_ranks_are_distributed_over_the_nodes(
     ranks: int, cpus: list[str], nodes: list[tuple[int, ...]]
 ) -> None:
     planned = bindings("cpu_vm", ranks)
@@ -290,7 +290,7 @@ def test_ranks_of_a_node_without_enough_cores_share_all_of_it() -> None:
 
 
 def test_sharing_ranks_divide_the_threads() -> None:
-    """Two hyper-threads of one core are not divided: both ranks may use both, with one thread each."""
+    """The two hardware threads of a core are not divided: both ranks may use both, with one thread each."""
     planned = bindings("workstation", 2, allowed="6-7", visible=())
     assert cpus_of(planned) == ["6-7", "6-7"]
     assert threads_of(planned) == [1, 1]
@@ -302,7 +302,7 @@ def test_sharing_ranks_divide_the_threads() -> None:
     [(1, (7,)), (2, (3, 7)), (3, ()), (4, ()), (9, ()), (16, ())],
 )
 def test_background_cpus_are_for_all_ranks_or_none(ranks: int, background: tuple[int, ...]) -> None:
-    """None where a part is small, and none where ranks share all of a node: it would be one for them all."""
+    """None if a rank has few CPUs, and none if ranks share a node, because they would share one CPU."""
     assert all_have(bindings("cpu_vm", ranks), background=background, nics=[])
 
 
@@ -315,7 +315,7 @@ def test_background_cpus_are_for_all_ranks_or_none(ranks: int, background: tuple
         ("3-7", 3, ["3", "3", "4-7"], [(0,), (0,), (1,)]),
     ],
 )
-def test_only_allowed_cpus_are_shared_out(
+def test_only_allowed_cpus_are_distributed(
     allowed: str, ranks: int, cpus: list[str], nodes: list[tuple[int, ...]]
 ) -> None:
     planned = bindings("cpu_vm", ranks, allowed=allowed)
@@ -323,7 +323,7 @@ def test_only_allowed_cpus_are_shared_out(
     assert nodes_of(planned) == nodes
 
 
-def test_fewer_ranks_than_nodes_have_several_each() -> None:
+def test_fewer_ranks_than_nodes_have_several_nodes_each() -> None:
     planned = bindings("dgx_a100", 3, visible=())
     assert cpus_of(planned) == ["0-31,128-159", "32-79,160-207", "80-127,208-255"]
     assert nodes_of(planned) == [(0, 1), (2, 3, 4), (5, 6, 7)]
@@ -331,14 +331,14 @@ def test_fewer_ranks_than_nodes_have_several_each() -> None:
     assert gpus_of(planned) == ["none"] * 3
 
 
-def test_without_a_gpu_the_card_is_near_the_first_node() -> None:
-    """Nodes 0 and 2 have none but four on their socket: the second rank takes another than the first."""
+def test_without_a_gpu_the_nic_is_near_the_first_node() -> None:
+    """Nodes 0 and 2 have no NIC, but their socket has four: the first two ranks have different ones."""
     planned = bindings("dgx_a100", 3, visible=())
     assert nics_of(planned) == ["mlx5_0", "mlx5_1", "mlx5_8"]
     assert all_have(planned, background=(159, 207, 255), nics=["mlx5_0", "mlx5_1", "mlx5_8"])
 
 
-def test_a_container_on_one_socket_serves_the_gpus_of_both() -> None:
+def test_a_container_on_one_socket_with_the_gpus_of_both() -> None:
     planned = bindings("container", 4, allowed="4-11")
     assert gpus_of(planned) == ["0000:17:00.0", "0000:65:00.0", "0000:ca:00.0", "0000:e3:00.0"]
     assert cpus_of(planned) == ["4-5", "6-7", "8-9", "10-11"]
@@ -348,15 +348,15 @@ def test_a_container_on_one_socket_serves_the_gpus_of_both() -> None:
     assert all_have(planned, background=(), nics=[])
 
 
-def test_cores_that_do_not_divide_are_shared_out_in_order() -> None:
+def test_cores_that_do_not_divide_evenly_are_distributed_in_order() -> None:
     assert cpus_of(bindings("container", 3, allowed="4-11")) == ["4-5", "6-8", "9-11"]
     two = bindings("container", 2, allowed="4-11")
     assert cpus_of(two) == ["4-7", "8-11"]
     assert all_have(two, background=(7, 11), nics=[])
 
 
-def test_gpus_of_nodes_that_are_not_allowed_go_to_the_nearest() -> None:
-    """Nodes 2 and 6 alone: on each socket they take in the ranks of both nodes with GPUs."""
+def test_ranks_with_gpus_of_nodes_that_are_not_allowed_have_the_nearest_nodes() -> None:
+    """Only nodes 2 and 6 are allowed: each has the ranks of its socket's two nodes with GPUs."""
     planned = bindings("dgx_a100", 8, allowed="32-47,96-111")
     assert cpus_of(planned) == ["32-35", "36-39", "40-43", "44-47", "96-99", "100-103", "104-107", "108-111"]
     assert nodes_of(planned) == [(2,)] * 4 + [(6,)] * 4
@@ -365,7 +365,7 @@ def test_gpus_of_nodes_that_are_not_allowed_go_to_the_nearest() -> None:
     assert all_have(planned, background=(35, 39, 43, 47, 99, 103, 107, 111), nics=HDR_NICS)
 
 
-def test_gpus_without_a_known_node_keep_their_rank() -> None:
+def test_gpus_without_a_known_node_are_assigned_in_order() -> None:
     planned = bindings("virtual_gpus", 4)
     assert gpus_of(planned) == ["0000:00:04.0", "0000:00:05.0", "0000:00:06.0", "0000:00:07.0"]
     assert cpus_of(planned) == ["0-1,8-9", "2-3,10-11", "4-5,12-13", "6-7,14-15"]
@@ -373,8 +373,8 @@ def test_gpus_without_a_known_node_keep_their_rank() -> None:
     assert all_have(planned, background=(9, 11, 13, 15), nics=[])
 
 
-def test_if_the_node_of_one_gpu_is_unknown_all_ranks_are_spread() -> None:
-    """Some placed by their GPU and some by number could overlap. No remark blames a node that is allowed."""
+def test_if_the_node_of_one_gpu_is_unknown_all_ranks_are_distributed() -> None:
+    """Ranks bound by their GPU and ranks bound by their number could overlap. No rank has a warning."""
     host = host_of("separate_domains")
     lost = replace(host, gpus=(replace(host.gpus[0], node=-1), *host.gpus[1:]))
     planned = [
@@ -385,21 +385,21 @@ def test_if_the_node_of_one_gpu_is_unknown_all_ranks_are_spread() -> None:
     assert [binding.warnings for binding in planned] == [()] * 4
 
 
-def test_equally_near_cards_are_taken_in_turn() -> None:
+def test_equally_near_nics_are_assigned_in_turn() -> None:
     planned = bindings("separate_domains", 4)
     assert cpus_of(planned) == ["12-17", "18-23", "0-5", "6-11"]
     assert nics_of(planned) == ["mlx5_ib2", "mlx5_ib3", "mlx5_ib0", "mlx5_ib1"]
-    all_cards = ["mlx5_ib0", "mlx5_ib1", "mlx5_ib2", "mlx5_ib3"]
-    assert all_have(planned, background=(17, 23, 5, 11), nics=all_cards)
+    all_nics = ["mlx5_ib0", "mlx5_ib1", "mlx5_ib2", "mlx5_ib3"]
+    assert all_have(planned, background=(17, 23, 5, 11), nics=all_nics)
 
 
-def test_after_the_last_of_the_near_cards_comes_the_first_again() -> None:
+def test_after_the_last_of_the_near_nics_the_first_is_assigned_again() -> None:
     planned = bindings("separate_domains", 6, visible=())
     assert cpus_of(planned) == ["0-3", "4-7", "8-11", "12-15", "16-19", "20-23"]
     assert nics_of(planned) == ["mlx5_ib0", "mlx5_ib1", "mlx5_ib0", "mlx5_ib2", "mlx5_ib3", "mlx5_ib2"]
 
 
-def test_ethernet_cards_serve_where_there_is_no_infiniband() -> None:
+def test_ethernet_nics_are_used_without_infiniband() -> None:
     planned = bindings("roce", 2)
     assert cpus_of(planned) == ["0-3", "12-15"]
     assert nodes_of(planned) == [(0,), (3,)]
@@ -440,7 +440,7 @@ def test_cpus_bound_by_the_launcher_are_not_changed(mode: str) -> None:
     assert binding.warnings != ()
 
 
-def test_none_sets_no_memory_policy_for_a_rank_bound_by_the_launcher() -> None:
+def test_mode_none_sets_no_memory_policy_for_a_rank_bound_by_the_launcher() -> None:
     rank = LaunchedRank(
         local_rank=4, local_size=8, allowed_cpus=frozenset(cpu_list("16-23,144-147")), ranks_bound_here=1
     )
@@ -459,7 +459,9 @@ def test_none_sets_no_memory_policy_for_a_rank_bound_by_the_launcher() -> None:
         ("bare", "2", ()),
     ],
 )
-def test_a_placed_rank_has_the_memory_of_its_cpus(machine: str, allowed: str, nodes: tuple[int, ...]) -> None:
+def test_a_rank_bound_by_the_launcher_has_the_memory_of_its_cpus(
+    machine: str, allowed: str, nodes: tuple[int, ...]
+) -> None:
     rank = LaunchedRank(
         local_rank=0, local_size=2, allowed_cpus=frozenset(cpu_list(allowed)), ranks_bound_here=1
     )
@@ -468,8 +470,8 @@ def test_a_placed_rank_has_the_memory_of_its_cpus(machine: str, allowed: str, no
 
 @pytest.mark.parametrize("mode", ["numa", "core", "none"])
 @pytest.mark.parametrize("machine", ["bare", "cpu_vm", "dgx_a100"])
-def test_cpus_that_linux_does_not_list_are_still_the_processs(machine: str, mode: str) -> None:
-    """Some containers list cpus 0 to 3 and run on others."""
+def test_allowed_cpus_that_sys_does_not_list_are_used(machine: str, mode: str) -> None:
+    """Some containers list CPUs 0 to 3 and run on others."""
     for local_rank in range(2):
         rank = LaunchedRank(
             local_rank=local_rank, local_size=2, allowed_cpus=frozenset({900, 901}), visible_gpus=()
@@ -480,7 +482,7 @@ def test_cpus_that_linux_does_not_list_are_still_the_processs(machine: str, mode
 
 
 @pytest.mark.parametrize(("ranks", "cpus"), [(1, ["0-7"]), (2, ["0-3", "4-7"]), (3, ["0-1", "2-4", "5-7"])])
-def test_without_sys_the_allowed_cpus_are_shared_out(tmp_path: Path, ranks: int, cpus: list[str]) -> None:
+def test_without_sys_the_allowed_cpus_are_distributed(tmp_path: Path, ranks: int, cpus: list[str]) -> None:
     """A chroot in which /sys is not mounted does not list the CPUs that the process runs on."""
     host, allowed = read_host(tmp_path), frozenset(range(8))
     planned = [

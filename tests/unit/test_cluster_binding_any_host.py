@@ -12,8 +12,8 @@ from horovod_volo.cluster.topology import Gpu, Host, Nic
 
 
 def random_host(draw: random.Random) -> Host:
-    """Return a machine of up to 5 nodes, not all with cpus, with its threads numbered in either fashion."""
-    ways = draw.choice((1, 2))
+    """Return a machine of up to 5 nodes, not all with CPUs, with its threads numbered in either order."""
+    threads_per_core = draw.choice((1, 2))
     sizes = [draw.choice((0, 1, 2, 3, 5, 8)) for _ in range(draw.randint(1, 5))]
     sizes[draw.randrange(len(sizes))] = draw.randint(1, 9)
     count = sum(sizes)
@@ -21,12 +21,15 @@ def random_host(draw: random.Random) -> Host:
     cores: list[tuple[int, ...]] = []
     nodes: dict[int, tuple[int, ...]] = {}
     for node, size in enumerate(sizes):
-        at_home = [
-            tuple(core * ways + way if neighbours else core + way * count for way in range(ways))
+        of_node = [
+            tuple(
+                core * threads_per_core + thread if neighbours else core + thread * count
+                for thread in range(threads_per_core)
+            )
             for core in range(len(cores), len(cores) + size)
         ]
-        cores += at_home
-        nodes[node] = tuple(sorted(cpu for core in at_home for cpu in core))
+        cores += of_node
+        nodes[node] = tuple(sorted(cpu for core in of_node for cpu in core))
     far = {one: {other: 10 + 10 * abs(one - other) for other in nodes} for one in nodes}
     nodes_known = draw.random() < 0.8
     gpus = []
@@ -48,7 +51,7 @@ def random_path(draw: random.Random, address: str) -> tuple[str, ...]:
 
 
 def random_launch(draw: random.Random, host: Host) -> list[LaunchedRank]:
-    """Return all local ranks of a launch: any number, any CPUs, any GPUs, or one GPU for each."""
+    """Return the local ranks of a launch: any number, any CPUs, and any GPUs or one GPU for each rank."""
     cpus = sorted(cpu for cpus in host.nodes.values() for cpu in cpus)
     if draw.random() < 0.5:
         cpus = draw.sample(cpus, draw.randint(1, len(cpus)))
@@ -60,7 +63,7 @@ def random_launch(draw: random.Random, host: Host) -> list[LaunchedRank]:
         ]
     ranks = draw.randint(1, 9)
     shown = draw.sample(range(gpus), draw.randint(0, gpus))
-    # One GPU of several, and the same to all ranks, is a mistake: no rank can know what the others see.
+    # That all ranks see the same one of several GPUs is not supported: no rank can know what the others see.
     visible = None if draw.random() < 0.5 or len(shown) == 1 < ranks else tuple(shown)
     return [
         LaunchedRank(local_rank=r, local_size=ranks, allowed_cpus=allowed, visible_gpus=visible)
@@ -76,7 +79,7 @@ def random_machines() -> Iterator[tuple[int, Host, list[LaunchedRank]]]:
 
 
 @pytest.mark.parametrize("mode", ["numa", "core", "none"])
-def test_every_rank_of_any_machine_has_cpus_and_none_that_are_not_allowed(mode: str) -> None:
+def test_every_rank_has_cpus_and_only_allowed_ones(mode: str) -> None:
     for seed, host, launched in random_machines():
         for rank in launched:
             binding = plan_binding(host, rank, mode)
@@ -86,8 +89,8 @@ def test_every_rank_of_any_machine_has_cpus_and_none_that_are_not_allowed(mode: 
             assert set(binding.memory_nodes) < set(host.nodes), seed
 
 
-def test_ranks_of_any_machine_divide_the_allowed_cores_of_their_homes() -> None:
-    """Cores stay whole, none is two ranks' where there are enough, and none of a rank's node is left idle."""
+def test_ranks_divide_the_allowed_cores_of_their_nodes() -> None:
+    """Cores are not divided, are shared only where there are too few, and none of a rank's node is unused."""
     shared = 0
     for seed, host, launched in random_machines():
         planned = [plan_binding(host, rank) for rank in launched]
@@ -107,7 +110,7 @@ def test_ranks_of_any_machine_divide_the_allowed_cores_of_their_homes() -> None:
     assert shared > 20
 
 
-def test_core_is_one_thread_of_each_core_that_numa_gives() -> None:
+def test_mode_core_has_one_thread_of_each_core_of_mode_numa() -> None:
     for seed, host, launched in random_machines():
         for rank in launched:
             whole = set(plan_binding(host, rank, "numa").cpus)
@@ -115,7 +118,7 @@ def test_core_is_one_thread_of_each_core_that_numa_gives() -> None:
             assert set(plan_binding(host, rank, "core").cpus) == first, seed
 
 
-def test_ranks_of_any_machine_are_at_home_with_their_gpu_or_say_why_not() -> None:
+def test_ranks_are_bound_to_the_node_of_their_gpu_or_have_a_warning() -> None:
     moved = stayed = 0
     for seed, host, launched in random_machines():
         planned = [plan_binding(host, rank) for rank in launched]
@@ -135,8 +138,8 @@ def test_ranks_of_any_machine_are_at_home_with_their_gpu_or_say_why_not() -> Non
     assert moved > 20
 
 
-def test_ranks_of_any_machine_agree_on_cards_and_service_cpus() -> None:
-    known = 0
+def test_all_ranks_compute_the_same_nics_and_background_cpus() -> None:
+    with_background = 0
     for seed, host, launched in random_machines():
         planned = [plan_binding(host, rank) for rank in launched]
         assert len({(binding.nics, binding.background_cpus) for binding in planned}) == 1, seed
@@ -144,8 +147,8 @@ def test_ranks_of_any_machine_agree_on_cards_and_service_cpus() -> None:
         assert list(planned[0].nics) == [nic for nic in host.nics if nic in assigned], seed
         assert (None in assigned) == (not host.nics), seed
         if planned[0].background_cpus:
-            known += 1
+            with_background += 1
             assert len(set(planned[0].background_cpus)) == len(planned), seed
             for cpu, binding in zip(planned[0].background_cpus, planned, strict=True):
                 assert cpu == binding.cpus[-1], seed
-    assert known > 10
+    assert with_background > 10

@@ -1,7 +1,7 @@
-"""fp16 compression preserves fp32 gradients at any number of ranks, and its sums stay finite.
+"""fp16 compression preserves fp32 gradients at any number of ranks, and its sums are finite.
 
-Ranks are emulated: each rank's bucket goes through its own compression, and the buffers are added in fp16 one
-after the other, as in a ring allreduce. Tests with real ranks are in tests/ranks.
+Ranks are emulated: each has its own compression, and the buffers are added in fp16 one after the other, as
+in a ring allreduce. Tests with real ranks are in tests/ranks.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class EmulatedRanks:
         self.sums = {"": torch.zeros(elements), ".fp16": torch.zeros(elements, dtype=torch.float16)}
         self.names: list[str] = []
         self.compressions = [
-            Fp16Compression(NoCompression(mine, mine, self._reduce_async, ranks, "bucket"), scales, 0)
-            for mine, scales in zip(self.gradients, self.scales, strict=True)
+            Fp16Compression(NoCompression(own, own, self._reduce_async, ranks, "bucket"), scales, 0)
+            for own, scales in zip(self.gradients, self.scales, strict=True)
         ]
 
     def _reduce_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
@@ -68,7 +68,7 @@ class EmulatedRanks:
         for scales in self.scales:
             scales.maxima.copy_(mean)
             scales.update()
-        assert all(mine.equal(self.gradients[0]) or mine.isnan().any() for mine in self.gradients)
+        assert all(own.equal(self.gradients[0]) or own.isnan().any() for own in self.gradients)
         return self.gradients[0].clone()
 
 
@@ -90,14 +90,14 @@ def test_small_gradients_do_not_underflow_beside_large_ones(ranks: int) -> None:
     assert emulated.names[-1] == "bucket.fp16"
     for part in (slice(0, 500), slice(500, 1000)):
         error = (found[part] - exact[part]).norm() / exact[part].norm()
-        # Each addition rounds the sum so far: that grows with the root of the ranks.
+        # Each addition rounds the partial sum; the error grows with the square root of the number of ranks.
         assert error < BF16_ROUNDING * max(1.0, (ranks / 40) ** 0.5), float(error)
     lost = (found[500:] == 0).float().mean()
     assert lost < 0.01
 
 
 @RANKS
-def test_with_a_fixed_scale_they_underflow(ranks: int) -> None:
+def test_with_a_fixed_scale_small_gradients_underflow(ranks: int) -> None:
     """Without adaptive scales half of the bucket underflows."""
     emulated = EmulatedRanks(ranks, 1000, adaptive=False)
     local = small_beside_large(ranks, seed=1)
@@ -116,22 +116,22 @@ def test_the_first_step_is_not_compressed() -> None:
 @RANKS
 @pytest.mark.parametrize("growth", [30.0, 1e6, 1e30])
 def test_no_growth_overflows(ranks: int, growth: float) -> None:
-    """All ranks agree on every element, which is the worst case for the sum."""
+    """All ranks have the same gradient, which is the worst case for the sum."""
     emulated = EmulatedRanks(ranks, 100)
     local = [torch.linspace(-1e-2, 1e-2, 100)] * ranks
     for _ in range(2):
         before = emulated.step(local)
-    found = emulated.step([growth * mine for mine in local])
+    found = emulated.step([growth * own for own in local])
     assert found.isfinite().all()
     assert torch.equal(found.sign(), before.sign())
-    if growth == 30.0:  # within the headroom nothing is clamped
+    if growth == 30.0:  # within the headroom, no value is clamped
         assert torch.allclose(found, growth * before, rtol=ranks * HALF_A_UNIT)
     for _ in range(25):  # clamped values are in range again after some steps
-        found = emulated.step([min(growth, 1e6) * mine for mine in local])
+        found = emulated.step([min(growth, 1e6) * own for own in local])
     assert torch.allclose(found, min(growth, 1e6) * before, rtol=ranks * HALF_A_UNIT)
 
 
-def test_a_bucket_without_gradients_has_them_later() -> None:
+def test_a_bucket_may_have_its_first_gradients_later() -> None:
     emulated = EmulatedRanks(4, 10)
     for _ in range(3):
         assert not emulated.step([torch.zeros(10)] * 4).any()
@@ -152,44 +152,44 @@ def test_scales_are_powers_of_two_and_their_inverse_is_exact() -> None:
 
 def test_the_running_maximum_rises_at_once_and_falls_slowly() -> None:
     scales = BucketScales(1, 2, like=torch.zeros(1), adaptive=True)
-    seen = []
+    maxima = []
     for maximum in (1.0, 8.0, 1.0, float("nan"), 1.0):
         scales.maxima.fill_(maximum)
         scales.update()
-        seen.append(float(scales.running_maxima))
-    assert seen[:2] == [1.0, 8.0]
-    assert seen[2:] == pytest.approx([7.92, 7.8408, 7.762392])
+        maxima.append(float(scales.running_maxima))
+    assert maxima[:2] == [1.0, 8.0]
+    assert maxima[2:] == pytest.approx([7.92, 7.8408, 7.762392])
 
 
-def test_nan_stays_nan() -> None:
+def test_nan_is_preserved() -> None:
     emulated = EmulatedRanks(2, 10)
     for _ in range(2):
         emulated.step([torch.ones(10)] * 2)
     assert emulated.step([torch.ones(10), torch.full((10,), float("nan"))]).isnan().all()
 
 
-def test_an_overflow_of_a_scaled_loss_stays_one() -> None:
+def test_an_overflow_of_a_scaled_loss_is_preserved() -> None:
     emulated = EmulatedRanks(2, 10, adaptive=False)
     assert emulated.step([torch.full((10,), 1e6)] * 2).isinf().all()
 
 
-def test_restored_maxima_continue_bit_by_bit() -> None:
-    through, stopped = EmulatedRanks(4, 1000), EmulatedRanks(4, 1000)
+def test_restored_maxima_continue_bit_identically() -> None:
+    uninterrupted, stopped = EmulatedRanks(4, 1000), EmulatedRanks(4, 1000)
     for seed in range(3):
-        through.step(small_beside_large(4, seed))
+        uninterrupted.step(small_beside_large(4, seed))
         stopped.step(small_beside_large(4, seed))
     resumed = EmulatedRanks(4, 1000)
-    for mine, theirs in zip(resumed.scales, stopped.scales, strict=True):
-        mine.state_tensors()["running_maxima"].copy_(theirs.state_tensors()["running_maxima"])
-        mine.update_after_restore()
+    for own, theirs in zip(resumed.scales, stopped.scales, strict=True):
+        own.state_tensors()["running_maxima"].copy_(theirs.state_tensors()["running_maxima"])
+        own.update_after_restore()
     for seed in (3, 4):
         local = small_beside_large(4, seed)
-        assert resumed.step(local).equal(through.step(local))
+        assert resumed.step(local).equal(uninterrupted.step(local))
     assert "bucket" not in resumed.names
     assert BucketScales(3, 4, like=torch.zeros(1), adaptive=False).state_tensors() == {}
 
 
-def test_the_predivisor_is_about_the_root() -> None:
+def test_the_predivisor_is_about_the_square_root() -> None:
     assert [predivisor(ranks) for ranks in (1, 2, 4, 5, 16, 17, 256)] == [1, 2, 2, 4, 4, 8, 16]
 
 
@@ -211,13 +211,18 @@ def test_vectors_and_heads_are_summed_in_fp32(name: str, heads: set[str]) -> Non
     assert all(parameters[n].dim() > 1 for n in parameters.keys() - chosen)
 
 
+def test_names_of_heads_that_the_model_lacks_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no parameter belongs to the heads network\.head"):
+        summed_in_fp32({"head.weight": torch.zeros(2, 2)}, ["network.head"])
+
+
 @pytest.mark.parametrize("ranks", [40, 256])
-def test_what_ranks_agree_on_is_worse_in_fp16(ranks: int) -> None:
+def test_nearly_equal_gradients_lose_precision_in_fp16(ranks: int) -> None:
     """Nearly equal gradients round in the same direction at each addition: the reason for sums in fp32."""
     emulated = EmulatedRanks(ranks, 1000)
     random = torch.Generator().manual_seed(0)
-    agreed = 1e-3 * torch.randn(1000, generator=random)
-    local = [agreed + 1e-6 * torch.randn(1000, generator=random) for _ in range(ranks)]
+    common = 1e-3 * torch.randn(1000, generator=random)
+    local = [common + 1e-6 * torch.randn(1000, generator=random) for _ in range(ranks)]
     emulated.step(local)
     found, exact = emulated.step(local), torch.stack(local).double().mean(dim=0)
     assert (found - exact).norm() / exact.norm() > BF16_ROUNDING
@@ -226,7 +231,7 @@ def test_what_ranks_agree_on_is_worse_in_fp16(ranks: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_max_abs_is_the_largest_absolute_value(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
-    many = torch.randn(300_001, generator=random).to(dtype)  # more than one piece of the cache
+    many = torch.randn(300_001, generator=random).to(dtype)  # more than the operation processes at once
     small = torch.tensor([-0.0, 6e-8, -6e-8]).to(dtype)
     for values in (many, many.abs(), -many.abs(), small, -small.abs(), torch.zeros(3, dtype=dtype)):
         assert max_abs(values).equal(values.float().abs().max().view(1))

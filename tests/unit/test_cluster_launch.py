@@ -1,4 +1,4 @@
-"""Rank and size from each launcher's variables; the first launcher in the list wins."""
+"""Rank and size from each launcher's variables; the first launcher in the list takes precedence."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SRUN = {
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "7"}, LaunchEnv("srun", 6, 7, 0, 7)),
         ({}, ALONE),
         ({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_FUSION_THRESHOLD": "0"}, ALONE),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ALONE),  # a batch script, outside of any step
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ALONE),  # a batch script, outside of any job step
         ({"OMPI_COMM_WORLD_SIZE": "4"}, ALONE),  # a size without a rank
     ],
 )
@@ -48,7 +48,7 @@ def test_rank_and_size_are_the_launchers(environment: dict[str, str], expected: 
     assert read_launch_env(environment) == expected
 
 
-def test_inside_a_slurm_step_the_inner_launcher_counts() -> None:
+def test_inside_a_slurm_job_step_the_inner_launcher_is_used() -> None:
     assert read_launch_env(SRUN | OPEN_MPI).launcher == "mpirun"
     assert read_launch_env(SRUN | OPEN_MPI | HOROVODRUN).launcher == "horovodrun"
     assert read_launch_env(SRUN | PMI) == LaunchEnv("mpirun (PMI)", 0, 2, 0, 2)
@@ -58,7 +58,7 @@ def test_without_a_launcher_there_is_one_rank() -> None:
     assert LaunchEnv("none", 0, 1, 0, 1) == ALONE
 
 
-def test_the_process_environment_is_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_is_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in HOROVODRUN.items():
         monkeypatch.setenv(name, value)
     assert read_launch_env() == LaunchEnv("horovodrun", 5, 8, 1, 4)

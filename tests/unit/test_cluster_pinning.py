@@ -12,7 +12,7 @@ from topologies_on_disk import host_of, lay_out
 
 from horovod_volo.cluster.binding import Binding, LaunchedRank, plan_binding
 from horovod_volo.cluster.env_vars import ENV_VARS, HorovodOptions, launch_env_vars
-from horovod_volo.cluster.nvml import cuda_visible_devices, driver_version, list_gpus
+from horovod_volo.cluster.nvml import cuda_visible_devices, driver_versions, list_gpus
 from horovod_volo.cluster.pinning import (
     bind,
     compute_threads,
@@ -31,7 +31,7 @@ def binding(gpu: Gpu | None = None, nics: tuple[Nic, ...] = (), background: tupl
     return Binding("numa", (4, 5, 6, 7), (1,), gpu, nic, nics, background, threads=4)
 
 
-def test_variables_of_a_rank_with_a_gpu_and_a_card() -> None:
+def test_variables_of_a_rank_with_a_gpu_and_a_nic() -> None:
     chosen = binding(Gpu("0000:07:00.0", (), 1), NICS, background=(3, 7))
     assert launch_env_vars(chosen, HorovodOptions()) == {
         "OMP_NUM_THREADS": "4",
@@ -48,7 +48,7 @@ def test_variables_of_a_rank_with_a_gpu_and_a_card() -> None:
     }
 
 
-def test_variables_of_a_rank_without() -> None:
+def test_variables_of_a_rank_without_gpu_and_nic() -> None:
     options = HorovodOptions(autotune="tried.csv", timeline="line.json")
     assert launch_env_vars(binding(), options) == {
         "OMP_NUM_THREADS": "4",
@@ -62,7 +62,7 @@ def test_variables_of_a_rank_without() -> None:
     }
 
 
-def test_on_cpus_horovod_asks_less_often_unless_it_tunes_itself() -> None:
+def test_on_cpus_the_cycle_time_is_longer_unless_horovod_tunes_it() -> None:
     assert launch_env_vars(binding(), HorovodOptions())["HOROVOD_CYCLE_TIME"] == "10"
     assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), HorovodOptions(autotune="tried.csv"))
 
@@ -71,7 +71,7 @@ def test_every_variable_has_a_reason() -> None:
     assert [variable.name for variable in ENV_VARS if len(variable.reason.split()) < 4] == []
 
 
-def test_what_is_set_already_stays() -> None:
+def test_variables_that_are_set_are_not_changed() -> None:
     environment = {"OMP_NUM_THREADS": "7"}
     set_variables(environment, {"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"})
     assert environment == {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "4"}
@@ -86,7 +86,7 @@ def test_a_number_of_threads_that_is_set_is_respected(set_to: str | None, thread
 
 
 @pytest.mark.parametrize("set_to", ["1", "3"])
-def test_torch_computes_with_the_threads_that_are_set(set_to: str) -> None:
+def test_torch_uses_the_threads_that_are_set(set_to: str) -> None:
     program = (
         "from horovod_volo.cluster.pinning import bind; bound = bind('none'); import torch;"
         "from horovod_volo.cluster.resources import rank_resources;"
@@ -98,28 +98,28 @@ def test_torch_computes_with_the_threads_that_are_set(set_to: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     threads, _, messages = done.stdout.strip().partition(" ")
     assert threads == set_to
-    said = f"OMP_NUM_THREADS is set: torch computes with {set_to}, not "
-    assert (said in messages) == (int(set_to) != len(os.sched_getaffinity(0)))
+    warning = f"OMP_NUM_THREADS is set: torch computes with {set_to}, not "
+    assert (warning in messages) == (int(set_to) != len(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize(
-    ("wanted", "shown"),
+    ("setting", "shown"),
     [
         (None, None),
         ("", ()),
         ("2,0", (2, 0)),
         ("GPU-4747-aaaa", (2,)),
         ("GPU-07", (0,)),
-        ("GPU-0,1", ()),  # several begin so: CUDA stops reading there
-        ("1,7,2", (1,)),  # and at a number that does not exist
+        ("GPU-0,1", ()),  # an ambiguous prefix: CUDA ignores it and all that follow
+        ("1,7,2", (1,)),  # a number that does not exist has the same effect
         ("MIG-1234", None),
     ],
 )
-def test_the_gpus_that_cuda_shows(wanted: str | None, shown: tuple[int, ...] | None) -> None:
-    assert cuda_visible_devices(GPUS, {} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}) == shown
+def test_cuda_visible_devices_are_read_as_by_cuda(setting: str | None, shown: tuple[int, ...] | None) -> None:
+    assert cuda_visible_devices(GPUS, {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}) == shown
 
 
-def test_gpus_that_a_cgroup_hides_are_still_neighbours(tmp_path: Path) -> None:
+def test_gpus_that_a_cgroup_hides_count_as_those_of_other_ranks(tmp_path: Path) -> None:
     """Slurm's cgroup shows each task one GPU; the PCI bus lists all of them."""
     root, gpus = lay_out("dgx_a100", tmp_path)
     host = read_host(root, gpus[5:6])
@@ -139,23 +139,23 @@ def process(proc: Path, number: str, name: str, parent: str, cpus: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "its_cpus", "mine", "placed"),
+    ("launcher", "launcher_cpus", "rank_cpus", "placed"),
     [
         ("orted", "0-63", "0-7", 1),
         ("mpirun.openmpi", "0-63", "0-7", 1),
-        ("orted", "0-63", "0-31", 4),  # by socket: four of the eight ranks have this one
-        ("orted", "0-7", "0-7", 0),  # a job's cgroup, or taskset: all ranks have these
+        ("orted", "0-63", "0-31", 4),  # by socket: four of the eight ranks have these CPUs
+        ("orted", "0-7", "0-7", 0),  # a job's cgroup, or taskset: all ranks have these CPUs
         ("bash", "0-63", "0-7", 0),  # taskset before horovodrun
         ("slurmstepd", "0-63", "0-1", 1),
-        ("slurmstepd", "0-63", "0-15", 0),  # the 16 CPUs of the job, which stepd is not held to
+        ("slurmstepd", "0-63", "0-15", 0),  # the 16 CPUs of the job, to which stepd itself is not bound
     ],
 )
-def test_the_ranks_that_the_launcher_bound_to_these_cpus(
-    tmp_path: Path, launcher: str, its_cpus: str, mine: str, placed: int
+def test_the_number_of_ranks_that_the_launcher_bound_to_these_cpus(
+    tmp_path: Path, launcher: str, launcher_cpus: str, rank_cpus: str, placed: int
 ) -> None:
-    process(tmp_path, "self", "python3", "30", mine)
-    process(tmp_path, "30", "bash", "20", mine)  # a wrapper script between launcher and rank
-    process(tmp_path, "20", launcher, "1", its_cpus)
+    process(tmp_path, "self", "python3", "30", rank_cpus)
+    process(tmp_path, "30", "bash", "20", rank_cpus)  # a wrapper script between launcher and rank
+    process(tmp_path, "20", launcher, "1", launcher_cpus)
     process(tmp_path, "1", "systemd", "0", "0-127")
     slurm = {"SLURM_CPUS_ON_NODE": "16"} if launcher == "slurmstepd" else {}
     assert ranks_bound_by_launcher(8, slurm, tmp_path) == placed
@@ -181,8 +181,8 @@ def test_a_refused_cpu_affinity_is_a_warning(monkeypatch: pytest.MonkeyPatch) ->
     assert bound.warnings == (f"cannot bind to CPUs {cpu_ranges(bound.cpus)}: Operation not permitted",)
 
 
-# A library with the functions of NVML that are called; of three GPUs the last has failed. The struct is that
-# of nvml.h.
+# A library with those functions of NVML that the package calls; of three GPUs the last has failed. The struct
+# is that of nvml.h.
 DRIVER = r"""
 #include <string.h>
 typedef struct { char legacy[16]; unsigned domain, bus, device, ids, subsystem; char address[32]; } Pci;
@@ -206,6 +206,7 @@ int nvmlSystemGetDriverVersion(char *version, unsigned size)
     strncpy(version, "580.65", size);
     return started ? 0 : 1;
 }
+int nvmlSystemGetCudaDriverVersion(int *version) { *version = 13000; return started ? 0 : 1; }
 int nvmlDeviceGetUUID(void *device, char *uuid, unsigned size)
 {
     strncpy(uuid, device == (void *)8 ? "GPU-first" : "GPU-second", size);
@@ -220,16 +221,16 @@ def test_gpus_are_read_from_the_drivers_library(tmp_path: Path) -> None:
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", library, str(tmp_path / "nvml.c")], check=True, timeout=60
     )
-    program = "from horovod_volo.cluster import nvml; print(nvml.list_gpus(), nvml.driver_version())"
-    words = [sys.executable, "-c", program]
+    program = "from horovod_volo.cluster import nvml; print(nvml.list_gpus(), *nvml.driver_versions())"
+    command = [sys.executable, "-c", program]
     environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     gpus = "[('00000000:07:00.0', 'GPU-first'), ('00000000:0F:00.0', 'GPU-second')]"
-    assert done.stdout.strip() == f"{gpus} 580.65"
+    assert done.stdout.strip() == f"{gpus} 580.65 13000"
 
 
 def test_without_a_driver_there_are_no_gpus() -> None:
     if Path("/proc/driver/nvidia").exists():
         pytest.skip("this machine has NVIDIA's driver")
     assert list_gpus() == []
-    assert driver_version() == ""
+    assert driver_versions() == ("", 0)

@@ -1,4 +1,4 @@
-"""With one rank the reducer changes the memory of gradients, not their values."""
+"""With one rank the reducer changes where gradients are stored, not their values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,19 @@ from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 
+
+@pytest.fixture(params=["one by one", "at once"], autouse=True)
+def _copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy gradients into the buckets as on a CPU, and as on a GPU."""
+    if request.param == "at once":
+        monkeypatch.setattr("horovod_volo.cluster.reducer._on_cpu", lambda _: False)
+
+
 BUCKETS = pytest.mark.parametrize("bucket_bytes", [1, 300, 2**20], ids=["each", "some", "one"])
 
 
-class Network(nn.Module):
-    """A convolution, batch norm, a weight used twice, a frozen one and one that is not used."""
+class SmallNetwork(nn.Module):
+    """A network with batch norm, a weight that is used twice, a frozen one and an unused one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,10 +74,10 @@ def reducer_of(
 @BUCKETS
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_gradients_are_autograds_to_the_bit(
+def test_gradients_are_bit_identical_to_autograds(
     micro_batches: int, compression: Literal["none", "fp16"], bucket_bytes: int
 ) -> None:
-    plain, reduced = Network(), Network()
+    plain, reduced = SmallNetwork(), SmallNetwork()
     reducer = reducer_of(
         reduced, micro_batches=micro_batches, bucket_bytes=bucket_bytes, compression=compression
     )
@@ -88,7 +96,7 @@ def test_gradients_are_autograds_to_the_bit(
 
 
 def test_a_parameter_that_the_loss_does_not_depend_on_has_zero_gradients() -> None:
-    model = Network()
+    model = SmallNetwork()
     reducer = reducer_of(model)
     loss(model, 0).backward()  # type: ignore[no-untyped-call]
     with reducer.synchronized_gradients():
@@ -100,26 +108,26 @@ def test_a_parameter_that_the_loss_does_not_depend_on_has_zero_gradients() -> No
 @BUCKETS
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_gradients_are_views_of_the_buckets_during_the_update(bucket_bytes: int, micro_batches: int) -> None:
-    model = Network()
+    model = SmallNetwork()
     reducer = reducer_of(model, bucket_bytes=bucket_bytes, micro_batches=micro_batches)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     storages = {bucket.gradients.untyped_storage().data_ptr() for bucket in reducer.buckets}
-    laid = set()
+    layouts = set()
     for step in range(3):
         for number in range(micro_batches):
             loss(model, step + number).backward()  # type: ignore[no-untyped-call]
         with reducer.synchronized_gradients():
-            held = [parameter.grad for parameter in trained if parameter.grad is not None]
-            assert len(held) == len(trained)
-            assert {gradient.untyped_storage().data_ptr() for gradient in held} == storages
-            laid.add(tuple(gradient.data_ptr() for gradient in held))
+            gradients_now = [parameter.grad for parameter in trained if parameter.grad is not None]
+            assert len(gradients_now) == len(trained)
+            assert {gradient.untyped_storage().data_ptr() for gradient in gradients_now} == storages
+            layouts.add(tuple(gradient.data_ptr() for gradient in gradients_now))
         assert all(parameter.grad is None for parameter in trained), "autograd must not accumulate"
-    assert len(laid) == 1
-    assert len(set(*laid)) == len(trained)
+    assert len(layouts) == 1
+    assert len(set(*layouts)) == len(trained)
 
 
-def test_buckets_fill_in_the_order_of_use_and_hold_every_gradient_once() -> None:
-    model = Network()
+def test_buckets_contain_each_gradient_once_in_reverse_order_of_use() -> None:
+    model = SmallNetwork()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for bucket_bytes, expected in ((1, len(trained)), (2**20, 1)):
         buckets = reducer_of(model, bucket_bytes=bucket_bytes).buckets
@@ -127,7 +135,7 @@ def test_buckets_fill_in_the_order_of_use_and_hold_every_gradient_once() -> None
         assert [id(p) for bucket in buckets for p in bucket.parameters.values()] == [
             id(p) for p in trained[::-1]
         ]
-    # The last parameter's gradient is the first to be there.
+    # The gradient of the last parameter is ready first.
     assert reducer_of(model, bucket_bytes=1).buckets[0].parameters.keys() == {"head.bias"}
 
 
@@ -143,9 +151,9 @@ def test_buckets_grow_from_a_small_last_one(last_bytes: int) -> None:
         used = sum(4 * parameter.numel() for parameter in bucket.parameters.values())
         assert used <= bound or len(bucket.parameters) == 1
         bound = min(4 * bound, 600)
-        if number + 1 < len(buckets):  # and what goes before would not have fitted in
-            ahead = list(buckets[-2 - number].parameters.values())[-1]
-            assert used + 4 * ahead.numel() > min(last_bytes * 4**number, 600)
+        if number + 1 < len(buckets):  # the next parameter would not have fitted
+            next_parameter = list(buckets[-2 - number].parameters.values())[-1]
+            assert used + 4 * next_parameter.numel() > min(last_bytes * 4**number, 600)
 
 
 class RecordingCollectives(LocalCollectives):
@@ -192,7 +200,7 @@ def test_scaling_rounds_once(types: tuple[torch.dtype, torch.dtype], factor: flo
 
 
 def test_channels_last_weights_keep_channels_last_gradients() -> None:
-    plain = Network().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    plain = SmallNetwork().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     reduced = copy.deepcopy(plain)
     reducer = reducer_of(reduced)
     loss(plain, 0).backward()  # type: ignore[no-untyped-call]
@@ -208,7 +216,7 @@ def test_channels_last_weights_keep_channels_last_gradients() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_one_backward_pass_too_many_is_an_error(micro_batches: int) -> None:
-    model = Network()
+    model = SmallNetwork()
     model.unused.requires_grad_(False)
     reducer_of(model, micro_batches=micro_batches)
     for number in range(micro_batches):
@@ -218,7 +226,7 @@ def test_one_backward_pass_too_many_is_an_error(micro_batches: int) -> None:
 
 
 def test_statistics_are_those_of_a_network_without_a_reducer() -> None:
-    plain, reduced = Network(), Network()
+    plain, reduced = SmallNetwork(), SmallNetwork()
     reducer = reducer_of(reduced)
     for step in range(3):
         for model in (plain, reduced):
@@ -230,8 +238,8 @@ def test_statistics_are_those_of_a_network_without_a_reducer() -> None:
             assert torch.equal(reduced.get_buffer(name), before[name]), name
             assert torch.equal(reduced.get_buffer(name), buffer), name
     assert reduced.norm.running_mean is not None
-    assert reduced.norm.running_mean.abs().min() > 0  # the forward pass moved them
-    reduced.load_state_dict(Network().state_dict())
+    assert reduced.norm.running_mean.abs().min() > 0  # the forward pass has updated them
+    reduced.load_state_dict(SmallNetwork().state_dict())
     assert not reduced.norm.running_mean.any()
 
 
@@ -242,13 +250,13 @@ OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
 
 
 @pytest.mark.parametrize("build", OPTIMIZERS, ids=["adamw", "sgd"])
-def test_an_optimizer_steps_as_without_a_reducer(
+def test_an_optimizer_steps_equal_those_without_a_reducer(
     build: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
 ) -> None:
-    plain, reduced = Network(), Network()
-    plain.unused.grad = torch.zeros(3)  # the reducer gives one to every parameter
+    plain, reduced = SmallNetwork(), SmallNetwork()
+    plain.unused.grad = torch.zeros(3)  # the reducer gives every parameter a gradient
     optimizers = [build([p for p in m.parameters() if p.requires_grad]) for m in (plain, reduced)]
-    optimizers[1].remark = "still there"  # type: ignore[attr-defined]
+    optimizers[1].attribute = "kept"  # type: ignore[attr-defined]
     attributes = set(vars(optimizers[1]))
     reducer = reducer_of(reduced)
     for step in range(4):
@@ -267,7 +275,7 @@ def test_an_optimizer_steps_as_without_a_reducer(
             assert torch.equal(value, states[1][key])
 
 
-def test_a_reducer_without_statistics_averages_all_the_same() -> None:
+def test_a_network_without_batch_norm() -> None:
     model = nn.Linear(2, 2)
     reducer = Reducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
     model(torch.ones(1, 2)).sum().backward()

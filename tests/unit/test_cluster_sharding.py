@@ -1,4 +1,4 @@
-"""With one rank a sharded optimizer equals an unsharded one; the shards of all ranks form the network."""
+"""With one rank a sharded optimizer equals an unsharded one; all ranks' shards together are the network."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
-from horovod_volo.optim.build import build_optimizer, optimizer_spec, parameter_groups, set_lr, state_tensors
+from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, set_lr, state_tensors
 
 
 def network() -> nn.Sequential:
@@ -35,7 +35,7 @@ def trained(kind: type[Reducer], steps: int) -> tuple[nn.Module, dict[str, Tenso
         with reducer.synchronized_gradients():
             optimizer.step()
     return model, reducer.gather_optimizer_state(
-        state_tensors(optimizer, reducer.local_parameters), optimizer_spec("adamw").state_keys
+        state_tensors(optimizer, reducer.local_parameters), OPTIMIZERS.find("adamw").state_keys
     )
 
 
@@ -49,7 +49,7 @@ def optimizer_of(model: nn.Module, reducer: Reducer) -> Any:
     return optimizer
 
 
-def test_one_rank_alone_makes_the_same_steps() -> None:
+def test_one_rank_makes_the_same_steps() -> None:
     (plain, state), (sharded, gathered) = trained(Reducer, 5), trained(ShardedReducer, 5)
     assert not torch.equal(plain[0].weight, network()[0].weight)
     for name, parameter in plain.named_parameters():
@@ -61,7 +61,7 @@ def test_one_rank_alone_makes_the_same_steps() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])
-def test_pieces_of_all_ranks_are_the_parameters(ranks: int) -> None:
+def test_the_shards_of_all_ranks_are_the_parameters(ranks: int) -> None:
     expected = {name: p.detach().clone() for name, p in network().named_parameters()}
     pieces: dict[str, list[Tensor]] = {name: [] for name in expected}
     elements = []
@@ -82,7 +82,7 @@ def test_a_copy_of_the_state_restores_it() -> None:
     model = network()
     reducer = ShardedReducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
     optimizer = optimizer_of(model, reducer)
-    state, keys = state_tensors(optimizer, reducer.local_parameters), optimizer_spec("adamw").state_keys
+    state, keys = state_tensors(optimizer, reducer.local_parameters), OPTIMIZERS.find("adamw").state_keys
     _, saved = trained(Reducer, 3)
     saved = copy.deepcopy(saved)
     reducer.scatter_optimizer_state(state, keys, saved)

@@ -63,7 +63,7 @@ def test_cpus_are_written_as_the_kernel_lists_them(cpus: tuple[int, ...], text: 
         ("memory_node", 8, 8, (0,), (7,)),
     ],
 )
-def test_cores_hold_their_threads(
+def test_cores_have_their_threads(
     machine: str, cores: int, cpus: int, first: tuple[int, ...], last: tuple[int, ...]
 ) -> None:
     found = host_of(machine).cores
@@ -73,7 +73,7 @@ def test_cores_hold_their_threads(
     assert len(threads) == len(set(threads)) == cpus
 
 
-def test_a_core_has_the_threads_that_are_switched_on() -> None:
+def test_a_core_has_the_threads_that_are_online() -> None:
     assert host_of("two_ports").cores == ((0, 4), (1,), (2, 6), (3, 7))
 
 
@@ -109,7 +109,7 @@ def test_nodes_have_their_cpus(machine: str, nodes: dict[int, str]) -> None:
     assert {node: cpu_ranges(cpus) for node, cpus in host_of(machine).nodes.items()} == nodes
 
 
-def test_nodes_are_as_far_apart_as_the_firmware_says() -> None:
+def test_distances_of_nodes_are_those_of_the_firmware() -> None:
     assert host_of("dgx_2").distances == {0: {0: 10, 1: 21}, 1: {0: 21, 1: 10}}
     assert host_of("roce").distances[1] == {0: 12, 1: 10, 2: 32, 3: 32}
     assert host_of("dgx_a100").distances[5] == {0: 32, 1: 32, 2: 32, 3: 32, 4: 12, 5: 10, 6: 12, 7: 12}
@@ -129,7 +129,7 @@ def test_nodes_are_as_far_apart_as_the_firmware_says() -> None:
         ("roce", "23@0 c1@3"),
     ],
 )
-def test_gpus_are_in_driver_order_and_know_their_node(machine: str, gpus: str) -> None:
+def test_gpus_are_in_driver_order_and_have_their_node(machine: str, gpus: str) -> None:
     expected = [gpu.split("@") for gpu in gpus.split()]
     assert [(gpu.name, gpu.uuid, gpu.node) for gpu in host_of(machine).gpus] == [
         (f"0000:{bus}:00.0", f"GPU-{bus}", int(node)) for bus, node in expected
@@ -169,12 +169,12 @@ def test_a_path_begins_at_the_root_bridge() -> None:
         ("two_ports", "mlx4_0@0 mlx4_2@0"),
     ],
 )
-def test_cards_are_those_that_carry_traffic_in_natural_order(machine: str, nics: str) -> None:
-    """Only InfiniBand if any port is active; otherwise Ethernet."""
+def test_nics_with_an_active_port_are_listed_in_natural_order(machine: str, nics: str) -> None:
+    """Only InfiniBand if any of its ports is active, otherwise Ethernet."""
     assert [f"{nic.name}@{nic.node}" for nic in host_of(machine).nics] == nics.split()
 
 
-def test_cards_know_their_port_and_interface() -> None:
+def test_nics_have_their_port_and_interface() -> None:
     dgx = host_of("dgx_a100")
     assert (nic(dgx, "mlx5_6").port, nic(dgx, "mlx5_6").interface) == (1, "ib6")
     assert nic(host_of("roce"), "mlx5_10").interface == "enp39s0np0"
@@ -190,21 +190,21 @@ def test_a_shared_switch_is_nearer_than_a_root_bridge_a_node_a_socket() -> None:
     assert far == sorted(set(far))
 
 
-def test_what_hangs_below_one_switch_is_equally_near() -> None:
+def test_devices_of_one_switch_are_equally_near() -> None:
     host = host_of("dgx_a100")
     for gpu in host.gpus[:2]:
         assert distance(host, gpu, nic(host, "mlx5_0")) == distance(host, gpu, nic(host, "mlx5_1"))
 
 
 def test_a_leaf_switch_is_nearer_than_the_one_above_it() -> None:
-    """On a DGX-2 all four GPUs of an upper switch share it; only two of them share the nic's own."""
+    """On a DGX-2 four GPUs share an upper switch, and only two of them the NIC's own switch."""
     host = host_of("dgx_2")
     own, next_to_it, elsewhere = (nic(host, f"mlx5_{number}") for number in (1, 0, 2))
     for gpu in host.gpus[2:4]:
         assert distance(host, gpu, own) < distance(host, gpu, next_to_it) < distance(host, gpu, elsewhere)
 
 
-def test_without_shared_bridges_the_node_decides() -> None:
+def test_without_shared_bridges_the_distance_is_that_of_the_nodes() -> None:
     host = host_of("separate_domains")
     near, also_near, far = (nic(host, f"mlx5_ib{number}") for number in (2, 3, 0))
     assert distance(host, host.gpus[0], near) == distance(host, host.gpus[0], also_near)
@@ -212,7 +212,7 @@ def test_without_shared_bridges_the_node_decides() -> None:
 
 
 @pytest.mark.parametrize("machine", ["dgx_a100", "dgx_2", "roce", "separate_domains", "virtual_gpus"])
-def test_a_distance_is_the_same_both_ways(machine: str) -> None:
+def test_distances_are_symmetric(machine: str) -> None:
     host = host_of(machine)
     devices: list[Device] = [*host.gpus, *host.nics]
     for one in devices:
@@ -227,7 +227,7 @@ def test_every_machine_is_read(file: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder that must be there."""
+    """Remove a file or folder, which must exist."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -235,7 +235,7 @@ def remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "gone",
+    "missing",
     [
         "sys/devices/system/cpu/online",
         "sys/devices/system/node",
@@ -254,9 +254,9 @@ def remove(path: Path) -> None:
         "sys/devices/pci0000:00/0000:00:03.1/0000:01:00.0/net",
     ],
 )
-def test_whatever_is_missing_the_rest_is_read(tmp_path: Path, gone: str) -> None:
+def test_if_a_file_is_missing_the_others_are_read(tmp_path: Path, missing: str) -> None:
     root, gpus = lay_out("roce", tmp_path)
-    remove(root / gone)
+    remove(root / missing)
     host = read_host(root, gpus)
     assert host.cores == tuple((cpu,) for cpu in range(16))
     assert [(gpu.name, gpu.uuid) for gpu in host.gpus] == [
@@ -265,7 +265,7 @@ def test_whatever_is_missing_the_rest_is_read(tmp_path: Path, gone: str) -> None
     ]
 
 
-def test_a_gpu_that_linux_does_not_show_has_no_place(tmp_path: Path) -> None:
+def test_a_gpu_that_linux_does_not_list_has_no_path(tmp_path: Path) -> None:
     root, _ = lay_out("bare", tmp_path)
     (gpu,) = read_host(root, [("00000000:AF:00.0", "GPU-af")]).gpus
     assert isinstance(gpu, Gpu)
@@ -278,7 +278,7 @@ def test_a_gpu_without_a_node_file_has_no_node(tmp_path: Path) -> None:
     assert [gpu.node for gpu in read_host(root, gpus).gpus] == [-1]
 
 
-def test_a_card_without_an_interface_is_still_a_card(tmp_path: Path) -> None:
+def test_a_nic_without_an_interface_is_listed(tmp_path: Path) -> None:
     root, gpus = lay_out("roce", tmp_path)
     remove(root / "sys/devices/pci0000:00/0000:00:03.1/0000:01:00.0/net")
     host = read_host(root, gpus)
@@ -291,14 +291,14 @@ def test_a_nic_without_a_state_is_not_used(tmp_path: Path) -> None:
     assert [nic.name for nic in read_host(root, gpus).nics] == ["mlx5_1", "mlx5_3", "mlx5_4", "mlx5_10"]
 
 
-def test_without_any_of_it_nothing_is_wrong(tmp_path: Path) -> None:
-    """Elsewhere than on Linux there is no /sys, and a dry run is to work there too."""
+def test_without_sys_there_are_no_devices(tmp_path: Path) -> None:
+    """Only Linux has /sys, and dry runs also work on other systems."""
     host = read_host(tmp_path)
     assert (host.gpus, host.nics) == ((), ())
 
 
 @pytest.mark.skipif(not shutil.which("lscpu"), reason="lscpu is not installed")
-def test_this_machine_is_as_lscpu_sees_it() -> None:
+def test_this_machine_is_read_as_by_lscpu() -> None:
     table = subprocess.run(
         ["lscpu", "--parse=CPU,SOCKET,CORE,NODE"], capture_output=True, text=True, check=True, timeout=20
     ).stdout
@@ -316,7 +316,7 @@ def test_this_machine_is_as_lscpu_sees_it() -> None:
 
 @pytest.mark.parametrize("module", ["topology", "binding"])
 def test_planning_the_binding_imports_no_torch(module: str) -> None:
-    """A rank binds itself before it loads what starts threads."""
-    words = f"import sys, horovod_volo.cluster.{module}; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=60)
+    """A rank binds itself before it imports torch, which starts threads."""
+    program = f"import sys, horovod_volo.cluster.{module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr

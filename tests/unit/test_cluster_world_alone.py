@@ -36,7 +36,7 @@ def test_connecting_without_a_launcher_gives_one_rank(monkeypatch: pytest.Monkey
     assert world.size == 1
 
 
-def test_values_come_back_as_they_are(world: World) -> None:
+def test_values_are_returned_unchanged(world: World) -> None:
     value = {"any": ["thing", None]}
     assert world.allgather_object(value) == [value]
     assert world.broadcast_object(value) is value
@@ -44,7 +44,7 @@ def test_values_come_back_as_they_are(world: World) -> None:
     assert world.sum_over_ranks() == []
 
 
-def test_tensors_come_back_to_the_bit(world: World) -> None:
+def test_tensors_are_returned_bit_identical(world: World) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         tensor = torch.tensor([1.1, -0.0, float("inf"), 1e-7]).to(dtype)
         before = tensor.clone()
@@ -55,7 +55,29 @@ def test_tensors_come_back_to_the_bit(world: World) -> None:
     world.broadcast_([torch.tensor(True), torch.zeros(0), torch.tensor(7)])
 
 
-def test_a_sum_that_is_asked_for_scaled_is_scaled(world: World) -> None:
+class RecordedBroadcasts(LocalCollectives):
+    """Records when each broadcast is started and waited for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def broadcast_async(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+        self.calls.append(f"start {name}")
+        return lambda: self.calls.append(f"wait {name}")
+
+
+def test_all_broadcasts_are_started_before_the_first_wait() -> None:
+    """One after the other, each would take a cycle of Horovod: seconds for the tensors of a model."""
+    collectives = RecordedBroadcasts()
+    World(size=2, collectives=collectives).broadcast_(torch.zeros(3, 2))
+    numbers = range(3)
+    assert collectives.calls == [
+        *(f"start broadcast.{number}" for number in numbers),
+        *(f"wait broadcast.{number}" for number in numbers),
+    ]
+
+
+def test_a_scaled_sum_is_scaled(world: World) -> None:
     tensor = torch.tensor([3.0, -1.0])
     world.collectives.allreduce_async(tensor, "some", 0.5)()
     assert tensor.tolist() == [1.5, -0.5]
@@ -89,11 +111,11 @@ def test_other_exceptions_keep_their_type(
         do(world, lambda: 1 // 0)
 
 
-def test_no_problem_is_not_raised(world: World) -> None:
+def test_nothing_is_raised_without_a_problem(world: World) -> None:
     world.raise_on_all_ranks(None)
     with pytest.raises(AllRanksError, match=r"^such a pity$"):
         world.raise_on_all_ranks(UserError("such a pity"))
 
 
-def test_one_ranks_tensors_are_the_same(world: World) -> None:
+def test_the_tensors_of_one_rank_are_identical(world: World) -> None:
     world.assert_identical([torch.randn(5, 3).t(), torch.tensor(4), torch.tensor(float("nan"))], "Weights")

@@ -46,7 +46,7 @@ def test_a_run_takes_its_shape(
     assert derived.steps_per_epoch == steps
     assert derived.epochs == 310
     assert derived.total_steps == 310 * steps
-    assert derived.cosine_steps == 300 * steps
+    assert derived.decay_steps == 300 * steps
     assert derived.warmup_steps == 20 * steps
     assert derived.prefix_steps == 0  # it is inside
     assert derived.peak_lr == pytest.approx(peak, rel=1e-12)
@@ -62,7 +62,7 @@ def test_a_warm_up_that_comes_before_makes_the_run_longer() -> None:
     given = config(epochs=10, warmup_epochs=3, cooldown_epochs=2, warmup_prefix=True, batch_size=10)
     derived = derive(given, ranks=1, images=40)
     assert (derived.epochs, derived.total_steps) == (15, 60)
-    assert (derived.warmup_steps, derived.prefix_steps, derived.cosine_steps) == (12, 12, 40)
+    assert (derived.warmup_steps, derived.prefix_steps, derived.decay_steps) == (12, 12, 40)
 
 
 def test_a_step_knows_its_epoch() -> None:

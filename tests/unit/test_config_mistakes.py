@@ -56,7 +56,10 @@ def test_what_is_near_to_nothing_gets_no_guess() -> None:
         (["--scale", "0.1", "x"], "--scale takes a number, not 'x'."),
         (["--scale", "0.1"], "expected 2 arguments"),
         (["--lr"], "expected one argument"),
-        (["--precision", "f16"], "--precision takes fp32 or bf16 or fp16, not 'f16'. Did you mean fp16?"),
+        (
+            ["--precision", "f16"],
+            "--precision takes fp32 or tf32 or bf16 or fp16, not 'f16'. Did you mean fp16?",
+        ),
         (["--mix-token=yes"], "ignored explicit argument 'yes'"),
         (["--batch-size", "0"], "--batch-size must be at least 1, not 0."),
         (["--drop-path", "1"], "--drop-path must be below 1, not 1.0."),
@@ -88,7 +91,7 @@ def test_flags_of_the_wrong_type_or_range(argv: list[str], said: str) -> None:
         ("[data]\nscale = 0.5", "data.scale takes two numbers, not 0.5."),
         ("[data]\nscale = [0.1, 0.2, 0.3]", "data.scale takes two numbers"),
         ("[data]\nscale = [0.1, true]", "data.scale takes two numbers"),
-        ("[exchange]\nprecision = 16", "exchange.precision takes fp32 or bf16 or fp16, not 16."),
+        ("[exchange]\nprecision = 16", "exchange.precision takes fp32 or tf32 or bf16 or fp16, not 16."),
         ("[update]\nepoch = 3", "unknown key 'epoch' in [update]. Did you mean epochs?"),
         ("[update]\nbatch_size = 3", "unknown key 'batch_size' in [update]. It belongs to [data]."),
         (

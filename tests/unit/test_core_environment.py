@@ -1,4 +1,4 @@
-"""The commit that a run records is marked if any file of the package differs from it."""
+"""The recorded commit of a run is marked if any file of the package differs from it."""
 
 from __future__ import annotations
 

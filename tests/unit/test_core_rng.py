@@ -1,4 +1,4 @@
-"""Counter-based random numbers: fixed for ever, uniform, and independent between purposes and counters."""
+"""Counter-based random numbers never change, are uniform, and are independent for different counters."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import horovod_volo
 from horovod_volo.core.rng import Purpose, philox, random_bits, uniforms, uniforms_of_samples
 
 PACKAGE = Path(horovod_volo.__file__).parent
-# Initial weights, trial inputs and drop path of timm's networks are drawn by torch's generator; the demo set
-# and the modules that do not train have their own.
-OTHER_SOURCES = {"engine/state.py", "models/precision.py"}
+# torch's generator draws initial weights, example inputs and drop path of timm's networks; the demo set and
+# modules that do not train have generators of their own. core/rng.py builds all generators of training.
+OTHER_SOURCES = {"core/rng.py", "engine/state.py", "models/precision.py"}
 OTHER_SOURCES |= {"models/build.py", "models/timm_export.py"}
 FOLDERS_OF_OTHER_SOURCES = ("bench", "data/demo", "doctor")
 
 
 def assert_independent(name: str, first: np.ndarray, second: np.ndarray) -> None:
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 4 / np.sqrt(first.size), name
-    # Uncorrelated is not independent: the pairs must also fill the square evenly.
+    # Uncorrelated numbers may be dependent: the pairs must also be uniform on the square.
     counts = np.histogram2d(first.ravel(), second.ravel(), bins=4, range=[(0, 1), (0, 1)])[0]
     chi_squared = ((counts - counts.mean()) ** 2 / counts.mean()).sum()
     assert chi_squared < 15 + 5 * np.sqrt(2 * 15), name
 
 
-def test_numbers_are_those_of_the_formula_for_ever() -> None:
+def test_numbers_follow_the_formula_of_all_versions() -> None:
     def mixed(word: int) -> int:
         word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
@@ -93,7 +93,7 @@ def test_one_bit_of_any_input_changes_half_of_the_bits() -> None:
         assert abs(np.mean(flips) - 64 / 2) < 5 * np.sqrt(64 / 4 / 200), (word, bit)
 
 
-def test_counters_are_not_run_together() -> None:
+def test_counters_are_not_concatenated() -> None:
     counters = [(1, 23), (12, 3), (123,), (1, 2, 3), (-1, 23), (1, -23)]
     assert len({random_bits(Purpose.DROP_PATH, *each) for each in counters}) == len(counters)
 
@@ -119,7 +119,7 @@ def test_each_purpose_has_one_user() -> None:
 
 
 def test_no_other_module_seeds_a_generator() -> None:
-    seeding = {"SeedSequence", "default_rng", "manual_seed", "RandomState"}
+    seeding = {"SeedSequence", "default_rng", "manual_seed", "RandomState", "Philox", "Generator"}
     found = {
         file.relative_to(PACKAGE).as_posix()
         for file in PACKAGE.rglob("*.py")

@@ -1,4 +1,4 @@
-"""RandAugment, colour jitter and erasing: what is drawn as timm draws it, what is done as Pillow does it."""
+"""RandAugment, colour jitter and random erasing: distributions equal timm's, and images equal Pillow's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from coded_images import place_coded
+from coded_images import position_coded
 from numpy.typing import NDArray
 from PIL import Image
 from published_augment import NAMES, SPELLING, record_draws, timm_augment, timm_erasing
@@ -20,14 +20,14 @@ from horovod_volo.data.augmentation import color_ops, rand_augment
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.geometric_ops import FILL, rotate_by_torch
-from horovod_volo.data.augmentation.label_map_ops import moved_maps
+from horovod_volo.data.augmentation.label_map_ops import warp_maps
 from horovod_volo.data.augmentation.operations import source_matrices
 from horovod_volo.data.augmentation.rand_augment import Operations, draw_operations, draw_rand_augment, parse
 from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
 
 SIDE = 96
 DRAWS = 6000
-# What two samples of 6,000 of one distribution differ by at most, 999 times in a thousand.
+# Kolmogorov-Smirnov distance that two samples of 6,000 from one distribution exceed once in a thousand times.
 SAME_DISTRIBUTION = 1.95 * np.sqrt(2 / DRAWS)
 ARGUMENTS = {
     ops.AUTO_CONTRAST: 0.0,
@@ -49,7 +49,7 @@ ARGUMENTS = {
 
 
 def photograph(seed: int) -> NDArray[np.uint8]:
-    """Return an image with a photograph's mixture of large and small, (side, side, 3)."""
+    """Return an image (side, side, 3) whose spectrum falls like that of a photograph."""
     source = np.random.default_rng(seed)
     frequency = np.hypot(np.fft.fftfreq(SIDE)[:, None], np.fft.rfftfreq(SIDE)[None])
     frequency[0, 0] = 1
@@ -73,7 +73,7 @@ def sequence(*steps: tuple[ops.Operation, float], batch: int = 1, bicubic: bool 
 
 @pytest.mark.parametrize("bicubic", [False, True])
 @pytest.mark.parametrize("kind", list(ARGUMENTS))
-def test_an_operation_does_what_pillow_does(kind: ops.Operation, bicubic: bool) -> None:
+def test_an_operation_equals_pillows(kind: ops.Operation, bicubic: bool) -> None:
     amounts = [ARGUMENTS[kind]]
     if kind in (ops.COLOR, ops.CONTRAST, ops.BRIGHTNESS, ops.SHARPNESS):
         amounts = [0.19, 1.81]
@@ -84,13 +84,15 @@ def test_an_operation_does_what_pillow_does(kind: ops.Operation, bicubic: bool) 
         theirs = as_batch([timm_augment(kind, photo, amount, bicubic=bicubic) for photo in photos])
         difference = (ours.int() - theirs.int()).abs().float()
         assert difference.mean() <= 0.01
-        assert (theirs.int() - as_batch(photos).int()).abs().float().mean() > 3  # it did something
+        assert (
+            theirs.int() - as_batch(photos).int()
+        ).abs().float().mean() > 3  # the operation changes the image
 
 
 @pytest.mark.parametrize("bicubic", [False, True])
 @pytest.mark.parametrize("kind", ops.GEOMETRIC)
-def test_what_is_moved_is_as_sharp_as_pillows(kind: ops.Operation, bicubic: bool) -> None:
-    """Away from the fill: no colour off by more than a rounding, and as much energy in the gradients."""
+def test_a_moved_image_is_as_sharp_as_pillows(kind: ops.Operation, bicubic: bool) -> None:
+    """Away from filled pixels, colours differ by rounding only, and the image gradients the same energy."""
     for seed in range(3):
         photo = photograph(seed)
         ours = as_batch([photo])
@@ -98,8 +100,8 @@ def test_what_is_moved_is_as_sharp_as_pillows(kind: ops.Operation, bicubic: bool
         assert_as_sharp(ours, timm_augment(kind, photo, ARGUMENTS[kind], bicubic=bicubic))
 
 
-def test_a_gpus_bicubic_rotation_is_pillows() -> None:
-    """The code for GPUs, run here: on the CPU, Pillow turns."""
+def test_the_bicubic_rotation_for_gpus_equals_pillows() -> None:
+    """This is the code for GPUs; on the CPU the loader rotates with Pillow."""
     photos = [photograph(seed) for seed in range(3)]
     angles = np.array([-27.0, 14.0, 3.0], dtype=np.float32)
     sizes = np.full((3, 2), SIDE)
@@ -110,28 +112,28 @@ def test_a_gpus_bicubic_rotation_is_pillows() -> None:
 
 
 def assert_as_sharp(ours: torch.Tensor, theirs: NDArray[np.uint8]) -> None:
-    """Compare an image (1, 3, side, side) with Pillow's (side, side, 3) away from what is filled."""
+    """Compare an image (1, 3, side, side) with Pillow's (side, side, 3) away from filled pixels."""
     filled = torch.from_numpy((theirs == FILL).all(axis=-1)).float()
     shown = torch.nn.functional.max_pool2d(filled[None], 3, 1, padding=1)[0] == 0  # (side, side)
     assert shown.float().mean() > 0.3
     pixels, expected = ours[0].double(), as_batch([theirs])[0].double()
     assert (pixels - expected).abs()[:, shown].max() <= 1
-    assert abs(float(energy(pixels, shown) / energy(expected, shown)) - 1) < 0.01
+    assert abs(float(gradient_energy(pixels, shown) / gradient_energy(expected, shown)) - 1) < 0.01
 
 
-def energy(pixels: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
-    """Return the gradients' squares, summed where both neighbours are shown."""
+def gradient_energy(pixels: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
+    """Return the sum of squared differences between neighbours, neither of which is filled."""
     across, down = pixels.diff(dim=2).square(), pixels.diff(dim=1).square()
     return across[:, shown[:, 1:] & shown[:, :-1]].sum() + down[:, shown[1:] & shown[:-1]].sum()
 
 
-def test_no_bits_left_is_black() -> None:
+def test_posterizing_to_no_bits_is_black() -> None:
     ours = as_batch([photograph(0)])
     augment_(ours, sequence((ops.POSTERIZE, 0.0)))
     assert not ours.any()
 
 
-def test_one_colour_has_no_contrast_to_stretch() -> None:
+def test_an_image_of_one_colour_is_not_stretched() -> None:
     flat = torch.full((1, 3, SIDE, SIDE), 77, dtype=torch.uint8)
     for kind in (ops.AUTO_CONTRAST, ops.EQUALIZE):
         ours = flat.clone()
@@ -139,7 +141,7 @@ def test_one_colour_has_no_contrast_to_stretch() -> None:
         assert torch.equal(ours, flat)
 
 
-def test_layers_follow_each_other() -> None:
+def test_layers_are_applied_in_order() -> None:
     photo = photograph(5)
     steps = [(ops.SOLARIZE, 26.0), (ops.ROTATE, 27.0), (ops.INVERT, 0.0)]
     ours, expected = as_batch([photo]), photo
@@ -151,7 +153,7 @@ def test_layers_follow_each_other() -> None:
     assert tuple(ours[0, :, 0, 0].tolist()) == corner
 
 
-def test_operations_are_as_frequent_and_as_strong_as_timms() -> None:
+def test_operations_have_the_frequencies_and_strengths_of_timms() -> None:
     random.seed(1)
     np.random.seed(1)
     drawn_by_timm = record_draws(DRAWS)
@@ -166,20 +168,20 @@ def test_operations_are_as_frequent_and_as_strong_as_timms() -> None:
     moved = np.isin(drawn.kinds, ops.GEOMETRIC)
     assert abs(drawn.bicubic[moved].mean() - 0.5) < 0.05
     together = (drawn.kinds[:, 0] > 0) & (drawn.kinds[:, 1] > 0)
-    assert abs(together.mean() - 0.25) < 0.03  # the layers fire independently
+    assert abs(together.mean() - 0.25) < 0.03  # each layer is applied independently
 
 
 def distance(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
     """Return the largest difference of the two cumulative distributions."""
     points = np.unique(np.concatenate([ours, theirs]).astype(np.float32))
-    shares = [
+    cumulative = [
         np.searchsorted(np.sort(sample.astype(np.float32)), points + 1e-5) / len(sample)
         for sample in (ours, theirs)
     ]
-    return float(np.abs(shares[0] - shares[1]).max())
+    return float(np.abs(cumulative[0] - cumulative[1]).max())
 
 
-def test_erased_boxes_are_as_timms() -> None:
+def test_erased_boxes_are_distributed_as_timms() -> None:
     settings = Data(reprob=0.25)
     drawn = draw_erasures(0, 0, np.arange(4 * DRAWS), settings, 64)
     boxes = drawn.boxes[:, 0][drawn.boxes[:, 0, 2] > 0]
@@ -195,7 +197,7 @@ def test_erased_boxes_are_as_timms() -> None:
     assert (boxes[:, :2] + boxes[:, 2:] <= 64).all()
 
 
-def test_erased_boxes_hold_what_was_asked_for() -> None:
+def test_erased_boxes_have_the_contents_of_their_mode() -> None:
     images = torch.full((64, 3, 64, 64), 9.0)
     for mode, deviation in (("pixel", 1.0), ("rand", 1.0), ("const", 0.0)):
         settings = Data(reprob=1.0, remode=mode)  # type: ignore[arg-type]
@@ -212,7 +214,7 @@ def test_erased_boxes_hold_what_was_asked_for() -> None:
     assert torch.equal(again, erased)
 
 
-def test_several_boxes_share_the_area() -> None:
+def test_several_boxes_divide_the_erased_area() -> None:
     drawn = draw_erasures(0, 0, np.arange(DRAWS), Data(reprob=1.0, recount=3), 64)
     counts = (drawn.boxes[..., 2] > 0).sum(axis=1)
     assert set(counts) == {1, 2, 3}
@@ -220,7 +222,7 @@ def test_several_boxes_share_the_area() -> None:
     assert area.max() < 1 / 3 + 0.02
 
 
-def test_a_draw_does_not_depend_on_its_neighbours() -> None:
+def test_a_draw_does_not_depend_on_the_rest_of_its_batch() -> None:
     settings = Data()
     whole = draw_operations(7, 3, np.arange(50), settings)
     alone = draw_operations(7, 3, np.array([31]), settings)
@@ -233,7 +235,7 @@ def test_a_draw_does_not_depend_on_its_neighbours() -> None:
     ).all()
 
 
-def test_colour_jitter_where_rand_augment_is_off() -> None:
+def test_colour_jitter_without_rand_augment() -> None:
     drawn = draw_operations(0, 0, np.arange(DRAWS), Data(aa="", color_jitter=0.4))
     assert (np.sort(drawn.kinds, axis=1) == [ops.COLOR, ops.CONTRAST, ops.BRIGHTNESS]).all()
     assert len(np.unique(drawn.kinds, axis=0)) == 6
@@ -248,7 +250,7 @@ def test_spellings() -> None:
     drawn = draw_operations(0, 0, np.arange(DRAWS), Data(aa="rand-m8-n3-mstd101"))
     degrees = np.abs(drawn.arguments[drawn.kinds == ops.ROTATE])
     assert drawn.kinds.shape[1] == 3
-    assert distance(degrees, np.linspace(0, 24, DRAWS)) < 0.08  # any magnitude up to 8, all alike
+    assert distance(degrees, np.linspace(0, 24, DRAWS)) < 0.08  # magnitudes are uniform up to 8
     for wrong in ("augmix-m3", "rand-m9-tweights", "rand-9", "v0"):
         with pytest.raises(UserError, match="rand-m9"):
             parse(wrong)
@@ -268,9 +270,9 @@ def test_spellings() -> None:
 def test_a_label_map_moves_as_its_image_does(
     steps: list[tuple[ops.Operation, float]], box: tuple[float, ...]
 ) -> None:
-    """Colours and map entries both tell a place in the whole image: after moving, they agree."""
+    """Colours and map entries encode positions in the whole image: after the operations they agree."""
     cells, side = 18, 180
-    whole = place_coded(400, 300)
+    whole = position_coded(400, 300)
     top, left, tall, wide = box
     window = (left * 400, top * 300, (left + wide) * 400, (top + tall) * 300)
     crop = np.asarray(whole.resize((side, side), Image.Resampling.BILINEAR, box=window))
@@ -283,11 +285,11 @@ def test_a_label_map_moves_as_its_image_does(
     colours = images[0, :2].permute(1, 2, 0).numpy() / 255
     filled = (images[0].permute(1, 2, 0).numpy() == FILL).all(axis=-1)
     boxes = np.array([box], dtype=np.float32)
-    moved, moved_ids = moved_maps(scores, ids, boxes, operations)
+    moved, moved_ids = warp_maps(scores, ids, boxes, operations)
     compared = 0
     for cell in np.ndindex(cells, cells):
-        place = ((np.array(cell) + 0.5) / cells - (top, left)) / (tall, wide) * side
-        y, x = np.floor(place).astype(int)
+        position = ((np.array(cell) + 0.5) / cells - (top, left)) / (tall, wide) * side
+        y, x = np.floor(position).astype(int)
         if not (0 <= y < side and 0 <= x < side):
             continue
         shown = moved[0, :, *cell]
@@ -301,15 +303,15 @@ def test_a_label_map_moves_as_its_image_does(
     assert compared > 20
 
 
-def test_an_unmoved_map_stays() -> None:
+def test_an_unmoved_map_is_not_copied() -> None:
     scores, ids = np.ones((1, 5, 4, 4), np.float16), np.ones((1, 5, 4, 4), np.int32)
     boxes = np.array([[0, 0, 1, 1]], np.float32)
-    kept = moved_maps(scores, ids, boxes, sequence((ops.INVERT, 0.0), (ops.COLOR, 1.9)))
-    assert kept[0] is scores
-    assert kept[1] is ids
+    unmoved = warp_maps(scores, ids, boxes, sequence((ops.INVERT, 0.0), (ops.COLOR, 1.9)))
+    assert unmoved[0] is scores
+    assert unmoved[1] is ids
 
 
-def test_one_interpolation_may_be_asked_for() -> None:
+def test_a_set_interpolation_is_used_for_all_images() -> None:
     fixed = replace(Data(), train_interpolation="bicubic")
     drawn = draw_operations(0, 0, np.arange(200), fixed)
     assert drawn.bicubic.all()
@@ -327,7 +329,7 @@ def test_a_new_operation_changes_no_draw_of_the_published_list(monkeypatch: pyte
     assert (before.kinds == after.kinds).all()
     assert (before.arguments == after.arguments).all()
     assert (before.bicubic == after.bicubic).all()
-    # A list of its own draws it, and it is applied like any other.
+    # A list that contains it draws it, and it is applied like any other operation.
     extended = draw_rand_augment(
         3, 1, indices, replace(parse(SPELLING), choices=(*ops.RAND_V1, darken)), "random"
     )
@@ -353,7 +355,7 @@ def test_the_published_list_is_fixed() -> None:
     ]
 
 
-def test_a_registered_set_is_drawn_from_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_are_drawn_from_the_set_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "RAND_AUGMENT_SETS", dict(ops.RAND_AUGMENT_SETS))
     monkeypatch.setattr(ops, "OPERATIONS", dict(ops.OPERATIONS))
     monkeypatch.setattr(rand_augment, "RAND_AUGMENT_SETS", ops.RAND_AUGMENT_SETS)
@@ -365,7 +367,9 @@ def test_a_registered_set_is_drawn_from_by_its_name(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("number", "kind", "name"), [(16, "COLOR", "mine"), (1000, "GEOMETRIC", "mine")])
-def test_an_operation_that_would_change_others_is_refused(number: int, kind: str, name: str) -> None:
+def test_operations_with_reserved_numbers_kinds_or_names_are_refused(
+    number: int, kind: str, name: str
+) -> None:
     wrong = ops.Operation(
         number, "Wrong", ops.Kind[kind], lambda level, sign, increasing: level, color_ops.invert
     )

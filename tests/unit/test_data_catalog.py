@@ -1,4 +1,4 @@
-"""The catalog lists what is there, in an order that only names decide, and says what is wrong."""
+"""The catalog lists images in the order of their names, and errors name what is missing or wrong."""
 
 import os
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_lists_images_by_class_and_name(tmp_path):
     assert catalog.location(4) == str(tmp_path / "train/b/2.JPG")
 
 
-def test_ignores_what_is_no_image_of_a_class(tmp_path):
+def test_ignores_files_that_are_not_images_of_a_class(tmp_path):
     touch(
         tmp_path / "train", "a/1.jpg", "a/notes.txt", "a/._1.jpg", "a/deeper/2.jpg", ".cache/3.jpg", "4.jpg"
     )
@@ -66,7 +66,7 @@ def test_no_data_folder(tmp_path):
         read_folder("", "train")
 
 
-def test_no_split_folder_tells_what_was_looked_for_and_what_is_there(tmp_path):
+def test_a_missing_split_folder_is_an_error_that_lists_the_existing_ones(tmp_path):
     with pytest.raises(UserError, match=r"no folder train; it has no folders at all"):
         read_folder(str(tmp_path), "train")
     touch(tmp_path, "training/a/1.jpg", "test/a/1.jpg")
@@ -80,7 +80,7 @@ def test_no_class_folders(tmp_path):
         read_folder(str(tmp_path), "train")
 
 
-def test_empty_class_folders_are_named_but_not_by_the_hundred(tmp_path):
+def test_only_the_first_empty_class_folders_are_named(tmp_path):
     touch(tmp_path, "train/full/1.jpg")
     for number in range(12):
         (tmp_path / "train" / f"empty{number:02d}").mkdir()
@@ -102,15 +102,15 @@ def test_splits_of_different_classes_are_refused(tmp_path):
         check_same_classes(train, read_folder(str(tmp_path), "val"))
 
 
-def test_names_that_are_no_text_are_read_like_any_other(tmp_path):
+def test_names_that_are_not_utf_8_can_be_read(tmp_path):
     (tmp_path / "train" / "a").mkdir(parents=True)
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/train/a/\xff.jpg")).write_bytes(b"bytes")
-    catalog = build_catalog(str(tmp_path), "train", tmp_path / "kept")
+    catalog = build_catalog(str(tmp_path), "train", tmp_path / "cached")
     assert os.fsencode(catalog.name(0)) == b"a/\xff.jpg"
     assert catalog.read(0).tobytes() == b"bytes"
 
 
-def test_what_cannot_be_read_is_a_bad_sample_with_its_place(tmp_path):
+def test_an_unreadable_file_is_a_bad_sample_with_its_path(tmp_path):
     touch(tmp_path / "train", "a/empty.jpg", "a/gone.jpg", "a/loop.jpg")
     (tmp_path / "train/a/fine.jpg").write_bytes(b"bytes")
     catalog = read_folder(str(tmp_path), "train")
@@ -127,34 +127,36 @@ def test_what_cannot_be_read_is_a_bad_sample_with_its_place(tmp_path):
             assert catalog.read(index).tobytes() == b"bytes"
 
 
-def test_a_kept_catalog_is_used_until_the_folders_change(tmp_path):
+def test_a_cached_catalog_is_used_until_the_folders_change(tmp_path):
     touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg")
-    kept = tmp_path / "lists" / "kept"
-    first = build_catalog(str(tmp_path), "train", kept)
+    cached = tmp_path / "lists" / "cached"
+    first = build_catalog(str(tmp_path), "train", cached)
     inode = first.path.stat().st_ino
-    assert build_catalog(str(tmp_path), "train", kept).path.stat().st_ino == inode
-    assert build_catalog(str(tmp_path), "val", kept).path != first.path
+    assert build_catalog(str(tmp_path), "train", cached).path.stat().st_ino == inode
+    assert build_catalog(str(tmp_path), "val", cached).path != first.path
     touch(tmp_path, "train/b/2.jpg")
-    os.utime(tmp_path / "train/b", ns=(1, 1))  # as if listed long ago: the clock's grain is no part of this
-    second = build_catalog(str(tmp_path), "train", kept)
+    os.utime(
+        tmp_path / "train/b", ns=(1, 1)
+    )  # a time far from now, so that the resolution of the clock does not matter
+    second = build_catalog(str(tmp_path), "train", cached)
     assert names(second) == ("a/1.jpg", "b/1.jpg", "b/2.jpg")
     assert second.digest != first.digest
-    assert names(first) == ("a/1.jpg", "b/1.jpg")  # a reader of the old list is not disturbed
-    assert sorted(path.suffix for path in kept.iterdir()) == [".catalog", ".catalog"]
+    assert names(first) == ("a/1.jpg", "b/1.jpg")  # the open old list is unchanged
+    assert sorted(path.suffix for path in cached.iterdir()) == [".catalog", ".catalog"]
 
 
 @pytest.mark.parametrize("damage", [b"", b"no catalog", None])
-def test_a_damaged_kept_catalog_is_made_anew(tmp_path, damage):
+def test_a_damaged_cached_catalog_is_built_again(tmp_path, damage):
     touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
-    catalog = build_catalog(str(tmp_path), "train", tmp_path / "kept")
+    catalog = build_catalog(str(tmp_path), "train", tmp_path / "cached")
     whole = catalog.path.read_bytes()
     catalog.path.write_bytes(whole[:-1] if damage is None else damage)
-    again = build_catalog(str(tmp_path), "train", tmp_path / "kept")
+    again = build_catalog(str(tmp_path), "train", tmp_path / "cached")
     assert again.path.read_bytes() == whole
     assert names(again) == ("a/1.jpg", "b/1.jpg")
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_a_catalog_folder_that_cannot_be_written_is_an_error(tmp_path):
     touch(tmp_path, "train/a/1.jpg", "taken")
     with pytest.raises(
         UserError, match=r"keep the list in .*taken.* another folder for the list with --catalog"
@@ -164,7 +166,7 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
 
 def test_other_ranks_open_the_same_list(tmp_path):
     touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
-    made = build_catalog(str(tmp_path), "train", tmp_path / "kept")
+    made = build_catalog(str(tmp_path), "train", tmp_path / "cached")
     opened = open_catalog(made.path, made.digest)
     assert names(opened) == names(made)
     assert opened.classes == made.classes
@@ -175,7 +177,7 @@ def test_other_ranks_open_the_same_list(tmp_path):
         open_catalog(tmp_path / "elsewhere", made.digest)
 
 
-def test_the_digest_tells_names_order_and_classes(tmp_path):
+def test_the_digest_depends_on_names_order_and_classes(tmp_path):
     touch(tmp_path, "1/train/a/1.jpg", "1/train/b/1.jpg", "2/train/a/1.jpg", "2/train/b/1.jpg")
     touch(tmp_path, "3/train/a/1.jpg", "3/train/b/2.jpg", "4/train/a/1.jpg", "4/train/c/1.jpg")
     same, again, *others = (read_folder(str(tmp_path / number), "train").digest for number in "1234")
@@ -183,8 +185,8 @@ def test_the_digest_tells_names_order_and_classes(tmp_path):
     assert len({same, *others}) == 3
 
 
-def test_many_images_fit_their_records(tmp_path):
-    """Records, names and targets of many images are the ones that were listed, wherever one looks."""
+def test_names_and_targets_of_many_images(tmp_path):
+    """In any order of access, the names and targets of many images are those that were listed."""
     for number in range(3):
         touch(tmp_path / "train" / f"{number}", *(f"{'x' * (i % 50)}{i}.jpg" for i in range(400)))
     catalog = read_folder(str(tmp_path), "train")
@@ -199,14 +201,14 @@ def test_many_images_fit_their_records(tmp_path):
 def test_no_descriptor_is_left_open(tmp_path):
     touch(tmp_path, "train/a/1.jpg")
     before = len(list(Path("/proc/self/fd").iterdir()))
-    for folder in (None, tmp_path / "kept", tmp_path / "kept"):
+    for folder in (None, tmp_path / "cached", tmp_path / "cached"):
         catalog = build_catalog(str(tmp_path), "train", folder)
         catalog.close()
         del catalog
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_formats_side_by_side_are_refused(tmp_path):
+def test_several_formats_in_one_folder_are_refused(tmp_path):
     touch(tmp_path, "train/a/1.jpg", "train/0.tar", "train/0.rec")
     with pytest.raises(UserError, match=r"several formats: .*0.tar \(tar\).* and a \(folder\). Leave one"):
         read_folder(str(tmp_path), "train")

@@ -1,4 +1,4 @@
-"""The demo set: reproducible, created atomically, labelled correctly, and learnable only from shapes."""
+"""The demo set is reproducible, created atomically and labelled correctly; only shapes predict the class."""
 
 from __future__ import annotations
 
@@ -204,8 +204,8 @@ def cells_that_differ(first: Image.Image, second: Image.Image, *, reach: float) 
 
 
 @pytest.mark.parametrize("number", range(12))
-def test_scenes_differ_only_where_coverage_says_the_object_is(number: int) -> None:
-    # Only the shape depends on the class: the difference of two classes in one scene shows where they are.
+def test_images_of_two_classes_differ_only_at_the_covered_cells(number: int) -> None:
+    # Only the shape depends on the class, so two classes drawn with one seed differ only at the objects.
     name, other = "triangle", "ring"
     ours = draw_demo_image(name, np.random.default_rng((3, number)), image_side=80)
     theirs = draw_demo_image(other, np.random.default_rng((3, number)), image_side=80)
@@ -226,7 +226,7 @@ def neighbourhood(coverage: Array) -> Array:
     return greatest
 
 
-def test_covered_area_is_alike_for_all_classes() -> None:
+def test_all_classes_cover_similar_areas() -> None:
     areas = {}
     for name in CLASSES:
         images = [draw_demo_image(name, np.random.default_rng((5, k)), image_side=80) for k in range(40)]
@@ -256,7 +256,7 @@ def test_a_mirrored_object_is_still_one_of_its_class(name: str) -> None:
         assert min(np.mean(inside != mirrored) for mirrored in own_mirrors) < 0.005
 
 
-# Learnable only from shapes.
+# Only shapes predict the class.
 
 
 @pytest.fixture(scope="module")
@@ -273,12 +273,12 @@ def linear_accuracy(features: Array, targets: Array) -> float:
     """Return the held-out accuracy, in percent, of the best of several ridge regressions."""
     features = (features - features.mean(0)) / (features.std(0) + 1e-9)
     features = np.concatenate([features, np.ones((len(features), 1))], axis=1)  # (images, features + 1)
-    known, held_out = slice(0, 1200), slice(1200, None)
-    one_hot = np.eye(len(CLASSES))[targets[known]]  # (1200, classes)
+    fitted, held_out = slice(0, 1200), slice(1200, None)
+    one_hot = np.eye(len(CLASSES))[targets[fitted]]  # (1200, classes)
     accuracies = []
     for ridge in (1, 30, 1000, 30000):
-        gram = features[known].T @ features[known] + ridge * np.eye(features.shape[1])
-        weights = np.linalg.solve(gram, features[known].T @ one_hot)
+        gram = features[fitted].T @ features[fitted] + ridge * np.eye(features.shape[1])
+        weights = np.linalg.solve(gram, features[fitted].T @ one_hot)
         guesses = (features[held_out] @ weights).argmax(1)
         accuracies.append(100 * float(np.mean(guesses == targets[held_out])))
     return max(accuracies)

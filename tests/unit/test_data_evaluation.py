@@ -1,4 +1,4 @@
-"""Evaluation sees the pixels that timm's evaluation transform shows, black borders included."""
+"""Evaluation images equal those of timm's evaluation transform, including black borders."""
 
 import itertools
 
@@ -34,7 +34,7 @@ SIZES = [
 def evaluated(folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3, interpolation="bicubic"):
     """Return the catalog and all batches of one rank."""
     catalog = build_catalog(str(folder), "val", None)
-    stream = EvalLoader(
+    loader = EvalLoader(
         catalog,
         Data(batch_size=1, eval_batch_size=batch_size),
         image_size=image_size,
@@ -45,13 +45,13 @@ def evaluated(folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3, int
         device=torch.device("cpu"),
         threads=2,
     )
-    batches = list(stream)
-    stream.close()
+    batches = list(loader)
+    loader.close()
     return catalog, batches
 
 
 def timm_pixels(file, image_size, crop_pct, interpolation):
-    """Return timm's colours (3, height, width) of a file, and where it shows none of the image."""
+    """Return timm's pixels (3, height, width) of a file, and the mask of its black border."""
     transform = create_transform(
         image_size, is_training=False, interpolation=interpolation, crop_pct=crop_pct, normalize=False
     )
@@ -69,7 +69,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize("image_size", [64, 224])
 @pytest.mark.parametrize("crop_pct", [0.875, 0.96, 1.0, 1.15])
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-def test_pixels_are_those_of_timm(folder, image_size, crop_pct, interpolation):
+def test_pixels_equal_timms(folder, image_size, crop_pct, interpolation):
     catalog, batches = evaluated(
         folder, image_size=image_size, crop_pct=crop_pct, interpolation=interpolation
     )
@@ -79,20 +79,20 @@ def test_pixels_are_those_of_timm(folder, image_size, crop_pct, interpolation):
         theirs, border = timm_pixels(catalog.location(index), image_size, crop_pct, interpolation)
         difference = np.abs(pixels - theirs)
         assert difference.mean() < 0.35
-        assert difference.max() < 1.01  # rounded up where PIL rounds down, or the reverse
+        assert difference.max() < 1.01  # one level, where PIL rounds the other way
         assert border.any() == (crop_pct > 1)
         assert np.abs(pixels[:, border]).max(initial=0) < 1e-3
 
 
-def test_every_form_of_file_shows_what_pil_shows(tmp_path):
+def test_every_kind_of_file_is_decoded_as_by_pil(tmp_path):
     colours = smooth(90, 60, seed=1)
-    turned = Image.Exif()
-    turned[0x0112] = 6  # "show turned by 90 degrees": timm does not, so we must not
+    rotated = Image.Exif()
+    rotated[0x0112] = 6  # "rotate by 90 degrees", which timm ignores
     translucent = colours.convert("RGBA")
     translucent.putalpha(100)
     write_images(tmp_path, {"val/a/colour.jpg": colours, "val/a/grey.jpg": colours.convert("L")}, quality=95)
     write_images(tmp_path, {"val/a/print.jpg": colours.convert("CMYK")}, quality=95)
-    write_images(tmp_path, {"val/a/turned.jpg": colours}, exif=turned, quality=95)
+    write_images(tmp_path, {"val/a/turned.jpg": colours}, exif=rotated, quality=95)
     write_images(tmp_path, {"val/a/progressive.jpeg": colours}, progressive=True, quality=95)
     write_images(tmp_path, {"val/a/palette.png": colours.convert("P"), "val/a/translucent.png": translucent})
     write_images(tmp_path, {"val/a/plain.bmp": colours, "val/a/plain.tiff": colours})
@@ -105,37 +105,37 @@ def test_every_form_of_file_shows_what_pil_shows(tmp_path):
         assert np.abs(pixels - theirs).mean() < 0.35, catalog.location(index)
 
 
-def test_sizes_and_windows_are_torchvisions():
-    """Against the real transform, on images whose pixels number the places."""
+def test_sizes_and_crops_equal_torchvisions():
+    """torchvision's transform is applied to images whose pixels are numbered."""
     for image_size, crop_pct in itertools.product([32, 33], [0.875, 0.96, 1.0, 1.15]):
         for height, width in itertools.product([20, 33, 47, 50], [21, 33, 48, 90]):
             resized = resized_shapes(np.array([[height, width]]), image_size, crop_pct)
             short = int(image_size / crop_pct)
-            wanted = resize(torch.zeros(1, height, width), short).shape[1:]
-            assert resized[0].tolist() == list(wanted)
+            expected = resize(torch.zeros(1, height, width), short).shape[1:]
+            assert resized[0].tolist() == list(expected)
             numbered = 1 + torch.arange(resized.prod()).reshape(1, *resized[0])
             theirs = center_crop(numbered, image_size)[0].numpy()
             top, left = crop_corners(resized, image_size)[0]
             for row, column in itertools.product([0, image_size // 2, image_size - 1], repeat=2):
                 inside = 0 <= top + row < resized[0, 0] and 0 <= left + column < resized[0, 1]
-                place = 1 + (top + row) * resized[0, 1] + left + column
-                assert theirs[row, column] == (place if inside else 0)
+                number = 1 + (top + row) * resized[0, 1] + left + column
+                assert theirs[row, column] == (number if inside else 0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9])
-def test_every_image_comes_once_over_all_ranks(folder, size):
-    seen = []
+def test_all_ranks_together_read_each_image_once(folder, size):
+    indices = []
     for rank in range(size):
         _, batches = evaluated(folder, image_size=32, crop_pct=1.0, rank=rank, size=size)
         assert all(len(batch.images) == len(batch.classes) == len(batch.indices) for batch in batches)
         assert [len(batch.indices) for batch in batches[:-1]] == [3] * (len(batches) - 1)
-        seen += [index for batch in batches for index in batch.indices]
-    assert sorted(seen) == list(range(len(SIZES)))
+        indices += [index for batch in batches for index in batch.indices]
+    assert sorted(indices) == list(range(len(SIZES)))
 
 
-def test_a_stream_evaluates_again_and_again(folder):
+def test_a_loader_can_be_iterated_repeatedly(folder):
     catalog = build_catalog(str(folder), "val", None)
-    stream = EvalLoader(
+    loader = EvalLoader(
         catalog,
         Data(batch_size=3),
         image_size=32,
@@ -145,7 +145,7 @@ def test_a_stream_evaluates_again_and_again(folder):
         device=torch.device("cpu"),
         threads=1,
     )
-    first, second = ([batch.images for batch in stream] for _ in range(2))
-    stream.close()
+    first, second = ([batch.images for batch in loader] for _ in range(2))
+    loader.close()
     assert len(first) == 3
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

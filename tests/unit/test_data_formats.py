@@ -1,4 +1,4 @@
-"""Each format gives the very bytes, names and classes that were put in, and names what is damaged."""
+"""Each shard format returns the bytes, names and classes that were written, and errors name the damage."""
 
 import os
 import struct
@@ -29,14 +29,14 @@ from horovod_volo.data.images.tfrecord import masked_checksum
 INDEX = pytest.mark.parametrize("index", [False, True], ids=["searched", "indexed"])
 
 
-def train(folder, kept=None):
-    return build_catalog(str(folder), "train", kept)
+def train(folder, cached=None):
+    return build_catalog(str(folder), "train", cached)
 
 
-def open_below(folder):
-    """Return how many files below a folder this process holds open."""
-    held = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
-    return sum(Path(path).is_relative_to(folder) for path in held)
+def open_files_under(folder):
+    """Return how many files under a folder this process has open."""
+    opened = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+    return sum(Path(path).is_relative_to(folder) for path in opened)
 
 
 def listed(catalog):
@@ -47,8 +47,8 @@ def listed(catalog):
     ]
 
 
-def named(*kinds):
-    """Return pictures that differ."""
+def pictures(*kinds):
+    """Return different images of these kinds."""
     return [picture(number, kind) for number, kind in enumerate(kinds)]
 
 
@@ -56,7 +56,7 @@ def named(*kinds):
 
 
 def tar_members(prefix=""):
-    one, two, three = named("JPEG", "PNG", "JPEG")
+    one, two, three = pictures("JPEG", "PNG", "JPEG")
     return [
         (f"{prefix}x1.jpg", one),
         (f"{prefix}x1.cls", b"2"),
@@ -71,14 +71,14 @@ def tar_members(prefix=""):
 @INDEX
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_tar_shards(tmp_path, index, form):
-    prefix = f"{'deep/' * 30}n1/"  # longer than a plain header holds
+    prefix = f"{'deep/' * 30}n1/"  # too long for a plain header
     write_tar(tmp_path / "train/b.tar", tar_members(prefix), form=form)
     write_tar(tmp_path / "train/a.tar", [("y.jpg", picture(5)), ("y.cls", b"2")], form=form)
     if index:
         for name in "ab":
             write_tar_index(tmp_path / f"train/{name}.tar")
     catalog = train(tmp_path)
-    one, two, three = named("JPEG", "PNG", "JPEG")
+    one, two, three = pictures("JPEG", "PNG", "JPEG")
     assert catalog.classes == ("00", "02", "10")
     assert listed(catalog) == [
         ("02/y.jpg", "02", picture(5)),
@@ -91,7 +91,7 @@ def test_tar_shards(tmp_path, index, form):
     assert catalog.location(0) == f"{tmp_path}/train/a.tar, bytes {start} to {end} (02/y.jpg)"
 
 
-def test_classes_beside_tar_shards_keep_their_order(tmp_path):
+def test_a_list_of_classes_beside_tar_shards_sets_their_order(tmp_path):
     write_tar(tmp_path / "train/a.tar", [("zebra/1.jpg", picture(1)), ("zebra/1.cls", b"0")])
     write_tar(tmp_path / "train/b.tar", [("2.jpg", picture(2)), ("2.cls", b"1")])
     (tmp_path / "train/classes.txt").write_text("zebra\nant\n")
@@ -106,7 +106,7 @@ def test_classes_beside_tar_shards_keep_their_order(tmp_path):
         train(tmp_path)
 
 
-def test_the_same_images_in_the_same_order_have_one_digest_in_any_format(tmp_path):
+def test_the_digest_does_not_depend_on_the_format(tmp_path):
     for name in ("ant", "bee"):
         (tmp_path / "plain/train" / name).mkdir(parents=True)
         (tmp_path / "plain/train" / name / "1.jpg").write_bytes(picture(1))
@@ -183,7 +183,7 @@ def test_an_index_of_another_tar_shard_is_refused(tmp_path):
 
 
 def imagenet_examples():
-    one, two, three = named("JPEG", "JPEG", "PNG")
+    one, two, three = pictures("JPEG", "JPEG", "PNG")
     return [
         example(
             {
@@ -223,7 +223,7 @@ def test_tfrecord_shards(tmp_path, index):
     write_tfrecord(tmp_path / "train/train-00001-of-00002", [three], index=index)
     catalog = train(tmp_path)
     assert catalog.classes == ("n1", "n2")
-    images = named("JPEG", "JPEG", "PNG")
+    images = pictures("JPEG", "JPEG", "PNG")
     assert listed(catalog) == [
         ("n2/n2_1.JPEG", "n2", images[0]),
         ("n1/n1_7.JPEG", "n1", images[1]),
@@ -244,7 +244,7 @@ def test_tfrecord_shards_without_names(tmp_path):
 
 
 def test_the_checksum_is_crc32c():
-    assert crc32c(b"123456789") == 0xE3069283  # the check value it is published with
+    assert crc32c(b"123456789") == 0xE3069283  # the published check value
     assert masked_checksum(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) % 2**32
 
 
@@ -286,13 +286,13 @@ def test_an_index_of_another_tfrecord_shard_is_refused(tmp_path):
 
 @INDEX
 def test_recordio_shards(tmp_path, index):
-    one, two, three = named("JPEG", "PNG", "JPEG")
-    # The magic at multiples of 4 of the record, at its very end too: then the record comes in parts.
+    one, two, three = pictures("JPEG", "PNG", "JPEG")
+    # A record with the magic number at multiples of 4, also at its end, is stored in parts.
     header = 24
     tail = bytes(-(header + len(three)) % 4)
     split = three + tail + RECORDIO_MAGIC + b"between." + RECORDIO_MAGIC * 2 + b"end" + b"\0" + RECORDIO_MAGIC
     contents = [
-        recordio_content([24.0, 3.0], 0, b""),  # what some tools put first
+        recordio_content([24.0, 3.0], 0, b""),  # some tools write a first record without an image
         recordio_content(11.0, 1, one),
         recordio_content([2.0, 5.0], 2, two),
         recordio_content(2.0, 3, split),
@@ -369,14 +369,14 @@ FORMS = pytest.mark.parametrize("form", ["tar", "tfrecord", "recordio"])
 
 
 @FORMS
-def test_damage_during_the_run_is_a_bad_sample_with_its_place(tmp_path, form):
+def test_damage_during_the_run_is_a_bad_sample_with_its_path(tmp_path, form):
     shard = write_shard(tmp_path, form)
     catalog = train(tmp_path)
     first = catalog.read(0).tobytes()
     data = shard.read_bytes()
-    place = data.index(picture(1))
+    offset = data.index(picture(1))
     with shard.open("r+b") as file:
-        file.seek(place)
+        file.seek(offset)
         file.write(b"\0\0\0\0")
     with pytest.raises(
         BadSampleError, match=rf"^{shard}, bytes \d+ to \d+ \(1/.*\) does not begin as an image"
@@ -389,7 +389,7 @@ def test_damage_during_the_run_is_a_bad_sample_with_its_place(tmp_path, form):
         catalog.read(2)
     assert catalog.read(0).tobytes() == first
     shard.unlink()
-    assert catalog.read(0).tobytes() == first  # it is open
+    assert catalog.read(0).tobytes() == first  # the shard is still open
     catalog.close()
     with pytest.raises(BadSampleError, match=rf"^{shard}, bytes .* has gone since it was listed"):
         catalog.read(0)
@@ -400,24 +400,24 @@ def test_damaged_parts_of_a_record_are_a_bad_sample(tmp_path):
     catalog = train(tmp_path)
     data = bytearray(shard.read_bytes())
     end = data.index(picture(0)) + len(picture(0)) + -len(picture(0)) % 4
-    struct.pack_into("<I", data, end, 0)  # the magic before the second part
+    struct.pack_into("<I", data, end, 0)  # the magic number before the second part
     shard.write_bytes(data)
     with pytest.raises(BadSampleError, match=r"s.rec, bytes .*no record begins"):
         catalog.read(0)
 
 
 @FORMS
-def test_a_kept_catalog_is_used_until_a_shard_changes(tmp_path, form):
+def test_a_cached_catalog_is_used_until_a_shard_changes(tmp_path, form):
     shard = write_shard(tmp_path, form)
-    inode = train(tmp_path, tmp_path / "kept").path.stat().st_ino
-    again = train(tmp_path, tmp_path / "kept")
+    inode = train(tmp_path, tmp_path / "cached").path.stat().st_ino
+    again = train(tmp_path, tmp_path / "cached")
     assert again.path.stat().st_ino == inode
     assert len(listed(again)) == 3
     os.utime(shard, ns=(1, 1))
-    assert train(tmp_path, tmp_path / "kept").path.stat().st_ino != inode
+    assert train(tmp_path, tmp_path / "cached").path.stat().st_ino != inode
 
 
-def test_many_threads_read_more_shards_than_stay_open(tmp_path):
+def test_many_threads_read_more_shards_than_can_be_open(tmp_path):
     for number in range(100):
         write_tar(
             tmp_path / f"train/{number:03d}.tar",
@@ -428,12 +428,12 @@ def test_many_threads_read_more_shards_than_stay_open(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         read = list(pool.map(lambda index: catalog.read(index).tobytes(), list(range(100)) * 5))
     assert read == expected * 5
-    assert open_below(tmp_path) == 64
+    assert open_files_under(tmp_path) == 64
     catalog.close()
-    assert open_below(tmp_path) == 0
+    assert open_files_under(tmp_path) == 0
 
 
-def test_an_evicted_file_stays_open_for_its_reader(tmp_path):
+def test_an_evicted_file_can_still_be_read(tmp_path):
     for name in "ab":
         (tmp_path / name).write_text(name)
     files = OpenFiles(limit=1)

@@ -1,4 +1,4 @@
-"""The check of a store counts its maps, finds damage, and compares maps with the images' classes."""
+"""The check of a label store counts maps, finds damage, and compares maps with their images' classes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_images_and_maps_are_counted(tmp_path, catalog):
     ids[:, 1] = (catalog.targets[:, None, None] + 1) % 4
     scores = np.zeros(ids.shape, np.float16)
     scores[:, 0], scores[:, 1] = 5, 1
-    scores[4:6, 0], scores[4:6, 1] = 1, 5  # two maps whose best class is another
+    scores[4:6, 0], scores[4:6, 1] = 1, 5  # two maps whose most probable class is not that of the image
     ids[7] = -1
     keys[9:] = ["d/no image", "d/nor this", "d/2"]
     make_store(tmp_path / "s", keys, scores, ids, classes=4)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from coded_images import place_coded
+from coded_images import position_coded
 from label_samples import catalog_of, make_store, publish
 
 import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only after it
@@ -51,12 +51,12 @@ def test_other_spellings_are_refused(text):
 @pytest.mark.parametrize("resize_to", [96, 73])
 @pytest.mark.parametrize("size", [96, 73, 64, 110, 131])
 def test_the_covered_box_is_the_crop_of_torchvision(resize_to, size):
-    """The pixel values of the images encode their position: those of the crop must be where the box says.
+    """The pixels of the images encode their positions: those of the crop must agree with the box.
 
-    Tolerance: half a step of 255. Excluded: the pixels at the edges, which the resize filter mixes.
+    The tolerance is half a level of 255. Pixels at the edges, which the resize filter blends, are left out.
     """
     for height, width in itertools.product([67, 100, 211], [80, 201]):
-        image = torch.from_numpy(np.array(place_coded(width, height))).permute(2, 0, 1).float()
+        image = torch.from_numpy(np.array(position_coded(width, height))).permute(2, 0, 1).float()
         crop = center_crop(resize(image, resize_to, antialias=True), size).numpy() / 255
         ((top, left, tall, wide),) = MapGeometry(resize_to, size).covered(np.array([[height, width]]))
         steps = (np.arange(size) + 0.5) / size
@@ -123,7 +123,7 @@ def test_an_import_records_the_geometry(tmp_path, catalog, arguments, recorded, 
     publish(tmp_path / "maps", catalog, height=3, width=3)
     metadata, stderr = import_maps(arguments, capsys)
     assert (metadata["geometry"], metadata["geometry_assumed"]) == (recorded, assumed)
-    assert ("note: a label map in s is assumed to cover" in stderr) == assumed
+    assert ("warning: a label map in s is assumed to cover" in stderr) == assumed
     store = LabelStore("s", catalog, None)
     assert (str(store.geometry), store.geometry_assumed) == (recorded, assumed)
     assert main(["verify", "s"]) == 0

@@ -1,4 +1,4 @@
-"""Importing published maps: complete, resumable shard by shard, and with every damaged map reported."""
+"""Imports of published maps are complete, can be resumed at each shard, and report every damaged map."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def source(tmp_path, catalog):
 
 
 @pytest.mark.parametrize(("keys_from", "workers"), [("files", 1), ("catalog", 2)])
-def test_the_store_has_the_maps_of_the_files(tmp_path, catalog, source, keys_from, workers):
+def test_the_store_contains_the_maps_of_the_files(tmp_path, catalog, source, keys_from, workers):
     of_images = catalog if keys_from == "catalog" else None
     assert run_import(source, tmp_path / "s", of_images, workers=workers)[0] == []
     published, store = PublishedMaps(source, catalog), LabelStore(tmp_path / "s", catalog, None)
@@ -61,9 +61,9 @@ def test_the_store_has_the_maps_of_the_files(tmp_path, catalog, source, keys_fro
 
 
 def test_only_the_maps_of_the_images_are_packed(tmp_path, catalog, source):
-    save(published_map(classes=3), source / "a" / "stranger.pt")
+    save(published_map(classes=3), source / "a" / "no_image.pt")
     run_import(source, tmp_path / "s", catalog)
-    assert "stranger" not in (tmp_path / "s" / "keys.txt").read_text()
+    assert "no_image" not in (tmp_path / "s" / "keys.txt").read_text()
 
 
 def test_damage_is_reported_and_finished_shards_are_reused(tmp_path, catalog, source):

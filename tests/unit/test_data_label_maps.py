@@ -1,4 +1,4 @@
-"""Published label maps: read as saved, flipped like arrays, and refused with a reason if invalid."""
+"""Published label maps are read as saved, flipped like arrays, and refused with a reason if invalid."""
 
 from pathlib import Path
 
@@ -127,14 +127,14 @@ def test_a_class_without_any_map_is_refused(tmp_path):
         PublishedMaps(folder, catalog)
 
 
-def test_a_damaged_first_map_does_not_hide_the_shape(tmp_path):
+def test_the_shape_is_read_from_the_first_intact_map(tmp_path):
     catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg")
     folder = publish(tmp_path / "maps", catalog)
     (folder / "a" / "1.pt").write_bytes(b"")
     assert PublishedMaps(folder, catalog).map_shape == (5, 6, 9)
 
 
-def test_maps_for_other_classes_are_refused_at_once(tmp_path):
+def test_maps_for_other_classes_are_refused_when_opened(tmp_path):
     catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg")
     save(published_map(classes=1000), tmp_path / "maps" / "a" / "1.pt")
     with pytest.raises(

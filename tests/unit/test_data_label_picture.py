@@ -65,8 +65,8 @@ def test_cells_have_the_colour_of_their_class(geometry, left, width, border):
     scores = [[[9, 9, 9], [9, 9, 9]], [[0, 0, 0], [0, 0, 0]]]
     picture = draw_labels(labelled(ids, scores, geometry=geometry))
     assert picture.height - MARGIN > 450  # the image is enlarged to 900 x 450
-    foot = picture.height - MARGIN + min(0, border)
-    found = bars(picture, 2, 3, left=MARGIN + left, width=width, bottom=foot, height=450 + 2 * border)
+    lower_edge = picture.height - MARGIN + min(0, border)
+    found = bars(picture, 2, 3, left=MARGIN + left, width=width, bottom=lower_edge, height=450 + 2 * border)
     color = {4: PALETTE[0], 2: PALETTE[1], 7: PALETTE[2]}
     assert found == [[color[4], color[4], color[7]], [color[4], color[2], color[2]]]
 
@@ -74,8 +74,8 @@ def test_cells_have_the_colour_of_their_class(geometry, left, width, border):
 def test_the_length_of_a_bar_is_the_probability():
     scores = [[[np.log(9)]]]  # with ten classes: probability 9 / (9 + 9)
     picture = draw_labels(labelled([[[3]]], scores, size=(100, 100)))
-    foot = [picture.getpixel((MARGIN + x, picture.height - MARGIN - 3)) for x in range(900)]
-    assert abs(foot.count(PALETTE[0]) - 450) < 4
+    lowest_row = [picture.getpixel((MARGIN + x, picture.height - MARGIN - 3)) for x in range(900)]
+    assert abs(lowest_row.count(PALETTE[0]) - 450) < 4
 
 
 def test_the_order_of_the_classes_in_a_cell_does_not_matter():

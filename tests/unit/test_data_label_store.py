@@ -1,4 +1,4 @@
-"""A packed store returns every map exactly by the index of its image, and reports damage."""
+"""A label store returns the exact map of each image by the image's index, and reports damage."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def test_maps_are_read_by_index_from_a_store_in_any_order(tmp_path):
 @pytest.mark.parametrize(
     ("classes", "dtype"), [(21841, np.int16), (32767, np.int16), (32768, np.int32), (40001, np.int32)]
 )
-def test_class_numbers_are_exact_up_to_the_last(tmp_path, classes, dtype):
+def test_all_class_numbers_are_exact(tmp_path, classes, dtype):
     catalog = catalog_of(tmp_path, "a/1.jpg", "a/2.jpg")
     # Only the number of classes is used.
     catalog.classes = ("a",) * classes
@@ -133,7 +133,7 @@ def test_damaged_class_numbers_are_found(tmp_path):
     _, ids = random_store(tmp_path / "s", catalog)
     shard = tmp_path / "s" / "maps-00000.safetensors"
     content = shard.read_bytes()
-    offset = content.index(ids[1].astype(np.int16).tobytes()) + 7  # a high byte
+    offset = content.index(ids[1].astype(np.int16).tobytes()) + 7  # the high byte of a class number
     shard.write_bytes(content[:offset] + b"\x40" + content[offset + 1 :])
     store = LabelStore(tmp_path / "s", catalog, None)
     store.read(0)

@@ -1,8 +1,8 @@
-"""A token's label is that of its pixels' place, whatever part of its image a label map covers.
+"""A token's label belongs to the position of its pixels, whatever part of the image a label map covers.
 
-Pictures and maps are coded: colours tell where in the stored image a pixel lies, and the logits of a cell
-tell where its centre lies, with class 0 the row and class 1 the column. Both go through the training stream
-and the loss's own reading of maps, from which a token's logits are taken back.
+Colours encode the position of a pixel in the stored image, and the logits of a cell the position of its
+centre: class 0 the row, class 1 the column. TrainLoader augments both, and the logits of each token are
+recovered from the targets that the loss computes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from coded_images import PLAIN, only_batch, place_coded, unnormalised, write_images
+from coded_images import PLAIN, only_batch, position_coded, unnormalised, write_images
 from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.config.schema import Data
-from horovod_volo.data import loader as stream_module
+from horovod_volo.data import loader as loader_module
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
@@ -36,13 +36,13 @@ SIZES = [(160, 100), (97, 151), (64, 64), (210, 75), (60, 180)]  # width, height
 IMAGES = 40
 GEOMETRIES = (WHOLE, PUBLISHED, MapGeometry(256, 224), MapGeometry(224, 256))
 UNWIDENED = np.array([0, 0, 1, 1], np.float32)
-OFFSET = 2.0  # a logit beside it, so that a place at 0 differs from an absent class
+OFFSET = 2.0  # added to each logit, so that position 0 differs from an absent class
 
 Places = NDArray[np.float64]  # (2, TOKENS, TOKENS): rows, columns, as fractions of the stored image
 
 
-class Seen(NamedTuple):
-    """What one image of a batch shows and is labelled as, token by token."""
+class TokenPlaces(NamedTuple):
+    """Positions of the tokens of one image, by its pixels and by its labels."""
 
     shown: Places  # by the pixels' colours
     reported: Places  # by the labels
@@ -52,8 +52,8 @@ class Seen(NamedTuple):
 
 
 def coded_set(folder: Path, geometry: MapGeometry, cells: int) -> tuple[Path, Path]:
-    """Write images, and a map of each that covers what the geometry says."""
-    images = {f"train/a/{n:02d}.png": place_coded(*SIZES[n % len(SIZES)]) for n in range(IMAGES)}
+    """Write images, and for each a map that covers the part given by the geometry."""
+    images = {f"train/a/{n:02d}.png": position_coded(*SIZES[n % len(SIZES)]) for n in range(IMAGES)}
     (folder / "maps" / "a").mkdir(parents=True)
     steps = (np.arange(cells) + 0.5) / cells
     for number in range(IMAGES):
@@ -66,8 +66,8 @@ def coded_set(folder: Path, geometry: MapGeometry, cells: int) -> tuple[Path, Pa
     return write_images(folder / "images", images), folder / "maps"
 
 
-def one_batch(images: Path, maps: Path, geometry: MapGeometry, **settings: Any) -> list[Seen]:
-    """Return what the only batch of an epoch shows, its maps read with this geometry."""
+def one_batch(images: Path, maps: Path, geometry: MapGeometry, **settings: Any) -> list[TokenPlaces]:
+    """Return the tokens of an epoch with a single batch, its maps read with this geometry."""
     catalog = build_catalog(str(images), "train", None)
     catalog.classes = ("a", "b", "c")
     drawn = Data(batch_size=IMAGES, **(PLAIN | settings))
@@ -81,17 +81,19 @@ def one_batch(images: Path, maps: Path, geometry: MapGeometry, **settings: Any) 
         geometry="corrected",
         reach=batch.labels.maps.reach,
     )
-    # Probability over that of a class without a logit: e to the logit.
+    # The ratio of a class's probability to that of a class without a logit is exp(logit).
     logits = torch.stack([_weight_of(target, number) / target.uniform + 1 for number in (0, 1)]).log()
     reported = logits.numpy().astype(np.float64).reshape(2, IMAGES, TOKENS, TOKENS).swapaxes(0, 1) - OFFSET
     colours = unnormalised(batch.images)
     filled = (np.abs(colours - np.array(FILL)[:, None, None]).max(axis=1) < 1).astype(np.float32)
-    # Next to what is filled, later operations mix its colour into the colours that tell places.
+    # Next to filled pixels, later operations blend the fill colour into the colours that encode positions.
     filled = torch.nn.functional.max_pool2d(torch.from_numpy(filled), 5, 1, padding=2).numpy()
     shown = _tokens(colours[:, 1::-1] / 255).mean(axis=(3, 5))  # (images, 2, TOKENS, TOKENS)
     blank = _tokens(filled[:, None]).max(axis=(3, 5))[:, 0] > 0
     return [
-        Seen(shown[n], reported[n], blank[n], *_extents(catalog.location(index), geometry, int(index), drawn))
+        TokenPlaces(
+            shown[n], reported[n], blank[n], *_extents(catalog.location(index), geometry, int(index), drawn)
+        )
         for n, index in enumerate(batch.indices)
     ]
 
@@ -107,82 +109,84 @@ def _tokens(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _extents(path: str, geometry: MapGeometry, index: int, drawn: Data) -> tuple[Places, Places]:
-    """Return what the map covers of an image, and the height and width of a token of its crop."""
+    """Return the part of the image that the map covers, and the height and width of a token of its crop."""
     with Image.open(path) as image:
         size = np.array([[image.height, image.width]])
-    plan = draw_crops(SEED, 0, np.array([index]), size, drawn)
-    return geometry.covered(size)[0], (plan.boxes[0, 2:] / size[0] / TOKENS)[:, None, None]
+    crop_flip = draw_crops(SEED, 0, np.array([index]), size, drawn)
+    return geometry.covered(size)[0], (crop_flip.boxes[0, 2:] / size[0] / TOKENS)[:, None, None]
 
 
-def errors(seen: Seen, cells: int) -> NDArray[np.float64]:
-    """Return how far each token's label is from its pixels' place, (TOKENS, TOKENS), in tokens.
+def errors(tokens: TokenPlaces, cells: int) -> NDArray[np.float64]:
+    """Return the distance of each token's label from its pixels' position, (TOKENS, TOKENS), in tokens.
 
-    Beyond the map the nearest cell counts, of which the outermost has its centre half a cell inside.
+    Beyond the map the nearest cell is used, whose centre is half a cell inside the map.
     """
-    half_cell = seen.covered[2:, None, None] / cells / 2
-    first = seen.covered[:2, None, None] + half_cell
-    last = first + seen.covered[2:, None, None] - 2 * half_cell
-    return (np.abs(seen.reported - seen.shown.clip(first, last)) / seen.token).max(axis=0)
+    half_cell = tokens.covered[2:, None, None] / cells / 2
+    first = tokens.covered[:2, None, None] + half_cell
+    last = first + tokens.covered[2:, None, None] - 2 * half_cell
+    return (np.abs(tokens.reported - tokens.shown.clip(first, last)) / tokens.token).max(axis=0)
 
 
-def is_beyond(seen: Seen) -> NDArray[np.bool_]:
-    """Say which tokens, (TOKENS, TOKENS), show what the map does not cover."""
-    low, extent = seen.covered[:2, None, None], seen.covered[2:, None, None]
-    beyond: NDArray[np.bool_] = ((seen.shown < low) | (seen.shown > low + extent)).any(axis=0)
+def is_beyond(tokens: TokenPlaces) -> NDArray[np.bool_]:
+    """Return a mask of the tokens, (TOKENS, TOKENS), outside the part that the map covers."""
+    low, extent = tokens.covered[:2, None, None], tokens.covered[2:, None, None]
+    beyond: NDArray[np.bool_] = ((tokens.shown < low) | (tokens.shown > low + extent)).any(axis=0)
     return beyond
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("cells", [9, 14, 18])
-def test_labels_are_those_of_the_pixels_places(tmp_path: Path, geometry: MapGeometry, cells: int) -> None:
+def test_labels_belong_to_the_positions_of_the_pixels(
+    tmp_path: Path, geometry: MapGeometry, cells: int
+) -> None:
     folders = coded_set(tmp_path, geometry, cells)
     batch = one_batch(*folders, geometry, hflip=0.5, vflip=0.5)
-    right = np.stack([errors(seen, cells) for seen in batch])
-    # A few hundredths are the codes' coarseness; where a token lies across the map's edge it is more, but
-    # less than half of the token.
+    right = np.stack([errors(tokens, cells) for tokens in batch])
+    # The resolution of the colours gives an error of a few hundredths of a token. On the edge of the map the
+    # error is larger, but less than half a token.
     assert right.mean() < 0.06
     assert right.max() < 0.5
-    wrong = np.stack([errors(seen, cells) for seen in one_batch(*folders, WHOLE, hflip=0.5, vflip=0.5)])
+    wrong = np.stack([errors(tokens, cells) for tokens in one_batch(*folders, WHOLE, hflip=0.5, vflip=0.5)])
     if geometry == WHOLE:
         assert np.array_equal(wrong, right)
         return
-    # The same measure must notice maps that are read as if they covered whole images.
+    # The measure must detect maps that are read as if they covered whole images.
     assert wrong.mean() > 0.5
     assert (wrong > 1).mean() > 0.15
-    # Of the smaller maps, many tokens show what they do not cover; of those with borders, long images.
-    assert np.mean([is_beyond(seen).mean() for seen in batch]) > 0.04
+    # With the smaller maps many tokens are outside the covered part; with borders, those of long images.
+    assert np.mean([is_beyond(tokens).mean() for tokens in batch]) > 0.04
 
 
 @pytest.mark.parametrize("randaugment_on", ["crop", "image"])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-def test_labels_move_with_turned_sheared_and_shifted_images(
+def test_labels_move_with_rotated_sheared_and_translated_images(
     tmp_path: Path, geometry: MapGeometry, randaugment_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As above, with geometric operations in three layers, and the colour-changing ones left out."""
+    """As above, with three layers of geometric operations and without colour operations."""
 
     def geometric_only(*arguments: Any) -> Operations:
         drawn = draw_operations(*arguments)
         return replace(drawn, kinds=np.where(np.isin(drawn.kinds, ops.GEOMETRIC), drawn.kinds, ops.NONE))
 
-    monkeypatch.setattr(stream_module, "draw_operations", geometric_only)
+    monkeypatch.setattr(loader_module, "draw_operations", geometric_only)
     folders = coded_set(tmp_path, geometry, 18)
     settings = {"aa": "rand-m9-n3-p1-mstd0.5-inc1", "hflip": 0.5, "vflip": 0.5}
     settings["randaugment_on"] = randaugment_on
 
     def found(read_as: MapGeometry) -> NDArray[np.float64]:
         batch = one_batch(*folders, read_as, **settings)
-        return np.concatenate([errors(seen, 18)[~seen.blank] for seen in batch])
+        return np.concatenate([errors(tokens, 18)[~tokens.blank] for tokens in batch])
 
-    # A map moves by whole cells; beside what is filled a cell may know nothing.
+    # Maps move by whole cells, and cells next to filled pixels may have no label.
     right = found(geometry)
     assert len(right) > IMAGES * TOKENS**2 / 2
     assert right.mean() < 0.2
     assert (right > 1).mean() < 0.02
     if geometry != WHOLE:
         assert (found(WHOLE) > 1).mean() > 0.15
-    if geometry == PUBLISHED:  # the same measure must notice what is lost where maps are not widened
+    if geometry == PUBLISHED:  # the measure must detect maps that are not widened
         monkeypatch.setattr(
-            stream_module, "moved_frames", lambda boxes, _: np.tile(UNWIDENED, (len(boxes), 1))
+            loader_module, "covered_after_warp", lambda boxes, _: np.tile(UNWIDENED, (len(boxes), 1))
         )
-        # Where the whole image is turned, less of what a crop shows comes from beyond the map.
+        # If the whole image is rotated, less of a crop comes from outside the map.
         assert (found(geometry) > 1).mean() > (0.08 if randaugment_on == "crop" else 0.05)

@@ -1,4 +1,4 @@
-"""Images are normalised with the colours of their network, and with ImageNet's where none are given."""
+"""Images are normalised with the mean and std of their network, by default with ImageNet's."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ def folder(tmp_path: Path) -> Path:
 
 def batch_of(folder: Path, split: str, **colours: Any) -> torch.Tensor:
     settings = Data(batch_size=4, **PLAIN)
-    place = {"rank": 0, "size": 1, "device": CPU, "threads": 1}
-    stream: TrainLoader | EvalLoader
+    common = {"rank": 0, "size": 1, "device": CPU, "threads": 1}
+    loader: TrainLoader | EvalLoader
     if split == "train":
         catalog = build_catalog(str(folder), "train", None)
-        stream = TrainLoader(
-            catalog, None, settings, image_size=SIDE, seed=Run().seed, accumulation=1, **place, **colours
+        loader = TrainLoader(
+            catalog, None, settings, image_size=SIDE, seed=Run().seed, accumulation=1, **common, **colours
         )
-        batches = stream.batches(0, 0)
+        batches = loader.batches(0, 0)
     else:
         catalog = build_catalog(str(folder), "val", None)
-        stream = EvalLoader(catalog, settings, image_size=SIDE, crop_pct=0.9, **place, **colours)
-        batches = iter(stream)
+        loader = EvalLoader(catalog, settings, image_size=SIDE, crop_pct=0.9, **common, **colours)
+        batches = iter(loader)
     (batch,) = batches
-    stream.close()
+    loader.close()
     return batch.images
 
 
 def normalised(images: torch.Tensor, colours: Normalization) -> torch.Tensor:
-    """Normalise anew what was normalised with ImageNet's colours."""
+    """Replace the normalisation with ImageNet's mean and std by another one."""
     shown = torch.from_numpy(unnormalised(images)) / 255
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in colours)
     return (shown - mean) / std
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_stream_shows_the_colours_that_are_asked_for(folder: Path, split: str) -> None:
+def test_a_loader_normalises_with_the_given_mean_and_std(folder: Path, split: str) -> None:
     usual, others = batch_of(folder, split), batch_of(folder, split, normalization=OTHERS)
     assert torch.equal(usual, batch_of(folder, split, normalization=IMAGENET_NORMALIZATION))
     torch.testing.assert_close(others.double(), normalised(usual, OTHERS).double(), atol=1e-5, rtol=1e-5)

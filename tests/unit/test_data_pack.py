@@ -1,4 +1,4 @@
-"""Packing: same images and names, reproducible shards, resumable, and verified by checksums."""
+"""Packing keeps images and names, is reproducible, can be resumed, and verifies checksums."""
 
 import io
 import json
@@ -16,6 +16,7 @@ from PIL import Image
 from shard_writers import example, picture, write_tar_index, write_tfrecord
 
 from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.packing import pack as packing
 from horovod_volo.pack import main
 
 
@@ -145,7 +146,7 @@ def test_a_killed_pack_is_resumed(tmp_path):
     assert {name: (out / "train" / name).stat().st_mtime_ns for name in finished} == before
     assert pack(tmp_path / "images", tmp_path / "again", *command[-4:]) == 0
     assert files(out) == files(tmp_path / "again")
-    assert pack(*command[3:]) == 0  # nothing is left to do
+    assert pack(*command[3:]) == 0  # a finished pack is left as it is
 
 
 def test_a_killed_worker_ends_the_command(tmp_path):
@@ -181,6 +182,23 @@ def test_another_pack_in_the_same_folder_is_refused(images, packed, tmp_path, ca
     assert capsys.readouterr().err.startswith("error: there is no data folder")
 
 
+def test_a_pack_that_an_earlier_version_began_in_another_order_is_refused(
+    images, tmp_path, monkeypatch, capsys
+):
+    with monkeypatch.context() as patched:
+        patched.setattr(packing, "_pack_shards", lambda *_: sys.exit(3))
+        with pytest.raises(SystemExit, match="3"):
+            pack(images, tmp_path, "--workers", 1)
+    plan = tmp_path / ".packing/train.plan.json"
+    plan.write_text(json.dumps({**json.loads(plan.read_text()), "order": 1}))
+    assert pack(images, tmp_path, "--workers", 1) == 2
+    assert (
+        f"began to pack into {tmp_path} and shuffled the images in another order" in capsys.readouterr().err
+    )
+    plan.unlink()
+    assert pack(images, tmp_path, "--workers", 1) == 0
+
+
 def test_verify_finds_every_change(packed, tmp_path, capsys):
     for name, data in files(packed).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -203,7 +221,7 @@ def test_verify_finds_every_change(packed, tmp_path, capsys):
     assert pack(tmp_path, "--verify") == 2
 
 
-def test_images_are_shrunk_but_never_enlarged(tmp_path):
+def test_images_are_reduced_but_never_enlarged(tmp_path):
     sizes = {"wide.png": (90, 40), "high.jpg": (50, 201), "small.png": (30, 70)}
     for split in ("train", "val"):
         (tmp_path / f"images/{split}/a").mkdir(parents=True)
@@ -246,15 +264,19 @@ def test_names_without_a_suffix_get_one(tmp_path):
 
 
 def test_wrong_arguments_are_refused(capsys):
-    for arguments in (["one"], ["a", "b", "c"], ["a", "b", "--quality", "101"], ["a", "b", "--workers", "0"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(arguments)
-    assert "takes a whole number of at least 1, not '0'" in capsys.readouterr().err
+    for arguments in (
+        ["one"],
+        ["a", "b", "c"],
+        ["a", "b", "--quality", "101"],
+        ["a", "b", "--workers", "-1"],
+    ):
+        assert main(arguments) == 2
+    assert "--workers must be at least 0, not -1." in capsys.readouterr().err
 
 
 def test_the_tool_prints_its_help(tmp_path):
     tool = Path(__file__).parents[2] / "tools/pack"
-    answer = subprocess.run(
+    result = subprocess.run(
         [tool, "--help"], cwd=tmp_path, capture_output=True, text=True, check=True, env=dict(os.environ)
     )
-    assert "DATA_DIR OUT_DIR" in answer.stdout
+    assert "DATA_DIR OUT_DIR" in result.stdout

@@ -25,9 +25,9 @@ SIDE, IMAGES = 64, 12
 
 
 def encoded(image: Image.Image) -> np.ndarray:
-    held = io.BytesIO()
-    image.save(held, "JPEG", quality=95)
-    return np.frombuffer(held.getvalue(), dtype=np.uint8)
+    data = io.BytesIO()
+    image.save(data, "JPEG", quality=95)
+    return np.frombuffer(data.getvalue(), dtype=np.uint8)
 
 
 def batch_resized_by(*, dali: bool) -> torch.Tensor:
@@ -35,12 +35,12 @@ def batch_resized_by(*, dali: bool) -> torch.Tensor:
     pictures = [smooth(90 + 7 * number, 120 - 3 * number, seed=number) for number in range(IMAGES)]
     sizes = np.array([(picture.height, picture.width) for picture in pictures])
     indices = np.arange(IMAGES)
-    plan = draw_crops(4, 0, indices, sizes, settings)
-    assert 0 < plan.bicubic.sum() < IMAGES
-    boxes = plan.stored_boxes(sizes)
+    crop_flip = draw_crops(4, 0, indices, sizes, settings)
+    assert 0 < crop_flip.bicubic.sum() < IMAGES
+    boxes = crop_flip.stored(crop_flip.boxes, sizes)
     inputs = ([encoded(picture) for picture in pictures], list(boxes[:, :2]), list(boxes[:, 2:]))
     params = AugmentParams(
-        plan,
+        crop_flip,
         draw_operations(4, 0, indices, settings),
         draw_erasures(4, 0, indices, settings, SIDE),
     )
@@ -53,16 +53,16 @@ def batch_resized_by(*, dali: bool) -> torch.Tensor:
             build_train_pipeline, image_size=SIDE, batch=IMAGES, device=device, threads=1, resize=dali
         )
         prefetcher = BatchPrefetcher(build, device, 1, lambda index: None, transform)
-        inputs += resizing_inputs(plan) if dali else ()
+        inputs += resizing_inputs(crop_flip) if dali else ()
         pending = PendingTrainBatch(indices, inputs, Labels(torch.zeros(IMAGES)), params)
         ((_, images),) = prefetcher.batches([lambda: pending])
         prefetcher.close()
     return images
 
 
-def test_both_ways_give_the_same_images() -> None:
+def test_dali_and_torch_give_the_same_images() -> None:
     ours, theirs = batch_resized_by(dali=False), batch_resized_by(dali=True)
     difference = (ours - theirs).abs().mean(dim=(1, 2, 3)) * 255 * 0.225
-    # An operation that counts colours or cuts off bits may widen a rounding of a few images.
+    # Operations that use a histogram or discard bits can enlarge differences of rounding in a few images.
     assert float(difference.median()) < 1
     assert float(difference.max()) < 6

@@ -1,4 +1,4 @@
-"""A teacher sees every whole image, squashed to its square; what cannot be decoded is left out and named."""
+"""A teacher's images are resized to a square without cropping; damaged ones are left out and reported."""
 
 from __future__ import annotations
 
@@ -29,49 +29,49 @@ def opened(folder, batch=2):
     return closing(images)
 
 
-def by_place(images, indices):
+def pixels_by_index(images, indices):
     found = {}
-    for places, pixels in images.batches(indices):
-        assert len(places) == len(pixels)
-        found |= dict(zip(places, unnormalised(pixels), strict=True))
+    for batch_indices, pixels in images.batches(indices):
+        assert len(batch_indices) == len(pixels)
+        found |= dict(zip(batch_indices, unnormalised(pixels), strict=True))
     return found
 
 
-def test_pixels_are_those_of_pil(folder):
+def test_pixels_equal_pils(folder):
     with opened(folder) as images:
-        for indices in (range(4), range(4, 9)):  # a second run of batches follows the first
-            found = by_place(images, indices)
+        for indices in (range(4), range(4, 9)):  # batches() can be called again
+            found = pixels_by_index(images, indices)
             assert list(found) == list(indices)
-            for place, pixels in found.items():
-                with Image.open(folder / f"train/a/{place}.png") as image:
-                    squashed = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-                assert np.abs(pixels - np.asarray(squashed).transpose(2, 0, 1)).mean() < 0.35
+            for index, pixels in found.items():
+                with Image.open(folder / f"train/a/{index}.png") as image:
+                    resized = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+                assert np.abs(pixels - np.asarray(resized).transpose(2, 0, 1)).mean() < 0.35
         assert images.problems == []
 
 
 @pytest.mark.parametrize("batch", [1, 2, 4, 20])
-def test_damaged_images_are_left_out_and_named(folder, batch):
+def test_damaged_images_are_left_out_and_reported(folder, batch):
     with opened(folder, batch) as images:
-        whole = by_place(images, range(9))
+        whole = pixels_by_index(images, range(9))
     damaged = {0: b"", 3: b"no image at all", 4: (folder / "train/a/4.png").read_bytes()[:60], 8: None}
-    for place, content in damaged.items():
-        path = folder / f"train/a/{place}.png"
+    for index, content in damaged.items():
+        path = folder / f"train/a/{index}.png"
         if content is not None:
             path.write_bytes(content)
     with opened(folder, batch) as images:
         (folder / "train/a/8.png").unlink()
-        found = by_place(images, range(9))
+        found = pixels_by_index(images, range(9))
         problems = images.problems
     assert list(found) == [1, 2, 5, 6, 7]
-    for place, pixels in found.items():
-        assert np.array_equal(pixels, whole[place])
+    for index, pixels in found.items():
+        assert np.array_equal(pixels, whole[index])
     assert sorted(problem.split(".png")[0][-1] for problem in problems) == ["0", "3", "4", "8"]
 
 
-def test_nothing_but_damage_is_no_batch(tmp_path):
+def test_only_damaged_images_give_no_batch(tmp_path):
     (tmp_path / "train" / "a").mkdir(parents=True)
     for number in range(5):
         (tmp_path / "train" / "a" / f"{number}.jpg").write_bytes(b"no image")
     with opened(tmp_path) as images:
-        assert by_place(images, range(5)) == {}
+        assert pixels_by_index(images, range(5)) == {}
         assert len(images.problems) == 5

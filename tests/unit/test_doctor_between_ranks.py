@@ -20,9 +20,9 @@ from horovod_volo.doctor.network import AllreduceSpeed, assess_allreduce, list_i
 from horovod_volo.doctor.shared_folder import assess_times, check_shared_folder
 
 
-def test_exchanges_bound_the_difference_of_clocks() -> None:
-    # True times: in the first exchange a sends at 10.0 and b at 10.3, both have received at 10.4 and 10.5;
-    # in the second at 20.1, 20.0, 20.2, 20.2. b's clock is 5 s ahead.
+def test_two_messages_bound_the_difference_of_clocks() -> None:
+    # Times by a's clock: in the first round a sends at 10.0 and b at 10.3, they receive at 10.4 and 10.5; in
+    # the second round at 20.1, 20.0, 20.2 and 20.2. b's clock is 5 s ahead.
     a = [(10.0, 10.4), (20.1, 20.2)]
     b = [(15.3, 15.5), (25.0, 25.2)]
     ahead, uncertain = clock_difference(b, a)
@@ -32,24 +32,24 @@ def test_exchanges_bound_the_difference_of_clocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ahead", "uncertain", "level", "said"),
+    ("ahead", "uncertain", "level", "message"),
     [
         (0.9, 0.01, "ok", "within 1 s"),
-        (1.2, 0.3, "ok", "within 1 s"),  # it may be less than one
+        (1.2, 0.3, "ok", "within 1 s"),  # possibly less than 1 s
         (1.2, 0.1, "warning", "1.20 s ahead of rank 0's"),
         (-90.0, 0.1, "warning", "90.00 s behind rank 0's"),
     ],
 )
-def test_a_clock_is_assessed_by_its_certain_difference(
-    ahead: float, uncertain: float, level: str, said: str
+def test_a_clock_is_assessed_by_its_least_possible_difference(
+    ahead: float, uncertain: float, level: str, message: str
 ) -> None:
     found = assess_clock(ahead, uncertain)
     assert found.level == level
-    assert said in found.text
+    assert message in found.text
 
 
 @pytest.mark.parametrize(
-    ("speed", "line", "level", "said"),
+    ("speed", "line", "level", "message"),
     [
         (AllreduceSpeed(0.004, 2.4e8, correct=True), 0, "ok", "4.0 ms for 4 bytes, 240 MB/s for 16 MiB"),
         (AllreduceSpeed(0.004, 1.1e8, correct=True), 1000, "ok", "110 MB/s"),
@@ -70,21 +70,21 @@ def test_a_clock_is_assessed_by_its_certain_difference(
     ],
 )
 def test_allreduce_is_assessed_by_interface_and_cycle_time(
-    speed: AllreduceSpeed, line: int, level: str, said: str
+    speed: AllreduceSpeed, line: int, level: str, message: str
 ) -> None:
     (found,) = assess_allreduce(speed, line, 0.001, "CPUs")
     assert found.level == level
-    assert said in found.text
+    assert message in found.text
     assert bool(found.remedy) == (level != "ok")
 
 
-def test_interfaces_are_this_hosts() -> None:
+def test_the_interfaces_of_this_host_are_listed() -> None:
     interfaces = {one.name: one for one in list_interfaces()}
     assert set(interfaces) <= {name for _, name in socket.if_nameindex()} - {"lo"}
     assert set(interfaces) >= {name for _, name in socket.if_nameindex() if name.startswith(("eth", "en"))}
     for address in filter(None, (one.address for one in interfaces.values() if one.up)):
         with socket.socket() as listening:
-            listening.bind((address, 0))  # only an address of this host can be taken
+            listening.bind((address, 0))  # fails for an address of another host
 
 
 def test_differences_from_rank_0_are_named() -> None:
@@ -108,7 +108,7 @@ def test_differences_from_rank_0_are_named() -> None:
     assert found.text == "HOROVOD_CACHE_CAPACITY is not set, on rank 0 0"
 
 
-def test_code_and_recipes_are_fingerprinted(tmp_path: Path) -> None:
+def test_code_and_recipes_are_hashed(tmp_path: Path) -> None:
     for name in ("a.py", "deep/b.toml", "deep/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("same")
@@ -127,15 +127,15 @@ def test_a_slow_folder_is_a_warning() -> None:
     assert assess_times(Path("runs"), 0.1, 1.5, 2).level == "warning"
 
 
-def test_a_folder_is_left_as_it_was(tmp_path: Path) -> None:
+def test_the_check_leaves_the_folder_unchanged(tmp_path: Path) -> None:
     world = World.single()
     (found,) = check_shared_folder(tmp_path / "new" / "runs", world)
     assert found.level == "ok"
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "kept").mkdir()
+    (tmp_path / "existing").mkdir()
     (tmp_path / "file").write_text("not a folder")
-    check_shared_folder(tmp_path / "kept", world)
-    assert list((tmp_path / "kept").iterdir()) == []
+    check_shared_folder(tmp_path / "existing", world)
+    assert list((tmp_path / "existing").iterdir()) == []
     (found,) = check_shared_folder(tmp_path / "file" / "runs", world)
     assert found.level == "failure"
     assert "cannot write there" in found.text

@@ -1,4 +1,4 @@
-"""The limits of memory, shared memory and open files, and the files they are read from."""
+"""The limits of memory, shared memory and open files, and the files from which they are read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_memory_is_divided_among_ranks(free: int, ranks: int, level: str) -> Non
     [
         (64 * MIB, 8, False, "ok"),
         (39 * MIB, 8, False, "failure"),
-        (64 * MIB, 8, True, "failure"),  # a container's default
+        (64 * MIB, 8, True, "failure"),  # the default of containers
         (256 * MIB, 8, True, "ok"),
         (None, 1, False, "failure"),
     ],
@@ -52,11 +52,11 @@ def test_shared_memory_must_hold_all_ranks_of_the_host(free, ranks, on_gpu, leve
         (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 10**6, "ok"),
     ],
 )
-def test_open_files_grow_with_the_ranks(soft: int, hard: int, ranks: int, level: str) -> None:
+def test_the_required_open_files_grow_with_the_ranks(soft: int, hard: int, ranks: int, level: str) -> None:
     assert assess_open_files((soft, hard), ranks).level == level
 
 
-def test_a_hard_limit_is_named_where_it_is_in_the_way() -> None:
+def test_a_hard_limit_that_is_too_low_is_named() -> None:
     assert "hard limit, 64," in assess_open_files((64, 64), 1).remedy
     assert "hard limit" not in assess_open_files((64, 4096), 1).remedy
     assert "hard limit" not in assess_open_files((64, resource.RLIM_INFINITY), 1).remedy
@@ -73,11 +73,11 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 HOST = {"proc/meminfo": "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable:    8000 kB\n"}
 
 
-def test_memory_without_a_group_is_the_hosts(tmp_path: Path) -> None:
+def test_memory_without_a_cgroup_limit_is_the_hosts(tmp_path: Path) -> None:
     assert free_memory(tree(tmp_path, {**HOST, "proc/self/cgroup": "0::/\n"})) == 8000 * 1024
 
 
-def test_a_group_above_may_leave_least(tmp_path: Path) -> None:
+def test_the_lowest_limit_of_nested_cgroups_applies(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "0::/job/step\n",
         f"{GROUP}/job/memory.max": "1000000\n",
@@ -90,7 +90,7 @@ def test_a_group_above_may_leave_least(tmp_path: Path) -> None:
     assert free_memory(tree(tmp_path, HOST | files)) == 700000
 
 
-def test_groups_of_the_first_kind_are_read(tmp_path: Path) -> None:
+def test_cgroups_of_version_1_are_read(tmp_path: Path) -> None:
     files = {
         "proc/self/cgroup": "9:cpu:/elsewhere\n4:memory:/job\n0::/\n",
         f"{GROUP}/memory/job/memory.limit_in_bytes": "3000000\n",
@@ -100,7 +100,7 @@ def test_groups_of_the_first_kind_are_read(tmp_path: Path) -> None:
     assert free_memory(tree(tmp_path, HOST | files)) == 2000000
 
 
-def test_this_machine_is_read() -> None:
+def test_the_free_memory_of_this_machine_is_read() -> None:
     assert 0 < free_memory() < 2**50
 
 

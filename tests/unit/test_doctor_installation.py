@@ -1,4 +1,4 @@
-"""Combinations of GPUs, drivers and builds that do not work, and an mpirun of another MPI."""
+"""Combinations of GPUs, drivers and builds that do not work, and an mpirun of another MPI library."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OPEN_MPI = "Open MPI v4.1.4"
     ],
     ids=["well", "none", "CUDA for none", "no driver", "CPU build", "old driver", "hidden", "not on the bus"],
 )
-def test_the_first_cause_is_named(state: GpuState, level: str, text: str) -> None:
+def test_the_first_cause_is_reported(state: GpuState, level: str, text: str) -> None:
     (found,) = assess_gpus(state)
     assert found.level == level
     assert text in found.text
@@ -72,7 +72,7 @@ def test_gpus_are_counted_on_the_bus(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "program", "level", "said"),
+    ("library", "program", "level", "message"),
     [
         (OPEN_MPI, "mpirun (Open MPI) 4.1.4", "ok", "the one that Horovod is built with"),
         (OPEN_MPI, "mpirun (Open MPI) 4.0.2", "ok", "the one that Horovod is built with"),
@@ -83,15 +83,15 @@ def test_gpus_are_counted_on_the_bus(tmp_path: Path) -> None:
         ("", "", "ok", "none; not needed"),
     ],
 )
-def test_another_mpi_is_a_warning(library: str, program: str, level: str, said: str) -> None:
+def test_another_mpi_is_a_warning(library: str, program: str, level: str, message: str) -> None:
     (found,) = compare_mpi(library, program)
     assert found.level == level
-    assert said in found.text
+    assert message in found.text
     assert bool(found.remedy) == (level != "ok")
 
 
-@pytest.mark.filterwarnings("ignore:sys.meta_path is empty:ImportWarning")  # as it is made here
-def test_a_missing_horovod_is_not_called_one_without_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:sys.meta_path is empty:ImportWarning")  # this test empties it
+def test_a_missing_horovod_is_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod_volo.cluster.horovod_build import read_build
     from horovod_volo.core.errors import UserError
 

@@ -51,7 +51,7 @@ def test_the_text_is_aligned_and_names_the_ranks() -> None:
     ]
 
 
-def test_long_text_stays_in_its_column() -> None:
+def test_long_text_is_wrapped_in_its_column() -> None:
     lines = (
         report([warning("disk", "very " * 40 + "slow", "Buy " + "another " * 30)]).text().splitlines()[2:-2]
     )
@@ -77,7 +77,7 @@ def test_ranks_that_did_not_report_are_counted() -> None:
     assert lines[2] == "ok       a  1"
 
 
-def test_the_record_has_everything() -> None:
+def test_the_record_is_complete() -> None:
     assert report([BROKEN], [SLOW]).record() == {
         "failures": 1,
         "warnings": 1,
@@ -96,14 +96,16 @@ def test_the_record_has_everything() -> None:
 
 
 def test_an_exception_in_a_check_is_a_failure() -> None:
-    def mistaken() -> list:
+    def user_error() -> list:
         raise UserError("It is missing. Install it. Then run again.")
 
     def broken() -> list:
         raise ImportError("libsomething.so: not found\nand more")
 
     assert run_check("thing", lambda: [SLOW]) == [SLOW]
-    assert run_check("thing", mistaken) == [failure("thing", "It is missing", "Install it. Then run again.")]
+    assert run_check("thing", user_error) == [
+        failure("thing", "It is missing", "Install it. Then run again.")
+    ]
     (found,) = run_check("thing", broken)
     assert found.level == Level.FAILURE
     assert found.text == "the check raised ImportError: libsomething.so: not found"

@@ -1,4 +1,4 @@
-"""The banner explains the peak learning rate and warns of a global batch that it was not published for."""
+"""The banner explains the peak learning rate and warns of a global batch other than the published one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def peak_line(**chosen: Any) -> str:
         ({"lr_base": 2e-3}, "peak 0.002 = 0.002 x 1024 / 1024"),
         (
             {"lr_base": 2e-3, "batch_size": 64},
-            "peak 0.001 = 0.002 x 512 / 1024; warm-up from 5e-07, decay to 5e-06, scaled alike",
+            "peak 0.001 = 0.002 x 512 / 1024; warm-up from 5e-07, decay to 5e-06, scaled likewise",
         ),
         (
             {"lr_base": 5e-6, "lr_base_size": 512, "batch_size": 40, "min_lr": 4e-6},
-            "peak 3.13e-06 = 5e-06 x 320 / 512; warm-up from 6.25e-07, decay to 2.5e-06, scaled alike",
+            "peak 3.13e-06 = 5e-06 x 320 / 512; warm-up from 6.25e-07, decay to 2.5e-06, scaled likewise",
         ),
         # --lr-base-size 0 scales the peak alone.
         ({"lr_base": 2e-3, "lr_base_size": 0, "batch_size": 64}, "peak 0.001 = 0.002 x 512 / 1024"),
@@ -66,7 +66,7 @@ def warnings_of(ranks: int, *argv: str, images: int = IMAGENET) -> list[str]:
             "64 images per step, published with 512: peak learning rate 6.25e-07 instead of 5e-06, "
             "20,018 steps per epoch instead of 2,502; nearest on 8 ranks: --global-batch 512",
         ),
-        # More ranks than images in a published step: only a larger batch is possible.
+        # With more ranks than images in a published step, only a larger batch is possible.
         (
             256,
             ["--recipe", "volo_d3_448", "-b", "2"],
@@ -79,7 +79,7 @@ def warnings_of(ranks: int, *argv: str, images: int = IMAGENET) -> list[str]:
             "2,048 images per step, published with 1,024: 625 steps per epoch instead of 1,251; nearest on "
             "16 ranks: --global-batch 1024",
         ),
-        # The published code, without a recipe, scales nothing.
+        # Without a recipe the published code scales no learning rate.
         (
             8,
             ["--model", "lvvit_s", "-b", "64"],
@@ -104,7 +104,7 @@ def test_another_global_batch_is_a_warning_with_its_effects(
         (8, ["--model", "volo_d5", "-b", "44", "--lr", "1e-4"]),  # a published command line with --lr
     ],
 )
-def test_what_is_as_stated_is_not_warnings_of(ranks: int, argv: list[str]) -> None:
+def test_the_published_batch_and_a_given_learning_rate_give_no_warnings(ranks: int, argv: list[str]) -> None:
     assert warnings_of(ranks, *argv) == []
 
 
@@ -115,10 +115,10 @@ def test_steps_are_not_compared_where_the_published_batch_exceeds_the_images() -
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        ({}, "class labels, of pairs of images by MixToken (disable it with --no-mix-token)"),
+        ({}, "class labels, mixed in pairs of images by MixToken (--no-mix-token disables it)"),
         ({"mix_token": False}, "class labels"),
         ({"token_label": True, "img_size": 64}, "4 x 4 token labels, the image's class on every token"),
     ],
 )
-def test_the_label_line_says_whether_images_are_mixed(chosen: dict[str, Any], expected: str) -> None:
+def test_the_label_line_names_mixing(chosen: dict[str, Any], expected: str) -> None:
     assert labels_line(assemble(chosen, fallback_name=""), None) == expected

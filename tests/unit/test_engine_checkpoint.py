@@ -1,4 +1,4 @@
-"""Checkpoints are exact to the bit, complete or absent, and damage is found."""
+"""Checkpoints are bit-identical, complete or absent, and damage to them is detected."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from horovod_volo.engine.checkpoint.files import (
     update_link,
     write_checkpoint,
 )
+from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 
 Files = dict[str, dict[str, Tensor]]
 METADATA = {"model": "volo_demo", "seed": 42, "scaler": {"scale": 65536.0, "_growth_tracker": 3}}
@@ -70,7 +71,11 @@ def test_every_kind_of_tensor_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
         "needs gradient": torch.nn.Parameter(torch.randn(3, generator=random)),
     }
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    checkpoint = write_checkpoint(tmp_path, 12, {"model": tensors}, {})
+    writer = CheckpointWriter()
+    writer.begin({"model": tensors}, lambda copies: write_checkpoint(tmp_path, 12, copies, {}))
+    writer.wait()
+    writer.close()
+    checkpoint = find_checkpoint(str(tmp_path / "step_00000012"))
     assert find_damage(checkpoint) is None
     loaded = read_tensors(checkpoint)["model"]
     assert loaded.keys() == tensors.keys()
@@ -102,7 +107,9 @@ def test_a_step_saved_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     assert weight_of(again) == 2
     assert find_damage(again) is None
     assert names(tmp_path) == ["last", "step_00000003"]
-    assert not (again / "evaluation.json").exists()  # it was of the replaced weights
+    assert not (
+        again / "evaluation.json"
+    ).exists()  # the link was to the checkpoint with the replaced weights
 
 
 # Interrupted saves
@@ -129,7 +136,7 @@ def test_a_run_killed_in_its_first_save_has_no_checkpoint(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("where", ["nowhere", "."])
-def test_no_checkpoint_is_a_users_mistake(where: str, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_a_user_error(where: str, tmp_path: Path) -> None:
     assert not has_checkpoint(tmp_path / where)
     with pytest.raises(UserError, match="There is no checkpoint"):
         find_checkpoint(str(tmp_path / where))
@@ -231,7 +238,7 @@ def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_the_checkpoint_just_saved_is_kept(tmp_path: Path) -> None:
-    """After damage a run resumes from an earlier step: its next checkpoint has not the highest number."""
+    """After damage a run resumes from an earlier step, so its next checkpoint may not be the highest."""
     damaged = [save(tmp_path, step) for step in (20, 30)]
     for checkpoint in damaged:
         (checkpoint / "model.safetensors").write_bytes(b"")
@@ -269,7 +276,7 @@ def test_a_full_disk_is_a_user_error_and_earlier_checkpoints_are_intact(
         UserError, match=r"step_00000002 could not be written: .*No space left .*--resume auto"
     ):
         write_checkpoint(small_disk / "checkpoints", 2, tensors, metadata)
-    assert names(small_disk) == ["last", "step_00000001"]  # and the disk space is free again
+    assert names(small_disk) == ["last", "step_00000001"]  # the partial files are deleted
     assert find_damage(earlier) is None
     assert find_checkpoint(str(small_disk)) == earlier
     assert weight_of(save(small_disk, 2, number=3)) == 3

@@ -33,7 +33,7 @@ def create_many() -> list[weakref.ref[Cycle]]:
 def test_garbage_is_collected_on_call_only() -> None:
     before = weakref.ref(Cycle())
     with garbage_collected_at_log_points():
-        assert before() is None  # collected before the freeze, which would keep it for ever
+        assert before() is None  # collected before the freeze, which would exempt it from collection
         assert not gc.isenabled()
         assert gc.get_freeze_count() > 0
         cycles = create_many()

@@ -1,7 +1,7 @@
-"""The comparison with a teacher finds the part of its image that a label map covers.
+"""The comparison with a teacher finds which part of its image a label map covers.
 
-The maps are made of whole images and, as by the published generator, of crops by timm's evaluation transform.
-The teacher's weights are random, which suffices for labels that depend on the position.
+The maps are made from whole images and, as by the published generator, from crops of timm's evaluation
+transform. The teacher's weights are random, which suffices for labels that depend on the position.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ IMAGES = 24
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with images of ten classes, a teacher's weights and slightly perturbed ones."""
     folder = tmp_path_factory.mktemp("geometry")
     images = {
@@ -88,19 +88,19 @@ CENTRE, SMALLER = "centre-crop:576:576", "centre-crop:128:96"
     ],
 )
 def test_the_right_geometry_fits_better(
-    place: Path, weights: str, truth: str, stated: str, better: str, compared: int
+    folder: Path, weights: str, truth: str, stated: str, better: str, compared: int
 ) -> None:
     request = GeometryRequest(
-        labels=place / truth,
+        labels=folder / truth,
         geometry=MapGeometry.parse(stated),
         teacher="volo_demo",
-        weights=str(place / weights),
+        weights=str(folder / weights),
         pretrained=False,
         image_size=SIDE,
         batch_size=8,
         images=IMAGES,
     )
-    catalog = build_catalog(str(place / "images"), "train", None)
+    catalog = build_catalog(str(folder / "images"), "train", None)
     progress: list[tuple[int, int]] = []
     result = compare_geometries(request, catalog, lambda *done: progress.append(done))
     assert str(result.better) == better
@@ -110,21 +110,21 @@ def test_the_right_geometry_fits_better(
     assert abs(result.means[0] - result.means[1]) > 0.05
 
 
-def verify(place: Path, *arguments: str, images: str = "images") -> list[str]:
-    data = ["--data", str(place / images), "--images", str(IMAGES)]
+def verify(folder: Path, *arguments: str, images: str = "images") -> list[str]:
+    data = ["--data", str(folder / images), "--images", str(IMAGES)]
     teacher = ["--teacher", "volo_demo", "--img-size", str(SIDE), "--teacher-weights"]
-    return ["verify", *arguments, *data, *teacher, str(place / "teacher.pt")]
+    return ["verify", *arguments, *data, *teacher, str(folder / "teacher.pt")]
 
 
 def test_the_command_fails_if_the_other_geometry_fits_better(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    published = str(place / CENTRE)
+    published = str(folder / CENTRE)
     wrong, right = str(tmp_path / "wrong"), str(tmp_path / "right")
     assert main(["import", published, wrong, "--map-geometry", "whole", "--workers", "1"]) == 0
     assert main(["import", published, right, "--workers", "1"]) == 0
     assert f"Verify it with tools/labels verify {right} --data" in capsys.readouterr().err
-    assert main(verify(place, wrong)) == 1
+    assert main(verify(folder, wrong)) == 1
     output = capsys.readouterr()
     assert "fits better            centre-crop:576:576\n" in output.out
     assert (
@@ -133,25 +133,25 @@ def test_the_command_fails_if_the_other_geometry_fits_better(
     )
     assert "Import them again with --map-geometry centre-crop:576:576" in output.err
     for arguments in ([right], [wrong, "--map-geometry", CENTRE], [published]):
-        assert main(verify(place, *arguments)) == 0
+        assert main(verify(folder, *arguments)) == 0
         assert "fits better            centre-crop:576:576\n" in capsys.readouterr().out
 
 
-def test_a_teacher_needs_images(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(place / CENTRE), "--teacher", "volo_demo"]) == 2
+def test_a_teacher_needs_images(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(folder / CENTRE), "--teacher", "volo_demo"]) == 2
     assert "--teacher needs images to label: give --data DATA_DIR" in capsys.readouterr().err
 
 
 def test_without_informative_images_the_result_is_undecided(
-    place: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     squares = {f"train/{n}/{n:02d}.png": smooth(64, 64, seed=n) for n in range(CLASSES)}
-    write_images(place / "squares", squares)
-    assert main(verify(place, str(place / "whole"), images="squares")) == 0
+    write_images(folder / "squares", squares)
+    assert main(verify(folder, str(folder / "whole"), images="squares")) == 0
     assert "undecided: increase --images\n" in capsys.readouterr().out
 
 
-def test_the_correlation_is_that_of_positions() -> None:
+def test_the_correlation_is_between_equal_positions() -> None:
     random = torch.Generator().manual_seed(1)
     logits = torch.randn(6, 4, 4, generator=random)
     best = logits.topk(3, dim=0)

@@ -17,8 +17,8 @@ from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.evaluate import build_parser
-from horovod_volo.evaluation.imagenet import list_numbered, numbered_catalog, read_real, score_real
-from horovod_volo.evaluation.per_class import ClassScore, class_scores
+from horovod_volo.evaluation.imagenet import count_real, list_numbered, numbered_catalog, read_real
+from horovod_volo.evaluation.per_class import ClassResult, class_results
 
 CLASSES = 6
 
@@ -49,9 +49,9 @@ def test_classes_are_found_by_the_number_in_the_name(catalog: Catalog, tmp_path:
 
 def test_images_without_classes_and_damaged_images_do_not_count() -> None:
     real = [frozenset(), frozenset({5}), frozenset({2, 3}), frozenset({1}), frozenset({4})]
-    score = score_real(real, np.array([0, 5, 3, 0, NO_CLASS]))
-    assert score == (2, 3)
-    assert score.accuracy == pytest.approx(66.6667)
+    result = count_real(real, np.array([0, 5, 3, 0, NO_CLASS]))
+    assert result == (2, 3)
+    assert result.accuracy == pytest.approx(66.6667)
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,11 @@ def test_folders_that_are_not_numbered_are_refused(tmp_path: Path, folders: list
         list_numbered(str(tmp_path / "nowhere"))
 
 
-def reference_scores(classes: list[str], targets: list[int], predictions: list[int]) -> dict[str, ClassScore]:
-    """Count in a plain loop over classes and images."""
-    scores = {}
+def reference_results(
+    classes: list[str], targets: list[int], predictions: list[int]
+) -> dict[str, ClassResult]:
+    """Count with a simple loop over classes and images."""
+    results = {}
     for number, name in enumerate(classes):
         own = [
             prediction
@@ -134,35 +136,35 @@ def reference_scores(classes: list[str], targets: list[int], predictions: list[i
         wrong = Counter(prediction for prediction in own if prediction != number)
         most = max(wrong.values(), default=0)
         mistaken_for = min((prediction for prediction, count in wrong.items() if count == most), default=None)
-        scores[name] = ClassScore(
+        results[name] = ClassResult(
             name,
             len(own),
             own.count(number),
             "" if mistaken_for is None else classes[mistaken_for],
             most,
         )
-    return scores
+    return results
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_class_scores_are_those_of_a_plain_loop(seed: int) -> None:
+def test_class_results_equal_those_of_a_simple_loop(seed: int) -> None:
     random = np.random.default_rng(seed)
     classes = [f"class {number}" for number in range(random.integers(2, 9))]
     targets = random.integers(0, len(classes), size=60)
     predictions = random.integers(NO_CLASS, len(classes), size=60)
-    scores = class_scores(classes, targets, predictions)
-    assert {score.name: score for score in scores} == reference_scores(
+    results = class_results(classes, targets, predictions)
+    assert {result.name: result for result in results} == reference_results(
         classes, targets.tolist(), predictions.tolist()
     )
-    accuracies = [score.right / score.images for score in scores if score.images]
+    accuracies = [result.right / result.images for result in results if result.images]
     assert accuracies == sorted(accuracies)
 
 
 def test_a_class_without_images_comes_last() -> None:
-    scores = class_scores("abc", np.array([0, 1, 2]), np.array([NO_CLASS, 1, 1]))
-    assert [score.name for score in scores] == ["c", "b", "a"]
-    assert scores[0] == ("c", 1, 0, "b", 1)
-    assert scores[-1] == ("a", 0, 0, "", 0)
+    results = class_results("abc", np.array([0, 1, 2]), np.array([NO_CLASS, 1, 1]))
+    assert [result.name for result in results] == ["c", "b", "a"]
+    assert results[0] == ("c", 1, 0, "b", 1)
+    assert results[-1] == ("a", 0, 0, "", 0)
 
 
 SHARED = ("crop_pct", "batch_size", "workers", "precision", "binding", "catalog_dir")

@@ -1,4 +1,4 @@
-"""The auxiliary head has a say in evaluation where it was trained, and there alone."""
+"""Evaluation uses the auxiliary head only where it was trained."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def without_head(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if not name.startswith("aux_head.")}
 
 
-# Networks without
+# Networks without an auxiliary head
 
 
 @pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
-def test_fresh_weights_are_the_same_with_it_and_without(name: str) -> None:
+def test_initial_weights_are_the_same_with_and_without_the_head(name: str) -> None:
     own = network(name, aux_head=False).state_dict()
     expected = without_head(network(name).state_dict())
     assert own.keys() == expected.keys()
@@ -49,7 +49,7 @@ def test_fresh_weights_are_the_same_with_it_and_without(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
 @torch.inference_mode()
-def test_without_it_the_class_token_decides_alone(name: str) -> None:
+def test_without_the_head_the_logits_are_those_of_the_class_token(name: str) -> None:
     whole, images = perturbed(network(name)).eval(), random_images(3, SIDE)
     model = network(name, aux_head=False).eval()
     model.load_state_dict(without_head(whole.state_dict()))
@@ -60,7 +60,7 @@ def test_without_it_the_class_token_decides_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
 @torch.inference_mode()
-def test_it_is_trained_by_the_class_logits_alone(name: str) -> None:
+def test_without_the_head_training_returns_no_token_logits(name: str) -> None:
     whole = perturbed(network(name))
     model = network(name, aux_head=False)
     model.load_state_dict(without_head(whole.state_dict()))
@@ -72,14 +72,14 @@ def test_it_is_trained_by_the_class_logits_alone(name: str) -> None:
 
 
 @torch.inference_mode()
-def test_it_is_timms_network_without_its_auxiliary_head() -> None:
+def test_without_the_head_the_network_is_timms_with_use_aux_head_false() -> None:
     model, images = perturbed(network(aux_head=False)).eval(), random_images(2, SIDE)
     theirs = VOLO(img_size=SIDE, num_classes=CLASSES, use_aux_head=False, **SIZES["volo_demo"]).eval()
     theirs.load_state_dict(model.state_dict())
     torch.testing.assert_close(theirs(images), model(images), rtol=0, atol=1e-5)
 
 
-def test_what_the_luckiest_class_gains_by_a_fresh_head_grows_with_the_classes() -> None:
+def test_the_gains_of_the_highest_class_by_an_untrained_head_grow_with_the_classes() -> None:
     torch.manual_seed(0)
     model = build_model("volo_d1", img_size=224, num_classes=10, drop_path=0.0).eval()
     gains = []
@@ -87,18 +87,18 @@ def test_what_the_luckiest_class_gains_by_a_fresh_head_grows_with_the_classes() 
         tokens = model.forward_features(random_images(2, 224))[:, 1:]
         for classes in (10, 1000, 21_841):
             head = nn.Linear(tokens.shape[-1], classes, bias=False)
-            nn.init.trunc_normal_(head.weight, std=0.02)  # as both heads are drawn
+            nn.init.trunc_normal_(head.weight, std=0.02)  # the initialization of both heads
             added = 0.5 * head(tokens).amax(dim=1)  # (images, classes)
             gains.append(float((added.amax(dim=1) - added.mean(dim=1)).mean()))
     print(f"logits: {', '.join(f'{gain:.2f}' for gain in gains)}")
     assert gains == pytest.approx([0.29, 0.54, 0.82], rel=0.1)
 
 
-# Which weights were trained
+# Weights whose auxiliary head was trained
 
 
 def trained(objective: Objective, *, opt: str = "adamw", steps: int = 3, classes: int = CLASSES) -> nn.Module:
-    """Train a network that has the head for some steps, as every version with a head for all networks did."""
+    """Train a network with the head for some steps, as versions did in which every network had one."""
     model = network(classes=classes).train()
     reducer = Reducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
     named = dict(model.named_parameters())
@@ -115,33 +115,33 @@ def trained(objective: Objective, *, opt: str = "adamw", steps: int = 3, classes
     return model
 
 
-def judged(model: nn.Module) -> str:
+def reason_of(model: nn.Module) -> str:
     return reason_to_leave_out(model.state_dict(), {}, "auto", "some.pth")
 
 
 @pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
-def test_a_fresh_head_is_left_out(name: str) -> None:
-    assert judged(network(name)) == NEVER
+def test_an_untrained_head_is_left_out(name: str) -> None:
+    assert reason_of(network(name)) == NEVER
 
 
 @pytest.mark.parametrize("opt", ["adamw", "lamb", "lars", "sgd"])
 @pytest.mark.parametrize("objective", [Objective(), Objective(token_label=True, dense_weight=0.0)])
-def test_a_head_that_no_loss_trained_is_left_out_though_it_decays(objective: Objective, opt: str) -> None:
+def test_a_head_that_only_weight_decay_changed_is_left_out(objective: Objective, opt: str) -> None:
     model = trained(objective, opt=opt)
     fresh = network()
     assert not torch.equal(model.head.bias, fresh.head.bias), "nothing was trained"
-    assert judged(model) == NEVER
+    assert reason_of(model) == NEVER
     assert not torch.equal(model.aux_head.weight, fresh.aux_head.weight), "it does not decay"
 
 
 @pytest.mark.parametrize("opt", ["adamw", "lamb", "lars", "sgd"])
-def test_a_head_of_one_step_has_its_say(opt: str) -> None:
+def test_a_head_trained_for_one_step_is_used(opt: str) -> None:
     model = trained(Objective(token_label=True), opt=opt, steps=1)
-    assert judged(model) == ""
+    assert reason_of(model) == ""
     assert model.aux_head.bias.all()
 
 
-def test_a_head_of_many_classes_has_its_say_after_one_step() -> None:
+def test_a_head_of_many_classes_trained_for_one_step_is_used() -> None:
     model = trained(Objective(token_label=True), steps=1, classes=21_841)
     assert model.aux_head.bias.all()
 
@@ -155,8 +155,10 @@ def test_a_head_of_many_classes_has_its_say_after_one_step() -> None:
         ({"token_label": True, "dense_weight": 0.0}, "the run did not train the auxiliary head"),
     ],
 )
-def test_the_settings_of_the_run_tell_too(run: dict[str, object], reason: str) -> None:
-    """A head that came with the weights a run was fine-tuned from was trained for another trunk."""
+def test_a_run_whose_settings_do_not_train_the_head_leaves_it_out(
+    run: dict[str, object], reason: str
+) -> None:
+    """After fine-tuning without token labels the head is that of the initial weights, trained with others."""
     state = perturbed(network()).state_dict()
     assert reason_to_leave_out(state, run, "auto", "some.pth") == reason
 
@@ -168,26 +170,26 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_weights_are_loaded_without_it_or_with_it(run_folder: Path) -> None:
+def test_weights_are_loaded_with_or_without_the_head(run_folder: Path) -> None:
     images, whole = random_images(2, SIDE), perturbed(network()).eval()
     recipe = run_folder / "resolved.toml"
-    known = recipe.read_text()
+    original = recipe.read_text()
     for settings, choice, has in (
         ("", "auto", True),
         ("", "off", False),
         ("[objective]\ntoken_label = false\n", "auto", False),
         ("[objective]\ntoken_label = false\n", "on", True),
     ):
-        recipe.write_text(known + settings)
+        recipe.write_text(original + settings)
         loaded = load_pretrained(str(run_folder), aux_head=choice)
         assert loaded.has_aux_head == has
-        assert any("evaluated by the class token alone" in remark for remark in loaded.messages) != has
+        assert any("evaluated by the class token alone" in message for message in loaded.messages) != has
         with torch.inference_mode():
             expected = whole(images) if has else whole.head(whole.forward_features(images)[:, 0])
             torch.testing.assert_close(loaded.network(images), expected)
 
 
-def test_a_head_that_is_not_there_cannot_be_asked_for(run_folder: Path) -> None:
+def test_a_missing_head_cannot_be_requested(run_folder: Path) -> None:
     torch.save(without_head(network().state_dict()), run_folder / "weights.pth")
     loaded = load_pretrained(str(run_folder))
     assert "evaluated by the class token alone: the weights have no auxiliary head" in loaded.messages
@@ -195,9 +197,9 @@ def test_a_head_that_is_not_there_cannot_be_asked_for(run_folder: Path) -> None:
         load_pretrained(str(run_folder), aux_head="on")
 
 
-def test_networks_of_timm_are_left_as_they_are(tmp_path: Path) -> None:
+def test_networks_of_timm_have_no_auxiliary_head_to_leave_out(tmp_path: Path) -> None:
     model = build_model("test_vit", img_size=160, num_classes=5, drop_path=0.0)
     torch.save(model.state_dict(), tmp_path / "weights.pth")
     loaded = load_pretrained(str(tmp_path), name="test_vit")
     assert not loaded.has_aux_head
-    assert not any("class token" in remark for remark in loaded.messages)
+    assert not any("class token" in message for message in loaded.messages)

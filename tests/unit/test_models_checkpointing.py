@@ -1,14 +1,16 @@
-"""Recomputing blocks in backward changes no number, only what is kept."""
+"""Recomputing blocks in backward changes no result, only which tensors are saved."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from horovod_volo.core.errors import UserError
+from horovod_volo.models.build import build_model
 from horovod_volo.models.lvvit import LvVit
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import Volo
@@ -63,10 +65,10 @@ def loss_of(model: Model, drop_path_seed: int = 0) -> Tensor:
     return class_logits.float().square().mean() + token_logits.float().square().mean()
 
 
-def learned(
+def training_step(
     build: Callable[[float], Model], drop_path: float, checkpointing: bool, seed: int, precision: torch.dtype
 ) -> list[Tensor]:
-    """Return the loss, all gradients, all buffers and the random state after one pass."""
+    """Return the loss, all gradients, all buffers and the random state after one forward and backward."""
     torch.manual_seed(0)
     model = build(drop_path).train()
     model.set_grad_checkpointing(checkpointing)
@@ -84,33 +86,33 @@ def learned(
 def test_nothing_changes_to_the_bit(
     build: Callable[[float], Model], drop_path: float, precision: torch.dtype
 ) -> None:
-    plain = learned(build, drop_path, False, 1, precision)
-    recomputed = learned(build, drop_path, True, 1, precision)
+    plain = training_step(build, drop_path, False, 1, precision)
+    recomputed = training_step(build, drop_path, True, 1, precision)
     assert all(torch.equal(one, other) for one, other in zip(plain, recomputed, strict=True))
-    # Were the branches left out not the same ones, the losses would be as far apart as these.
-    other_branches = learned(build, drop_path, True, 5, precision)
+    # Other dropped branches would change the loss by as much as this.
+    other_branches = training_step(build, drop_path, True, 5, precision)
     assert torch.equal(plain[0], other_branches[0]) == (drop_path == 0.0)
 
 
 @contextmanager
 def calls(modules: list[nn.Module]) -> Iterator[list[int]]:
-    """Count each module's forward calls inside."""
+    """Count the forward calls of each module inside the context."""
     counts = [0] * len(modules)
 
-    def count(place: int) -> Callable[..., None]:
+    def count(index: int) -> Callable[..., None]:
         def hook(*_: object) -> None:
-            counts[place] += 1
+            counts[index] += 1
 
         return hook
 
-    hooks = [module.register_forward_pre_hook(count(place)) for place, module in enumerate(modules)]
+    hooks = [module.register_forward_pre_hook(count(index)) for index, module in enumerate(modules)]
     yield counts
     for hook in hooks:
         hook.remove()
 
 
 @pytest.mark.parametrize("build", [volo, lvvit])
-def test_each_block_is_computed_twice_and_nothing_else_is(build: Callable[[float], Model]) -> None:
+def test_only_blocks_are_computed_twice(build: Callable[[float], Model]) -> None:
     model = build(0.0).train()
     blocks = blocks_of(model)
     others = [model.patch_embed, model.norm, model.head, model.aux_head]
@@ -126,6 +128,37 @@ def test_each_block_is_computed_twice_and_nothing_else_is(build: Callable[[float
     assert of_blocks == [1] * len(blocks)
 
 
+@pytest.mark.parametrize(("stages", "expected"), [("outlookers", (2, 1)), ("transformers", (1, 2))])
+def test_one_kind_of_blocks_is_recomputed(stages: str, expected: tuple[int, int]) -> None:
+    plain = training_step(volo, 0.6, False, 1, torch.float32)
+    counted: list[list[int]] = []
+
+    def build(drop_path: float) -> Volo:
+        model = volo(drop_path)
+        model.checkpointed_stages = stages
+        counted.append(context.enter_context(calls(blocks_of(model))))
+        return model
+
+    with ExitStack() as context:
+        found = training_step(build, 0.6, True, 1, torch.float32)
+    assert all(torch.equal(one, other) for one, other in zip(plain, found, strict=True))
+    ((first, second, *others),) = counted
+    assert (first, second) == (expected[0], expected[0])
+    assert set(others) == {expected[1]}
+
+
+def test_a_model_without_stages_recomputes_all_or_nothing() -> None:
+    with pytest.raises(UserError, match="lvvit_t has no outlookers to recompute alone"):
+        build_model(
+            "lvvit_t",
+            img_size=32,
+            num_classes=2,
+            drop_path=0.0,
+            grad_checkpoint=True,
+            grad_checkpoint_stages="outlookers",
+        )
+
+
 @pytest.mark.parametrize("build", [volo, lvvit])
 def test_evaluation_recomputes_nothing(build: Callable[[float], Model]) -> None:
     model = build(0.6).eval()
@@ -138,7 +171,7 @@ def test_evaluation_recomputes_nothing(build: Callable[[float], Model]) -> None:
     assert torch.equal(logits, plain)
 
 
-def test_without_it_the_stages_are_timms() -> None:
+def test_without_checkpointing_the_stages_are_timms() -> None:
     torch.manual_seed(0)
     model = volo(0.0).train()
     stem = model.patch_embed(images()).permute(0, 2, 3, 1).detach()  # (batch, rows, columns, channels)
@@ -153,17 +186,17 @@ def test_without_it_the_stages_are_timms() -> None:
 
 @contextmanager
 def saved_bytes(model: nn.Module) -> Iterator[list[int]]:
-    """Add up the storages that autograd saves inside, each once, weights left out."""
+    """Sum the sizes of the storages that autograd saves inside the context, each once, without weights."""
     counted = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     total = [0]
-    kept: list[Tensor] = []  # keeps storages alive, so that none is counted under another's address
+    saved: list[Tensor] = []  # holds the storages, so that no address is used again
 
     def count(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in counted:
             counted.add(storage.data_ptr())
             total[0] += storage.nbytes()
-            kept.append(tensor)
+            saved.append(tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
@@ -171,7 +204,7 @@ def saved_bytes(model: nn.Module) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("build", [volo, lvvit])
-def test_fewer_bytes_are_kept_for_backward(build: Callable[[float], Model]) -> None:
+def test_fewer_bytes_are_saved_for_backward(build: Callable[[float], Model]) -> None:
     model = build(0.0).train()
     inputs: list[Tensor] = []
     hooks = [
@@ -190,6 +223,6 @@ def test_fewer_bytes_are_kept_for_backward(build: Callable[[float], Model]) -> N
     model.set_grad_checkpointing()
     with saved_bytes(model) as some:
         loss_of(model)
-    # At its peak, backward has the kept tensors and what one recomputed block saves.
+    # At its peak, backward holds the saved tensors and those of one recomputed block.
     assert some[0] + max(of_one_block) < 0.8 * everything[0]
     assert everything[0] - some[0] > 0.6 * sum(of_one_block)

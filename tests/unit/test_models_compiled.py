@@ -26,7 +26,7 @@ def network(drop_path: float = 0.0, *, grad_checkpoint: bool = False) -> nn.Modu
 
 
 def compile_counter() -> CompileCounterWithBackend:
-    """Return a backend that counts compilations and runs the traced operations, exact to the bit."""
+    """Return a backend that counts compilations and runs the traced operations with bit-identical results."""
     torch._dynamo.reset()
     return CompileCounterWithBackend("aot_eager")
 
@@ -48,7 +48,7 @@ def test_all_blocks_are_found(name: str, blocks: int) -> None:
     found = list(find_blocks(model))
     assert len(found) == blocks
     inside = {id(part) for block in found for part in block.modules()}
-    assert sum(id(module) in inside for module in model.modules()) == len(inside)  # none is found twice
+    assert sum(id(module) in inside for module in model.modules()) == len(inside)  # no block is found twice
     weights = sum(p.numel() for block in found for p in block.parameters())
     assert weights > 0.8 * sum(p.numel() for p in model.parameters())
 
@@ -99,9 +99,9 @@ class HalfBlock(nn.Module):
     def branch(self, tokens: Tensor) -> Tensor:
         return self.mlp(tokens)
 
-    def forward(self, tokens: Tensor, kept: int) -> Tensor:
-        rows = torch.arange(kept)
-        return tokens.index_add(0, rows, self.branch(tokens.index_select(0, rows)), alpha=1 / kept)
+    def forward(self, tokens: Tensor, rows_kept: int) -> Tensor:
+        rows = torch.arange(rows_kept)
+        return tokens.index_add(0, rows, self.branch(tokens.index_select(0, rows)), alpha=1 / rows_kept)
 
 
 def test_a_branch_is_compiled_once_for_any_number_of_images() -> None:
@@ -109,9 +109,9 @@ def test_a_branch_is_compiled_once_for_any_number_of_images() -> None:
     plain = copy.deepcopy(blocks)
     compile_blocks(nn.Sequential(blocks), counter)
     tokens = torch.randn(9, 4)
-    for kept in range(2, 10):
+    for rows_kept in range(2, 10):
         for block, other in zip(blocks, plain, strict=True):
-            assert torch.equal(block(tokens, kept), other(tokens, kept))
+            assert torch.equal(block(tokens, rows_kept), other(tokens, rows_kept))
     assert counter.frame_count == 2  # static for the first number, dynamic from the second on
 
 
@@ -140,5 +140,5 @@ def test_a_missing_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_slow_first_step_is_a_warning() -> None:
     assert config_warnings(parse([]).config) == []
-    (note,) = config_warnings(parse(["--compile"]).config)
-    assert "at the first step, which takes minutes" in note
+    (warning,) = config_warnings(parse(["--compile"]).config)
+    assert "at the first step, which takes minutes" in warning

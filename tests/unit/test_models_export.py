@@ -1,6 +1,7 @@
-"""What is exported is the network, by widely known operations.
+"""Exported networks give the same logits as the original, with operations that all runtimes support.
 
-To the bit for timm, save that it sums up outlook attention in another order; to rounding in ONNX.
+For timm they are bit-identical, except that timm sums outlook attention in another order; in ONNX they are
+equal up to rounding.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
 from horovod_volo.models.timm_export import (
     CONFIG,
     WEIGHTS,
+    atomic_folder,
     check_folder,
     config_of,
     timm_difference,
-    whole_folder,
     write_timm_folder,
 )
 
-# kernel, padding, stride, rows, columns: VOLO's own, then odd ones and windows that do not reach the end
+# kernel, padding, stride, rows, columns: VOLO's, then odd sizes and windows that do not reach the last row
 GEOMETRIES = [(3, 1, 2, 28, 28), (3, 1, 2, 7, 9), (3, 1, 1, 5, 6), (2, 0, 2, 6, 7), (5, 2, 3, 11, 8)]
 
 REFUSED = {"Col2Im", "GatherND", "GatherElements", "ScatterND", "ScatterElements"}
@@ -55,8 +56,8 @@ def random(*shape: int) -> Tensor:
 
 
 @torch.no_grad()
-def with_telling_weights(network: nn.Module) -> nn.Module:
-    """Move all that fresh weights leave at 0 or 1, so that nothing is equal by being left out."""
+def with_perturbed_weights(network: nn.Module) -> nn.Module:
+    """Perturb all weights and buffers, so that leaving one out changes the result."""
     draw = torch.Generator().manual_seed(4)
     for parameter in network.parameters():
         parameter.add_(0.02 * torch.randn(parameter.shape, generator=draw))
@@ -68,7 +69,7 @@ def with_telling_weights(network: nn.Module) -> nn.Module:
 
 def built(name: str, side: int, classes: int = 10) -> nn.Module:
     torch.manual_seed(0)
-    return with_telling_weights(build_model(name, img_size=side, num_classes=classes, drop_path=0.0))
+    return with_perturbed_weights(build_model(name, img_size=side, num_classes=classes, drop_path=0.0))
 
 
 def trained(folder: Path, name: str, side: int, classes: int = 10) -> PretrainedModel:
@@ -92,7 +93,7 @@ def operations(file: Path) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("kernel", "padding", "stride", "rows", "columns"), GEOMETRIES)
-def test_windows_are_taken_as_by_unfold(kernel, padding, stride, rows, columns) -> None:
+def test_unfold_windows_equals_unfold(kernel, padding, stride, rows, columns) -> None:
     cells = random(2, 6, rows, columns)
     windows = unfold_windows(cells, place_weights(6, kernel), padding=padding, stride=stride)
     expected = F.unfold(cells, kernel, padding=padding, stride=stride)
@@ -100,7 +101,7 @@ def test_windows_are_taken_as_by_unfold(kernel, padding, stride, rows, columns) 
 
 
 @pytest.mark.parametrize(("kernel", "padding", "stride", "rows", "columns"), GEOMETRIES)
-def test_windows_are_added_up_as_by_fold(kernel, padding, stride, rows, columns) -> None:
+def test_fold_windows_equals_fold(kernel, padding, stride, rows, columns) -> None:
     grid = [(side + 2 * padding - kernel) // stride + 1 for side in (rows, columns)]
     windows = random(2, 6 * kernel**2, *grid)
     size = (rows, columns)
@@ -110,7 +111,7 @@ def test_windows_are_added_up_as_by_fold(kernel, padding, stride, rows, columns)
 
 
 @torch.inference_mode()
-def test_the_copy_to_export_gives_the_same_and_shares_nothing() -> None:
+def test_the_exportable_copy_has_the_same_logits_and_its_own_weights() -> None:
     network = built("volo_demo", 96)
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     copy, images = exportable(network.train()), random(2, 3, 96, 96)
@@ -135,7 +136,7 @@ def small_lvvit() -> nn.Module:
     torch.manual_seed(0)
     settings = LVVIT_SIZES["lvvit_t"] | {"layers": 2}
     network = LvVit(img_size=64, num_classes=10, drop_path_rate=0.0, **settings)
-    return with_telling_weights(network)
+    return with_perturbed_weights(network)
 
 
 @pytest.mark.parametrize(
@@ -151,20 +152,20 @@ def test_onnx_gives_the_same_logits_for_any_batch(name: str, side: int, tmp_path
     assert difference is not None
     assert difference <= 1e-4
     assert not REFUSED & set(operations(file))
-    other = with_telling_weights(network)  # moved in place: the same measure has to see it
+    other = with_perturbed_weights(network)  # in target; the comparison must detect it
     assert onnx_difference(other, file, image_side=side, batches=(1,)) > 1e-3
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
 
 
 class Folding(nn.Module):
-    """What outlook attention does to its windows, left to the exporter."""
+    """Unfold and fold as in outlook attention, in the operations that the exporter chooses."""
 
     def forward(self, images: Tensor) -> Tensor:
         windows = F.unfold(images, 3, padding=1, stride=2)
         return F.fold(windows, images.shape[2:], 3, padding=1, stride=2).mean(dim=(2, 3))
 
 
-def test_the_operations_that_are_looked_for_are_found(tmp_path: Path) -> None:
+def test_refused_operations_would_be_found(tmp_path: Path) -> None:
     write_onnx(Folding(), tmp_path / "model.onnx", image_side=16, batch=0, opset=18)
     assert "Col2Im" in REFUSED & set(operations(tmp_path / "model.onnx"))
 
@@ -182,7 +183,9 @@ def test_a_fixed_batch_and_a_newer_opset(tmp_path: Path) -> None:
     assert runtime.InferenceSession(file).get_inputs()[0].shape == [4, 3, 8, 8]
 
 
-def test_weights_of_a_large_network_lie_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_of_a_large_network_are_in_a_second_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("onnxruntime")
     monkeypatch.setattr(onnx_export, "_LARGEST_FILE_BYTES", 100)
     network = tiny()
@@ -192,16 +195,16 @@ def test_weights_of_a_large_network_lie_beside(tmp_path: Path, monkeypatch: pyte
     assert onnx_difference(network, moved / "model.onnx", image_side=8, batches=(1, 3)) <= 1e-5
 
 
-class Undecided(nn.Module):
-    """A network whose course depends on the images, which no graph can hold."""
+class DataDependent(nn.Module):
+    """A network whose control flow depends on the images, which no ONNX graph can express."""
 
     def forward(self, images: Tensor) -> Tensor:
         return images.mean(dim=(2, 3)) if images.sum() > 0 else images.amax(dim=(2, 3))
 
 
-def test_what_torch_cannot_export_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"torch cannot write Undecided as ONNX \(.*Drop --onnx\."):
-        write_onnx(Undecided(), tmp_path / "model.onnx", image_side=8, batch=1, opset=18)
+def test_a_network_that_torch_cannot_export_is_a_user_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"torch cannot write DataDependent as ONNX \(.*Drop --onnx\."):
+        write_onnx(DataDependent(), tmp_path / "model.onnx", image_side=8, batch=1, opset=18)
 
 
 def test_missing_packages_are_named_with_their_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,15 +222,17 @@ def test_missing_packages_are_named_with_their_remedy(monkeypatch: pytest.Monkey
         ("resnet18", 64, "resnet18", set()),
     ],
 )
-def test_timm_makes_the_same_network_of_a_folder(name, side, architecture, arguments, tmp_path) -> None:
+def test_timm_builds_the_same_network_from_an_exported_folder(
+    name, side, architecture, arguments, tmp_path
+) -> None:
     network = trained(tmp_path, name, side)
     made = exported(tmp_path, network)
     config = json.loads((made / CONFIG).read_text())
     assert (config["architecture"], set(config.get("model_args", ()))) == (architecture, arguments)
-    facts = config["pretrained_cfg"]
-    assert facts["input_size"] == [3, side, side]
-    assert (facts["mean"], facts["std"]) == (list(network.mean), list(network.std))
-    assert (facts["crop_pct"], facts["num_classes"]) == (network.crop_pct, 10)
+    pretrained = config["pretrained_cfg"]
+    assert pretrained["input_size"] == [3, side, side]
+    assert (pretrained["mean"], pretrained["std"]) == (list(network.mean), list(network.std))
+    assert (pretrained["crop_pct"], pretrained["num_classes"]) == (network.crop_pct, 10)
     difference = timm_difference(network, made)
     assert difference is not None
     assert difference <= (1e-5 if name.startswith("volo") else 0.0)
@@ -238,8 +243,8 @@ def test_timm_makes_the_same_network_of_a_folder(name, side, architecture, argum
 
 
 @pytest.mark.parametrize("name", ["volo_demo", "volo_d1", "lvvit_t"])
-def test_a_network_without_an_auxiliary_head_is_exported_as_such(name: str, tmp_path: Path) -> None:
-    """A head that was never trained is left out: timm's argument for that is in the configuration."""
+def test_a_network_without_an_auxiliary_head_is_exported_without_it(name: str, tmp_path: Path) -> None:
+    """An untrained head is left out; the configuration has timm's argument for that."""
     side, classes = 64, 7
     torch.manual_seed(0)
     source = build_model(name, img_size=side, num_classes=classes, drop_path=0.0)
@@ -254,7 +259,7 @@ def test_a_network_without_an_auxiliary_head_is_exported_as_such(name: str, tmp_
     assert config["model_args"]["use_aux_head"] is False
     assert config["pretrained_cfg"]["classifier"] == ["head"]
     assert not any(key.startswith("aux_head") for key in load_file(made / WEIGHTS))
-    if name != "lvvit_t":  # which timm does not have
+    if name != "lvvit_t":  # timm has no LV-ViT
         assert timm_difference(network, made) <= 1e-5
     if name == "volo_demo":
         file = tmp_path / "model.onnx"
@@ -269,12 +274,12 @@ def test_a_network_without_an_auxiliary_head_is_exported_as_such(name: str, tmp_
 def test_images_are_resized_as_the_weights_were_trained(tmp_path: Path) -> None:
     network = trained(tmp_path, "resnet18", 64)
     for interpolation in ("bilinear", "bicubic"):
-        asked = config_of(dataclasses.replace(network, interpolation=interpolation))["pretrained_cfg"]
-        assert asked["interpolation"] == interpolation
+        config = config_of(dataclasses.replace(network, interpolation=interpolation))["pretrained_cfg"]
+        assert config["interpolation"] == interpolation
     assert spec_of("vgg11.tv_in1k").interpolation == "bilinear"
 
 
-def test_what_timm_does_not_know_is_written_under_its_own_name(tmp_path: Path) -> None:
+def test_a_network_that_timm_lacks_is_exported_under_its_own_name(tmp_path: Path) -> None:
     network = trained(tmp_path, "lvvit_t", 32)
     made = exported(tmp_path, network)
     assert json.loads((made / CONFIG).read_text())["architecture"] == "lvvit_t"
@@ -304,15 +309,15 @@ with torch.inference_mode():
 """
 
 
-def test_timm_needs_nothing_of_ours(tmp_path: Path) -> None:
+def test_timm_alone_loads_an_exported_folder(tmp_path: Path) -> None:
     network, images = trained(tmp_path, "volo_d1", 64, classes=7), random(2, 3, 64, 64)
     made = exported(tmp_path, network)
     config = json.loads((made / CONFIG).read_text())
     assert (config["architecture"], config["model_args"]) == ("volo_d1_224", {"img_size": 64})
     assert config["pretrained_cfg"]["classifier"] == ["head", "aux_head"]
     torch.save(images, tmp_path / "images.pt")
-    words = [sys.executable, "-c", PLAIN_TIMM, made, tmp_path / "images.pt", tmp_path / "logits.pt"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", PLAIN_TIMM, made, tmp_path / "images.pt", tmp_path / "logits.pt"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     with torch.inference_mode():
         expected = network.network(images)
@@ -321,34 +326,34 @@ def test_timm_needs_nothing_of_ours(tmp_path: Path) -> None:
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_folder_is_whole_or_absent(tmp_path: Path) -> None:
-    place = tmp_path / "new" / "export"
-    with contextlib.suppress(KeyboardInterrupt), whole_folder(place, replace=False) as made:
+def test_an_exported_folder_is_complete_or_absent(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "export"
+    with contextlib.suppress(KeyboardInterrupt), atomic_folder(target, replace=False) as made:
         (made / WEIGHTS).write_text("half")
         raise KeyboardInterrupt
-    assert not list(place.parent.iterdir())
+    assert not list(target.parent.iterdir())
     for text, replace in (("first", False), ("second", True)):
-        with whole_folder(place, replace=replace) as made:
+        with atomic_folder(target, replace=replace) as made:
             (made / CONFIG).write_text(text)
-            assert [path.name for path in place.parent.iterdir() if path == place] == ["export"] * replace
-        assert (place / CONFIG).read_text() == text
-        assert [path.name for path in place.parent.iterdir()] == ["export"]
-    assert (place / CONFIG).stat().st_mode & 0o444 == place.parent.stat().st_mode & 0o444
+            assert [path.name for path in target.parent.iterdir() if path == target] == ["export"] * replace
+        assert (target / CONFIG).read_text() == text
+        assert [path.name for path in target.parent.iterdir()] == ["export"]
+    assert (target / CONFIG).stat().st_mode & 0o444 == target.parent.stat().st_mode & 0o444
 
 
-def test_two_exports_at_once_do_not_replace_each_other(tmp_path: Path) -> None:
-    place = tmp_path / "export"
+def test_concurrent_exports_do_not_replace_each_other(tmp_path: Path) -> None:
+    target = tmp_path / "export"
     with contextlib.ExitStack() as slower:
-        (slower.enter_context(whole_folder(place, replace=False)) / CONFIG).write_text("slower")
-        with whole_folder(place, replace=False) as faster:
+        (slower.enter_context(atomic_folder(target, replace=False)) / CONFIG).write_text("slower")
+        with atomic_folder(target, replace=False) as faster:
             (faster / CONFIG).write_text("faster")
         with pytest.raises(UserError, match="There is an export in"):
             slower.close()
-    assert (place / CONFIG).read_text() == "faster"
+    assert (target / CONFIG).read_text() == "faster"
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
-def test_places_that_are_no_place_for_an_export(tmp_path: Path) -> None:
+def test_files_and_other_folders_are_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="is a file"):
         check_folder(tmp_path / "file", replace=True)

@@ -1,4 +1,4 @@
-"""LV-ViT: the published sizes, names, fresh weights and formula, and the training forward's contract."""
+"""LV-ViT: the published sizes, names, initial weights and formulas, and the training forward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def on_meta(name: str, *, img_size: int = 224, drop_path: float = 0.0) -> LvVit:
 
 
 def demo(drop_path: float = 0.0) -> LvVit:
-    """Build a small network none of whose weights is left at 0 or 1."""
+    """Build a small network with perturbed weights, none of them 0 or 1."""
     torch.manual_seed(0)
     model = LvVit(img_size=64, num_classes=10, drop_path_rate=drop_path, **DEMO)
     return perturbed(model, strength=0.05)
@@ -58,7 +58,7 @@ def test_the_networks_have_the_published_size(name: str, img_size: int, paramete
     assert sum(map(Tensor.numel, model.parameters())) == parameters
 
 
-def test_weights_are_called_and_shaped_as_published() -> None:
+def test_weights_have_the_published_names_and_shapes() -> None:
     linear = {"attn.proj": (240, 240), "mlp.fc1": (720, 240), "mlp.fc2": (240, 720)}
     expected = {"cls_token": (1, 1, 240), "pos_embed": (1, 197, 240)}
     expected |= {"patch_embed.conv1.weight": (64, 3, 7, 7), "patch_embed.proj.weight": (240, 64, 8, 8)}
@@ -77,18 +77,18 @@ def test_weights_are_called_and_shaped_as_published() -> None:
     assert {name: tuple(value.shape) for name, value in on_meta("lvvit_t").state_dict().items()} == expected
 
 
-def test_fresh_weights_are_drawn_as_published() -> None:
+def test_initial_weights_have_the_published_distributions() -> None:
     torch.manual_seed(0)
     model = LvVit(img_size=64, num_classes=10, drop_path_rate=0.0, **DEMO | {"embed_dim": 192})
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     assert len(linear) == 3 * 4 + 2
     drawn = torch.cat([module.weight.flatten() for module in linear])
     assert drawn.std().item() == pytest.approx(0.02, rel=0.01)
-    assert drawn.abs().max() > 0.08  # normal, not cut at two deviations
+    assert drawn.abs().max() > 0.08  # normal, not truncated
     assert all(not module.bias.any() for module in linear if module.bias is not None)
     assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.cls_token.std().item() == pytest.approx(0.02, rel=0.2)
-    bound = (3 * 7 * 7) ** -0.5  # torch's own for convolutions, uniform
+    bound = (3 * 7 * 7) ** -0.5  # torch's uniform initialization of convolutions
     assert 0.95 * bound < model.patch_embed.conv1.weight.abs().max() <= bound
     assert model.patch_embed.conv1.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.05)
 
@@ -105,7 +105,7 @@ def test_a_block_is_the_published_formula(divisor: float) -> None:
         centred = values - values.mean(-1, keepdim=True)
         return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
 
-    joint = normed(x, block.norm1) @ block.attn.qkv.weight.T  # queries, keys, values side by side
+    joint = normed(x, block.norm1) @ block.attn.qkv.weight.T  # queries, keys and values, concatenated
     heads = []
     for head in range(3):
         q, k, v = (joint[..., part + 4 * head : part + 4 * head + 4] for part in (0, 12, 24))
@@ -130,13 +130,13 @@ def test_evaluation_adds_half_the_best_token_to_the_class() -> None:
 
 
 @torch.inference_mode()
-def test_the_same_box_is_exchanged_after_the_stem_and_before_the_head() -> None:
+def test_the_same_box_is_swapped_after_the_stem_and_before_the_head() -> None:
     model, pictures = demo().eval(), images(4)
     box = Box(top=1, left=0, height=2, width=3, grid=4)
-    seen: list[Tensor] = []
+    grids: list[Tensor] = []
 
     def watched(grid: Tensor) -> Tensor:
-        seen.append(grid)
+        grids.append(grid)
         return box.swap_tokens(grid)
 
     passed: list[Tensor] = []
@@ -148,7 +148,7 @@ def test_the_same_box_is_exchanged_after_the_stem_and_before_the_head() -> None:
     class_logits, token_logits = model.training_logits(pictures, watched)
     class_of_mixed, tokens_of_mixed = model.training_logits(pictures, only_before)
     unmixed, _ = model.training_logits(pictures, unchanged)
-    assert [tuple(grid.shape) for grid in seen] == [(4, 4, 4, 48)] * 2
+    assert [tuple(grid.shape) for grid in grids] == [(4, 4, 4, 48)] * 2
     assert torch.equal(class_logits, class_of_mixed)
     assert not torch.allclose(class_logits, unmixed, atol=1e-3)
     assert not torch.allclose(token_logits, tokens_of_mixed, atol=1e-3)
@@ -156,7 +156,7 @@ def test_the_same_box_is_exchanged_after_the_stem_and_before_the_head() -> None:
     torch.testing.assert_close(own, token_logits, rtol=0, atol=1e-6)
 
 
-def test_every_weight_learns_from_the_training_logits() -> None:
+def test_the_training_logits_give_every_weight_a_gradient() -> None:
     model = demo().train()
     class_logits, token_logits = model.training_logits(images(4), unchanged)
     (class_logits.square().mean() + token_logits.square().mean()).backward()
@@ -168,7 +168,7 @@ def test_stochastic_depth_rises_over_all_blocks() -> None:
     assert model.rates == pytest.approx([0.02 * n for n in range(16)])
 
 
-def test_stochastic_depth_leaves_out_whole_images_in_training_alone() -> None:
+def test_stochastic_depth_drops_branches_of_images_in_training_only() -> None:
     model = demo(drop_path=0.6).train()
     first = model.training_logits(images(4), unchanged, 1)[0]
     assert not torch.equal(model.training_logits(images(4), unchanged, 2)[0], first)
@@ -176,7 +176,7 @@ def test_stochastic_depth_leaves_out_whole_images_in_training_alone() -> None:
     assert torch.equal(model(images(4)), model(images(4)))
 
 
-def test_layers_are_told_apart_from_the_stem_up_to_the_heads() -> None:
+def test_layers_are_numbered_from_the_stem_to_the_heads() -> None:
     model = demo()
     names = {id(p): name for name, p in model.named_parameters()}
     groups = timm_optim.param_groups_layer_decay(

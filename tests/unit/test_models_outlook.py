@@ -1,4 +1,4 @@
-"""Outlook attention gives timm's values and gradients, of every size, in every form."""
+"""Outlook attention equals timm's in values and gradients, for all sizes and precisions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-# timm's own module is the reference; its door has made it importable.
+# The reference is timm's module. timm_api comes first, because timm imports torchvision.
 from horovod_volo.models import timm_api
-from horovod_volo.models.outlook import Outlook, outlook, plain_outlook
+from horovod_volo.models.outlook import Outlook, outlook, plain_outlook, project_and_pool
 
 assert timm_api
 from timm.models.volo import OutlookAttention  # noqa: E402
@@ -59,7 +59,7 @@ def test_gradients_are_those_of_small_steps(height: int, width: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
-def test_half_precision_loses_no_more_than_its_own_rounding(dtype: torch.dtype, tolerance: float) -> None:
+def test_half_precision_adds_only_its_own_rounding(dtype: torch.dtype, tolerance: float) -> None:
     values, scores = drawn(2, 6, 5, 8).to(dtype), drawn(2, 3, 3, 2 * 81).to(dtype)
     found = outlook(values, scores, heads=2, kernel=3, padding=1, stride=2, scale=0.7)
     exact = plain_outlook(values.double(), scores.double(), [3, 3, 2, 3, 1, 2], 0.7)
@@ -74,25 +74,25 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_one_image_does_not_reach_into_another() -> None:
+def test_images_do_not_influence_each_other() -> None:
     _, ours = pair(2, 3, 1, 2, torch.float32)
     pixels = drawn(3, 5, 6, 12, dtype=torch.float32)
-    spoilt = pixels.detach().clone()
-    spoilt[0] = float("nan")
-    found = value_and_gradients(ours, spoilt.requires_grad_())[:2]
+    damaged_pixels = pixels.detach().clone()
+    damaged_pixels[0] = float("nan")
+    found = value_and_gradients(ours, damaged_pixels.requires_grad_())[:2]
     expected = value_and_gradients(ours, pixels)[:2]
     for damaged, whole in zip(found, expected, strict=True):
         torch.testing.assert_close(damaged[1:], whole[1:], rtol=0, atol=1e-6)
 
 
-def test_the_same_pixels_give_the_same_bits() -> None:
+def test_results_are_deterministic() -> None:
     _, ours = pair(2, 3, 1, 2, torch.float32)
     pixels = drawn(2, 7, 9, 12, dtype=torch.float32)
     first, second = value_and_gradients(ours, pixels), value_and_gradients(ours, pixels)
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
 
 
-def test_tensors_that_are_views_of_others() -> None:
+def test_pixels_may_be_a_view() -> None:
     theirs, ours = pair(2, 3, 1, 2, torch.float32)
     pixels = drawn(2, 12, 6, 5, dtype=torch.float32).permute(0, 2, 3, 1)
     torch.testing.assert_close(ours(pixels), theirs(pixels), rtol=1e-5, atol=1e-5)
@@ -110,7 +110,7 @@ def test_parameters_keep_timms_names_and_order() -> None:
     assert torch.equal(ours.v.weight, other.v.weight)
 
 
-def test_taking_over_draws_nothing() -> None:
+def test_replacing_timms_module_draws_no_random_numbers() -> None:
     theirs, _ = pair(2, 3, 1, 2, torch.float32)
     before = torch.get_rng_state()
     ours = Outlook(theirs)
@@ -124,15 +124,32 @@ def test_attention_dropout_is_refused() -> None:
         Outlook(OutlookAttention(8, 2, 3, 1, 2, attn_drop=0.1))
 
 
-def test_compiling_passes_through() -> None:
-    # The backend that generates no code shows that the graph is whole; another would only take longer.
+def test_the_compiled_graph_has_no_breaks() -> None:
+    # A backend without code generation suffices to show that the graph is complete, and is faster.
     _, ours = pair(2, 3, 1, 2, torch.float32)
     pixels = drawn(2, 5, 6, 12, dtype=torch.float32)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(value_and_gradients(compiled, pixels), value_and_gradients(ours, pixels))
 
 
-def test_the_operations_keep_what_the_compiler_is_told_of_them() -> None:
+def test_the_operation_is_registered_correctly_for_the_compiler() -> None:
     values, scores = drawn(2, 4, 5, 4, dtype=torch.float32), drawn(2, 2, 3, 2 * 81, dtype=torch.float32)
     operation = torch.ops.horovod_volo.outlook_gather.default
     torch.library.opcheck(operation, (values, scores, [2, 3, 2, 3, 1, 2], 0.7))
+
+
+@pytest.mark.parametrize("sides", [(6, 8), (5, 7)])
+def test_projecting_and_pooling_in_one_step_changes_nothing(sides: tuple[int, int]) -> None:
+    """For sides that the pool divides, and for others."""
+    random = torch.Generator().manual_seed(0)
+    pixels = torch.randn(2, *sides, 12, generator=random, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(20, 12, generator=random, dtype=torch.float64).requires_grad_()
+    pool = nn.AvgPool2d(kernel_size=2, stride=2, ceil_mode=True)
+    plain = pixels @ weight.T, pool(pixels.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    joint = project_and_pool(pixels, weight, pool)
+    gradients = []
+    for values, pooled in (plain, joint):
+        loss = values.square().sum() + pooled.pow(3).sum()
+        gradients.append(torch.autograd.grad(loss, [pixels, weight]))
+    for one, other in zip((*plain, *gradients[0]), (*joint, *gradients[1]), strict=True):
+        torch.testing.assert_close(one, other)

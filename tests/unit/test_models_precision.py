@@ -1,4 +1,4 @@
-"""bf16 gives the results of fp32, up to rounding, where the CPU's own convolution is wrong too."""
+"""bf16 equals fp32 up to rounding, also on CPUs whose own bf16 convolution is wrong."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from horovod_volo.models import precision
 from horovod_volo.models.build import build_model
-from horovod_volo.models.precision import autocast, fix_convolutions
+from horovod_volo.models.precision import autocast, fix_convolutions, precision_warnings, set_tf32
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def error_of_the_stem(model: nn.Module) -> float:
     return float((lower - exact).norm() / exact.norm())
 
 
-def test_the_stem_of_volo_demo_is_right_in_bf16() -> None:
+def test_the_stem_of_volo_demo_is_correct_in_bf16() -> None:
     model = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0).eval()
     before = error_of_the_stem(model)
     warnings = fix_convolutions(model, "bf16", CPU)
@@ -61,3 +61,25 @@ def test_correct_convolutions_are_left_unchanged(name: str, monkeypatch: pytest.
     network = nn.Sequential(nn.Conv2d(3, 8, 3))
     assert fix_convolutions(network, name, CPU) == []
     assert type(network[0]) is nn.Conv2d
+
+
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp16"])
+def test_only_tf32_lets_cuda_round_fp32(name: str) -> None:
+    set_tf32("fp32" if name == "tf32" else "tf32")
+    set_tf32(name)
+    found = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    set_tf32("fp32")
+    assert found == (name == "tf32", name == "tf32")
+
+
+def test_tf32_is_fp32_on_a_cpu() -> None:
+    model = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0).eval()
+    images = torch.randn(2, 3, 64, 64)
+    set_tf32("tf32")
+    assert fix_convolutions(model, "tf32", CPU) == []
+    with torch.no_grad(), autocast("tf32", CPU):
+        found = model(images)
+    set_tf32("fp32")
+    with torch.no_grad():
+        assert torch.equal(found, model(images))
+    assert precision_warnings("tf32", CPU) == ["a CPU computes --precision tf32 in fp32"]

@@ -1,6 +1,6 @@
-"""What the published code answered to fixed weights and images, recorded: the networks still say the same.
+"""The networks still give the published code's recorded logits for fixed weights and images.
 
-The figures come from `python -m tests.published.figures`, which needs the published code.
+`python -m tests.published.figures` prints the figures; it needs the published code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from horovod_volo.objective.mixing import Box
 
 BOX = Box(top=3, left=5, height=7, width=4, grid=14)
 
-# Of each output: single logits of both images, then the mean of all absolute ones.
+# For each output some logits of both images, then the mean absolute value of all.
 FIGURES: dict[str, dict[str, list[float]]] = {
     "volo_d1": {
         "evaluation": [1.513007, 1.544366, 0.312751, 1.586277, 1.593254, 0.342979, 0.909936],
@@ -83,7 +83,7 @@ FIGURES: dict[str, dict[str, list[float]]] = {
 
 
 def summary(logits: Tensor) -> list[float]:
-    """Return some logits (batch, classes) or (batch, tokens, classes), and the mean of all absolute ones."""
+    """Return some logits (batch, classes) or (batch, tokens, classes), and the mean absolute value of all."""
     # Tokens in a corner, inside the box of MixToken, in another row of it, and elsewhere.
     tokens = logits[:, [0, 48, 119, 195]] if logits.ndim == 3 else logits[:, None]
     some = tokens[..., [1, 530, 999]].flatten().tolist()
@@ -93,14 +93,14 @@ def summary(logits: Tensor) -> list[float]:
 @pytest.mark.parametrize("name", ["volo_d1", "lvvit_s"])
 @torch.inference_mode()
 def test_logits_are_the_published_ones(name: str) -> None:
-    with torch.device("meta"):  # no weights are drawn that would be overwritten
+    with torch.device("meta"):  # the weights are overwritten, so none are drawn
         model = build_model(name, img_size=224, num_classes=1000, drop_path=0.0)
     fill(model.to_empty(device="cpu"))
     pictures, expected = images(2, 224), FIGURES[name]
-    # Evaluation first: training moves the averages of batch norm.
+    # Evaluation first: training changes the running averages of batch norm.
     assert summary(model.eval()(pictures)) == pytest.approx(expected["evaluation"], rel=0, abs=1e-4)
     class_logits, token_logits = model.train().training_logits(pictures, BOX.swap_tokens)
     assert summary(class_logits) == pytest.approx(expected["class"], rel=0, abs=1e-4)
     assert summary(token_logits) == pytest.approx(expected["tokens"], rel=0, abs=1e-4)
-    # Figures that all images share would say little.
+    # The figures of the two images must differ.
     assert abs(expected["class"][0] - expected["class"][3]) > 0.01

@@ -1,4 +1,4 @@
-"""A teacher labels each cell as its own head would, whatever its make; what cannot is refused."""
+"""A teacher of any architecture labels each cell with its own head; networks that cannot are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CLASSES = 7
 
 
 def network_of(name: str, **options: object) -> torch.nn.Module:
-    """Build a timm network with random weights, large enough that differences show."""
+    """Build a timm network with random weights, large enough for visible differences."""
     torch.manual_seed(0)
     network = create_model(name, num_classes=CLASSES, **options).eval()
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_a_distilled_transformer_has_two_prefix_tokens():
 
 
 @torch.inference_mode()
-def test_a_network_whose_channels_come_last():
+def test_a_channels_last_network():
     network = network_of("swin_tiny_patch4_window7_224", img_size=64, window_size=2, depths=(1, 1, 1, 1))
     batch = images(64)
     logits = token_logits(network, batch)
@@ -87,9 +87,9 @@ def test_a_network_whose_channels_come_last():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("maker", ["ours", "timm"])
-def test_a_volo_answers_with_its_token_head(maker):
-    if maker == "ours":
+@pytest.mark.parametrize("implementation", ["ours", "timm"])
+def test_a_volo_labels_cells_with_its_auxiliary_head(implementation):
+    if implementation == "ours":
         network = build_model("volo_demo", img_size=64, num_classes=CLASSES, drop_path=0.0).eval()
     else:
         network = network_of("volo_d1_224", img_size=64)
@@ -104,7 +104,7 @@ def test_a_volo_answers_with_its_token_head(maker):
 
 
 @torch.inference_mode()
-def test_an_lvvit_answers_with_its_token_head():
+def test_an_lvvit_labels_cells_with_its_auxiliary_head():
     torch.manual_seed(0)
     settings = LVVIT_SIZES["lvvit_t"] | {"layers": 2}
     network = LvVit(img_size=64, num_classes=CLASSES, drop_path_rate=0.0, **settings).eval()
@@ -121,8 +121,8 @@ def test_an_lvvit_answers_with_its_token_head():
 
 
 @torch.inference_mode()
-def test_a_cell_tells_of_its_place():
-    """Bright where the top right cell looks, and only there."""
+def test_a_cell_is_labelled_by_the_pixels_at_its_position():
+    """Only the pixels of the top right cell are bright."""
     network = network_of("resnet18", zero_init_last=False)
     batch = torch.zeros(1, 3, 128, 128)
     batch[:, :, :16, 112:] = 5.0
@@ -133,11 +133,11 @@ def test_a_cell_tells_of_its_place():
 @pytest.mark.parametrize(
     ("network", "reason"),
     [
-        (torch.nn.Linear(3, 3), "no features and head of their own"),
-        (create_model("crossvit_tiny_240", num_classes=CLASSES), "no map and no sequence"),
+        (torch.nn.Linear(3, 3), "no separate features and head"),
+        (create_model("crossvit_tiny_240", num_classes=CLASSES), "neither a map nor a sequence"),
     ],
 )
-def test_what_cannot_label_cells_is_refused(network, reason):
+def test_networks_that_cannot_label_cells_are_refused(network, reason):
     with pytest.raises(UserError, match=rf"{type(network).__name__} cannot label .*{reason}.* Take a conv"):
         token_logits(network.eval(), images(240, 1))
 
@@ -146,7 +146,7 @@ def load(name: str, weights: object = "", *, side: int = 64, classes: int = CLAS
     return load_teacher(name, weights=str(weights), pretrained=False, image_side=side, classes=classes)
 
 
-def test_weights_and_colours_are_the_teachers_own(tmp_path):
+def test_weights_and_normalisation_are_the_teachers_own(tmp_path):
     network = network_of("vit_tiny_patch16_224", img_size=64)
     torch.save(network.state_dict(), tmp_path / "w.pth")
     teacher = load("vit_tiny_patch16_224", tmp_path / "w.pth")
@@ -168,7 +168,7 @@ def test_weights_and_colours_are_the_teachers_own(tmp_path):
     assert teacher.name.startswith("vit_tiny_patch16_224 at 64 pixels, weights ")
 
 
-def test_weights_for_another_size_are_adapted_where_timm_knows_how(tmp_path):
+def test_weights_for_another_size_are_adapted_by_timm(tmp_path):
     torch.save(network_of("vit_tiny_patch16_224", img_size=64).state_dict(), tmp_path / "w.pth")
     teacher = load("vit_tiny_patch16_224", tmp_path / "w.pth", side=96)
     assert teacher.label(torch.rand(1, 3, 96, 96)).shape == (1, CLASSES, 6, 6)
@@ -193,13 +193,13 @@ def test_a_run_folder_is_a_teacher(tmp_path):
         load(str(tmp_path))
 
 
-def test_mistakes_carry_their_remedy(tmp_path):
+def test_mistakes_are_errors_with_a_remedy(tmp_path):
     with pytest.raises(UserError, match=r"no model 'resnet81'\. Did you mean"):
         load("resnet81")
     with pytest.raises(UserError, match=r"resnet18 has no weights yet\. Name a file .* --teacher-pretrained"):
         load("resnet18")
     torch.save(network_of("resnet18").state_dict(), tmp_path / "w.pth")
-    with pytest.raises(UserError, match="resnet18 knows 7 classes, the images have 9 class folders"):
+    with pytest.raises(UserError, match="resnet18 has 7 classes, the images have 9 class folders"):
         load("resnet18", tmp_path / "w.pth", classes=9)
     with pytest.raises(UserError, match=r"of another model: parameters \d+ missing \(first: layer1\.2\."):
         load("resnet34", tmp_path / "w.pth")

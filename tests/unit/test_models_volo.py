@@ -1,4 +1,4 @@
-"""The networks are timm's VOLO up to rounding, and the training forward is made of the same pieces."""
+"""The networks equal timm's VOLO up to rounding, and the training forward uses the same modules."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_networks_have_the_published_size(name: str, img_size: int, paramete
     ("name", "side"),
     [("volo_d1", 224), ("volo_d2", 384), ("volo_d3", 448), ("volo_d4", 448), ("volo_d5", 512)],
 )
-def test_weights_are_called_and_shaped_as_timms(name: str, side: int) -> None:
+def test_weights_have_timms_names_and_shapes(name: str, side: int) -> None:
     with torch.device("meta"):
         theirs = timm.create_model(f"{name}_{side}")
     shapes = {key: tensor.shape for key, tensor in theirs.state_dict().items()}
@@ -59,7 +59,7 @@ def test_weights_are_called_and_shaped_as_timms(name: str, side: int) -> None:
     assert ours.no_weight_decay() == theirs.no_weight_decay() == {"pos_embed", "cls_token"}
 
 
-def test_evaluation_is_timms_with_weights_of_either() -> None:
+def test_evaluation_equals_timms_with_the_weights_of_either() -> None:
     torch.manual_seed(0)
     ours = perturbed(build_model("volo_d1", img_size=224, num_classes=1000, drop_path=0.1)).eval()
     theirs = timm.create_model("volo_d1_224").eval()
@@ -87,7 +87,7 @@ def test_evaluation_adds_half_the_best_token_to_the_class() -> None:
         assert torch.equal(class_logits, model.head(features[:, 0]))
 
 
-def test_exchanging_whole_images_is_another_order_of_the_batch() -> None:
+def test_swapping_all_tokens_reverses_the_batch() -> None:
     model = demo().eval()
     with torch.inference_mode():
         class_logits, token_logits = model.training_logits(random_images(3, 64), unchanged)
@@ -97,13 +97,13 @@ def test_exchanging_whole_images_is_another_order_of_the_batch() -> None:
     torch.testing.assert_close(own, token_logits, rtol=0, atol=1e-5)  # undone for the token logits
 
 
-def test_the_same_box_is_exchanged_after_the_stem_and_before_the_head() -> None:
+def test_the_same_box_is_swapped_after_the_stem_and_before_the_head() -> None:
     model, pictures = demo().eval(), random_images(4, 64)
     box = Box(top=1, left=0, height=2, width=3, grid=4)
-    seen: list[Tensor] = []
+    grids: list[Tensor] = []
 
     def watched(grid: Tensor) -> Tensor:
-        seen.append(grid)
+        grids.append(grid)
         return box.swap_tokens(grid)
 
     def only_before(grid: Tensor) -> Tensor:
@@ -114,8 +114,8 @@ def test_the_same_box_is_exchanged_after_the_stem_and_before_the_head() -> None:
         stem = model.patch_embed(pictures)  # (batch, channels, rows, columns)
         class_of_mixed, tokens_of_mixed = model.training_logits(pictures, only_before)
         unmixed, _ = model.training_logits(pictures, unchanged)
-    assert [tuple(grid.shape) for grid in seen] == [(4, 8, 8, 48), (4, 4, 4, 96)]
-    assert torch.equal(seen[0].permute(0, 3, 1, 2), stem)
+    assert [tuple(grid.shape) for grid in grids] == [(4, 8, 8, 48), (4, 4, 4, 96)]
+    assert torch.equal(grids[0].permute(0, 3, 1, 2), stem)
     assert torch.equal(class_logits, class_of_mixed)
     assert not torch.allclose(class_logits, unmixed, atol=1e-3)
     grid, mixed = token_logits.view(4, 4, 4, 10), tokens_of_mixed.view(4, 4, 4, 10)
@@ -128,7 +128,7 @@ def test_the_same_box_is_exchanged_after_the_stem_and_before_the_head() -> None:
                 )
 
 
-def test_exchanging_twice_restores_tokens() -> None:
+def test_swapping_twice_restores_the_tokens() -> None:
     model = demo().eval()
     box = Box(top=0, left=1, height=3, width=2, grid=4)
     with torch.inference_mode():
@@ -140,7 +140,7 @@ def test_exchanging_twice_restores_tokens() -> None:
     assert torch.equal(plain[1], twice[1])
 
 
-def test_every_weight_learns_from_the_training_logits() -> None:
+def test_the_training_logits_give_every_weight_a_gradient() -> None:
     model = demo().train()
     class_logits, token_logits = model.training_logits(random_images(4, 64), unchanged)
     (class_logits.square().mean() + token_logits.square().mean()).backward()
@@ -149,7 +149,7 @@ def test_every_weight_learns_from_the_training_logits() -> None:
 
 
 @pytest.mark.parametrize(("name", "rate"), [("volo_d1", 0.2), ("volo_d5", 0.75)])
-def test_stochastic_depth_rises_over_the_transformers_alone(name: str, rate: float) -> None:
+def test_stochastic_depth_rises_over_the_transformers_only(name: str, rate: float) -> None:
     outlookers, transformers = {"volo_d1": (4, 14), "volo_d5": (12, 36)}[name]
     model = on_meta(name, img_size=224, drop_path=rate)
     rates = {key: module.drop_prob for key, module in model.named_modules() if isinstance(module, DropPath)}
@@ -177,7 +177,7 @@ def test_an_unknown_network_names_the_nearest() -> None:
         build_model("resnet", img_size=64, num_classes=10, drop_path=0.0)
 
 
-def test_the_named_image_size_is_the_nearest_that_works() -> None:
+def test_the_suggested_image_size_is_the_nearest_valid_one() -> None:
     for side in range(32, 300):
         if side % 16:
             with pytest.raises(UserError, match="must be a multiple of 16 for volo_d1") as raised:
@@ -194,7 +194,7 @@ def test_evaluation_crops_as_published(name: str, crop: float) -> None:
     assert spec_of(name).crop_pct == crop
 
 
-def test_fresh_weights_follow_from_the_seed() -> None:
+def test_initial_weights_depend_on_the_seed_alone() -> None:
     def fresh(seed: int) -> Tensor:
         torch.manual_seed(seed)
         model = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0)

@@ -1,4 +1,4 @@
-"""Weights in: every form they come in, resized to another input, and refused where they do not fit."""
+"""Loading weights: all file formats, resizing to another input size, and errors where they do not fit."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def same(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# Fitting
+# Fitting weights to a network
 
 
 def keys_cubic(distance: float) -> float:
-    """Keys' cubic convolution kernel with a = -0.75."""
+    """Return Keys' cubic convolution kernel with a = -0.75."""
     a, x = -0.75, abs(distance)
     if x <= 1:
         return (a + 2) * x**3 - (a + 3) * x**2 + 1
@@ -46,7 +46,7 @@ def keys_cubic(distance: float) -> float:
 
 
 def resized_slowly(grid: NDArray[Any], rows: int, columns: int) -> NDArray[Any]:
-    """Resize (rows, columns, channels) by the definition: pixel centres aligned, borders repeated."""
+    """Resize (rows, columns, channels) by the definition: pixel centres aligned, borders replicated."""
     result = np.zeros((rows, columns, grid.shape[2]))
     for row in range(rows):
         for column in range(columns):
@@ -82,7 +82,7 @@ def test_weights_of_another_input_size_load_with_the_embedding_resized() -> None
     ]
     expected = dict(source) | {"pos_embed": resize_position_embedding(source["pos_embed"], (4, 4), (6, 6))}
     assert same(target.state_dict(), expected)
-    assert source["pos_embed"].shape == (1, 4, 4, 96)  # the given weights are left alone
+    assert source["pos_embed"].shape == (1, 4, 4, 96)  # the given weights are unchanged
     assert target.eval()(torch.zeros(1, 3, 96, 96)).shape == (1, 10)
 
 
@@ -106,27 +106,27 @@ def small() -> State:
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         (without(small(), "norm.weight"), r"1 missing \(first: norm.weight\). Check --model"),
         (changed(small(), extra=torch.zeros(1)), r"1 unknown \(first: extra\)"),
         (changed(small(), norm__weight=torch.zeros(1)), r"1 of another shape \(first: norm.weight\)"),
         (changed(small(), pos_embed=torch.zeros(1, 4, 4, 5)), r"1 of another shape \(first: pos_embed\)"),
-        # A plain transformer of the same width: its embedding is a row of tokens, not a grid.
+        # A plain transformer of the same width, whose embedding is a sequence of tokens instead of a grid.
         (changed(small(), pos_embed=torch.zeros(1, 17, 96)), r"1 of another shape \(first: pos_embed\)"),
         ({}, "missing"),
     ],
     ids=["missing", "unknown", "shape", "width", "row of tokens", "nothing"],
 )
-def test_weights_that_do_not_fit_are_refused(state: State, said: str) -> None:
+def test_weights_that_do_not_fit_are_refused(state: State, message: str) -> None:
     target = demo(seed=1)
     before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
-    with pytest.raises(UserError, match=f"weights in some.pth .*{said}"):
+    with pytest.raises(UserError, match=f"weights in some.pth .*{message}"):
         load_weights(target, "volo_demo", state, "some.pth")
     assert same(target.state_dict(), before)
 
 
-def test_heads_of_other_classes_begin_anew() -> None:
+def test_heads_of_other_classes_are_initialized() -> None:
     source, target = demo(num_classes=7).state_dict(), demo(seed=1)
     fresh = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     messages = load_weights(target, "volo_demo", source, "some.pth")
@@ -135,7 +135,7 @@ def test_heads_of_other_classes_begin_anew() -> None:
     ]
     for name, tensor in target.state_dict().items():
         assert torch.equal(tensor, fresh[name] if "head" in name else source[name]), name
-    # One head of other classes is no other data set: something else is wrong.
+    # If only one head has other classes, the weights are not of another data set but wrong.
     odd = small() | {"head.weight": torch.zeros(7, 96), "head.bias": torch.zeros(7)}
     with pytest.raises(UserError, match=r"2 of another shape \(first: head.weight\)"):
         load_weights(target, "volo_demo", odd, "some.pth")
@@ -146,7 +146,7 @@ def without_aux_head(state: State) -> State:
 
 
 @pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
-def test_a_network_without_an_auxiliary_head_leaves_one_out(name: str) -> None:
+def test_a_network_without_an_auxiliary_head_ignores_one(name: str) -> None:
     source = build_model(name, img_size=32, num_classes=10, drop_path=0.0).state_dict()
     target = build_model(name, img_size=32, num_classes=10, drop_path=0.0, aux_head=False)
     messages = load_weights(target, name, source, "some.pth")
@@ -154,7 +154,7 @@ def test_a_network_without_an_auxiliary_head_leaves_one_out(name: str) -> None:
     assert same(target.state_dict(), without_aux_head(source))
 
 
-def test_an_auxiliary_head_that_the_weights_lack_begins_anew() -> None:
+def test_an_auxiliary_head_that_the_weights_lack_is_initialized() -> None:
     source, target = without_aux_head(small()), demo(seed=1)
     fresh = target.aux_head.weight.clone()
     messages = load_weights(target, "volo_demo", source, "some.pth")
@@ -166,7 +166,7 @@ def test_an_auxiliary_head_that_the_weights_lack_begins_anew() -> None:
         load_weights(target, "volo_demo", half, "some.pth")
 
 
-def test_what_may_differ_is_allowed_by_name() -> None:
+def test_only_named_differences_are_allowed() -> None:
     target = demo(seed=1)
     fresh = {name: tensor.clone() for name, tensor in target.state_dict().items()}
     state = changed(without(small(), "norm.weight"), extra=torch.zeros(1), norm__bias=torch.zeros(5))
@@ -186,8 +186,8 @@ def test_what_may_differ_is_allowed_by_name() -> None:
 
 
 @pytest.mark.parametrize("side", [4, 6])
-def test_a_row_of_tokens_without_a_class_token_is_laid_out_as_a_grid(side: int) -> None:
-    """As the published loading does: (1, 196, channels) is 14 x 14."""
+def test_a_sequence_of_tokens_without_a_class_token_becomes_a_grid(side: int) -> None:
+    """As in the published code, (1, 196, channels) becomes 14 x 14."""
     source, target = small(), demo(seed=1)
     row = torch.randn(1, side * side, 96, generator=torch.Generator().manual_seed(0))
     messages = load_weights(target, "volo_demo", source | {"pos_embed": row}, "some.pth")
@@ -198,8 +198,8 @@ def test_a_row_of_tokens_without_a_class_token_is_laid_out_as_a_grid(side: int) 
     assert target.pos_embed.detach()[0].numpy() == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_row_of_tokens_is_resized_as_its_grid() -> None:
-    """LV-ViT's embedding is a row: the class token's place first, then the cells."""
+def test_a_sequence_of_tokens_is_resized_as_a_grid() -> None:
+    """LV-ViT's position embedding is a sequence: the class token first, then the cells."""
     torch.manual_seed(0)
     source = build_model("lvvit_t", img_size=64, num_classes=10, drop_path=0.0).state_dict()
     target = build_model("lvvit_t", img_size=96, num_classes=10, drop_path=0.0)
@@ -224,7 +224,7 @@ def test_timms_networks_are_adapted_as_timm_does() -> None:
     torch.testing.assert_close(target.state_dict()["pos_embed"], expected.state_dict()["pos_embed"])
 
 
-# Reading
+# Reading files
 
 
 STATE: State = {"head.weight": torch.arange(6.0).view(2, 3), "norm.running": torch.tensor(3)}
@@ -241,7 +241,7 @@ PREFIXED = {f"module.{name}": tensor for name, tensor in STATE.items()}
         {"model": STATE},
         {"state_dict": STATE, "state_dict_ema": {"head.weight": torch.zeros(1)}},
         {"state_dict_ema": STATE},
-        # As the published training code saves: with its settings and the optimizer's state.
+        # As the published training code saves it, with its settings and the optimizer's state.
         {
             "arch": "volo_d1",
             "args": argparse.Namespace(lr=1e-3),
@@ -258,30 +258,28 @@ def test_torch_files_of_every_kind(content: dict[str, Any], name: str, tmp_path:
 
 
 @pytest.mark.parametrize(("raw", "averaged"), [("state_dict", "state_dict_ema"), ("model", "model_ema")])
-def test_of_raw_and_averaged_weights_the_raw_are_taken_unless_asked(
-    raw: str, averaged: str, tmp_path: Path
-) -> None:
+def test_of_raw_and_averaged_weights_the_raw_are_the_default(raw: str, averaged: str, tmp_path: Path) -> None:
     file = tmp_path / "weights.pth"
     others = {name: tensor + 1 for name, tensor in STATE.items()}
     torch.save({averaged: others, raw: STATE, "epoch": 3}, file)
     tensors, messages = read_weights(str(file))
     assert same(tensors, STATE)
-    assert messages == [f"raw weights ({raw}); --use-ema loads the EMA weights ({averaged})"]
+    assert messages == [f"raw weights ({raw}); --use-ema loads the averaged weights (EMA, {averaged})"]
     tensors, messages = read_weights(str(file), use_ema=True)
     assert same(tensors, others)
-    assert messages == [f"EMA weights ({averaged})"]
+    assert messages == [f"averaged weights (EMA, {averaged})"]
 
 
-def test_of_a_checkpoint_the_raw_weights_are_taken_unless_asked(tmp_path: Path) -> None:
+def test_of_a_checkpoint_the_raw_weights_are_the_default(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoints" / "best"
     write(checkpoint / "model.safetensors", 1)
     assert read_weights(str(tmp_path)).messages == []
-    with pytest.raises(UserError, match=r"There are no EMA weights in .*Drop --use-ema\."):
+    with pytest.raises(UserError, match=r"There are no averaged weights \(EMA\) in .*Drop --use-ema\."):
         read_weights(str(tmp_path), use_ema=True)
     write(checkpoint / "ema.safetensors", 2)
     write(checkpoint / "optimizer.safetensors", 3)
-    raw = "raw weights (model.safetensors); --use-ema loads the EMA weights (ema.safetensors)"
-    averaged = "EMA weights (ema.safetensors)"
+    raw = "raw weights (model.safetensors); --use-ema loads the averaged weights (EMA, ema.safetensors)"
+    averaged = "averaged weights (EMA, ema.safetensors)"
     for source, use_ema, number, messages in (
         (tmp_path, False, 1, [raw]),
         (tmp_path, True, 2, [averaged]),
@@ -296,9 +294,9 @@ def test_of_a_checkpoint_the_raw_weights_are_taken_unless_asked(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("source", ["{folder}/weights.pth", "timm:volo_d1_224"])
-def test_averages_that_are_not_there_are_not_replaced_by_others(source: str, tmp_path: Path) -> None:
+def test_missing_averages_are_not_replaced_by_other_weights(source: str, tmp_path: Path) -> None:
     torch.save({"state_dict": STATE}, tmp_path / "weights.pth")
-    with pytest.raises(UserError, match=r"There are no EMA weights in .*Drop --use-ema\."):
+    with pytest.raises(UserError, match=r"There are no averaged weights \(EMA\) in .*Drop --use-ema\."):
         read_weights(source.format(folder=tmp_path), use_ema=True)
 
 
@@ -313,8 +311,8 @@ def write(path: Path, number: float) -> None:
     save_file(tensors, path) if path.suffix == ".safetensors" else torch.save(tensors, path)
 
 
-def test_a_folder_stands_for_its_weights(tmp_path: Path) -> None:
-    """Each file written below goes before those written earlier."""
+def test_the_weights_in_a_folder_are_found(tmp_path: Path) -> None:
+    """Each file written below takes precedence over those written before it."""
     run = tmp_path / "run"
     write(run / "downloaded.pth", 1)
     assert read_weights(str(run)).tensors["number"] == 1
@@ -350,14 +348,14 @@ def one_line(raised: pytest.ExceptionInfo[UserError]) -> bool:
 
 @pytest.mark.parametrize("name", ["broken.pth", "broken.safetensors"])
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100], ids=["empty", "garbage"])
-def test_a_broken_file_is_refused_in_one_line(name: str, content: bytes, tmp_path: Path) -> None:
+def test_a_damaged_file_is_one_error_message(name: str, content: bytes, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=f"{name} cannot be read as weights") as raised:
         read_weights(str(tmp_path / name))
     assert one_line(raised)
 
 
-def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     for name in ("cut.pth", "cut.safetensors"):
         write(tmp_path / name, 1)
         whole = (tmp_path / name).read_bytes()
@@ -374,7 +372,7 @@ def test_a_file_without_names_is_refused(content: object, tmp_path: Path) -> Non
 
 
 class Malicious:
-    """Unpickled without care, it would make a folder."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace

@@ -15,8 +15,8 @@ from horovod_volo.monitor.meters import LossMeter
 CPU = torch.device("cpu")
 
 
-class Waiting:
-    """Seconds waited for data since the start of the run."""
+class WaitedSeconds:
+    """Returns the seconds waited for data since the start of the run."""
 
     seconds = 10.0
 
@@ -25,7 +25,7 @@ class Waiting:
 
 
 def meter() -> LossMeter:
-    return LossMeter(("total", "class_loss"), CPU, Waiting())
+    return LossMeter(("total", "class_loss"), CPU, WaitedSeconds())
 
 
 def test_values_are_summed_by_name() -> None:
@@ -52,7 +52,7 @@ def test_values_of_any_precision(dtype: torch.dtype) -> None:
     assert losses.sums() == {"total": 1.5, "class_loss": 3 * float(torch.tensor(60000.0, dtype=dtype))}
 
 
-def test_values_that_are_not_finite_stay_visible() -> None:
+def test_values_that_are_not_finite_are_in_the_sums() -> None:
     losses = meter()
     losses.add((torch.tensor(float("nan")), torch.tensor(float("inf"))))
     losses.add((torch.tensor(1.0), torch.tensor(1.0)))
@@ -69,7 +69,7 @@ def test_reset_sets_the_sums_to_zero() -> None:
     assert losses.sums() == {"total": 1.0, "class_loss": 2.0}
 
 
-class Saved:
+class SavedTensor:
     """A tensor that autograd saves for backward."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -77,10 +77,10 @@ class Saved:
 
 
 def test_adding_does_not_keep_the_graph_alive() -> None:
-    saved_tensors: list[weakref.ref[Saved]] = []
+    saved_tensors: list[weakref.ref[SavedTensor]] = []
 
-    def pack(tensor: Tensor) -> Saved:
-        saved = Saved(tensor)
+    def pack(tensor: Tensor) -> SavedTensor:
+        saved = SavedTensor(tensor)
         saved_tensors.append(weakref.ref(saved))
         return saved
 
@@ -99,7 +99,7 @@ def test_adding_does_not_keep_the_graph_alive() -> None:
 def test_timers_count_from_the_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    waiting = Waiting()
+    waiting = WaitedSeconds()
     losses = LossMeter(("total",), CPU, waiting)
     assert (losses.seconds, losses.data_wait_seconds) == (0.0, 0.0)
     now[0] += 4

@@ -20,7 +20,7 @@ VALUES: dict[str, float | int] = {
 }
 
 
-class Clock:
+class FakeClock:
     """A clock that the test sets."""
 
     def __init__(self) -> None:
@@ -31,21 +31,21 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
     monkeypatch.setattr(time, "monotonic", clock)
     return clock
 
 
 def read(screen: int, *, ending: str) -> str:
-    """Read what a terminal shows, up to `ending`."""
+    """Read the output of a terminal up to `ending`."""
     shown = b""
     while not shown.endswith(ending.encode()):
         shown += os.read(screen, 1000)
     return shown.decode()
 
 
-def test_a_log_point_is_formatted(clock: Clock) -> None:
+def test_a_log_point_is_formatted(clock: FakeClock) -> None:
     progress = TrainingProgress(first_step=0, total_steps=200)
     clock.now += 50
     assert progress.format(50, VALUES) == (
@@ -67,7 +67,7 @@ def test_a_log_point_is_formatted(clock: Clock) -> None:
     ],
 )
 def test_the_time_left(
-    first_step: int, step: int, total: int, seconds: float, left: str, clock: Clock
+    first_step: int, step: int, total: int, seconds: float, left: str, clock: FakeClock
 ) -> None:
     progress = TrainingProgress(first_step=first_step, total_steps=total)
     clock.now += seconds
@@ -100,7 +100,7 @@ def test_on_a_terminal_the_line_is_rewritten(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_throughput_in_a_file_is_printed_line_by_line(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
+    clock: FakeClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = ThroughputLine("maps")
     progress(1000, 9000)
@@ -122,7 +122,7 @@ def test_throughput_of_other_ranks_is_not_printed(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == ""
 
 
-def test_throughput_on_a_terminal_is_rewritten(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_on_a_terminal_is_rewritten(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
     screen, terminal = pty.openpty()
     with os.fdopen(terminal, "w") as output:
         monkeypatch.setattr(sys, "stderr", output)

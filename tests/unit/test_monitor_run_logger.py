@@ -29,7 +29,7 @@ def train(logger: RunLogger, *steps: int, **changed: float) -> None:
 
 
 def resumed(folder: Path, first_step: int) -> RunLogger:
-    """Open the logger of a resumed run, in another second than the earlier one.
+    """Open the logger of a resumed run, not in the same second as the earlier one.
 
     TensorBoard sorts the files of one second by a number as text, where 10 comes before 9.
     """

@@ -20,12 +20,12 @@ GEOMETRIES = get_args(Geometry)
 def dense_target(
     scores: Tensor, ids: Tensor, boxes: Tensor, side: int, num_classes: int, geometry: Geometry
 ) -> Tensor:
-    """Return our target written out, (batch, side x side, classes)."""
+    """Return our target in dense form, (batch, side x side, classes)."""
     target = map_target(scores, ids, boxes, side=side, num_classes=num_classes, geometry=geometry)
     return published.dense(target, num_classes).unflatten(0, (len(scores), side * side))
 
 
-def test_geometries_are_those_one_can_set() -> None:
+def test_the_geometries_are_the_values_of_the_setting() -> None:
     assert get_type_hints(Objective)["label_geometry"] == Geometry
 
 
@@ -35,7 +35,7 @@ def test_geometries_are_those_one_can_set() -> None:
     [
         (18, 14, 5, 40),
         (18, 1, 5, 40),
-        (8, 4, 3, 3),  # every class in every cell: no class is left at logit 0
+        (8, 4, 3, 3),  # every class in every cell, so that no class has logit 0
         (7, 7, 5, 1000),
         (5, 12, 2, 7),  # more tokens than cells
         (9, 2, 1, 6),
@@ -67,8 +67,13 @@ def test_oblong_maps_equal_the_published_formula(height: int, width: int, geomet
     "box",
     [
         (0.0, 0.0, 1.0, 1.0),  # whole image
-        (0.0, 0.5, 0.5, 0.5),  # whole numbers of cells: the sample count is on the edge of its next step
-        (0.96875, 0.9375, 0.03125, 0.0625),  # smaller than a cell, in the last corner: stretched off the map
+        (0.0, 0.5, 0.5, 0.5),  # whole numbers of cells, where the number of samples steps up
+        (
+            0.96875,
+            0.9375,
+            0.03125,
+            0.0625,
+        ),  # smaller than a cell, in the last corner, and therefore extended beyond the map
         (0.25, 0.0, 0.0625, 1.0),  # a strip
     ],
 )
@@ -92,10 +97,10 @@ def test_boxes_beyond_their_map_read_its_nearest_cells(height: int, width: int, 
             [-0.3, 0.1, 1.6, 0.8],  # beyond above and below
             [0.1, -0.25, 0.8, 0.75],  # to the left
             [0.5, 0.5, 0.9, 1.25],  # below and to the right
-            [-1.5, 0.2, 1.0, 0.3],  # not on the map at all
+            [-1.5, 0.2, 1.0, 0.3],  # outside the map
             [0.2, 1.25, 0.3, 1.0],
             [-0.75, -0.5, 2.5, 2.0],
-            [0.25, 0.25, 0.5, 0.5],  # inside, with others beyond in its batch
+            [0.25, 0.25, 0.5, 0.5],  # inside, in a batch with boxes outside
             [0.98, 0.1, 0.04, 0.5],  # smaller than a cell
         ]
     )
@@ -109,7 +114,7 @@ def test_boxes_beyond_their_map_read_its_nearest_cells(height: int, width: int, 
 
 @pytest.mark.parametrize("reach", [1.0, 1.3333, 4.7])
 @pytest.mark.parametrize(("size", "side"), [(18, 14), (9, 14), (14, 1), (3, 2)])
-def test_windows_beyond_a_map_hold_all_the_weight(size: int, side: int, reach: float) -> None:
+def test_the_weights_of_windows_beyond_a_map_sum_to_one(size: int, side: int, reach: float) -> None:
     generator = torch.Generator().manual_seed(21)
     extent = reach * (torch.rand(2000, generator=generator) * 0.95 + 0.05)
     start = 3 * torch.rand(2000, generator=generator) - 1
@@ -123,7 +128,9 @@ def test_windows_beyond_a_map_hold_all_the_weight(size: int, side: int, reach: f
 
 
 def test_ids_are_merged_into_distinct_ascending_entries() -> None:
-    scores, ids, boxes = published.random_maps(2, 3, 8, 8, 4, seed=10)  # 4 classes: every window repeats them
+    scores, ids, boxes = published.random_maps(
+        2, 3, 8, 8, 4, seed=10
+    )  # with 4 classes each window repeats ids
     target = map_target(scores, ids, boxes, side=4, num_classes=4, geometry="corrected")
     for ids_of_row, weights_of_row in zip(target.ids, target.weights, strict=True):
         used = ids_of_row[weights_of_row != 0]
@@ -134,7 +141,7 @@ def test_ids_are_merged_into_distinct_ascending_entries() -> None:
 
 
 @pytest.mark.parametrize("extreme", [1e4, -1e4, 60000.0])
-def test_extreme_logits_stay_finite(extreme: float) -> None:
+def test_targets_of_extreme_logits_are_finite(extreme: float) -> None:
     scores, ids, boxes = published.random_maps(2, 2, 4, 4, 9, seed=11)
     scores = (scores.sign() * extreme).half()
     expected = published.batch_target(scores, ids, boxes, 2, 9, "corrected")
@@ -143,7 +150,7 @@ def test_extreme_logits_stay_finite(extreme: float) -> None:
     )
 
 
-def test_a_teacher_that_doubts_every_class_still_ranks_them() -> None:
+def test_negative_logits_of_all_classes_keep_their_order() -> None:
     scores, ids, boxes = published.random_maps(2, 3, 4, 4, 3, seed=17)  # all three classes in every cell
     scores = -1000 - scores
     expected = published.batch_target(scores, ids, boxes, 2, 3, "corrected")
@@ -160,7 +167,7 @@ def test_half_precision_scores_and_narrow_ids_are_read_exactly() -> None:
     assert torch.equal(dense_target(scores.half(), ids.to(torch.int16), boxes, 4, 30, "corrected"), expected)
 
 
-def test_several_grids_at_once_give_the_same() -> None:
+def test_several_grids_at_once_equal_each_alone() -> None:
     maps = published.random_maps(2, 3, 6, 6, 30, seed=18)
     how = {"num_classes": 30, "geometry": "corrected"}
     for side, target in zip((1, 4), map_targets(*maps, sides=(1, 4), **how), strict=True):
@@ -169,7 +176,7 @@ def test_several_grids_at_once_give_the_same() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_ids_survive_beside_logits_of_any_sign(sign: int) -> None:
+def test_ids_are_exact_with_logits_of_any_sign(sign: int) -> None:
     scores, ids, boxes = published.random_maps(2, 3, 6, 6, 12, seed=19)
     scores, large = sign * scores.abs(), ids * 2_000_000  # beyond 2^24
     few = map_target(scores, ids, boxes, side=3, num_classes=12, geometry="corrected")
@@ -178,7 +185,7 @@ def test_ids_survive_beside_logits_of_any_sign(sign: int) -> None:
 
 
 def cell_coded_maps(size: int) -> tuple[Tensor, Tensor]:
-    """Make one image's map whose only class in each cell is the cell's number."""
+    """Return the map of one image whose only class in each cell is the number of the cell."""
     ids = torch.arange(size * size).reshape(1, 1, size, size)
     return torch.full((1, 1, size, size), 20.0), ids
 
@@ -193,12 +200,12 @@ def test_geometry_decides_which_region_is_labelled(
     boxes = torch.tensor([[4 / 8, 1 / 8, 3 / 8, 3 / 8]])  # rows 4 to 6, columns 1 to 3
     target = map_target(scores, ids, boxes, side=3, num_classes=64, geometry=geometry)
     named = most_probable(target)
-    # A token's sample lies on the corner of four cells; the softmax names one of these.
+    # A token's sample is on the corner of four cells; the softmax selects one of them.
     rows, columns = named.div(8, rounding_mode="floor"), named % 8
-    wanted_rows = first_row + torch.arange(3).repeat_interleave(3)
-    wanted_columns = first_column + torch.arange(3).repeat(3)
-    assert ((rows == wanted_rows) | (rows == wanted_rows - 1)).all()
-    assert ((columns == wanted_columns) | (columns == wanted_columns - 1)).all()
+    expected_rows = first_row + torch.arange(3).repeat_interleave(3)
+    expected_columns = first_column + torch.arange(3).repeat(3)
+    assert ((rows == expected_rows) | (rows == expected_rows - 1)).all()
+    assert ((columns == expected_columns) | (columns == expected_columns - 1)).all()
 
 
 @pytest.mark.parametrize(("map_axis", "start", "extent"), [(3, 1, 3), (2, 0, 2)])
@@ -219,9 +226,9 @@ def test_the_most_probable_class_is_the_first_maximum(num_classes: int) -> None:
     scores, ids, boxes = published.random_maps(40, 2, 3, 3, num_classes, seed=14)
     scores[:20] = -scores[
         :20
-    ].abs()  # here a class without an entry wins, or in a full row the least negative one
+    ].abs()  # here a class without an entry is the most probable, or in a full row the least negative one
     target = map_target(scores, ids, boxes, side=2, num_classes=num_classes, geometry="corrected")
-    # To single precision, so that equal probabilities are equal numbers.
+    # In single precision, so that equal probabilities are equal numbers.
     expected = published.dense(target, num_classes).float().argmax(dim=1)
     assert torch.equal(most_probable(target), expected)
 
@@ -248,7 +255,7 @@ def test_memory_does_not_depend_on_the_number_of_classes(side: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "side"), [(18, 14), (18, 1), (18, 24), (9, 2), (14, 7), (14, 14), (3, 8)])
-def test_windows_hold_all_the_weight_and_stay_on_the_map(size: int, side: int) -> None:
+def test_the_weights_of_windows_sum_to_one_and_are_on_the_map(size: int, side: int) -> None:
     generator = torch.Generator().manual_seed(16)
     extent = torch.rand(2000, generator=generator) * 0.95 + 0.05
     start = torch.rand(2000, generator=generator) * (1 - extent)
@@ -256,5 +263,5 @@ def test_windows_hold_all_the_weight_and_stay_on_the_map(size: int, side: int) -
     cells, weights = roi_weights(start, extent, side=side, size=size, scale=size)
     assert cells.min() >= 0
     assert cells.max() < size
-    inside = extent * size >= 1  # boxes under one cell are stretched and may leave the map
+    inside = extent * size >= 1  # boxes smaller than a cell are extended, possibly beyond the map
     torch.testing.assert_close(weights.sum(dim=2)[inside], torch.ones(int(inside.sum()), side))

@@ -1,4 +1,4 @@
-"""The whole loss against the published formula written out densely in float64."""
+"""The complete loss against the dense published formula in float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from largest_tensor import LargestTensor
 from torch import Tensor
 
-from horovod_volo.bench.memory import peak_extra_bytes
+from horovod_volo.bench.comparison import peak_extra_bytes
 from horovod_volo.config.schema import Objective
 from horovod_volo.core.batch import LabelMaps, Labels
 from horovod_volo.objective.label_map import Geometry
@@ -46,10 +46,10 @@ def teacher_targets(labels: Labels, settings: Objective) -> tuple[Tensor, Tensor
 
 
 def published_loss(
-    class_logits: Tensor, token_logits: Tensor, class_target: Tensor, token_target: Tensor, kept: float
+    class_logits: Tensor, token_logits: Tensor, class_target: Tensor, token_target: Tensor, lam: float
 ) -> LossParts:
-    """Mix the class target, add the two weighted terms."""
-    mixed = kept * class_target + (1 - kept) * class_target.flip(0)
+    """Mix the class target and add the two weighted terms."""
+    mixed = lam * class_target + (1 - lam) * class_target.flip(0)
     class_loss = published.cross_entropy(class_logits, mixed)
     token_loss = published.cross_entropy(token_logits.flatten(0, 1), token_target.flatten(0, 1))
     return LossParts(
@@ -84,7 +84,7 @@ def test_label_maps(geometry: Geometry, box: Box) -> None:
     assert_equal_with_gradients(settings, labels, box, *teacher_targets(labels, settings))
 
 
-def test_ground_truth_halves_an_agreeing_teacher() -> None:
+def test_ground_truth_weighs_an_agreeing_teacher_by_half() -> None:
     settings = replace(TEACHER, ground_truth=True)
     labels = labels_with_maps()
     teacher, tokens = teacher_targets(labels, settings)
@@ -94,11 +94,11 @@ def test_ground_truth_halves_an_agreeing_teacher() -> None:
     labels = replace(labels, classes=classes)
     truth = published.smooth(published.one_hot(classes, CLASSES), 0.0)
     truth = truth * (1 - settings.smoothing) + settings.smoothing / CLASSES
-    share = torch.tensor([0.5, 0.5, 0.9, 0.9], dtype=torch.float64).unsqueeze(1)
-    assert_equal_with_gradients(settings, labels, BOX, share * teacher + (1 - share) * truth, tokens)
+    weight = torch.tensor([0.5, 0.5, 0.9, 0.9], dtype=torch.float64).unsqueeze(1)
+    assert_equal_with_gradients(settings, labels, BOX, weight * teacher + (1 - weight) * truth, tokens)
 
 
-def test_without_maps_every_token_learns_the_class() -> None:
+def test_without_maps_each_token_has_the_target_of_the_class() -> None:
     labels = labels_with_maps()
     one_hot = published.one_hot(labels.classes, CLASSES) * 0.9 + 0.1 / CLASSES
     tokens = one_hot.unsqueeze(1).expand(BATCH, SIDE * SIDE, CLASSES)
@@ -106,7 +106,7 @@ def test_without_maps_every_token_learns_the_class() -> None:
     assert_equal_with_gradients(settings, Labels(labels.classes), BOX, one_hot, tokens)
 
 
-def test_without_token_labels_only_the_mixed_class_counts() -> None:
+def test_without_token_labels_the_loss_is_that_of_the_mixed_class() -> None:
     labels = labels_with_maps()
     class_logits, token_logits = (tensor.requires_grad_() for tensor in random_logits())
     settings = Objective(cls_weight=0.75)
@@ -138,13 +138,13 @@ def test_half_precision_logits_give_a_finite_fp32_loss(dtype: torch.dtype) -> No
         assert tensor.grad.abs().sum() > 0
 
 
-def test_a_batch_without_the_promised_maps_is_refused() -> None:
-    with pytest.raises(ValueError, match="the batch brings none"):
+def test_a_batch_without_label_maps_is_refused_where_the_settings_name_some() -> None:
+    with pytest.raises(ValueError, match="label maps, but the batch has none"):
         build_loss(TEACHER, CLASSES, SIDE)(*random_logits(), Labels(torch.zeros(BATCH).long()), NO_BOX)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_tensor_outgrows_the_token_logits(dtype: torch.dtype) -> None:
+def test_no_tensor_is_larger_than_the_token_logits(dtype: torch.dtype) -> None:
     num_classes, side = 5000, 4
     labels = labels_with_maps()
     class_logits = torch.zeros(BATCH, num_classes, dtype=dtype, requires_grad=True)
@@ -155,7 +155,7 @@ def test_no_tensor_outgrows_the_token_logits(dtype: torch.dtype) -> None:
     assert recorder.elements == token_logits.numel()
 
 
-def test_logits_of_a_graph_make_room_for_their_gradient() -> None:
+def test_logits_that_are_not_a_leaf_are_overwritten_by_their_gradient() -> None:
     num_classes, side = 5000, 4
     labels = labels_with_maps()
     generator = torch.Generator().manual_seed(2)
@@ -168,22 +168,22 @@ def test_logits_of_a_graph_make_room_for_their_gradient() -> None:
     grads: list[Tensor] = []
     given = leaf.detach().clone().requires_grad_() * 1.0
 
-    def consuming() -> None:
+    def loss_and_gradient() -> None:
         total = loss(class_logits, given, labels, BOX).total
         grads.extend(torch.autograd.grad(total, given))
 
-    extra = peak_extra_bytes(consuming, torch.device("cpu"))
+    extra = peak_extra_bytes(loss_and_gradient, torch.device("cpu"))
     assert extra < given.numel() * given.element_size() / 4
     torch.testing.assert_close(grads[0], leaf.grad, rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("settings", [Objective(token_label=True), TEACHER], ids=["class", "teacher"])
-def test_without_a_weight_for_tokens_no_token_logits_are_wanted(settings: Objective) -> None:
-    """The network then has no head for them."""
+def test_without_a_weight_for_tokens_no_token_logits_are_needed(settings: Objective) -> None:
+    """The network then has no auxiliary head."""
     labels, (class_logits, token_logits) = labels_with_maps(), random_logits()
-    wanted = build_loss(settings, CLASSES, SIDE)(class_logits, token_logits, labels, BOX)
+    expected = build_loss(settings, CLASSES, SIDE)(class_logits, token_logits, labels, BOX)
     loss = build_loss(replace(settings, dense_weight=0.0), CLASSES, SIDE)
     found = loss(class_logits, token_logits[:, :0], labels, BOX)
-    torch.testing.assert_close(found.class_loss, wanted.class_loss)
-    torch.testing.assert_close(found.total, settings.cls_weight * wanted.class_loss)
+    torch.testing.assert_close(found.class_loss, expected.class_loss)
+    torch.testing.assert_close(found.total, settings.cls_weight * expected.class_loss)
     assert float(found.token_loss) == 0.0

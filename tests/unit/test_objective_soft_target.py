@@ -58,18 +58,18 @@ def test_cross_entropy_equals_the_dense_formula(entries: int, num_classes: int) 
     torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-5, atol=1e-5)
 
 
-def test_large_logits_stay_finite() -> None:
+def test_the_loss_of_large_logits_is_finite() -> None:
     target = one_hot(torch.tensor([0, 1]), 3, 0.1)
     logits = torch.tensor([[300.0, -300.0, 0.0], [1e3, 1e3, -1e3]])
     loss, grad = ours(logits, target)
     expected_loss, expected_grad = oracle(logits, target)
-    # A logit of 1,000 is known to 6e-5.
+    # A logit of 1,000 is rounded by up to 6e-5.
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_logits_lose_only_their_own_rounding(dtype: torch.dtype) -> None:
+def test_half_precision_logits_add_only_their_own_rounding(dtype: torch.dtype) -> None:
     target = random_target(5, 8, 1000, seed=2)
     logits = (torch.randn(5, 1000, generator=torch.Generator().manual_seed(3)) * 3).to(dtype)
     loss, grad = ours(logits, target)
@@ -80,7 +80,7 @@ def test_half_precision_logits_lose_only_their_own_rounding(dtype: torch.dtype) 
     torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=1e-2, atol=1e-6)
 
 
-def test_an_autocast_region_changes_nothing() -> None:
+def test_autocast_does_not_change_the_loss() -> None:
     target = random_target(4, 3, 50, seed=4)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(5))
     loss, grad = ours(logits, target)
@@ -95,23 +95,23 @@ def test_a_target_of_other_rows_is_refused() -> None:
         cross_entropy(torch.zeros(4, 5), one_hot(torch.tensor([2]), 5, 0.1))
 
 
-def used_up(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the loss per row, its gradient, and the logits that were used up."""
+def loss_in_place(logits: Tensor, target: SoftTarget) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss per row, its gradient, and the logits that the gradient has overwritten."""
     given = logits.detach().clone().requires_grad_().clone()
     loss = cross_entropy_in_place(given, target)
     (grad,) = torch.autograd.grad((loss * torch.arange(1, len(loss) + 1)).sum(), given)
     return loss.detach(), grad, given
 
 
-@pytest.mark.parametrize("block", [1, 2500, 1 << 20])  # of one row, of some rows, of all
+@pytest.mark.parametrize("block", [1, 2500, 1 << 20])  # one row, some rows, all rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_using_up_gives_the_same_in_the_logits_place(
+def test_the_in_place_form_writes_the_gradient_over_the_logits(
     block: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sparse_cross_entropy, "_BLOCK", block)
     target = random_target(6, 30, 1001, seed=9)
     logits = (torch.randn(6, 1001, generator=torch.Generator().manual_seed(10)) * 3).to(dtype)
-    loss, grad, given = used_up(logits, target)
+    loss, grad, given = loss_in_place(logits, target)
     expected_loss, expected_grad = oracle(logits, target)
     assert grad.dtype == dtype
     assert grad.data_ptr() == given.data_ptr()
@@ -120,10 +120,10 @@ def test_using_up_gives_the_same_in_the_logits_place(
     torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=bounds[0], atol=bounds[1])
 
 
-def test_using_up_stays_finite_with_large_logits() -> None:
+def test_the_in_place_form_is_finite_with_large_logits() -> None:
     target = one_hot(torch.tensor([0, 1]), 3, 0.1)
     logits = torch.tensor([[300.0, -300.0, 0.0], [1e3, 1e3, -1e3]])
-    loss, grad, _ = used_up(logits, target)
+    loss, grad, _ = loss_in_place(logits, target)
     expected_loss, expected_grad = oracle(logits, target)
     torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(grad.double(), expected_grad, rtol=1e-5, atol=1e-4)
@@ -142,7 +142,7 @@ def without_gradient(logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [leaf, view_of_a_leaf, without_gradient])
-def test_logits_that_are_somebody_elses_are_not_used_up(make: Callable[[Tensor], Tensor]) -> None:
+def test_leaves_and_logits_without_gradient_are_not_overwritten(make: Callable[[Tensor], Tensor]) -> None:
     target = random_target(4, 3, 50, seed=11)
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(12))
     before, given = logits.clone(), make(logits)
@@ -152,7 +152,7 @@ def test_logits_that_are_somebody_elses_are_not_used_up(make: Callable[[Tensor],
     assert torch.equal(given, before)
 
 
-def test_evaluation_does_not_use_up_logits() -> None:
+def test_evaluation_does_not_overwrite_logits() -> None:
     target = random_target(4, 3, 50, seed=11)
     given = torch.randn(4, 50, generator=torch.Generator().manual_seed(12)).requires_grad_() * 1.0
     before = given.detach().clone()
@@ -174,7 +174,7 @@ def test_a_second_backward_is_an_error(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_backward_that_needs_the_logits_is_an_error(dtype: torch.dtype) -> None:
     target = random_target(4, 3, 50, seed=11)
-    given = torch.zeros(4, 50, dtype=dtype).requires_grad_().exp()  # whose backward reads its own result
+    given = torch.zeros(4, 50, dtype=dtype).requires_grad_().exp()  # the backward of exp reads its output
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         cross_entropy_in_place(given, target).sum().backward()
 
@@ -183,26 +183,27 @@ def test_one_hot_has_mass_one() -> None:
     target = one_hot(torch.tensor([2, 0]), 4, 0.2)
     expected = torch.tensor([[0.05, 0.05, 0.85, 0.05], [0.85, 0.05, 0.05, 0.05]], dtype=torch.float64)
     torch.testing.assert_close(published.dense(target, 4), expected, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(target.mass(4), torch.ones(2))
+    torch.testing.assert_close(target.uniform * 4 + target.weights.sum(dim=1), torch.ones(2))
 
 
 def test_smoothing_adds_the_published_excess() -> None:
     target = SoftTarget(torch.tensor([0.1]), torch.tensor([[1, 3]]), torch.tensor([[0.2, 0.4]]))  # mass 1
     expected = published.smooth(published.dense(target, 4), 0.1)
     torch.testing.assert_close(published.dense(smoothed(target, 4, 0.1), 4), expected, rtol=1e-6, atol=1e-7)
-    torch.testing.assert_close(smoothed(target, 4, 0.1).mass(4), torch.tensor([1.025]))
+    target = smoothed(target, 4, 0.1)
+    torch.testing.assert_close(target.uniform * 4 + target.weights.sum(dim=1), torch.tensor([1.025]))
 
 
-@pytest.mark.parametrize("share", [0.7, torch.tensor([0.0, 0.25, 1.0])])
-def test_blend_equals_the_dense_mixture(share: float | Tensor) -> None:
+@pytest.mark.parametrize("weight", [0.7, torch.tensor([0.0, 0.25, 1.0])])
+def test_blend_equals_the_dense_mixture(weight: float | Tensor) -> None:
     first, second = random_target(3, 2, 6, seed=6), random_target(3, 5, 6, seed=7)
-    column = share.unsqueeze(1) if isinstance(share, Tensor) else share
+    column = weight.unsqueeze(1) if isinstance(weight, Tensor) else weight
     expected = column * published.dense(first, 6) + (1 - column) * published.dense(second, 6)
     torch.testing.assert_close(
-        published.dense(blend(first, second, share), 6), expected, rtol=1e-6, atol=1e-6
+        published.dense(blend(first, second, weight), 6), expected, rtol=1e-6, atol=1e-6
     )
 
 
-def test_the_reversed_batch_flips_rows() -> None:
+def test_the_reversed_batch_reverses_rows() -> None:
     target = random_target(3, 2, 6, seed=8)
     assert torch.equal(published.dense(target.reversed_batch(), 6), published.dense(target, 6).flip(0))

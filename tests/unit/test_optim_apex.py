@@ -1,6 +1,6 @@
-"""The door to Apex: reported from its impostor, and its optimizers built as this trainer needs them.
+"""Apex's optimizers: their arguments and state, and errors where NVIDIA's Apex is missing or incomplete.
 
-Apex itself needs a GPU; here a module of its shape stands for it. What it does with weights is not tested.
+Apex needs a GPU. These tests replace it with a module of the same interface, so its updates are not tested.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.optim.build import build_optimizer, state_tensors
 
 
-class Fused(Optimizer):
-    """Takes what Apex's optimizers take, and counts steps per group as they do."""
+class FakeFusedOptimizer(Optimizer):
+    """Has the arguments of Apex's optimizers, and counts steps per group as they do."""
 
     def __init__(self, groups: list[dict[str, Any]], **settings: Any) -> None:
         super().__init__(groups, {"lr": settings["lr"], "betas": settings["betas"], "eps": settings["eps"]})
@@ -37,24 +37,26 @@ def install(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
         module = ModuleType(name)
         module.__path__ = []
         if name == "apex.optimizers":
-            module.FusedAdam = module.FusedLAMB = Fused  # type: ignore[attr-defined]
+            module.FusedAdam = module.FusedLAMB = FakeFusedOptimizer  # type: ignore[attr-defined]
             sys.modules["apex"].optimizers = module  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
 
 
-def build(name: str) -> tuple[Fused, nn.Linear]:
+def build(name: str) -> tuple[FakeFusedOptimizer, nn.Linear]:
     model = nn.Linear(2, 2)
     groups = [
         {"params": [model.weight], "weight_decay": 0.1, "lr_scale": 1.0},
         {"params": [model.bias], "weight_decay": 0.0, "lr_scale": 1.0},
     ]
     optimizer = build_optimizer(name, groups, momentum=0.9)
-    assert isinstance(optimizer, Fused)
+    assert isinstance(optimizer, FakeFusedOptimizer)
     return optimizer, model
 
 
 @pytest.mark.parametrize("name", ["fusedadam", "fusedlamb"])
-def test_gradients_stay_and_steps_are_stored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_not_freed_and_steps_are_in_the_state(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(monkeypatch, "apex", "apex.optimizers", "amp_C")
     optimizer, model = build(name)
     assert optimizer.settings["set_grad_none"] is False
@@ -66,24 +68,24 @@ def test_gradients_stay_and_steps_are_stored(name: str, monkeypatch: pytest.Monk
         *(f"{key}/{moment}" for key in ("weight", "bias") for moment in ("exp_avg", "exp_avg_sq")),
     }
     optimizer.step()
-    assert tensors["group.0/step"].item() == 1  # the live one
+    assert tensors["group.0/step"].item() == 1  # the state is the tensor that the optimizer uses
     tensors["group.1/step"].copy_(torch.tensor(7))
     optimizer.step()
     assert optimizer.param_groups[1]["step"] == 8
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("installed", "message"),
     [
         ((), "NVIDIA Apex is not installed"),
         (("apex",), "the installed package called apex is not NVIDIA's. Uninstall it"),
         (("apex", "apex.optimizers"), "Apex is installed without its CUDA kernels"),
     ],
-    ids=["none", "impostor", "without kernels"],
+    ids=["none", "another apex", "without kernels"],
 )
-def test_what_is_missing_is_named_with_its_remedy(
-    there: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch
+def test_what_is_missing_is_an_error_with_a_remedy(
+    installed: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(monkeypatch, *there)
-    with pytest.raises(UserError, match=f"--opt fusedadam.*{said}.*use --opt adamw"):
+    install(monkeypatch, *installed)
+    with pytest.raises(UserError, match=f"--opt fusedadam.*{message}.*use --opt adamw"):
         build("fusedadam")

@@ -1,4 +1,4 @@
-"""Optimizers: timm's groups and steps, torch's to the bit, and a state that is there from the start."""
+"""Optimizers have timm's parameter groups, timm's and torch's steps, and complete state from the start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import AdamW, Optimizer
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers
 from horovod_volo.models.volo import Volo
-from horovod_volo.optim.build import build_optimizer, optimizer_spec, parameter_groups, set_lr, state_tensors
+from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, set_lr, state_tensors
 
 timm_optim = pytest.importorskip("timm.optim")
 param_groups_weight_decay = timm_optim.param_groups_weight_decay
@@ -27,7 +27,7 @@ def model() -> Volo:
     return build_model("volo_demo", img_size=32, num_classes=5, drop_path=0.0)
 
 
-def owned(model: nn.Module) -> dict[str, nn.Parameter]:
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
@@ -35,7 +35,12 @@ def groups(model: Volo, layer_decay: float = 1.0) -> list[dict[str, Any]]:
     layers = layer_numbers(model) if layer_decay != 1 else {}
     exempt = model.no_weight_decay()
     return parameter_groups(
-        owned(model), owned(model), exempt=exempt, weight_decay=DECAY, layers=layers, layer_decay=layer_decay
+        named_parameters(model),
+        named_parameters(model),
+        exempt=exempt,
+        weight_decay=DECAY,
+        layers=layers,
+        layer_decay=layer_decay,
     )
 
 
@@ -65,15 +70,15 @@ def test_groups_are_timms(model: Volo) -> None:
 
 
 @pytest.mark.parametrize("name", ["volo_demo", "lvvit_t", "vit_tiny_patch16_224"])
-def test_layers_learn_as_timms(name: str) -> None:
+def test_layers_have_the_learning_rates_of_timms(name: str) -> None:
     model = build_model(name, img_size=32, num_classes=5, drop_path=0.0)
     theirs = param_groups_layer_decay(
         model, DECAY, no_weight_decay_list=exempt_from_decay(model), layer_decay=0.7
     )
     expected = {id(p): (g["lr_scale"], g["weight_decay"]) for g in theirs for p in g["params"]}
     ours = parameter_groups(
-        owned(model),
-        owned(model),
+        named_parameters(model),
+        named_parameters(model),
         exempt=exempt_from_decay(model),
         weight_decay=DECAY,
         layers=layer_numbers(model),
@@ -90,8 +95,8 @@ def test_layers_learn_as_timms(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars", "sgd"])
-def test_steps_are_timms_and_torchs(name: str, model: Volo) -> None:
-    """LAMB without timm's built-in clipping, LARS with its trust of a thousandth, SGD with momentum."""
+def test_steps_equal_timms_and_torchs(name: str, model: Volo) -> None:
+    """LAMB without timm's built-in clipping, LARS with a trust coefficient of 0.001, SGD with momentum."""
     other = copy.deepcopy(model)
     ours = build(model, name)
     undecayed, decayed = groups(other)
@@ -112,28 +117,28 @@ def test_steps_are_timms_and_torchs(name: str, model: Volo) -> None:
         ours.step()
         theirs.step()
     assert (nn.utils.parameters_to_vector(other.parameters()) - start).abs().max() > 1e-3
-    for (key, found), wanted in zip(model.named_parameters(), other.parameters(), strict=True):
+    for (key, found), expected in zip(model.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(
-            found, wanted, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
+            found, expected, rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}"
         )
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lars", "sgd"])
-def test_no_optimizer_makes_state_later(name: str, model: Volo) -> None:
+def test_no_optimizer_adds_state_during_training(name: str, model: Volo) -> None:
     optimizer = build(model, name)
-    before = state_tensors(optimizer, owned(model))
-    assert {key.rsplit("/", 1)[1] for key in before} == set(optimizer_spec(name).state_keys)
+    before = state_tensors(optimizer, named_parameters(model))
+    assert {key.rsplit("/", 1)[1] for key in before} == set(OPTIMIZERS.find(name).state_keys)
     set_lr(optimizer, 1e-3)
     set_gradients(model, 0)
     optimizer.step()
-    after = state_tensors(optimizer, owned(model))
+    after = state_tensors(optimizer, named_parameters(model))
     assert after.keys() == before.keys()
     assert all(after[key] is before[key] for key in after)
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars"])
-def test_what_is_zero_stays_finite(name: str) -> None:
-    """Weights or gradients of nothing but zeros have no norm to be a share of."""
+def test_zero_weights_or_gradients_give_finite_weights(name: str) -> None:
+    """The trust ratio divides norms, which are 0 where all weights or gradients are."""
     model = nn.Linear(3, 2)
     with torch.no_grad():
         model.weight.zero_()
@@ -149,7 +154,7 @@ def test_what_is_zero_stays_finite(name: str) -> None:
     assert model.weight.any()
 
 
-def test_what_is_exempt_from_decay(model: Volo) -> None:
+def test_norms_biases_and_embeddings_are_exempt_from_decay(model: Volo) -> None:
     exempt = {id(parameter) for parameter in build(model).param_groups[0]["params"]}
     names = {name for name, parameter in model.named_parameters() if id(parameter) in exempt}
     assert {"pos_embed", "cls_token", "head.bias", "norm.weight"} <= names
@@ -157,7 +162,7 @@ def test_what_is_exempt_from_decay(model: Volo) -> None:
     assert "patch_embed.proj.weight" not in names
 
 
-def test_five_steps_are_those_of_a_plain_adamw(model: Volo) -> None:
+def test_five_steps_equal_torchs_adamw(model: Volo) -> None:
     other = copy.deepcopy(model)
     optimizer = build(model)
     undecayed = [p for n, p in other.named_parameters() if p.ndim == 1 or n in ("pos_embed", "cls_token")]
@@ -184,7 +189,7 @@ def test_five_steps_are_those_of_a_plain_adamw(model: Volo) -> None:
             assert torch.equal(optimizer.state[ours][key], tensor), (name, key)
 
 
-def test_steps_are_those_of_the_definition(model: Volo) -> None:
+def test_steps_follow_the_definition(model: Volo) -> None:
     optimizer = build(model)
     set_lr(optimizer, 0.01)
     start = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
@@ -204,10 +209,10 @@ def test_steps_are_those_of_the_definition(model: Volo) -> None:
         torch.testing.assert_close(model.get_parameter(name).double(), weight, rtol=1e-5, atol=1e-6)
 
 
-def test_the_state_is_there_before_the_first_step_and_stays_the_same_tensors(model: Volo) -> None:
+def test_the_state_exists_before_the_first_step_and_keeps_its_tensors(model: Volo) -> None:
     before = copy.deepcopy(model.state_dict())
     optimizer = build(model)
-    tensors = state_tensors(optimizer, owned(model))
+    tensors = state_tensors(optimizer, named_parameters(model))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert set(tensors) == {
         f"{name}/{key}" for name, _ in model.named_parameters() for key in ("step", "exp_avg", "exp_avg_sq")
@@ -216,13 +221,13 @@ def test_the_state_is_there_before_the_first_step_and_stays_the_same_tensors(mod
     set_lr(optimizer, 1e-3)
     set_gradients(model, 0)
     optimizer.step()
-    after = state_tensors(optimizer, owned(model))
+    after = state_tensors(optimizer, named_parameters(model))
     assert all(after[name] is tensors[name] for name in tensors)
     assert {float(after[name]) for name in after if name.endswith("/step")} == {1.0}
     assert all(tensor.any() for tensor in tensors.values())
 
 
-def test_a_fresh_optimizer_changes_no_weight_until_a_rate_is_set(model: Volo) -> None:
+def test_a_new_optimizer_has_a_learning_rate_of_zero(model: Volo) -> None:
     before = copy.deepcopy(model.state_dict())
     optimizer = build(model)
     set_gradients(model, 0)
@@ -232,13 +237,13 @@ def test_a_fresh_optimizer_changes_no_weight_until_a_rate_is_set(model: Volo) ->
 
 def test_state_keeps_the_strides_of_channels_last_weights(model: Volo) -> None:
     model.to(memory_format=torch.channels_last)
-    tensors = state_tensors(build(model), owned(model))
+    tensors = state_tensors(build(model), named_parameters(model))
     name = "patch_embed.conv.0.weight"
     assert not model.get_parameter(name).is_contiguous()
     assert tensors[f"{name}/exp_avg"].stride() == model.get_parameter(name).stride()
 
 
-def test_the_rate_is_set_in_every_group(model: Volo) -> None:
+def test_the_learning_rate_is_set_in_every_group(model: Volo) -> None:
     optimizer = build(model)
     set_lr(optimizer, 0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]

@@ -1,4 +1,4 @@
-"""Bounds on gradients against torch's and timm's own."""
+"""Gradient clipping against torch's and timm's functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def network() -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4, 5), nn.Linear(5, 2))
     with torch.no_grad():
-        model[2].weight[1].zero_()  # a unit that has no norm
+        model[2].weight[1].zero_()  # a unit with norm 0
     return model
 
 
@@ -42,7 +42,7 @@ def clipped(mode: Literal["norm", "value", "agc"], bound: float, scale: float) -
     model = with_gradients(scale)
     divisor = clip(model, mode, bound)
     assert (divisor is not None) == (mode == "norm" and bound > 0)
-    divide(plain_descent(model), divisor)  # which divides in place, for want of a kernel that does
+    divide(plain_descent(model), divisor)  # in place, because SGD's kernel has no divisor
     return gradients(model)
 
 
@@ -71,7 +71,7 @@ def plain_descent(model: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 100.0])
 @pytest.mark.parametrize("mode", ["norm", "value", "agc"])
-def test_gradients_are_bounded_as_by_torch_and_timm(
+def test_gradients_are_clipped_as_by_torch_and_timm(
     mode: Literal["norm", "value", "agc"], scale: float
 ) -> None:
     expected = with_gradients(scale)
@@ -88,15 +88,15 @@ def test_gradients_are_bounded_as_by_torch_and_timm(
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
 
 
-def test_no_bound_changes_nothing() -> None:
+def test_without_a_bound_gradients_are_unchanged() -> None:
     found = clipped("norm", 0.0, 100.0)
     assert all(torch.equal(a, b) for a, b in zip(found, gradients(with_gradients(100.0)), strict=True))
 
 
 @pytest.mark.parametrize("scale", [1e-6, 100.0])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lamb", "lars"])
-def test_steps_are_those_of_gradients_that_were_bounded_before(name: str, scale: float) -> None:
-    """Whoever divides, the optimizer's kernel or a pass of its own, the weights go the same way."""
+def test_steps_equal_those_of_gradients_clipped_before(name: str, scale: float) -> None:
+    """The weights do not depend on whether the optimizer's kernel divides, or a separate operation."""
     ours, theirs = with_gradients(scale), with_gradients(scale)
     start = [parameter.detach().clone() for parameter in ours.parameters()]
     optimizers = []
@@ -114,15 +114,15 @@ def test_steps_are_those_of_gradients_that_were_bounded_before(name: str, scale:
         torch.testing.assert_close(found - before, expected - before, rtol=1e-4, atol=1e-7)
 
 
-def test_the_norm_of_flat_gradients_is_that_of_all_and_no_more() -> None:
+def test_the_norm_of_flat_gradients_equals_that_of_all_gradients() -> None:
     model = network()
-    model[3].bias.requires_grad_(False)  # what is frozen has none
+    model[3].bias.requires_grad_(False)  # a frozen parameter has no gradient
     apart = copy.deepcopy(model)
     settings = Exchange(compression="none", bucket_mib=100 / 2**20, last_bucket_mib=100 / 2**20)
     reducer = Reducer(model, World.single(), settings, micro_batches=1)
     assert len(reducer.local_gradients) > 1
     images = torch.randn(6, 3, 3, 3, generator=torch.Generator().manual_seed(2))
-    for _ in range(2):  # the second is not the sum of both
+    for _ in range(2):  # the second step does not contain the gradients of the first
         for each in (model, apart):
             each.zero_grad()
             each(images).square().sum().backward()
@@ -135,8 +135,8 @@ def test_the_norm_of_flat_gradients_is_that_of_all_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_is_not_hidden(bad: float) -> None:
-    """Without a loss scale nothing is skipped, and what went wrong must be seen."""
+def test_gradients_that_are_not_finite_reach_the_weights(bad: float) -> None:
+    """Without a loss scale no step is skipped, and the error must become visible."""
     model = with_gradients(1.0)
     assert model[2].weight.grad is not None
     model[2].weight.grad[0, 0] = bad

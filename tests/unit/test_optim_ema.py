@@ -1,4 +1,4 @@
-"""Averaged weights against timm's and against their definition, step by step."""
+"""Averaged weights against timm's and against their definition, after each step."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def network() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
-def flats(model: nn.Module) -> list[Bucket]:
+def buckets_of(model: nn.Module) -> list[Bucket]:
     return build_buckets(dict(model.named_parameters()), bucket_bytes=40, shards=1, last_bytes=40)
 
 
 def train_a_little(model: nn.Module, step: int) -> None:
     random = torch.Generator().manual_seed(step)
-    model(torch.randn(8, 3, generator=random))  # moves the batch-norm statistics
+    model(torch.randn(8, 3, generator=random))  # updates the statistics of batch norm
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=random))
@@ -47,21 +47,21 @@ def test_the_decay_of_a_step_in_the_warm_up(step: int, decay: float, expected: f
     assert decay_at(step, decay, warmup=True) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_decay_never_falls() -> None:
+def test_the_decay_never_decreases() -> None:
     decays = [decay_at(step, 0.999, warmup=True) for step in range(20_000)]
     assert decays == sorted(decays)
     assert decays[-1] == 0.999
 
 
-def test_without_warm_up_all_steps_are_alike() -> None:
+def test_without_warm_up_the_decay_is_constant() -> None:
     assert {decay_at(step, 0.999, warmup=False) for step in range(20_000)} == {0.999}
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99992])
-def test_averages_are_those_of_timm(decay: float) -> None:
-    """Batch norm's statistics are averaged too; its counts are copied, as by timm's newer class."""
+def test_averages_equal_timms(decay: float) -> None:
+    """Statistics of batch norm are averaged too; its counts are copied, as by timm's ModelEmaV3."""
     model = network()
-    average, theirs = Ema(model, flats(model), decay), ModelEmaV2(model, decay=decay)
+    average, theirs = Ema(model, buckets_of(model), decay), ModelEmaV2(model, decay=decay)
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for step in range(50):
         train_a_little(model, step)
@@ -81,23 +81,23 @@ def test_averages_are_those_of_timm(decay: float) -> None:
 @pytest.mark.parametrize("decay", [0.5, 0.9999])
 def test_warmed_up_updates_follow_the_definition(decay: float) -> None:
     model = network()
-    average = Ema(model, flats(model), decay, warmup=True)
+    average = Ema(model, buckets_of(model), decay, warmup=True)
     expected = [parameter.detach().double() for parameter in model.parameters()]
     for step in range(30):
         train_a_little(model, step)
         average.update(step)
-        share = min(decay, (1 + step) / (10 + step))
+        decay_now = min(decay, (1 + step) / (10 + step))
         expected = [
-            share * old + (1 - share) * new.detach()
+            decay_now * old + (1 - decay_now) * new.detach()
             for old, new in zip(expected, model.parameters(), strict=True)
         ]
-    for found, wanted in zip(average.models()["ema"].parameters(), expected, strict=True):
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    for found, expected_average in zip(average.models()["ema"].parameters(), expected, strict=True):
+        torch.testing.assert_close(found.double(), expected_average, rtol=1e-5, atol=1e-5)
 
 
-def test_averages_lie_in_as_few_tensors_as_the_weights() -> None:
+def test_averages_have_as_few_storages_as_the_weights() -> None:
     model = network()
-    buckets = flats(model)
+    buckets = buckets_of(model)
     average = Ema(model, buckets, 0.9)
     storages = {p.untyped_storage().data_ptr() for p in average.models()["ema"].parameters()}
     assert len(storages) == len(buckets) > 1
@@ -105,9 +105,9 @@ def test_averages_lie_in_as_few_tensors_as_the_weights() -> None:
         assert torch.equal(parameter, model.get_parameter(name))
 
 
-def test_the_average_is_apart_from_the_model() -> None:
+def test_the_average_and_the_model_have_separate_tensors() -> None:
     model = network()
-    average = Ema(model, flats(model), 0.9)
+    average = Ema(model, buckets_of(model), 0.9)
     before = {name: tensor.clone() for name, tensor in average.tensors().items()}
     raw = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     train_a_little(model, 0)
@@ -119,10 +119,10 @@ def test_the_average_is_apart_from_the_model() -> None:
     assert not torch.equal(raw["0.weight"], model.state_dict()["0.weight"])
 
 
-def test_the_tensors_are_live() -> None:
-    """What a checkpoint restores into them is what is evaluated and updated from then on."""
+def test_tensors_that_a_checkpoint_restores_are_those_in_use() -> None:
+    """Values written into tensors() are evaluated and updated from then on."""
     model = network()
-    average = Ema(model, flats(model), 0.5)
+    average = Ema(model, buckets_of(model), 0.5)
     with torch.no_grad():
         for tensor in average.tensors().values():
             tensor.fill_(7)

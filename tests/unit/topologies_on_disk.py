@@ -39,9 +39,9 @@ def host_of(machine: str) -> Host:
 
 
 def lay_out(machine: str, folder: Path) -> tuple[Path, list[tuple[str, str]]]:
-    """Write a machine's files below an empty folder; return it, and each GPU's address and uuid."""
+    """Write a machine's files below an empty folder; return the folder and each GPU's address and uuid."""
     gpus = []
-    for left, sign, right in _facts((MACHINES / f"{machine}.txt").read_text(encoding="utf-8")):
+    for left, sign, right in _entries((MACHINES / f"{machine}.txt").read_text(encoding="utf-8")):
         if left == "gpu":
             address, uuid = right.split()
             gpus.append((address, uuid))
@@ -56,7 +56,7 @@ def lay_out(machine: str, folder: Path) -> tuple[Path, list[tuple[str, str]]]:
     return folder, gpus
 
 
-def _facts(text: str) -> Iterator[tuple[str, str, str]]:
+def _entries(text: str) -> Iterator[tuple[str, str, str]]:
     for line in filter(None, map(str.strip, text.splitlines())):
         if not line.startswith("#"):
             left, sign, right = re.split(r"\s*(=|->)\s*", line, maxsplit=1)
@@ -69,20 +69,20 @@ def _device(folder: Path, path: str, node: str, kind: str, vendor: str) -> None:
     _link(folder / "sys/bus/pci/devices" / path.split("/")[-1], f"../../../devices/{path}")
 
 
-def _port(folder: Path, place: list[str], facts: list[str]) -> None:
-    card, number, address = place
-    interface, state, layer, rate = facts
+def _port(folder: Path, device_port: list[str], properties: list[str]) -> None:
+    nic, number, address = device_port
+    interface, state, layer, rate = properties
     device = (folder / "sys/bus/pci/devices" / address).resolve(strict=True)
-    port = device / "infiniband" / card / "ports" / number
+    port = device / "infiniband" / nic / "ports" / number
     for name, content in (("state", state), ("link_layer", layer), ("rate", rate)):
         _write(port / name, content)
     if interface:
         _write(device / "net" / interface / "dev_port", str(int(number) - 1))
-    seen = folder / "sys/class/infiniband" / card
-    if not seen.is_symlink():  # a card's second port finds both links there
+    listed = folder / "sys/class/infiniband" / nic
+    if not listed.is_symlink():  # both links exist already for the second port of a NIC
         inside = device.relative_to((folder / "sys").resolve())
-        _link(device / "infiniband" / card / "device", f"../../../{address}")
-        _link(seen, f"../../{inside}/infiniband/{card}")
+        _link(device / "infiniband" / nic / "device", f"../../../{address}")
+        _link(listed, f"../../{inside}/infiniband/{nic}")
 
 
 def _files(folder: Path, path: str, content: str) -> None:

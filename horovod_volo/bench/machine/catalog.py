@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
@@ -19,29 +20,27 @@ from typing import Annotated
 
 from horovod_volo.bench.cli import Flag, Pairs
 from horovod_volo.bench.comparison import alternate
-from horovod_volo.bench.memory import resident_bytes
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.core.errors import UserError
+from horovod_volo.config.arguments import whole_number
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.sampler import epoch_order
 from horovod_volo.models.timm_api import listed_images
 
 Start = Callable[[str, str], object]  # from the data folder and the cache folder to what a rank then holds
 
+_CLASSES = 1000
+
 
 def measure(
     *,
-    images: Annotated[int, Flag("images to emulate, as links")] = 1281167,
-    classes: Annotated[int, Flag("class folders")] = 1000,
+    images: Annotated[int, Flag("images to emulate, as links", read=whole_number(_CLASSES))] = 1281167,
     pairs: Pairs = 7,
 ) -> Result:
     """Measure so many images in a temporary folder."""
-    if images < classes:
-        raise UserError(f"--images takes {classes} or more, one for each class.")
     gained: dict[Start, list[float]] = {_start: [], _timm_start: []}
     with tempfile.TemporaryDirectory() as folder:
         data_dir, cache = f"{folder}/data", f"{folder}/lists"
-        _link_images(Path(data_dir) / "train", images, classes)
+        _link_images(Path(data_dir) / "train", images)
         cold, _ = _in_new_process(_start, data_dir, cache)
 
         def block(start: Start) -> float:
@@ -49,29 +48,29 @@ def measure(
             gained[start].append(memory / images)
             return seconds
 
-        found = alternate(lambda: block(_start), lambda: block(_timm_start), pairs)
+        found = alternate(partial(block, _start), partial(block, _timm_start), pairs)
     return Result(
         "catalog",
-        f"start-up of a rank on {images:,} images of {classes:,} classes",
+        f"start-up of a rank on {images:,} images of {_CLASSES:,} classes",
         [
             Figure("the first time, by one rank", cold, "s"),
             Figure.of_seconds("from the list that is kept", found.ours, "s"),
             Figure.of_seconds("timm's listing", found.peer, "s"),
-            Figure.of_estimate("faster than timm's", found.times_faster, "x"),
+            Figure.of("faster than timm's", found.ratios, "x"),
             Figure.of("resident memory of an image", gained[_start], "bytes"),
             Figure.of("timm's", gained[_timm_start], "bytes"),
         ],
     )
 
 
-def _link_images(folder: Path, images: int, classes: int) -> None:
+def _link_images(folder: Path, images: int) -> None:
     """Fill class folders with links; each class has its own file, as the links of one file are limited."""
-    for number in range(classes):
+    for number in range(_CLASSES):
         class_folder = folder / f"n{number:08d}"
         class_folder.mkdir(parents=True)
         first = class_folder / f"{class_folder.name}_0.JPEG"
         first.touch()
-        for image in range(1, images // classes + (number < images % classes)):
+        for image in range(1, images // _CLASSES + (number < images % _CLASSES)):
             os.link(first, class_folder / f"{class_folder.name}_{image}.JPEG")
 
 
@@ -100,3 +99,9 @@ def _start(data_dir: str, cache: str) -> object:
 
 def _timm_start(data_dir: str, _: str) -> object:
     return listed_images(f"{data_dir}/train")
+
+
+def resident_bytes() -> int:
+    """Return how much of this process's memory is resident, shared and mapped pages included."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""CUDA's autocast and its choice of attention, for the meta device, which has neither."""
+"""CUDA's autocast and its choices of attention and of memory formats, for the meta device."""
 
 from __future__ import annotations
 
@@ -73,3 +73,17 @@ def _attention_as_flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if func is F.scaled_dot_product_attention and args[0].dtype == torch.bfloat16:
         return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
     return func(*args, **kwargs)
+
+
+def in_cuda_memory_format(name: str, args: tuple[Any, ...], result: Any) -> Any:
+    """Return an operator's result in the memory format that it has on CUDA, where meta has another."""
+    channels_last = torch.channels_last
+    if name == "convolution" and _is_channels_last(args[0]):
+        return torch.empty_like(result, memory_format=channels_last)
+    if name == "convolution_backward" and _is_channels_last(args[1]) and result[0] is not None:
+        return (torch.empty_like(result[0], memory_format=channels_last), *result[1:])
+    return result
+
+
+def _is_channels_last(images: Tensor) -> bool:
+    return not images.is_contiguous() and images.is_contiguous(memory_format=torch.channels_last)

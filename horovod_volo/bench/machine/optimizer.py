@@ -7,130 +7,79 @@ them; timm's backward allocates them, which is not counted.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.bench.cli import Model, Pairs
-from horovod_volo.bench.comparison import (
-    Action,
-    Block,
-    alternate,
-    assert_agree,
-    block_with_setup,
-    default_device,
-)
+from horovod_volo.bench.cli import ModelName, Pairs
+from horovod_volo.bench.comparison import Action, TimedBlock, alternate, assert_agree, block_with_setup
 from horovod_volo.bench.machine.peers_timm import TimmUpdate
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.cluster.reducer import Reducer
-from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Exchange
-from horovod_volo.models.build import build_model, exempt_from_decay
-from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr
-from horovod_volo.optim.clip import build_clip, divide
-from horovod_volo.optim.ema import Ema
+from horovod_volo.bench.synthetic import SyntheticRun, bench_config, flat_weights
 
-CLASSES = 1000
 LR, WEIGHT_DECAY, MAX_NORM = 1e-3, 0.05, 1.0
 EMA = 0.9  # decay of the average: so small that the compared steps change it measurably
 BYTES = 50  # per parameter: reading and writing it, its gradient, moments and average once
 _COPIED_BYTES = 8  # per parameter: a copy reads and writes four bytes
 _COMPARED_STEPS = 20
 _TOLERANCE = 1e-6
-PEERS = {
-    name: partial(TimmUpdate, lr=LR, weight_decay=WEIGHT_DECAY, max_norm=MAX_NORM, ema=EMA, fastest=fastest)
-    for name, fastest in (("timm's defaults", False), ("timm's best", True))
-}
 
 
-class OurUpdate:
-    """The part of the engine's step after the all-reduce."""
-
-    def __init__(self, model: nn.Module) -> None:
-        named = dict(model.named_parameters())
-        self._reducer = Reducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
-        exempt = exempt_from_decay(model)
-        groups = parameter_groups(
-            named, named, exempt=exempt, weight_decay=WEIGHT_DECAY, layers={}, layer_decay=1.0
-        )
-        self._optimizer = build_optimizer("adamw", groups, momentum=0.0)
-        set_lr(self._optimizer, LR)
-        self._clip = build_clip(
-            "norm",
-            MAX_NORM,
-            named,
-            flat_gradients=self._reducer.local_gradients,
-            heads=(),
-            global_grad_norm=self._reducer.global_grad_norm,
-        )
-        self._average = Ema(model, self._reducer.buckets, EMA)
-
-    def __call__(self) -> None:
-        """Take one step."""
-        with self._reducer.synchronized_gradients():
-            divide(self._optimizer, self._clip())
-            self._optimizer.step()
-        self._average.update(step=0)  # without warm-up all steps are alike
-
-    def averages(self) -> Iterable[Tensor]:
-        """Return the averaged weights."""
-        return self._average.models()["ema"].parameters()
-
-
-def measure(*, model: Model = "volo_d1", pairs: Pairs = 7) -> Result:
+def measure(*, model: ModelName = "volo_d1", pairs: Pairs = 7) -> Result:
     """Compare the updates of a model's parameters."""
-    torch.manual_seed(0)
-    network = build_model(model, img_size=224, num_classes=CLASSES, drop_path=0.0).to(default_device())
-    figures = [figure for name in PEERS for figure in _compare(name, network, pairs)]
-    figures += _compare_with_copy(network, pairs)
+    figures = []
+    for name, fastest in (("timm's defaults", False), ("timm's best", True)):
+        with closing(_run(model)) as run:
+            figures += _compare(run, name, fastest, pairs)
+    with closing(_run(model)) as run:
+        network = run.context.state.model
+        source = flat_weights(network)
+        copying = _block(partial(torch.empty_like(source).copy_, source), copy.deepcopy(network))
+        found = alternate(_block(run.step, network), copying, pairs)
+    gigabytes, moved = 1e-9 * _COPIED_BYTES * source.numel(), BYTES / _COPIED_BYTES
+    label = f"update: time relative to moving {BYTES} bytes per parameter at the copy's rate"
+    figures += [
+        Figure.of_seconds("update", found.ours),
+        Figure.of("copy", gigabytes / found.peer, "GB/s"),
+        Figure.of(label, found.ours / (found.peer * moved), "x"),
+    ]
     return Result(f"optimizer {model}", "clip, AdamW and averaged weights, fp32, against timm's", figures)
 
 
-def _compare(name: str, network: nn.Module, pairs: int) -> list[Figure]:
-    our_model, peer_model = copy.deepcopy(network), copy.deepcopy(network)
-    ours, peer = OurUpdate(our_model), PEERS[name](peer_model)
+def _run(model: str) -> SyntheticRun:
+    """Build a run whose step is the part of the engine's step after backward."""
+    config = bench_config(model=model, clip_grad=MAX_NORM, ema_decay=EMA, weight_decay=WEIGHT_DECAY)
+    run = SyntheticRun(config)
+    run.context.lr = lambda step: LR  # noqa: ARG005
+    # Without micro-batches; the reducer, which is built, expects the backward of one.
+    run.context.config = replace(config, update=replace(config.update, accumulation=0))
+    return run
+
+
+def _compare(run: SyntheticRun, name: str, fastest: bool, pairs: int) -> list[Figure]:
+    ours = run.context.state.model
+    theirs = copy.deepcopy(ours)
+    peer = TimmUpdate(theirs, lr=LR, weight_decay=WEIGHT_DECAY, max_norm=MAX_NORM, ema=EMA, fastest=fastest)
     random = torch.Generator().manual_seed(1)
     for step in range(_COMPARED_STEPS):
         # Small and large in turn: AdamW's result does not depend on a constant clip factor.
         size = (1e-4, 1e-2)[step % 2]
-        gradients = [size * torch.randn(p.shape, generator=random) for p in our_model.parameters()]
-        for model, update in ((our_model, ours), (peer_model, peer)):
-            _set_gradients(model, gradients)
+        gradients = [size * torch.randn(p.shape, generator=random).to(run.device) for p in ours.parameters()]
+        for network, update in ((ours, run.step), (theirs, peer)):
+            _set_gradients(network, gradients)
             update()
-    for what, our_values, peer_values in (
-        ("weights", our_model.parameters(), peer_model.parameters()),
-        ("averages", ours.averages(), peer.averages()),
-    ):
+    average = run.context.state.average.models()["ema"]
+    for what, one, other in (("weights", ours, theirs), ("averages", average, peer.average.module)):
         what = f"{what} after {_COMPARED_STEPS} steps, {name}"
-        assert_agree(what, _flat(our_values), _flat(peer_values), _TOLERANCE)
-    found = alternate(_block(ours, our_model), _block(peer, peer_model), pairs)
-    return [
-        Figure.of_seconds(name, found.peer),
-        Figure.of_estimate(f"faster than {name}", found.times_faster, "x"),
-    ]
+        assert_agree(what, flat_weights(one), flat_weights(other), _TOLERANCE)
+    found = alternate(_block(run.step, ours), _block(peer, theirs), pairs)
+    return [Figure.of_seconds(name, found.peer), Figure.of(f"faster than {name}", found.ratios, "x")]
 
 
-def _compare_with_copy(network: nn.Module, pairs: int) -> list[Figure]:
-    model = copy.deepcopy(network)
-    update = OurUpdate(model)
-    source = _flat(model.parameters())
-    target = torch.empty_like(source)
-    update()
-    found = alternate(_block(update, model), _block(partial(target.copy_, source), network), pairs)
-    gigabytes = 1e-9 * _COPIED_BYTES * source.numel()
-    ratios = [
-        ours / (copying * BYTES / _COPIED_BYTES) for ours, copying in zip(found.ours, found.peer, strict=True)
-    ]
-    return [
-        Figure.of_seconds("update", found.ours),
-        Figure.of("copy", [gigabytes / seconds for seconds in found.peer], "GB/s"),
-        Figure.of(f"update beside {BYTES} bytes a parameter at that speed", ratios, "x"),
-    ]
-
-
-def _block(action: Action, model: nn.Module) -> Block:
+def _block(action: Action, model: nn.Module) -> TimedBlock:
     """Make a timed block of calls, each with new gradients."""
     gradients = [torch.full_like(parameter, 1e-3) for parameter in model.parameters()]
     device = gradients[0].device
@@ -143,7 +92,3 @@ def _set_gradients(model: nn.Module, gradients: list[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
     torch.autograd.backward(parameters, gradients)
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().flatten() for tensor in tensors])

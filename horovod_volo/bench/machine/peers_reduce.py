@@ -1,42 +1,143 @@
-"""Peers of our reducer, used as their documentation recommends: Horovod's optimizer and torch's DDP."""
+"""Methods of exchanging gradients that are measured: ours, Horovod's optimizer and torch's DDP.
+
+Each trains a copy of one network with the same forward, backward and update; whatever else a method costs or
+saves is its own. The peers are used as their documentation recommends.
+"""
 
 from __future__ import annotations
 
+import copy
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
-from horovod_volo.bench.machine.reduce_methods import DTYPES, Compression, Method, Work, plain_method, sgd
+from horovod_volo.bench.comparison import Action
+from horovod_volo.bench.synthetic import ModelWithLoss
+from horovod_volo.cluster.collectives import Collectives, Wait
+from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Exchange
 
+STOCK, DDP = "stock Horovod", "torch DDP"
+CompressionName = Literal["none", "fp16"]
+_DTYPES: dict[CompressionName, str] = {"none": "fp32", "fp16": "fp16"}
 _BUCKET_MIB = 25
 _TIMEOUT = timedelta(minutes=2)
 
 
-def stock_horovod(work: Work, compression: Compression, groups: int) -> Method:
-    """Build a step with Horovod's DistributedOptimizer."""
+@dataclass
+class Work:
+    """A network, and this rank's own batch."""
+
+    world: World
+    network: nn.Module
+    heads: list[str]  # modules of `model()` that compute logits
+    images: Tensor
+    classes: Tensor
+
+    def model(self) -> ModelWithLoss:
+        """Return a copy of the network in its initial state, with the loss."""
+        return ModelWithLoss(copy.deepcopy(self.network))
+
+    def loss(self, model: Callable[..., Tensor]) -> Tensor:
+        """Run forward."""
+        return model(self.images, self.classes)
+
+
+@dataclass
+class Method:
+    """One method of exchange in one of its forms."""
+
+    form: str
+    compression: CompressionName
+    model: ModelWithLoss
+    step: Action
+
+
+def _sgd(model: nn.Module) -> SGD:
+    """Return plain gradient descent: an adaptive optimizer would enlarge rounding errors to whole steps."""
+    return SGD(model.parameters(), lr=1e-3)
+
+
+def _plain_step(work: Work, model: nn.Module, optimizer: Any) -> Action:
+    """Return torch's plain step; a method of exchange lies in the model or the optimizer."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        work.loss(model).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def no_exchange(work: Work) -> Method:
+    """Build a plain step without exchange: every rank trains by itself."""
+    model = work.model()
+    return Method("none", "none", model, _plain_step(work, model, _sgd(model)))
+
+
+class ReducerMethod(Method):
+    """A step with our reducer; without overlap it sends the buckets when backward has ended."""
+
+    def __init__(self, work: Work, compression: CompressionName, *, overlap: bool) -> None:
+        super().__init__(_DTYPES[compression], compression, work.model(), self._step)
+        self.collectives = _CountingCollectives(work.world.collectives, f"{compression}.{overlap}")
+        world = replace(work.world, collectives=cast(Collectives, self.collectives))
+        # Waiting for a second micro-batch, which never comes, the reducer sends no bucket during backward.
+        micro_batches, settings = 1 if overlap else 2, Exchange(compression=compression)
+        self._reducer = Reducer(self.model, world, settings, micro_batches=micro_batches, heads=work.heads)
+        self._work, self._optimizer = work, _sgd(self.model)
+
+    def _step(self) -> None:
+        self._work.loss(self.model).backward()  # type: ignore[no-untyped-call]
+        with self._reducer.synchronized_gradients():
+            self._optimizer.step()
+
+    def exchange(self) -> None:
+        """Run the exchange without forward, backward and update."""
+        with self._reducer.synchronized_gradients():
+            pass
+
+
+class _CountingCollectives:
+    """Counts all-reduces and gives them names of their own, as Horovod caches responses by name."""
+
+    def __init__(self, collectives: Collectives, prefix: str) -> None:
+        self._collectives, self._prefix = collectives, prefix
+        self.allreduces = 0
+
+    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
+        self.allreduces += 1
+        return self._collectives.allreduce_async(tensor, f"{self._prefix}.{name}", scale)
+
+
+def _stock_horovod(work: Work, compression: CompressionName, groups: int) -> Method:
     # Imported here: Horovod may be missing where there is one rank only.
     import horovod.torch as hvd
 
     model = work.model()
     optimizer = hvd.DistributedOptimizer(
-        sgd(model),
+        _sgd(model),
         named_parameters=model.named_parameters(),
         compression=hvd.Compression.fp16 if compression == "fp16" else hvd.Compression.none,
-        num_groups=groups,
+        groups=groups or None,  # 0: no explicit groups
     )
-    form = f"{DTYPES[compression]}, {groups or 'no'} groups"
-    return plain_method(work, model, model, optimizer, form, compression)
+    form = f"{_DTYPES[compression]}, {groups or 'no'} groups"
+    return Method(form, compression, model, _plain_step(work, model, optimizer))
 
 
-def torch_ddp(work: Work, compression: Compression) -> Method:
+def _torch_ddp(work: Work, compression: CompressionName) -> Method:
     """Build a step with torch's DistributedDataParallel; inside `torch_ranks`."""
     model = work.model()
     parallel = DistributedDataParallel(
@@ -48,14 +149,15 @@ def torch_ddp(work: Work, compression: Compression) -> Method:
     )
     if compression == "fp16":
         parallel.register_comm_hook(None, fp16_compress_hook)
-    return plain_method(work, model, parallel, sgd(model), DTYPES[compression], compression)
+    return Method(_DTYPES[compression], compression, model, _plain_step(work, parallel, _sgd(model)))
 
 
-STOCK, DDP = "stock Horovod", "torch DDP"
-# The forms of each, of which the fastest is the peer.
+# The forms of each peer, of which the fastest is measured.
 FORMS: dict[str, list[Callable[[Work], Method]]] = {
-    STOCK: [partial(stock_horovod, compression=kind, groups=groups) for kind in DTYPES for groups in (0, 4)],
-    DDP: [partial(torch_ddp, compression=kind) for kind in DTYPES],
+    STOCK: [
+        partial(_stock_horovod, compression=kind, groups=groups) for kind in _DTYPES for groups in (0, 4)
+    ],
+    DDP: [partial(_torch_ddp, compression=kind) for kind in _DTYPES],
 }
 
 

@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 
-from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, Kernels, Model
+from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, Kernels, ModelName
 from horovod_volo.bench.machine.cuda_autocast import CudaAutocast
-from horovod_volo.bench.machine.peers_timm import plain_loop, published_loop
+from horovod_volo.bench.machine.peers_timm import LoopName, training_loop
 from horovod_volo.bench.machine.step_cost import CostMode, GpuRates, Operator, StepCost, fused
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import RANDOM_LABELS, checked_config, random_labels, synthetic_context
+from horovod_volo.bench.synthetic import CLASSES, bench_config, random_labels, synthetic_context
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
@@ -29,30 +29,34 @@ from horovod_volo.engine.step import train_step
 from horovod_volo.models.build import tokens_per_side
 from horovod_volo.objective.mixing import Box
 
-CLASSES = 1000
 META = torch.device("meta")
 # Rates of bf16 products and of memory. H200: measured, 8192 x 8192 products and a copy. The others: what
 # this fraction of the data sheets' rates amounts to.
 GPUS = {"a100": GpuRates(250, 1.83), "h100": GpuRates(600, 2.7), "h200": GpuRates(790, 4.3)}
-Against = Literal["eager", "compile", "published"]
+CountedLoop = Literal["eager", "compile", "published"]
 
 
 def measure(
     *,
-    model: Model = "volo_d1",
+    model: ModelName = "volo_d1",
     img_size: ImgSize = 224,
     batch_size: BatchSize = 256,
     drop_path: DropPath = 0.1,
     kernels: Kernels = "fused",
     gpu: Annotated[Literal["a100", "h100", "h200"], Flag("rates to price with")] = "h100",
     against: Annotated[
-        Sequence[Against], Flag("steps around timm's network to count as well", may_be_empty=True)
+        Sequence[CountedLoop], Flag("steps around timm's network to count as well", may_be_empty=True)
     ] = ("eager", "compile", "published"),
 ) -> Result:
     """Count our step, plain and fused as a compiler would at best, and those of others."""
-    settings = {"model": model, "img_size": img_size, "batch_size": batch_size, "drop_path": drop_path}
-    settings["kernels"] = kernels
-    config = checked_config(settings | RANDOM_LABELS | {"precision": "bf16", "num_classes": CLASSES})
+    config = bench_config(
+        model=model,
+        img_size=img_size,
+        batch_size=batch_size,
+        drop_path=drop_path,
+        kernels=kernels,
+        precision="bf16",
+    )
     rates = GPUS[gpu]
     cost = count_step(config)
     figures = list(_figures("", cost, rates, batch_size))
@@ -68,7 +72,7 @@ def measure(
 def count_step(config: Config) -> StepCost:
     """Count the engine's step, and the augmentation of its batch."""
     with META:
-        context = synthetic_context(config, World.single(), CLASSES, RankResources(META, 1, ""))
+        context = synthetic_context(config, World.single(), RankResources(META, 1, ""))
     counter = CostMode(context.state.model)
 
     def in_part(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,16 +99,13 @@ def count_step(config: Config) -> StepCost:
     return cost
 
 
-def count_loop(name: Against, config: Config) -> StepCost:
+def count_loop(name: CountedLoop, config: Config) -> StepCost:
     """Count a training loop around timm's network; `compile` is the eager one, fused."""
     batch, autocast = _batch(config), CudaAutocast()
     side = tokens_per_side(config.model.model, config.model.img_size)
+    form: LoopName = "published" if name == "published" else "eager"
     with META:
-        loop = (
-            published_loop(config, batch, META, Box(0, 0, side // 2, side // 2, side), autocast)
-            if name == "published"
-            else plain_loop("eager", config, batch, META, autocast)
-        )
+        loop = training_loop(form, config, batch, META, Box(0, 0, side // 2, side // 2, side), autocast)
     counter = CostMode(loop.network)
     counter.part = "loss and update"
     with counter.counting() as cost:
@@ -125,8 +126,8 @@ def _augment(config: Config) -> None:
     pixels = torch.empty(batch, 3, side, side, device=META, dtype=torch.uint8)
     augment_(pixels, draw_operations(0, 0, indices, config.data))
     values = torch.empty(3, 1, 1, device=META)
-    images = pixels.float().sub_(values).div_(values)
-    Eraser(0, config.data, side, META).erase_(images, draw_erasures(0, 0, indices, config.data, side))
+    erasures = draw_erasures(0, 0, indices, config.data, side)
+    Eraser(0, config.data, side, META).normalize(pixels, values, values, erasures)
 
 
 def _figures(prefix: str, cost: StepCost, gpu: GpuRates, batch: int) -> list[Figure]:

@@ -2,6 +2,7 @@
 
 An operator reads each input and writes each output once, and takes the longer of two times: that of its bytes
 and that of its operations. This is a floor: launches, caches that miss and idle multiprocessors come on top.
+BatchNorm reads its inputs twice: it cannot normalise the first element before it has seen the last.
 
 `fused` counts what a compiler can at best make of the same operators: neighbours without matrix products
 become one kernel, and what only this kernel needs is neither written nor read.
@@ -10,7 +11,7 @@ become one kernel, and what only this kernel needs is neither written nor read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,11 +22,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
+from horovod_volo.bench.machine.cuda_autocast import in_cuda_memory_format
+
 aten: Any = torch.ops.aten
 
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
 _SELECTING = {"index_select", "gather", "embedding", "index", "slice_backward"}  # read only what they return
-_OVERWRITING = {"copy_", "zero_", "fill_"}
+_OVERWRITING = {"copy_", "zero_", "fill_", "augment_layer"}
+_ONLY_GRADIENT = {"avg_pool2d_backward"}  # reads none of the activations that it is given for their shapes
+# Operators with a sum over the batch, which comes before everything else: by name, how many inputs both read.
+_TWO_PASSES = {
+    "native_batch_norm": 1,
+    "native_batch_norm_backward": 2,
+    "batch_norm_relu": 1,
+    "batch_norm_relu_backward": 2,
+}
 _ADDING = {"index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_"}
 # Operators that are several kernels in PyTorch's CUDA library.
 _KERNELS = {
@@ -35,6 +46,8 @@ _KERNELS = {
     "_fused_adamw_": 1,
     "index_add": 2,  # a copy, then additions
     "outlook_fused_backward": 2,
+    "batch_norm_relu": 2,  # besides the sums
+    "batch_norm_relu_backward": 2,
 }
 _PER_IMAGE = {"im2col", "col2im"}  # one kernel for each image of the batch
 _PARTS = {
@@ -47,7 +60,22 @@ _PARTS = {
     "pos_drop": "network",
     "aux_head": "heads",
 }
-_EXTERN = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
+_NAMESPACE = "horovod_volo"  # of the operators in kernels/
+_EXTERN = {"convolution", "convolution_backward", "mm", "addmm", "addmm_", "bmm", "baddbmm"}
+
+
+def _outlook_flops(values: Tensor, logits: Tensor, heads: int, *_: Any, **__: Any) -> int:
+    """Return the operations of one product of attention weights and the values of a head."""
+    return 2 * logits.numel() * (values.shape[-1] // heads)
+
+
+# Of this package's operators, whose backward multiplies three times, for both gradients and for the output
+# again; and of one that torch's table lacks.
+_FLOPS: dict[str, Callable[..., int]] = {
+    "outlook_fused": _outlook_flops,
+    "outlook_fused_backward": lambda _, *inputs, **__: 3 * _outlook_flops(*inputs),
+    "addmm_": lambda _, one, other, **__: 2 * one.numel() * other.shape[1],
+}
 
 
 class GpuRates(NamedTuple):
@@ -67,6 +95,7 @@ class Operator(NamedTuple):
     inputs: dict[int, int]  # bytes read, by tensor
     outputs: dict[int, int]  # bytes written, by tensor
     kernels: int
+    custom: bool = False  # an operator of this package, which no compiler changes
 
     @property
     def bytes(self) -> int:
@@ -76,7 +105,7 @@ class Operator(NamedTuple):
     @property
     def fusible(self) -> bool:
         """Return whether a compiler may fuse it with its neighbours."""
-        return not self.flops and self.name not in _EXTERN and self.name not in _PER_IMAGE
+        return not self.flops and not self.custom and self.name not in _EXTERN | _PER_IMAGE
 
     def seconds(self, gpu: GpuRates) -> float:
         """Return the least time that a GPU takes."""
@@ -108,7 +137,9 @@ class CostMode(TorchDispatchMode):
         self.cost = StepCost()
         self.part = "data"  # of the step, outside the model's modules
         self._modules: list[str] = []  # that are being called
-        self._alive: list[Tensor] = []  # a freed storage's address could be used again
+        # Storages, as a freed one's address could be used again. Not tensors: autograd clones a gradient that
+        # others hold, instead of taking it.
+        self._alive: list[torch.UntypedStorage] = []
         self._kept = {_storage(parameter) for parameter in model.parameters()}
         for name, module in model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name))
@@ -137,7 +168,7 @@ class CostMode(TorchDispatchMode):
         storage = _storage(tensor)
         if storage not in self._kept:
             self._kept.add(storage)
-            self._alive.append(tensor)
+            self._alive.append(tensor.untyped_storage())
             self.cost.saved_bytes += tensor.untyped_storage().nbytes()
         return tensor
 
@@ -145,23 +176,24 @@ class CostMode(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         name = func.__name__.split(".")[0]
+        result = in_cuda_memory_format(name, args, func(*args, **kwargs))
         inputs, outputs = _tensors([args, kwargs]), _tensors(result)
-        read = {_storage(tensor) for tensor in inputs}
+        given = {_storage(tensor) for tensor in inputs}
         mutates = func._schema.is_mutable
-        if name in _FREE or (not mutates and all(_storage(tensor) in read for tensor in outputs)):
+        if name in _FREE or (not mutates and all(_storage(tensor) in given for tensor in outputs)):
             return result  # an allocation or a view
-        self._alive += outputs
-        formula = flop_registry.get(func._overloadpacket)
+        self._alive += [tensor.untyped_storage() for tensor in outputs]
+        outputs += _tensors(list(_mutated(func, args, kwargs)))
+        formula = flop_registry.get(func._overloadpacket) or _FLOPS.get(name)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
         kernels = len(args[0]) if name in _PER_IMAGE else _KERNELS.get(name, 1)
-        part, backward = self._current_part()
-        outputs += _tensors(list(_mutated(func, args, kwargs)))
-        operator = Operator(
-            name, part, backward, flops, _read(name, inputs, outputs), _sizes(outputs), kernels
-        )
-        self.cost.operators.append(operator)
+        where, custom = self._current_part(), func.namespace == _NAMESPACE
+        if name in _TWO_PASSES:
+            first = _sizes(inputs[: _TWO_PASSES[name]])
+            self.cost.operators.append(Operator(f"{name}_sums", *where, 0, first, {}, 1, custom))
+        read = _read(name, inputs, outputs)
+        self.cost.operators.append(Operator(name, *where, flops, read, _sizes(outputs), kernels, custom))
         return result
 
     def _current_part(self) -> tuple[str, bool]:
@@ -188,6 +220,8 @@ def _read(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> dict[int, i
         sizes, rows = _sizes(inputs), max(map(_bytes, inputs[1:]))
         copied = 0 if name.endswith("_") else 2 * _bytes(inputs[0])
         return sizes | {_storage(inputs[0]): copied + rows}
+    if name in _ONLY_GRADIENT:
+        return _sizes(inputs[:1])
     return _sizes(inputs[1:] if name in _OVERWRITING else inputs)
 
 
@@ -230,7 +264,8 @@ def fused(operators: Sequence[Operator]) -> list[Operator]:
     group: list[Operator] = []
     start = 0
     for number, operator in enumerate(operators):
-        if operator.fusible and (not group or operator.backward == group[-1].backward):
+        joins = not group or operator.backward == group[-1].backward
+        if operator.fusible and joins and operator.name not in _TWO_PASSES:
             group.append(operator)
             continue
         result += _merged(group, range(start, number), last_use)

@@ -6,34 +6,17 @@ a prediction is only as good as these.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 _NCCL = "NCCL, src/graph/tuning.cc: base and hardware latencies, Simple protocol"
 _HOROVOD = "default of Horovod 0.28.1"
 _ROOFLINE = "images; estimate from FLOPs and bytes at 0.60 to 0.68 of their limit; not run"
 _NVIDIA = "NVIDIA's VOLO article: 2,100 of 5 x 500 images/s"
 
 
-class Constant(NamedTuple):
-    """One number."""
-
-    name: str
-    value: float
-    unit: str
-    kind: str  # measured, published or assumed
-    source: str
-
-
-_ROWS = (
+# Name, value, unit, kind, source.
+CONSTANTS = (
     # Links.
     ("nccl start", 8.4e-6, "s", "published", _NCCL),
-    (
-        "nccl ring hop inside",
-        6e-6,
-        "s",
-        "published",
-        f"{_NCCL}; 3 x 2 us network overhead, above NVLink's 3.4",
-    ),
+    ("nccl ring hop inside", 6e-6, "s", "published", f"{_NCCL}; 3 x 2 us overhead, above NVLink's 3.4"),
     ("nccl ring hop between", 14e-6, "s", "published", _NCCL),
     ("nccl tree hop inside", 4e-6, "s", "published", _NCCL),
     ("nccl tree hop between", 14e-6, "s", "published", _NCCL),
@@ -41,9 +24,6 @@ _ROWS = (
     ("a100 between", 192e9, "byte/s", "measured", "DGX A100, 8 x HDR200; NVIDIA in nccl issues 812, 1576"),
     ("h200 inside", 480e9, "byte/s", "measured", "H100 with NVLS, nccl-tests issue 212; H200 has the same"),
     ("h200 between", 330e9, "byte/s", "measured", "8 x 400G, nccl issue 1221 (320 to 330)"),
-    ("ethernet inside", 12e9, "byte/s", "assumed", "PCIe 4 without NVLink"),
-    ("ethernet between", 3.1e9, "byte/s", "assumed", "one 25 GbE port at line rate for 4 GPUs"),
-    ("ethernet hop", 50e-6, "s", "assumed", "TCP through the kernel of two hosts and a switch"),
     # Horovod.
     ("horovod cycle", 1e-3, "s", "published", f"HOROVOD_CYCLE_TIME, {_HOROVOD}"),
     ("horovod fusion", 128 * 2**20, "byte", "published", f"HOROVOD_FUSION_THRESHOLD, {_HOROVOD}"),
@@ -53,7 +33,7 @@ _ROWS = (
     ("stock passes", 20, "byte/parameter", "published", "Horovod's code: cast, copy in, copy out, cast"),
     ("ours passes", 12, "byte/parameter", "published", "this code: one pass to fp16, one back"),
     # One GPU.
-    ("backward share", 2 / 3, "of a step", "assumed", "two of three multiplications"),
+    ("backward fraction", 2 / 3, "of a step", "assumed", "two of three multiplications"),
     ("sigma", 0.005, "of a step", "assumed", "deviation of a rank's step: loader, clock, kernel launches"),
     ("a100 volo_d1 step", 48.9e-3, "s", "assumed", f"128 {_ROOFLINE}"),
     ("a100 volo_d5 step", 366e-3, "s", "assumed", f"128 {_ROOFLINE}"),
@@ -69,16 +49,16 @@ _ROWS = (
     ("ddl efficiency", 0.95, "at 256 of 1", "published", "IBM PowerAI DDL, ResNet-50, 256 P100"),
     ("ddl step", 0.17, "s", "assumed", "ResNet-50 in Caffe on a P100, 32 images"),
     ("ddl gradients", 102e6, "byte", "published", "ResNet-50 in fp32"),
+    ("ddl hop", 50e-6, "s", "assumed", "TCP through the kernel of two hosts and a switch"),
     ("ddl inside", 30e9, "byte/s", "assumed", "two NVLinks between P100s of a Minsky"),
     ("ddl between", 20e9, "byte/s", "assumed", "0.8 of two EDR cards"),
     ("nemo efficiency", 0.96, "at 128 of 8", "published", "NVIDIA NeMo ViT-g/14, 693 to 10,644 images/s"),
     ("nemo step", 32 / 86.6, "s", "assumed", "86.6 images/s and GPU published; 32 images assumed"),
     ("nemo gradients", 2.02e9, "byte", "assumed", "1.01 G parameters in bf16"),
 )
-CONSTANTS = tuple(Constant(*row) for row in _ROWS)
-_BY_NAME = {entry.name: entry for entry in CONSTANTS}
+_VALUES = {name: float(value) for name, value, *_ in CONSTANTS}
 
 
 def constant(name: str) -> float:
     """Return the value of a constant."""
-    return _BY_NAME[name].value
+    return _VALUES[name]

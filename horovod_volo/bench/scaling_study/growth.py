@@ -1,89 +1,45 @@
 """Cost of a step as resolution, classes and batch grow, relative to the growth of the arithmetic.
 
-Every case is a run of the real engine on random images. The cases alternate, so that other load on the
-machine affects all of them; the figures are medians over the rounds of each case's time divided by the base
-case's.
+The cases alternate, so that other load on the machine affects all of them; the figures are medians over the
+rounds of each case's time divided by the base case's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
-import torch
-from torch.utils.flop_counter import FlopCounterMode
+import numpy as np
 
-from horovod_volo.bench.cli import Flag, Model, Precision
-from horovod_volo.bench.comparison import Block, timed
+from horovod_volo.bench.cli import Flag, ModelName
+from horovod_volo.bench.comparison import timed
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import (
-    RANDOM_LABELS,
-    checked_config,
-    random_batch,
-    step_of,
-    synthetic_context,
-)
-from horovod_volo.cluster.world import World
-from horovod_volo.models.timm_api import VOLO
-from horovod_volo.models.volo import SIZES
+from horovod_volo.bench.synthetic import SyntheticRun, bench_config, forward_flops
 
-
-class Case(NamedTuple):
-    """Size of the work; the defaults are the base case."""
-
-    side: int = 224
-    classes: int = 1000
-    batch: int = 4  # in a smaller one the update, which does not grow, is a large part of a step
-
-
-BASE = Case()
+_SIDE, _BATCH = 224, 4  # of the base case; in a smaller batch the update, which does not grow, counts much
 
 
 def measure(
-    *,
-    model: Model = "volo_d1",
-    precision: Precision = "fp32",
-    sides: Annotated[Sequence[int], Flag("sides of the input images, in pixels")] = (128, 160, 192, 288),
-    classes: Annotated[Sequence[int], Flag("numbers of classes")] = (21841,),
-    batches: Annotated[Sequence[int], Flag("batch sizes")] = (1, 2),
-    rounds: Annotated[int, Flag("rounds of all cases")] = 5,
+    *, model: ModelName = "volo_d1", rounds: Annotated[int, Flag("rounds of all cases")] = 5
 ) -> Result:
     """Measure one rank's step in each case."""
-    cases = [BASE, *(Case(side=side) for side in sides), *(Case(classes=number) for number in classes)]
-    cases += [Case(batch=batch) for batch in batches]
-    blocks = [_block(model, precision, case) for case in cases]
-    seconds = [[block() for block in blocks] for _ in range(rounds)]
-    figures = [Figure.of_seconds("224 px, 1,000 classes, batch 4", [row[0] for row in seconds])]
-    for place, case in enumerate(cases[1:], start=1):
-        times = [row[place] / row[0] for row in seconds]
-        if case.side != BASE.side:
-            arithmetic = multiplications(model, case) / multiplications(model, BASE)
-            label = f"{case.side} px: time beside 224 px, over that of the arithmetic"
-            times = [ratio / arithmetic for ratio in times]
-        elif case.classes != BASE.classes:
-            label = f"{case.classes:,} classes: time beside 1,000"
+    base = {"img_size": _SIDE, "num_classes": 1000, "batch_size": _BATCH}
+    cases: list[dict[str, int]] = [{}, *({"img_size": side} for side in (128, 160, 192, 288))]
+    cases += [{"num_classes": 21841}, {"batch_size": 1}, {"batch_size": 2}]
+    blocks = []
+    for case in cases:
+        run = SyntheticRun(bench_config(model=model, **base | case))
+        run.step()  # the first includes one-time work
+        blocks.append(timed(run.step, 1, run.device))
+    seconds = np.array([[block() for block in blocks] for _ in range(rounds)]).T  # (cases, rounds)
+    figures = [Figure.of_seconds("224 px, 1,000 classes, batch 4", seconds[0])]
+    for case, times in zip(cases[1:], seconds[1:] / seconds[0], strict=True):
+        if side := case.get("img_size"):
+            arithmetic = forward_flops(model, side) / forward_flops(model, _SIDE)
+            label = f"{side} px: time beside 224 px, over that of the arithmetic"
+            figures.append(Figure.of(label, times / arithmetic, "x"))
+        elif batch := case.get("batch_size"):
+            label = f"batch {batch}: images a second beside batch 4"
+            figures.append(Figure.of(label, batch / _BATCH / times, "x"))
         else:
-            label = f"batch {case.batch}: images a second beside batch 4"
-            times = [case.batch / BASE.batch / ratio for ratio in times]
-        figures.append(Figure.of(label, times, "x"))
-    return Result(f"growth {model}", f"a step's cost as it grows, {precision}", figures)
-
-
-def multiplications(model: str, case: Case) -> int:
-    """Count the multiplications of timm's forward of one image, token logits included."""
-    with torch.device("meta"):
-        network = VOLO(img_size=case.side, num_classes=case.classes, **SIZES[model]).eval()
-        image = torch.empty(1, 3, case.side, case.side)
-    with FlopCounterMode(display=False) as counter:
-        network(image)
-    return int(counter.get_total_flops()) // 2
-
-
-def _block(model: str, precision: str, case: Case) -> Block:
-    """Make a block of one step, after a first step, which includes one-time work."""
-    settings = {"model": model, "img_size": case.side, "batch_size": case.batch, "precision": precision}
-    config = checked_config(settings | RANDOM_LABELS)
-    context = synthetic_context(config, World.single(), case.classes)
-    step = step_of(context, random_batch(config, case.classes, context.resources.device, seed=0))
-    step()
-    return timed(step, 1, context.resources.device)
+            figures.append(Figure.of("21,841 classes: time beside 1,000", times, "x"))
+    return Result(f"growth {model}", "a step's cost as it grows, fp32", figures)

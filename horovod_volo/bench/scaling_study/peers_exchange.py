@@ -1,50 +1,102 @@
 """The same ranks exchange gradients by a parameter server and by Horovod's ring all-reduce, alternating.
 
-The server is used at its best: gradients arrive in pieces, and the weights of a piece are sent while the next
-pieces arrive, so that both directions of its link are busy. torch's gather and broadcast are tried too; the
-faster of both is the peer. Ranks communicate by gloo, without a launcher, which sets the variables otherwise.
+`on_ranks` starts the ranks on this machine, which may be on emulated hosts. They are forked from a process
+that is new for this, so that torch and Horovod are imported once and no thread of the caller is lost. They
+communicate by gloo, without a launcher, which sets the variables otherwise.
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, Pipe
 from time import perf_counter
+from typing import Any, TypeVar
 
 import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from horovod_volo.bench.comparison import Block, alternate, assert_agree
+from horovod_volo.bench.comparison import Action, PairedTimes, TimedBlock, alternate, assert_agree
+from horovod_volo.bench.network_namespaces import INTERFACE, NetworkHost
 from horovod_volo.cluster.world import World
 
+_TIMEOUT_SECONDS = 240
 _PIECE = 16 * 1024  # elements of fp32: smaller pieces cost more than they hide
 _LEARNING_RATE = 0.5
 _TRIALS = 2
-Exchange = Callable[[Tensor], None]  # of a gradient; updates the weights
+# As in the simulator's constants: Horovod's default cycle in milliseconds, and no fusion.
+_HOROVOD_SETTINGS = {"HOROVOD_CYCLE_TIME": "1", "HOROVOD_FUSION_THRESHOLD": "0"}
+
+T = TypeVar("T")
+
+
+def on_ranks(sizes: Sequence[int], function: Callable[[World], T], hosts: Sequence[NetworkHost]) -> list[T]:
+    """Return what the function returns on rank 0 of so many ranks, for each number of ranks in turn.
+
+    Each rank is on a host of its own if there are `hosts`.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+        return [alone.submit(_fork_ranks, size, function, hosts[:size]).result() for size in sizes]
+
+
+def _fork_ranks(size: int, function: Callable[[World], Any], hosts: Sequence[NetworkHost]) -> Any:
+    receiver, sender = Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = (size, function, hosts, f"{folder}/store", sender)
+        try:
+            start_processes(_rank, arguments, nprocs=size, daemon=True, start_method="fork")  # type: ignore[no-untyped-call]
+        except (ProcessRaisedException, ProcessExitedException) as problem:
+            raise RuntimeError(f"a rank of {size} ended: {problem}") from None
+    return receiver.recv()
+
+
+def _rank(
+    rank: int,
+    size: int,
+    function: Callable[[World], Any],
+    hosts: Sequence[NetworkHost],
+    store: str,
+    sender: Connection,
+) -> None:
+    signal.alarm(_TIMEOUT_SECONDS)  # ends this rank, and with it the others
+    os.dup2(2, 1)  # gloo prints to the standard output, which belongs to the result
+    if hosts:
+        hosts[rank].enter()
+    torch.set_num_threads(1)
+    with _joined(rank, size, hosts, store) as world:
+        found = function(world)
+    if rank == 0:
+        sender.send(found)
 
 
 @contextmanager
-def join_ranks(hosts: str) -> Iterator[World]:
-    """Initialise torch.distributed and Horovod on the ranks. Collective: every rank calls this.
-
-    The environment has torch's variables of a rank and Horovod's except the rendezvous; `hosts` has Horovod's
-    syntax, "NAME:RANKS,...".
-    """
-    dist.init_process_group("gloo", init_method="env://")
+def _joined(rank: int, size: int, hosts: Sequence[NetworkHost], store: str) -> Iterator[World]:
+    """Initialise torch.distributed and Horovod on the ranks."""
+    address, interface = (hosts[0].address, INTERFACE) if hosts else ("127.0.0.1", "lo")
+    os.environ["GLOO_SOCKET_IFNAME"] = interface
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    names = ",".join(f"{host.address}:1" for host in hosts) or f"localhost:{size}"
+    slots = get_host_assignments(parse_hosts(names), size)
     port = [0]
-    if dist.get_rank() == 0:
+    if rank == 0:
         server = RendezvousServer()
         port = [server.start()]
-        server.init(get_host_assignments(parse_hosts(hosts), dist.get_world_size()))
+        server.init(slots)
     dist.broadcast_object_list(port, src=0)
-    os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = os.environ["MASTER_ADDR"]
-    os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"] = str(port[0])
+    run_variables = create_run_env_vars(address, [interface], str(port[0]))
+    os.environ.update(create_slot_env_vars(slots[rank]) | run_variables | _HOROVOD_SETTINGS)
     yield World.connect()
     hvd.shutdown()
     dist.barrier()  # rank 0 serves both until all have left Horovod
@@ -54,45 +106,39 @@ def join_ranks(hosts: str) -> Iterator[World]:
 class ParameterServer:
     """Rank 0 sums gradients, updates the weights and sends them back. Each method is a collective."""
 
-    def __init__(self, weights: Tensor) -> None:
-        self.weights = weights
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._workers = range(1, self._size)
-        self._received = [torch.empty_like(weights) for _ in self._workers] if self._rank == 0 else []
+    def __init__(self, gradient: Tensor) -> None:
+        self.weights = torch.zeros_like(gradient)
+        self._gradient = gradient
+        self._is_server, self._size = dist.get_rank() == 0, dist.get_world_size()
+        self._received = [torch.empty_like(gradient) for _ in range(1, self._size) if self._is_server]
 
-    def in_pieces(self, gradient: Tensor) -> None:
+    def in_pieces(self) -> None:
         """Update piece by piece, both directions of the server's link busy at the same time."""
-        if self._rank == 0:
-            self._serve_pieces(gradient)
+        own = list(zip(_pieces(self._gradient), _pieces(self.weights), strict=True))
+        if not self._is_server:
+            work = []
+            for number, (gradient, weights) in enumerate(own):
+                work += [dist.isend(gradient, 0, tag=2 * number), dist.irecv(weights, 0, tag=2 * number + 1)]
+            _wait(work)
             return
-        work = []
-        for number, (own, weights) in enumerate(zip(_pieces(gradient), _pieces(self.weights), strict=True)):
-            work += [dist.isend(own, 0, tag=2 * number), dist.irecv(weights, 0, tag=2 * number + 1)]
-        _wait(work)
-
-    def _serve_pieces(self, gradient: Tensor) -> None:
-        pieces = list(zip(*(_pieces(received) for received in self._received), strict=True))
+        received = list(zip(*map(_pieces, self._received), strict=True))
         arriving = [
-            [
-                dist.irecv(piece, worker, tag=2 * number)
-                for worker, piece in zip(self._workers, row, strict=True)
-            ]
-            for number, row in enumerate(pieces)
+            [dist.irecv(piece, worker, tag=2 * number) for worker, piece in enumerate(pieces, 1)]
+            for number, pieces in enumerate(received)
         ]
         sends = []
-        rows = zip(pieces, arriving, _pieces(gradient), _pieces(self.weights), strict=True)
-        for number, (row, work, own, weights) in enumerate(rows):
-            _wait(work)
-            self._update(weights, own, row)
-            sends += [dist.isend(weights, worker, tag=2 * number + 1) for worker in self._workers]
+        for number, ((gradient, weights), pieces) in enumerate(zip(own, received, strict=True)):
+            _wait(arriving[number])
+            self._update(weights, gradient, pieces)
+            sends += [dist.isend(weights, worker, tag=2 * number + 1) for worker in range(1, self._size)]
         _wait(sends)
 
-    def gathered(self, gradient: Tensor) -> None:
+    def gathered(self) -> None:
         """Update by torch's gather and broadcast, one after the other."""
-        everyone = [torch.empty_like(gradient), *self._received] if self._rank == 0 else None
-        dist.gather(gradient, everyone, dst=0)
-        if self._rank == 0:
-            self._update(self.weights, gradient, self._received)
+        everyone = [torch.empty_like(self._gradient), *self._received] if self._is_server else None
+        dist.gather(self._gradient, everyone, dst=0)
+        if self._is_server:
+            self._update(self.weights, self._gradient, self._received)
         dist.broadcast(self.weights, src=0)
 
     def _update(self, weights: Tensor, own: Tensor, others: Sequence[Tensor]) -> None:
@@ -102,39 +148,34 @@ class ParameterServer:
         weights.add_(total, alpha=-_LEARNING_RATE / self._size)
 
 
-class RingUpdate:
-    """Horovod's ring averages gradients, and every rank updates its weights."""
+def _ring_update(world: World, gradient: Tensor, weights: Tensor) -> Action:
+    """Make an update of every rank's weights by the average of the gradients, from Horovod's ring."""
+    buffer = torch.empty_like(gradient)
 
-    def __init__(self, world: World, size: int) -> None:
-        self.weights = torch.zeros(size // 4)
-        self._buffer = torch.empty_like(self.weights)
-        self._world, self._name = world, f"gradient.{size}"
+    def update() -> None:
+        buffer.copy_(gradient)
+        world.average_(buffer, f"gradient.{buffer.numel()}")
+        weights.add_(buffer, alpha=-_LEARNING_RATE)
 
-    def __call__(self, gradient: Tensor) -> None:
-        """Update the weights. Collective: every rank calls this."""
-        self._buffer.copy_(gradient)
-        self._world.collectives.allreduce_async(self._buffer, self._name, 1.0 / self._world.size)()
-        self.weights.add_(self._buffer, alpha=-_LEARNING_RATE)
+    return update
 
 
-def measure_layouts(world: World, size: int, pairs: int) -> dict[str, list[float]]:
-    """Return the seconds of both for a gradient of `size` bytes. Collective: every rank calls this."""
+def measure_server_and_ring(world: World, size: int, pairs: int) -> PairedTimes:
+    """Return the seconds of ring and server for `size` bytes. Collective: every rank calls this."""
     gradient = _gradient(world, size)
-    server, ring = ParameterServer(torch.zeros_like(gradient)), RingUpdate(world, size)
-    forms = (server.in_pieces, server.gathered)
-    for exchange in (*forms, ring, ring):
-        exchange(gradient)
-    assert_agree(f"weights after 2 updates of {size} bytes", ring.weights, server.weights, 1e-5)
-    peer = min(forms, key=lambda form: sum(_block(form, gradient)() for _ in range(_TRIALS)))
-    found = alternate(_block(ring, gradient), _block(peer, gradient), pairs)
-    return {"ring": list(found.ours), "server": list(found.peer)}
+    server, weights = ParameterServer(gradient), torch.zeros_like(gradient)
+    ring, forms = _ring_update(world, gradient, weights), (server.in_pieces, server.gathered)
+    for update in (*forms, ring, ring):
+        update()
+    assert_agree(f"weights after 2 updates of {size} bytes", weights, server.weights, 1e-5)
+    peer = min(forms, key=lambda form: sum(begun_together(form)() for _ in range(_TRIALS)))
+    return alternate(begun_together(ring), begun_together(peer), pairs)
 
 
-def measure_ring(world: World, size: int, repeats: int) -> dict[str, list[float]]:
+def measure_ring(world: World, size: int, repeats: int) -> list[float]:
     """Return the seconds of the ring alone. Collective: every rank calls this."""
-    block = _block(RingUpdate(world, size), _gradient(world, size))
-    block()
-    return {"ring": [block() for _ in range(repeats)]}
+    gradient = _gradient(world, size)
+    return _repeated(_ring_update(world, gradient, torch.zeros_like(gradient)), repeats)
 
 
 def measure_replay(world: World, messages: Sequence[tuple[float, int]], repeats: int) -> list[float]:
@@ -142,18 +183,22 @@ def measure_replay(world: World, messages: Sequence[tuple[float, int]], repeats:
 
     Collective: every rank calls this.
     """
-    buckets = [torch.zeros(size // 4) for _, size in messages]
+    buckets = [(ready, torch.zeros(size // 4)) for ready, size in messages]
 
-    def backward(_gradient: Tensor) -> None:
+    def backward() -> None:
         began = perf_counter()
         waits = []
-        for number, (ready, _size) in enumerate(messages):
+        for number, (ready, bucket) in enumerate(buckets):
             time.sleep(max(0.0, began + ready - perf_counter()))
-            waits.append(world.collectives.allreduce_async(buckets[number], f"replayed.{number}", 1.0))
+            waits.append(world.collectives.allreduce_async(bucket, f"replayed.{number}", 1.0))
         for wait in waits:
             wait()
 
-    block = _block(backward, buckets[0])
+    return _repeated(backward, repeats)
+
+
+def _repeated(action: Action, repeats: int) -> list[float]:
+    block = begun_together(action)
     block()
     return [block() for _ in range(repeats)]
 
@@ -173,13 +218,13 @@ def _wait(work: Sequence[dist.Work | None]) -> None:
         item.wait()
 
 
-def _block(exchange: Exchange, gradient: Tensor) -> Block:
+def begun_together(action: Action) -> TimedBlock:
     """Make a block that all ranks begin together and whose time is the slowest rank's."""
 
     def block() -> float:
         dist.barrier()
         began = perf_counter()
-        exchange(gradient)
+        action()
         seconds = torch.tensor(perf_counter() - began, dtype=torch.float64)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return float(seconds)

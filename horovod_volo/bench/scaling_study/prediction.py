@@ -1,24 +1,38 @@
 """Prediction of a training step on many GPUs: exposed all-reduce, and waiting for stragglers.
 
-`stock` is Horovod's optimizer: one message per tensor, cast and fused on the way. `ours` sends one message
-per bucket, never fused. Both use Horovod's cycles and negotiation.
+When gradients are ready is measured on one rank of the real network, as a fraction of backward: work done
+over all work, which depends little on the machine. `stock` is Horovod's optimizer: one message per tensor,
+which is cast and may be fused. `ours` sends one message per bucket, never fused. Both use Horovod's cycles
+and negotiation.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter
 from typing import Literal, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
+from horovod_volo.bench.comparison import one_thread
 from horovod_volo.bench.scaling_study.constants import constant
 from horovod_volo.bench.scaling_study.network import Fabric, all_reduce_seconds
+from horovod_volo.bench.synthetic import CLASSES
+from horovod_volo.cluster.reducer import build_gradient_buckets, message_bytes
+from horovod_volo.config.schema import Exchange
+from horovod_volo.models.build import build_model, spec_of, training_forward
 
 System = Literal["stock", "ours"]
 SYSTEMS: tuple[System, ...] = ("stock", "ours")
-MODELS = ("volo_d1", "volo_d5")  # whose step times the constants have
+PredictedModel = Literal["volo_d1", "volo_d5"]  # whose step times the constants have
+MODELS: tuple[PredictedModel, ...] = ("volo_d1", "volo_d5")
+_BYTES = 2  # per parameter: sent in fp16
+_REPEATS = 3  # of the measured backward
 _PHASES = 8  # a step begins at a random point of a cycle: the mean over these
 _LIMIT, _POINTS = 10.0, 20_001  # of the integral, in standard deviations
 
@@ -39,6 +53,44 @@ class GradientTimes(NamedTuple):
     buckets: tuple[Message, ...]
 
 
+def measured_gradient_times(model: str, img_size: int, repeats: int = _REPEATS) -> GradientTimes:
+    """Run backward several times after a warm-up; each gradient's fraction is the median."""
+    network = build_model(model, img_size=img_size, num_classes=CLASSES, drop_path=0.0).train()
+    parameters = dict(network.named_parameters())
+    heads = spec_of(model).heads
+    buckets = build_gradient_buckets(parameters, Exchange(), heads=heads, ranks=2, shards=1)
+    with one_thread():
+        fractions = _ready_fractions(network, img_size, repeats)
+    tensors = [Message(ready, _BYTES * parameters[name].numel()) for name, ready in fractions.items()]
+    messages = [
+        Message(max(fractions[name] for name in bucket.parameters), message_bytes(bucket, Exchange()))
+        for bucket in buckets
+    ]
+    count = sum(parameter.numel() for parameter in parameters.values())
+    return GradientTimes(model, count, tuple(sorted(tensors)), tuple(sorted(messages)))
+
+
+def _ready_fractions(network: nn.Module, img_size: int, repeats: int) -> dict[str, float]:
+    """Return the median fraction of each gradient by name."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in network.named_parameters()}
+    ready: dict[str, float] = {}
+
+    def note(parameter: Tensor) -> None:
+        ready[names[parameter]] = perf_counter()
+
+    for parameter in names:
+        parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+    images, fractions = torch.randn(1, 3, img_size, img_size), []
+    for _ in range(repeats + 1):
+        class_logits, token_logits = training_forward(network)(images, lambda tokens: tokens, 0)
+        began = perf_counter()
+        (class_logits.sum() + token_logits.sum()).backward()  # type: ignore[no-untyped-call]
+        lasted = perf_counter() - began
+        fractions.append([(ready[name] - began) / lasted for name in ready])
+        network.zero_grad()
+    return dict(zip(ready, np.median(fractions[1:], axis=0).tolist(), strict=True))
+
+
 class Assumed(NamedTuple):
     """Assumptions of a prediction besides the fabric."""
 
@@ -49,55 +101,32 @@ class Assumed(NamedTuple):
     copy_rate: float  # bytes per second of its memory
 
 
-class Prediction(NamedTuple):
-    """A step on all ranks."""
-
-    step_seconds: float
-    efficiency: float  # step of one GPU divided by this
-
-
-def step_seconds(gpu: str, model: str) -> float:
-    """Return the assumed step of one GPU."""
-    return constant(f"{gpu} {model} step")
-
-
-def predict(
+def predicted_step(
     workload: GradientTimes, fabric: Fabric, ranks: int, system: System, assumed: Assumed
-) -> Prediction:
-    """Predict a step of so many ranks."""
+) -> float:
+    """Return the seconds of a step on so many ranks."""
     alone = assumed.step_seconds
-    backward = constant("backward share") * alone
+    backward = constant("backward fraction") * alone
     # Casts and copies run on the device between backward's kernels, on any number of ranks.
     copied = constant(f"{system} passes") * workload.parameters
-    messages = _messages(workload, system, alone - backward, backward)
+    parts = workload.buckets if system == "ours" else workload.tensors
+    # A message is submitted after the Python code of all submissions before it.
+    hook = constant("hook") if system == "stock" else 0.0
+    messages = [
+        Message(alone - backward + max(part.ready * backward, number * hook), part.size)
+        for number, part in enumerate(parts, 1)
+    ]
     channel = Channel(
         period=assumed.cycle,
         negotiation=assumed.negotiation_per_level * math.log2(ranks),
         fusion_bytes=constant("horovod fusion" if system == "stock" else "our fusion"),
         blocks=False,  # NCCL's work is only queued
     )
-    ends = [
-        end_of_exchange(
-            messages,
-            channel,
-            lambda size: all_reduce_seconds(size, ranks, fabric),
-            phase=assumed.cycle * number / _PHASES,
-        )
-        for number in range(_PHASES)
-    ]
-    exposed = max(0.0, statistics.fmean(ends) - alone) + copied / assumed.copy_rate
-    step = alone + exposed + alone * assumed.sigma * expected_largest(ranks)
-    return Prediction(step, alone / step)
-
-
-def _messages(workload: GradientTimes, system: System, start: float, backward: float) -> Sequence[Message]:
-    parts = workload.buckets if system == "ours" else workload.tensors
-    # A message is submitted after the Python code of all submissions before it.
-    hook = constant("hook") if system == "stock" else 0.0
-    return [
-        Message(start + max(part.ready * backward, number * hook), part.size)
-        for number, part in enumerate(parts, 1)
-    ]
+    seconds = partial(all_reduce_seconds, ranks=ranks, fabric=fabric)
+    phases = [assumed.cycle * number / _PHASES for number in range(_PHASES)]
+    end = statistics.fmean(end_of_exchange(messages, channel, seconds, phase) for phase in phases)
+    exposed = max(0.0, end - alone) + copied / assumed.copy_rate
+    return alone + exposed + alone * assumed.sigma * expected_largest(ranks)
 
 
 def expected_largest(ranks: int) -> float:
@@ -105,10 +134,9 @@ def expected_largest(ranks: int) -> float:
 
     The integral of 1 - F^N above zero minus that of F^N below zero.
     """
-    x = np.linspace(0.0, _LIMIT, _POINTS)
-    above = np.array([0.5 * (1 + math.erf(value / math.sqrt(2))) for value in x])
-    below = 1 - above  # of -x
-    return float(np.trapezoid(1 - above**ranks - below**ranks, x))
+    x = torch.linspace(0.0, _LIMIT, _POINTS, dtype=torch.float64)
+    above, below = torch.special.ndtr(x), torch.special.ndtr(-x)
+    return float(torch.trapezoid(1 - above**ranks - below**ranks, x))
 
 
 class Channel(NamedTuple):
@@ -131,33 +159,21 @@ def end_of_exchange(
     period = max(channel.period, channel.negotiation)
     now, free, number = phase, 0.0, 0
     while number < len(messages):
-        now = _next_cycle(now, messages[number].ready, period)
-        ready = []
+        wait = messages[number].ready - now
+        if wait > 0:  # until the first cycle that finds the message; rounding must not put it just before it
+            cycles = math.ceil(wait / period) * period if period else 0.0
+            now = max(now + cycles, messages[number].ready)
+        sizes: list[float] = []  # of what is sent in this cycle
         while number < len(messages) and messages[number].ready <= now:
-            ready.append(messages[number].size)
+            size = messages[number].size
+            if sizes and sizes[-1] + size <= channel.fusion_bytes:
+                sizes[-1] += size
+            else:
+                sizes.append(size)
             number += 1
         agreed = now + channel.negotiation
-        for size in _fused(ready, channel.fusion_bytes):
+        for size in sizes:
             follows = 0.0 < free >= agreed
             free = max(agreed, free) + seconds(size) - (channel.hidden if follows else 0.0)
         now = max(now + period, free if channel.blocks else agreed)
     return free
-
-
-def _next_cycle(now: float, ready: float, period: float) -> float:
-    """Return the beginning of the first cycle, from `now` on, at which the message is ready."""
-    if ready <= now:
-        return now
-    found = now + math.ceil((ready - now) / period) * period if period else ready
-    return max(found, ready)  # rounding must not put it just before the message
-
-
-def _fused(sizes: Sequence[float], limit: float) -> Iterator[float]:
-    total = 0.0
-    for size in sizes:
-        if total and total + size > limit:
-            yield total
-            total = 0.0
-        total += size
-    if total:
-        yield total

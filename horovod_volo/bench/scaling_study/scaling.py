@@ -7,56 +7,56 @@ do not, on the same cores at the same time.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any
+import itertools
+from functools import partial
+from typing import Annotated
+
+import torch
 
 from horovod_volo.bench.cli import Flag, Pairs
-from horovod_volo.bench.comparison import estimate
+from horovod_volo.bench.comparison import alternate, timed
 from horovod_volo.bench.network_namespaces import shaped_hosts
 from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.scaling_study.peers_exchange import (
+    begun_together,
+    measure_replay,
+    measure_ring,
+    measure_server_and_ring,
+    on_ranks,
+)
+from horovod_volo.bench.synthetic import SyntheticRun, bench_config
+from horovod_volo.cluster.world import World
 
-_TIMEOUT_SECONDS = 240
 _MIB = 2**20
+GRADIENT_MIB = 8.0
+RANKS = (2, 3, 4, 8)  # that exchange
 # A replayed backward: when each bucket is full, in units of the gradient's transfer time, and its fraction of
 # the bytes. The last is small, as ours is.
 _REPLAYED = ((0.3, 0.25), (0.6, 0.25), (0.9, 0.25), (1.2, 0.22), (1.35, 0.03))
+STEP_RANKS = (1, 2, 4)
+_MODEL = "volo_demo"
+_STEP = {"img_size": 64, "batch_size": 16, "num_classes": 10}
+_STEPS_OF_BLOCK = 4
 
 
 def measure(
     *,
-    mib: Annotated[float, Flag("size of the gradient, in MiB")] = 8.0,
     mbit: Annotated[
         float, Flag("rate of each host's link, in megabits a second, needs root; 0: no emulated hosts")
     ] = 200.0,
-    ranks: Annotated[Sequence[int], Flag("numbers of ranks that exchange")] = (2, 3, 4, 8),
-    steps_of: Annotated[
-        str, Flag('model whose steps are measured; "": no steps', metavar="MODEL")
-    ] = "volo_demo",
-    img_size: Annotated[int, Flag("side of the images of the steps, in pixels")] = 64,
-    batch_size: Annotated[int, Flag("images per rank of the steps")] = 16,
     pairs: Pairs = 7,
 ) -> Result:
     """Measure all numbers of ranks, one after another."""
-    figures: list[Figure] = []
-    exchange = {"places": [], "mib": mib, "ring_mib": [], "replay": [], "ranks": list(ranks), "pairs": pairs}
+    found: list[list[Figure]] = []
+    exchanges = partial(measure_exchanges, mib=GRADIENT_MIB, pairs=pairs)
     if mbit:
-        with shaped_hosts(max(ranks), mbit) as hosts:
-            places = [{"address": host.address, "pid": host.pid} for host in hosts]
-            on_hosts = {"places": places, "ring_mib": [mib / 2], "replay": replayed_messages(mib, mbit)}
-            figures += _exchange_figures(_run(exchange | on_hosts), f"hosts of {mbit:g} Mbit/s")
-    figures += _exchange_figures(_run(exchange), "processes")
-    title = f"a gradient of {mib:g} MiB exchanged by a parameter server and by the ring"
-    if steps_of:
-        context = {"model": steps_of, "img_size": img_size, "batch_size": batch_size}
-        found = _run(context | {"places": [], "ranks": [1, 2, 4], "pairs": pairs})
-        figures += _step_figures(found, batch_size)
-        title += f"; steps of {steps_of}, {img_size} px, {batch_size} images a rank"
-    return Result("scaling", title, figures)
+        with shaped_hosts(max(RANKS), mbit) as hosts:
+            found += on_ranks(RANKS, partial(exchanges, mbit=mbit), hosts)
+    found += on_ranks(RANKS, partial(exchanges, mbit=0.0), hosts=())
+    found += on_ranks(STEP_RANKS, partial(measure_steps, pairs=pairs), hosts=())
+    title = f"a gradient of {GRADIENT_MIB:g} MiB exchanged by a parameter server and by the ring; steps of "
+    title += f"{_MODEL}, {_STEP['img_size']} px, {_STEP['batch_size']} images a rank"
+    return Result("scaling", title, list(itertools.chain(*found)))
 
 
 def replayed_messages(mib: float, mbit: float) -> list[tuple[float, int]]:
@@ -65,54 +65,37 @@ def replayed_messages(mib: float, mbit: float) -> list[tuple[float, int]]:
     return [(when * transfer, round(part * mib * _MIB) // 4 * 4) for when, part in _REPLAYED]
 
 
-def _run(context: dict[str, Any]) -> dict[str, Any]:
-    """Run a job on new ranks; return what their rank 0 measured, by number of ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "found.json"
-        command = [
-            sys.executable,
-            "-m",
-            "horovod_volo.bench.scaling_study.ranks",
-            str(file),
-            json.dumps(context),
-        ]
-        # At the time limit the process is killed, and its ranks end with it.
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-        )
-        if done.returncode:
-            raise RuntimeError(f"the ranks ended with status {done.returncode}:\n{done.stdout[-4000:]}")
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
+def measure_exchanges(world: World, *, mib: float, mbit: float, pairs: int) -> list[Figure]:
+    """Measure server and ring; on hosts also half the size and a replayed backward, for the simulator.
 
-
-def _exchange_figures(found: dict[str, Any], where: str) -> list[Figure]:
+    Collective: every rank calls this.
+    """
+    where = f"{world.size} hosts of {mbit:g} Mbit/s" if mbit else f"{world.size} processes"
     figures = []
-    for ranks, measured in found.items():
-        replay = measured.pop("replay", [])
-        for mib, seconds in measured.items():
-            label = f"{ranks} {where}, {mib} MiB"
-            figures.append(Figure.of_seconds(f"{label}: ring", seconds["ring"]))
-            if "server" in seconds:
-                ratios = [peer / ours for ours, peer in zip(seconds["ring"], seconds["server"], strict=True)]
-                figures.append(Figure.of_seconds(f"{label}: server", seconds["server"]))
-                figures.append(Figure.of_estimate(f"{label}: ring faster", estimate(ratios), "x"))
-        if replay:
-            figures.append(Figure.of_seconds(f"{ranks} {where}: backward played back, and the ring", replay))
+    if mbit:
+        seconds = measure_ring(world, round(mib / 2 * _MIB), pairs)
+        figures.append(Figure.of_seconds(f"{where}, {mib / 2:g} MiB: ring", seconds))
+    times = measure_server_and_ring(world, round(mib * _MIB), pairs)
+    figures += [
+        Figure.of_seconds(f"{where}, {mib:g} MiB: ring", times.ours),
+        Figure.of_seconds(f"{where}, {mib:g} MiB: server", times.peer),
+        Figure.of(f"{where}, {mib:g} MiB: ring faster", times.ratios, "x"),
+    ]
+    if mbit:
+        seconds = measure_replay(world, replayed_messages(mib, mbit), pairs)
+        figures.append(Figure.of_seconds(f"{where}: backward played back, and the ring", seconds))
     return figures
 
 
-def _step_figures(found: dict[str, Any], batch_size: int) -> list[Figure]:
-    figures = []
-    for ranks, seconds in found.items():
-        together, apart = seconds["together"], seconds["apart"]
-        figures.append(Figure.of_rate(f"{ranks} ranks: steps", together, int(ranks) * batch_size))
-        if int(ranks) > 1:
-            ratios = [100 * alone / exchanging for exchanging, alone in zip(together, apart, strict=True)]
-            figures.append(Figure.of(f"{ranks} ranks: of the speed without exchange", ratios, "%"))
+def measure_steps(world: World, *, pairs: int) -> list[Figure]:
+    """Measure a step with and without exchange. Collective: every rank calls this."""
+    runs = [SyntheticRun(bench_config(model=_MODEL, **_STEP), ranks) for ranks in (world, World.single())]
+    torch.set_num_threads(1)  # building a run sets this rank's part of the host, which may be more
+    ours, peer = (begun_together(timed(run.step, _STEPS_OF_BLOCK, run.device)) for run in runs)
+    ours(), peer()  # the first steps include one-time work
+    times = alternate(ours, peer, pairs)
+    label, images = f"{world.size} ranks: ", _STEPS_OF_BLOCK * world.size * _STEP["batch_size"]
+    figures = [Figure.of_rate(f"{label}steps", times.ours, images)]
+    if world.size > 1:
+        figures.append(Figure.of(f"{label}of the speed without exchange", 100 * times.ratios, "%"))
     return figures

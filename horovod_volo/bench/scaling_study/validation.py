@@ -16,7 +16,7 @@ from horovod_volo.bench.scaling_study.constants import constant
 from horovod_volo.bench.scaling_study.network import (
     FABRICS,
     Fabric,
-    Point,
+    RingTime,
     all_reduce_seconds,
     calibrated,
     parameter_server_seconds,
@@ -26,12 +26,12 @@ from horovod_volo.bench.scaling_study.prediction import Channel, Message, end_of
 from horovod_volo.bench.scaling_study.scaling import replayed_messages
 
 _CALIBRATED_ON = (2, 3)  # hosts
-_EXCHANGE = re.compile(r"(\d+) hosts of ([\d.]+) Mbit/s, ([\d.]+) MiB: (ring|server)")
-_REPLAY = re.compile(r"(\d+) hosts of ([\d.]+) Mbit/s: backward played back, and the ring")
+_EXCHANGE = re.compile(r"(?P<hosts>\d+) hosts of .* Mbit/s, (?P<mib>[\d.]+) MiB: (?P<method>ring|server)")
+_REPLAY = re.compile(r"(?P<hosts>\d+) hosts of (?P<mbit>[\d.]+) Mbit/s: backward played back, and the ring")
 _MIB = 2**20
 
 
-class Checked(NamedTuple):
+class CheckedTime(NamedTuple):
     """A measured and a predicted time."""
 
     what: str
@@ -45,32 +45,37 @@ class Checked(NamedTuple):
         return self.predicted / self.measured - 1
 
 
-def checked(record: Record) -> list[Checked]:
+def checked(record: Record) -> list[CheckedTime]:
     """Predict what a record of `scaling` measured on hosts; empty where it has no hosts."""
-    exchanges = [
-        (int(found[1]), float(found[3]), found[4], figure["value"] / 1e3)
-        for figure in record["figures"]
-        if (found := _EXCHANGE.fullmatch(figure["label"]))
-    ]
+    exchanges, replays = (
+        [
+            (found, figure["value"] / 1e3)
+            for figure in record["figures"]
+            if (found := label.fullmatch(figure["label"]))
+        ]
+        for label in (_EXCHANGE, _REPLAY)
+    )
     ring = [
-        Point(ranks, mib * _MIB, seconds) for ranks, mib, method, seconds in exchanges if method == "ring"
+        RingTime(int(found["hosts"]), float(found["mib"]) * _MIB, seconds)
+        for found, seconds in exchanges
+        if found["method"] == "ring"
     ]
     known = [point for point in ring if point.ranks in _CALIBRATED_ON]
     if len({(point.ranks, point.size) for point in known}) < 3:
         return []  # three constants need three points
     links = calibrated(known)
-    model = {"ring": ring_seconds, "server": parameter_server_seconds}
-    predicted = [
-        Checked(f"{mib:g} MiB, {method}", ranks, seconds, model[method](mib * _MIB, ranks, links))
-        for ranks, mib, method, seconds in exchanges
-        if ranks not in _CALIBRATED_ON or method == "server"
-    ]
+    predicted = []
+    for found, seconds in exchanges:
+        ranks, mib, method = int(found["hosts"]), float(found["mib"]), found["method"]
+        if ranks not in _CALIBRATED_ON or method == "server":
+            model = ring_seconds if method == "ring" else parameter_server_seconds
+            expected = model(mib * _MIB, ranks, links)
+            predicted.append(CheckedTime(f"{mib:g} MiB, {method}", ranks, seconds, expected))
     largest_mib = max(point.size for point in ring) / _MIB
-    for figure in record["figures"]:
-        if found := _REPLAY.fullmatch(figure["label"]):
-            ranks, mbit = int(found[1]), float(found[2])
-            end = _replay_seconds(ranks, mbit, largest_mib, links)
-            predicted.append(Checked("backward played back", ranks, figure["value"] / 1e3, end))
+    for found, seconds in replays:
+        ranks = int(found["hosts"])
+        end = _replay_seconds(ranks, float(found["mbit"]), largest_mib, links)
+        predicted.append(CheckedTime("backward played back", ranks, seconds, end))
     return predicted
 
 
@@ -99,35 +104,26 @@ class Bounds(NamedTuple):
 
 def published_points() -> list[Bounds]:
     """Return the published efficiencies; none of the sources has all that a prediction needs."""
-    return [_seed(), _ddl(), _nemo()]
-
-
-def _seed() -> Bounds:
+    hdr = FABRICS["a100-hdr"]
     # Over one network card or over eight: the article has neither that nor where the server ran.
     step, size = constant("seed step"), constant("seed gradients")
-    eight_cards = FABRICS["a100-hdr"]
     low, high = (
         _efficiency(step, *(parameter_server_seconds(size, ranks, links) for ranks in (8, 40)))
-        for links in (replace(eight_cards, between=constant("one card")), eight_cards)
+        for links in (replace(hdr, between=constant("one card")), hdr)
     )
-    return Bounds("VOLO-D5 on 40 of 8 A100, parameter server", constant("seed efficiency"), low, high)
-
-
-def _ddl() -> Bounds:
+    seed = Bounds("VOLO-D5 on 40 of 8 A100, parameter server", constant("seed efficiency"), low, high)
     # How much of the exchange Caffe hid is not published, nor the step of one GPU.
-    minsky = FABRICS["a100-25gbe"]
-    links = replace(minsky, inside=constant("ddl inside"), between=constant("ddl between"))
-    exchange = all_reduce_seconds(constant("ddl gradients"), 256, links)
+    hop, inside, between = (constant(f"ddl {name}") for name in ("hop", "inside", "between"))
+    minsky = replace(
+        hdr, ranks_per_host=4, ring_hop_between=hop, tree_hop_between=hop, inside=inside, between=between
+    )
+    exchange = all_reduce_seconds(constant("ddl gradients"), 256, minsky)
     low, high = _bounds(constant("ddl step"), 256, 1, 0.0, exchange)
-    return Bounds("ResNet-50 on 256 P100, IBM DDL", constant("ddl efficiency"), low, high)
-
-
-def _nemo() -> Bounds:
+    ddl = Bounds("ResNet-50 on 256 P100, IBM DDL", constant("ddl efficiency"), low, high)
     # The loss is larger than exchange and stragglers explain: neither batch nor loader are published.
-    links, size = FABRICS["a100-hdr"], constant("nemo gradients")
-    base, exchange = (all_reduce_seconds(size, ranks, links) for ranks in (8, 128))
+    base, exchange = (all_reduce_seconds(constant("nemo gradients"), ranks, hdr) for ranks in (8, 128))
     low, high = _bounds(constant("nemo step"), 128, 8, base, exchange)
-    return Bounds("ViT-g/14 on 128 of 8 A100, NeMo", constant("nemo efficiency"), low, high)
+    return [seed, ddl, Bounds("ViT-g/14 on 128 of 8 A100, NeMo", constant("nemo efficiency"), low, high)]
 
 
 def _bounds(step: float, ranks: int, base_ranks: int, base: float, exchange: float) -> tuple[float, float]:

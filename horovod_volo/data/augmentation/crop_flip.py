@@ -31,12 +31,8 @@ class CropFlip:
     flip_vertical: NDArray[np.bool_]  # (batch,)
     bicubic: NDArray[np.bool_]  # (batch,) interpolation of the crop; else bilinear
 
-    def stored_boxes(self, sizes: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Return the crop boxes in the stored image."""
-        return self.stored(self.boxes, sizes)
-
     def stored(self, boxes: NDArray[np.int32], sizes: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Map boxes (batch, 4) of the flipped image to the stored image, which the decoder crops."""
+        """Map boxes (batch, 4) in the flipped image to the stored image, which the decoder crops."""
         top, left, height, width = boxes.T
         return np.stack(
             [
@@ -53,8 +49,8 @@ class CropFlip:
     ) -> NDArray[np.float32]:
         """Return the boxes as fractions of the flipped image, or of the part of it that label maps cover.
 
-        `covered` (batch, 4) is that part's top, left, height and width, as fractions of the stored image. The
-        result is below 0 or above 1 where a box exceeds the part.
+        `covered` (batch, 4) is top, left, height and width of that part, as fractions of the stored image.
+        Where a box exceeds the part, the result is below 0 or above 1.
         """
         boxes = self.boxes / np.tile(sizes, 2)  # (batch, 4)
         if covered is not None:
@@ -63,8 +59,8 @@ class CropFlip:
 
     def whole_images(self, covered: NDArray[np.float64]) -> NDArray[np.float32]:
         """Return the boxes of whole images as fractions of the part that label maps cover, (batch, 4)."""
-        wholes = np.tile([0.0, 0.0, 1.0, 1.0], (len(covered), 1))
-        return relative_boxes(wholes, self._flipped(covered)).astype(np.float32)
+        whole = np.tile([0.0, 0.0, 1.0, 1.0], (len(covered), 1))
+        return relative_boxes(whole, self._flipped(covered)).astype(np.float32)
 
     def _flipped(self, covered: NDArray[np.float64]) -> NDArray[np.float64]:
         top, left, height, width = covered.T
@@ -79,10 +75,10 @@ class CropFlip:
         )  # (batch, 4)
 
 
-def relative_boxes(boxes: NDArray[AnyFloat], frames: NDArray[AnyFloat]) -> NDArray[AnyFloat]:
-    """Return boxes as fractions of frames; both (batch, 4) top, left, height, width."""
-    corners = (boxes[:, :2] - frames[:, :2]) / frames[:, 2:]
-    return np.concatenate([corners, boxes[:, 2:] / frames[:, 2:]], axis=1)
+def relative_boxes(boxes: NDArray[AnyFloat], references: NDArray[AnyFloat]) -> NDArray[AnyFloat]:
+    """Return boxes as fractions of reference boxes; both (batch, 4) top, left, height, width."""
+    corners = (boxes[:, :2] - references[:, :2]) / references[:, 2:]
+    return np.concatenate([corners, boxes[:, 2:] / references[:, 2:]], axis=1)
 
 
 def draw_crops(

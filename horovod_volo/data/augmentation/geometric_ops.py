@@ -35,22 +35,22 @@ def rotations(degrees: Floats, extents: Floats) -> Floats:
 
 
 def shears_x(amounts: Floats, extents: Floats) -> Floats:  # noqa: ARG001
-    """Return the matrices that move each row by so many pixels for each pixel down."""
+    """Return the matrices that shear along x, by `amounts` pixels per pixel down."""
     return _identity_with(0, 1, amounts)
 
 
 def shears_y(amounts: Floats, extents: Floats) -> Floats:  # noqa: ARG001
-    """Return the matrices that move each column by so many pixels for each pixel to the right."""
+    """Return the matrices that shear along y, by `amounts` pixels per pixel to the right."""
     return _identity_with(1, 0, amounts)
 
 
 def translations_x(fractions: Floats, extents: Floats) -> Floats:
-    """Return the matrices that move images by fractions of their width."""
+    """Return the matrices that translate along x, by fractions of the width."""
     return _identity_with(0, 2, fractions * extents[:, 0])
 
 
 def translations_y(fractions: Floats, extents: Floats) -> Floats:
-    """Return the matrices that move images by fractions of their height."""
+    """Return the matrices that translate along y, by fractions of the height."""
     return _identity_with(1, 2, fractions * extents[:, 1])
 
 
@@ -71,7 +71,7 @@ def rotate(images: Tensor, matrices: Floats, shape: tuple[int, int], *, bicubic:
 
 
 def _rotate_by_pillow(images: Tensor, matrices: Floats, shape: tuple[int, int]) -> Tensor:
-    """Do what `rotate` does with the bicubic filter, in a third of the time of sixteen gathers by torch."""
+    """Do what `rotate` does with the bicubic filter, in a third of the time of torch's sixteen gathers."""
     rotated = torch.empty(len(images), 3, *shape, dtype=torch.uint8)
     for image, matrix, result in zip(images, matrices, rotated, strict=True):
         before = Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
@@ -108,7 +108,7 @@ def rotate_by_torch(images: Tensor, matrices: Floats, shape: tuple[int, int], *,
     return _to_uint8(pixels, torch.maximum(source_x, source_y) >= 1)
 
 
-def move_rows(images: Tensor, matrices: Floats, shape: tuple[int, int], *, bicubic: bool) -> Tensor:
+def warp_along_x(images: Tensor, matrices: Floats, shape: tuple[int, int], *, bicubic: bool) -> Tensor:
     """Shear or translate uint8 images (batch, 3, height, width) along x: several times as fast as `rotate`.
 
     The result has the height and width of `shape`; its height is that of the images.
@@ -130,10 +130,10 @@ def move_rows(images: Tensor, matrices: Floats, shape: tuple[int, int], *, bicub
     return _to_uint8(pixels, (source < 0) | (source >= source_width))
 
 
-def move_columns(images: Tensor, matrices: Floats, shape: tuple[int, int], *, bicubic: bool) -> Tensor:
-    """Shear or translate along y, as `move_rows` does along x."""
+def warp_along_y(images: Tensor, matrices: Floats, shape: tuple[int, int], *, bicubic: bool) -> Tensor:
+    """Shear or translate along y, as `warp_along_x` does along x."""
     transposed = np.ascontiguousarray(matrices[:, ::-1, [1, 0, 2]])
-    return move_rows(images.mT, transposed, shape[::-1], bicubic=bicubic).mT
+    return warp_along_x(images.mT, transposed, shape[::-1], bicubic=bicubic).mT
 
 
 def _read_bicubic(images: Tensor, source: Tensor) -> Tensor:

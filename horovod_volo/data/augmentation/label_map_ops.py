@@ -1,4 +1,4 @@
-"""Moves the cells of label maps as geometric operations move the pixels of their images."""
+"""Warps the cells of label maps as geometric operations warp the pixels of their images."""
 
 from __future__ import annotations
 
@@ -13,54 +13,58 @@ from horovod_volo.data.augmentation.rand_augment import Operations
 ROUNDING = 1e-6  # of float32 near 1
 
 
-def moved_frames(boxes: NDArray[np.float32], moving: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Return what each map covers after the operations, (batch, 4), as fractions of the map before.
+def covered_after_warp(boxes: NDArray[np.float32], geometric: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Return the part of its image that each warped map covers, (batch, 4), as fractions of the given map.
 
-    `boxes` (batch, 4) are the crops as such fractions, `moving` (batch,) says which maps are moved. A map is
-    widened to a crop that exceeds it, so that content which moves outside the map before is not lost.
+    `boxes` (batch, 4) are the crops in the same fractions; `geometric` (batch,) says which images have a
+    geometric operation. Their maps are extended to a crop that exceeds them: it may show what the operations
+    move out of the given map.
     """
     ends = np.maximum(boxes[:, :2] + boxes[:, 2:], 1)
     starts = np.minimum(boxes[:, :2], 0)
-    widened = np.concatenate([starts, ends - starts], axis=1)
-    # Rounding may put the end of a box a little above 1; that map is not widened.
+    extended = np.concatenate([starts, ends - starts], axis=1)
+    # Rounding may put the end of a box a little above 1; that map is not extended.
     outside = (boxes[:, :2] < 0).any(axis=1) | (boxes[:, :2] + boxes[:, 2:] > 1 + ROUNDING).any(axis=1)
-    return np.where((moving & outside)[:, None], widened, np.array([0, 0, 1, 1], np.float32))
+    return np.where((geometric & outside)[:, None], extended, np.array([0, 0, 1, 1], np.float32))
 
 
-def moved_maps(
+def warp_maps(
     scores: NDArray[np.float16],
     ids: NDArray[np.integer[Any]],
-    canvases: NDArray[np.float32],
+    regions: NDArray[np.float32],
     operations: Operations,
     sizes: NDArray[Any] | float = 1.0,
-    frames: NDArray[np.float32] | None = None,
+    covered: NDArray[np.float32] | None = None,
 ) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
-    """Transform flipped label maps (batch, k, height, width) as their images are transformed.
+    """Return flipped label maps, warped as the geometric operations warp their flipped images.
 
-    `canvases` (batch, 4) are what the operations work on, crops or whole images, as fractions of what the
-    maps cover of the flipped images. `sizes` (batch, 2) are the heights and widths of the canvases when the
-    operations are applied, in any unit: a crop has been resized to a square. `frames` (batch, 4), as such
-    fractions too, are what the maps cover afterwards; None: the same. Outside a map its nearest cell is used.
-    A cell whose source is outside the canvas, where pixels are filled, gets logits of 0.
+    scores, ids  (batch, k, height, width)
+    regions      (batch, 4) top, left, height, width of what is warped, the crop or the whole image, as
+                 fractions of the map
+    sizes        (batch, 2) height and width of the region when it is warped, in any unit; 1.0: a square
+    covered      (batch, 4) what the returned map covers, as fractions of the given one; None: the same
+
+    Outside a map its nearest cell is used. A cell whose source is outside the region, where pixels get FILL,
+    gets logits of 0.
     """
-    rows = np.flatnonzero(operations.moving)
+    rows = np.flatnonzero(operations.geometric)
     if not len(rows):
         return scores, ids
     scores, ids = scores.copy(), ids.copy()
     height, width = scores.shape[2:]
-    corner, fraction = canvases[rows, 1::-1, None], canvases[rows, :1:-1, None]  # (moved, 2, 1): x, then y
+    corner, fraction = regions[rows, 1::-1, None], regions[rows, :1:-1, None]  # (warped, 2, 1): x, then y
     shapes = np.broadcast_to(np.asarray(sizes, dtype=np.float64), (len(scores), 2))[rows]
-    extent = shapes[:, ::-1, None]  # (moved, 2, 1): x, then y
+    extent = shapes[:, ::-1, None]  # (warped, 2, 1): x, then y
     cells = np.stack(np.meshgrid(np.arange(width), np.arange(height)), axis=0).reshape(2, -1)  # x, y
     grid = np.array([[[width], [height]]])
     points = (cells + 0.5) / grid  # (1, 2, cells) fractions of the result
-    cells_in_map = grid  # in as much as the map covered before
-    if frames is not None:
-        frame_corner, frame_fraction = frames[rows, 1::-1, None], frames[rows, :1:-1, None]
-        points = frame_corner + frame_fraction * points  # (moved, 2, cells) fractions of the map before
-        cells_in_map = grid / frame_fraction
-    points = (points - corner) * (extent / fraction)  # (moved, 2, cells) in the canvas
-    slack = 0.5 * extent / (fraction * cells_in_map)  # cells on its edge belong to it
+    cells_in_map = grid  # cells of the result per width and height of the given map
+    if covered is not None:
+        covered_corner, covered_fraction = covered[rows, 1::-1, None], covered[rows, :1:-1, None]
+        points = covered_corner + covered_fraction * points  # (warped, 2, cells) fractions of the given map
+        cells_in_map = grid / covered_fraction
+    points = (points - corner) * (extent / fraction)  # (warped, 2, cells) in the region, in units of `sizes`
+    slack = 0.5 * extent / (fraction * cells_in_map)  # half a cell: those on the edge are inside
     known = np.ones((len(rows), points.shape[2]), dtype=np.bool_)
     for layer in reversed(range(operations.kinds.shape[1])):
         kinds = operations.kinds[rows, layer]
@@ -71,9 +75,9 @@ def moved_maps(
     points = (corner + fraction * points / extent) * np.array([[width], [height]])  # in cells
     column = np.floor(points[:, 0]).clip(0, width - 1).astype(np.int64)
     row = np.floor(points[:, 1]).clip(0, height - 1).astype(np.int64)
-    at = (row * width + column)[:, None, :]  # (moved, 1, cells)
+    at = (row * width + column)[:, None, :]  # (warped, 1, cells)
     flat = (len(rows), scores.shape[1], height * width)
-    kept = np.take_along_axis(scores[rows].reshape(flat), at, axis=2) * known[:, None]
-    scores[rows] = kept.reshape(len(rows), *scores.shape[1:])
+    sources = np.take_along_axis(scores[rows].reshape(flat), at, axis=2) * known[:, None]
+    scores[rows] = sources.reshape(len(rows), *scores.shape[1:])
     ids[rows] = np.take_along_axis(ids[rows].reshape(flat), at, axis=2).reshape(len(rows), *ids.shape[1:])
     return scores, ids

@@ -30,7 +30,7 @@ class Kind(Enum):
 
 
 class Operation(int):
-    """One entry of the table; as an integer, the number that stands for it in a drawn batch."""
+    """One entry of the table; as an integer, the number by which a drawn batch refers to it."""
 
     name: str  # timm's
     kind: Kind
@@ -100,17 +100,17 @@ CONTRAST = Operation(9, "Contrast", Kind.HISTOGRAM, _factor, color_ops.contrast)
 BRIGHTNESS = Operation(10, "Brightness", Kind.COLOR, _factor, color_ops.brightness)
 SHARPNESS = Operation(11, "Sharpness", Kind.COLOR, _factor, color_ops.sharpness, neighbors=1)
 SHEAR_X = Operation(
-    12, "ShearX", Kind.GEOMETRIC, _shear, geometric_ops.move_rows, matrices=geometric_ops.shears_x
+    12, "ShearX", Kind.GEOMETRIC, _shear, geometric_ops.warp_along_x, matrices=geometric_ops.shears_x
 )
 SHEAR_Y = Operation(
-    13, "ShearY", Kind.GEOMETRIC, _shear, geometric_ops.move_columns, matrices=geometric_ops.shears_y
+    13, "ShearY", Kind.GEOMETRIC, _shear, geometric_ops.warp_along_y, matrices=geometric_ops.shears_y
 )
 TRANSLATE_X = Operation(
     14,
     "TranslateXRel",
     Kind.GEOMETRIC,
     _translation,
-    geometric_ops.move_rows,
+    geometric_ops.warp_along_x,
     matrices=geometric_ops.translations_x,
 )
 TRANSLATE_Y = Operation(
@@ -118,7 +118,7 @@ TRANSLATE_Y = Operation(
     "TranslateYRel",
     Kind.GEOMETRIC,
     _translation,
-    geometric_ops.move_columns,
+    geometric_ops.warp_along_y,
     matrices=geometric_ops.translations_y,
 )
 

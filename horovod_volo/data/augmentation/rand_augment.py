@@ -47,7 +47,7 @@ class Operations:
     bicubic: NDArray[np.bool_]  # (batch, layers) interpolation of a geometric operation; else bilinear
 
     @property
-    def moving(self) -> NDArray[np.bool_]:
+    def geometric(self) -> NDArray[np.bool_]:
         """Return which images have a geometric operation, (batch,)."""
         return np.asarray(np.isin(self.kinds, ops.GEOMETRIC).any(axis=1))
 

@@ -15,7 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.config.schema import Data
+from horovod_volo.core.batch import copy_async
 from horovod_volo.core.rng import Purpose, philox, uniforms_of_samples
+from horovod_volo.kernels import runs_kernels
+from horovod_volo.kernels.augment import normalize_images
 
 NOISE_LENGTH = 2**20
 AREA = (0.02, 1 / 3)  # of all boxes of an image together, as a fraction of the image
@@ -67,6 +70,17 @@ class Eraser:
         noise = np.concatenate([normal, normal[: 3 * image_size**2]]).astype(np.float32)
         self._noise = torch.from_numpy(noise).to(device)
         self._mode = settings.remode
+
+    def normalize(self, pixels: Tensor, mean: Tensor, std: Tensor, erasures: Erasures) -> Tensor:
+        """Return uint8 images (batch, 3, image_size, image_size) normalised to float32, with erased boxes."""
+        if runs_kernels(pixels):
+            packed = np.concatenate([erasures.boxes, erasures.noise[..., None]], axis=2)
+            boxes = copy_async(packed, pixels.device)
+            fused: Tensor = normalize_images(pixels.contiguous(), mean, std, boxes, self._noise, self._mode)
+            return fused
+        images = pixels.float().sub_(mean).div_(std)
+        self.erase_(images, erasures)
+        return images
 
     def erase_(self, images: Tensor, erasures: Erasures) -> None:
         """Overwrite boxes of normalised images (batch, 3, image_size, image_size)."""

@@ -50,7 +50,7 @@ def record_ranges(
 
 def damaged(shard: Path, what: str) -> UserError:
     """Return the error for a damaged shard, with the remedy."""
-    return UserError(f"{shard} {what}. Copy this shard again, or make it anew.")
+    return UserError(f"{shard} {what}. Copy this shard again, or make it again.")
 
 
 def wrong_index(index: Path, what: str) -> UserError:

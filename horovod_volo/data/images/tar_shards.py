@@ -1,7 +1,7 @@
 """Reads tar shards in WebDataset layout: KEY.jpg (or another image) followed or preceded by KEY.cls.
 
-The key is the file name up to its first dot. With an index beside it, the shard is not searched: DALI's
-format, "v1.2 N" and one line for each sample with extension, offset, size and name of its members.
+The key is the file name up to its first dot. A shard with an index beside it is not searched. The index is in
+DALI's format: "v1.2 N", then one line per sample with ending, offset, size and name of each member.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _IMAGE, _LABEL, _CLASS, _NAME = (
 )
 _LENGTH = struct.Struct("<QI")  # of the Example, and the checksum of these 8 bytes
 _CHECKSUM_BYTES = 4
-_WINDOW_BYTES = 2048  # read at once; enough for most Examples without their image
+_BUFFER_BYTES = 2048  # read at once; enough for most Examples without their image
 _LARGEST_LABEL = 2**31 - 1
 
 Range = tuple[int, int]  # offset and length in a file
@@ -33,14 +33,14 @@ Range = tuple[int, int]  # offset and length in a file
 def tfrecord_samples(shard: Path) -> Iterator[ShardSample]:
     """Yield the images of a shard in order."""
     file = OpenFile(os.open(shard, os.O_RDONLY | os.O_CLOEXEC))
-    window = _Window(file)
+    reader = _BufferedReader(file)
     stem = shard.name.split(".")[0]
     for number, (start, length) in enumerate(_examples(file, shard)):
         try:
-            features = _features(window, start, start + length)
-            label = _label(window, features)
+            features = _features(reader, start, start + length)
+            label = _label(reader, features)
             offset, size = features[_IMAGE]
-            name = window.read(*features[_NAME]).decode() if _NAME in features else ""
+            name = reader.read(*features[_NAME]).decode() if _NAME in features else ""
         except (KeyError, ValueError) as error:
             raise damaged(shard, f"has no image with a class at byte {start}: {error}") from error
         if not name:
@@ -97,7 +97,7 @@ def _indexed_starts(index: Path) -> list[int]:
         raise wrong_index(index, "has a line that is not an offset and a size") from None
 
 
-class _Window:
+class _BufferedReader:
     """Buffered reads of a file: one read serves several small fields."""
 
     def __init__(self, file: OpenFile) -> None:
@@ -109,7 +109,7 @@ class _Window:
         """Return `length` bytes from `start`."""
         at = start - self._start
         if at < 0 or at + length > len(self._data):
-            self._start, self._data, at = start, self._file.read(start, max(length, _WINDOW_BYTES)), 0
+            self._start, self._data, at = start, self._file.read(start, max(length, _BUFFER_BYTES)), 0
         return self._data[at : at + length]
 
     def varint(self, start: int, end: int) -> tuple[int, int]:
@@ -125,17 +125,17 @@ class _Window:
         raise ValueError("a number is cut short")
 
 
-def _fields(window: _Window, start: int, end: int) -> Iterator[tuple[int, Range]]:
+def _fields(reader: _BufferedReader, start: int, end: int) -> Iterator[tuple[int, Range]]:
     """Yield number and range of each field of a message."""
     while start < end:
-        tag, start = window.varint(start, end)
+        tag, start = reader.varint(start, end)
         match tag & 7:
             case 0:
-                length = window.varint(start, end)[1] - start
+                length = reader.varint(start, end)[1] - start
             case 1:
                 length = 8
             case 2:
-                length, start = window.varint(start, end)
+                length, start = reader.varint(start, end)
             case 5:
                 length = 4
             case other:
@@ -146,32 +146,32 @@ def _fields(window: _Window, start: int, end: int) -> Iterator[tuple[int, Range]
         start += length
 
 
-def _field(window: _Window, range_: Range, number: int) -> Range:
+def _field(reader: _BufferedReader, range_: Range, number: int) -> Range:
     """Return the range of the first field with a number; empty if the message has none."""
     start, length = range_
-    fields = _fields(window, start, start + length)
+    fields = _fields(reader, start, start + length)
     return next((found for number_, found in fields if number_ == number), (start, 0))
 
 
-def _features(window: _Window, start: int, end: int) -> dict[bytes, Range]:
+def _features(reader: _BufferedReader, start: int, end: int) -> dict[bytes, Range]:
     """Return the range of the first value of each feature in use: Example.features.feature[NAME]."""
     found: dict[bytes, Range] = {}
-    features_start, features_length = _field(window, (start, end - start), 1)
-    for _, entry in _fields(window, features_start, features_start + features_length):
-        name = window.read(*_field(window, entry, 1))
+    features_start, features_length = _field(reader, (start, end - start), 1)
+    for _, entry in _fields(reader, features_start, features_start + features_length):
+        name = reader.read(*_field(reader, entry, 1))
         if name in (_IMAGE, _LABEL, _CLASS, _NAME):
-            feature = _field(window, entry, 2)
-            values = _field(window, feature, 3 if name == _LABEL else 1)  # of numbers, or of bytes
-            found[name] = _field(window, values, 1)
+            feature = _field(reader, entry, 2)
+            values = _field(reader, feature, 3 if name == _LABEL else 1)  # of numbers, or of bytes
+            found[name] = _field(reader, values, 1)
     return found
 
 
-def _label(window: _Window, features: dict[bytes, Range]) -> Label:
+def _label(reader: _BufferedReader, features: dict[bytes, Range]) -> Label:
     """Return the class name of an image if it has one, else its class number."""
-    if name := window.read(*features[_CLASS]) if _CLASS in features else b"":
+    if name := reader.read(*features[_CLASS]) if _CLASS in features else b"":
         return name.decode()
     start, length = features[_LABEL]
-    number, _ = window.varint(start, start + length)
+    number, _ = reader.varint(start, start + length)
     if number > _LARGEST_LABEL:
         raise ValueError(f"{number} is not the number of a class")
     return number

@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_volo.core.atomic_file import file_sha256
+from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import MapGeometry, describe_coverage
-from horovod_volo.data.labels.keys import NO_ROW, find_rows, read_keys, sha256_hex
+from horovod_volo.data.labels.keys import NO_ROW, find_rows, read_keys
 from horovod_volo.data.labels.probability import best_classes
 from horovod_volo.data.labels.store import (
     KEYS_FILE,
     METADATA_FILE,
-    NO_CLASS,
     Maps,
     StoreMetadata,
     read_metadata,
     read_shard,
 )
-from horovod_volo.data.labels.store_writer import file_sha256
 
 Progress = Callable[[int, int], None]  # rows checked, rows in all
 MAPS_PER_BLOCK = 256  # bounds the memory of the per-class sums, also with 21,841 classes
@@ -91,7 +91,7 @@ def report_rows(report: StoreReport, *, compared: bool) -> list[tuple[str, str]]
 def _check_keys(folder: Path, report: StoreReport) -> None:
     path = folder / KEYS_FILE
     rows = sum(shard.rows for shard in report.metadata.shards)
-    if not path.is_file() or sha256_hex(path.read_bytes()) != report.metadata.keys:
+    if not path.is_file() or file_sha256(path) != report.metadata.keys:
         report.damage.append(f"{path} is missing, or its checksum is not the one in {METADATA_FILE}")
     elif not len(read_keys(path)) == report.metadata.maps == rows:
         report.damage.append(f"{path}, {METADATA_FILE} and the shards have different numbers of maps")

@@ -6,7 +6,6 @@ published maps. The rows for a pair of catalog and store are computed once and c
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,11 +33,6 @@ def catalog_keys(catalog: Catalog) -> list[str]:
 def encode_keys(keys: Sequence[str]) -> bytes:
     """Return the content of a keys file: one key per line."""
     return "".join(f"{key}\n" for key in keys).encode(errors="surrogateescape")
-
-
-def sha256_hex(content: bytes) -> str:
-    """Return the SHA-256 of `content` in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def read_keys(path: Path) -> list[str]:

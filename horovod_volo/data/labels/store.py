@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
@@ -32,7 +33,6 @@ from horovod_volo.data.labels.keys import NO_ROW, find_rows
 METADATA_FILE = "store.json"
 KEYS_FILE = "keys.txt"
 VERSION = 1
-NO_CLASS = -1
 UNKNOWN_GEOMETRY = "unknown"  # in stores that were imported before the geometry was recorded
 MOST_INT16_CLASSES = np.iinfo(np.int16).max
 

@@ -18,13 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from horovod_volo.core.atomic_file import atomic_write, remove_partials
+from horovod_volo.core.atomic_file import atomic_write, file_sha256, remove_partials
+from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.labels.keys import encode_keys, sha256_hex
+from horovod_volo.data.labels.keys import encode_keys
 from horovod_volo.data.labels.store import (
     KEYS_FILE,
     METADATA_FILE,
-    NO_CLASS,
     VERSION,
     Shard,
     StoreMetadata,
@@ -35,7 +35,6 @@ from horovod_volo.data.labels.store import (
 
 UNFINISHED_FILE = "making.json"  # the metadata of a store that is not finished
 SHARD_ROWS = 8192
-READ_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class LabelStoreWriter:
         content = save({"scores": scores, "ids": ids})
         name = f"maps-{number:05}.safetensors"
         missing = int((ids[:, 0, 0, 0] == NO_CLASS).sum())
-        shard = Shard(name, self.rows(number).start, len(ids), missing, sha256_hex(content))
+        shard = Shard(name, self.rows(number).start, len(ids), missing, hashlib.sha256(content).hexdigest())
         record = ShardRecord(shard, tuple(problems))
         try:
             with atomic_write(self.folder / name) as file:
@@ -145,7 +144,7 @@ def open_writer(
         ids=ids_type(classes),
         geometry=geometry,
         teacher=teacher,
-        keys=sha256_hex(content),
+        keys=hashlib.sha256(content).hexdigest(),
         catalog=catalog,
         shard_rows=shard_rows,
         shards=(),
@@ -183,20 +182,11 @@ def is_unfinished(folder: Path) -> bool:
     return (folder / UNFINISHED_FILE).is_file() and not is_store(folder)
 
 
-def file_sha256(path: Path) -> str:
-    """Return a file's SHA-256 in hexadecimal; the file is read in blocks."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _check_same_metadata(folder: Path, metadata: StoreMetadata) -> None:
     before, now = asdict(read_metadata(folder / UNFINISHED_FILE)), asdict(metadata)
     changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
     if changed:
         raise UserError(
             f"{folder} holds an unfinished store with other metadata ({'; '.join(changed)}). Run the command "
-            "that started it to resume it, or remove the folder to start anew."
+            "that started it to resume it, or remove the folder to start again."
         )

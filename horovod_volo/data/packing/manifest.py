@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.atomic_file import atomic_write, file_sha256
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.split_folder import CLASSES_FILE, index_beside
 
@@ -88,7 +87,7 @@ def check_split(folder: Path, *, workers: int, progress: Callable[[int, int], No
         f"{path} is not in {MANIFEST}" for path in sorted(folder.glob("*.tar")) if path not in expected
     ]
     with ThreadPoolExecutor(workers) as pool:
-        checksums = zip(expected.items(), pool.map(_file_sha256, expected), strict=True)
+        checksums = zip(expected.items(), pool.map(_sha256_or_empty, expected), strict=True)
         for done, ((path, sha256), actual) in enumerate(checksums, 1):
             if actual != sha256:
                 problems.append(
@@ -98,10 +97,5 @@ def check_split(folder: Path, *, workers: int, progress: Callable[[int, int], No
     return problems
 
 
-def _file_sha256(path: Path) -> str:
-    """Return a file's SHA-256 in hexadecimal; empty if there is no such file."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except FileNotFoundError:
-        return ""
+def _sha256_or_empty(path: Path) -> str:
+    return file_sha256(path) if path.exists() else ""

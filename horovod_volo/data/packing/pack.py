@@ -31,9 +31,10 @@ from horovod_volo.data.images.split_folder import CLASSES_FILE, FOLDER_NAMES, Sp
 from horovod_volo.data.packing.manifest import Manifest, PackedShard, parse_shard, read_manifest, write_json
 from horovod_volo.data.packing.packed_image import packed_image
 from horovod_volo.data.packing.tar_writer import TarWriter, member_bytes
-from horovod_volo.data.sampler import epoch_order
+from horovod_volo.data.sampler import packing_order
 
 WORK = ".packing"  # work folder beside the splits, removed at the end
+_ORDER = 2  # version of the shuffled order; shards of different orders must not be mixed
 _PROBED_IMAGES = 256  # their mean size determines how many images fill a shard
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
@@ -95,7 +96,7 @@ def _pack_split(
     folder.mkdir(exist_ok=True)
     per_shard = _images_per_shard(out / WORK / f"{split}.plan.json", provenance, catalog, options)
     images = len(catalog)
-    order = epoch_order(options.seed, 0, images) if options.shuffle else np.arange(images, dtype=np.uint32)
+    order = packing_order(options.seed, images) if options.shuffle else np.arange(images, dtype=np.uint32)
     tasks = [
         _ShardTask(
             catalog=_catalog_file(catalog),
@@ -215,10 +216,16 @@ def _read_finished(task: _ShardTask) -> PackedShard | None:
 def _images_per_shard(plan: Path, provenance: dict[str, Any], catalog: Catalog, options: PackOptions) -> int:
     """Return the number of images per shard: that of the earlier run that is resumed, or a new estimate."""
     if not plan.exists():
-        write_json(plan, {"asked": provenance, "images": options.shard_images or _estimate(catalog, options)})
+        per_shard = options.shard_images or _estimate(catalog, options)
+        write_json(plan, {"asked": provenance, "images": per_shard, "order": _ORDER})
     planned = json.loads(plan.read_text())
     if planned["asked"] != provenance:
         raise _mismatch(plan)
+    if options.shuffle and planned.get("order") != _ORDER:
+        raise UserError(
+            f"An earlier version began to pack into {plan.parent.parent} and shuffled the images in another "
+            "order. Remove this folder, or name another one."
+        )
     return int(planned["images"])
 
 

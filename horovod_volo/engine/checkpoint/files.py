@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from horovod_volo.core.atomic_file import flush
+from horovod_volo.core.atomic_file import file_sha256, flush
 from horovod_volo.core.errors import UserError
 
 StateDicts = Mapping[str, Mapping[str, Tensor]]  # tensors by file and by name
@@ -29,7 +29,10 @@ _METADATA = "state.json"
 
 
 def write_checkpoint(folder: Path, step: int, tensors: StateDicts, metadata: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` into `folder` and update the link `last`; return its path."""
+    """Write the checkpoint of `step` into `folder` and update the link `last`; return its path.
+
+    The tensors are on the CPU, contiguous, and no two share memory.
+    """
     final = checkpoint_path(folder, step)
     partial = folder / f".{final.name}.partial"
     try:
@@ -118,7 +121,7 @@ def find_damage(path: Path) -> str | None:
         if state["format"] != FORMAT:
             return f"its format is {state['format']}, but this version reads {FORMAT}"
         for name, expected in state["sha256"].items():
-            if _checksum(path / f"{name}.safetensors") != expected:
+            if file_sha256(path / f"{name}.safetensors") != expected:
                 return f"{name}.safetensors does not match its checksum"
     except (OSError, ValueError, KeyError) as error:
         return f"{type(error).__name__} {error}"
@@ -142,17 +145,11 @@ def read_tensors(path: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    # Copies: batch norm statistics are views of one flat tensor, and safetensors refuses to store views.
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    save_file(dict(tensors), path)
     path.chmod(path.parent.stat().st_mode & 0o666)  # the usual permissions: safetensors makes files private
     flush(path)
-    return _checksum(path)
+    return file_sha256(path)
 
 
 def _checksum_of_metadata(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state).encode()).hexdigest()
-
-
-def _checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -67,11 +67,11 @@ def _check_continues(folder: Path, checkpoint: Path) -> None:
 
 
 def restore_state(state: TrainState, checkpoint: Path | None, world: World) -> list[str]:
-    """Load the checkpoint, if any, and make all ranks equal to rank 0. Collective: every rank calls this.
+    """Load the checkpoint, if any, and copy rank 0's state to all ranks. Collective: every rank calls this.
 
     Return warnings about tensors of the checkpoint that were not loaded.
     """
-    # Only rank 0 reads: load_full_state_dict broadcasts tensor by tensor, as all do not fit in one object.
+    # Only rank 0 reads. load_full_state_dict broadcasts single tensors: one object may become too large.
     saved = world.run_on_all_ranks(
         lambda: read_tensors(checkpoint) if checkpoint and world.is_rank_zero else {}
     )

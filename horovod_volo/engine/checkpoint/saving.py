@@ -1,15 +1,15 @@
-"""Save checkpoints, and evaluations beside the checkpoint that they evaluate.
+"""Save checkpoints, and evaluations beside the checkpoint that they evaluate. Only rank 0 writes.
 
-Rank 0 writes.
-Invariant: only a state that is finite, and equal on all ranks to the last bit, is saved. A checkpoint that
-cannot be trained from must not replace one that can.
+A checkpoint is written while training goes on; `finish_checkpoint` waits for it.
+Invariant: only a state that is finite, and equal on all ranks to the last bit, is saved. A checkpoint from
+which training cannot continue must not replace one from which it can.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from horovod_volo.cluster.world import AllRanksError
@@ -25,18 +25,28 @@ from horovod_volo.engine.checkpoint.files import (
 )
 from horovod_volo.engine.checkpoint.metadata import run_metadata
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.evaluation import Scores
+from horovod_volo.engine.evaluation import Metrics
 
 _EVALUATION = "evaluation.json"
 _AFTER_DIVERGENCE = "Lower --lr or lengthen --warmup-epochs, and resume from the last checkpoint."
 
 
 def save_checkpoint(context: TrainContext) -> None:
-    """Save a checkpoint of the current step. Collective: every rank calls this."""
+    """Begin to save a checkpoint of the current step, if there is none. Collective: every rank calls this."""
+    if context.checkpoints.step == context.state.step:
+        return
     check_losses(context, context.world.sum_over_ranks(*context.meter.sums().values()))
     context.world.assert_identical(context.state.replicated_tensors(), "Weights or optimizer state")
     tensors = context.state.full_state_dict()
-    context.world.run_on_rank_zero(lambda: _write_checkpoint(context, tensors))
+    finish_checkpoint(context)
+    if context.world.is_rank_zero:
+        context.checkpoints.begin(tensors, _checkpoint_writer(context))
+    context.checkpoints.step = context.state.step
+
+
+def finish_checkpoint(context: TrainContext) -> None:
+    """Wait until the checkpoint is on disk; raise if it cannot be written. Collective."""
+    context.world.run_on_rank_zero(context.checkpoints.wait)
 
 
 def check_losses(context: TrainContext, losses: Sequence[float]) -> None:
@@ -46,37 +56,43 @@ def check_losses(context: TrainContext, losses: Sequence[float]) -> None:
 
 
 def _check_tensors(tensors_by_file: StateDicts, step: int) -> None:
-    """Raise UserError if a tensor is not finite; by now gradients that are not have reached the weights."""
+    """Raise UserError if a tensor is not finite; non-finite gradients have reached the weights by now."""
     for tensors in tensors_by_file.values():
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
                 raise UserError(f"{name} is not finite at step {step}, and is not saved. {_AFTER_DIVERGENCE}")
 
 
-def _write_checkpoint(context: TrainContext, tensors: StateDicts) -> None:
-    _check_tensors(tensors, context.state.step)
+def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], None]:
+    """Return the function that writes the current step's checkpoint; later steps do not change it."""
+    folder, step, keep = _folder(context), context.state.step, context.config.run.keep_checkpoints
     metadata = run_metadata(context.config, context.derived, context.images.train)
     metadata["scaler"] = context.state.scaler.state_dict()
-    saved = write_checkpoint(_folder(context), context.state.step, tensors, metadata)
-    delete_old_checkpoints(saved, context.config.run.keep_checkpoints)
+
+    def write(tensors: StateDicts) -> None:
+        _check_tensors(tensors, step)
+        delete_old_checkpoints(write_checkpoint(folder, step, tensors, metadata), keep)
+
+    return write
 
 
-def save_evaluation(context: TrainContext, scores: Scores) -> None:
-    """Log the scores, save them in the current step's checkpoint, and update the link `best`. Collective."""
+def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
+    """Log the metrics, save them in the current step's checkpoint, and update the link `best`. Collective."""
+    finish_checkpoint(context)
     step = context.state.step
     epochs_done, _ = context.derived.epoch_of(step)
     context.logger.log_evaluation(
-        step, {"epoch": epochs_done - 1, "images_seen": step * context.derived.global_batch, **scores}
+        step, {"epoch": epochs_done - 1, "images_seen": step * context.derived.global_batch, **metrics}
     )
-    context.logger.log(_format_scores(scores, epochs_done))
-    context.world.run_on_rank_zero(lambda: _write_evaluation(context, scores))
+    context.logger.log(_format_metrics(metrics, epochs_done))
+    context.world.run_on_rank_zero(lambda: _write_evaluation(context, metrics))
 
 
-def _write_evaluation(context: TrainContext, scores: Scores) -> None:
+def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
     checkpoint, best = _current_checkpoint(context), _folder(context) / "best"
     try:
         with atomic_write(checkpoint / _EVALUATION) as file:
-            file.write(json.dumps(scores).encode())
+            file.write(json.dumps(metrics).encode())
         if not best.exists() or _top1(checkpoint) > _top1(best):
             update_link(best, checkpoint)
     except OSError as error:
@@ -88,14 +104,16 @@ def _write_evaluation(context: TrainContext, scores: Scores) -> None:
 
 def has_evaluation(context: TrainContext) -> bool:
     """Return whether the current step's checkpoint has been evaluated. Collective: every rank calls this."""
-    return bool(context.world.broadcast_object((_current_checkpoint(context) / _EVALUATION).exists()))
+    # While a checkpoint is written, one of the same step may exist that this run has replaced.
+    evaluated = not context.checkpoints.is_writing and (_current_checkpoint(context) / _EVALUATION).exists()
+    return bool(context.world.broadcast_object(evaluated))
 
 
-def _format_scores(scores: Scores, epochs_done: int) -> str:
-    averaged = f", averaged weights {scores['ema_top1']:.2f} %" if "ema_top1" in scores else ""
+def _format_metrics(metrics: Metrics, epochs_done: int) -> str:
+    averaged = f", averaged weights {metrics['ema_top1']:.2f} %" if "ema_top1" in metrics else ""
     return (
-        f"after epoch {epochs_done}: top-1 {scores['top1']:.2f} %, top-5 {scores['top5']:.2f} %{averaged} "
-        f"on {scores['images']} held-out images"
+        f"after epoch {epochs_done}: top-1 {metrics['top1']:.2f} %, top-5 {metrics['top5']:.2f} %{averaged} "
+        f"on {metrics['images']} held-out images"
     )
 
 
@@ -104,8 +122,8 @@ def _top1(checkpoint: Path) -> float:
     file = checkpoint / _EVALUATION
     if not file.exists():  # `best` was saved again, after a resume from an earlier checkpoint
         return -1.0
-    scores = json.loads(file.read_text(encoding="utf-8"))
-    return float(max(scores["top1"], scores.get("ema_top1", 0.0)))
+    metrics = json.loads(file.read_text(encoding="utf-8"))
+    return float(max(metrics["top1"], metrics.get("ema_top1", 0.0)))
 
 
 def _folder(context: TrainContext) -> Path:

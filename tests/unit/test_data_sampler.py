@@ -1,4 +1,4 @@
-"""The order visits each image once, and what a step sees does not depend on the number of ranks."""
+"""An epoch contains each image once, and a step's images do not depend on the number of ranks."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def test_the_order_never_changes_between_versions():
     assert epoch_order(seed=42, epoch=0, length=8).tolist() == [2, 3, 5, 0, 1, 4, 7, 6]
 
 
-def test_every_place_is_as_likely_for_every_image():
+def test_every_image_is_equally_likely_at_every_position():
     places = np.array([np.argsort(epoch_order(7, epoch, 10)) for epoch in range(4000)])
     counts = np.stack([(places == place).sum(axis=0) for place in range(10)])
     chi_squared = ((counts - 400) ** 2 / 400).sum()
@@ -29,22 +29,22 @@ def test_every_place_is_as_likely_for_every_image():
 @pytest.mark.parametrize(
     ("size", "batch", "accumulation"), [(1, 12, 1), (2, 6, 1), (3, 2, 2), (6, 1, 2), (4, 1, 3)]
 )
-def test_a_step_sees_the_same_images_however_they_are_shared(size, batch, accumulation):
+def test_a_step_has_the_same_images_on_any_number_of_ranks(size, batch, accumulation):
     order = epoch_order(seed=0, epoch=0, length=40)
     for step in range(3):
-        shares = [
+        of_ranks = [
             rank_indices(order, step, rank=rank, size=size, batch=batch, accumulation=accumulation)
             for rank in range(size)
         ]
-        assert all(share.shape == (accumulation, batch) for share in shares)
-        seen = np.concatenate([share.ravel() for share in shares])
-        assert sorted(seen) == sorted(order[12 * step : 12 * step + 12])
+        assert all(indices.shape == (accumulation, batch) for indices in of_ranks)
+        together = np.concatenate([indices.ravel() for indices in of_ranks])
+        assert sorted(together) == sorted(order[12 * step : 12 * step + 12])
 
 
-def test_a_rank_reads_every_size_th_position_from_its_own():
-    share = rank_indices(np.arange(100, dtype=np.uint32), 2, rank=1, size=3, batch=2, accumulation=2)
-    assert share.dtype == np.int64
-    assert share.tolist() == [[25, 28], [31, 34]]
+def test_a_rank_reads_each_position_that_equals_its_rank_modulo_size():
+    indices = rank_indices(np.arange(100, dtype=np.uint32), 2, rank=1, size=3, batch=2, accumulation=2)
+    assert indices.dtype == np.int64
+    assert indices.tolist() == [[25, 28], [31, 34]]
 
 
 @pytest.mark.parametrize(("length", "block", "window"), [(1000, 10, 4), (1003, 10, 4), (7, 10, 2), (1, 1, 1)])
@@ -58,20 +58,20 @@ def test_a_block_shuffle_is_a_permutation_fixed_by_its_arguments(length, block, 
             assert (order == other).mean() < 0.05
 
 
-def test_a_window_touches_as_many_blocks_as_it_is_wide_and_mixes_their_images():
+def test_a_shuffle_window_mixes_the_images_of_its_blocks():
     order = epoch_order(3, 0, 64 * 100, block=64, window=5)
     windows = order.reshape(20, 5 * 64)
     blocks = windows // 64
     assert all(len(set(row)) == 5 for row in blocks)
     assert sorted(set(blocks.ravel())) == list(range(100))
-    # Neighbours in the order come from the same block about as often as chance has it, one time in five.
+    # Two neighbours in the order come from the same block with a probability of about one in five.
     same = (blocks[:, 1:] == blocks[:, :-1]).mean()
     assert 0.17 < same < 0.23
-    # Blocks are not read in the order in which they lie.
+    # Blocks are not read in their stored order.
     assert (np.diff(blocks[:, 0].astype(np.int64)) > 0).mean() < 0.8
 
 
-def test_every_place_of_a_block_shuffle_is_as_likely_for_every_image():
+def test_every_image_is_equally_likely_at_every_position_of_a_block_shuffle():
     places = np.array([np.argsort(epoch_order(7, epoch, 12, block=2, window=2)) for epoch in range(4000)])
     counts = np.stack([(places == place).sum(axis=0) for place in range(12)])
     expected = 4000 / 12

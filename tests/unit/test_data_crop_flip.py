@@ -1,4 +1,4 @@
-"""Plans are reproducible sample by sample, and distributed as torchvision's RandomResizedCrop."""
+"""Crops and flips are reproducible for each sample, and distributed as torchvision's RandomResizedCrop."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ SAMPLES = 4000
 
 
 def largest_gap(a, b):
-    """The two-sample Kolmogorov-Smirnov statistic."""
+    """Return the two-sample Kolmogorov-Smirnov statistic."""
     every = np.sort(np.concatenate([a, b]))
     below = [np.searchsorted(np.sort(sample), every, side="right") / len(sample) for sample in (a, b)]
     return np.abs(below[0] - below[1]).max()
@@ -26,7 +26,7 @@ def sizes_of(count, seed=0):
     return np.random.default_rng(seed).integers(20, 500, size=(count, 2))
 
 
-def test_a_plan_does_not_depend_on_the_rest_of_its_batch():
+def test_a_crop_does_not_depend_on_the_rest_of_its_batch():
     settings = Data(hflip=0.5, vflip=0.3)
     indices, sizes = np.arange(100, 164), sizes_of(64)
     whole = draw_crops(3, 5, indices, sizes, settings)
@@ -37,16 +37,16 @@ def test_a_plan_does_not_depend_on_the_rest_of_its_batch():
         assert (alone.flip_vertical == whole.flip_vertical[part]).all()
 
 
-def test_plans_differ_between_epochs_seeds_and_samples():
+def test_crops_differ_between_epochs_seeds_and_samples():
     sizes = np.full((64, 2), 300)
-    plan = draw_crops(3, 5, np.arange(64), sizes, Data())
+    crop_flip = draw_crops(3, 5, np.arange(64), sizes, Data())
     for other in (
         draw_crops(3, 6, np.arange(64), sizes, Data()),
         draw_crops(4, 5, np.arange(64), sizes, Data()),
         draw_crops(3, 5, np.arange(64, 128), sizes, Data()),
     ):
-        assert (plan.boxes == other.boxes).all(axis=1).mean() < 0.1
-    assert len(np.unique(plan.boxes, axis=0)) == 64
+        assert (crop_flip.boxes == other.boxes).all(axis=1).mean() < 0.1
+    assert len(np.unique(crop_flip.boxes, axis=0)) == 64
 
 
 def test_boxes_lie_inside_their_images():
@@ -58,11 +58,13 @@ def test_boxes_lie_inside_their_images():
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.3, 1.0])
-def test_flips_come_as_often_as_asked_and_independently(probability):
-    plan = draw_crops(0, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), 50), Data(hflip=probability, vflip=0.5))
+def test_flips_have_the_set_probability_and_are_independent(probability):
+    crop_flip = draw_crops(
+        0, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), 50), Data(hflip=probability, vflip=0.5)
+    )
     deviation = np.sqrt(probability * (1 - probability) / SAMPLES)
-    assert abs(plan.flip_horizontal.mean() - probability) <= 4 * deviation
-    both = (plan.flip_horizontal & plan.flip_vertical).mean()
+    assert abs(crop_flip.flip_horizontal.mean() - probability) <= 4 * deviation
+    both = (crop_flip.flip_horizontal & crop_flip.flip_vertical).mean()
     assert abs(both - probability / 2) < 4 * 0.5 / np.sqrt(SAMPLES)
 
 
@@ -71,7 +73,7 @@ def test_flips_come_as_often_as_asked_and_independently(probability):
     [((375, 500), (0.08, 1.0)), ((64, 64), (0.08, 1.0)), ((333, 111), (0.3, 1.0)), ((40, 300), (0.08, 1.0))],
 )
 def test_boxes_are_distributed_as_torchvisions(size, scale):
-    plan = draw_crops(9, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), size), Data(scale=scale))
+    crop_flip = draw_crops(9, 0, np.arange(SAMPLES), np.full((SAMPLES, 2), size), Data(scale=scale))
     torch.manual_seed(0)
     image = torch.empty(3, *size)
     theirs = np.array(
@@ -88,7 +90,7 @@ def test_boxes_are_distributed_as_torchvisions(size, scale):
     }
     critical = 1.95 * np.sqrt(2 / SAMPLES)  # exceeded once in a thousand times by equal distributions
     for name, measure in measures.items():
-        assert largest_gap(measure(plan.boxes), measure(theirs)) < critical, name
+        assert largest_gap(measure(crop_flip.boxes), measure(theirs)) < critical, name
 
 
 @pytest.mark.parametrize(
@@ -97,30 +99,32 @@ def test_boxes_are_distributed_as_torchvisions(size, scale):
 )
 def test_the_fallback_is_torchvisions_central_crop(size, box):
     settings = Data(scale=(4.0, 4.0))  # four times the image never fits
-    plan = draw_crops(0, 0, np.arange(3), np.full((3, 2), size), settings)
+    crop_flip = draw_crops(0, 0, np.arange(3), np.full((3, 2), size), settings)
     theirs = RandomResizedCrop.get_params(torch.empty(3, *size), [4.0, 4.0], [3 / 4, 4 / 3])
     assert theirs == box
-    assert (plan.boxes == box).all()
+    assert (crop_flip.boxes == box).all()
 
 
-def test_stored_boxes_cut_what_the_flipped_image_shows():
+def test_stored_boxes_are_the_crops_of_the_unflipped_image():
     sizes = sizes_of(200, seed=4)
-    plan = draw_crops(1, 1, np.arange(200), sizes, Data(hflip=0.5, vflip=0.5))
-    for number, (size, stored) in enumerate(zip(sizes, plan.stored_boxes(sizes), strict=True)):
+    crop_flip = draw_crops(1, 1, np.arange(200), sizes, Data(hflip=0.5, vflip=0.5))
+    for number, (size, stored) in enumerate(
+        zip(sizes, crop_flip.stored(crop_flip.boxes, sizes), strict=True)
+    ):
         pixels = np.arange(size[0] * size[1]).reshape(size)
-        vertical = -1 if plan.flip_vertical[number] else 1
-        horizontal = -1 if plan.flip_horizontal[number] else 1
-        top, left, height, width = plan.boxes[number]
-        wanted = pixels[::vertical, ::horizontal][top : top + height, left : left + width]
+        vertical = -1 if crop_flip.flip_vertical[number] else 1
+        horizontal = -1 if crop_flip.flip_horizontal[number] else 1
+        top, left, height, width = crop_flip.boxes[number]
+        expected = pixels[::vertical, ::horizontal][top : top + height, left : left + width]
         top, left, height, width = stored
         cut = pixels[top : top + height, left : left + width][::vertical, ::horizontal]
-        assert (cut == wanted).all()
+        assert (cut == expected).all()
 
 
-def test_fractions_are_shares_of_height_and_width():
+def test_fractions_are_relative_to_height_and_width():
     sizes = np.array([[100, 200]])
-    plan = draw_crops(0, 0, np.array([0]), sizes, Data())
-    top, left, height, width = plan.boxes[0]
-    fractions = plan.fractions(sizes)
+    crop_flip = draw_crops(0, 0, np.array([0]), sizes, Data())
+    top, left, height, width = crop_flip.boxes[0]
+    fractions = crop_flip.fractions(sizes)
     assert fractions.dtype == np.float32
     np.testing.assert_allclose(fractions[0], [top / 100, left / 200, height / 100, width / 200], rtol=1e-6)

@@ -16,7 +16,7 @@ from horovod_volo.data.loader import TrainLoader
 def main(out: Path, images: Path, global_batch: int) -> None:
     world = World.connect()
     catalog = build_catalog(str(images), "train", None)
-    stream = TrainLoader(
+    loader = TrainLoader(
         catalog,
         open_labels(str(images / "token_labels"), catalog, None),
         Data(batch_size=global_batch // world.size, vflip=0.3),
@@ -29,10 +29,10 @@ def main(out: Path, images: Path, global_batch: int) -> None:
         threads=1,
     )
     entries = [
-        (f"epoch {epoch} step {step}", int(index), *described)
+        (f"epoch {epoch} step {step}", int(index), *hashes)
         for epoch in (0, 1)
-        for step, batch in enumerate(stream.batches(epoch, 0))
-        for index, *described in zip(
+        for step, batch in enumerate(loader.batches(epoch, 0))
+        for index, *hashes in zip(
             batch.indices,
             *map(
                 digests,
@@ -47,7 +47,7 @@ def main(out: Path, images: Path, global_batch: int) -> None:
             strict=True,
         )
     ]
-    stream.close()
+    loader.close()
     torch.save({"entries": entries}, out / f"rank_{world.rank}.pt")
 
 

@@ -1,7 +1,7 @@
-"""Run the fused outlook attention forward and backward on the cases of a file, in a separate process.
+"""Runs fused outlook attention forward and backward on the cases of a file, in a separate process.
 
 Triton chooses between compiling and interpreting when it is first imported, and torch's compiler imports it.
-Its interpreter therefore needs a new process.
+The interpreter therefore needs a process of its own.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Case = tuple[Tensor, Tensor, Tensor, int, float]  # values, scores, gradient above, heads, scale
-Pass = tuple[list[str], list[Tensor]]  # which kernels ran, then the output and both gradients
+Case = tuple[Tensor, Tensor, Tensor, int, float]  # values, scores, gradient of the output, heads, scale
+Result = tuple[list[str], list[Tensor]]  # the names of the launched kernels; the output and both gradients
 
 
-def run(cases: list[Case]) -> list[Pass]:
-    """Return what each case gives."""
+def run(cases: list[Case]) -> list[Result]:
+    """Return the result of each case."""
     from horovod_volo.kernels import outlook_kernels
     from horovod_volo.kernels.outlook import fused_outlook
 
     runs: list[str] = []
-    for name in ("aggregate_windows", "scores_backward"):
+    for name in ("aggregate_windows", "logits_backward"):
         setattr(outlook_kernels, name, RecordedKernel(name, getattr(outlook_kernels, name), runs))
-    passes = []
-    for values, scores, above, heads, scale in cases:
+    results = []
+    for values, scores, grad_output, heads, scale in cases:
         inputs = [tensor.detach().requires_grad_() for tensor in (values, scores)]
         mixed = fused_outlook(*inputs, heads, scale)
-        found = [mixed.detach(), *torch.autograd.grad(mixed, inputs, above)]
-        passes.append(([*runs], found))
+        found = [mixed.detach(), *torch.autograd.grad(mixed, inputs, grad_output)]
+        results.append(([*runs], found))
         runs.clear()
-    return passes
+    return results
 
 
 class RecordedKernel:
-    """A kernel that records its name whenever it is launched."""
+    """A kernel that records its name at each launch."""
 
     def __init__(self, name: str, program: Any, runs: list[str]) -> None:
         self.name, self.program, self.runs = name, program, runs

@@ -1,4 +1,4 @@
-"""Each kind of odd or damaged sample: what is done with it, by rule."""
+"""Damaged samples are replaced by a fixed rule, reported and limited; unusual images are read correctly."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.reading import read_image
 
-IMAGES, SIDE, SPOILT = 12, 32, 5
-FILE = f"train/a/{SPOILT:02d}.jpg"
-NOBODY = 65534
-STRIDE = 7  # the golden section of 12, and coprime to it
-INSTEAD = (SPOILT + STRIDE) % IMAGES
+IMAGES, SIDE, DAMAGED = 12, 32, 5
+FILE = f"train/a/{DAMAGED:02d}.jpg"
+UNPRIVILEGED = 65534
+STRIDE = 7  # 12 divided by the golden ratio, rounded; it has no common factor with 12
+REPLACEMENT = (DAMAGED + STRIDE) % IMAGES
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
     return write_images(tmp_path / "images", images)
 
 
-def stream_of(folder: Path, maps: Path | None = None, **settings: object) -> TrainLoader:
+def open_loader(folder: Path, maps: Path | None = None, **settings: object) -> TrainLoader:
     catalog = build_catalog(str(folder), "train", None)
     return TrainLoader(
         catalog,
@@ -53,11 +53,11 @@ def stream_of(folder: Path, maps: Path | None = None, **settings: object) -> Tra
     )
 
 
-def seen(stream: TrainLoader) -> list[int]:
-    return sorted(int(index) for batch in stream.batches(0, 0) for index in batch.indices)
+def indices_of(loader: TrainLoader) -> list[int]:
+    return sorted(int(index) for batch in loader.batches(0, 0) for index in batch.indices)
 
 
-def spoil(file: Path, how: str) -> None:
+def damage(file: Path, how: str) -> None:
     whole = file.read_bytes()
     match how:
         case "deleted":
@@ -75,59 +75,59 @@ def spoil(file: Path, how: str) -> None:
             file.write_bytes(whole[:30])
         case "too large":
             header = bytearray(whole)
-            place = header.index(b"\xff\xc0")  # start of frame: length, bits, height, width
-            header[place + 5 : place + 9] = b"\xff\xff\xff\xff"
+            offset = header.index(b"\xff\xc0")  # start-of-frame marker, then length, bits, height and width
+            header[offset + 5 : offset + 9] = b"\xff\xff\xff\xff"
             file.write_bytes(bytes(header))
 
 
-DAMAGES = ["deleted", "a folder", "empty", "no image", "truncated", "header only", "too large"]
+KINDS = ["deleted", "a folder", "empty", "no image", "truncated", "header only", "too large"]
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_image_is_replaced_by_rule(folder: Path, how: str) -> None:
-    stream = stream_of(folder)
-    spoil(folder / FILE, how)
-    for _ in range(2):  # each time by the same rule
-        expected = sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
-        assert seen(stream) == expected
-    assert stream.bad_samples.skipped == 2
-    (reported,) = stream.bad_samples.new_messages()  # named once
+@pytest.mark.parametrize("how", KINDS)
+def test_a_damaged_image_is_replaced_by_a_fixed_other_one(folder: Path, how: str) -> None:
+    loader = open_loader(folder)
+    damage(folder / FILE, how)
+    for _ in range(2):  # by the same image in each pass over the data
+        expected = sorted([*(n for n in range(IMAGES) if n != DAMAGED), REPLACEMENT])
+        assert indices_of(loader) == expected
+    assert loader.bad_samples.skipped == 2
+    (reported,) = loader.bad_samples.new_messages()  # reported once
     assert FILE in reported
-    assert stream.bad_samples.new_messages() == []
-    stream.close()
+    assert loader.bad_samples.new_messages() == []
+    loader.close()
 
 
-@pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_image_ends_a_run_that_wants_none(folder: Path, how: str) -> None:
-    stream = stream_of(folder, bad_samples="fail")
-    spoil(folder / FILE, how)
+@pytest.mark.parametrize("how", KINDS)
+def test_a_damaged_image_is_an_error_with_bad_samples_fail(folder: Path, how: str) -> None:
+    loader = open_loader(folder, bad_samples="fail")
+    damage(folder / FILE, how)
     with pytest.raises(UserError, match=r"05\.jpg.*--bad-samples skip"):
-        list(stream.batches(0, 0))
-    stream.close()
+        list(loader.batches(0, 0))
+    loader.close()
 
 
-def test_what_would_replace_it_may_be_damaged_too(folder: Path) -> None:
-    stream = stream_of(folder)
-    for number in (SPOILT, INSTEAD):
-        spoil(folder / f"train/a/{number:02d}.jpg", "empty")
-    left = [n for n in range(IMAGES) if n not in (SPOILT, INSTEAD)]
-    after = (INSTEAD + STRIDE) % IMAGES
-    assert seen(stream) == sorted([*left, after, after])
-    stream.close()
+def test_a_damaged_replacement_is_replaced_too(folder: Path) -> None:
+    loader = open_loader(folder)
+    for number in (DAMAGED, REPLACEMENT):
+        damage(folder / f"train/a/{number:02d}.jpg", "empty")
+    left = [n for n in range(IMAGES) if n not in (DAMAGED, REPLACEMENT)]
+    after = (REPLACEMENT + STRIDE) % IMAGES
+    assert indices_of(loader) == sorted([*left, after, after])
+    loader.close()
 
 
-def test_a_lost_shard_is_replaced_by_many_others() -> None:
-    damage = BadSampleTracker("skip", limit=1000)
+def test_the_images_of_a_lost_shard_have_different_replacements() -> None:
+    tracker = BadSampleTracker("skip", limit=1000)
 
     def read(index: int) -> int:
         if 300 <= index < 400:
             raise BadSampleError(f"{index} is lost")
         return index
 
-    found = [damage.read_or_replace(index, 1000, read)[0] for index in range(300, 400)]
+    found = [tracker.read_or_replace(index, 1000, read)[0] for index in range(300, 400)]
     assert len(set(found)) == 100
-    assert damage.skipped == 100
-    for images in range(1, 40):  # whatever their number, the last that can be read is found
+    assert tracker.skipped == 100
+    for images in range(1, 40):  # with any number of images, the only readable one is found
         last = BadSampleTracker("skip", limit=1000)
 
         def only_the_last(index: int, end: int = images - 1) -> int:
@@ -138,28 +138,28 @@ def test_a_lost_shard_is_replaced_by_many_others() -> None:
         assert last.read_or_replace(0, images, only_the_last)[0] == images - 1
 
 
-def test_a_limit_ends_the_run(folder: Path) -> None:
-    stream = stream_of(folder, bad_samples_limit=2)
+def test_more_damaged_samples_than_the_limit_are_an_error(folder: Path) -> None:
+    loader = open_loader(folder, bad_samples_limit=2)
     for number in (1, 3, 5):
-        spoil(folder / f"train/a/{number:02d}.jpg", "empty")
+        damage(folder / f"train/a/{number:02d}.jpg", "empty")
     with pytest.raises(UserError, match=r"3 samples are damaged.*--bad-samples-limit"):
-        list(stream.batches(0, 0))
-    stream.close()
+        list(loader.batches(0, 0))
+    loader.close()
 
 
-def test_an_image_that_only_decoding_finds_out(folder: Path) -> None:
-    """A file whose header and end are whole and whose middle DALI refuses: the batches are made again."""
-    stream = stream_of(folder)
+def test_an_image_whose_damage_only_the_decoder_finds(folder: Path) -> None:
+    """The file's header and end are intact, but DALI cannot decode it, and the batches are built again."""
+    loader = open_loader(folder)
     png = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(png, "PNG")
     broken = bytearray(png.getvalue())
     broken[200:5000] = bytes(4800)
     (folder / FILE).write_bytes(bytes(broken))
-    assert seen(stream) == sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
-    (reported,) = stream.bad_samples.new_messages()
+    assert indices_of(loader) == sorted([*(n for n in range(IMAGES) if n != DAMAGED), REPLACEMENT])
+    (reported,) = loader.bad_samples.new_messages()
     assert "05.jpg cannot be decoded" in reported
-    assert len(seen(stream)) == IMAGES  # and the stream continues
-    stream.close()
+    assert len(indices_of(loader)) == IMAGES  # the loader can be used further
+    loader.close()
 
 
 @pytest.mark.parametrize("kind", ["missing", "short", "of another size", "of other classes"])
@@ -168,8 +168,8 @@ def test_a_damaged_label_map(folder: Path, tmp_path: Path, kind: str) -> None:
     maps.mkdir(parents=True)
     for number in range(IMAGES):
         torch.save(torch.zeros(2, 1, 3, 3), maps / f"{number:02d}.pt")
-    file = maps / f"{SPOILT:02d}.pt"
-    stream = stream_of(folder, maps.parent)
+    file = maps / f"{DAMAGED:02d}.pt"
+    loader = open_loader(folder, maps.parent)
     match kind:
         case "missing":
             file.unlink()
@@ -179,13 +179,13 @@ def test_a_damaged_label_map(folder: Path, tmp_path: Path, kind: str) -> None:
             torch.save(torch.zeros(2, 1, 4, 3), file)
         case _:
             torch.save(torch.full((2, 1, 3, 3), 9.0), file)
-    assert seen(stream) == sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
-    (reported,) = stream.bad_samples.new_messages()
+    assert indices_of(loader) == sorted([*(n for n in range(IMAGES) if n != DAMAGED), REPLACEMENT])
+    (reported,) = loader.bad_samples.new_messages()
     assert "05" in reported
-    stream.close()
+    loader.close()
 
 
-def odd_images() -> dict[str, Image.Image]:
+def unusual_images() -> dict[str, Image.Image]:
     colours = smooth(70, 50, seed=3)
     sixteen = Image.fromarray((np.arange(70 * 50).reshape(50, 70) * 18 % 65536).astype(np.uint16))
     alpha = colours.copy()
@@ -207,9 +207,9 @@ def odd_images() -> dict[str, Image.Image]:
     }
 
 
-@pytest.mark.parametrize("name", [*odd_images(), "turned.jpg", "turned.tif"])
-def test_odd_images_are_seen_as_pillow_sees_them(tmp_path: Path, name: str) -> None:
-    """Evaluation pixels of the image, resized to a square as timm would after its convert("RGB")."""
+@pytest.mark.parametrize("name", [*unusual_images(), "turned.jpg", "turned.tif"])
+def test_unusual_images_are_read_as_by_pillow(tmp_path: Path, name: str) -> None:
+    """Evaluation pixels equal those of timm, which resizes after convert("RGB")."""
     file = tmp_path / "val" / "a" / name
     file.parent.mkdir(parents=True)
     exif = Image.Exif()
@@ -217,7 +217,7 @@ def test_odd_images_are_seen_as_pillow_sees_them(tmp_path: Path, name: str) -> N
     if name.startswith("turned"):
         smooth(70, 50, seed=3).save(file, exif=exif)
     else:
-        picture = odd_images()[name]
+        picture = unusual_images()[name]
         picture.save(
             file,
             "PNG" if name.startswith("wrong") else None,
@@ -229,8 +229,8 @@ def test_odd_images_are_seen_as_pillow_sees_them(tmp_path: Path, name: str) -> N
     catalog = build_catalog(str(tmp_path), "val", None)
     assert read_image(catalog, 0)[1] == size
     if name == "turned.jpg":
-        assert size == (50, 70)  # as stored, as timm has it
-    stream = EvalLoader(
+        assert size == (50, 70)  # timm ignores the EXIF orientation
+    loader = EvalLoader(
         catalog,
         Data(batch_size=1),
         image_size=SIDE,
@@ -240,8 +240,8 @@ def test_odd_images_are_seen_as_pillow_sees_them(tmp_path: Path, name: str) -> N
         device=torch.device("cpu"),
         threads=1,
     )
-    (batch,) = stream
-    stream.close()
+    (batch,) = loader
+    loader.close()
     short = [SIDE, SIDE]
     height, width = size
     short[width > height] = int(SIDE * max(size) / min(size))
@@ -254,16 +254,16 @@ def test_odd_images_are_seen_as_pillow_sees_them(tmp_path: Path, name: str) -> N
 
 def test_a_huge_image_is_trained_on(folder: Path) -> None:
     Image.new("RGB", (9000, 6000), (10, 200, 30)).save(folder / FILE)
-    stream = stream_of(folder)
-    assert seen(stream) == list(range(IMAGES))
-    stream.close()
+    loader = open_loader(folder)
+    assert indices_of(loader) == list(range(IMAGES))
+    loader.close()
 
 
-def test_evaluation_leaves_out_what_cannot_be_read(folder: Path) -> None:
+def test_evaluation_leaves_out_unreadable_images(folder: Path) -> None:
     shutil.copytree(folder / "train", folder / "val")
     catalog = build_catalog(str(folder), "val", None)
     (folder / "val" / "a" / "03.jpg").write_bytes(b"")
-    stream = EvalLoader(
+    loader = EvalLoader(
         catalog,
         Data(batch_size=5),
         image_size=SIDE,
@@ -273,57 +273,57 @@ def test_evaluation_leaves_out_what_cannot_be_read(folder: Path) -> None:
         device=torch.device("cpu"),
         threads=1,
     )
-    batches = list(stream)
-    stream.close()
+    batches = list(loader)
+    loader.close()
     classes = torch.cat([batch.classes for batch in batches])
     assert len(classes) == IMAGES
     assert (classes == NO_CLASS).nonzero().flatten().tolist() == [3]
-    assert "03.jpg" in stream.bad_samples.new_messages()[0]
+    assert "03.jpg" in loader.bad_samples.new_messages()[0]
 
 
-def test_an_image_without_the_right_to_read() -> None:
-    """Nobody may read it; where root runs the tests, which may read all, the reading is nobody's."""
-    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to others
-        Path(place).chmod(0o755)
+def test_an_image_without_read_permission() -> None:
+    """No user may read the file. Root may, so tests that run as root change the effective user meanwhile."""
+    with tempfile.TemporaryDirectory() as directory:  # other users cannot enter pytest's own folders
+        Path(directory).chmod(0o755)
         images = {f"train/a/{n:02d}.jpg": smooth(60, 90, seed=n) for n in range(IMAGES)}
-        folder = write_images(Path(place), images)
+        folder = write_images(Path(directory), images)
         (folder / FILE).chmod(0)
-        stream = stream_of(folder)
+        loader = open_loader(folder)
         is_root = os.geteuid() == 0
         try:
             if is_root:
-                os.seteuid(NOBODY)
-            indices = seen(stream)
+                os.seteuid(UNPRIVILEGED)
+            indices = indices_of(loader)
         finally:
             if is_root:
                 os.seteuid(0)
-        assert indices == sorted([*(n for n in range(IMAGES) if n != SPOILT), INSTEAD])
-        assert "Permission denied" in stream.bad_samples.new_messages()[0]
-        stream.close()
+        assert indices == sorted([*(n for n in range(IMAGES) if n != DAMAGED), REPLACEMENT])
+        assert "Permission denied" in loader.bad_samples.new_messages()[0]
+        loader.close()
 
 
 @pytest.mark.parametrize("how", ["overwritten", "cut short"])
-def test_a_shard_that_is_damaged_while_it_is_read(folder: Path, tmp_path: Path, how: str) -> None:
-    """All that lies in the damaged part is replaced."""
+def test_a_shard_that_is_damaged_during_training(folder: Path, tmp_path: Path, how: str) -> None:
+    """All images in the damaged part are replaced."""
     members = []
     for number, file in enumerate(sorted((folder / "train" / "a").iterdir())):
         members += [(f"a/{number:02d}.jpg", file.read_bytes()), (f"a/{number:02d}.cls", b"0")]
     shard = tmp_path / "packed" / "train" / "0.tar"
     write_tar(shard, members)
-    stream = stream_of(tmp_path / "packed")
+    loader = open_loader(tmp_path / "packed")
     catalog = build_catalog(str(tmp_path / "packed"), "train", None)
-    start = shard.read_bytes().index(catalog.read(SPOILT).tobytes())
+    start = shard.read_bytes().index(catalog.read(DAMAGED).tobytes())
     with shard.open("r+b") as file:
         if how == "cut short":
             file.truncate(start)
         else:
             file.seek(start)
             file.write(bytes(2000))
-    found = seen(stream)
-    lost = range(SPOILT, IMAGES if how == "cut short" else SPOILT + 1)
+    found = indices_of(loader)
+    lost = range(DAMAGED, IMAGES if how == "cut short" else DAMAGED + 1)
     assert len(found) == IMAGES
     assert set(found) == set(range(IMAGES)) - set(lost)
-    reported = stream.bad_samples.new_messages()
+    reported = loader.bad_samples.new_messages()
     assert len(reported) == len(lost)
     assert all(str(shard) in one for one in reported)
-    stream.close()
+    loader.close()

@@ -1,0 +1,106 @@
+"""Takes a training step on a GPU that does not exist: tensors have types, shapes and a device, but no data.
+
+Arguments: the library made of cuda_without_gpu.cpp, then settings of runs as JSON. Every operation that would
+make the host wait for the GPU is an error, also the one that "planted" adds. With `compiled`, the blocks
+are traced as for torch.compile, and a graph break is an error. Prints the outcome of each run as JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+
+def load_before_torch(library: str) -> None:
+    """Load the library after those it needs, but before PyTorch asks for its CUDA part."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(library)
+
+
+load_before_torch(sys.argv[1])
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: E402
+
+from horovod_volo.bench.synthetic import bench_config, random_labels, synthetic_context  # noqa: E402
+from horovod_volo.cluster.resources import RankResources  # noqa: E402
+from horovod_volo.cluster.world import World  # noqa: E402
+from horovod_volo.core.batch import TrainBatch  # noqa: E402
+from horovod_volo.engine.step import train_step  # noqa: E402
+from horovod_volo.models.compiled import compile_blocks  # noqa: E402
+from tests.gpu.synchronisation import RefuseSynchronisation  # noqa: E402
+
+GPU = torch.device("cuda:0")
+BATCH, SIDE = 8, 224
+
+
+def rates(*arguments: Any, **named: Any) -> torch.Tensor:
+    """Return torch.linspace, of which networks make lists, with its values."""
+    with unset_fake_temporarily():  # type: ignore[no-untyped-call]
+        return linspace(*arguments, **named)
+
+
+linspace, compiler = torch.linspace, torch.compile
+
+
+def whole_graph(function: Any, **_: Any) -> Any:
+    """Trace a function as torch.compile would; a graph break is an error."""
+    return compiler(function, backend="eager", fullgraph=True)
+
+
+def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool) -> None:
+    """Build a run and take one step."""
+    precision = {"precision": "bf16", "clip_grad": 1.0, "ema_decay": 0.99}
+    config = bench_config(**(precision | settings | {"batch_size": BATCH, "img_size": SIDE}))
+    with (
+        FakeTensorMode(),
+        patch.object(FakeTensorMode, "__deepcopy__", lambda self, _: self, create=True),
+        patch.object(torch.nn.Module, "to", lambda self, *_, **__: self),  # made on the GPU, below
+        patch.object(torch.nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor),
+        patch.object(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
+        patch.object(torch.cuda, "is_bf16_supported", lambda: True),
+        patch.object(torch.Tensor, "pin_memory", lambda self: self),
+        patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
+        patch.object(torch, "linspace", rates),
+        patch.object(torch, "compile", whole_graph),
+    ):
+        with GPU:
+            context = synthetic_context(config, World.single(), RankResources(GPU, 1, ""))
+        model = context.state.model
+        assert {parameter.device for parameter in model.parameters()} == {GPU}
+        if compiled:
+            compile_blocks(model)
+        if planted:
+            mlp = next(module for module in model.modules() if type(module).__name__ == "Mlp")
+            mlp.register_forward_hook(lambda _, __, output: print(output.sum().item()))
+        # torch.compile does nothing inside a dispatch mode.
+        with nullcontext() if compiled else RefuseSynchronisation():
+            labels = random_labels(BATCH, config.model.num_classes, GPU, seed=0)
+            images = torch.empty(BATCH, 3, SIDE, SIDE, device=GPU)
+            train_step(context, iter([TrainBatch(images, labels, np.arange(BATCH))]))
+        assert context.state.step == 1
+        assert not compiled or torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    context.close()
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[2:]:
+        run = json.loads(argument)
+        torch._dynamo.reset()
+        try:
+            take_step(run, compiled=run.pop("compiled", False), planted=run.pop("planted", False))
+            outcome = "took a step"
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}".splitlines()[0]
+        print(json.dumps(outcome), flush=True)

@@ -1,0 +1,54 @@
+"""A training step on a GPU, traced without one: nothing makes the host wait, no block breaks its graph."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+NETWORKS = ("volo_d1", "volo_d5", "lvvit_s", "resnet50")
+
+pytestmark = [
+    pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has its own CUDA part"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the library that stands for PyTorch's CUDA part."""
+    built, installed = tmp_path_factory.mktemp("cuda") / "cuda_without_gpu.so", Path(torch.__file__).parent
+    source = HERE / "cuda_without_gpu.cpp"
+    command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{installed / 'include'}", str(source)]
+    libraries = [f"-L{installed / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(built)]
+    subprocess.run([*command, *libraries], check=True)
+    return built
+
+
+def outcomes(library: Path, *runs: dict[str, Any]) -> list[str]:
+    """Take one step in each run; return "took a step", or the error."""
+    command = [sys.executable, "-m", "tests.gpu.step_without_gpu", str(library), *map(json.dumps, runs)]
+    done = subprocess.run(
+        command, cwd=HERE.parents[1], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_nothing_in_a_step_makes_the_host_wait_or_breaks_the_graph_of_a_block(library: Path) -> None:
+    drop_path = {"volo_d1": 0.1, "volo_d5": 0.75}
+    runs = [{"model": model, "drop_path": drop_path.get(model, 0.0)} for model in NETWORKS]
+    runs += [run | {"compiled": True} for run in runs]
+    # Of these the host reads a value, in a block.
+    planted = {"model": "volo_d1", "planted": True}
+    found = outcomes(library, *runs, planted, planted | {"compiled": True})
+    assert found[:-2] == ["took a step"] * len(runs)
+    assert found[-2] == "RuntimeError: aten._local_scalar_dense.default would synchronise with the device"
+    assert found[-1].startswith("Unsupported: "), found[-1]

@@ -1,0 +1,282 @@
+"""TrainLoader's batches are a function of epoch and step; errors name the file; close() ends all threads."""
+
+import gc
+import os
+import threading
+from time import perf_counter
+
+import numpy as np
+import pytest
+import torch
+from coded_images import smooth, write_images
+
+from horovod_volo.bench.machine.catalog import resident_bytes
+from horovod_volo.config.schema import Data
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.labels.source import open_labels
+from horovod_volo.data.loader import TrainLoader
+
+IMAGES = 20
+
+
+@pytest.fixture
+def folder(tmp_path):
+    images = {f"train/{'ab'[n % 2]}/{n:02d}.jpg": smooth(60 + n, 90 - 2 * n, seed=n) for n in range(IMAGES)}
+    return write_images(tmp_path / "images", images)
+
+
+@pytest.fixture
+def open_loader(folder):
+    """Return a function that opens loaders on the folder; all are closed at the end."""
+    opened = []
+
+    def opening(*, maps=None, rank=0, size=1, accumulation=1, **settings):
+        catalog = build_catalog(str(folder), "train", None)
+        loader = TrainLoader(
+            catalog,
+            None if maps is None else open_labels(str(maps), catalog, None),
+            Data(**{"batch_size": 3, **settings}),
+            image_size=32,
+            seed=5,
+            rank=rank,
+            size=size,
+            accumulation=accumulation,
+            device=torch.device("cpu"),
+            threads=2,
+        )
+        opened.append(loader)
+        return loader
+
+    yield opening
+    for loader in opened:
+        loader.close()
+
+
+def assert_same(batches, others):
+    assert len(batches) == len(others)
+    for a, b in zip(batches, others, strict=True):
+        assert (a.indices == b.indices).all()
+        assert torch.equal(a.images, b.images)
+        assert torch.equal(a.labels.classes, b.labels.classes)
+
+
+def test_batches_contain_images_with_their_classes(open_loader, folder):
+    loader = open_loader()
+    assert loader.steps == 6
+    batches = list(loader.batches(0, 0))
+    assert len(batches) == 6
+    targets = build_catalog(str(folder), "train", None).targets
+    for batch in batches:
+        assert batch.images.shape == (3, 3, 32, 32)
+        assert batch.images.dtype == torch.float32
+        assert batch.labels.classes.dtype == torch.int64
+        assert batch.labels.classes.tolist() == targets[batch.indices].tolist()
+    indices = np.concatenate([batch.indices for batch in batches])
+    assert len(set(indices)) == 18
+
+
+def test_a_step_has_the_same_images_on_any_number_of_ranks(open_loader):
+    """A global batch of 6, divided among ranks and micro-batches in five ways, has the same pixels."""
+    recorded = []
+    for size, batch_size, accumulation in ((1, 6, 1), (2, 3, 1), (3, 2, 1), (1, 3, 2), (3, 1, 2)):
+        steps = [set() for _ in range(3)]
+        for rank in range(size):
+            loader = open_loader(rank=rank, size=size, accumulation=accumulation, batch_size=batch_size)
+            for number, batch in enumerate(loader.batches(2, 0)):
+                for index, image in zip(batch.indices, batch.images, strict=True):
+                    steps[number // accumulation].add((int(index), image.numpy().tobytes()))
+        assert [len(step) for step in steps] == [6, 6, 6]
+        recorded.append(steps)
+    assert all(other == recorded[0] for other in recorded)
+
+
+@pytest.mark.parametrize("first_step", [1, 2, 3])
+def test_a_resumed_epoch_has_the_remaining_batches(open_loader, first_step):
+    whole = list(open_loader(accumulation=2, vflip=0.5).batches(3, 0))
+    rest = list(open_loader(accumulation=2, vflip=0.5).batches(3, first_step))
+    assert len(rest) == 6 - 2 * first_step
+    assert_same(rest, whole[2 * first_step :])
+
+
+def test_an_unfinished_epoch_does_not_change_the_next(open_loader):
+    loader = open_loader()
+    expected = {epoch: list(loader.batches(epoch, 0)) for epoch in range(3)}
+    for taken in (0, 1, 5, 6):
+        abandoned = loader.batches(0, 0)
+        for _ in range(taken):
+            next(abandoned)
+        assert_same(list(loader.batches(1, 0)), expected[1])
+    for batch in loader.batches(0, 0):
+        assert (batch.indices == expected[0][0].indices).all()
+        break
+    assert_same(list(loader.batches(2, 2)), expected[2][2:])
+
+
+def test_an_epoch_ends_when_the_next_begins(open_loader):
+    loader = open_loader()
+    older, newer = loader.batches(0, 0), loader.batches(1, 0)
+    next(older)
+    first = next(newer)
+    with pytest.raises(RuntimeError, match="a later one began"):
+        next(older)
+    rest = list(newer)
+    assert_same([first, *rest], list(loader.batches(1, 0)))
+
+
+def test_a_prepared_batch_is_the_next_one(open_loader):
+    loader = open_loader()
+    expected = list(loader.batches(0, 0))
+    loader.prepare_next()  # no iteration: there is nothing to prepare
+    found = []
+    for batch in loader.batches(0, 0):
+        found.append(batch)
+        loader.prepare_next()
+        loader.prepare_next()  # it is prepared already, or the epoch has ended
+    assert_same(found, expected)
+    assert_same(list(loader.batches(1, 0)), list(open_loader().batches(1, 0)))
+
+
+def test_a_prepared_batch_is_dropped_with_its_epoch(open_loader):
+    loader = open_loader()
+    expected = list(loader.batches(1, 2))
+    next(loader.batches(0, 0))
+    loader.prepare_next()
+    assert_same(list(loader.batches(1, 2)), expected)
+
+
+def test_later_batches_do_not_overwrite_earlier_ones(open_loader):
+    loader = open_loader()
+    batches, copies = [], []
+    for batch in loader.batches(0, 0):
+        batches.append(batch.images)
+        copies.append(batch.images.clone())
+    list(loader.batches(1, 0))
+    loader.close()
+    assert all(torch.equal(a, b) for a, b in zip(batches, copies, strict=True))
+
+
+def test_label_maps_belong_to_their_images(open_loader, folder, tmp_path):
+    """Each map contains the number of its image; indices and maps of a batch must agree."""
+    catalog = build_catalog(str(folder), "train", None)
+    for index in range(len(catalog)):
+        file = (tmp_path / "maps" / catalog.name(index)).with_suffix(".pt")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scores = torch.full((1, 1, 2, 2), float(index))
+        torch.save(torch.cat([scores, torch.zeros_like(scores)]).half(), file)
+    loader = open_loader(maps=tmp_path / "maps", aa="")
+    plain = open_loader(aa="")
+    for epoch in range(2):
+        for batch, unlabelled in zip(loader.batches(epoch, 0), plain.batches(epoch, 0), strict=True):
+            assert batch.labels.maps.ids.shape == (3, 1, 2, 2)
+            assert (batch.labels.maps.scores[:, 0, 0, 0].numpy() == batch.indices).all()
+            assert batch.labels.maps.boxes.dtype == torch.float32
+            assert torch.equal(batch.images, unlabelled.images)
+
+
+def damage(file, how):
+    whole = file.read_bytes()
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes({"empty": b"", "garbage": b"no image", "cut short": whole[: len(whole) // 2]}[how])
+    return whole
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "garbage", "cut short"])
+def test_a_damaged_image_is_named_and_a_restored_one_is_read(open_loader, folder, how):
+    loader = open_loader(batch_size=5, bad_samples="fail")
+    expected = list(loader.batches(1, 0))
+    file = folder / "train" / "a" / "08.jpg"
+    whole = damage(file, how)
+    with pytest.raises(UserError, match=r"a/08\.jpg.*--bad-samples skip"):
+        list(loader.batches(0, 0))
+    file.write_bytes(whole)
+    assert_same(list(loader.batches(1, 0)), expected)
+
+
+def test_a_damaged_image_in_an_unfinished_epoch(open_loader, folder):
+    loader = open_loader(batch_size=5, bad_samples="skip")
+    expected = {epoch: list(loader.batches(epoch, 0)) for epoch in range(2)}
+    catalog = build_catalog(str(folder), "train", None)
+    in_second_batch = folder / "train" / catalog.name(int(expected[0][1].indices[2]))
+    whole = damage(in_second_batch, "cut short")
+    abandoned = loader.batches(0, 0)
+    assert_same([next(abandoned)], expected[0][:1])
+    in_second_batch.write_bytes(whole)
+    assert_same(list(loader.batches(1, 0)), expected[1])
+
+
+def test_the_time_of_waiting_is_measured(open_loader):
+    loader = open_loader()
+    batches = loader.batches(0, 0)
+    outside = 0.0
+    for _ in range(6):
+        began = perf_counter()
+        next(batches)
+        outside += perf_counter() - began
+    assert 0.9 * outside - 0.01 < loader.waited_seconds <= outside
+
+
+def threads_of_process():
+    gc.collect()
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208  # includes native threads
+
+
+def test_closing_ends_every_thread(open_loader):
+    before = {thread.ident for thread in threading.enumerate()}
+    native_before = threads_of_process()
+    loaders = [open_loader(), open_loader(), open_loader()]
+    list(loaders[0].batches(0, 0))
+    next(loaders[1].batches(0, 0))
+    left_open = loaders[2].batches(0, 0)
+    next(left_open)
+    assert threads_of_process() > native_before
+    for loader in loaders:
+        loader.close()
+        loader.close()  # a second call has no effect
+    assert {thread.ident for thread in threading.enumerate()} <= before
+    assert threads_of_process() <= native_before
+    with pytest.raises(RuntimeError, match="the loader was closed"):
+        next(left_open)
+
+
+def test_unfinished_epochs_leave_no_threads(open_loader):
+    loader = open_loader()
+    list(loader.batches(0, 0))
+    after_one = threads_of_process()
+    for epoch in range(10):
+        for _ in loader.batches(epoch, 4):
+            break
+    assert threads_of_process() <= after_one
+
+
+def test_twenty_loaders_leave_no_threads_files_or_memory(folder):
+    """Every other loader reads a part of its epoch. Caches of libraries grow during the first ten loaders."""
+    usage = []
+    for start in range(20):
+        catalog = build_catalog(str(folder), "train", None)
+        loader = TrainLoader(
+            catalog,
+            None,
+            Data(batch_size=3),
+            image_size=32,
+            seed=5,
+            rank=0,
+            size=1,
+            accumulation=1,
+            device=torch.device("cpu"),
+            threads=2,
+        )
+        for number, _ in enumerate(loader.batches(start, 0)):
+            if start % 2 and number == 2:
+                break
+        loader.close()
+        del catalog, loader
+        gc.collect()
+        open_files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+        usage.append((threads_of_process(), open_files, resident_bytes()))
+    threads, files, memory = zip(*usage[9:], strict=True)
+    assert max(threads) <= threads[0]
+    assert max(files) <= files[0]
+    assert memory[-1] - memory[0] < 16 * 2**20
