@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 STDOUT = "-"
-_RANK_ZERO_REPORT_SECONDS = 10.0
+_OTHERS_REPORT_SECONDS = 10.0
 
 # Heavy modules are imported where they are used, so that --help answers at once.
 
@@ -85,17 +85,24 @@ def _report_this_rank(
     if launch.rank == 0:
         by_rank = collected.findings or [own]
         by_rank = [[collected.problem, *by_rank[0]], *by_rank[1:]]
-        return _publish(_build_report(by_rank, collected, launch), json_file)
+        status = _publish(_build_report(by_rank, collected, launch), json_file)
+        if launch.size > 1:
+            _let_other_ranks_report()
+        return status
     findings = [] if collected.already_reported else [collected.problem]
     findings += [] if collected.findings else own  # otherwise rank 0 has them
     for finding in findings:
         if finding.level == "failure":
             message = f"rank {launch.rank}: {finding.subject}: {finding.text}. {finding.remedy}"
             print(message, file=sys.stderr, flush=True)
-    # The launcher kills all ranks when the first one exits: leave rank 0 the time to print its report.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(_RANK_ZERO_REPORT_SECONDS)
+    _let_other_ranks_report()
     return FAILED
+
+
+def _let_other_ranks_report() -> None:
+    """Wait before this rank exits, because the launcher then kills those that have not printed yet."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(_OTHERS_REPORT_SECONDS)
 
 
 def _build_report(by_rank: list[list[Finding]], collected: CollectedFindings, launch: LaunchEnv) -> Report:
