@@ -26,6 +26,7 @@ from horovod_volo.cluster.compression import (
     ReduceAsync,
     summed_in_fp32,
 )
+from horovod_volo.cluster.stop_vote import StopVote
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 
@@ -92,9 +93,10 @@ class Reducer:
             # Gradients of a scaled loss fit fp16, and the gradient scaler must see their overflow.
             adaptive=compressed and not loss_is_scaled,
         )
+        self.stop = StopVote(world.size, like=self.buckets[0].gradients)
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         # One collective averages everything besides the gradients.
-        self._statistics = _flatten_in_place([*buffers, self.scales.maxima])
+        self._statistics = _flatten_in_place([*buffers, self.scales.maxima, self.stop.flag])
         self._reductions = [
             _BucketReduction(bucket, micro_batches, self._compression(bucket, number, compressed))
             for number, bucket in enumerate(self.buckets)
@@ -148,6 +150,7 @@ class Reducer:
             reduction.finish()
         wait()
         self.scales.update()
+        self.stop.count()
         yield
         for reduction in self._reductions:
             reduction.reset()
@@ -266,10 +269,8 @@ def _on_cpu(tensor: Tensor) -> bool:
 
 
 def _flatten_in_place(tensors: list[Tensor]) -> Tensor:
-    """Return one flat tensor of which the given tensors become views; its length is at least 1."""
+    """Return one flat tensor of which the given tensors become views."""
     flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    if not len(flat):
-        return flat.new_zeros(1)
     offset = 0
     for tensor in tensors:
         tensor.data = flat[offset : offset + tensor.numel()].view_as(tensor)

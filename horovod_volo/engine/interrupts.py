@@ -1,40 +1,59 @@
-"""Stop requests of a scheduler: SIGTERM and SIGUSR1.
+"""Requests to save a checkpoint and stop: SIGTERM, Ctrl-C (SIGINT), SIGHUP and SIGUSR1.
 
-The handler only sets a flag. Ranks agree on it at the next log point, where they exchange sums in any case.
-A second SIGTERM ends the process at once. A second SIGUSR1 does not: schedulers and launchers forward signals
-in different ways, and the same request may arrive twice.
+The handler prints that the request was received, and sets a flag. Ranks agree on it at the end of the step
+(`cluster/stop_vote.py`). A second SIGTERM or Ctrl-C ends the process at once. A second SIGUSR1 or SIGHUP does
+not: schedulers and launchers forward signals in different ways, and the same request may arrive twice.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+from horovod_volo.cluster.launch_env import LaunchEnv, read_launch_env
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_REPEATABLE = (signal.SIGHUP, signal.SIGUSR1)
+_STDERR = 2
 
 
 class StopRequest:
-    """The request to save a checkpoint and stop: `received` is true after SIGTERM or SIGUSR1."""
+    """The request to save a checkpoint and stop: `received` is true after one of the signals."""
 
-    def __init__(self) -> None:
+    def __init__(self, launch: LaunchEnv | None = None) -> None:
         self.received = False
+        self._launch = launch or read_launch_env()
 
     @classmethod
     def listening(cls) -> StopRequest:
         """Install the signal handlers and return the request that they set."""
         request = cls()
         for number in _SIGNALS:
-            signal.signal(number, request._receive)
+            # nohup ignores SIGHUP, and a shell ignores SIGINT for a command in the background.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, request._receive)
         # Launchers may start ranks with these signals blocked, so that no early request is lost.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         return request
 
     @staticmethod
     def ignore_from_now_on() -> None:
-        """Ignore SIGUSR1: at shutdown Python restores its default handler, which would kill the process."""
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        """Ignore repeated requests: at shutdown Python restores default handlers, which kill the process."""
+        for number in _REPEATABLE:
+            signal.signal(number, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if not self.received and self._launch.local_rank == 0:
+            # print() must not be called in a handler that may have interrupted it.
+            os.write(_STDERR, f"{self._answer(signal.Signals(number))}\n".encode())
         self.received = True
-        if number == signal.SIGTERM:
+        if number not in _REPEATABLE:
             signal.signal(number, signal.SIG_DFL)
+
+    def _answer(self, number: signal.Signals) -> str:
+        launcher = self._launch.launcher
+        text = f"{number.name} on rank {self._launch.rank}: the run saves a checkpoint after this step and stops"
+        if launcher in ("horovodrun", "mpirun") and number != signal.SIGUSR1:
+            text += f" ({launcher} may end it sooner: jobs/{launcher}.sh waits for the checkpoint)"
+        return text

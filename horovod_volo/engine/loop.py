@@ -30,13 +30,16 @@ def fit(context: TrainContext) -> bool:
     """
     with garbage_collected_at_log_points():
         while True:
-            if evaluation_due(context):
+            evaluated = evaluation_due(context)
+            if evaluated:
                 metrics = evaluate(context)
                 log_bad_samples(context, context.eval_loader.bad_samples)
                 save_evaluation(context, metrics)
             if context.state.step == context.derived.total_steps:
                 finish_checkpoint(context)
                 return True
+            if evaluated and asked_to_stop(context):
+                return False
             finished = train_epoch(context)
             save_checkpoint(context)
             if not finished:
@@ -52,26 +55,34 @@ def train_epoch(context: TrainContext) -> bool:
     context.meter.reset()
     for _ in range(first_step, context.derived.steps_per_epoch):
         train_step(context, batches)
-        if state.step % run.log_every == 0 and log_point(context, epoch):
-            return False
-        if state.step == run.stop_at_step:
+        if state.step % run.log_every == 0:
+            log_point(context, epoch)
+        if state.step == run.stop_at_step or state.reducer.stop.agreed:
             return False
         if run.checkpoint_every and state.step % run.checkpoint_every == 0:
             save_checkpoint(context)
-    return not (context.meter.micro_batches and log_point(context, epoch))
+    if context.meter.micro_batches:
+        log_point(context, epoch)
+    return True
 
 
-def log_point(context: TrainContext, epoch: int) -> bool:
-    """Log losses and speed since the last log point; return whether a stop was requested. Collective."""
+def asked_to_stop(context: TrainContext) -> bool:
+    """Return whether any rank was asked to stop. Collective: every rank calls this."""
+    (asked,) = context.world.sum_over_ranks(context.stop.received)
+    return asked > 0
+
+
+def log_point(context: TrainContext, epoch: int) -> None:
+    """Log losses and speed since the last log point. Collective: every rank calls this."""
     meter, world, step = context.meter, context.world, context.state.step
     sums = meter.sums()
     seconds = meter.seconds
     skipped = context.train_loader.bad_samples.skipped
-    waited_seconds, failed, stop = meter.data_wait_seconds, context.checkpoints.failed, context.stop.received
+    waited_seconds, failed = meter.data_wait_seconds, context.checkpoints.failed
     totals = world.sum_over_ranks(
-        *sums.values(), meter.micro_batches, seconds, waited_seconds, skipped, failed, stop
+        *sums.values(), meter.micro_batches, seconds, waited_seconds, skipped, failed
     )
-    *losses, micro_batches, all_seconds, waited, all_skipped, failures, stops = totals
+    *losses, micro_batches, all_seconds, waited, all_skipped, failures = totals
     if failures:
         finish_checkpoint(context)
     log_bad_samples(context, context.train_loader.bad_samples)
@@ -93,7 +104,6 @@ def log_point(context: TrainContext, epoch: int) -> bool:
     )
     gc.collect()  # on all ranks at once: they have just synchronised in sum_over_ranks
     meter.reset()
-    return stops > 0
 
 
 def log_bad_samples(context: TrainContext, tracker: BadSampleTracker) -> None:

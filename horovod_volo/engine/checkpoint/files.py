@@ -3,7 +3,7 @@
 A checkpoint holds a safetensors file for each part of the training state, and `state.json`: the metadata, the
 SHA-256 of each tensor file, and a checksum of `state.json` itself.
 Invariant: a checkpoint is complete or absent. It is written into a hidden folder, flushed to disk and
-renamed; the links are replaced atomically.
+renamed; the links are replaced atomically. One that is replaced stays beside it until then, as `.replaced`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ def write_checkpoint(folder: Path, step: int, tensors: StateDicts, metadata: dic
     The tensors are on the CPU, contiguous, and no two share memory.
     """
     final = checkpoint_path(folder, step)
-    partial = folder / f".{final.name}.partial"
+    partial, replaced = (folder / f".{final.name}.{state}" for state in ("partial", "replaced"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for interrupted in folder.glob(".step_*.partial"):
-            shutil.rmtree(interrupted)
+        _clean_up(folder)
         partial.mkdir()
         checksums = {name: _write_tensors(partial / f"{name}.safetensors", tensors[name]) for name in tensors}
         state = {"format": FORMAT, "step": step, **metadata, "sha256": checksums}
@@ -47,10 +46,11 @@ def write_checkpoint(folder: Path, step: int, tensors: StateDicts, metadata: dic
         flush(partial / _METADATA)
         flush(partial)
         if final.exists():  # this step was saved before the run resumed from an earlier one
-            shutil.rmtree(final)
+            final.replace(replaced)
         partial.replace(final)
         flush(folder)
         update_link(folder / "last", final)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise UserError(
@@ -58,6 +58,22 @@ def write_checkpoint(folder: Path, step: int, tensors: StateDicts, metadata: dic
             "space or fix the folder, then restart with --resume auto."
         ) from None
     return final
+
+
+def _clean_up(folder: Path) -> None:
+    """Remove what a killed process left half written, and put back what it was about to replace."""
+    for interrupted in folder.glob(".step_*.partial"):
+        shutil.rmtree(interrupted)
+    for replaced, final in _replaced(folder).items():
+        if final.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.replace(final)
+
+
+def _replaced(folder: Path) -> dict[Path, Path]:
+    """Return the checkpoints that were being replaced when a process was killed, with their usual paths."""
+    return {path: folder / path.stem.lstrip(".") for path in folder.glob(".step_*.replaced")}
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -89,8 +105,13 @@ def find_checkpoint(source: str) -> Path:
     path = Path(source)
     if (path / _METADATA).is_file():
         return _intact(path.resolve())
-    candidates = sorted((path / CHECKPOINTS).glob("step_*"), reverse=True)
+    candidates = _saved(path)
     if not candidates:
+        if (path / CHECKPOINTS / "last").is_symlink():
+            raise UserError(
+                f"{path} held checkpoints, but none is left. Restore them, or start a new run with another "
+                "--name."
+            )
         raise UserError(f"There is no checkpoint at {source}. --resume takes a run folder or a checkpoint.")
     for candidate in candidates:
         if find_damage(candidate) is None:
@@ -101,8 +122,15 @@ def find_checkpoint(source: str) -> Path:
 
 
 def has_checkpoint(run_folder: Path) -> bool:
-    """Return whether a run folder holds a checkpoint, intact or not."""
-    return any((run_folder / CHECKPOINTS).glob("step_*"))
+    """Return whether a run folder holds a checkpoint, intact or not, or has held one."""
+    return bool(_saved(run_folder)) or (run_folder / CHECKPOINTS / "last").is_symlink()
+
+
+def _saved(run_folder: Path) -> list[Path]:
+    """Return a run's checkpoints, the newest first."""
+    folder = run_folder / CHECKPOINTS
+    replaced = [path for path, final in _replaced(folder).items() if not final.exists()]
+    return sorted([*folder.glob("step_*"), *replaced], key=lambda path: path.name.lstrip("."), reverse=True)
 
 
 def _intact(path: Path) -> Path:
