@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
-from horovod_volo.config.arguments import Parser, add_flags, flags_of_trained_network, whole_number
+from horovod_volo.config.arguments import (
+    Parser,
+    add_flags,
+    flags_of,
+    flags_of_trained_network,
+    whole_number,
+)
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError
@@ -44,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         return refuse(problem)
     from horovod_volo.cluster.pinning import bind
 
-    return run_on_ranks(partial(_evaluate, options), bind(options.binding))
+    return run_on_ranks(partial(_evaluate, options), bind(options.binding), flags_of(options))
 
 
 def _evaluate(options: argparse.Namespace, world: World) -> int:

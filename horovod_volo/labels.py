@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
-from horovod_volo.config.arguments import Parser, add_flags
+from horovod_volo.config.arguments import Parser, add_flags, flags_of
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, list_problems
@@ -85,7 +85,7 @@ def _import(args: argparse.Namespace) -> int:
 def _generate(args: argparse.Namespace) -> int:
     from horovod_volo.cluster.pinning import bind
 
-    return run_on_ranks(partial(_generate_on_rank, args), bind(args.binding))
+    return run_on_ranks(partial(_generate_on_rank, args), bind(args.binding), flags_of(args))
 
 
 def _generate_on_rank(args: argparse.Namespace, world: World) -> int:

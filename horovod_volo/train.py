@@ -15,6 +15,7 @@ from horovod_volo.cluster.entry import refuse
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.config.command_line import Request, parse
 from horovod_volo.config.schema import Config
+from horovod_volo.config.values import by_flag
 from horovod_volo.core.errors import UserError
 
 DONE, MISTAKE, STOPPED = 0, 2, 75
@@ -59,7 +60,7 @@ def _train(config: Config) -> int:
     from horovod_volo.cluster.entry import run_on_ranks
     from horovod_volo.engine.run import run
 
-    status = run_on_ranks(lambda world: DONE if run(config, world, stop) else STOPPED, bound)
+    status = run_on_ranks(lambda world: DONE if run(config, world, stop) else STOPPED, bound, by_flag(config))
     stop.ignore_from_now_on()
     return status
 

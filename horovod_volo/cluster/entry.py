@@ -1,14 +1,19 @@
 """The entry point of programs that run on several ranks: exit statuses, and one message for each error.
 
+Ranks that were not started alike are refused in their first exchange. Later each would wait for a collective
+that the other never calls.
+
 torch and Horovod are imported where they are used, so that `--help` and a mistake in a flag answer at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import socket
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.core.environment import code_digest, package_versions
 from horovod_volo.core.errors import UserError, print_error
 
 if TYPE_CHECKING:
@@ -16,16 +21,22 @@ if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
 
 FAILED, MISTAKE = 1, 2
+_OF_ONE_RANK = {"--binding", "--workers"}  # settings that may differ from rank to rank
+_SHOWN = 3
 
 
-def run_on_ranks(work: Callable[[World], int], binding: Binding) -> int:
-    """Initialize Horovod and run `work`; return its exit status, or the status of the error that ended it."""
+def run_on_ranks(work: Callable[[World], int], binding: Binding, flags: Mapping[str, Any]) -> int:
+    """Initialize Horovod and run `work`; return its exit status, or the status of the error that ended it.
+
+    `flags` are the values of all flags, which must be the same on all ranks.
+    """
     from horovod_volo.cluster.collectives import RankLostError
     from horovod_volo.cluster.world import AllRanksError, World
 
     rank = read_launch_env().rank
     try:
         world = World.connect(binding)
+        check_same_start(world, flags)
         return work(world)
     except AllRanksError as error:
         return _print_once(error, world)
@@ -38,13 +49,48 @@ def run_on_ranks(work: Callable[[World], int], binding: Binding) -> int:
 
 
 def refuse(error: UserError) -> int:
-    """Print an error of the command line, which is the same on all ranks; return the exit status."""
+    """Print an error of the command line, which other ranks may not have; return the exit status."""
     if read_launch_env().size == 1:
         print_error(f"error: {error}")
         return MISTAKE
-    from horovod_volo.cluster.world import World
+    from horovod_volo.cluster.world import AllRanksError, World
 
-    return _print_once(error, World.connect())
+    world = World.connect()
+    try:
+        world.raise_on_all_ranks(error)
+    except AllRanksError as on_all:
+        error = on_all
+    return _print_once(error, world)
+
+
+def check_same_start(world: World, flags: Mapping[str, Any]) -> None:
+    """Raise on all ranks if one refused its command line, or another differs from rank 0. Collective."""
+    if world.size == 1:
+        return
+    world.raise_on_all_ranks(None)  # here the others learn of a rank that called `refuse`
+    own = {name: str(value) for name, value in flags.items() if name not in _OF_ONE_RANK}
+    own |= package_versions() | {"the code of horovod_volo": code_digest()}
+    by_rank = world.allgather_object((socket.gethostname(), own))
+    different = [text for name in own if (text := _difference(name, by_rank))]
+    if different:
+        from horovod_volo.cluster.world import AllRanksError
+
+        more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
+        raise AllRanksError(
+            f"The ranks were not started alike: {'; '.join(different[:_SHOWN])}{more}. Start all of them with "
+            "the same command, code and packages; `python -m horovod_volo.doctor` compares hosts."
+        )
+
+
+def _difference(name: str, by_rank: list[tuple[str, dict[str, str]]]) -> str:
+    """Return how the first rank that differs from rank 0 in a value does, and how many do; else nothing."""
+    hosts, values = [host for host, _ in by_rank], [own.get(name, "not set") for _, own in by_rank]
+    ranks = [rank for rank, value in enumerate(values) if value != values[0]]
+    if not ranks:
+        return ""
+    others = f" ({len(ranks)} ranks differ)" if len(ranks) > 1 else ""
+    first = f"{name} is {values[0] or 'empty'} on rank 0 ({hosts[0]})"
+    return f"{first} and {values[ranks[0]] or 'empty'} on rank {ranks[0]} ({hosts[ranks[0]]}){others}"
 
 
 def _print_once(error: UserError, world: World) -> int:

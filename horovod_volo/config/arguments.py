@@ -120,6 +120,11 @@ def add_flags(parser: argparse._ActionsContainer, *settings: Setting) -> None:
         parser.set_defaults(**{setting.name: setting.default})
 
 
+def flags_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of parsed options by flag."""
+    return {f"--{name.replace('_', '-')}": value for name, value in vars(options).items()}
+
+
 def flags_of_trained_network() -> tuple[Setting, ...]:
     """Return the flags that choose a trained network, which of its weights, and its heads."""
     return (

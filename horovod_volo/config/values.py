@@ -28,6 +28,11 @@ def all_settings() -> tuple[Setting, ...]:
     )
 
 
+def by_flag(config: Config) -> dict[str, Any]:
+    """Return the value of every setting by its flag."""
+    return {setting.flag: getattr(getattr(config, setting.group), setting.name) for setting in all_settings()}
+
+
 def setting_of_training(name: str, **changes: Any) -> Setting:
     """Return a setting of the schema, for another command; `changes` replace fields of Setting."""
     return next(replace(setting, **changes) for setting in all_settings() if setting.name == name)

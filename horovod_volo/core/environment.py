@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from horovod_volo.core.atomic_file import file_sha256
+
+PACKAGE = Path(__file__).parents[1]
+_CODE = (".py", ".toml")
 _PACKAGES = (
     "torch",
     "horovod",
@@ -24,9 +29,26 @@ def collect_environment() -> dict[str, Any]:
     """Return the versions that another run needs to repeat this one."""
     return {
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": package_versions(),
         "commit": code_commit(),
     }
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that results depend on."""
+    return {name: _version(name) for name in _PACKAGES}
+
+
+def code_hashes(package: Path) -> dict[str, str]:
+    """Return the SHA-256 of each source file and recipe of a package, by relative path."""
+    files = (file for file in sorted(package.rglob("*")) if file.suffix in _CODE)
+    return {file.relative_to(package).as_posix(): file_sha256(file) for file in files}
+
+
+def code_digest() -> str:
+    """Return a digest of this package's source files and recipes."""
+    hashes = code_hashes(PACKAGE)
+    return hashlib.sha256(repr(hashes).encode()).hexdigest()[:12]
 
 
 def _version(package: str) -> str:
@@ -38,10 +60,9 @@ def _version(package: str) -> str:
 
 def code_commit() -> str:
     """Return the commit of this package, with "+changes" if a tracked file of it differs from the commit."""
-    package = Path(__file__).parents[1]
     try:
-        commit = _git(package, "rev-parse", "--short=12", "HEAD")
-        changed = _git(package, "status", "--porcelain", "--untracked-files=no", ".")
+        commit = _git(PACKAGE, "rev-parse", "--short=12", "HEAD")
+        changed = _git(PACKAGE, "status", "--porcelain", "--untracked-files=no", ".")
         return f"{commit}+changes" if changed else commit
     except (OSError, subprocess.CalledProcessError):
         return "not a git checkout"

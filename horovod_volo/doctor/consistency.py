@@ -6,15 +6,10 @@ import os
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from horovod_volo.cluster.world import World
-from horovod_volo.core.atomic_file import file_sha256
-from horovod_volo.core.environment import collect_environment
+from horovod_volo.core.environment import PACKAGE, code_hashes, collect_environment
 from horovod_volo.doctor.finding import Finding, failure, ok, warning
-
-_PACKAGE = Path(__file__).parents[1]
-_CODE = (".py", ".toml")
 
 # If ranks differ in one of these, they wait for each other forever or compute wrong sums. The names are
 # listed because other variables of these libraries contain host addresses, which differ, and secrets.
@@ -52,18 +47,12 @@ def check_consistency(world: World) -> list[Finding]:
     environment = collect_environment()
     versions = {"python": environment["python"], **environment["packages"]}
     settings = {name: os.environ[name] for name in SETTINGS if name in os.environ}
-    hashes = code_hashes(_PACKAGE)
+    hashes = code_hashes(PACKAGE)
     return [
         compare_versions(versions, world.broadcast_object(versions)),
         compare_code(hashes, world.broadcast_object(hashes)),
         compare_settings(settings, world.broadcast_object(settings)),
     ]
-
-
-def code_hashes(package: Path) -> dict[str, str]:
-    """Return the SHA-256 of each source file and recipe of the package, by relative path."""
-    files = (file for file in sorted(package.rglob("*")) if file.suffix in _CODE)
-    return {file.relative_to(package).as_posix(): file_sha256(file) for file in files}
 
 
 def compare_versions(mine: Mapping[str, str], rank_zero: Mapping[str, str]) -> Finding:

@@ -3,14 +3,13 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from safetensors.torch import load_file
 
 from horovod_volo.data.demo.demo_set import make_demo_set
-from tests.ranks.launching import environment, train
+from tests.ranks.launching import environment, python, train
 
 SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2", "--warmup-epochs", "0")
 
@@ -72,37 +71,47 @@ def test_bad_samples_are_skipped_named_once_and_counted(images, tmp_path, start_
     assert [record for record in records if "top1" in record][-1]["images"] == 19
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+STOPS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
 def test_a_stop_signal_saves_and_the_run_resumes(images, tmp_path, number):
-    command = [
-        sys.executable,
-        "-m",
-        "horovod_volo.train",
-        str(images),
-        *SMALL,
-        "--output",
-        str(tmp_path / "runs"),
-    ]
-    command += ["--epochs", "400", "--eval-every", "400", "--log-every", "1", "--name", "run"]
-    folder = tmp_path / "runs" / "run"
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as process:
+    """The first log point is far away: ranks agree to stop at the end of a step."""
+    command = [*python(), "-m", "horovod_volo.train", str(images), *SMALL, "--output", str(tmp_path / "runs")]
+    command += ["--epochs", "400", "--eval-every", "400", "--log-every", "1000", "--name", "run"]
+    command += ["--checkpoint-every", "1"]
+    checkpoints = tmp_path / "runs" / "run" / "checkpoints"
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    ) as process:
         try:
-            _wait_for_a_line(folder / "metrics.jsonl")
+            _wait_for(checkpoints / "last")
             process.send_signal(number)
             output, _ = process.communicate(timeout=60)
         finally:
             process.kill()
     assert process.returncode == 75, output
-    step = json.loads((folder / "checkpoints" / "last" / "state.json").read_text())["step"]
+    step = json.loads((checkpoints / "last" / "state.json").read_text())["step"]
+    assert f"{number.name} on rank 0: the run saves a checkpoint after this step and stops" in output
     assert f"stopped at step {step} and saved" in output
     further = ("--resume", "auto", "--stop-at-step", str(step + 2))
-    resumed = train(*command[3:], *further, ranks=1, start_with="none")
+    resumed = train(*command[command.index(str(images)) :], *further, ranks=1, start_with="none")
     assert resumed.returncode == 75, resumed.stdout
-    assert f"at step {step}:" in resumed.stdout
+    assert f"stopped at step {step + 2} and saved" in resumed.stdout
+
+
+@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
+def test_a_stop_signal_to_one_rank_stops_all_at_the_end_of_the_step(images, tmp_path, start_with):
+    arguments = (*SMALL, "--output", str(tmp_path), "--name", "run", "--log-every", "1000", "--eval-every", "2")
+    fault = {"INJECTED_FAULT": "1:3:SIGTERM", "ranks": 2, "start_with": start_with}
+    done = train(str(images), *arguments, "--plugin", "tests.faults.injected", **fault)
+    assert done.returncode != 0
+    assert "stopped at step 4 and saved" in done.stdout, done.stdout
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000004"]
 
 
 def test_early_and_repeated_stop_signals_stop_once(images, tmp_path):
-    command = [sys.executable, "-m", "horovod_volo.train", str(images), *SMALL, "--output", str(tmp_path)]
+    command = [*python(plain=True), "-m", "horovod_volo.train", str(images), *SMALL, "--output", str(tmp_path)]
     command += ["--epochs", "400", "--eval-every", "400", "--log-every", "2", "--name", "run"]
     blocked = ["env", "--block-signal=USR1", *command]  # as the scripts in jobs/ start ranks
     with subprocess.Popen(blocked, stdout=subprocess.PIPE, text=True, env=environment()) as process:
@@ -116,16 +125,16 @@ def test_early_and_repeated_stop_signals_stop_once(images, tmp_path):
         finally:
             process.kill()
     assert process.returncode == 75, output
-    assert "stopped at step 2 and saved" in output
+    assert "stopped at step 1 and saved" in output
 
 
-def _wait_for_a_line(path, seconds=60.0):
+def _wait_for(path, seconds=60.0):
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
-        if path.exists() and path.read_text().count("\n"):
+        if path.exists():
             return
         time.sleep(0.05)
-    raise AssertionError(f"{path} is still empty")
+    raise AssertionError(f"{path} does not exist yet")
 
 
 def test_a_state_that_is_not_finite_replaces_no_checkpoint(images, tmp_path):

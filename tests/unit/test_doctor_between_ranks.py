@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.cluster.world import World
+from horovod_volo.core.environment import code_hashes
 from horovod_volo.doctor.consistency import (
     assess_clock,
     clock_difference,
-    code_hashes,
     compare_code,
     compare_settings,
     compare_versions,
