@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.cluster.horovod_build import read_build
+from horovod_volo.cluster.watchdog_process import Heartbeat
 
 Wait = Callable[[], None]
 WaitForResult = Callable[[], Tensor]
@@ -24,11 +25,13 @@ _POLL_SECONDS = 1e-4
 
 
 class RankLostError(RuntimeError):
-    """Another rank has exited; that rank or the launcher prints the reason."""
+    """Another rank has exited, or does not answer; that rank or the launcher prints the reason."""
 
 
 class Collectives(Protocol):
     """The collective operations in use. An `_async` method returns a function that waits for the result."""
+
+    heartbeat: Heartbeat | None  # notes whether this rank waits for others
 
     def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
         """Replace `tensor` by `scale` times its sum over ranks."""
@@ -51,6 +54,8 @@ class Collectives(Protocol):
 
 class LocalCollectives:
     """The collectives of a single rank."""
+
+    heartbeat: Heartbeat | None = None
 
     def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:  # noqa: ARG002
         if scale != 1.0:
@@ -75,6 +80,8 @@ class LocalCollectives:
 
 class HorovodCollectives:
     """Horovod's collectives among the ranks that the launcher started."""
+
+    heartbeat: Heartbeat | None = None
 
     def __init__(self) -> None:
         read_build()  # raises UserError for a Horovod without PyTorch, whose import raises nothing
@@ -113,10 +120,18 @@ class HorovodCollectives:
         with self._lost_rank_as_error():
             # Horovod's synchronize() spins: it would take the core from the threads that it waits for, and no
             # signal handler could run. So poll until the result is there.
-            while not self._hvd.poll(handle):
-                time.sleep(_POLL_SECONDS)
+            if not self._hvd.poll(handle):
+                self._wait_for(handle)
             result: Tensor = self._hvd.synchronize(handle)
         return result
+
+    def _wait_for(self, handle: int) -> None:
+        if self.heartbeat is not None:
+            self.heartbeat.waits(True)
+        while not self._hvd.poll(handle):
+            time.sleep(_POLL_SECONDS)
+        if self.heartbeat is not None:
+            self.heartbeat.waits(False)
 
     def broadcast_async(self, tensor: Tensor, name: str) -> Wait:
         # Horovod needs contiguous memory and supports neither bool nor bf16: broadcast the bytes.
@@ -145,4 +160,6 @@ class HorovodCollectives:
         try:
             yield
         except self._hvd.HorovodInternalError as error:
-            raise RankLostError(f"another rank has exited ({error})") from None
+            timed_out = "timed out" in str(error).lower()
+            reason = "does not answer: it hangs, or its host cannot be reached" if timed_out else "has exited"
+            raise RankLostError(f"another rank {reason} ({error})") from None

@@ -28,6 +28,12 @@ class Run:
         0, "steps between checkpoints inside an epoch; 0: at the end of epochs only", at_least=0
     )
     keep_checkpoints: int = setting(3, "number of checkpoints to keep, besides the best", at_least=1)
+    hang_timeout: float = setting(
+        0.0,
+        "seconds in which a step must end: otherwise the run hangs, and is ended with the stacks of all ranks "
+        "in the run folder; 0: 50 of its steps, at least 600, and 1800 before the first log point",
+        at_least=0.0,
+    )
     stop_at_step: int = setting(
         0, "save and exit with status 75 after this step, as on preemption; 0: run to the end", at_least=0
     )

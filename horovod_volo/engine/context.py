@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from horovod_volo.cluster.resources import RankResources
+from horovod_volo.cluster.watchdog_process import Heartbeat
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive
 from horovod_volo.config.schema import Config
@@ -67,6 +68,7 @@ class TrainContext:
     autocast: torch.autocast
     stop: StopRequest
     logger: Logger
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
     logged_bad_samples: set[str] = field(default_factory=set)
 
@@ -77,6 +79,7 @@ class TrainContext:
 
     def close(self) -> None:
         """Finish the checkpoint under way, stop the data threads and close all files."""
+        self.heartbeat.close()
         self.checkpoints.close()
         self.train_loader.close()
         self.eval_loader.close()

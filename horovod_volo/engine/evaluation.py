@@ -57,7 +57,12 @@ def evaluate_model(context: TrainContext, model: nn.Module) -> Metrics:
     """Return a model's metrics on the validation images. Collective: every rank calls this."""
     model.eval()
     with torch.inference_mode(), context.autocast:
-        counts = count_correct(model, context.eval_loader, context.resources.device)
+        counts = count_correct(
+            model,
+            context.eval_loader,
+            context.resources.device,
+            lambda *_: context.heartbeat.beat(context.state.step),
+        )
     return sum_counts(counts, context.images.held_out, context.world).metrics()
 
 

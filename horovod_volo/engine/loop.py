@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from horovod_volo.cluster.watchdog import learned_limit
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.engine.checkpoint.saving import (
     check_losses,
@@ -102,6 +103,9 @@ def log_point(context: TrainContext, epoch: int) -> None:
             "bad_samples": int(all_skipped),
         },
     )
+    if not context.config.run.hang_timeout:
+        steps = micro_batches / world.size / context.config.update.accumulation
+        context.heartbeat.watch(learned_limit(all_seconds / world.size / steps))
     gc.collect()  # on all ranks at once: they have just synchronised in sum_over_ranks
     meter.reset()
 

@@ -6,10 +6,12 @@ Everything that can be checked is checked before the first file is written.
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from horovod_volo.cluster.resources import rank_resources
+from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
@@ -36,7 +38,8 @@ def run(config: Config, world: World, stop: StopRequest) -> bool:
     context, warnings = setup(config, world, stop)
     try:
         log_start(context, warnings)
-        finished = fit(context)
+        with closing(Watchdog(context.heartbeat, world, context.folder / "hang", config.run.hang_timeout)):
+            finished = fit(context)
         context.logger.log(end_message(context, finished))
         return finished
     finally:

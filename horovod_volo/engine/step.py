@@ -46,3 +46,4 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> None:
     state.scaler.update()
     state.average.update(state.step)
     state.step += 1
+    context.heartbeat.beat(state.step)

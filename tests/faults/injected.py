@@ -15,16 +15,18 @@ from typing import Any
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.data.loader import TrainLoader
 
-_LONG = 600
 
 
 def _lock_interpreter() -> None:
-    ctypes.PyDLL(None).sleep(_LONG)  # does not release Python's lock
+    """Wait for ever for a mutex, without releasing Python's lock."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 _FAULTS = {
     "lock": _lock_interpreter,
-    "sleep": lambda: time.sleep(_LONG),
+    "sleep": lambda: time.sleep(600),
     **{name: lambda name=name: os.kill(os.getpid(), signal.Signals[name]) for name in signal.Signals.__members__},
 }
 

@@ -1,0 +1,192 @@
+"""The heartbeat of a rank, and the program that watches it: python watchdog_process.py '{"rank": 0, ...}'.
+
+The program is a process of its own. Neither Python's lock nor a collective that never ends keeps it from
+reading the heartbeat, which is memory that both share. It is started by its path and imports the standard
+library alone, so that it takes milliseconds and a few MB.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+DUMP = signal.SIGUSR2  # makes the rank write its stacks
+_POLL_SECONDS, _STOPPED_SECONDS = 1.0, 5.0
+_REPORT_SECONDS = 5.0  # until all ranks have reported: they notice within seconds of each other
+_MESSAGE_SECONDS, _DUMP_SECONDS = 3.0, 2.0
+_WAITS, _WORKS, _STOPPED = "waits for other ranks", "computes or reads data", "is stopped by a signal"
+_STATES = {"T": _STOPPED, "t": _STOPPED, "D": "waits for a disk or a file server"}
+
+_FORMAT = struct.Struct("dqd?")
+
+
+class Progress(NamedTuple):
+    """What a rank has last noted."""
+
+    beat: float = 0.0  # time.monotonic() at the end of the last step or evaluation batch
+    step: int = 0
+    limit: float = 0.0  # seconds without a beat after which the rank hangs; 0: not watched
+    waits: bool = False  # whether it waits for other ranks in a collective
+
+
+class Heartbeat:
+    """The progress of a rank, which notes it, and whose watchdog reads it."""
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        """Open the memory behind a file descriptor, or make it."""
+        self.descriptor = os.memfd_create("heartbeat") if descriptor is None else descriptor
+        os.ftruncate(self.descriptor, _FORMAT.size)
+        self._memory = mmap.mmap(self.descriptor, _FORMAT.size)
+        self._progress = Progress()
+
+    def beat(self, step: int) -> None:
+        """Note that a step, or a batch of the evaluation after it, has ended."""
+        self._write(beat=time.monotonic(), step=step)
+
+    def watch(self, limit: float) -> None:
+        """Let the rank count as hanging after `limit` seconds without a beat; 0: never."""
+        self._write(beat=time.monotonic(), limit=limit)
+
+    def waits(self, waits: bool) -> None:
+        """Note whether this rank waits for others in a collective."""
+        self._write(waits=waits)
+
+    def read(self) -> Progress:
+        """Return what was noted last."""
+        return Progress(*_FORMAT.unpack_from(self._memory))
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._memory.close()
+        os.close(self.descriptor)
+
+    def _write(self, **changes: float) -> None:
+        self._progress = self._progress._replace(**changes)
+        _FORMAT.pack_into(self._memory, 0, *self._progress)
+
+
+class Watch:
+    """Watches one rank."""
+
+    def __init__(self, *, rank: int, hosts: list[str], pid: int, folder: str, stacks: int) -> None:
+        self._rank, self._hosts, self._pid = rank, hosts, pid
+        self._folder, self._stacks = Path(folder), stacks
+        self._reported = 0.0  # when the report of this rank was written
+        self._stopped, self._said = 0.0, False  # seconds for which the rank is stopped
+
+    def check(self, progress: Progress) -> bool:
+        """Report a rank that hangs; kill it and return True when the others have reported."""
+        self._look_whether_stopped()
+        now, since = time.monotonic(), time.monotonic() - progress.beat
+        if not progress.limit or since < progress.limit:
+            if self._reported:  # it goes on
+                self._file("json").unlink(missing_ok=True)
+                self._reported = 0.0
+            return False
+        if not self._reported:
+            self._reported = now
+            self._report(progress)
+        reports = self._reports()
+        culprits = [report for report in reports.values() if report["state"] != _WAITS]
+        # Ranks that have not reported may be at work, on a batch of the evaluation that takes them longer.
+        is_sure = culprits or len(reports) == len(self._hosts) or since > 2 * progress.limit
+        if not is_sure or now - self._reported < _REPORT_SECONDS:
+            return False
+        if self._rank == min(reports, default=self._rank):
+            self._say(self._message(progress.limit, reports))
+        time.sleep(_MESSAGE_SECONDS)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+        return True
+
+    def _look_whether_stopped(self) -> None:
+        self._stopped = self._stopped + _POLL_SECONDS if self._state() == _STOPPED else 0.0
+        if self._stopped >= _STOPPED_SECONDS and not self._said:
+            self._said = True
+            remedy = f"`kill -CONT {self._pid}` lets it go on"
+            self._say(f"{self._name(self._rank)} is stopped by a signal, and other ranks wait for it: {remedy}.")
+
+    def _report(self, progress: Progress) -> None:
+        """Write where this rank is, and the stacks of its threads."""
+        state = self._state() or (_WAITS if progress.waits else _WORKS)
+        stacks = state.encode() if state == _STOPPED else self._dump()
+        partial = self._folder / f".{self._file('json').name}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file("txt").write_bytes(stacks)
+            partial.write_text(json.dumps({"rank": self._rank, "step": progress.step, "state": state}))
+            partial.replace(self._file("json"))
+        except OSError as error:
+            self._say(f"{self._name(self._rank)} {state}. Its stacks cannot be saved: {error.strerror}.")
+
+    def _message(self, limit: float, reports: dict[int, dict[str, Any]]) -> str:
+        """Name the ranks that the others wait for."""
+        missing = [rank for rank in range(len(self._hosts)) if rank not in reports]
+        names = [f"{self._name(rank)} gives no report: has its host failed?" for rank in missing]
+        waiting = 0
+        for rank, report in reports.items():
+            if report["state"] == _WAITS:
+                waiting += 1
+            else:
+                names.append(f"{self._name(rank)} {report['state']}, after step {report['step']}")
+        return (
+            f"error: no step has ended for {limit:g} s (--hang-timeout), so this run is ended: "
+            f"{'; '.join(names) or 'all ranks wait'}; {waiting} of {len(self._hosts)} ranks wait for others. "
+            f"Their stacks are in {self._folder}. Resume with --resume auto."
+        )
+
+    def _state(self) -> str:
+        """Return why the rank does not run, if the kernel says so."""
+        try:
+            stat = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+        return _STATES.get(stat.rpartition(") ")[2][:1], "")
+
+    def _dump(self) -> bytes:
+        """Return the stacks of the rank's threads, which it writes itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, DUMP)
+        limit = time.monotonic() + _DUMP_SECONDS
+        while time.monotonic() < limit and not os.fstat(self._stacks).st_size:
+            time.sleep(0.05)
+        time.sleep(0.1)  # until they are complete
+        return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0)
+
+    def _reports(self) -> dict[int, dict[str, Any]]:
+        try:
+            found = [json.loads(path.read_text()) for path in sorted(self._folder.glob("rank_*.json"))]
+        except (OSError, ValueError):
+            return {}
+        return {report["rank"]: report for report in found}
+
+    def _file(self, kind: str) -> Path:
+        return self._folder / f"rank_{self._rank}.{kind}"
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self._hosts[rank]}"
+
+    @staticmethod
+    def _say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+
+def main(pid: int, alive: int, heartbeat: int, **watched: Any) -> None:
+    """Watch the rank until it ends: then nobody holds the other end of the pipe `alive`."""
+    memory, watch = Heartbeat(heartbeat), Watch(pid=pid, **watched)
+    while os.getppid() == pid and not select.select([alive], [], [], _POLL_SECONDS)[0]:
+        if watch.check(memory.read()):
+            return
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

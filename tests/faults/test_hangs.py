@@ -1,0 +1,54 @@
+"""A run in which no step ends is ended, the rank that the others wait for is named, and stacks are saved."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from horovod_volo.data.demo.demo_set import make_demo_set
+from tests.ranks.launching import train
+
+SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2", "--warmup-epochs", "0")
+LIMIT = 4  # seconds
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images") / "set"
+    make_demo_set(folder, train=40, val=20)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fault", "start_with", "state", "stack"),
+    [
+        ("SIGSTOP", "mpi", "is stopped by a signal", "is stopped by a signal"),
+        ("SIGSTOP", "gloo", "is stopped by a signal", "is stopped by a signal"),
+        ("lock", "mpi", "computes or reads data", "_lock_interpreter"),
+        ("sleep", "gloo", "computes or reads data", "injected.py"),
+    ],
+)
+def test_the_rank_that_hangs_is_named(
+    images: Path, tmp_path: Path, fault: str, start_with: str, state: str, stack: str
+) -> None:
+    began = time.monotonic()
+    done = train(
+        *(str(images), *SMALL, "--output", str(tmp_path), "--name", "run"),
+        *("--checkpoint-every", "2", "--hang-timeout", str(LIMIT), "--plugin", "tests.faults.injected"),
+        ranks=2,
+        start_with=start_with,
+        seconds=100,
+        INJECTED_FAULT=f"1:3:{fault}",
+    )
+    assert time.monotonic() - began < 60
+    assert done.returncode not in (0, 75), done.stdout
+    host = Path("/proc/sys/kernel/hostname").read_text().strip()
+    messages = [line for line in done.stdout.splitlines() if "no step has ended for 4 s" in line]
+    assert len(messages) == 1, done.stdout
+    assert f"ended: rank 1 on {host} {state}, after step 3; 1 of 2 ranks wait for others" in messages[0]
+    (folder,) = (tmp_path / "run" / "hang").iterdir()
+    assert stack in (folder / "rank_1.txt").read_text()
+    assert "_wait_for" in (folder / "rank_0.txt").read_text()
+    assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
