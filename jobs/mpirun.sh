@@ -5,7 +5,7 @@
 #   HOSTS=node1:8,node2:8 ./jobs/mpirun.sh RECIPE [flags of the trainer]
 #
 # HOSTS lists each host with its number of GPUs. SSH_PORT and SSH_KEY are optional. All other settings are in
-# jobs/env.sh. On SIGUSR1, SIGTERM, SIGHUP or Ctrl-C the run saves at the next log point and exits.
+# jobs/env.sh. On SIGUSR1, SIGTERM, SIGHUP or Ctrl-C the run saves at the end of the step and exits.
 # Exit status: 0 finished; 75 stopped and saved, the same command resumes; anything else: failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

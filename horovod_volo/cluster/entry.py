@@ -83,7 +83,7 @@ def check_same_start(world: World, flags: Mapping[str, Any]) -> None:
 
 
 def _difference(name: str, by_rank: list[tuple[str, dict[str, str]]]) -> str:
-    """Return how the first rank that differs from rank 0 in a value does, and how many do; else nothing."""
+    """Return how the first rank that differs from rank 0 does so, and how many differ; else nothing."""
     hosts, values = [host for host, _ in by_rank], [own.get(name, "not set") for _, own in by_rank]
     ranks = [rank for rank, value in enumerate(values) if value != values[0]]
     if not ranks:

@@ -26,7 +26,7 @@ from horovod_volo.cluster.compression import (
     ReduceAsync,
     summed_in_fp32,
 )
-from horovod_volo.cluster.stop_vote import StopVote
+from horovod_volo.cluster.step_statistics import StepStatistics
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Exchange
 
@@ -93,10 +93,8 @@ class Reducer:
             # Gradients of a scaled loss fit fp16, and the gradient scaler must see their overflow.
             adaptive=compressed and not loss_is_scaled,
         )
-        self.stop = StopVote(world.size, like=self.buckets[0].gradients)
         buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        # One collective averages everything besides the gradients.
-        self._statistics = _flatten_in_place([*buffers, self.scales.maxima, self.stop.flag])
+        self.statistics = StepStatistics([*buffers, self.scales.maxima], world)
         self._reductions = [
             _BucketReduction(bucket, micro_batches, self._compression(bucket, number, compressed))
             for number, bucket in enumerate(self.buckets)
@@ -145,12 +143,11 @@ class Reducer:
         # Backward has not launched the buckets with a parameter that the loss does not depend on.
         for reduction in self._reductions:
             reduction.launch()
-        wait = self._world.collectives.allreduce_async(self._statistics, "statistics", 1.0 / self._world.size)
+        wait = self.statistics.average_async()
         for reduction in self._reductions:
             reduction.finish()
         wait()
         self.scales.update()
-        self.stop.count()
         yield
         for reduction in self._reductions:
             reduction.reset()
@@ -266,13 +263,3 @@ class _BucketReduction:
 
 def _on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
-
-
-def _flatten_in_place(tensors: list[Tensor]) -> Tensor:
-    """Return one flat tensor of which the given tensors become views."""
-    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    offset = 0
-    for tensor in tensors:
-        tensor.data = flat[offset : offset + tensor.numel()].view_as(tensor)
-        offset += tensor.numel()
-    return flat

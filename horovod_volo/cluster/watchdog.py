@@ -44,7 +44,9 @@ class Watchdog:
             "rank": world.rank,
             "hosts": world.hosts(),
             "pid": os.getpid(),
-            "folder": str(folder.absolute() / world.broadcast_object(f"{socket.gethostname()}-{os.getpid()}")),
+            "folder": str(
+                folder.absolute() / world.broadcast_object(f"{socket.gethostname()}-{os.getpid()}")
+            ),
             "heartbeat": heartbeat.descriptor,
             "stacks": self._stacks,
             "alive": read_end,

@@ -113,7 +113,9 @@ class Watch:
         if self._stopped >= _STOPPED_SECONDS and not self._said:
             self._said = True
             remedy = f"`kill -CONT {self._pid}` lets it go on"
-            self._say(f"{self._name(self._rank)} is stopped by a signal, and other ranks wait for it: {remedy}.")
+            self._say(
+                f"{self._name(self._rank)} is stopped by a signal, and other ranks wait for it: {remedy}."
+            )
 
     def _report(self, progress: Progress) -> None:
         """Write where this rank is, and the stacks of its threads."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from horovod_volo.config.arguments import Parser, add_flag, add_flags
 from horovod_volo.config.recipe import load_recipe, recipe_names
-from horovod_volo.config.schema import Config, Model, group_types
+from horovod_volo.config.schema import Config, Model
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.validation import check, check_flags
-from horovod_volo.config.values import all_settings, assemble
+from horovod_volo.config.values import all_settings, assemble, group_types
 from horovod_volo.core.errors import UserError
 
 # Defaults of a family whose published main.py differs from VOLO's, which the schema follows. They apply

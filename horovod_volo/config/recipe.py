@@ -10,8 +10,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from horovod_volo.config.schema import Config, Published, group_types
-from horovod_volo.config.values import all_settings, checked
+from horovod_volo.config.schema import Config, Published
+from horovod_volo.config.values import all_settings, checked, group_types
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 

@@ -6,7 +6,7 @@ Names are unique over all groups, so flags need no prefix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from horovod_volo.config.setting import setting
@@ -30,8 +30,8 @@ class Run:
     keep_checkpoints: int = setting(3, "number of checkpoints to keep, besides the best", at_least=1)
     hang_timeout: float = setting(
         0.0,
-        "seconds in which a step must end: otherwise the run hangs, and is ended with the stacks of all ranks "
-        "in the run folder; 0: 50 of its steps, at least 600, and 1800 before the first log point",
+        "seconds without the end of a step after which a run that hangs is ended; 0: 50 of its steps, but at "
+        "least 600",
         at_least=0.0,
     )
     stop_at_step: int = setting(
@@ -297,10 +297,3 @@ class Config:
     # recipe set to another value than their default.
     warnings: tuple[str, ...] = field(default=(), compare=False)
     stated: frozenset[str] = field(default=frozenset(), compare=False)
-
-
-def group_types() -> dict[str, type]:
-    """Return the groups of settings by name, in the order of --help."""
-    others = ("published", "warnings", "stated")
-    names = [table.name for table in fields(Config) if table.name not in others]
-    return {name: type(getattr(Config(), name)) for name in names}

@@ -9,12 +9,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from horovod_volo.config.schema import Config, Model, Published, group_types
+from horovod_volo.config.schema import Config, Model, Published
 from horovod_volo.config.setting import Setting
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def group_types() -> dict[str, type]:
+    """Return the groups of settings by name, in the order of --help."""
+    others = ("published", "warnings", "stated")
+    names = [table.name for table in fields(Config) if table.name not in others]
+    return {name: type(getattr(Config(), name)) for name in names}
 
 
 @cache

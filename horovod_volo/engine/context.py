@@ -26,6 +26,7 @@ from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.engine.state import TrainState
 from horovod_volo.models.build import Forward, spec_of, tokens_per_side, training_forward
@@ -68,6 +69,7 @@ class TrainContext:
     autocast: torch.autocast
     stop: StopRequest
     logger: Logger
+    lock: RunLock | None = None  # of the run folder, on rank 0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
     logged_bad_samples: set[str] = field(default_factory=set)
@@ -88,6 +90,8 @@ class TrainContext:
         if self.images.label_maps is not None:
             self.images.label_maps.close()
         self.logger.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def run_folder(config: Config) -> Path:

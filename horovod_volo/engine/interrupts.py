@@ -1,8 +1,9 @@
 """Requests to save a checkpoint and stop: SIGTERM, Ctrl-C (SIGINT), SIGHUP and SIGUSR1.
 
 The handler prints that the request was received, and sets a flag. Ranks agree on it at the end of the step
-(`cluster/stop_vote.py`). A second SIGTERM or Ctrl-C ends the process at once. A second SIGUSR1 or SIGHUP does
-not: schedulers and launchers forward signals in different ways, and the same request may arrive twice.
+(`cluster/step_statistics.py`). A second SIGTERM or Ctrl-C ends the process at once. A second SIGUSR1 or
+SIGHUP does not: schedulers and launchers forward signals in different ways, and the same request may arrive
+twice.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class StopRequest:
 
     def _answer(self, number: signal.Signals) -> str:
         launcher = self._launch.launcher
-        text = f"{number.name} on rank {self._launch.rank}: the run saves a checkpoint after this step and stops"
+        text = (
+            f"{number.name} on rank {self._launch.rank}: the run saves a checkpoint after this step and stops"
+        )
         if launcher in ("horovodrun", "mpirun") and number != signal.SIGUSR1:
             text += f" ({launcher} may end it sooner: jobs/{launcher}.sh waits for the checkpoint)"
         return text

@@ -58,7 +58,7 @@ def train_epoch(context: TrainContext) -> bool:
         train_step(context, batches)
         if state.step % run.log_every == 0:
             log_point(context, epoch)
-        if state.step == run.stop_at_step or state.reducer.stop.agreed:
+        if state.step == run.stop_at_step or state.reducer.statistics.stop_agreed:
             return False
         if run.checkpoint_every and state.step % run.checkpoint_every == 0:
             save_checkpoint(context)

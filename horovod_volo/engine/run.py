@@ -26,6 +26,7 @@ from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restor
 from horovod_volo.engine.context import TrainContext, build_context, read_images, run_folder
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
+from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import build_state
 from horovod_volo.models.compiled import check_compiler, compile_blocks
 from horovod_volo.models.precision import precision_warnings
@@ -68,8 +69,10 @@ def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext
     if config.model.compile:
         world.run_on_all_ranks(partial(compile_blocks, state.model))
     state_warnings += restore_state(state, checkpoint, world)
-    logger = world.run_on_all_ranks(partial(_open_logger, config, world, state.step, derived.total_steps))
+    opened = partial(_open_run_folder, config, world, state.step, derived.total_steps)
+    logger, lock = world.run_on_all_ranks(opened)
     context = build_context(config, world, images, resources, state, logger, stop)
+    context.lock = lock
     facts = RunFacts(world.size, resources.device.type, state.step, derived.total_steps)
     warnings = [
         *config_warnings(config, facts),
@@ -99,14 +102,17 @@ def _check_model(config: Config) -> None:
         check_compiler()
 
 
-def _open_logger(config: Config, world: World, first_step: int, total_steps: int) -> Logger:
+def _open_run_folder(
+    config: Config, world: World, first_step: int, total_steps: int
+) -> tuple[Logger, RunLock | None]:
     if not world.is_rank_zero:
-        return NullLogger()
+        return NullLogger(), None
     folder = run_folder(config)
     try:
         # Launchers prefix lines with the rank, which would break a progress line that is rewritten in place.
         live = world.launcher == "none"
-        return RunLogger(folder, first_step=first_step, total_steps=total_steps, live=live)
+        lock = RunLock(folder)
+        return RunLogger(folder, first_step=first_step, total_steps=total_steps, live=live), lock
     except OSError as error:
         raise UserError(
             f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."

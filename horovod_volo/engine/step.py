@@ -37,7 +37,7 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> None:
         state.scaler.scale(parts.total / accumulation).backward()  # type: ignore[no-untyped-call]
         context.meter.add(parts)
     if context.stop.received:
-        state.reducer.stop.ask()
+        state.reducer.statistics.ask_to_stop()
     context.train_loader.prepare_next()  # while the last buckets are reduced
     with state.reducer.synchronized_gradients():  # inside, each `grad` is the average over ranks
         state.scaler.unscale_(state.optimizer)

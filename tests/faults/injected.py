@@ -1,4 +1,4 @@
-"""Injects one fault into a training run: `--plugin tests.faults.injected`, and INJECTED_FAULT=RANK:STEP:FAULT.
+"""Injects one fault into a training run: `--plugin tests.faults.injected`, INJECTED_FAULT=RANK:STEP:FAULT.
 
 The rank meets the fault when it asks for the batch after STEP steps of the run's first epoch.
 """
@@ -16,7 +16,6 @@ from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.data.loader import TrainLoader
 
 
-
 def _lock_interpreter() -> None:
     """Wait for ever for a mutex, without releasing Python's lock."""
     mutex = ctypes.create_string_buffer(64)
@@ -27,7 +26,10 @@ def _lock_interpreter() -> None:
 _FAULTS = {
     "lock": _lock_interpreter,
     "sleep": lambda: time.sleep(600),
-    **{name: lambda name=name: os.kill(os.getpid(), signal.Signals[name]) for name in signal.Signals.__members__},
+    **{
+        name: lambda name=name: os.kill(os.getpid(), signal.Signals[name])
+        for name in signal.Signals.__members__
+    },
 }
 
 _rank, _step, _fault = os.environ["INJECTED_FAULT"].split(":")

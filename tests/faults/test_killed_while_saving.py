@@ -1,4 +1,4 @@
-"""A process killed before any file operation of a save leaves a whole checkpoint, which the run resumes from."""
+"""A process killed before any file operation of a save leaves a whole checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _OPERATIONS = {"open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.sym
 
 def save(folder: Path, step: int, number: float) -> None:
     """Save a checkpoint as a run with `--keep-checkpoints 1` does."""
-    saved = write_checkpoint(folder / "checkpoints", step, {"model": {"weight": torch.full((9,), number)}}, {})
+    saved = write_checkpoint(
+        folder / "checkpoints", step, {"model": {"weight": torch.full((9,), number)}}, {}
+    )
     delete_old_checkpoints(saved, 1)
 
 

@@ -102,7 +102,17 @@ def test_a_stop_signal_saves_and_the_run_resumes(images, tmp_path, number):
 
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
 def test_a_stop_signal_to_one_rank_stops_all_at_the_end_of_the_step(images, tmp_path, start_with):
-    arguments = (*SMALL, "--output", str(tmp_path), "--name", "run", "--log-every", "1000", "--eval-every", "2")
+    arguments = (
+        *SMALL,
+        "--output",
+        str(tmp_path),
+        "--name",
+        "run",
+        "--log-every",
+        "1000",
+        "--eval-every",
+        "2",
+    )
     fault = {"INJECTED_FAULT": "1:3:SIGTERM", "ranks": 2, "start_with": start_with}
     done = train(str(images), *arguments, "--plugin", "tests.faults.injected", **fault)
     assert done.returncode != 0
@@ -111,7 +121,15 @@ def test_a_stop_signal_to_one_rank_stops_all_at_the_end_of_the_step(images, tmp_
 
 
 def test_early_and_repeated_stop_signals_stop_once(images, tmp_path):
-    command = [*python(plain=True), "-m", "horovod_volo.train", str(images), *SMALL, "--output", str(tmp_path)]
+    command = [
+        *python(plain=True),
+        "-m",
+        "horovod_volo.train",
+        str(images),
+        *SMALL,
+        "--output",
+        str(tmp_path),
+    ]
     command += ["--epochs", "400", "--eval-every", "400", "--log-every", "2", "--name", "run"]
     blocked = ["env", "--block-signal=USR1", *command]  # as the scripts in jobs/ start ranks
     with subprocess.Popen(blocked, stdout=subprocess.PIPE, text=True, env=environment()) as process:

@@ -66,11 +66,14 @@ def _check_tensors(tensors_by_file: StateDicts, step: int) -> None:
 def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], None]:
     """Return the function that writes the current step's checkpoint; later steps do not change it."""
     folder, step, keep = _folder(context), context.state.step, context.config.run.keep_checkpoints
+    lock = context.lock
     metadata = run_metadata(context.config, context.derived, context.images.train)
     metadata["scaler"] = context.state.scaler.state_dict()
 
     def write(tensors: StateDicts) -> None:
         _check_tensors(tensors, step)
+        if lock is not None:
+            lock.check()
         delete_old_checkpoints(write_checkpoint(folder, step, tensors, metadata), keep)
 
     return write

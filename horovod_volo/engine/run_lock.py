@@ -1,0 +1,160 @@
+"""The lock of a run folder: a file with the process that trains into it. Only rank 0 has one.
+
+Its owner rewrites it every few seconds. The lock of a process that has ended is taken over: at once if the
+process was on this host, otherwise when the file no longer changes. No clocks are compared, because those of
+hosts and file servers differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from horovod_volo.core.errors import UserError, print_error
+
+_REFRESH_SECONDS = 10.0
+_STALE_SECONDS = 60.0  # a client of NFS may see a change this much later
+_POLL_SECONDS = 0.5
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class RunLock:
+    """The lock of a run folder, from the constructor to `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Take the lock; raise UserError if another process has it. The folder is made."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, self._owner = folder / "lock.json", _this_process()
+        while not self._take():
+            self._remove_if_stale()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._refresh, name="run lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise UserError if another process has taken the lock: this one must not write any more."""
+        owner = _read(self._path)
+        if owner is not None and owner["id"] != self._owner["id"]:
+            raise UserError(
+                f"Run folder {self._path.parent} was taken over by {_name(owner)}, because this process did "
+                f"not answer for {_STALE_SECONDS:g} s. Nothing more is written here."
+            )
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._closed.set()
+        self._thread.join()
+        owner = _read(self._path)
+        if owner is not None and owner["id"] == self._owner["id"]:
+            self._path.unlink(missing_ok=True)
+
+    def _take(self) -> bool:
+        """Create the file, complete, unless there is one. A hard link is atomic, on NFS too."""
+        partial = self._path.with_name(f".{self._path.name}.{self._owner['id']}")
+        partial.write_text(json.dumps(self._owner), encoding="utf-8")
+        try:
+            os.link(partial, self._path)
+        except FileExistsError:
+            return False
+        except OSError:  # no hard links here
+            return self._take_without_link()
+        finally:
+            partial.unlink()
+        return True
+
+    def _take_without_link(self) -> bool:
+        try:
+            with self._path.open("x", encoding="utf-8") as file:
+                file.write(json.dumps(self._owner))
+        except FileExistsError:
+            return False
+        return True
+
+    def _remove_if_stale(self) -> None:
+        """Remove the lock of a process that has ended; raise UserError if it has not."""
+        owner = _read(self._path)
+        if owner is None or self._has_ended(owner):
+            # Renamed first: of two processes that find it stale, only one removes this file.
+            stale = self._path.with_name(f".{self._path.name}.{self._owner['id']}.stale")
+            try:
+                self._path.rename(stale)
+            except FileNotFoundError:
+                return
+            if _read(stale) != owner:  # another process took the lock after it was read: give it back
+                with contextlib.suppress(FileExistsError):
+                    os.link(stale, self._path)
+            stale.unlink()
+            return
+        raise UserError(
+            f"Run folder {self._path.parent} is in use by {_name(owner)}. Wait until it ends, or give this "
+            "run another --name."
+        )
+
+    def _has_ended(self, owner: dict[str, Any]) -> bool:
+        """Return whether the owner has ended; on another host or in a container, wait for its next change."""
+        if owner["host"] == self._owner["host"]:
+            if owner["boot"] != self._owner["boot"]:
+                return True  # the host was started again
+            if owner["processes"] == self._owner["processes"]:
+                return _start_time(owner["pid"]) != owner["started"]
+        print_error(f"waiting to see whether {_name(owner)} still trains here")
+        limit = time.monotonic() + _STALE_SECONDS
+        while time.monotonic() < limit:
+            time.sleep(_POLL_SECONDS)
+            if _read(self._path) != owner:
+                return False
+        return True
+
+    def _refresh(self) -> None:
+        while not self._closed.wait(_REFRESH_SECONDS):
+            owner = _read(self._path)
+            if owner is None or owner["id"] != self._owner["id"]:
+                continue  # the folder is gone for now, or was taken over: see `check`
+            self._owner["refreshed"] += 1
+            partial = self._path.with_name(f".{self._path.name}.{self._owner['id']}")
+            try:
+                partial.write_text(json.dumps(self._owner), encoding="utf-8")
+                partial.replace(self._path)
+            except OSError:
+                continue  # of a full disk, which checkpoints will report
+
+
+def _this_process() -> dict[str, Any]:
+    return {
+        "id": uuid.uuid4().hex,
+        "host": socket.gethostname(),
+        "boot": _BOOT_ID.read_text(encoding="utf-8").strip(),
+        "processes": str(Path("/proc/self/ns/pid").readlink()),  # a container has numbers of its own
+        "pid": os.getpid(),
+        "started": _start_time(os.getpid()),
+        "refreshed": 0,
+    }
+
+
+def _start_time(pid: int) -> str:
+    """Return when a process was started, in ticks since boot; empty if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    return stat.rpartition(") ")[2].split()[19]
+
+
+def _name(owner: dict[str, Any]) -> str:
+    return f"process {owner['pid']} on {owner['host']}"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Return what the lock says; None if there is none, or it is damaged."""
+    try:
+        owner = json.loads(path.read_text(encoding="utf-8"))
+        return owner if {"id", "host", "boot", "processes", "pid", "started"} <= owner.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None

@@ -1,0 +1,130 @@
+"""The lock of a run folder is refused while its owner lives, and taken over when it does not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine import run_lock
+from horovod_volo.engine.run_lock import RunLock
+
+HOLD = """
+import sys
+from pathlib import Path
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.run_lock import RunLock
+try:
+    lock = RunLock(Path(sys.argv[1]))
+except UserError:
+    print("refused", flush=True)
+else:
+    print("taken", flush=True)
+    sys.stdin.read()
+    lock.close()
+"""
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Hold the lock in another process, if that can take it."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def change(folder: Path, **changes: Any) -> None:
+    owner = json.loads((folder / "lock.json").read_text())
+    (folder / "lock.json").write_text(json.dumps(owner | changes))
+
+
+def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+    with holding(tmp_path) as first:
+        assert answer(first) == "taken"
+        with pytest.raises(UserError, match=rf"is in use by process {first.pid} on .* give this run another"):
+            RunLock(tmp_path)
+        first.communicate("")
+    assert not list(tmp_path.iterdir())
+    with closing(RunLock(tmp_path)):
+        assert [path.name for path in tmp_path.iterdir()] == ["lock.json"]
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> None:
+    with holding(tmp_path) as first:
+        assert answer(first) == "taken"
+        first.kill()
+        first.wait()
+    began = time.monotonic()
+    with closing(RunLock(tmp_path)):
+        assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize("changes", [{"started": "1"}, {"boot": "another"}], ids=["number", "boot"])
+def test_a_process_of_the_same_number_is_not_the_owner(tmp_path: Path, changes: dict[str, str]) -> None:
+    with holding(tmp_path) as first:
+        assert answer(first) == "taken"
+        change(tmp_path, **changes)
+        with closing(RunLock(tmp_path)):
+            pass
+
+
+def test_a_damaged_lock_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "lock.json").write_text("{")
+    with closing(RunLock(tmp_path)):
+        assert json.loads((tmp_path / "lock.json").read_text())["pid"]
+
+
+@pytest.mark.parametrize(
+    "other", [{"host": "elsewhere"}, {"processes": "pid:[1]"}], ids=["host", "container"]
+)
+def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other: dict[str, str]
+) -> None:
+    monkeypatch.setattr(run_lock, "_STALE_SECONDS", 1.0)
+    monkeypatch.setattr(run_lock, "_REFRESH_SECONDS", 0.1)
+    lost = RunLock(tmp_path)
+    change(tmp_path, **other)
+    with pytest.raises(UserError, match="is in use by process"):  # its owner rewrites it
+        RunLock(tmp_path)
+    assert "waiting to see whether process" in capsys.readouterr().err
+    lost._closed.set()  # as if its host had failed
+    lost._thread.join()
+    change(tmp_path, **other)
+    with closing(RunLock(tmp_path)) as taken:
+        taken.check()
+        with pytest.raises(UserError, match=r"was taken over by process .* Nothing more is written here"):
+            lost.check()
+        lost.close()
+        taken.check()
+        assert (tmp_path / "lock.json").exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_of_many_processes_takes_a_stale_lock(tmp_path: Path) -> None:
+    with holding(tmp_path) as first:
+        assert answer(first) == "taken"
+        first.kill()
+        first.wait()
+    processes = [holding(tmp_path) for _ in range(6)]
+    opened = [process.__enter__() for process in processes]
+    try:
+        assert sorted(map(answer, opened)) == ["refused"] * 5 + ["taken"]
+    finally:
+        for process in processes:
+            process.__exit__(None, None, None)
