@@ -77,8 +77,8 @@ def check_same_start(world: World, flags: Mapping[str, Any]) -> None:
 
         more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
         raise AllRanksError(
-            f"The ranks were not started alike: {'; '.join(different[:_SHOWN])}{more}. Start all of them with "
-            "the same command, code and packages; `python -m horovod_volo.doctor` compares hosts."
+            f"The ranks were not started alike: {'; '.join(different[:_SHOWN])}{more}. Start all of them "
+            "with the same command, code and packages; `python -m horovod_volo.doctor` compares hosts."
         )
 
 

@@ -33,9 +33,9 @@ class Watchdog:
 
     def __init__(self, heartbeat: Heartbeat, world: World, folder: Path, limit: float) -> None:
         """Start it with this limit in seconds; 0: until one is learned. Collective: every rank calls this."""
-        self._heartbeat = heartbeat
+        self._heartbeat, self._collectives = heartbeat, world.collectives
         heartbeat.watch(limit or _FIRST_STEP_SECONDS)
-        world.collectives.heartbeat = heartbeat
+        self._collectives.heartbeat = heartbeat
         self._stacks = os.memfd_create("stacks")
         # Its handler is written in C: it runs without Python's lock.
         faulthandler.register(watchdog_process.DUMP, file=self._stacks, all_threads=True)
@@ -60,6 +60,7 @@ class Watchdog:
     def close(self) -> None:
         """End the process."""
         self._heartbeat.watch(0.0)
+        self._collectives.heartbeat = None
         os.close(self._alive)
         self._process.wait()
         faulthandler.unregister(watchdog_process.DUMP)
