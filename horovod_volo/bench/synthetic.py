@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from typing import Any
 
@@ -119,7 +120,8 @@ class SyntheticRun:
         for _ in range(steps):
             self.context.meter.reset()
             self.step()
-            losses.append(self.context.meter.sums()["total"])
+            sums = self.context.meter.sums()
+            losses.append(sums["total"] if sums["finite"] else math.nan)
         return torch.tensor(losses)
 
 

@@ -147,7 +147,8 @@ class Reducer:
         for reduction in self._reductions:
             reduction.finish()
         wait()
-        self.scales.update()
+        if self.statistics.finite:
+            self.scales.update()
         yield
         for reduction in self._reductions:
             reduction.reset()

@@ -1,8 +1,8 @@
 """The small tensors that ranks average at every step besides gradients, in one message.
 
-They are the batch-norm statistics, the maxima of gradient buckets, and a flag by which all ranks learn at the
-same step that one of them was asked to stop. On a GPU the host reads the flag one step later, so that it
-never waits for it.
+They are the batch-norm statistics, the maxima of gradient buckets, and two flags by which all ranks learn at
+the same step that one of them was asked to stop, or that its loss is not finite. A single rank on a GPU has
+nothing to agree on, and does not wait for the device to look.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from horovod_volo.cluster.world import World
 
 
 class StepStatistics:
-    """Averages tensors over ranks in place, and agrees on stopping. Shapes are equal on all ranks."""
+    """Averages tensors over ranks in place, and agrees on two flags. Shapes are equal on all ranks."""
 
     def __init__(self, tensors: Sequence[Tensor], world: World) -> None:
         """Move the tensors, which are floats on one device, into one flat tensor."""
         self.stop_agreed = False  # the same on all ranks, after each exchange
+        self.finite = True  # likewise: whether all losses and tensors of the step are
         self._world = world
-        self._stop = tensors[0].new_zeros(1)  # above 0 after an exchange: a rank was asked to stop
+        self._stop, self._loss = tensors[0].new_zeros(1), tensors[0].new_zeros(1)
         self._asked = False
-        self._averaged = _flatten_in_place([*tensors, self._stop])
-        self._on_host = self._stop.new_zeros(1, device="cpu", pin_memory=self._stop.is_cuda)
+        self._losses: list[Tensor] = []  # of this rank, of the step
+        self._averaged = _flatten_in_place([*tensors, self._stop, self._loss])
+        self._before = self._averaged.clone()
+        self.looks = world.size > 1 or not self._averaged.is_cuda
 
     def ask_to_stop(self) -> None:
         """Let all ranks agree to stop in the next exchange."""
@@ -34,8 +37,15 @@ class StepStatistics:
             self._asked = True
             self._stop.fill_(1.0)
 
+    def add_loss(self, loss: Tensor) -> None:
+        """Note the loss of a micro-batch."""
+        if self.looks:
+            self._losses.append(loss.detach())
+            self._loss.add_(loss.detach() * 0.0)  # 0, or nan
+
     def average_async(self) -> Wait:
         """Start the exchange; return the function that waits for it. Collective: every rank calls this."""
+        self._own_losses, self._losses = self._losses, []
         scale = 1.0 / self._world.size
         wait = self._world.collectives.allreduce_async(self._averaged, "statistics", scale)
 
@@ -45,15 +55,25 @@ class StepStatistics:
 
         return wait_and_agree
 
+    def own_losses_are_finite(self) -> bool:
+        """Return whether this rank's losses of the last step are. Waits for the device."""
+        return all(bool(loss.isfinite()) for loss in self._own_losses)
+
+    def update_after_restore(self) -> None:
+        """Note that the tensors were overwritten from a checkpoint."""
+        self._before.copy_(self._averaged)
+
     def _agree(self) -> None:
-        if self._world.size == 1:
+        if not self.looks:
             self.stop_agreed = self._asked
-        elif self._stop.is_cuda:
-            # The copy of the step before is complete: this exchange came after it on the stream.
-            self.stop_agreed = bool(self._on_host > 0)
-            self._on_host.copy_(self._stop, non_blocking=True)
-        else:
-            self.stop_agreed = bool(self._stop > 0)
+            return
+        self.stop_agreed, self.finite = torch.cat(
+            [self._stop > 0, self._averaged.isfinite().all().view(1)]
+        ).tolist()
+        if self.finite:
+            self._before.copy_(self._averaged)
+        else:  # batch-norm statistics would stay non-finite for ever
+            self._averaged.copy_(self._before)
 
 
 def _flatten_in_place(tensors: list[Tensor]) -> Tensor:

@@ -69,7 +69,7 @@ class Heartbeat:
         self._memory.close()
         os.close(self.descriptor)
 
-    def _write(self, **changes: float) -> None:
+    def _write(self, **changes: Any) -> None:
         self._progress = self._progress._replace(**changes)
         _FORMAT.pack_into(self._memory, 0, *self._progress)
 

@@ -72,6 +72,9 @@ class TrainContext:
     lock: RunLock | None = None  # of the run folder, on rank 0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
+    skipped_in_a_row: int = 0  # steps, because a loss is not finite
+    returns: int = 0  # to a checkpoint, because of such steps
+    returns_in_vain: int = 0  # of them, those after which no step had a finite loss
     logged_bad_samples: set[str] = field(default_factory=set)
 
     @property

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from horovod_volo.cluster.watchdog import learned_limit
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.engine.checkpoint.saving import (
-    check_losses,
     finish_checkpoint,
     has_evaluation,
     save_checkpoint,
     save_evaluation,
 )
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.engine.divergence import go_back, note_step
 from horovod_volo.engine.evaluation import evaluate
 from horovod_volo.engine.step import train_step
 
@@ -55,12 +55,13 @@ def train_epoch(context: TrainContext) -> bool:
     batches = context.train_loader.batches(epoch, first_step)
     context.meter.reset()
     for _ in range(first_step, context.derived.steps_per_epoch):
-        train_step(context, batches)
+        note_step(context, train_step(context, batches))
         if state.step % run.log_every == 0:
             log_point(context, epoch)
         if state.step == run.stop_at_step or state.reducer.statistics.stop_agreed:
             return False
-        if run.checkpoint_every and state.step % run.checkpoint_every == 0:
+        due = run.checkpoint_every and state.step % run.checkpoint_every == 0
+        if due and not (context.skipped_in_a_row or context.returns_in_vain):
             save_checkpoint(context)
     if context.meter.micro_batches:
         log_point(context, epoch)
@@ -87,22 +88,23 @@ def log_point(context: TrainContext, epoch: int) -> None:
     if failures:
         finish_checkpoint(context)
     log_bad_samples(context, context.train_loader.bad_samples)
-    means = {name: value / micro_batches for name, value in zip(sums, losses, strict=True)}
-    check_losses(context, losses)
-    context.logger.log_training(
-        step,
-        {
-            "epoch": epoch,
-            "images_seen": step * context.derived.global_batch,
-            "loss": means["total"],
-            "class_loss": means["class_loss"],
-            "token_loss": means["token_loss"],
-            "lr": context.lr(step - 1),
-            "images_per_second": micro_batches * context.config.data.batch_size * world.size / all_seconds,
-            "data_wait": waited / all_seconds,
-            "bad_samples": int(all_skipped),
-        },
-    )
+    finite = losses[-1]  # micro-batches
+    if not finite and not context.state.reducer.statistics.looks:
+        go_back(context)
+    means = {name: value / max(finite, 1) for name, value in zip(sums, losses, strict=True)}
+    values = {
+        "epoch": epoch,
+        "images_seen": step * context.derived.global_batch,
+        "loss": means["total"],
+        "class_loss": means["class_loss"],
+        "token_loss": means["token_loss"],
+        "lr": context.lr(step - 1),
+        "images_per_second": micro_batches * context.config.data.batch_size * world.size / all_seconds,
+        "data_wait": waited / all_seconds,
+        "bad_samples": int(all_skipped),
+    }
+    if finite:
+        context.logger.log_training(step, values)
     if not context.config.run.hang_timeout:
         steps = micro_batches / world.size / context.config.update.accumulation
         context.heartbeat.watch(learned_limit(all_seconds / world.size / steps))

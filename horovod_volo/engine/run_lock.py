@@ -103,7 +103,7 @@ class RunLock:
             if owner["boot"] != self._owner["boot"]:
                 return True  # the host was started again
             if owner["processes"] == self._owner["processes"]:
-                return _start_time(owner["pid"]) != owner["started"]
+                return bool(_start_time(owner["pid"]) != owner["started"])
         print_error(f"waiting to see whether {_name(owner)} still trains here")
         limit = time.monotonic() + _STALE_SECONDS
         while time.monotonic() < limit:

@@ -67,6 +67,7 @@ class TrainState:
                     tensors[name].copy_(tensor)
             world.broadcast_(tensors.values())
         self.reducer.scales.update_after_restore()
+        self.reducer.statistics.update_after_restore()
         self.reducer.scatter_optimizer_state(optimizer, self.optimizer_keys, saved.get(_OPTIMIZER, {}))
 
     def _tensors_by_file(self) -> dict[str, dict[str, Tensor]]:

@@ -6,7 +6,7 @@ Hooks of the reducer launch the all-reduces while backward runs; `synchronized_g
 Before that the loader prepares the next batch: its host work, and on a GPU its kernels, overlap with the
 all-reduce of the last buckets.
 Invariant: gradients are unscaled and clipped after they have been averaged. If fp16 overflowed on any rank,
-the averages show it on every rank, and all ranks skip the step.
+the averages show it on every rank, and all ranks skip the step; so do they if any rank's loss is not finite.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from horovod_volo.optim.build import set_lr
 from horovod_volo.optim.clip import divide
 
 
-def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> None:
-    """Take one optimizer step on the next micro-batches. Collective: every rank calls this."""
+def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> list[int]:
+    """Take one optimizer step on the next micro-batches; return their samples. Collective.
+
+    `state.reducer.statistics.finite` tells whether it was skipped because a loss is not finite.
+    """
     state, accumulation = context.state, context.config.update.accumulation
-    seed = context.config.run.seed
+    seed, samples = context.config.run.seed, list[int]()
     set_lr(state.optimizer, context.lr(state.step))
     for number in range(accumulation):
         batch = next(batches)
@@ -35,15 +38,19 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> None:
             )
         parts = context.loss(class_logits, token_logits, batch.labels, mix)
         state.scaler.scale(parts.total / accumulation).backward()  # type: ignore[no-untyped-call]
+        state.reducer.statistics.add_loss(parts.total)
         context.meter.add(parts)
+        samples += batch.indices.tolist()
     if context.stop.received:
         state.reducer.statistics.ask_to_stop()
     context.train_loader.prepare_next()  # while the last buckets are reduced
     with state.reducer.synchronized_gradients():  # inside, each `grad` is the average over ranks
-        state.scaler.unscale_(state.optimizer)
-        divide(state.optimizer, context.clip())
-        state.scaler.step(state.optimizer)
+        if state.reducer.statistics.finite or state.scaler.is_enabled():  # the scaler skips the step itself
+            state.scaler.unscale_(state.optimizer)
+            divide(state.optimizer, context.clip())
+            state.scaler.step(state.optimizer)
     state.scaler.update()
     state.average.update(state.step)
     state.step += 1
     context.heartbeat.beat(state.step)
+    return samples

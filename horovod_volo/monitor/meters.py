@@ -12,14 +12,16 @@ from torch import Tensor
 class LossMeter:
     """Sums of losses in fp64 on the device, and timers, since the last reset.
 
+    Micro-batches with a loss that is not finite are left out; `finite` among the sums counts the others.
     `waited_seconds` returns how long the run has waited for data since it started.
     """
 
     def __init__(
         self, names: tuple[str, ...], device: torch.device, waited_seconds: Callable[[], float]
     ) -> None:
-        self._names = names
-        self._sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+        self._names = (*names, "finite")
+        self._sums = torch.zeros(len(self._names), dtype=torch.float64, device=device)
+        self._one = torch.ones((), device=device)
         self._waited_seconds = waited_seconds
         self.reset()
 
@@ -32,7 +34,8 @@ class LossMeter:
 
     def add(self, values: tuple[Tensor, ...]) -> None:
         """Add the losses of one micro-batch. Does not synchronise with the device."""
-        self._sums += torch.stack([value.detach() for value in values]).to(self._sums.dtype)
+        losses = torch.stack([*(value.detach() for value in values), self._one]).to(self._sums.dtype)
+        self._sums += torch.where(losses.isfinite().all(), losses, 0.0)
         self.micro_batches += 1
 
     def sums(self) -> dict[str, float]:

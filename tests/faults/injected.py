@@ -1,11 +1,13 @@
-"""Injects one fault into a training run: `--plugin tests.faults.injected`, INJECTED_FAULT=RANK:STEP:FAULT.
+"""Injects a fault into a training run: `--plugin tests.faults.injected`, INJECTED_FAULT=RANK:STEPS:FAULT.
 
-The rank meets the fault when it asks for the batch after STEP steps of the run's first epoch.
+The rank meets the fault when it asks for a batch after so many steps of the run's first epoch. STEPS is a
+number, or a first and a last one, as 3-5.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import time
@@ -24,22 +26,25 @@ def _lock_interpreter() -> None:
 
 
 _FAULTS = {
-    "lock": _lock_interpreter,
-    "sleep": lambda: time.sleep(600),
+    "lock": lambda _: _lock_interpreter(),
+    "sleep": lambda _: time.sleep(600),
+    "nan": lambda batch: batch.images.fill_(math.nan),
     **{
-        name: lambda name=name: os.kill(os.getpid(), signal.Signals[name])
+        name: lambda _, name=name: os.kill(os.getpid(), signal.Signals[name])
         for name in signal.Signals.__members__
     },
 }
 
-_rank, _step, _fault = os.environ["INJECTED_FAULT"].split(":")
+_rank, _steps, _fault = os.environ["INJECTED_FAULT"].split(":")
+_first, _, _last = _steps.partition("-")
+_faulty_steps = range(int(_first), int(_last or _first) + 1)
 _batches = TrainLoader.batches
 
 
 def _faulty(self: TrainLoader, epoch: int, first_step: int) -> Iterator[Any]:
     for step, batch in enumerate(_batches(self, epoch, first_step), start=first_step):
-        if (read_launch_env().rank, epoch, step) == (int(_rank), 0, int(_step)):
-            _FAULTS[_fault]()
+        if read_launch_env().rank == int(_rank) and epoch == 0 and step in _faulty_steps:
+            _FAULTS[_fault](batch)
         yield batch
 
 

@@ -156,7 +156,7 @@ def _wait_for(path, seconds=60.0):
 
 
 def test_a_state_that_is_not_finite_replaces_no_checkpoint(images, tmp_path):
-    """The host reads losses only at log points and before each checkpoint."""
+    """The loss is not finite after one step with such a rate; neither is that after a return."""
     arguments = (str(images), *SMALL, "--output", str(tmp_path), "--name", "run", "--checkpoint-every", "1")
     arguments = (*arguments, "--log-every", "50", "--keep-checkpoints", "3")
     first = train(*arguments, "--stop-at-step", "3", ranks=2, start_with="gloo")

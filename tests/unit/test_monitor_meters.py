@@ -32,7 +32,7 @@ def test_values_are_summed_by_name() -> None:
     losses = meter()
     losses.add((torch.tensor(1.5), torch.tensor(0.25)))
     losses.add((torch.tensor(2.0), torch.tensor(0.5)))
-    assert losses.sums() == {"total": 3.5, "class_loss": 0.75}
+    assert losses.sums() == {"total": 3.5, "class_loss": 0.75, "finite": 2.0}
     assert losses.micro_batches == 2
 
 
@@ -49,24 +49,27 @@ def test_values_of_any_precision(dtype: torch.dtype) -> None:
     losses = meter()
     for _ in range(3):
         losses.add((torch.tensor(0.5, dtype=dtype), torch.tensor(60000.0, dtype=dtype)))
-    assert losses.sums() == {"total": 1.5, "class_loss": 3 * float(torch.tensor(60000.0, dtype=dtype))}
+    class_loss = 3 * float(torch.tensor(60000.0, dtype=dtype))
+    assert losses.sums() == {"total": 1.5, "class_loss": class_loss, "finite": 3.0}
 
 
-def test_values_that_are_not_finite_are_in_the_sums() -> None:
+@pytest.mark.parametrize("values", [("nan", "inf"), ("nan", "1"), ("1", "-inf")])
+def test_micro_batches_that_are_not_finite_are_not_in_the_sums(values: tuple[str, str]) -> None:
     losses = meter()
-    losses.add((torch.tensor(float("nan")), torch.tensor(float("inf"))))
-    losses.add((torch.tensor(1.0), torch.tensor(1.0)))
-    assert str(losses.sums()) == "{'total': nan, 'class_loss': inf}"
+    losses.add(tuple(torch.tensor(float(value)) for value in values))
+    losses.add((torch.tensor(1.0), torch.tensor(2.0)))
+    assert losses.sums() == {"total": 1.0, "class_loss": 2.0, "finite": 1.0}
+    assert losses.micro_batches == 2
 
 
 def test_reset_sets_the_sums_to_zero() -> None:
     losses = meter()
     losses.add((torch.tensor(float("nan")), torch.tensor(1.0)))
     losses.reset()
-    assert losses.sums() == {"total": 0.0, "class_loss": 0.0}
+    assert losses.sums() == {"total": 0.0, "class_loss": 0.0, "finite": 0.0}
     assert losses.micro_batches == 0
     losses.add((torch.tensor(1.0), torch.tensor(2.0)))
-    assert losses.sums() == {"total": 1.0, "class_loss": 2.0}
+    assert losses.sums() == {"total": 1.0, "class_loss": 2.0, "finite": 1.0}
 
 
 class SavedTensor:

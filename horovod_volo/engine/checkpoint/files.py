@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +113,18 @@ def find_checkpoint(source: str) -> Path:
                 "--name."
             )
         raise UserError(f"There is no checkpoint at {source}. --resume takes a run folder or a checkpoint.")
-    for candidate in candidates:
-        if find_damage(candidate) is None:
-            return candidate
+    if intact := next(intact_checkpoints(path), None):
+        return intact
     raise UserError(
         f"None of the {len(candidates)} checkpoints in {source} is intact: {find_damage(candidates[0])}."
     )
+
+
+def intact_checkpoints(run_folder: Path) -> Iterator[Path]:
+    """Yield the intact checkpoints of a run, the newest first."""
+    for checkpoint in _saved(run_folder):
+        if find_damage(checkpoint) is None:
+            yield checkpoint
 
 
 def has_checkpoint(run_folder: Path) -> bool:

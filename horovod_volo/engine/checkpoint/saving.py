@@ -8,8 +8,7 @@ which training cannot continue must not replace one from which it can.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from horovod_volo.cluster.world import AllRanksError
@@ -35,7 +34,8 @@ def save_checkpoint(context: TrainContext) -> None:
     """Begin to save a checkpoint of the current step, if there is none. Collective: every rank calls this."""
     if context.checkpoints.step == context.state.step:
         return
-    check_losses(context, context.world.sum_over_ranks(*context.meter.sums().values()))
+    if context.returns_in_vain:
+        raise divergence(context)
     context.world.assert_identical(context.state.replicated_tensors(), "Weights or optimizer state")
     tensors = context.state.full_state_dict()
     finish_checkpoint(context)
@@ -49,10 +49,12 @@ def finish_checkpoint(context: TrainContext) -> None:
     context.world.run_on_rank_zero(context.checkpoints.wait)
 
 
-def check_losses(context: TrainContext, losses: Sequence[float]) -> None:
-    """Raise UserError if losses that were summed over ranks are not finite."""
-    if not all(map(math.isfinite, losses)):
-        raise AllRanksError(f"The loss is not finite at step {context.state.step}. {_AFTER_DIVERGENCE}")
+def divergence(context: TrainContext) -> AllRanksError:
+    """Return the error of a run whose loss is no longer finite."""
+    last, count = context.state.step, context.skipped_in_a_row
+    steps = f"steps {last - count + 1} to {last}" if count else f"the steps up to {last}"
+    since = f", after {context.returns} returns to a checkpoint" if context.returns else ""
+    return AllRanksError(f"The loss is not finite in {steps}{since}. {_AFTER_DIVERGENCE}")
 
 
 def _check_tensors(tensors_by_file: StateDicts, step: int) -> None:

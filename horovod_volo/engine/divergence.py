@@ -1,0 +1,57 @@
+"""Steps whose loss is not finite on some rank: every rank has skipped them.
+
+After several in a row the run goes back to its last checkpoint, and passes over the steps since then: the
+next step is the one that would have come next. If that does not help, it goes back to the checkpoint before.
+After several returns it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from horovod_volo.engine.checkpoint.files import intact_checkpoints
+from horovod_volo.engine.checkpoint.resuming import restore_state
+from horovod_volo.engine.checkpoint.saving import divergence, finish_checkpoint
+from horovod_volo.engine.context import TrainContext
+
+_IN_A_ROW, _RETURNS = 3, 3
+
+
+def note_step(context: TrainContext, samples: Sequence[int]) -> None:
+    """Count the step if it was skipped, and say on which samples; go back after several. Collective."""
+    statistics, step = context.state.reducer.statistics, context.state.step
+    if statistics.finite:
+        context.skipped_in_a_row = context.returns_in_vain = 0
+        return
+    context.skipped_in_a_row += 1
+    own = None if statistics.own_losses_are_finite() else samples
+    for rank, of_rank in enumerate(context.world.allgather_object(own)):
+        if of_rank is not None:
+            where = f"on rank {rank}, samples {', '.join(map(str, of_rank))}"
+            context.logger.log(f"warning: step {step} is skipped: its loss is not finite {where}")
+    if context.skipped_in_a_row == _IN_A_ROW:
+        go_back(context)
+
+
+def go_back(context: TrainContext) -> None:
+    """Restore a checkpoint, but not its step; raise after several times. Collective."""
+    state, step = context.state, context.state.step
+    finish_checkpoint(context)
+    checkpoint = context.world.run_on_rank_zero(lambda: _checkpoint(context))
+    if checkpoint is None or context.returns == _RETURNS:
+        raise divergence(context)
+    restore_state(state, checkpoint, context.world)
+    state.step = step
+    context.skipped_in_a_row = 0
+    context.returns, context.returns_in_vain = context.returns + 1, context.returns_in_vain + 1
+    context.logger.log(
+        f"warning: back to the weights of {checkpoint.name}; training goes on after step {step}"
+    )
+
+
+def _checkpoint(context: TrainContext) -> Path | None:
+    """Return the newest intact checkpoint, or an older one if the newest has not helped."""
+    candidates = list(islice(intact_checkpoints(context.folder), context.returns_in_vain + 1))
+    return candidates[-1] if candidates else None

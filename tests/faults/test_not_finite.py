@@ -1,0 +1,81 @@
+"""A loss that is not finite on one rank: all ranks skip the step, then go back, then end the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from horovod_volo.data.demo.demo_set import make_demo_set
+from tests.ranks.launching import train
+
+SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "1", "--warmup-epochs", "0")
+EVERY = ("--checkpoint-every", "2", "--log-every", "1", "--drop-path", "0.1")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images") / "set"
+    make_demo_set(folder, train=80, val=20)  # 10 steps
+    return folder
+
+
+def start(
+    images: Path, output: Path, fault: str, *arguments: str, start_with: str = "gloo"
+) -> tuple[int, str]:
+    done = train(
+        *(str(images), *SMALL, *EVERY, "--output", str(output), "--name", "run", *arguments),
+        *("--plugin", "tests.faults.injected"),
+        ranks=2,
+        start_with=start_with,
+        INJECTED_FAULT=fault,
+    )
+    return done.returncode, done.stdout
+
+
+def assert_finite(output: Path) -> None:
+    for file in (output / "run" / "checkpoints" / "last").glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            assert tensor.isfinite().all(), (file.name, name)
+
+
+@pytest.mark.parametrize(
+    ("start_with", "arguments"),
+    [("gloo", ()), ("mpi", ("--compression", "fp16")), ("gloo", ("--precision", "fp16"))],
+    ids=["fp32", "fp16 messages", "fp16"],
+)
+def test_one_loss_skips_one_step_on_all_ranks(
+    images: Path, tmp_path: Path, start_with: str, arguments: tuple[str, ...]
+) -> None:
+    status, output = start(images, tmp_path, "1:4:nan", *arguments, start_with=start_with)
+    assert status == 0, output
+    assert output.count("is skipped") == 1, output
+    assert "warning: step 5 is skipped: its loss is not finite on rank 1, samples " in output
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [record["step"] for record in map(json.loads, lines) if "lr" in record]
+    assert steps == list(range(1, 11))  # rank 0's loss of step 5 is finite, and logged
+    assert_finite(tmp_path)
+
+
+def test_many_losses_return_to_the_last_checkpoint(images: Path, tmp_path: Path) -> None:
+    status, output = start(images, tmp_path, "1:4-7:nan")
+    assert status == 0, output
+    assert output.count("is skipped") == 4, output
+    assert output.count("back to the weights of step_00000004; training goes on after step 7") == 1, output
+    assert "done: 10 steps" in output
+    assert_finite(tmp_path)
+
+
+def test_a_run_that_never_recovers_is_ended(images: Path, tmp_path: Path) -> None:
+    """From its third step on no loss of the run's only epoch is finite, but there are 20 of them."""
+    status, output = start(images, tmp_path, "1:2-99:nan", "--batch-size", "2")
+    assert status not in (0, 75), output
+    assert output.count("back to the weights of") == 3, output
+    errors = [line for line in output.splitlines() if "error" in line and "finite" in line]
+    assert len(errors) == 1, output
+    assert (
+        "The loss is not finite in steps 12 to 14, after 3 returns to a checkpoint. Lower --lr" in errors[0]
+    )
+    assert_finite(tmp_path)
