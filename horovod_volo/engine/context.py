@@ -33,6 +33,7 @@ from horovod_volo.models.build import Forward, spec_of, tokens_per_side, trainin
 from horovod_volo.models.precision import autocast
 from horovod_volo.monitor.meters import LossMeter
 from horovod_volo.monitor.run_logger import Logger
+from horovod_volo.monitor.stragglers import StepTimer, StragglerFinder
 from horovod_volo.objective.loss import Loss, LossParts, build_loss
 from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
 from horovod_volo.optim.clip import Clip, build_clip
@@ -63,6 +64,7 @@ class TrainContext:
     forward: Forward
     loss: Loss
     meter: LossMeter  # since the last log point
+    timer: StepTimer  # likewise
     clip: Clip
     lr: Callable[[int], float]  # lr(step)
     mix: Callable[[int, int], Mix]  # mix(step, micro-batch)
@@ -75,6 +77,7 @@ class TrainContext:
     skipped_in_a_row: int = 0  # steps, because a loss is not finite
     returns: int = 0  # to a checkpoint, because of such steps
     returns_in_vain: int = 0  # of them, those after which no step had a finite loss
+    stragglers: StragglerFinder | None = None  # on rank 0 of several
     logged_bad_samples: set[str] = field(default_factory=set)
 
     @property
@@ -169,6 +172,7 @@ def build_context(
         forward=training_forward(state.model),
         loss=loss,
         meter=LossMeter(LossParts._fields, resources.device, lambda: train_loader.waited_seconds),
+        timer=StepTimer(resources.device),
         clip=_build_clip(config, state),
         lr=build_schedule(config, derived),
         mix=_build_mix(config, world),

@@ -7,7 +7,7 @@ was killed between the two evaluates when it resumes.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from horovod_volo.cluster.watchdog import learned_limit
@@ -22,6 +22,7 @@ from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import go_back, note_step
 from horovod_volo.engine.evaluation import evaluate
 from horovod_volo.engine.step import train_step
+from horovod_volo.monitor.stragglers import OwnTime
 
 
 def fit(context: TrainContext) -> bool:
@@ -54,6 +55,7 @@ def train_epoch(context: TrainContext) -> bool:
     epoch, first_step = context.derived.epoch_of(state.step)
     batches = context.train_loader.batches(epoch, first_step)
     context.meter.reset()
+    context.timer.reset()
     for _ in range(first_step, context.derived.steps_per_epoch):
         note_step(context, train_step(context, batches))
         if state.step % run.log_every == 0:
@@ -81,9 +83,11 @@ def log_point(context: TrainContext, epoch: int) -> None:
     seconds = meter.seconds
     skipped = context.train_loader.bad_samples.skipped
     waited_seconds, failed = meter.data_wait_seconds, context.checkpoints.failed
-    totals = world.sum_over_ranks(
-        *sums.values(), meter.micro_batches, seconds, waited_seconds, skipped, failed
-    )
+    steps = meter.micro_batches / context.config.update.accumulation
+    own_time = OwnTime(context.timer.seconds_per_step(), waited_seconds / steps)
+    counted = (*sums.values(), meter.micro_batches, seconds, waited_seconds, skipped, failed)
+    by_rank = world.allgather_object((counted, own_time))
+    totals = [sum(values) for values in zip(*(of_rank for of_rank, _ in by_rank), strict=True)]
     *losses, micro_batches, all_seconds, waited, all_skipped, failures = totals
     if failures:
         finish_checkpoint(context)
@@ -105,11 +109,22 @@ def log_point(context: TrainContext, epoch: int) -> None:
     }
     if finite:
         context.logger.log_training(step, values)
+    if context.stragglers is not None:
+        log_own_times(context, [own for _, own in by_rank])
     if not context.config.run.hang_timeout:
-        steps = micro_batches / world.size / context.config.update.accumulation
         context.heartbeat.watch(learned_limit(all_seconds / world.size / steps))
     gc.collect()  # on all ranks at once: they have just synchronised in sum_over_ranks
     meter.reset()
+    context.timer.reset()
+
+
+def log_own_times(context: TrainContext, times: Sequence[OwnTime]) -> None:
+    """Log the time of each rank's own part of a step, and name a rank that the others wait for."""
+    assert context.stragglers is not None
+    for rank, (own, host) in enumerate(zip(times, context.stragglers.hosts, strict=True)):
+        context.logger.log_rank(context.state.step, rank, host, own._asdict())
+    if message := context.stragglers.find(times):
+        context.logger.log(message)
 
 
 def log_bad_samples(context: TrainContext, tracker: BadSampleTracker) -> None:

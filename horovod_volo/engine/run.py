@@ -31,6 +31,7 @@ from horovod_volo.engine.state import build_state
 from horovod_volo.models.compiled import check_compiler, compile_blocks
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.run_logger import Logger, NullLogger, RunLogger
+from horovod_volo.monitor.stragglers import StragglerFinder
 from horovod_volo.plugins import check_names, load_plugins
 
 
@@ -73,6 +74,9 @@ def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext
     logger, lock = world.run_on_all_ranks(opened)
     context = build_context(config, world, images, resources, state, logger, stop)
     context.lock = lock
+    hosts = world.hosts()
+    if world.is_rank_zero and world.size > 1:
+        context.stragglers = StragglerFinder(hosts)
     facts = RunFacts(world.size, resources.device.type, state.step, derived.total_steps)
     warnings = [
         *config_warnings(config, facts),

@@ -27,6 +27,7 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> list[int
     """
     state, accumulation = context.state, context.config.update.accumulation
     seed, samples = context.config.run.seed, list[int]()
+    context.timer.begin()
     set_lr(state.optimizer, context.lr(state.step))
     for number in range(accumulation):
         batch = next(batches)
@@ -44,6 +45,7 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> list[int
     if context.stop.received:
         state.reducer.statistics.ask_to_stop()
     context.train_loader.prepare_next()  # while the last buckets are reduced
+    context.timer.end()
     with state.reducer.synchronized_gradients():  # inside, each `grad` is the average over ranks
         if state.reducer.statistics.finite or state.scaler.is_enabled():  # the scaler skips the step itself
             state.scaler.unscale_(state.optimizer)

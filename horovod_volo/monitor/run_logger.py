@@ -6,6 +6,7 @@ Invariant: after a resume, no record later than the resumed step remains.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,9 @@ class Logger(Protocol):
     def log_evaluation(self, step: int, values: Values) -> None:
         """Log the metrics of an evaluation."""
 
+    def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
+        """Log times of one rank to TensorBoard alone."""
+
     def close(self) -> None:
         """Flush and close files."""
 
@@ -47,6 +51,9 @@ class NullLogger:
         pass
 
     def log_evaluation(self, step: int, values: Values) -> None:
+        pass
+
+    def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
         pass
 
     def close(self) -> None:
@@ -86,6 +93,10 @@ class RunLogger:
 
     def log_evaluation(self, step: int, values: Values) -> None:
         self._record("evaluation", step, values)
+
+    def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._tensorboard.add_scalar(f"rank {name}/{rank:03}_{host}", value, step)
 
     def _record(self, kind: str, step: int, values: Values) -> None:
         self._metrics.write(json.dumps({"step": step, **values}) + "\n")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import TrainLoader
 
 
@@ -38,7 +39,7 @@ _FAULTS = {
 _rank, _steps, _fault = os.environ["INJECTED_FAULT"].split(":")
 _first, _, _last = _steps.partition("-")
 _faulty_steps = range(int(_first), int(_last or _first) + 1)
-_batches = TrainLoader.batches
+_batches, _read = TrainLoader.batches, Catalog.read
 
 
 def _faulty(self: TrainLoader, epoch: int, first_step: int) -> Iterator[Any]:
@@ -48,5 +49,14 @@ def _faulty(self: TrainLoader, epoch: int, first_step: int) -> Iterator[Any]:
         yield batch
 
 
-if _batches.__module__ != __name__:
+def _slow(self: Catalog, index: int) -> Any:
+    """Read an image 50 ms more slowly; STEPS is of no account."""
+    if read_launch_env().rank == int(_rank):
+        time.sleep(0.05)
+    return _read(self, index)
+
+
+if _fault == "slow":
+    Catalog.read = _slow  # type: ignore[method-assign]
+else:
     TrainLoader.batches = _faulty  # type: ignore[method-assign]

@@ -52,3 +52,21 @@ def test_the_rank_that_hangs_is_named(
     assert stack in (folder / "rank_1.txt").read_text()
     assert "_wait_for" in (folder / "rank_0.txt").read_text()
     assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
+
+
+@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
+def test_a_slow_rank_is_named_within_two_log_points(images: Path, tmp_path: Path, start_with: str) -> None:
+    done = train(
+        *(str(images), *SMALL, "--output", str(tmp_path), "--name", "run"),
+        *("--log-every", "2", "--plugin", "tests.faults.injected", "--workers", "1"),
+        ranks=2,
+        start_with=start_with,
+        INJECTED_FAULT="1:0:slow",
+    )
+    assert done.returncode == 0, done.stdout
+    lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
+    named = [number for number, line in enumerate(lines) if "the other ranks wait for rank 1 on" in line]
+    assert named, lines
+    assert len([line for line in lines[: named[0]] if line.startswith("step ")]) == 2
+    milliseconds = int(lines[named[0]].split("of its time, ")[1].split()[0])
+    assert 100 < milliseconds < 250  # 4 images, 50 ms each
