@@ -69,4 +69,4 @@ def test_a_slow_rank_is_named_within_two_log_points(images: Path, tmp_path: Path
     assert named, lines
     assert len([line for line in lines[: named[0]] if line.startswith("step ")]) == 2
     milliseconds = int(lines[named[0]].split("of its time, ")[1].split()[0])
-    assert 100 < milliseconds < 250  # 4 images, 50 ms each
+    assert 40 < milliseconds < 250  # 4 images, 50 ms each, partly read ahead

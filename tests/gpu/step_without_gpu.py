@@ -14,7 +14,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 
 def load_before_torch(library: str) -> None:
@@ -72,6 +72,7 @@ def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool) -> Non
         patch.object(torch.cuda, "is_bf16_supported", lambda: True),
         patch.object(torch.Tensor, "pin_memory", lambda self: self),
         patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
+        patch.object(torch.cuda, "Event", MagicMock()),  # recording one does not wait
         patch.object(torch, "linspace", rates),
         patch.object(torch, "compile", whole_graph),
     ):
