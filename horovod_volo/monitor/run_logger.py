@@ -5,12 +5,18 @@ Invariant: after a resume, no record later than the resumed step remains.
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.utils.tensorboard import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import scalar
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.monitor.progress import TrainingProgress, Values
@@ -63,67 +69,137 @@ class NullLogger:
 class RunLogger:
     """Logger of rank 0: appends to the files of a run folder after `first_step`.
 
-    `live` rewrites the progress line in place on a terminal.
+    `live` rewrites the progress line in place on a terminal. A file that cannot be written, because the disk
+    is full or the folder is gone, does not end the run: what it lacks is kept, and written when that is
+    possible.
     """
 
     def __init__(self, folder: Path, *, first_step: int, total_steps: int, live: bool = True) -> None:
+        """Open the files; raise OSError if that is not possible."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._metrics_path = folder / "metrics.jsonl"
-        _drop_records_after(self._metrics_path, first_step)
-        self._metrics = self._metrics_path.open("a", encoding="utf-8")
-        self._log = (folder / "log.txt").open("a", encoding="utf-8")
-        self._tensorboard = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
+        _drop_records_after(folder / "metrics.jsonl", first_step)
+        self._metrics = AppendedFile(folder / "metrics.jsonl")
+        self._log = AppendedFile(folder / "log.txt")
+        self._events = AppendedFile(_event_file(folder), header=_first_events(first_step + 1))
+        self._failed = False  # whether the last write did
+        for file in (self._metrics, self._log, self._events):
+            file.append(b"")
         self._progress = TrainingProgress(first_step=first_step, total_steps=total_steps, live=live)
 
     def log(self, text: str) -> None:
-        self._progress.end_line()
-        print(text, flush=True)
-        print(text, file=self._log, flush=True)
+        self._print(text)
+        self._append(self._log, f"{text}\n".encode())
 
     def write_file(self, name: str, content: str) -> None:
-        with atomic_write(self._folder / name) as file:
-            file.write(content.encode())
+        try:
+            with atomic_write(self._folder / name) as file:
+                file.write(content.encode())
+        except OSError as error:
+            self._print(f"warning: {self._folder / name} is not written: {error.strerror}")
 
     def log_training(self, step: int, values: Values) -> None:
         self._record("train", step, values)
         line = self._progress.format(step, values)
         self._progress.show(line)
-        print(line, file=self._log, flush=True)
+        self._append(self._log, f"{line}\n".encode())
 
     def log_evaluation(self, step: int, values: Values) -> None:
         self._record("evaluation", step, values)
 
     def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._tensorboard.add_scalar(f"rank {name}/{rank:03}_{host}", value, step)
+        self._add_scalars(step, {f"rank {name}/{rank:03}_{host}": value for name, value in values.items()})
 
     def _record(self, kind: str, step: int, values: Values) -> None:
-        self._metrics.write(json.dumps({"step": step, **values}) + "\n")
-        self._metrics.flush()
-        for name, value in values.items():
-            self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
-        self._tensorboard.flush()
+        self._append(self._metrics, f"{json.dumps({'step': step, **values})}\n".encode())
+        self._add_scalars(step, {f"{kind}/{name}": value for name, value in values.items()})
+
+    def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        events = (_scalar(step, name, value) for name, value in values.items())
+        self._append(self._events, b"".join(events))
+
+    def _append(self, file: AppendedFile, content: bytes) -> None:
+        try:
+            file.append(content)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                self._print(f"warning: {file.path} cannot be written: {error.strerror}. Training goes on.")
+            return
+        if self._failed and not any(each.lacks for each in (self._metrics, self._log, self._events)):
+            self._failed = False
+            self._print(f"The files in {self._folder} can be written again, and lack nothing.")
+
+    def _print(self, text: str) -> None:
+        self._progress.end_line()
+        print(text, flush=True)
 
     def close(self) -> None:
         self._progress.end_line()
-        self._tensorboard.close()
-        self._metrics.close()
-        self._log.close()
+        for file in (self._metrics, self._log, self._events):
+            self._append(file, b"")
+            if file.lacks:
+                self._print(f"warning: {file.path} lacks its last {file.lacks} bytes")
+
+
+class AppendedFile:
+    """A file that is appended to. What cannot be written now is kept, and written with what comes next."""
+
+    def __init__(self, path: Path, header: bytes = b"") -> None:
+        """`header` is what a new file begins with."""
+        self.path, self._header = path, header
+        self._kept = bytearray()
+
+    @property
+    def lacks(self) -> int:
+        """Return the number of bytes that are not in the file yet."""
+        return len(self._kept)
+
+    def append(self, content: bytes) -> None:
+        """Append; raise OSError if that is not possible now. A file that was removed is made again."""
+        self._kept += content
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            if not file.tell():
+                self._kept[:0] = self._header
+            while self._kept:
+                del self._kept[: file.write(self._kept)]
+
+
+def _event_file(folder: Path) -> Path:
+    name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+    return folder / "tensorboard" / name
+
+
+def _first_events(first_step: int) -> bytes:
+    """Return the first events of a file: its version, and the step from which on earlier files are void."""
+    start = SessionLog(status=SessionLog.START)
+    return _event(0, file_version="brain.Event:2") + _event(first_step, session_log=start)
+
+
+def _scalar(step: int, name: str, value: float) -> bytes:
+    return _event(step, summary=scalar(name, value))  # type: ignore[no-untyped-call]
+
+
+def _event(step: int, **content: Any) -> bytes:
+    """Return an event of TensorBoard as a record of its file."""
+    record = io.BytesIO()
+    RecordWriter(record).write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
+    return record.getvalue()
 
 
 def _drop_records_after(path: Path, step: int) -> None:
     """Remove the records of steps later than `step`, which will be trained again."""
     if not path.exists():
         return
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_bytes().splitlines()
     with atomic_write(path) as file:
-        file.write("".join(f"{line}\n" for line in lines if _step_of(line) <= step).encode())
+        file.write(b"".join(line + b"\n" for line in lines if _step_of(line) <= step))
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
         record: Any = json.loads(line)
         return float(record["step"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line that a killed process wrote in part
+        return float("inf")  # a line that was written in part, or damaged

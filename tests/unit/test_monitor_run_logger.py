@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +108,11 @@ def test_a_resume_at_the_last_step_drops_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "cut", ['{"step": 2, "loss"', '{"step": 2', "2", "{}", '{"step": null}', "\x00\x00", "[1]"]
+    "cut", ['{"step": 2, "loss"', '{"step": 2', "2", "{}", '{"step": null}', "\x00\x00", "[1]", "\udcff"]
 )
 def test_a_last_line_that_was_written_in_part_is_dropped(cut: str, tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n' + cut, encoding="utf-8")
+    content = '{"step": 1, "loss": 1.0}\n' + cut
+    (tmp_path / "metrics.jsonl").write_bytes(content.encode(errors="surrogateescape"))
     logger = RunLogger(tmp_path, first_step=5, total_steps=10)
     train(logger, 6)
     logger.close()
@@ -138,6 +143,75 @@ def test_the_log_file_has_the_text_of_the_terminal(
         "of Größe",
     ]
     assert sum(line.startswith("step 3/10") for line in lines) == 1
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a file system of 256 KiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mounting is not allowed here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_nothing_is_lost_on_a_disk_that_was_full(
+    small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = RunLogger(small_disk, first_step=0, total_steps=100)
+    train(logger, 1)
+    ballast = small_disk / "ballast"
+    with pytest.raises(OSError, match="No space left"):
+        ballast.write_bytes(bytes(2**20))
+    for _ in range(2):
+        logger.log("x" * 10_000)
+    train(logger, 2, 3)
+    ballast.unlink()
+    logger.log("at last")
+    train(logger, 4)
+    logger.close()
+    assert [record["step"] for record in metrics(small_disk)] == [1, 2, 3, 4]
+    assert [step for step, _ in events(small_disk, "train/loss")] == [1, 2, 3, 4]
+    log = (small_disk / "log.txt").read_text().splitlines()
+    assert [len(line) for line in log if line[0] == "x"] == [10_000, 10_000]
+    assert len(log) == 7
+    shown = capsys.readouterr().out
+    assert shown.count("cannot be written: No space left on device. Training goes on.") == 1
+    assert shown.count("can be written again, and lack nothing") == 1
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    logger = RunLogger(folder, first_step=0, total_steps=100)
+    train(logger, 1)
+    shutil.rmtree(folder)
+    folder.write_text("a file in its place")
+    train(logger, 2)
+    folder.unlink()
+    train(logger, 3)
+    logger.close()
+    assert [record["step"] for record in metrics(folder)] == [2, 3]
+    assert [step for step, _ in events(folder, "train/loss")] == [2, 3]
+    assert capsys.readouterr().out.count("Training goes on.") == 1
+
+
+def test_a_folder_that_stays_away_is_said_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = RunLogger(tmp_path / "run", first_step=0, total_steps=100)
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "run").write_text("a file in its place")
+    logger.log("something")
+    logger.write_file("resolved.toml", "something")
+    logger.close()
+    shown = capsys.readouterr().out
+    assert "resolved.toml is not written: Not a directory" in shown
+    assert "log.txt lacks its last 10 bytes" in shown
 
 
 def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
