@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from horovod_volo.config import values
@@ -12,6 +13,8 @@ from horovod_volo.core.errors import UserError
 
 def check(config: Config) -> None:
     """Raise UserError at the first pair of settings that contradict each other."""
+    if ".." in Path(config.run.name).parts or Path(config.run.name).is_absolute():
+        raise UserError(f"--name {config.run.name} leaves --output. Give the name of a folder inside it.")
     _check_image(config)
     _check_objective(config)
     _check_schedule(config)

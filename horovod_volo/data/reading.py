@@ -24,6 +24,8 @@ from horovod_volo.data.thread_pool import ImageThreadPool
 
 Encoded = NDArray[np.uint8]
 
+MAX_PIXELS = 100_000_000  # a file of some kB may need GB of memory; the largest image of ImageNet has 40 M
+Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit, which warns
 _PLAIN_MODES = ("RGB", "L")
 # Markers that end a complete file; some writers append a few bytes.
 _END_MARKERS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
@@ -43,11 +45,13 @@ def read_image(catalog: Catalog, index: int) -> tuple[Encoded, tuple[int, int]]:
     encoded = catalog.read(index)
     try:
         with Image.open(io.BytesIO(encoded.data)) as image:  # reads the header only
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}")
             if not _is_plain(image, encoded):
                 encoded = _to_ppm(image)
             return encoded, (image.height, image.width)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise BadSampleError(f"{catalog.location(index)} is not a complete image: {error}") from error
+    except (OSError, SyntaxError, ValueError) as error:
+        raise BadSampleError(f"{catalog.location(index)} is not a usable image: {error}") from error
 
 
 def read_eval_batch(

@@ -7,6 +7,7 @@ unless it is allowed by name, or is a head of another number of classes, which i
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from horovod_volo.core.atomic_file import file_sha256
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.aux_head import AUX_HEAD
 from horovod_volo.models.build import spec_of
@@ -22,6 +24,7 @@ from horovod_volo.models.timm_api import downloaded_weights
 
 TIMM = "timm:"
 _RAW_FILE, _EMA_FILE = "model.safetensors", "ema.safetensors"  # of a checkpoint
+_METADATA = "state.json"  # of a checkpoint, with the SHA-256 of its files
 _RAW_KEYS, _EMA_KEYS = ("state_dict", "model"), ("state_dict_ema", "model_ema")  # of timm's and DeiT's
 _FILES_OF_A_FOLDER = (
     _RAW_FILE,
@@ -151,7 +154,21 @@ def _of_checkpoint(file: Path, source: str, *, use_ema: bool) -> Weights:
         raise _no_ema(source)
     chosen = averaged if use_ema else file
     messages = _which(chosen == averaged, _RAW_FILE, _EMA_FILE) if has_ema else []
+    _verify_checksum(chosen)
     return Weights(_read(chosen), messages)
+
+
+def _verify_checksum(file: Path) -> None:
+    """Raise UserError if a file of a checkpoint is not the one that was saved."""
+    metadata = file.with_name(_METADATA)
+    if not metadata.is_file():
+        return
+    try:
+        expected = json.loads(metadata.read_text(encoding="utf-8"))["sha256"].get(file.stem)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{metadata} is damaged. Use another checkpoint of the run.") from None
+    if expected is not None and file_sha256(file) != expected:
+        raise UserError(f"{file} is damaged: its SHA-256 is not that in {_METADATA}. Use another checkpoint.")
 
 
 def _which(is_ema: bool, raw: str, ema: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import resource
 import shutil
 import tempfile
 from pathlib import Path
@@ -257,6 +258,20 @@ def test_a_huge_image_is_trained_on(folder: Path) -> None:
     loader = open_loader(folder)
     assert indices_of(loader) == list(range(IMAGES))
     loader.close()
+
+
+def test_a_small_file_of_many_pixels_is_not_decoded(folder: Path) -> None:
+    file = (folder / FILE).with_suffix(".png")
+    (folder / FILE).unlink()
+    Image.new("L", (13_000, 13_000)).save(file, "PNG")
+    assert file.stat().st_size < 2**18
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    loader = open_loader(folder)
+    indices_of(loader)
+    (reported,) = loader.bad_samples.new_messages()
+    loader.close()
+    assert "13000 x 13000 pixels are more than 100,000,000" in reported
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
 
 
 def test_evaluation_leaves_out_unreadable_images(folder: Path) -> None:

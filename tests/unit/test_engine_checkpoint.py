@@ -18,6 +18,7 @@ from horovod_volo.engine.checkpoint.files import (
     find_checkpoint,
     find_damage,
     has_checkpoint,
+    passed_over,
     read_metadata,
     read_tensors,
     update_link,
@@ -185,6 +186,9 @@ def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
     assert find_checkpoint(str(tmp_path)) == saved[1]
     (saved[1] / "state.json").unlink()
     assert find_checkpoint(str(tmp_path)) == saved[0]
+    said = passed_over(tmp_path, saved[0])
+    assert [text.partition(": ")[0] for text in said] == [f"{path} is passed over" for path in saved[:0:-1]]
+    assert said[0].endswith("model.safetensors does not match its checksum")
     (saved[0] / "optimizer.safetensors").unlink()
     with pytest.raises(
         UserError, match=r"None of the 3 checkpoints in .* is intact: model\.safetensors does not"

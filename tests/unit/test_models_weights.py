@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.engine.checkpoint.files import write_checkpoint
 from horovod_volo.models.build import build_model
 from horovod_volo.models.position_embedding import resize_position_embedding
 from horovod_volo.models.volo import Volo
@@ -387,3 +388,21 @@ def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
         read_weights(str(tmp_path / "bad.pth"))
     assert one_line(raised)
     assert not (tmp_path / "executed").exists()
+
+
+def test_weights_of_a_damaged_checkpoint_are_refused(tmp_path: Path) -> None:
+    tensors = {file: {"weight": torch.arange(8.0)} for file in ("model", "ema")}
+    checkpoint = write_checkpoint(tmp_path / "checkpoints", 7, tensors, {})
+    damaged = checkpoint / "model.safetensors"
+    content = damaged.read_bytes()
+    assert torch.equal(read_weights(str(tmp_path)).tensors["weight"], torch.arange(8.0))
+    damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # a number changes, and nothing else
+    for source in (tmp_path, checkpoint, damaged):
+        with pytest.raises(
+            UserError, match=r"model\.safetensors is damaged: its SHA-256 is not that in state"
+        ):
+            read_weights(str(source))
+    assert torch.equal(read_weights(str(checkpoint), use_ema=True).tensors["weight"], torch.arange(8.0))
+    (checkpoint / "state.json").write_text("[]")
+    with pytest.raises(UserError, match=r"state\.json is damaged"):
+        read_weights(str(checkpoint), use_ema=True)

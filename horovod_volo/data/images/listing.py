@@ -97,7 +97,11 @@ def _read_class_names(images: SplitFolder) -> tuple[str, ...]:
     path = images.root / CLASSES_FILE
     if images.format != "tar" or not path.is_file():
         return ()
-    names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text in UTF-8. Save it as such, one class a line.") from None
+    names = tuple(line.strip() for line in text.splitlines() if line.strip())
     repeated = (
         sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     )

@@ -21,6 +21,7 @@ INDEX_VERSION = "v1.2"
 BLOCK_BYTES = 512  # the unit of a tar file
 _NAME_BYTES, _MAGIC = 100, slice(257, 262)  # of a member's header
 _LARGEST_CLASS = 2**31 - 1
+_TAIL_BYTES = 2**16
 
 
 class Member(NamedTuple):
@@ -78,8 +79,21 @@ def _searched(shard: Path) -> Iterator[Member]:
                 tar.members = []  # type: ignore[attr-defined]  # it would hold every member in memory
                 if found.isfile():
                     yield Member(found.name, found.offset_data, found.size)
+            if not _is_end(shard, tar.offset):
+                raise damaged(shard, f"is cut or overwritten after byte {tar.offset}: no end mark is there")
     except (tarfile.TarError, OSError) as error:
         raise damaged(shard, f"cannot be read to its end as a tar file: {error}") from error
+
+
+def _is_end(shard: Path, offset: int) -> bool:
+    """Return whether the rest of a shard is the mark of its end: at least one block, and only zeros."""
+    with shard.open("rb") as file:
+        file.seek(offset)
+        content = file.read(BLOCK_BYTES)
+        complete = len(content) == BLOCK_BYTES
+        while content and not any(content):
+            content = file.read(_TAIL_BYTES)
+    return complete and not content
 
 
 def _indexed(file: OpenFile, index: Path) -> Iterator[Member]:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,12 @@ def intact_checkpoints(run_folder: Path) -> Iterator[Path]:
     for checkpoint in _saved(run_folder):
         if find_damage(checkpoint) is None:
             yield checkpoint
+
+
+def passed_over(run_folder: Path, chosen: Path) -> list[str]:
+    """Return the checkpoints that are newer than the chosen one, with their damage."""
+    newer = takewhile(lambda path: path.resolve() != chosen.resolve(), _saved(run_folder))
+    return [f"{path} is passed over: {find_damage(path)}" for path in newer]
 
 
 def has_checkpoint(run_folder: Path) -> bool:

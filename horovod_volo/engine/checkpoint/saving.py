@@ -123,12 +123,13 @@ def _format_metrics(metrics: Metrics, epochs_done: int) -> str:
 
 
 def _top1(checkpoint: Path) -> float:
-    """Return the better top-1 of raw and averaged weights; -1 if the checkpoint has no evaluation."""
-    file = checkpoint / _EVALUATION
-    if not file.exists():  # `best` was saved again, after a resume from an earlier checkpoint
+    """Return the better top-1 of raw and averaged weights; -1 if the checkpoint has no whole evaluation."""
+    try:
+        metrics = json.loads((checkpoint / _EVALUATION).read_text(encoding="utf-8"))
+        return float(max(metrics["top1"], metrics.get("ema_top1", 0.0)))
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        # `best` was saved again, after a resume from an earlier checkpoint, or the file is damaged.
         return -1.0
-    metrics = json.loads(file.read_text(encoding="utf-8"))
-    return float(max(metrics["top1"], metrics.get("ema_top1", 0.0)))
 
 
 def _folder(context: TrainContext) -> Path:
