@@ -7,7 +7,9 @@ identity, so that callers need not distinguish the two.
 
 from __future__ import annotations
 
+import os
 import pickle
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from horovod_volo.cluster.horovod_build import read_build
 from horovod_volo.cluster.watchdog_process import Heartbeat
+from horovod_volo.core.errors import UserError
 
 Wait = Callable[[], None]
 WaitForResult = Callable[[], Tensor]
@@ -26,6 +29,18 @@ _POLL_SECONDS = 1e-4
 
 class RankLostError(RuntimeError):
     """Another rank has exited, or does not answer; that rank or the launcher prints the reason."""
+
+
+def _check_host_name() -> None:
+    """Raise UserError if this host's name has no address: gloo would end in a segmentation fault."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except socket.gaierror:
+        raise UserError(
+            f"The name of this host, {name}, has no address, and gloo needs one. Add it to /etc/hosts or to "
+            "the cluster's name service, or start the ranks with mpirun."
+        ) from None
 
 
 class Collectives(Protocol):
@@ -87,6 +102,8 @@ class HorovodCollectives:
         read_build()  # raises UserError for a Horovod without PyTorch, whose import raises nothing
         import horovod.torch as hvd
 
+        if os.environ.get("HOROVOD_CONTROLLER") == "gloo":
+            _check_host_name()
         hvd.init()
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()

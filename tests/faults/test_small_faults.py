@@ -1,6 +1,8 @@
 """A fault during training is reported once, by the rank on which it occurs, and ends the run quickly."""
 
 import json
+import os
+import shlex
 import signal
 import subprocess
 import time
@@ -9,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from horovod_volo.data.demo.demo_set import make_demo_set
-from tests.ranks.launching import environment, python, train
+from tests.ranks.launching import environment, launcher, python, run, train
 
 SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2", "--warmup-epochs", "0")
 
@@ -186,3 +188,22 @@ def test_an_evaluation_that_cannot_be_written_is_one_error(images, tmp_path):
     assert len(errors) == 1, done.stdout
     assert "horovod_volo/" not in done.stdout, "there is a traceback of the package besides the message"
     assert (tmp_path / "run" / "checkpoints" / "step_00000005" / "state.json").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a host name of its own needs root")
+@pytest.mark.parametrize("entry", ["train", "doctor"])
+def test_a_host_whose_name_has_no_address_is_named(images, tmp_path, entry):
+    """Gloo would end in a segmentation fault."""
+    arguments = (str(images), *SMALL, "--output", str(tmp_path)) if entry == "train" else ()
+    command = [
+        *launcher("gloo", 2, plain=True),
+        *python(plain=True),
+        "-m",
+        f"horovod_volo.{entry}",
+        *arguments,
+    ]
+    renamed = ["unshare", "--uts", "bash", "-c", f"hostname nosuchhost; exec {shlex.join(command)}"]
+    done = run(renamed, seconds=60)
+    assert done.returncode not in (0, 75)
+    assert "The name of this host, nosuchhost, has no address, and gloo needs one." in done.stdout
+    assert "139" not in done.stdout
