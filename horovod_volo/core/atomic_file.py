@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,16 +24,15 @@ def remove_partials(folder: Path) -> None:
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing; it appears at `path` when the block ends, and never if the block raises."""
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with partial.open("xb") as file:
             yield file
             file.flush()
-            os.fchmod(file.fileno(), 0o644)  # mkstemp lets only the owner read
             os.fsync(file.fileno())
-        Path(partial).replace(path)
+        partial.replace(path)
     except BaseException:
-        Path(partial).unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
         raise
     flush(path.parent)
 

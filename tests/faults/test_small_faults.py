@@ -207,3 +207,13 @@ def test_a_host_whose_name_has_no_address_is_named(images, tmp_path, entry):
     assert done.returncode not in (0, 75)
     assert "The name of this host, nosuchhost, has no address, and gloo needs one." in done.stdout
     assert "139" not in done.stdout
+
+
+def test_files_keep_the_umask(images, tmp_path):
+    arguments = (str(images), *SMALL, "--epochs", "1", "--output", str(tmp_path / "runs"), "--name", "run")
+    command = shlex.join([*python(), "-m", "horovod_volo.train", *arguments])
+    done = run(["sh", "-c", f"umask 077; exec {command}"])
+    assert done.returncode == 0, done.stdout
+    files = [path for path in (tmp_path / "runs").rglob("*") if not path.is_symlink()]
+    assert len(files) > 10
+    assert [path.name for path in files if path.stat().st_mode & 0o077] == []
