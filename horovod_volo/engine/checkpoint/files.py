@@ -120,10 +120,12 @@ def find_damage(path: Path) -> str | None:
             return f"{_METADATA} does not match its checksum"
         if state["format"] != FORMAT:
             return f"its format is {state['format']}, but this version reads {FORMAT}"
+        if "model" not in state["sha256"]:
+            return f"{_METADATA} names no model.safetensors"
         for name, expected in state["sha256"].items():
             if file_sha256(path / f"{name}.safetensors") != expected:
                 return f"{name}.safetensors does not match its checksum"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{type(error).__name__} {error}"
     return None
 
