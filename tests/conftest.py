@@ -15,8 +15,9 @@ LONG_FIRST = ("experiments", "cluster", "ranks", "faults", "smoke", "gpu", "publ
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --long, for tests that take minutes each."""
+    """Add --long and --soak, for tests that take minutes each."""
     parser.addoption("--long", action="store_true", help="also run tests/experiments/test_on_drawn_shapes.py")
+    parser.addoption("--soak", action="store_true", help="also run tests of many faults")
 
 
 def pytest_configure() -> None:
@@ -35,9 +36,13 @@ def _restore_environment() -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the folders of long tests first; the order within a folder does not change."""
     items.sort(key=lambda item: _place(item.path))
+    if not config.getoption("--soak"):
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="many faults, for minutes: add --soak"))
 
 
 def _place(file: Path) -> int:

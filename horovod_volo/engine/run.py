@@ -21,7 +21,7 @@ from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.labels.source import geometry_warnings
 from horovod_volo.engine.banner import batch_warnings, format_banner, token_size_warnings
-from horovod_volo.engine.checkpoint.files import CHECKPOINTS, passed_over
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.context import TrainContext, build_context, read_images, run_folder
 from horovod_volo.engine.interrupts import StopRequest
@@ -70,8 +70,6 @@ def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext
     if config.model.compile:
         world.run_on_all_ranks(partial(compile_blocks, state.model))
     state_warnings += restore_state(state, checkpoint, world)
-    if checkpoint and world.is_rank_zero:
-        state_warnings += passed_over(checkpoint.parents[1], checkpoint)
     opened = partial(_open_run_folder, config, world, state.step, derived.total_steps)
     logger, lock = world.run_on_all_ranks(opened)
     context = build_context(config, world, images, resources, state, logger, stop)

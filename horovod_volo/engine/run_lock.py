@@ -19,8 +19,8 @@ from typing import Any
 
 from horovod_volo.core.errors import UserError, print_error
 
-_REFRESH_SECONDS = 10.0
-_STALE_SECONDS = 60.0  # a client of NFS may see a change this much later
+_REFRESH_SECONDS = 5.0
+_STALE_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

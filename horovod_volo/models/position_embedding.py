@@ -15,7 +15,7 @@ def fit_position_embedding(model: nn.Module, state: State) -> tuple[dict[str, Te
     """Return the weights with `pos_embed` reshaped or resized to the model's if possible, and messages."""
     given = dict(state)
     old, new = given.get("pos_embed"), model.state_dict()["pos_embed"]
-    if old is None or old.shape == new.shape:
+    if old is None or old.shape == new.shape or old.shape[:1] != (1,) or not old.numel():
         return given, []
     reshaped: list[str] = []
     if old.ndim == 3 and new.ndim == 4:
@@ -23,8 +23,10 @@ def fit_position_embedding(model: nn.Module, state: State) -> tuple[dict[str, Te
         given["pos_embed"] = old
     if old.shape == new.shape:
         return given, reshaped
+    if old.ndim != new.ndim or old.shape[-1] != new.shape[-1]:
+        return given, []
     old_grid, grid = _grid(old), _grid(new)
-    if old.ndim != new.ndim or old.shape[-1] != new.shape[-1] or not (old_grid and grid):
+    if not (old_grid and grid):
         return given, []
     given["pos_embed"] = resize_position_embedding(old, old_grid, grid)
     sizes = (f"{rows} x {columns}" for rows, columns in (old_grid, grid))

@@ -105,6 +105,6 @@ def _timms_name(source: str) -> str:
 def _classes(name: str, state: Mapping[str, Tensor], source: str) -> int:
     for head in spec_of(name).heads:
         for key in (f"{head}.bias", f"{head}.weight"):
-            if key in state:
+            if key in state and state[key].dim():
                 return len(state[key])
     raise UserError(f"The weights in {source} have no head of {name}. Check --model.")

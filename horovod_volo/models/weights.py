@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +25,10 @@ from horovod_volo.models.timm_api import downloaded_weights
 
 TIMM = "timm:"
 _RAW_FILE, _EMA_FILE = "model.safetensors", "ema.safetensors"  # of a checkpoint
-_METADATA = "state.json"  # of a checkpoint, with the SHA-256 of its files
+_CHECKSUMS = "state.json"  # of the files of a checkpoint
 _RAW_KEYS, _EMA_KEYS = ("state_dict", "model"), ("state_dict_ema", "model_ema")  # of timm's and DeiT's
-_FILES_OF_A_FOLDER = (
-    _RAW_FILE,
-    f"checkpoints/best/{_RAW_FILE}",
-    f"checkpoints/last/{_RAW_FILE}",
-)
+_BEST, _LAST = "checkpoints/best", "checkpoints/last"  # of a run
+_FILES_OF_A_FOLDER = (_RAW_FILE, f"{_BEST}/{_RAW_FILE}", f"{_LAST}/{_RAW_FILE}")
 
 
 class Weights(NamedTuple):
@@ -93,8 +91,9 @@ def _other_heads(own: State, given: State, heads: tuple[str, ...]) -> list[str]:
     """Return the names of the heads' tensors if they are for another number of classes."""
     keys = [f"{head}.{part}" for head in heads for part in ("weight", "bias")]
     present = [key for key in keys if key in own and key in given]
-    others = [key for key in present if len(own[key]) != len(given[key])]
-    alike = all(own[key].shape[1:] == given[key].shape[1:] for key in present)
+    others = [key for key in present if own[key].shape[:1] != given[key].shape[:1]]
+    alike = all(own[key].dim() == given[key].dim() for key in present)
+    alike = alike and all(own[key].shape[1:] == given[key].shape[1:] for key in present)
     return others if others == present and alike else []
 
 
@@ -128,7 +127,8 @@ def read_weights(source: str, *, use_ema: bool = False) -> Weights:
         return Weights(downloaded_weights(source.removeprefix(TIMM)), [])
     file = weights_file(Path(source))
     if file.suffix == ".safetensors":
-        return _of_checkpoint(file, source, use_ema=use_ema)
+        tensors, messages = _of_checkpoint(file, source, use_ema=use_ema)
+        return Weights(tensors, _without_best(Path(source), file) + messages)
     content = _read(file)
     if not isinstance(content, dict):
         raise _no_state_dict(file)
@@ -143,6 +143,7 @@ def read_weights(source: str, *, use_ema: bool = False) -> Weights:
     if not all(isinstance(name, str) for name in state):
         raise _no_state_dict(file)
     tensors = {name.removeprefix("module."): tensor for name, tensor in state.items()}
+    _check_tensors(tensors, file)
     return Weights(tensors, _which(chosen == averaged, raw, averaged) if averaged else [])
 
 
@@ -154,21 +155,44 @@ def _of_checkpoint(file: Path, source: str, *, use_ema: bool) -> Weights:
         raise _no_ema(source)
     chosen = averaged if use_ema else file
     messages = _which(chosen == averaged, _RAW_FILE, _EMA_FILE) if has_ema else []
-    _verify_checksum(chosen)
-    return Weights(_read(chosen), messages)
+    _check_checksum(chosen)
+    tensors = _read(chosen)
+    _check_tensors(tensors, chosen)
+    return Weights(tensors, messages)
 
 
-def _verify_checksum(file: Path) -> None:
-    """Raise UserError if a file of a checkpoint is not the one that was saved."""
-    metadata = file.with_name(_METADATA)
-    if not metadata.is_file():
+def _check_tensors(state: Mapping[str, Any], file: Path) -> None:
+    """Raise UserError unless all values are dense tensors of floating-point numbers, or of counts."""
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor):
+            raise _no_state_dict(file)
+        is_dense = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_meta)
+        if not is_dense or not (tensor.is_floating_point() or tensor.dtype == torch.int64):
+            raise UserError(
+                f"{name} in {file} is not a dense tensor of floating-point numbers. Convert it, and save it "
+                "again."
+            )
+
+
+def _check_checksum(file: Path) -> None:
+    """Raise UserError if the file is in a checkpoint and does not match the checksum there."""
+    checksums = file.with_name(_CHECKSUMS)
+    if not checksums.is_file():
         return
+    remedy = "Copy this checkpoint again, or name another one of the run"
     try:
-        expected = json.loads(metadata.read_text(encoding="utf-8"))["sha256"].get(file.stem)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{metadata} is damaged. Use another checkpoint of the run.") from None
-    if expected is not None and file_sha256(file) != expected:
-        raise UserError(f"{file} is damaged: its SHA-256 is not that in {_METADATA}. Use another checkpoint.")
+        expected = json.loads(checksums.read_bytes())["sha256"][file.stem]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{checksums} holds no checksum of {file.name}: it is damaged. {remedy}.") from None
+    if file_sha256(file) != expected:
+        raise UserError(f"{file} is damaged: it does not match its checksum in {_CHECKSUMS}. {remedy}.")
+
+
+def _without_best(folder: Path, file: Path) -> list[str]:
+    """Return a warning if the run has a best checkpoint whose weights are missing."""
+    if (folder / _BEST).is_symlink() and file.parent == folder / _LAST:
+        return [f"{folder / _BEST} lacks {_RAW_FILE}, so the weights are those of {folder / _LAST}"]
+    return []
 
 
 def _which(is_ema: bool, raw: str, ema: str) -> list[str]:

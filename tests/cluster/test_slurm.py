@@ -84,6 +84,7 @@ def test_the_smoke_job_passes(slurm: Slurm, tmp_path: Path) -> None:
     assert list((tmp_path / "runs").iterdir()) == []
 
 
+@pytest.mark.soak
 def test_a_job_that_receives_repeated_stop_signals_at_any_time_is_requeued(
     slurm: Slurm, tmp_path: Path
 ) -> None:

@@ -33,14 +33,18 @@ def start(entry: list[str], on_rank_1: str, start_with: str, **extra: str) -> tu
     return done.returncode, [line for line in done.stdout.splitlines() if "error" in line]
 
 
-@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
 @pytest.mark.parametrize(
-    ("on_rank_1", "message"),
+    ("start_with", "on_rank_1", "message"),
     [
-        ("--log-every 3", "--log-every is 25 on rank 0 (HOST) and 3 on rank 1 (HOST)"),
-        ("--batch-size 5", "--batch-size is 4 on rank 0 (HOST) and 5 on rank 1 (HOST)"),
-        ("--seed 7 --hflip 0", "--seed is 42 on rank 0 (HOST) and 7 on rank 1 (HOST); --hflip is 0.5 on"),
-        ("--epochs ten", "--epochs takes a whole number, not 'ten'. (seen on rank 1 of 2)"),
+        ("mpi", "--log-every 3", "--log-every is 25 on rank 0 (HOST) and 3 on rank 1 (HOST)"),
+        ("gloo", "--batch-size 5", "--batch-size is 4 on rank 0 (HOST) and 5 on rank 1 (HOST)"),
+        (
+            "gloo",
+            "--seed 7 --hflip 0",
+            "--seed is 42 on rank 0 (HOST) and 7 on rank 1 (HOST); --hflip is 0.5 on",
+        ),
+        ("gloo", "--epochs ten", "--epochs takes a whole number, not 'ten'. (seen on rank 1 of 2)"),
+        ("mpi", "--epochs ten", "--epochs takes a whole number, not 'ten'. (seen on rank 1 of 2)"),
     ],
 )
 def test_other_settings_are_named(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +19,13 @@ from horovod_volo.engine.checkpoint.files import (
     find_checkpoint,
     find_damage,
     has_checkpoint,
-    passed_over,
     read_metadata,
     read_tensors,
     update_link,
     write_checkpoint,
 )
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
+from horovod_volo.models.weights import read_weights
 
 Files = dict[str, dict[str, Tensor]]
 METADATA = {"model": "volo_demo", "seed": 42, "scaler": {"scale": 65536.0, "_growth_tracker": 3}}
@@ -165,11 +166,18 @@ def test_a_changed_file_is_damage(name: str, tmp_path: Path) -> None:
     assert find_damage(checkpoint) is None
 
 
-@pytest.mark.parametrize("content", ["3", "[]", "null", '"text"', "{}", '{"sha256": {}}', "\udcff"])
+@pytest.mark.parametrize(
+    "content", ["3", "[]", "null", '"text"', "{}", '{"sha256": {}}', "\udcff", "[" * 100_000]
+)
 def test_metadata_of_another_form_is_damage(content: str, tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     (checkpoint / "state.json").write_bytes(content.encode(errors="surrogateescape"))
     assert find_damage(checkpoint) is not None
+
+
+def test_a_checkpoint_without_a_model_is_damage(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, 1, {}, METADATA)
+    assert find_damage(checkpoint) == "state.json names no model.safetensors"
 
 
 def test_a_changed_step_is_damage(tmp_path: Path) -> None:
@@ -186,9 +194,6 @@ def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
     assert find_checkpoint(str(tmp_path)) == saved[1]
     (saved[1] / "state.json").unlink()
     assert find_checkpoint(str(tmp_path)) == saved[0]
-    said = passed_over(tmp_path, saved[0])
-    assert [text.partition(": ")[0] for text in said] == [f"{path} is passed over" for path in saved[:0:-1]]
-    assert said[0].endswith("model.safetensors does not match its checksum")
     (saved[0] / "optimizer.safetensors").unlink()
     with pytest.raises(
         UserError, match=r"None of the 3 checkpoints in .* is intact: model\.safetensors does not"
@@ -205,6 +210,48 @@ def test_a_damaged_checkpoint_given_by_its_path_is_refused(tmp_path: Path) -> No
     with pytest.raises(UserError, match="is damaged"):
         find_checkpoint(str(tmp_path / "checkpoints" / "last"))
     assert find_checkpoint(str(saved[0])) == saved[0]
+
+
+@pytest.mark.parametrize("name", ["model", "ema"])
+def test_damaged_weights_are_not_loaded(name: str, tmp_path: Path) -> None:
+    """Of a checkpoint, a file in it, or its run: the checksum of the file that is read is compared."""
+    checkpoint = write_checkpoint(tmp_path / "checkpoints", 3, files() | {"ema": {"w": torch.ones(9)}}, {})
+    update_link(tmp_path / "checkpoints" / "best", checkpoint)
+    file = checkpoint / f"{name}.safetensors"
+    sources = [tmp_path, checkpoint, file]
+    for source in sources:
+        read_weights(str(source), use_ema=name == "ema")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 64
+    file.write_bytes(content)
+    for source in sources:
+        with pytest.raises(UserError, match=rf"{name}\.safetensors is damaged: .*Copy this checkpoint again"):
+            read_weights(str(source), use_ema=name == "ema")
+    other = "optimizer" if name == "ema" else "ema"
+    assert read_weights(str(checkpoint / f"{other}.safetensors")).tensors
+
+
+@pytest.mark.parametrize(
+    "content", ["", "3", "[]", '{"sha256": {}}', '{"sha256": 3}', "[" * 100_000, "\udcff"]
+)
+def test_metadata_without_checksums_is_one_message(content: str, tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 1)
+    (checkpoint / "state.json").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(
+        UserError, match=r"state\.json holds no checksum of model\.safetensors: it is damaged"
+    ):
+        read_weights(str(tmp_path))
+
+
+def test_a_missing_best_checkpoint_is_said(tmp_path: Path) -> None:
+    saved = [save(tmp_path, step, step) for step in (1, 2)]
+    update_link(tmp_path / "checkpoints" / "best", saved[0])
+    assert read_weights(str(tmp_path)).messages == []
+    shutil.rmtree(saved[0])
+    tensors, messages = read_weights(str(tmp_path))
+    assert tensors["weight"][0] == 2
+    assert len(messages) == 1
+    assert "best lacks model.safetensors, so the weights are those of" in messages[0]
 
 
 # Links, and full disks

@@ -12,7 +12,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -128,12 +127,6 @@ def intact_checkpoints(run_folder: Path) -> Iterator[Path]:
             yield checkpoint
 
 
-def passed_over(run_folder: Path, chosen: Path) -> list[str]:
-    """Return the checkpoints that are newer than the chosen one, with their damage."""
-    newer = takewhile(lambda path: path.resolve() != chosen.resolve(), _saved(run_folder))
-    return [f"{path} is passed over: {find_damage(path)}" for path in newer]
-
-
 def has_checkpoint(run_folder: Path) -> bool:
     """Return whether a run folder holds a checkpoint, intact or not, or has held one."""
     return bool(_saved(run_folder)) or (run_folder / CHECKPOINTS / "last").is_symlink()
@@ -161,10 +154,12 @@ def find_damage(path: Path) -> str | None:
             return f"{_METADATA} does not match its checksum"
         if state["format"] != FORMAT:
             return f"its format is {state['format']}, but this version reads {FORMAT}"
+        if "model" not in state["sha256"]:
+            return f"{_METADATA} names no model.safetensors"
         for name, expected in state["sha256"].items():
             if file_sha256(path / f"{name}.safetensors") != expected:
                 return f"{name}.safetensors does not match its checksum"
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return f"{type(error).__name__} {error}"
     return None
 

@@ -13,6 +13,7 @@ from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.engine.checkpoint.files import (
     StateDicts,
     find_checkpoint,
+    find_damage,
     has_checkpoint,
     read_metadata,
     read_tensors,
@@ -69,7 +70,7 @@ def _check_continues(folder: Path, checkpoint: Path) -> None:
 def restore_state(state: TrainState, checkpoint: Path | None, world: World) -> list[str]:
     """Load the checkpoint, if any, and copy rank 0's state to all ranks. Collective: every rank calls this.
 
-    Return warnings about tensors of the checkpoint that were not loaded.
+    Return warnings about later checkpoints that are damaged, and about tensors that were not loaded.
     """
     # Only rank 0 reads. load_full_state_dict broadcasts single tensors: one object may become too large.
     saved = world.run_on_all_ranks(
@@ -83,7 +84,19 @@ def restore_state(state: TrainState, checkpoint: Path | None, world: World) -> l
     state.load_full_state_dict(loaded, world)
     world.assert_identical(state.replicated_tensors(), "Weights or optimizer state")
     dropped = sum(map(len, saved.values())) - sum(map(len, loaded.values()))
-    return [f"aux_head of {checkpoint} is left out: this run does not train it"] if dropped else []
+    warnings = world.run_on_rank_zero(lambda: _damaged_later(checkpoint) if checkpoint else [])
+    if dropped:
+        warnings.append(f"aux_head of {checkpoint} is left out: this run does not train it")
+    return warnings
+
+
+def _damaged_later(checkpoint: Path) -> list[str]:
+    """Return a warning for each damaged checkpoint that is later than the one to resume from."""
+    later = [path for path in sorted(checkpoint.parent.glob("step_*")) if path.name > checkpoint.name]
+    damage = {path: find_damage(path) for path in later}
+    return [
+        f"{path} is damaged: {what}; {checkpoint.name} is resumed" for path, what in damage.items() if what
+    ]
 
 
 def _without_aux_head(saved: StateDicts) -> StateDicts:

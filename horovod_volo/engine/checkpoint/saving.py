@@ -98,7 +98,7 @@ def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
     try:
         with atomic_write(checkpoint / _EVALUATION) as file:
             file.write(json.dumps(metrics).encode())
-        if not best.exists() or _top1(checkpoint) > _top1(best):
+        if not best.exists() or _top1(checkpoint, context) > _top1(best, context):
             update_link(best, checkpoint)
     except OSError as error:
         raise UserError(
@@ -122,13 +122,18 @@ def _format_metrics(metrics: Metrics, epochs_done: int) -> str:
     )
 
 
-def _top1(checkpoint: Path) -> float:
-    """Return the better top-1 of raw and averaged weights; -1 if the checkpoint has no whole evaluation."""
+def _top1(checkpoint: Path, context: TrainContext) -> float:
+    """Return the better top-1 of raw and averaged weights; -1 if the checkpoint has no intact evaluation."""
+    file = checkpoint / _EVALUATION
+    if not file.exists():  # `best` was saved again, after a resume from an earlier checkpoint
+        return -1.0
     try:
-        metrics = json.loads((checkpoint / _EVALUATION).read_text(encoding="utf-8"))
+        metrics = json.loads(file.read_bytes())
         return float(max(metrics["top1"], metrics.get("ema_top1", 0.0)))
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        # `best` was saved again, after a resume from an earlier checkpoint, or the file is damaged.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        context.logger.log(
+            f"{file.resolve()} is damaged: {checkpoint.parent / 'best'} gives way to this evaluation"
+        )
         return -1.0
 
 

@@ -1,0 +1,157 @@
+"""Many seeded faults, each with a restart: the final weights are those of a run without faults, bit for bit.
+
+Behind `./tools/test --soak`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from horovod_volo.data.demo.demo_set import make_demo_set
+from tests.ranks.launching import environment, launcher, python, train
+
+FAULTS = int(os.environ.get("SOAK_FAULTS", "25"))  # for each launcher
+DONE = "done: 60 steps"
+SMALL = (
+    *("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "6", "--warmup-epochs", "1"),
+    *(
+        "--checkpoint-every",
+        "1",
+        "--log-every",
+        "2",
+        "--ema-decay",
+        "0.9",
+        "--drop-path",
+        "0.2",
+        "--name",
+        "run",
+    ),
+)
+
+pytestmark = pytest.mark.soak
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images") / "set"
+    make_demo_set(folder, train=80, val=20)
+    return folder
+
+
+def final_state(output: Path) -> dict[str, dict[str, Tensor]]:
+    last = output / "run" / "checkpoints" / "last"
+    return {file.name: load_file(file) for file in sorted(last.glob("*.safetensors"))}
+
+
+def ranks_of(launcher_pid: int) -> list[int]:
+    """Return the processes that train, among the descendants of a launcher."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(") ")[2].split()[1])
+    found, last = {launcher_pid}, 0
+    while len(found) > last:
+        last = len(found)
+        found |= {pid for pid, parent in parents.items() if parent in found}
+    return sorted(pid for pid in found - {launcher_pid} if b"horovod_volo.train" in command_line(pid))
+
+
+def command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def disturb(process: subprocess.Popen[str], chance: random.Random) -> str:
+    """Let one fault happen to a run after a random time; return its name."""
+    limit = time.monotonic() + 30
+    while not ranks_of(process.pid) and time.monotonic() < limit:
+        time.sleep(0.1)
+    time.sleep(chance.uniform(3.0, 9.0))  # importing takes the first seconds
+    fault = chance.choice(["kill a rank", "kill a rank", "kill the launcher", "stop", "pause a rank"])
+    ranks = ranks_of(process.pid)
+    with contextlib.suppress(ProcessLookupError, IndexError):
+        if fault == "kill a rank":
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+        elif fault == "kill the launcher":
+            process.kill()
+        elif fault == "stop":
+            process.terminate()
+        else:
+            paused = chance.choice(ranks)
+            os.kill(paused, signal.SIGSTOP)
+            time.sleep(1)
+            os.kill(paused, signal.SIGCONT)
+            time.sleep(1)
+            process.kill()
+    return fault
+
+
+@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
+def test_faults_do_not_change_the_weights(images: Path, tmp_path: Path, start_with: str) -> None:
+    undisturbed = train(
+        str(images), *SMALL, "--output", str(tmp_path / "undisturbed"), ranks=2, start_with=start_with
+    )
+    assert DONE in undisturbed.stdout
+    expected = final_state(tmp_path / "undisturbed")
+    chance, happened, completed = random.Random(7), 0, 0
+    shared_memory = len(os.listdir("/dev/shm"))
+    while happened < FAULTS:
+        output = tmp_path / f"run_{completed}"
+        command = [
+            *launcher(start_with, 2, plain=True),
+            *python(plain=True),
+            "-m",
+            "horovod_volo.train",
+            str(images),
+            *SMALL,
+        ]
+        command += ["--output", str(output), "--resume", "auto"]
+        with (tmp_path / "output.txt").open("a+", encoding="utf-8") as log:
+            began = log.tell()
+            process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(),
+                start_new_session=True,
+                text=True,
+            )
+            try:
+                fault = disturb(process, chance)
+                process.wait(timeout=60)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            happened += 1
+            log.seek(began)
+            shown = log.read()
+        limit = time.monotonic() + 30
+        while ranks_of(1) and time.monotonic() < limit:  # of a killed launcher
+            time.sleep(0.2)
+        assert "Traceback" not in shown or fault != "stop", shown
+        if DONE in shown:
+            assert_equal(final_state(output), expected)
+            completed += 1
+    assert completed > 0
+    print(
+        f"{happened} faults, {completed} runs completed, {len(os.listdir('/dev/shm')) - shared_memory} files left"
+    )
+
+
+def assert_equal(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:
+    assert found.keys() == expected.keys()
+    for file, tensors in expected.items():
+        for name, tensor in tensors.items():
+            assert tensor.equal(found[file][name]), (file, name)
