@@ -106,7 +106,7 @@ def test_faults_do_not_change_the_weights(images: Path, tmp_path: Path, start_wi
     assert DONE in undisturbed.stdout
     expected = final_state(tmp_path / "undisturbed")
     chance, happened, completed = random.Random(7), 0, 0
-    shared_memory = len(os.listdir("/dev/shm"))
+    shared_memory = len(list(Path("/dev/shm").iterdir()))
     while happened < FAULTS:
         output = tmp_path / f"run_{completed}"
         command = [
@@ -144,10 +144,11 @@ def test_faults_do_not_change_the_weights(images: Path, tmp_path: Path, start_wi
         if DONE in shown:
             assert_equal(final_state(output), expected)
             completed += 1
-    assert completed > 0
-    print(
-        f"{happened} faults, {completed} runs completed, {len(os.listdir('/dev/shm')) - shared_memory} files left"
-    )
+    resumed = (str(images), *SMALL, "--output", str(tmp_path / f"run_{completed}"), "--resume", "auto")
+    assert DONE in train(*resumed, ranks=2, start_with=start_with).stdout
+    assert_equal(final_state(tmp_path / f"run_{completed}"), expected)
+    left = len(list(Path("/dev/shm").iterdir())) - shared_memory
+    print(f"{happened} faults, {completed + 1} runs completed, {left} files left in /dev/shm")
 
 
 def assert_equal(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:
