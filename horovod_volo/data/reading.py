@@ -24,12 +24,12 @@ from horovod_volo.data.thread_pool import ImageThreadPool
 
 Encoded = NDArray[np.uint8]
 
-MAX_PIXELS = 100_000_000  # a file of some kB may need GB of memory; the largest image of ImageNet has 40 M
-Image.MAX_IMAGE_PIXELS = None  # Pillow's own limit, which warns
 _PLAIN_MODES = ("RGB", "L")
 # Markers that end a complete file; some writers append a few bytes.
 _END_MARKERS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 _TAIL_BYTES = 64
+# The largest image of ImageNet has about 40 million. Decoding takes ten bytes of memory for each pixel.
+_MOST_PIXELS = 100_000_000
 _BLACK_PIXEL: Encoded = np.frombuffer(b"P6\n1 1\n255\n\0\0\0", dtype=np.uint8)
 
 
@@ -45,13 +45,22 @@ def read_image(catalog: Catalog, index: int) -> tuple[Encoded, tuple[int, int]]:
     encoded = catalog.read(index)
     try:
         with Image.open(io.BytesIO(encoded.data)) as image:  # reads the header only
-            if image.width * image.height > MAX_PIXELS:
-                raise ValueError(f"{image.width} x {image.height} pixels are more than {MAX_PIXELS:,}")
+            if image.width * image.height > _MOST_PIXELS:
+                raise _too_large(catalog, index)
             if not _is_plain(image, encoded):
                 encoded = _to_ppm(image)
             return encoded, (image.height, image.width)
+    except Image.DecompressionBombError:
+        raise _too_large(catalog, index) from None
     except (OSError, SyntaxError, ValueError) as error:
-        raise BadSampleError(f"{catalog.location(index)} is not a usable image: {error}") from error
+        raise BadSampleError(f"{catalog.location(index)} is not a complete image: {error}") from error
+
+
+def _too_large(catalog: Catalog, index: int) -> BadSampleError:
+    millions = _MOST_PIXELS // 1_000_000
+    return BadSampleError(
+        f"{catalog.location(index)} has more than {millions} million pixels; resize it to use it"
+    )
 
 
 def read_eval_batch(

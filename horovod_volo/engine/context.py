@@ -76,6 +76,7 @@ class TrainContext:
     checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
     skipped_in_a_row: int = 0  # steps, because a loss is not finite
     returns: int = 0  # to a checkpoint, because of such steps
+    recent_losses: list[float] = field(default_factory=list)  # of log points
     returns_in_vain: int = 0  # of them, those after which no step had a finite loss
     stragglers: StragglerFinder | None = None  # on rank 0 of several
     logged_bad_samples: set[str] = field(default_factory=set)

@@ -1,8 +1,9 @@
-"""Steps whose loss is not finite on some rank: every rank has skipped them.
+"""Steps whose loss is not finite on some rank, which all ranks have skipped, and losses far above earlier
+ones.
 
-After several in a row the run goes back to its last checkpoint, and passes over the steps since then: the
-next step is the one that would have come next. If that does not help, it goes back to the checkpoint before.
-After several returns it ends.
+After several skipped steps in a row the run goes back to its last checkpoint, and passes over the steps since
+then: the next step is the one that would have come next. If that does not help, it goes back to the
+checkpoint before. After several returns it ends.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from statistics import median
 
 from horovod_volo.engine.checkpoint.files import intact_checkpoints
 from horovod_volo.engine.checkpoint.resuming import restore_state
@@ -17,6 +19,7 @@ from horovod_volo.engine.checkpoint.saving import divergence, finish_checkpoint
 from horovod_volo.engine.context import TrainContext
 
 _IN_A_ROW, _RETURNS = 3, 3
+_SPIKE, _EARLIER = 1.5, 5  # times the median loss of this many earlier log points
 
 
 def note_step(context: TrainContext, samples: Sequence[int]) -> None:
@@ -33,6 +36,15 @@ def note_step(context: TrainContext, samples: Sequence[int]) -> None:
             context.logger.log(f"warning: step {step} is skipped: its loss is not finite {where}")
     if context.skipped_in_a_row == _IN_A_ROW:
         go_back(context)
+
+
+def note_mean_loss(context: TrainContext, loss: float) -> None:
+    """Log a loss of a log point that is far above those of the log points before it."""
+    earlier = context.recent_losses
+    if len(earlier) == _EARLIER and loss > _SPIKE * (typical := median(earlier)):
+        text = f"the loss is {loss:.3f}, {loss / typical:.1f} times that of the last log points"
+        context.logger.log(f"warning: step {context.state.step}: {text}")
+    context.recent_losses = [*earlier, loss][-_EARLIER:]
 
 
 def go_back(context: TrainContext) -> None:

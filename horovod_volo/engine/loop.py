@@ -19,7 +19,7 @@ from horovod_volo.engine.checkpoint.saving import (
     save_evaluation,
 )
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.divergence import go_back, note_step
+from horovod_volo.engine.divergence import go_back, note_mean_loss, note_step
 from horovod_volo.engine.evaluation import evaluate
 from horovod_volo.engine.step import train_step
 from horovod_volo.monitor.stragglers import OwnTime
@@ -109,6 +109,7 @@ def log_point(context: TrainContext, epoch: int) -> None:
     }
     if finite:
         context.logger.log_training(step, values)
+        note_mean_loss(context, means["total"])
     if context.stragglers is not None:
         log_own_times(context, [own for _, own in by_rank])
     if not context.config.run.hang_timeout:

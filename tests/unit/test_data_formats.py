@@ -156,6 +156,59 @@ def test_a_truncated_tar_shard_is_refused_at_the_start(tmp_path, index):
         train(tmp_path)
 
 
+def write_many(shard):
+    """Write 20 images; return the position of each header, and the first byte after the last member."""
+    members = [
+        (f"x{n:02}.{end}", bytes(700) if end == "jpg" else b"1") for n in range(20) for end in ("jpg", "cls")
+    ]
+    write_tar(shard, members)
+    with tarfile.open(shard) as tar:
+        headers = [member.offset for member in tar]
+    return headers, headers[-1] + 1024
+
+
+def test_a_tar_shard_that_ends_early_is_refused(tmp_path):
+    shard = tmp_path / "train/0.tar"
+    headers, end = write_many(shard)
+    whole = shard.read_bytes()
+    for length in (0, 100, *headers[1:], *(start + 512 for start in headers), end, end + 512, end + 1000):
+        shard.write_bytes(whole[:length])
+        with pytest.raises(UserError, match=r"0.tar (is cut|cannot be read|has x).*Copy this shard again"):
+            train(tmp_path)
+
+
+def test_a_tar_shard_with_damaged_headers_is_refused(tmp_path):
+    shard = tmp_path / "train/0.tar"
+    headers, end = write_many(shard)
+    whole = shard.read_bytes()
+    for start in headers:
+        for content in (
+            bytes(512),
+            b"\xff" * 512,
+            whole[start : start + 100] + b"\1" + whole[start + 101 : start + 512],
+        ):
+            shard.write_bytes(whole[:start] + content + whole[start + 512 :])
+            with pytest.raises(
+                UserError, match=r"0.tar (is cut|cannot be read|has x).*Copy this shard again"
+            ):
+                train(tmp_path)
+    shard.write_bytes(bytes(len(whole)))
+    with pytest.raises(UserError, match=r"0.tar is cut or damaged: .* at byte 0\."):
+        train(tmp_path)
+    for extra in (whole, b"more", bytes(2**20)):
+        shard.write_bytes(whole + extra)
+        with pytest.raises(UserError, match=rf"0.tar is cut or damaged: .* at byte {end}\."):
+            train(tmp_path)
+
+
+@pytest.mark.parametrize("padding", [1024, 10240, 2**20])
+def test_the_padding_of_a_tar_shard_is_accepted(tmp_path, padding):
+    shard = tmp_path / "train/0.tar"
+    _, end = write_many(shard)
+    shard.write_bytes(shard.read_bytes()[:end] + bytes(padding))
+    assert len(train(tmp_path)) == 20
+
+
 def test_an_index_of_another_tar_shard_is_refused(tmp_path):
     shard = tmp_path / "train/0.tar"
     write_tar(shard, tar_members())
@@ -164,13 +217,15 @@ def test_an_index_of_another_tar_shard_is_refused(tmp_path):
     right = index.read_text()
     write_tar(shard, [("x0.jpg", bytes(700)), ("x0.cls", b"1"), *tar_members()])
     with pytest.raises(
-        UserError, match=r"0.idx does not fit: x1.cls is not where line 2 says. Make this index"
+        UserError, match=r"0.idx does not fit: x1.jpg is not where line 2 says. Make this index"
     ):
         train(tmp_path)
     write_tar(shard, tar_members())
     for wrong, message in (
         (right.replace("v1.2", "v1.1"), "does not begin with v1.2"),
         (right.replace("v1.2 3", "v1.2 4"), "lists 3 samples, but says 4"),
+        (right.replace("x1.jpg", "x9.jpg"), "x9.jpg is not where line 2 says"),
+        (right.replace(f" {len(picture(0))} x1.jpg", " 99 x1.jpg"), "x1.jpg is not where line 2 says"),
         (right.replace("x1.jpg", "x 1.jpg"), "has no ending, offset, size and name in line 2"),
         ("", "does not begin with v1.2"),
     ):
