@@ -29,7 +29,7 @@ class StepStatistics:
         self._losses: list[Tensor] = []  # of this rank, of the step
         self._averaged = _flatten_in_place([*tensors, self._stop, self._loss])
         self._before = self._averaged.clone()
-        self.looks = world.size > 1 or not self._averaged.is_cuda
+        self.looks = world.size > 1 or self._averaged.device.type == "cpu"
 
     def ask_to_stop(self) -> None:
         """Let all ranks agree to stop in the next exchange."""
