@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shard_writers import picture, write_tar
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
@@ -154,6 +155,24 @@ def test_a_damaged_cached_catalog_is_built_again(tmp_path, damage):
     again = build_catalog(str(tmp_path), "train", tmp_path / "cached")
     assert again.path.read_bytes() == whole
     assert names(again) == ("a/1.jpg", "b/1.jpg")
+
+
+def test_no_changed_byte_of_a_cached_catalog_is_read(tmp_path):
+    write_tar(
+        tmp_path / "train/0.tar",
+        [("a/1.jpg", picture(1)), ("a/1.cls", b"1"), ("2.jpg", b"x"), ("2.cls", b"0")],
+    )
+    catalog = build_catalog(str(tmp_path), "train", tmp_path / "cached")
+    whole = catalog.path.read_bytes()
+    zeros = whole.index(bytes(1000))  # up to the class numbers, which are aligned
+    for position in (*range(zeros + 9), *range(len(whole.rstrip(b"\0")) - 300, len(whole))):
+        changed = bytearray(whole)
+        changed[position] ^= 1
+        catalog.path.write_bytes(changed)
+        with pytest.raises(UserError, match="or sees it damaged"):
+            open_catalog(catalog.path, catalog.digest)
+    build_catalog(str(tmp_path), "train", tmp_path / "cached")
+    assert catalog.path.read_bytes() == whole
 
 
 def test_a_catalog_folder_that_cannot_be_written_is_an_error(tmp_path):

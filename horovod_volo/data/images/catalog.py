@@ -119,7 +119,8 @@ def open_catalog(path: Path, digest: str) -> Catalog:
     catalog = _open_if_valid(path)
     if catalog is None:
         raise UserError(
-            f"this host does not see the list of images {path} that another rank has written. {remedy}"
+            f"this host does not see the list of images {path} that another rank has written, or sees it "
+            f"damaged. {remedy}"
         )
     if catalog.digest != digest:
         raise UserError(f"this host sees other images in {path} than the rank that has written it. {remedy}")

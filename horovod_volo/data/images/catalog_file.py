@@ -1,6 +1,7 @@
 """The layout of a catalog file, its writer and its readers.
 
     header    fixed size: magic and version, number of images, offsets of the sections, digest, state
+    checksum  SHA-256 of the sections below, then of the header
     names     the name of each image, terminated by a zero byte
     records   one RECORD for each image
     targets   one int32 for each image, aligned for memory-mapping
@@ -27,8 +28,9 @@ from numpy.typing import NDArray
 
 from horovod_volo.data.images.open_files import read_at
 
-MAGIC = b"HVVCAT01"
+MAGIC = b"HVVCAT02"
 HEADER = struct.Struct("<8s6Q32s32s")
+START = HEADER.size + 32  # of the sections after the checksum
 RECORD = struct.Struct("<QQIIHH")
 RECORD_FIELDS = np.dtype(
     [
@@ -41,6 +43,7 @@ RECORD_FIELDS = np.dtype(
     ]
 )
 MAPPING_UNIT = 65536  # a multiple of every page size in use
+READ_BYTES = 2**22  # at a time
 
 
 class Form(IntEnum):
@@ -92,8 +95,9 @@ class CatalogWriter:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._position = HEADER.size
+        self._position = START
         self._digest = hashlib.sha256()
+        self._checksum = hashlib.sha256()
         self._records: list[NDArray[Any]] = []
         self._labels: list[NDArray[np.int32]] = []
 
@@ -129,18 +133,17 @@ class CatalogWriter:
         self._digest.update(json.dumps(classes).encode())
         metadata = {"classes": list(classes), "shards": list(shards), "source": source}
         self._write(json.dumps(metadata).encode(), digested=False)
-        header = (images, HEADER.size, records_at, targets_at, metadata_at, self._position)
+        sections = (images, START, records_at, targets_at, metadata_at, self._position)
+        header = HEADER.pack(MAGIC, *sections, self._digest.digest(), bytes.fromhex(state))
+        self._checksum.update(header)
         os.fsync(self._descriptor)  # the other sections reach the disk before the header
-        os.pwrite(
-            self._descriptor,
-            HEADER.pack(MAGIC, *header, self._digest.digest(), bytes.fromhex(state)),
-            0,
-        )
+        os.pwrite(self._descriptor, header + self._checksum.digest(), 0)
         os.fsync(self._descriptor)
 
     def _write(self, data: bytes, *, digested: bool) -> None:
         if digested:
             self._digest.update(data)
+        self._checksum.update(data)
         view = memoryview(data)
         while view:
             written = os.pwrite(self._descriptor, view, self._position)
@@ -149,15 +152,21 @@ class CatalogWriter:
 
 
 def read_header(descriptor: int) -> Header | None:
-    """Return the header of an open catalog; None for another kind of file, version or length."""
-    data = os.pread(descriptor, HEADER.size, 0)
-    if len(data) < HEADER.size or not data.startswith(MAGIC):
+    """Return the header of an open catalog; None for another kind of file or version, or a damaged file."""
+    data = os.pread(descriptor, START, 0)
+    if len(data) < START or not data.startswith(MAGIC):
         return None
-    _, images, names_at, records_at, targets_at, metadata_at, size, digest, state = HEADER.unpack(data)
+    _, images, names_at, records_at, targets_at, metadata_at, size, digest, state = HEADER.unpack_from(data)
     header = Header(
         images, names_at, records_at, targets_at, metadata_at, size, digest=digest.hex(), state=state.hex()
     )
-    return header if os.fstat(descriptor).st_size == header.size else None
+    if os.fstat(descriptor).st_size != size:
+        return None
+    checksum = hashlib.sha256()
+    for start in range(START, size, READ_BYTES):
+        checksum.update(read_at(descriptor, start, READ_BYTES))
+    checksum.update(data[: HEADER.size])
+    return header if data[HEADER.size :] == checksum.digest() else None
 
 
 def read_metadata(descriptor: int, header: Header) -> dict[str, Any]:
