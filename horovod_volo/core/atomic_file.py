@@ -7,12 +7,13 @@ processes may write the same path at once.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def remove_partials(folder: Path) -> None:
@@ -50,3 +51,8 @@ def file_sha256(path: Path) -> str:
     """Return a file's SHA-256 in hexadecimal; the file is read in blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_sha256(content: dict[str, Any]) -> str:
+    """Return the SHA-256, in hexadecimal, of JSON whose layout is fixed."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -154,12 +154,12 @@ def test_a_wrong_geometry_is_a_user_error(tmp_path, catalog, monkeypatch, capsys
     ],
 )
 def test_a_store_without_a_recorded_geometry_gets_the_assumed_one(tmp_path, catalog, written, shape, read):
-    """Earlier versions wrote no `geometry_assumed`, and "unknown" for imported maps."""
+    """Earlier versions wrote no `geometry_assumed`, no checksum, and "unknown" for imported maps."""
     ids = np.zeros((4, 1, *shape), np.int64)
     make_store(tmp_path / "s", catalog_keys(catalog), np.ones(ids.shape, np.float16), ids, classes=2)
     description = tmp_path / "s" / "store.json"
     metadata = json.loads(description.read_text())
-    del metadata["geometry_assumed"]
+    del metadata["geometry_assumed"], metadata["checksum"]
     description.write_text(json.dumps(metadata))
     store = LabelStore(tmp_path / "s", catalog, None)
     assert (store.geometry, store.geometry_assumed) == (WHOLE, False)

@@ -72,9 +72,11 @@ def test_rows_are_computed_once_and_cached(tmp_path):
     (cached,) = cache.iterdir()
     (tmp_path / "s" / "keys.txt").unlink()  # the cached rows are used
     assert (LabelStore(tmp_path / "s", catalog, cache).read(4)[0] == scores[4]).all()
-    cached.write_bytes(b"truncated")
-    with pytest.raises(UserError, match=r"keys\.txt cannot be read"):
-        LabelStore(tmp_path / "s", catalog, cache)
+    whole = cached.read_bytes()
+    for damaged in (b"", b"truncated", whole[:-1], whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:]):
+        cached.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"keys\.txt cannot be read"):
+            LabelStore(tmp_path / "s", catalog, cache)
 
 
 def test_images_without_a_map_are_reported(tmp_path):
@@ -141,6 +143,50 @@ def test_damaged_class_numbers_are_found(tmp_path):
         BadSampleError, match=r"label map of a/2\.x\.jpg .* outside the 3 classes: its shard is damaged"
     ):
         store.read(1)
+
+
+def test_damaged_logits_are_found(tmp_path):
+    catalog = catalog_of(tmp_path, *NAMES)
+    scores, _ = random_store(tmp_path / "s", catalog)
+    shard = tmp_path / "s" / "maps-00000.safetensors"
+    content = shard.read_bytes()
+    offset = content.index(scores[1].tobytes()) + 7  # the high byte of a logit
+    for byte in (b"\x7c", b"\xfc", b"\x7e"):
+        shard.write_bytes(content[:offset] + byte + content[offset + 1 :])
+        store = LabelStore(tmp_path / "s", catalog, None)
+        store.read(0)
+        with pytest.raises(BadSampleError, match=r"a/2\.x\.jpg .* logits that are not finite: its shard"):
+            store.read(1)
+
+
+def test_damaged_keys_are_refused(tmp_path):
+    catalog = catalog_of(tmp_path, *NAMES)
+    random_store(tmp_path / "s", catalog)
+    keys = tmp_path / "s" / "keys.txt"
+    first, second, *others = keys.read_text().split("\n")
+    keys.write_text("\n".join([second, first, *others]))
+    with pytest.raises(UserError, match=r"keys\.txt is damaged: it does not match its checksum\. Copy"):
+        LabelStore(tmp_path / "s", catalog, None)
+
+
+def test_a_changed_description_of_a_store_is_refused(tmp_path):
+    catalog = catalog_of(tmp_path, *NAMES)
+    scores, _ = random_store(tmp_path / "s", catalog)
+    description = tmp_path / "s" / "store.json"
+    stored = json.loads(description.read_text())
+    for changes in ({"shard_rows": 4}, {"teacher": "another"}, {"checksum": "0"}):
+        description.write_text(json.dumps(stored | changes))
+        with pytest.raises(UserError, match=r"store\.json is not .* it does not match its checksum"):
+            LabelStore(tmp_path / "s", catalog, None)
+    del stored["checksum"]  # earlier versions wrote none
+    description.write_text(json.dumps(stored))
+    assert (LabelStore(tmp_path / "s", catalog, None).read(4)[0] == scores[4]).all()
+    absurd = [{"shard_rows": 4}, {"shard_rows": 0}, {"shard_rows": "3"}, {"maps": 10**12}, {"maps": None}]
+    absurd += [{"ids": "int17"}, {"top": 0}, {"width": []}, {"classes": "3"}, {"shards": 3}, {"geometry": 3}]
+    for text in (*(json.dumps(stored | changes) for changes in absurd), "[" * 100_000, "[]", "3"):
+        description.write_text(text)
+        with pytest.raises(UserError, match=r"store\.json is not the metadata of a label store"):
+            LabelStore(tmp_path / "s", catalog, None)
 
 
 def descriptors_of(folder: Path) -> list[str]:

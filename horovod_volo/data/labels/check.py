@@ -49,7 +49,7 @@ def check_store(folder: Path, catalog: Catalog | None, progress: Progress) -> St
     _check_keys(folder, report)
     targets = np.full(report.metadata.maps, NO_IMAGE, np.int64)  # (rows,) class of each row's image
     images = np.full(report.metadata.maps, 0, np.int64)  # (rows,) number of images that use the row
-    if catalog is not None:
+    if catalog is not None and not report.damage:  # without its keys a store cannot be compared
         rows = find_rows(catalog, folder / KEYS_FILE, report.metadata.keys, None)
         known = (rows != NO_ROW) & (rows < report.metadata.maps)
         targets[rows[known]] = catalog.targets[known]

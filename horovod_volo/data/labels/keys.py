@@ -6,6 +6,8 @@ published maps. The rows for a pair of catalog and store are computed once and c
 
 from __future__ import annotations
 
+import hashlib
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 
 NO_ROW = -1
+_CHECKSUM_BYTES = hashlib.sha256().digest_size  # at the end of a cache, where NumPy does not read
 
 
 def label_key(name: str) -> str:
@@ -49,28 +52,33 @@ def find_rows(catalog: Catalog, keys_file: Path, keys_digest: str, cache: Path |
     With a `cache` folder the rows are written there once and memory-mapped.
     """
     if cache is None:
-        return _match_keys(catalog, keys_file)
+        return _match_keys(catalog, keys_file, keys_digest)
     cached = cache / f"label_rows_{catalog.digest[:16]}_{keys_digest[:16]}.npy"
-    if not _is_valid_cache(cached, len(catalog)):
+    if not _is_intact(cached):
         cache.mkdir(parents=True, exist_ok=True)
-        rows = _match_keys(catalog, keys_file)
+        rows = _match_keys(catalog, keys_file, keys_digest)
         with atomic_write(cached) as file:
-            np.save(file, rows)
+            content = io.BytesIO()
+            np.save(content, rows)
+            file.write(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
     # As a plain array: indexing a np.memmap takes a microsecond longer.
     mapped: NDArray[np.int32] = np.load(cached, mmap_mode="r").view(np.ndarray)
     return mapped
 
 
-def _match_keys(catalog: Catalog, keys_file: Path) -> NDArray[np.int32]:
-    row_of_key = {key: row for row, key in enumerate(read_keys(keys_file))}
+def _match_keys(catalog: Catalog, keys_file: Path, keys_digest: str) -> NDArray[np.int32]:
+    keys = read_keys(keys_file)
+    if hashlib.sha256(encode_keys(keys)).hexdigest() != keys_digest:
+        raise UserError(f"{keys_file} is damaged: it does not match its checksum. Copy the store again.")
+    row_of_key = {key: row for row, key in enumerate(keys)}
     rows = (row_of_key.get(label_key(catalog.name(index)), NO_ROW) for index in range(len(catalog)))
     return np.fromiter(rows, dtype=np.int32, count=len(catalog))  # (images,)
 
 
-def _is_valid_cache(path: Path, images: int) -> bool:
-    """Return whether a file holds the rows of `images` images; another version may have written it."""
+def _is_intact(path: Path) -> bool:
+    """Return whether the last bytes of a cache are the checksum of the others."""
     try:
-        rows = np.load(path, mmap_mode="r")
-    except (OSError, ValueError):
+        content = path.read_bytes()
+    except OSError:
         return False
-    return bool(rows.shape == (images,) and rows.dtype == np.int32)
+    return content[-_CHECKSUM_BYTES:] == hashlib.sha256(content[:-_CHECKSUM_BYTES]).digest()

@@ -2,13 +2,14 @@
 
 A store is a folder:
 
-    store.json                metadata, with the SHA-256 of every shard; written last, so that a folder with
-                              this file is a complete store
+    store.json                metadata, with the SHA-256 of every file and of itself; written last, so that a
+                              folder with this file is a complete store
     keys.txt                  the key of every row, one per line
     maps-00000.safetensors    scores (rows, k, height, width) fp16, the raw logits, and
                               ids (rows, k, height, width) int16 or int32, the class numbers
 
 All shards but the last have `shard_rows` rows. The row of an image without a map is NO_CLASS everywhere.
+The checksums of shards, gigabytes, are compared by `check`; training checks the range of what it reads.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from horovod_volo.core.atomic_file import json_sha256
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
@@ -34,6 +36,8 @@ METADATA_FILE = "store.json"
 KEYS_FILE = "keys.txt"
 VERSION = 1
 UNKNOWN_GEOMETRY = "unknown"  # in stores that were imported before the geometry was recorded
+_CHECKSUM = "checksum"  # the last entry of store.json; earlier versions wrote none
+_EXPONENT = np.uint16(0x7C00)  # of fp16; all its bits are set in an infinity and in a NaN
 MOST_INT16_CLASSES = np.iinfo(np.int16).max
 
 Maps = tuple[NDArray[np.float16], NDArray[np.integer[Any]]]  # logits and class numbers, of equal shapes
@@ -76,7 +80,8 @@ class StoreMetadata:
 
     def to_json(self) -> bytes:
         """Return the content of store.json."""
-        return (json.dumps(asdict(self), indent=2) + "\n").encode()
+        fields = asdict(self)
+        return (json.dumps(fields | {_CHECKSUM: json_sha256(fields)}, indent=2) + "\n").encode()
 
 
 def ids_type(classes: int) -> str:
@@ -98,12 +103,26 @@ def read_metadata(path: Path) -> StoreMetadata:
                 f"{path} has format version {stored['version']}, this program reads {VERSION}. Import or "
                 "generate the store again."
             )
+        checksum = stored.pop(_CHECKSUM, None)
+        if checksum is not None and checksum != json_sha256(stored):
+            raise ValueError("it does not match its checksum")
         shards = tuple(Shard(**shard) for shard in stored.pop("shards"))
-        return _with_geometry(StoreMetadata(**stored, shards=shards))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        metadata = StoreMetadata(**stored, shards=shards)
+        _check_layout(metadata)
+        return _with_geometry(metadata)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} is not the metadata of a label store: {error}. Copy the store again, or make it again."
         ) from None
+
+
+def _check_layout(metadata: StoreMetadata) -> None:
+    """Raise ValueError or TypeError if the numbers contradict one another."""
+    firsts, shards = range(0, metadata.maps, metadata.shard_rows), metadata.shards
+    if shards and (len(firsts) != len(shards) or list(firsts) != [shard.first for shard in shards]):
+        raise ValueError("its shards do not hold its maps")
+    if metadata.ids != ids_type(metadata.classes) or not all(length > 0 for length in metadata.map_shape):
+        raise ValueError("its maps have no such form")
 
 
 def _with_geometry(metadata: StoreMetadata) -> StoreMetadata:
@@ -165,6 +184,8 @@ class LabelStore:
         scores, ids = maps[0][row_in_shard].copy(), maps[1][row_in_shard].copy()
         if np.maximum.reduce(ids.view(self._unsigned).ravel()) >= self._classes:
             raise self._invalid_classes(ids, index)
+        if np.maximum.reduce((scores.view(np.uint16) & _EXPONENT).ravel()) == _EXPONENT:
+            raise self._damaged("logits that are not finite", index)
         return scores, ids
 
     def close(self) -> None:
@@ -185,9 +206,11 @@ class LabelStore:
     def _invalid_classes(self, ids: NDArray[np.integer[Any]], index: int) -> BadSampleError:
         if (ids == NO_CLASS).all():
             return self._missing(index)
+        return self._damaged(f"class numbers outside the {self._classes} classes", index)
+
+    def _damaged(self, what: str, index: int) -> BadSampleError:
         return BadSampleError(
-            f"the label map of {self._catalog.name(index)} in {self._folder} has class numbers outside the "
-            f"{self._classes} classes: its shard is damaged"
+            f"the label map of {self._catalog.name(index)} in {self._folder} has {what}: its shard is damaged"
         )
 
     def _rows_of_images(self, cache: Path | None) -> NDArray[np.int32] | None:

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from horovod_volo.core.atomic_file import atomic_write, file_sha256
+from horovod_volo.core.atomic_file import atomic_write, file_sha256, json_sha256
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.split_folder import CLASSES_FILE, index_beside
 
 MANIFEST = "manifest.json"
+_CHECKSUM = "checksum"  # its last entry; earlier versions wrote none
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest into the folder of the shards."""
-        write_json(folder / MANIFEST, asdict(self))
+        fields = asdict(self)
+        write_json(folder / MANIFEST, fields | {_CHECKSUM: json_sha256(fields)})
 
     @property
     def left_out(self) -> list[str]:
@@ -58,12 +60,15 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a packed split; raise UserError if there is none."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
+        checksum = content.pop(_CHECKSUM, None)
+        if checksum is not None and checksum != json_sha256(content):
+            raise ValueError("it does not match its checksum")
         return Manifest(**{**content, "shards": tuple(map(parse_shard, content["shards"]))})
     except FileNotFoundError:
         raise UserError(
             f"{folder} has no {MANIFEST}: it is not a packed split. Name another folder."
         ) from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(
             f"{folder / MANIFEST} is damaged: {error}. Copy it again, or remove {folder} and pack again."
         ) from error
