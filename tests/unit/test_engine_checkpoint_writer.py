@@ -127,3 +127,21 @@ def test_buffers_are_used_again() -> None:
         assert found[-1].tolist() == [number] * 3
     writer.close()
     assert len({copy.data_ptr() for copy in found}) == 1
+
+
+def test_a_slow_disk_is_no_hang(context: TrainContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a checkpoint is written and everybody waits for it, the heartbeat goes on."""
+    monkeypatch.setattr(saving, "_BEAT_SECONDS", 0.02)
+    release, beats = threading.Event(), 0
+
+    def beat(step: int) -> None:
+        nonlocal beats
+        beats += 1
+        if beats == 3:
+            release.set()
+
+    context.checkpoints.begin({}, lambda _: release.wait(timeout=60))
+    monkeypatch.setattr(context.heartbeat, "beat", beat)
+    saving.finish_checkpoint(context)
+    assert beats >= 3
+    assert not context.checkpoints.is_writing

@@ -8,6 +8,7 @@ which training cannot continue must not replace one from which it can.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.evaluation import Metrics
 
 _EVALUATION = "evaluation.json"
+_BEAT_SECONDS, _LONGEST_WRITE_SECONDS = 5.0, 3600.0
 _AFTER_DIVERGENCE = "Lower --lr or lengthen --warmup-epochs, and resume from the last checkpoint."
 
 
@@ -46,6 +48,11 @@ def save_checkpoint(context: TrainContext) -> None:
 
 def finish_checkpoint(context: TrainContext) -> None:
     """Wait until the checkpoint is on disk; raise if it cannot be written. Collective."""
+    # A slow disk is no hang, unless it takes very long.
+    limit = time.monotonic() + _LONGEST_WRITE_SECONDS
+    while context.world.broadcast_object(not context.checkpoints.done_within(_BEAT_SECONDS)):
+        if time.monotonic() < limit:
+            context.heartbeat.beat(context.state.step)
     context.world.run_on_rank_zero(context.checkpoints.wait)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 
 import torch
 from torch import Tensor
@@ -40,6 +41,10 @@ class CheckpointWriter:
         copies = self._copied(tensors)
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing = self._thread.submit(write, copies)
+
+    def done_within(self, seconds: float) -> bool:
+        """Wait for the checkpoint under way, at most so long; return whether none is left."""
+        return self._writing is None or bool(wait_for([self._writing], seconds).done)
 
     def wait(self) -> None:
         """Wait until the checkpoint is on disk; raise its error, if any."""
