@@ -70,7 +70,7 @@ def random_batch(config: Config, device: torch.device, seed: int) -> TrainBatch:
     batch, side = config.data.batch_size, config.model.img_size
     images = torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(seed))
     labels = random_labels(batch, config.model.num_classes, device, seed)
-    return TrainBatch(images.to(device), labels, indices=np.arange(batch))
+    return TrainBatch(images.to(device), labels, np.arange(batch), np.arange(batch))
 
 
 def synthetic_context(config: Config, world: World, resources: RankResources | None = None) -> TrainContext:

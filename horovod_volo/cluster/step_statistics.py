@@ -1,8 +1,9 @@
 """The small tensors that ranks average at every step besides gradients, in one message.
 
-They are the batch-norm statistics, the maxima of gradient buckets, and two flags by which all ranks learn at
-the same step that one of them was asked to stop, or that its loss is not finite. A single rank on a GPU has
-nothing to agree on, and does not wait for the device to look.
+They are the batch-norm statistics, the maxima of gradient buckets, checksums of the step's samples, and flags
+by which all ranks learn at the same step that one of them was asked to stop, that hosts have come or go, or
+that its loss is not finite. A single rank on a GPU has nothing to agree on, and does not wait for the device
+to look.
 """
 
 from __future__ import annotations
@@ -15,19 +16,26 @@ from torch import Tensor
 from horovod_volo.cluster.collectives import Wait
 from horovod_volo.cluster.world import World
 
+# fp32 holds the mean of such numbers over 1,024 ranks so exactly that rounding gives back their sum.
+CHECKSUM_BITS = 12
+_STOP, _HOSTS, _LOSS, _CHECKSUMS = 0, 1, 2, slice(3, 5)
+_NOTES = 5
+
 
 class StepStatistics:
-    """Averages tensors over ranks in place, and agrees on two flags. Shapes are equal on all ranks."""
+    """Averages tensors over ranks in place, and agrees on flags. Shapes are equal on all ranks."""
 
     def __init__(self, tensors: Sequence[Tensor], world: World) -> None:
         """Move the tensors, which are floats on one device, into one flat tensor."""
         self.stop_agreed = False  # the same on all ranks, after each exchange
+        self.hosts_changed = False  # likewise: whether the ranks are to be formed again
         self.finite = True  # likewise: whether all losses and tensors of the step are
+        self.checksums = (0, 0)  # likewise: sums over ranks of what `note_samples` was given
         self._world = world
-        self._stop, self._loss = tensors[0].new_zeros(1), tensors[0].new_zeros(1)
-        self._asked = False
+        self._notes = tensors[0].new_zeros(_NOTES)
+        self._asked = self._hosts_noted = False
         self._losses: list[Tensor] = []  # of this rank, of the step
-        self._averaged = _flatten_in_place([*tensors, self._stop, self._loss])
+        self._averaged = _flatten_in_place([*tensors, self._notes])
         self._before = self._averaged.clone()
         self.looks = world.size > 1 or self._averaged.device.type == "cpu"
 
@@ -35,13 +43,26 @@ class StepStatistics:
         """Let all ranks agree to stop in the next exchange."""
         if not self._asked:
             self._asked = True
-            self._stop.fill_(1.0)
+            self._notes[_STOP].fill_(1.0)
+
+    def note_changed_hosts(self) -> None:
+        """Let all ranks agree in the next exchange that they must be formed again."""
+        if not self._hosts_noted:
+            self._hosts_noted = True
+            self._notes[_HOSTS].fill_(1.0)
+
+    def note_samples(self, checksums: tuple[int, int]) -> None:
+        """Note two checksums of CHECKSUM_BITS bits of this rank's samples of the step."""
+        self.checksums = checksums
+        if self._world.size > 1:
+            for note, checksum in zip(self._notes[_CHECKSUMS], checksums, strict=True):
+                note.fill_(checksum)
 
     def add_loss(self, loss: Tensor) -> None:
         """Note the loss of a micro-batch."""
         if self.looks:
             self._losses.append(loss.detach())
-            self._loss.add_(loss.detach() * 0.0)  # 0, or nan
+            self._notes[_LOSS].add_(loss.detach() * 0.0)  # 0, or nan
 
     def average_async(self) -> Wait:
         """Start the exchange; return the function that waits for it. Collective: every rank calls this."""
@@ -59,21 +80,28 @@ class StepStatistics:
         """Return whether this rank's losses of the last step are. Waits for the device."""
         return all(bool(loss.isfinite()) for loss in self._own_losses)
 
+    def restore(self) -> None:
+        """Set the tensors to what they were after the last step."""
+        self._averaged.copy_(self._before)
+
     def update_after_restore(self) -> None:
         """Note that the tensors were overwritten from a checkpoint."""
         self._before.copy_(self._averaged)
 
     def _agree(self) -> None:
         if not self.looks:
-            self.stop_agreed = self._asked
+            self.stop_agreed, self.hosts_changed = self._asked, self._hosts_noted
             return
-        self.stop_agreed, self.finite = torch.cat(
-            [self._stop > 0, self._averaged.isfinite().all().view(1)]
-        ).tolist()
+        *notes, finite = torch.cat([self._notes, self._averaged.isfinite().all().view(1)]).tolist()
+        self.stop_agreed, self.hosts_changed = notes[_STOP] > 0, notes[_HOSTS] > 0
+        self.finite = bool(finite)
+        if self._world.size > 1:
+            first, second = (round(mean * self._world.size) for mean in notes[_CHECKSUMS])
+            self.checksums = (first, second)
         if self.finite:
             self._before.copy_(self._averaged)
         else:  # batch-norm statistics would stay non-finite for ever
-            self._averaged.copy_(self._before)
+            self.restore()
 
 
 def _flatten_in_place(tensors: list[Tensor]) -> Tensor:

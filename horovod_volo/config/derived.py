@@ -36,6 +36,11 @@ class Derived:
     min_lr: float
     warmup_lr: float
 
+    @property
+    def images_per_rank(self) -> float:
+        """Return the mean over ranks of their images in a step."""
+        return self.global_batch / self.ranks
+
     def epoch_of(self, step: int) -> tuple[int, int]:
         """Return the epoch, and the step inside it, of a step counted from the start of the run."""
         return divmod(step, self.steps_per_epoch)
@@ -44,7 +49,8 @@ class Derived:
 def resolve(config: Config, ranks: int) -> Config:
     """Return the settings for this number of ranks, --global-batch split into batch size and accumulation.
 
-    Both are read from the result only. Raise UserError if the learning rates contradict each other.
+    Both are read from the result only; micro-batches of elastic ranks may have an image less. Raise UserError
+    if the learning rates contradict each other.
     """
     if config.data.global_batch:
         config = _divided(config, ranks)
@@ -114,18 +120,21 @@ def _learning_rates(update: Update, global_batch: int) -> LearningRates:
 
 
 def _global_batch(config: Config, ranks: int) -> int:
-    return ranks * config.data.batch_size * config.update.accumulation
+    return config.data.global_batch or ranks * config.data.batch_size * config.update.accumulation
 
 
 def _divided(config: Config, ranks: int) -> Config:
     wanted, largest = config.data.global_batch, config.data.batch_size
-    if wanted % ranks:
+    if config.launch.elastic:
+        batch, accumulation = _split_unevenly(wanted, ranks, largest)
+    elif wanted % ranks:
         offers = [_offer(config, ranks, batch) for batch in nearest_batches(wanted, ranks)]
         raise UserError(
             f"--global-batch {wanted} is not a multiple of {ranks} ranks. The nearest multiples: "
             f"{', or '.join(offers)}."
         )
-    batch, accumulation = _split(wanted // ranks, largest)
+    else:
+        batch, accumulation = _split(wanted // ranks, largest)
     return replace(
         config,
         data=replace(config.data, batch_size=batch),
@@ -137,6 +146,18 @@ def _split(images: int, largest: int) -> tuple[int, int]:
     """Split a rank's images of a step into the fewest equal micro-batches of at most `largest` images."""
     accumulation = next(count for count in range(-(-images // largest), images + 1) if images % count == 0)
     return images // accumulation, accumulation
+
+
+def _split_unevenly(images: int, ranks: int, largest: int) -> tuple[int, int]:
+    """Split a step's images over ranks and the fewest micro-batches; return the largest, and their number."""
+    of_rank = -(-images // ranks)
+    accumulation = -(-of_rank // largest)
+    if images // ranks < accumulation:
+        raise UserError(
+            f"--global-batch {images} leaves a rank of {ranks} without an image in a micro-batch of "
+            f"--batch-size {largest}. Use a larger --global-batch or --batch-size, or fewer ranks (--max-np)."
+        )
+    return -(-of_rank // accumulation), accumulation
 
 
 def _offer(config: Config, ranks: int, global_batch: int) -> str:

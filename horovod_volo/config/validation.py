@@ -19,6 +19,7 @@ def check(config: Config) -> None:
     _check_objective(config)
     _check_schedule(config)
     _check_update(config)
+    _check_elastic(config)
 
 
 def check_flags(flags: Mapping[str, Any], config: Config) -> None:
@@ -91,6 +92,20 @@ def _check_schedule(config: Config) -> None:
     if not update.lr and not update.lr_base:
         raise UserError(
             "The learning rate is 0. Set --lr, or --lr-base for a global batch of --lr-base-size."
+        )
+
+
+def _check_elastic(config: Config) -> None:
+    if not config.launch.elastic:
+        return
+    if not config.data.global_batch:
+        raise UserError(
+            "--elastic needs --global-batch: the number of ranks changes, and the global batch must not. "
+            "Give the number of images per step."
+        )
+    if config.update.shard_optimizer:
+        raise UserError(
+            "--elastic needs the whole optimizer state on every rank. Drop --shard-optimizer, or --elastic."
         )
 
 

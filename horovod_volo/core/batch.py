@@ -48,6 +48,7 @@ class TrainBatch:
     images: Tensor  # (batch, 3, image_size, image_size) float32, normalised
     labels: Labels
     indices: NDArray[np.int64]  # (batch,) positions in the catalog
+    drawn: NDArray[np.int64]  # likewise, of the images that the epoch's order has here: damaged ones differ
 
 
 @dataclass(frozen=True, eq=False)

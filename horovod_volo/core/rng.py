@@ -10,6 +10,7 @@ same counters. Changing a purpose's value or the hash changes the draws of all r
 from __future__ import annotations
 
 from enum import IntEnum, unique
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,7 @@ class Purpose(IntEnum):
     IMAGE_MIX = 0x4D495855  # seed, step, rank, micro-batch
     DROP_PATH = 0x64726F70  # seed, step, rank, micro-batch
     PACKING_ORDER = 0x7061636B  # seed
+    LEDGER = 0x6C6564676572  # seed, epoch, sample
 
 
 def random_bits(purpose: Purpose, *counters: int) -> int:
@@ -61,6 +63,12 @@ def uniforms_of_samples(
         state = _next_states(state, words.astype(np.uint64))
     numbers: NDArray[np.float64] = (state >> np.uint64(64 - _MANTISSA_BITS)) / 2**_MANTISSA_BITS
     return numbers
+
+
+def bits_of_samples(purpose: Purpose, seed: int, epoch: int, samples: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return 64 random bits for each sample."""
+    state = np.full(1, random_bits(purpose, seed, epoch), dtype=np.uint64)
+    return _next_states(state, samples.astype(np.uint64))
 
 
 def philox(purpose: Purpose, *counters: int) -> np.random.Philox:

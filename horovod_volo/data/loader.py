@@ -70,14 +70,15 @@ class TrainLoader:
         normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> None:
         self.waited_seconds = 0.0  # how long the caller has waited for batches
-        self.steps = len(catalog) // (size * settings.batch_size * accumulation)  # complete global batches
+        global_batch = settings.global_batch or size * settings.batch_size * accumulation
+        self.steps = len(catalog) // global_batch  # complete global batches
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
         self._catalog = catalog
         self._label_maps = label_maps
         self._settings = settings
         self._seed = seed
         self._rank_indices = partial(
-            rank_indices, rank=rank, size=size, batch=settings.batch_size, accumulation=accumulation
+            rank_indices, rank=rank, size=size, global_batch=global_batch, accumulation=accumulation
         )
         self._device = device
         self._image_size = image_size
@@ -113,7 +114,7 @@ class TrainLoader:
         with closing(self._prefetcher.batches(self._reads(epoch, first_step))) as decoded:
             began = perf_counter()
             for pending, images in decoded:
-                batch = TrainBatch(images, pending.labels.to(self._device), pending.indices)
+                batch = TrainBatch(images, pending.labels.to(self._device), pending.indices, pending.drawn)
                 self.waited_seconds += perf_counter() - began
                 yield batch
                 began = perf_counter()
@@ -163,7 +164,7 @@ class TrainLoader:
         classes = torch.from_numpy(self._catalog.targets[indices].astype(np.int64))
         source = self._label_maps
         maps = None if source is None else _augmented_maps(samples, sizes, params, source.geometry)
-        return PendingTrainBatch(indices, inputs, Labels(classes, maps), params)
+        return PendingTrainBatch(indices, inputs, Labels(classes, maps), params, drawn)
 
     def _read_usable(self, index: int) -> tuple[int, Sample]:
         return self.bad_samples.read_or_replace(index, len(self._catalog), self._read)

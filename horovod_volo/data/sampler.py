@@ -36,12 +36,20 @@ def packing_order(seed: int, length: int) -> NDArray[np.uint32]:
 
 
 def rank_indices(
-    order: NDArray[np.uint32], step_in_epoch: int, *, rank: int, size: int, batch: int, accumulation: int
-) -> NDArray[np.int64]:
-    """Return the images of this rank in a step, (accumulation, batch): one row for each micro-batch."""
-    global_batch = size * batch * accumulation
+    order: NDArray[np.uint32],
+    step_in_epoch: int,
+    *,
+    rank: int,
+    size: int,
+    global_batch: int,
+    accumulation: int,
+) -> list[NDArray[np.int64]]:
+    """Return the images of this rank in a step, an array for each micro-batch.
+
+    Ranks, and micro-batches of a rank, differ by one image where the numbers do not divide the global batch.
+    """
     of_step = order[step_in_epoch * global_batch : (step_in_epoch + 1) * global_batch]
-    return of_step[rank::size].reshape(accumulation, batch).astype(np.int64)
+    return np.array_split(of_step[rank::size].astype(np.int64), accumulation)
 
 
 def _permutation(source: np.random.BitGenerator, length: int) -> NDArray[np.uint32]:

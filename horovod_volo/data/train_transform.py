@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.config.schema import Data
@@ -41,6 +43,7 @@ class PendingTrainBatch(PendingBatch):
 
     labels: Labels  # on the host
     params: AugmentParams
+    drawn: NDArray[np.int64]  # (batch,) the images that were to be read; damaged ones are replaced
 
 
 class TrainTransform:

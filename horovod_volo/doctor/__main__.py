@@ -3,6 +3,7 @@
     python -m horovod_volo.doctor
     horovodrun -np 8 python -m horovod_volo.doctor --shared /path/to/runs
     mpirun -np 2 -bind-to none -map-by slot python -m horovod_volo.doctor --json -
+    python -m horovod_volo.doctor --ledger runs/volo_d1
 
 Start it with the launcher and flags of training. Rank 0 prints one report for all ranks. Exit status: 0 no
 failure; 1 a failure; 2 a mistake on the command line.
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         options = build_parser().parse_args(arguments)
     except UserError as error:
         return _refuse(error)
+    if options.ledger:
+        return _check_ledger(Path(options.ledger))
     from horovod_volo.cluster.launch_env import read_launch_env
     from horovod_volo.cluster.pinning import bind
 
@@ -64,6 +67,17 @@ def main(arguments: Sequence[str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _check_ledger(run: Path) -> int:
+    from horovod_volo.doctor.ledger import check_ledger
+
+    try:
+        print(check_ledger(run))
+    except UserError as error:
+        print_error(f"error: {error}")
+        return FAILED
+    return DONE
 
 
 def _report_all_ranks(collected: CollectedFindings, launch: LaunchEnv, json_file: str) -> int:
@@ -155,6 +169,12 @@ def build_parser() -> Parser:
         help="folder of results, which all ranks must share: --output of training (%(default)s)",
     )
     add_flags(parser, setting_of_training("binding"))
+    add(
+        "--ledger",
+        default="",
+        metavar="RUN",
+        help="check only the ledger of this run folder: every image of an epoch was taken exactly once",
+    )
     add(
         "--json",
         default="",

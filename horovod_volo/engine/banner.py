@@ -54,9 +54,11 @@ def labels_line(config: Config, label_maps: LabelSource | None) -> str:
 
 def batch_line(config: Config, derived: Derived) -> str:
     """Describe the global batch as a product."""
+    batch, accumulation = config.data.batch_size, config.update.accumulation
+    up_to = "" if derived.global_batch == derived.ranks * batch * accumulation else "up to "
     return (
-        f"{derived.global_batch:,} images per step = {derived.ranks} ranks x {config.data.batch_size} images "
-        f"x {config.update.accumulation} micro-batches"
+        f"{derived.global_batch:,} images per step = {derived.ranks} ranks x {up_to}{batch} images "
+        f"x {accumulation} micro-batches"
     )
 
 

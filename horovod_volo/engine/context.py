@@ -26,6 +26,7 @@ from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.ledger import LEDGER, Ledger, LedgerStart
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.engine.state import TrainState
@@ -71,6 +72,7 @@ class TrainContext:
     autocast: torch.autocast
     stop: StopRequest
     logger: Logger
+    ledger: Ledger
     lock: RunLock | None = None  # of the run folder, on rank 0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
@@ -96,6 +98,7 @@ class TrainContext:
         self.images.held_out.close()
         if self.images.label_maps is not None:
             self.images.label_maps.close()
+        self.ledger.write()
         self.logger.close()
         if self.lock is not None:
             self.lock.close()
@@ -180,7 +183,22 @@ def build_context(
         autocast=autocast(config.model.precision, resources.device),
         stop=stop,
         logger=logger,
+        ledger=_build_ledger(config, world, images, derived),
     )
+
+
+def _build_ledger(config: Config, world: World, images: Images, derived: Derived) -> Ledger:
+    data = config.data
+    start = LedgerStart(
+        seed=config.run.seed,
+        images=len(images.train),
+        block_shuffle=data.block_shuffle,
+        shuffle_window=data.shuffle_window,
+        global_batch=derived.global_batch,
+        steps_per_epoch=derived.steps_per_epoch,
+        ranks=world.size,
+    )
+    return Ledger(run_folder(config) / LEDGER if world.is_rank_zero else None, start)
 
 
 def build_loaders(

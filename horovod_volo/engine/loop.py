@@ -85,10 +85,10 @@ def log_point(context: TrainContext, epoch: int) -> None:
     waited_seconds, failed = meter.data_wait_seconds, context.checkpoints.failed
     steps = meter.micro_batches / context.config.update.accumulation
     own_time = OwnTime(context.timer.seconds_per_step(), waited_seconds / steps)
-    counted = (*sums.values(), meter.micro_batches, seconds, waited_seconds, skipped, failed)
+    counted = (*sums.values(), seconds, waited_seconds, skipped, failed)
     by_rank = world.allgather_object((counted, own_time))
     totals = [sum(values) for values in zip(*(of_rank for of_rank, _ in by_rank), strict=True)]
-    *losses, micro_batches, all_seconds, waited, all_skipped, failures = totals
+    *losses, all_seconds, waited, all_skipped, failures = totals
     if failures:
         finish_checkpoint(context)
     log_bad_samples(context, context.train_loader.bad_samples)
@@ -103,7 +103,7 @@ def log_point(context: TrainContext, epoch: int) -> None:
         "class_loss": means["class_loss"],
         "token_loss": means["token_loss"],
         "lr": context.lr(step - 1),
-        "images_per_second": micro_batches * context.config.data.batch_size * world.size / all_seconds,
+        "images_per_second": steps * context.derived.global_batch * world.size / all_seconds,
         "data_wait": waited / all_seconds,
         "bad_samples": int(all_skipped),
     }
@@ -114,6 +114,7 @@ def log_point(context: TrainContext, epoch: int) -> None:
         log_own_times(context, [own for _, own in by_rank])
     if not context.config.run.hang_timeout:
         context.heartbeat.watch(learned_limit(all_seconds / world.size / steps))
+    context.ledger.write()
     gc.collect()  # on all ranks at once: they have just synchronised in sum_over_ranks
     meter.reset()
     context.timer.reset()

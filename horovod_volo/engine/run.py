@@ -129,6 +129,7 @@ def log_start(context: TrainContext, warnings: list[str]) -> None:
     warnings_of_ranks = context.world.allgather_object(context.world.binding.warnings)
     binding_warnings = dict.fromkeys(text for texts in warnings_of_ranks for text in texts)  # each once
     context.logger.log(format_banner(context, hosts, [*binding_warnings, *warnings]))
+    context.ledger.begin(context.state.step, hosts)
     context.logger.write_file("resolved.toml", dump(context.config))
     environment = collect_environment() | {"hosts": hosts, "bindings": bindings}
     context.logger.write_file("environment.json", json.dumps(environment, indent=2))

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.engine.ledger import checksums
 from horovod_volo.optim.build import set_lr
 from horovod_volo.optim.clip import divide
 
@@ -26,7 +30,7 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> list[int
     `state.reducer.statistics.finite` tells whether it was skipped because a loss is not finite.
     """
     state, accumulation = context.state, context.config.update.accumulation
-    seed, samples = context.config.run.seed, list[int]()
+    seed, samples, drawn = context.config.run.seed, list[int](), list[NDArray[np.int64]]()
     context.timer.begin()
     set_lr(state.optimizer, context.lr(state.step))
     for number in range(accumulation):
@@ -38,10 +42,16 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> list[int
                 mix.images(batch.images), mix.swap_tokens, drop_path_seed
             )
         parts = context.loss(class_logits, token_logits, batch.labels, mix)
-        state.scaler.scale(parts.total / accumulation).backward()  # type: ignore[no-untyped-call]
+        # Micro-batches count by their images, which differ where ranks do not divide the global batch.
+        loss = parts.total / (context.derived.images_per_rank / len(batch.indices))
+        state.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         state.reducer.statistics.add_loss(parts.total)
         context.meter.add(parts)
         samples += batch.indices.tolist()
+        drawn.append(batch.drawn)
+    epoch, _ = context.derived.epoch_of(state.step)
+    first, second = checksums(seed, epoch, np.concatenate(drawn))
+    state.reducer.statistics.note_samples((int(first), int(second)))
     if context.stop.received:
         state.reducer.statistics.ask_to_stop()
     context.train_loader.prepare_next()  # while the last buckets are reduced
@@ -54,5 +64,6 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> list[int
     state.scaler.update()
     state.average.update(state.step)
     state.step += 1
+    context.ledger.note(state.step, state.reducer.statistics.checksums)
     context.heartbeat.beat(state.step)
     return samples

@@ -89,7 +89,7 @@ def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool) -> Non
         with nullcontext() if compiled else RefuseSynchronisation():
             labels = random_labels(BATCH, config.model.num_classes, GPU, seed=0)
             images = torch.empty(BATCH, 3, SIDE, SIDE, device=GPU)
-            train_step(context, iter([TrainBatch(images, labels, np.arange(BATCH))]))
+            train_step(context, iter([TrainBatch(images, labels, np.arange(BATCH), np.arange(BATCH))]))
         assert context.state.step == 1
         assert not compiled or torch._dynamo.utils.counters["stats"]["unique_graphs"]
     context.close()

@@ -115,7 +115,7 @@ def train_ours(context: TrainContext) -> tuple[TrainedModel, list[Step]]:
         images = torch.randn(BATCH, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(number))
         box = context.mix(number, 0)
         assert isinstance(box, Box)
-        batch = TrainBatch(images, labels, np.arange(BATCH))
+        batch = TrainBatch(images, labels, np.arange(BATCH), np.arange(BATCH))
         context.meter.reset()
         with record_draws_of_ours() as draws:
             train_step(context, iter([batch]))

@@ -54,7 +54,7 @@ def batch_resized_by(*, dali: bool) -> torch.Tensor:
         )
         prefetcher = BatchPrefetcher(build, device, 1, lambda index: None, transform)
         inputs += resizing_inputs(crop_flip) if dali else ()
-        pending = PendingTrainBatch(indices, inputs, Labels(torch.zeros(IMAGES)), params)
+        pending = PendingTrainBatch(indices, inputs, Labels(torch.zeros(IMAGES)), params, indices)
         ((_, images),) = prefetcher.batches([lambda: pending])
         prefetcher.close()
     return images

@@ -33,18 +33,28 @@ def test_a_step_has_the_same_images_on_any_number_of_ranks(size, batch, accumula
     order = epoch_order(seed=0, epoch=0, length=40)
     for step in range(3):
         of_ranks = [
-            rank_indices(order, step, rank=rank, size=size, batch=batch, accumulation=accumulation)
+            rank_indices(order, step, rank=rank, size=size, global_batch=12, accumulation=accumulation)
             for rank in range(size)
         ]
-        assert all(indices.shape == (accumulation, batch) for indices in of_ranks)
-        together = np.concatenate([indices.ravel() for indices in of_ranks])
+        assert all([len(part) for part in parts] == [batch] * accumulation for parts in of_ranks)
+        together = np.concatenate([part for parts in of_ranks for part in parts])
         assert sorted(together) == sorted(order[12 * step : 12 * step + 12])
 
 
 def test_a_rank_reads_each_position_that_equals_its_rank_modulo_size():
-    indices = rank_indices(np.arange(100, dtype=np.uint32), 2, rank=1, size=3, batch=2, accumulation=2)
-    assert indices.dtype == np.int64
-    assert indices.tolist() == [[25, 28], [31, 34]]
+    parts = rank_indices(np.arange(100, dtype=np.uint32), 2, rank=1, size=3, global_batch=12, accumulation=2)
+    assert all(part.dtype == np.int64 for part in parts)
+    assert [part.tolist() for part in parts] == [[25, 28], [31, 34]]
+
+
+def test_ranks_and_micro_batches_differ_by_one_image_at_most():
+    order = np.arange(64, dtype=np.uint32)
+    by_rank = [
+        rank_indices(order, 1, rank=rank, size=3, global_batch=32, accumulation=2) for rank in range(3)
+    ]
+    assert [[len(part) for part in parts] for parts in by_rank] == [[6, 5], [6, 5], [5, 5]]
+    together = np.concatenate([part for parts in by_rank for part in parts])
+    assert sorted(together) == list(range(32, 64))
 
 
 @pytest.mark.parametrize(("length", "block", "window"), [(1000, 10, 4), (1003, 10, 4), (7, 10, 2), (1, 1, 1)])

@@ -116,7 +116,9 @@ def count_loop(name: CountedLoop, config: Config) -> StepCost:
 def _batch(config: Config) -> TrainBatch:
     batch, side = config.data.batch_size, config.model.img_size
     labels = random_labels(batch, CLASSES, META, seed=0)
-    return TrainBatch(torch.empty(batch, 3, side, side, device=META), labels, np.arange(batch))
+    return TrainBatch(
+        torch.empty(batch, 3, side, side, device=META), labels, np.arange(batch), np.arange(batch)
+    )
 
 
 def _augment(config: Config) -> None:

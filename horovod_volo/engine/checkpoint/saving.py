@@ -39,6 +39,7 @@ def save_checkpoint(context: TrainContext) -> None:
     if context.returns_in_vain:
         raise divergence(context)
     context.world.assert_identical(context.state.replicated_tensors(), "Weights or optimizer state")
+    context.ledger.write()  # so that it is never behind a checkpoint
     tensors = context.state.full_state_dict()
     finish_checkpoint(context)
     if context.world.is_rank_zero:

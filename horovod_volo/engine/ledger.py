@@ -1,0 +1,135 @@
+"""The ledger of a run: which images of an epoch's order each step has taken, written to ledger.jsonl.
+
+The loader passes on with each batch which images it was to read. Their checksums are added over ranks in the
+exchange of every step, so a step is in the ledger if, and only if, all ranks have taken it. Every rank notes
+the steps; rank 0 writes them at log points and before checkpoints. The doctor compares the file with the
+orders, which follow from the seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_volo.cluster.step_statistics import CHECKSUM_BITS
+from horovod_volo.core.rng import Purpose, bits_of_samples
+from horovod_volo.monitor.run_logger import AppendedFile
+
+LEDGER = "ledger.jsonl"
+_WRITES_KEPT = 2
+
+
+@dataclass(frozen=True)
+class LedgerStart:
+    """The first line of each start of a run: what the order and its parts follow from."""
+
+    seed: int
+    images: int
+    block_shuffle: int
+    shuffle_window: int
+    global_batch: int
+    steps_per_epoch: int
+    ranks: int
+
+
+class LedgerStep(NamedTuple):
+    """A step that all ranks have taken, counted from 1, and its checksums."""
+
+    step: int
+    checksums: tuple[int, int]
+
+
+def checksums(seed: int, epoch: int, samples: NDArray[Any], *, axis: int = -1) -> tuple[Any, Any]:
+    """Return two checksums of CHECKSUM_BITS bits of a set of samples, whatever their order."""
+    total = bits_of_samples(Purpose.LEDGER, seed, epoch, samples).sum(axis=axis, dtype=np.uint64)
+    mask = np.uint64((1 << CHECKSUM_BITS) - 1)
+    return total & mask, total >> np.uint64(CHECKSUM_BITS) & mask
+
+
+class Ledger:
+    """Notes the steps of a run, on every rank; rank 0 writes them."""
+
+    def __init__(self, path: Path | None, start: LedgerStart) -> None:
+        """`path` is the file, or None on ranks that do not write."""
+        self.start = start
+        self._file = None if path is None else AppendedFile(path)
+        self._unwritten: list[LedgerStep] = []
+        self._written: deque[list[LedgerStep]] = deque(maxlen=_WRITES_KEPT)
+
+    def begin(self, step: int, hosts: Sequence[str], earlier: Sequence[LedgerStep] = ()) -> None:
+        """Write which step the run has reached, and the `earlier` steps that the file lacks up to there."""
+        if self._file is None:
+            return
+        recorded = _last_step(self._file.path)
+        self._unwritten = [each for each in earlier if recorded < each.step <= step]
+        if not _ends_with_line(self._file.path):
+            self._append_text("\n")
+        self.write()
+        self._append({"step": step, "hosts": list(hosts), **asdict(self.start)})
+
+    def note(self, step: int, sums: tuple[int, int]) -> None:
+        """Note a step that all ranks have taken, with the sums over ranks of its checksums."""
+        self._unwritten.append(LedgerStep(step, sums))
+
+    def write(self) -> None:
+        """Write what was noted since the last call."""
+        steps, self._unwritten = self._unwritten, []
+        for epoch, of_epoch in groupby(steps, lambda each: (each.step - 1) // self.start.steps_per_epoch):
+            self._append_span(epoch, list(of_epoch))
+        self._written.append(steps)
+
+    def latest(self) -> list[LedgerStep]:
+        """Return the latest steps, of which rank 0 may not have written some before it was lost."""
+        return [each for steps in self._written for each in steps] + self._unwritten
+
+    def _append_span(self, epoch: int, steps: list[LedgerStep]) -> None:
+        first, batch = steps[0].step, self.start.global_batch
+        position = (first - 1) % self.start.steps_per_epoch * batch
+        sums = [sum(each) for each in zip(*(step.checksums for step in steps), strict=True)]
+        self._append(
+            {
+                "steps": [first, steps[-1].step],
+                "epoch": epoch,
+                "samples": [position, position + len(steps) * batch],
+                "checksums": sums,
+            }
+        )
+
+    def _append(self, record: dict[str, Any]) -> None:
+        self._append_text(f"{json.dumps(record)}\n")
+
+    def _append_text(self, text: str) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # it is kept; the logger says that the disk is full
+                self._file.append(text.encode())
+
+
+def _ends_with_line(path: Path) -> bool:
+    """Return whether the file is complete: a process that is killed may write a line in part."""
+    return not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")
+
+
+def _last_step(path: Path) -> int:
+    """Return the step that a ledger has reached; 0 without one."""
+    last = 0
+    for record in read_ledger(path) if path.exists() else []:
+        last = record["steps"][1] if "steps" in record else record["step"]
+    return last
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a ledger, without those that a killed process wrote in part."""
+    records = []
+    for line in path.read_bytes().split(b"\n"):
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict)]

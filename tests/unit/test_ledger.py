@@ -1,0 +1,173 @@
+"""The ledger proves that every image of an epoch was taken once, and shows what was not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.sampler import epoch_order, rank_indices
+from horovod_volo.doctor.ledger import check_ledger
+from horovod_volo.engine.ledger import LEDGER, Ledger, LedgerStart, checksums
+
+START = LedgerStart(
+    seed=7, images=50, block_shuffle=0, shuffle_window=64, global_batch=8, steps_per_epoch=6, ranks=2
+)
+Records = list[dict[str, Any]]
+
+
+def take(ledger: Ledger, first: int, last: int, *, skip_rank: int = -1, epoch_shift: int = 0) -> None:
+    """Let all ranks take steps `first` to `last`, as the loader and the exchange would."""
+    start = ledger.start
+    for step in range(first, last + 1):
+        epoch, in_epoch = divmod(step - 1, start.steps_per_epoch)
+        order = epoch_order(start.seed, epoch + epoch_shift, start.images)
+        sums = np.zeros(2, dtype=np.int64)
+        for rank in range(start.ranks):
+            micro_batches = rank_indices(
+                order, in_epoch, rank=rank, size=start.ranks, global_batch=start.global_batch, accumulation=1
+            )
+            if rank != skip_rank:
+                sums += np.array(checksums(start.seed, epoch, np.concatenate(micro_batches)), dtype=np.int64)
+        ledger.note(step, (int(sums[0]), int(sums[1])))
+
+
+def begun(folder: Path, step: int, start: LedgerStart = START) -> Ledger:
+    ledger = Ledger(folder / LEDGER, start)
+    ledger.begin(step, ["host"] * start.ranks)
+    return ledger
+
+
+def test_an_epoch_and_a_half(tmp_path: Path) -> None:
+    ledger = begun(tmp_path, 0)
+    take(ledger, 1, 4)
+    ledger.write()
+    take(ledger, 5, 9)  # across the end of the epoch
+    ledger.write()
+    text = check_ledger(tmp_path)
+    assert "1 epochs are complete: each of 48 images was taken once" in text
+    assert "the other 2 do not fill a step" in text
+    assert "of the next epoch 24 images" in text
+
+
+def test_other_ranks_and_repeated_steps(tmp_path: Path) -> None:
+    first = begun(tmp_path, 0)
+    take(first, 1, 5)
+    first.write()
+    second = begun(tmp_path, 3, replace(START, ranks=3))  # 8 images on 3 ranks: 3, 3, 2
+    take(second, 4, 12)
+    second.write()
+    assert "2 epochs are complete" in check_ledger(tmp_path)
+    assert "12 steps in 2 starts or re-formations; 2 steps were trained again" in check_ledger(tmp_path)
+
+
+def test_a_new_rank_0_writes_what_the_lost_one_did_not(tmp_path: Path) -> None:
+    lost, survivor = begun(tmp_path, 0), Ledger(None, START)
+    for ledger in (lost, survivor):
+        take(ledger, 1, 2)
+        ledger.write()
+        take(ledger, 3, 4)
+    survivor.write()  # both are at a log point; rank 0 is lost before it writes
+    take(survivor, 5, 5)
+    successor = Ledger(tmp_path / LEDGER, replace(START, ranks=1))
+    successor.begin(5, ["host"], survivor.latest())
+    take(successor, 6, 6)
+    successor.write()
+    assert "1 epochs are complete" in check_ledger(tmp_path)
+
+
+def test_a_line_that_was_written_in_part(tmp_path: Path) -> None:
+    ledger = begun(tmp_path, 0)
+    take(ledger, 1, 4)
+    ledger.write()
+    with (tmp_path / LEDGER).open("a") as file:
+        file.write('{"steps": [5, 6], "epo')
+    again = begun(tmp_path, 4)
+    take(again, 5, 6)
+    again.write()
+    assert "1 epochs are complete" in check_ledger(tmp_path)
+
+
+def test_an_image_that_another_rank_took_twice_shows(tmp_path: Path) -> None:
+    ledger = begun(tmp_path, 0)
+    take(ledger, 1, 3, skip_rank=1)
+    ledger.write()
+    with pytest.raises(UserError, match="their checksums differ"):
+        check_ledger(tmp_path)
+
+
+def test_the_order_of_another_epoch_shows(tmp_path: Path) -> None:
+    ledger = begun(tmp_path, 0)
+    take(ledger, 1, 3, epoch_shift=1)
+    ledger.write()
+    with pytest.raises(UserError, match="their checksums differ"):
+        check_ledger(tmp_path)
+
+
+def drop(records: Records) -> None:
+    del records[2]
+
+
+def repeat(records: Records) -> None:
+    records.insert(2, records[1])
+
+
+def skip_ahead(records: Records) -> None:
+    records[3]["step"] = 7
+
+
+def change_seed(records: Records) -> None:
+    records[3]["seed"] = 8
+
+
+def move(records: Records) -> None:
+    records[1]["samples"] = [8, 32]
+
+
+def change_epoch(records: Records) -> None:
+    records[1]["epoch"] = 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop, "missing"),
+        (repeat, "steps 1 to 3 follow step 3"),
+        (skip_ahead, "steps 6 to 7 are missing"),
+        (change_seed, "settings changed at step 5"),
+        (move, "took samples 8 to 32"),
+        (change_epoch, "are not in epoch 1"),
+    ],
+)
+def test_mistakes(tmp_path: Path, change: Callable[[Records], None], message: str) -> None:
+    ledger = begun(tmp_path, 0)
+    take(ledger, 1, 3)
+    ledger.write()
+    take(ledger, 4, 5)
+    ledger.write()
+    take(begun(tmp_path, 5), 6, 6)
+    path = tmp_path / LEDGER
+    assert check_ledger(tmp_path)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    change(records)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    with pytest.raises(UserError, match=message):
+        check_ledger(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "[]\n", '{"steps": 3}\n', '{"step": "a", "hosts": []}\n'])
+def test_a_damaged_ledger(tmp_path: Path, content: str) -> None:
+    (tmp_path / LEDGER).write_text(content)
+    with pytest.raises(UserError, match=r"proves nothing|does not prove"):
+        check_ledger(tmp_path)
+
+
+def test_no_ledger(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        check_ledger(tmp_path)
