@@ -10,13 +10,19 @@ data, explained in one message; 1 any other failure.
 from __future__ import annotations
 
 import sys
+from contextlib import closing
+from typing import TYPE_CHECKING
 
-from horovod_volo.cluster.entry import refuse
+from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.config.command_line import Request, parse
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import by_flag
 from horovod_volo.core.errors import UserError
+
+if TYPE_CHECKING:
+    from horovod_volo.cluster.world import World
+    from horovod_volo.engine.elastic import ElasticRun
 
 DONE, MISTAKE, STOPPED = 0, 2, 75
 
@@ -55,12 +61,25 @@ def _train(config: Config) -> int:
 
     # Before torch starts threads: they inherit the binding.
     bound = bind(
-        config.launch.binding, HorovodOptions(config.launch.horovod_autotune, config.launch.horovod_timeline)
+        config.launch.binding,
+        HorovodOptions(config.launch.horovod_autotune, config.launch.horovod_timeline, config.launch.elastic),
     )
-    from horovod_volo.cluster.entry import run_on_ranks
-    from horovod_volo.engine.run import run
+    from horovod_volo.cluster.watchdog import Watchdog
 
-    status = run_on_ranks(lambda world: DONE if run(config, world, stop) else STOPPED, bound, by_flag(config))
+    with closing(Watchdog(config.run.hang_timeout, elastic=config.launch.elastic)) as watchdog:
+        from horovod_volo.engine.elastic import train_elastic
+        from horovod_volo.engine.run import run
+
+        def work(world: World, elastic: ElasticRun | None = None) -> int:
+            return DONE if run(config, world, stop, watchdog, elastic) else STOPPED
+
+        try:
+            if config.launch.elastic:
+                status = train_elastic(config, watchdog, bound, work)
+            else:
+                status = run_on_ranks(work, bound, by_flag(config))
+        except UserError as problem:  # the launcher is not elastic
+            return refuse(problem)
     stop.ignore_from_now_on()
     return status
 

@@ -3,8 +3,12 @@
 # reachable by ssh and share the same folders.
 #
 #   HOSTS=node1:8,node2:8 ./jobs/horovodrun.sh RECIPE [flags of the trainer]
+#   MIN_RANKS=8 HOSTS=node1:8,node2:8 ./jobs/horovodrun.sh RECIPE --global-batch 1024 [flags of the trainer]
 #
-# HOSTS lists each host with its number of GPUs. SSH_PORT and SSH_KEY are optional. All other settings are in
+# HOSTS lists each host with its number of GPUs. With MIN_RANKS the run is elastic: it goes on without hosts
+# that no longer answer, as long as so many ranks are left, and takes them in again. HOSTS_FILE, with a line
+# HOST:GPUS for each host, may then be changed during the run; without it these are HOSTS. A host that failed
+# is not used again for COOLDOWN seconds (20). SSH_PORT and SSH_KEY are optional. All other settings are in
 # jobs/env.sh. On SIGUSR1, SIGTERM, SIGHUP or Ctrl-C the run saves at the end of the step and exits.
 # Exit status: 0 finished; 75 stopped and saved, the same command resumes; anything else: failed.
 set -euo pipefail
@@ -18,21 +22,38 @@ for name in $(compgen -e | grep -E '^(HOME|PATH|LD_LIBRARY_PATH|(NCCL|HOROVOD)_.
     exported+=("$name=${!name}")
 done
 ssh=(${SSH_PORT:+-p "$SSH_PORT"} ${SSH_KEY:+-i "$SSH_KEY"})
+started_on=(-np "$ranks" -H "$HOSTS")
+if [[ -n ${MIN_RANKS:-} ]]; then
+    temporary=$(mktemp -d)
+    trap 'rm -rf "$temporary"' EXIT
+    tr , '\n' <<<"$HOSTS" >"$temporary/hosts"
+    # horovodrun waits for a lost host until ssh ends, which without these flags takes hours.
+    printf '#!/bin/sh\nexec %q -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -o ConnectTimeout=10 "$@"\n' \
+        "$(command -v ssh)" >"$temporary/ssh"
+    chmod +x "$temporary/ssh"
+    exported+=("PATH=$temporary:$PATH")
+    discover="$PWD/jobs/answering_hosts.sh ${HOSTS_FILE:-$temporary/hosts} ${SSH_PORT:-22}"
+    started_on=(-np "$MIN_RANKS" --min-np "$MIN_RANKS" --host-discovery-script "$discover")
+    started_on+=(--blacklist-cooldown-range "${COOLDOWN:-20}" "$((3 * ${COOLDOWN:-20}))")
+    trainer+=(--elastic)
+fi
 command=(
-    horovodrun --gloo -np "$ranks" -H "$HOSTS" "${ssh[@]}"
+    horovodrun --gloo "${started_on[@]}" "${ssh[@]}"
     ${NETWORK_INTERFACE:+--network-interface "$NETWORK_INTERFACE"}
     "${trainer[@]}"
 )
 
 # A horovodrun that receives a signal ends its ranks before they have saved. So the ranks are signalled
-# directly: those on this host or, if there are none, those of the first host; repeatedly, because they may
-# not have been started yet. The other ranks learn of it at the end of the step.
+# directly: those on this host or, if there are none, those of the first host that has some; repeatedly, because
+# they may not have been started yet. The other ranks learn of it at the end of the step.
 request_stop() {
     trap '' USR1 TERM INT HUP
     [[ -n $child ]] || exit "$STOPPED"
     local signal_ranks=(pkill -USR1 -f "^[^ ]*python[^ ]* -X $mark ")
     while kill -0 "$child" 2>/dev/null; do
-        "${signal_ranks[@]}" || ssh -o BatchMode=yes "${ssh[@]}" "${HOSTS%%:*}" "${signal_ranks[@]@Q}" || true
+        "${signal_ranks[@]}" || for host in ${HOSTS//,/ }; do
+            ssh -o BatchMode=yes -o ConnectTimeout=5 "${ssh[@]}" "${host%:*}" "${signal_ranks[@]@Q}" && break
+        done
         sleep "$SIGNAL_INTERVAL_SECONDS"
     done &>/dev/null &
 }
@@ -44,7 +65,7 @@ run() {
     # In a new session, so that Ctrl-C does not reach it.
     setsid env -i --default-signal "${exported[@]}" "${command[@]}" 2>&1 |
         awk -v stopped="$STOPPED" '{ print; fflush() }
-            /^\[0\]<stdout>:stopped at step [0-9]+ and saved/ { status = stopped }
+            /^\[[0-9]+\]<stdout>:stopped at step [0-9]+ and saved/ { status = stopped }
             END { exit status }'
 }
 

@@ -57,8 +57,8 @@ class Collectives(Protocol):
     def allgather_async(self, part: Tensor, name: str) -> WaitForResult:
         """Concatenate the flat tensors of all ranks, which may differ in length, in the order of ranks."""
 
-    def broadcast_async(self, tensor: Tensor, name: str) -> Wait:
-        """Replace `tensor` by rank 0's."""
+    def broadcast_async(self, tensor: Tensor, name: str, root: int = 0) -> Wait:
+        """Replace `tensor` by that of rank `root`."""
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank."""
@@ -83,7 +83,7 @@ class LocalCollectives:
     def allgather_async(self, part: Tensor, name: str) -> WaitForResult:  # noqa: ARG002
         return lambda: part
 
-    def broadcast_async(self, tensor: Tensor, name: str) -> Wait:  # noqa: ARG002
+    def broadcast_async(self, tensor: Tensor, name: str, root: int = 0) -> Wait:  # noqa: ARG002
         return lambda: None
 
     def allgather_object(self, value: Any) -> list[Any]:
@@ -150,11 +150,12 @@ class HorovodCollectives:
         if self.heartbeat is not None:
             self.heartbeat.waits(False)
 
-    def broadcast_async(self, tensor: Tensor, name: str) -> Wait:
+    def broadcast_async(self, tensor: Tensor, name: str, root: int = 0) -> Wait:
         # Horovod needs contiguous memory and supports neither bool nor bf16: broadcast the bytes.
         contiguous = tensor.detach().contiguous()
         with self._lost_rank_as_error():
-            handle = self._hvd.broadcast_async_(contiguous.view(-1).view(torch.uint8), root_rank=0, name=name)
+            content = contiguous.view(-1).view(torch.uint8)
+            handle = self._hvd.broadcast_async_(content, root_rank=root, name=name)
 
         def wait() -> None:
             self._synchronize(handle)
@@ -179,4 +180,5 @@ class HorovodCollectives:
         except self._hvd.HorovodInternalError as error:
             timed_out = "timed out" in str(error).lower()
             reason = "does not answer: it hangs, or its host cannot be reached" if timed_out else "has exited"
-            raise RankLostError(f"another rank {reason} ({error})") from None
+            first_sentence, _, _ = str(error).partition(". ")
+            raise RankLostError(f"another rank {reason} ({first_sentence})") from None

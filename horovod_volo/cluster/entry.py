@@ -20,15 +20,18 @@ if TYPE_CHECKING:
     from horovod_volo.cluster.binding import Binding
     from horovod_volo.cluster.world import World
 
-FAILED, MISTAKE = 1, 2
+FAILED, MISTAKE, LOST = 1, 2, -1
 _OF_ONE_RANK = {"--binding", "--workers"}  # settings that may differ from rank to rank
 _SHOWN = 3
 
 
-def run_on_ranks(work: Callable[[World], int], binding: Binding, flags: Mapping[str, Any]) -> int:
+def run_on_ranks(
+    work: Callable[[World], int], binding: Binding, flags: Mapping[str, Any], *, elastic: bool = False
+) -> int:
     """Initialize Horovod and run `work`; return its exit status, or the status of the error that ended it.
 
-    `flags` are the values of all flags, which must be the same on all ranks.
+    `flags` are the values of all flags, which must be the same on all ranks. If another rank is lost,
+    `elastic` ranks return LOST, to be formed again.
     """
     from horovod_volo.cluster.collectives import RankLostError
     from horovod_volo.cluster.world import AllRanksError, World
@@ -44,8 +47,8 @@ def run_on_ranks(work: Callable[[World], int], binding: Binding, flags: Mapping[
         print_error(f"error on rank {rank}: {error}")
         return MISTAKE
     except RankLostError as error:
-        print_error(f"rank {rank} stops: {error}")
-        return FAILED
+        print_error(f"rank {rank} {'goes on without it' if elastic else 'stops'}: {error}")
+        return LOST if elastic else FAILED
 
 
 def refuse(error: UserError) -> int:

@@ -13,10 +13,11 @@ from horovod_volo.cluster.binding import Binding
 
 @dataclass(frozen=True)
 class HorovodOptions:
-    """Optional features of Horovod; empty means off."""
+    """Optional features of Horovod; empty or false means off."""
 
     autotune: str = ""  # file of the autotuner's log
     timeline: str = ""  # file of the timeline
+    elastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,9 @@ ENV_VARS = (
         "HOROVOD_CYCLE_TIME",
         "milliseconds between Horovod's negotiation cycles. For a rank that computes on one core, cycles "
         "take a tenth of that core with Horovod's default of 1, and a twentieth with 10; a step then waits "
-        "some 6 ms more. A rank with a GPU has spare cores and keeps the default.",
-        lambda binding, options: "" if binding.gpu or options.autotune else "10",
+        "some 6 ms more. A rank with a GPU has spare cores and keeps the default, and so do elastic ranks: "
+        "Horovod crashes when it is initialized again with this and a fusion threshold.",
+        lambda binding, options: "" if binding.gpu or options.autotune or options.elastic else "10",
     ),
     EnvVar(
         "HOROVOD_FUSION_THRESHOLD",

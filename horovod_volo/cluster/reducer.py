@@ -170,11 +170,12 @@ class Reducer:
         state: dict[str, Tensor],
         keys: Iterable[str],  # noqa: ARG002
         saved: Mapping[str, Tensor],
+        root: int = 0,
     ) -> None:
-        """Load rank 0's full optimizer state `saved` into `state`. Collective: every rank calls this."""
+        """Load the full optimizer state `saved` of rank `root`. Collective: every rank calls this."""
         for name, tensor in saved.items():
             state[name].copy_(tensor)
-        self._world.broadcast_(state.values())
+        self._world.broadcast_(state.values(), root)
 
 
 class _BucketReduction:

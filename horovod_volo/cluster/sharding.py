@@ -93,10 +93,10 @@ class ShardedReducer(Reducer):
         return full.as_strided(parameter.size(), parameter.stride())
 
     def scatter_optimizer_state(
-        self, state: dict[str, Tensor], keys: Iterable[str], saved: Mapping[str, Tensor]
+        self, state: dict[str, Tensor], keys: Iterable[str], saved: Mapping[str, Tensor], root: int = 0
     ) -> None:
-        """Load the local part of rank 0's state `saved` into `state`. Collective: every rank calls this."""
-        if not self._world.broadcast_object(bool(saved)):
+        """Load the local part of the state `saved` of rank `root`. Collective: every rank calls this."""
+        if not self._world.allgather_object(bool(saved))[root]:
             return  # a new optimizer's state is the same everywhere
         for bucket, name, key in self._state_entries(keys):
             if key == STEP_KEY:
@@ -105,7 +105,7 @@ class ShardedReducer(Reducer):
                 full = torch.zeros_like(bucket.parameters[name])
             if f"{name}/{key}" in saved:
                 full.detach().copy_(saved[f"{name}/{key}"])
-            self._world.collectives.broadcast_async(full, f"state.{key}")()
+            self._world.collectives.broadcast_async(full, f"state.{key}", root)()
             if f"{name}/{key}" in state:
                 shard = self._shards[self.buckets.index(bucket)]
                 local = full if key == STEP_KEY else shard.slice_of(full.detach(), name)

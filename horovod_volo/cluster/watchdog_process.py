@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
 import select
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 DUMP = signal.SIGUSR2  # makes the rank write its stacks
 _POLL_SECONDS, _STOPPED_SECONDS = 1.0, 5.0
+_GLOO_TIMEOUT_SECONDS = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 30))
 _REPORT_SECONDS = 5.0  # until all ranks have reported: they notice within seconds of each other
 _MESSAGE_SECONDS, _DUMP_SECONDS = 3.0, 2.0
 _WAITS, _WORKS, _STOPPED = "waits for other ranks", "computes or reads data", "is stopped by a signal"
@@ -41,11 +43,9 @@ class Progress(NamedTuple):
 class Heartbeat:
     """The progress of a rank, which notes it, and whose watchdog reads it."""
 
-    def __init__(self, descriptor: int | None = None) -> None:
-        """Open the memory behind a file descriptor, or make it."""
-        self.descriptor = os.memfd_create("heartbeat") if descriptor is None else descriptor
-        os.ftruncate(self.descriptor, _FORMAT.size)
-        self._memory = mmap.mmap(self.descriptor, _FORMAT.size)
+    def __init__(self, descriptor: int = -1) -> None:
+        """Share the memory behind a file descriptor; without one, nobody watches."""
+        self._memory = mmap.mmap(descriptor, _FORMAT.size)
         self._progress = Progress()
 
     def beat(self, step: int) -> None:
@@ -64,11 +64,6 @@ class Heartbeat:
         """Return what was noted last."""
         return Progress(*_FORMAT.unpack_from(self._memory))
 
-    def close(self) -> None:
-        """Release the memory."""
-        self._memory.close()
-        os.close(self.descriptor)
-
     def _write(self, **changes: Any) -> None:
         self._progress = self._progress._replace(**changes)
         _FORMAT.pack_into(self._memory, 0, *self._progress)
@@ -77,26 +72,38 @@ class Heartbeat:
 class Watch:
     """Watches one rank."""
 
-    def __init__(self, *, rank: int, hosts: list[str], pid: int, folder: str, stacks: int) -> None:
-        self._rank, self._hosts, self._pid = rank, hosts, pid
-        self._folder, self._stacks = Path(folder), stacks
+    def __init__(self, *, rank: int, host: str, pid: int, stacks: int, elastic: bool) -> None:
+        self._rank, self._pid, self._stacks, self._elastic = rank, pid, stacks, elastic
+        self._own_name = f"rank {rank} on {host}"
+        self._hosts: list[str] = []  # of all ranks, once they are connected
+        self._folder = Path()
         self._reported = 0.0  # when the report of this rank was written
         self._stopped, self._said = 0.0, False  # seconds for which the rank is stopped
 
+    def begin(self, *, rank: int, hosts: list[str], folder: str) -> None:
+        """Watch the steps of these ranks from now on."""
+        self._rank, self._hosts, self._folder = rank, hosts, Path(folder)
+        self._own_name, self._reported = self._name(rank), 0.0
+
     def check(self, progress: Progress) -> bool:
         """Report a rank that hangs; kill it and return True when the others have reported."""
-        self._look_whether_stopped()
+        if self._is_stopped_for_good():
+            return self._kill()
         now, since = time.monotonic(), time.monotonic() - progress.beat
         if not progress.limit or since < progress.limit:
             if self._reported:  # it goes on
                 self._file("json").unlink(missing_ok=True)
                 self._reported = 0.0
             return False
+        if not self._hosts:
+            doing = self._state() or "does not connect, or waits for one that does not"
+            self._say(f"error: {self._own_name} {doing}, for {progress.limit:g} s (--hang-timeout).")
+            return self._kill()
         if not self._reported:
             self._reported = now
             self._report(progress)
         reports = self._reports()
-        culprits = [report for report in reports.values() if report["state"] != _WAITS]
+        culprits = [rank for rank, report in reports.items() if report["state"] != _WAITS]
         # Ranks that have not reported may be at work, on a batch of the evaluation that takes them longer.
         is_sure = culprits or len(reports) == len(self._hosts) or since > 2 * progress.limit
         if not is_sure or now - self._reported < _REPORT_SECONDS:
@@ -104,18 +111,30 @@ class Watch:
         if self._rank == min(reports, default=self._rank):
             self._say(self._message(progress.limit, reports))
         time.sleep(_MESSAGE_SECONDS)
+        if self._elastic and culprits and self._rank not in culprits:
+            self._reported = math.inf  # it goes on without them, and has nothing more to report
+            return False
+        return self._kill()
+
+    def _kill(self) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
         return True
 
-    def _look_whether_stopped(self) -> None:
+    def _is_stopped_for_good(self) -> bool:
+        """Say that the rank is stopped by a signal; return True if an elastic job has given it up."""
         self._stopped = self._stopped + _POLL_SECONDS if self._state() == _STOPPED else 0.0
+        if self._elastic and self._stopped >= _GLOO_TIMEOUT_SECONDS:
+            self._say(
+                f"{self._own_name} was stopped by a signal for {self._stopped:g} s. The others go on without "
+                "it, and it is ended."
+            )
+            return True
         if self._stopped >= _STOPPED_SECONDS and not self._said:
             self._said = True
             remedy = f"`kill -CONT {self._pid}` lets it go on"
-            self._say(
-                f"{self._name(self._rank)} is stopped by a signal, and other ranks wait for it: {remedy}."
-            )
+            self._say(f"{self._own_name} is stopped by a signal, and other ranks wait for it: {remedy}.")
+        return False
 
     def _report(self, progress: Progress) -> None:
         """Write where this rank is, and the stacks of its threads."""
@@ -128,7 +147,7 @@ class Watch:
             partial.write_text(json.dumps({"rank": self._rank, "step": progress.step, "state": state}))
             partial.replace(self._file("json"))
         except OSError as error:
-            self._say(f"{self._name(self._rank)} {state}. Its stacks cannot be saved: {error.strerror}.")
+            self._say(f"{self._own_name} {state}. Its stacks cannot be saved: {error.strerror}.")
 
     def _message(self, limit: float, reports: dict[int, dict[str, Any]]) -> str:
         """Name the ranks that the others wait for."""
@@ -140,10 +159,12 @@ class Watch:
                 waiting += 1
             else:
                 names.append(f"{self._name(rank)} {report['state']}, after step {report['step']}")
+        ended = "the run goes on without these ranks" if self._elastic and names else "this run is ended"
+        resume = "" if self._elastic and names else " Resume with --resume auto."
         return (
-            f"error: no step has ended for {limit:g} s (--hang-timeout), so this run is ended: "
+            f"error: no step has ended for {limit:g} s (--hang-timeout), so {ended}: "
             f"{'; '.join(names) or 'all ranks wait'}; {waiting} of {len(self._hosts)} ranks wait for others. "
-            f"Their stacks are in {self._folder}. Resume with --resume auto."
+            f"Their stacks are in {self._folder}.{resume}"
         )
 
     def _state(self) -> str:
@@ -182,12 +203,18 @@ class Watch:
         print(text, file=sys.stderr, flush=True)
 
 
-def main(pid: int, alive: int, heartbeat: int, **watched: Any) -> None:
-    """Watch the rank until it ends: then nobody holds the other end of the pipe `alive`."""
+def main(pid: int, told: int, heartbeat: int, **watched: Any) -> None:
+    """Watch the rank until it ends: then nobody holds the other end of the pipe `told`."""
     memory, watch = Heartbeat(heartbeat), Watch(pid=pid, **watched)
-    while os.getppid() == pid and not select.select([alive], [], [], _POLL_SECONDS)[0]:
-        if watch.check(memory.read()):
-            return
+    with os.fdopen(told) as lines:
+        while os.getppid() == pid:
+            if select.select([lines], [], [], _POLL_SECONDS)[0]:
+                line = lines.readline()
+                if not line:
+                    return
+                watch.begin(**json.loads(line))
+            elif watch.check(memory.read()):
+                return
 
 
 if __name__ == "__main__":

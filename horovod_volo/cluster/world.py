@@ -89,11 +89,11 @@ class World:
         """Replace a float tensor by its mean over ranks. Collective: every rank calls this."""
         self.collectives.allreduce_async(tensor, name, 1.0 / self.size)()
 
-    def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Replace tensors by rank 0's. Collective: every rank calls this."""
+    def broadcast_(self, tensors: Iterable[Tensor], root: int = 0) -> None:
+        """Replace tensors by those of rank `root`. Collective: every rank calls this."""
         # All are started before the first wait: ranks agree once per cycle, on whatever has been started.
         broadcast = self.collectives.broadcast_async
-        for wait in [broadcast(tensor, f"broadcast.{number}") for number, tensor in enumerate(tensors)]:
+        for wait in [broadcast(tensor, f"broadcast.{number}", root) for number, tensor in enumerate(tensors)]:
             wait()
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> T:

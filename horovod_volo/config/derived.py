@@ -54,6 +54,11 @@ def resolve(config: Config, ranks: int) -> Config:
     """
     if config.data.global_batch:
         config = _divided(config, ranks)
+    elif config.launch.elastic:
+        raise UserError(
+            "--elastic needs --global-batch: the number of ranks changes, and the global batch must not. "
+            "Give the number of images per step."
+        )
     _learning_rates(config.update, _global_batch(config, ranks))
     return config
 

@@ -98,11 +98,8 @@ def _check_schedule(config: Config) -> None:
 def _check_elastic(config: Config) -> None:
     if not config.launch.elastic:
         return
-    if not config.data.global_batch:
-        raise UserError(
-            "--elastic needs --global-batch: the number of ranks changes, and the global batch must not. "
-            "Give the number of images per step."
-        )
+    if config.launch.horovod_autotune:
+        raise UserError("Horovod cannot tune an elastic run. Drop --horovod-autotune, or --elastic.")
     if config.update.shard_optimizer:
         raise UserError(
             "--elastic needs the whole optimizer state on every rank. Drop --shard-optimizer, or --elastic."

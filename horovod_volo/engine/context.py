@@ -80,6 +80,7 @@ class TrainContext:
     returns: int = 0  # to a checkpoint, because of such steps
     recent_losses: list[float] = field(default_factory=list)  # of log points
     returns_in_vain: int = 0  # of them, those after which no step had a finite loss
+    hosts_changed: Callable[[], bool] = lambda: False  # whether an elastic job has other hosts now
     stragglers: StragglerFinder | None = None  # on rank 0 of several
     logged_bad_samples: set[str] = field(default_factory=set)
 
@@ -90,7 +91,6 @@ class TrainContext:
 
     def close(self) -> None:
         """Finish the checkpoint under way, stop the data threads and close all files."""
-        self.heartbeat.close()
         self.checkpoints.close()
         self.train_loader.close()
         self.eval_loader.close()

@@ -22,9 +22,8 @@ _STDERR = 2
 class StopRequest:
     """The request to save a checkpoint and stop: `received` is true after one of the signals."""
 
-    def __init__(self, launch: LaunchEnv | None = None) -> None:
+    def __init__(self) -> None:
         self.received = False
-        self._launch = launch or read_launch_env()
 
     @classmethod
     def listening(cls) -> StopRequest:
@@ -45,18 +44,17 @@ class StopRequest:
             signal.signal(number, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        if not self.received and self._launch.local_rank == 0:
+        launch = read_launch_env()  # now, because the rank of an elastic run changes
+        if not self.received and launch.local_rank == 0:
             # print() must not be called in a handler that may have interrupted it.
-            os.write(_STDERR, f"{self._answer(signal.Signals(number))}\n".encode())
+            os.write(_STDERR, f"{_answer(signal.Signals(number), launch)}\n".encode())
         self.received = True
         if number not in _REPEATABLE:
             signal.signal(number, signal.SIG_DFL)
 
-    def _answer(self, number: signal.Signals) -> str:
-        launcher = self._launch.launcher
-        text = (
-            f"{number.name} on rank {self._launch.rank}: the run saves a checkpoint after this step and stops"
-        )
-        if launcher in ("horovodrun", "mpirun") and number != signal.SIGUSR1:
-            text += f" ({launcher} may end it sooner: jobs/{launcher}.sh waits for the checkpoint)"
-        return text
+
+def _answer(number: signal.Signals, launch: LaunchEnv) -> str:
+    text = f"{number.name} on rank {launch.rank}: the run saves a checkpoint after this step and stops"
+    if launch.launcher in ("horovodrun", "mpirun") and number != signal.SIGUSR1:
+        text += f" ({launch.launcher} may end it sooner: jobs/{launch.launcher}.sh waits for the checkpoint)"
+    return text

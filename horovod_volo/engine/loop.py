@@ -10,6 +10,7 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from horovod_volo.cluster.elastic import HostsChangedError
 from horovod_volo.cluster.watchdog import learned_limit
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.engine.checkpoint.saving import (
@@ -60,6 +61,8 @@ def train_epoch(context: TrainContext) -> bool:
         note_step(context, train_step(context, batches))
         if state.step % run.log_every == 0:
             log_point(context, epoch)
+        if state.reducer.statistics.hosts_changed:
+            raise HostsChangedError
         if state.step == run.stop_at_step or state.reducer.statistics.stop_agreed:
             return False
         due = run.checkpoint_every and state.step % run.checkpoint_every == 0

@@ -6,10 +6,12 @@ Everything that can be checked is checked before the first file is written.
 from __future__ import annotations
 
 import json
-from contextlib import closing
+import os
 from functools import partial
 from pathlib import Path
 
+from horovod_volo.cluster.collectives import RankLostError
+from horovod_volo.cluster.elastic import HostsChangedError
 from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import World
@@ -24,6 +26,7 @@ from horovod_volo.engine.banner import batch_warnings, format_banner, token_size
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.context import TrainContext, build_context, read_images, run_folder
+from horovod_volo.engine.elastic import ElasticRun
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.run_lock import RunLock
@@ -35,21 +38,40 @@ from horovod_volo.monitor.stragglers import StragglerFinder
 from horovod_volo.plugins import check_names, load_plugins
 
 
-def run(config: Config, world: World, stop: StopRequest) -> bool:
+def run(
+    config: Config, world: World, stop: StopRequest, watchdog: Watchdog, elastic: ElasticRun | None = None
+) -> bool:
     """Train; return False if a stop was requested before the last step. Collective: every rank calls this."""
-    context, warnings = setup(config, world, stop)
+    watchdog.pause()
+    context, warnings = setup(config, world, stop, elastic)
     try:
-        log_start(context, warnings)
-        with closing(Watchdog(context.heartbeat, world, context.folder / "hang", config.run.hang_timeout)):
-            finished = fit(context)
+        hosts = log_start(context, warnings, elastic)
+        _watch_steps(context, watchdog, hosts)
+        finished = fit(context)
         context.logger.log(end_message(context, finished))
         return finished
+    except (RankLostError, HostsChangedError):
+        if elastic is not None:
+            elastic.keep(context)
+        raise
     finally:
+        world.collectives.heartbeat = None
+        watchdog.pause()
         context.close()
 
 
-def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext, list[str]]:
+def _watch_steps(context: TrainContext, watchdog: Watchdog, hosts: list[str]) -> None:
+    """Let the watchdog end the run if a step does not. Collective: every rank calls this."""
+    context.heartbeat = context.world.collectives.heartbeat = watchdog.heartbeat
+    name = context.world.broadcast_object(f"{hosts[0]}-{os.getpid()}-{context.state.step}")
+    watchdog.watch_steps(context.world.rank, hosts, context.folder / "hang" / name)
+
+
+def setup(
+    config: Config, world: World, stop: StopRequest, elastic: ElasticRun | None = None
+) -> tuple[TrainContext, list[str]]:
     """Check the settings and build the run; return it with warnings. Collective: every rank calls this."""
+    newest = elastic.find_newest(world) if elastic is not None else None
     resources = rank_resources(world)
     world.run_on_all_ranks(partial(load_plugins, config.run.plugin))
     config = world.run_on_all_ranks(partial(resolve, config, world.size))
@@ -57,23 +79,29 @@ def setup(config: Config, world: World, stop: StopRequest) -> tuple[TrainContext
     world.run_on_all_ranks(partial(_check_model, config))
     images = read_images(config, world)
     derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=len(images.train)))
-    checkpoint = checkpoint_to_resume(config, world, images.train)
+    checkpoint = None if newest else checkpoint_to_resume(config, world, images.train)
     state, state_warnings = world.run_on_all_ranks(
         lambda: build_state(
             config,
             world,
             num_classes=len(images.train.classes),
             device=resources.device,
-            finetune="" if checkpoint else config.model.finetune,
+            finetune="" if checkpoint or newest else config.model.finetune,
         )
     )
     if config.model.compile:
         world.run_on_all_ranks(partial(compile_blocks, state.model))
-    state_warnings += restore_state(state, checkpoint, world)
-    opened = partial(_open_run_folder, config, world, state.step, derived.total_steps)
+    if newest and elastic is not None:
+        elastic.take_over(state, world)
+    else:
+        state_warnings += restore_state(state, checkpoint, world)
+    job = elastic.job.name if elastic is not None else ""
+    opened = partial(_open_run_folder, config, world, state.step, derived.total_steps, job)
     logger, lock = world.run_on_all_ranks(opened)
     context = build_context(config, world, images, resources, state, logger, stop)
     context.lock = lock
+    if elastic is not None:
+        context.hosts_changed = lambda: elastic.job.hosts_changed
     hosts = world.hosts()
     if world.is_rank_zero and world.size > 1:
         context.stragglers = StragglerFinder(hosts)
@@ -107,7 +135,7 @@ def _check_model(config: Config) -> None:
 
 
 def _open_run_folder(
-    config: Config, world: World, first_step: int, total_steps: int
+    config: Config, world: World, first_step: int, total_steps: int, job: str
 ) -> tuple[Logger, RunLock | None]:
     if not world.is_rank_zero:
         return NullLogger(), None
@@ -115,7 +143,7 @@ def _open_run_folder(
     try:
         # Launchers prefix lines with the rank, which would break a progress line that is rewritten in place.
         live = world.launcher == "none"
-        lock = RunLock(folder)
+        lock = RunLock(folder, job)
         return RunLogger(folder, first_step=first_step, total_steps=total_steps, live=live), lock
     except OSError as error:
         raise UserError(
@@ -123,16 +151,20 @@ def _open_run_folder(
         ) from None
 
 
-def log_start(context: TrainContext, warnings: list[str]) -> None:
-    """Log the banner and write `resolved.toml` and `environment.json`. Collective: every rank calls this."""
+def log_start(context: TrainContext, warnings: list[str], elastic: ElasticRun | None = None) -> list[str]:
+    """Log the banner, write `resolved.toml` and `environment.json`; return the ranks' hosts. Collective."""
     hosts, bindings = context.world.hosts(), context.world.allgather_object(str(context.resources))
     warnings_of_ranks = context.world.allgather_object(context.world.binding.warnings)
     binding_warnings = dict.fromkeys(text for texts in warnings_of_ranks for text in texts)  # each once
-    context.logger.log(format_banner(context, hosts, [*binding_warnings, *warnings]))
-    context.ledger.begin(context.state.step, hosts)
+    if elastic is not None and elastic.formed:
+        context.logger.log(elastic.describe(context.state.step, hosts))
+    else:
+        context.logger.log(format_banner(context, hosts, [*binding_warnings, *warnings]))
+    context.ledger.begin(context.state.step, hosts, elastic.unwritten() if elastic else ())
     context.logger.write_file("resolved.toml", dump(context.config))
     environment = collect_environment() | {"hosts": hosts, "bindings": bindings}
     context.logger.write_file("environment.json", json.dumps(environment, indent=2))
+    return hosts
 
 
 def end_message(context: TrainContext, finished: bool) -> str:

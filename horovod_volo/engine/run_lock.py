@@ -28,10 +28,13 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class RunLock:
     """The lock of a run folder, from the constructor to `close`."""
 
-    def __init__(self, folder: Path) -> None:
-        """Take the lock; raise UserError if another process has it. The folder is made."""
+    def __init__(self, folder: Path, job: str = "") -> None:
+        """Take the lock; raise UserError if another process has it. The folder is made.
+
+        `job` names an elastic job, which has one rank 0 at a time: it takes the lock of the one before.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        self._path, self._owner = folder / "lock.json", _this_process()
+        self._path, self._owner = folder / "lock.json", _this_process() | {"job": job}
         while not self._take():
             self._remove_if_stale()
         self._closed = threading.Event()
@@ -99,6 +102,8 @@ class RunLock:
 
     def _has_ended(self, owner: dict[str, Any]) -> bool:
         """Return whether the owner has ended; on another host or in a container, wait for its next change."""
+        if owner.get("job") and owner["job"] == self._owner["job"]:
+            return True
         if owner["host"] == self._owner["host"]:
             if owner["boot"] != self._owner["boot"]:
                 return True  # the host was started again

@@ -56,8 +56,8 @@ class TrainState:
         return {file: tensors for file, tensors in tensors_by_file.items() if tensors}
 
     @torch.no_grad()
-    def load_full_state_dict(self, saved: StateDicts, world: World) -> None:
-        """Load rank 0's `saved` tensors; those that `saved` lacks are broadcast from rank 0. Collective."""
+    def load_full_state_dict(self, saved: StateDicts, world: World, root: int = 0) -> None:
+        """Load the `saved` tensors of rank `root`, and its live ones that `saved` lacks. Collective."""
         tensors_by_file = self._tensors_by_file()
         optimizer = tensors_by_file.pop(_OPTIMIZER)
         for file, tensors in tensors_by_file.items():
@@ -65,10 +65,11 @@ class TrainState:
                 # Maxima of other buckets do not fit; the first step then measures new ones.
                 if file != _EXCHANGE or (name in tensors and tensors[name].shape == tensor.shape):
                     tensors[name].copy_(tensor)
-            world.broadcast_(tensors.values())
+            world.broadcast_(tensors.values(), root)
         self.reducer.scales.update_after_restore()
         self.reducer.statistics.update_after_restore()
-        self.reducer.scatter_optimizer_state(optimizer, self.optimizer_keys, saved.get(_OPTIMIZER, {}))
+        saved_state = saved.get(_OPTIMIZER, {})
+        self.reducer.scatter_optimizer_state(optimizer, self.optimizer_keys, saved_state, root)
 
     def _tensors_by_file(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's live tensors by checkpoint file and name; of a sharded optimizer, its shard."""

@@ -23,6 +23,8 @@ from horovod_volo.engine.ledger import checksums
 from horovod_volo.optim.build import set_lr
 from horovod_volo.optim.clip import divide
 
+_NO_SAMPLES: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
 
 def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> list[int]:
     """Take one optimizer step on the next micro-batches; return their samples. Collective.
@@ -30,7 +32,7 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> list[int
     `state.reducer.statistics.finite` tells whether it was skipped because a loss is not finite.
     """
     state, accumulation = context.state, context.config.update.accumulation
-    seed, samples, drawn = context.config.run.seed, list[int](), list[NDArray[np.int64]]()
+    seed, samples, drawn = context.config.run.seed, list[int](), [_NO_SAMPLES]
     context.timer.begin()
     set_lr(state.optimizer, context.lr(state.step))
     for number in range(accumulation):
@@ -54,6 +56,8 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> list[int
     state.reducer.statistics.note_samples((int(first), int(second)))
     if context.stop.received:
         state.reducer.statistics.ask_to_stop()
+    if context.hosts_changed():
+        state.reducer.statistics.note_changed_hosts()
     context.train_loader.prepare_next()  # while the last buckets are reduced
     context.timer.end()
     with state.reducer.synchronized_gradients():  # inside, each `grad` is the average over ranks

@@ -61,7 +61,7 @@ class RecordedBroadcasts(LocalCollectives):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def broadcast_async(self, tensor: torch.Tensor, name: str) -> Callable[[], None]:
+    def broadcast_async(self, tensor: torch.Tensor, name: str, root: int = 0) -> Callable[[], None]:
         self.calls.append(f"start {name}")
         return lambda: self.calls.append(f"wait {name}")
 

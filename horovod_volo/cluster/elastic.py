@@ -1,0 +1,191 @@
+"""The place of this process in an elastic job of horovodrun.
+
+Whenever hosts are lost or added, each process asks horovodrun's driver for its new rank; the answer comes
+when every process of the job has asked, or has ended. Horovod would ask in `hvd.init()`, and abort the
+process if its host has left the job or another process does not come. So this process asks by itself, and
+waits until all are there. Horovod's question then goes to a small server in this process, which has the
+answer and passes all other requests on to the driver.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from horovod_volo.core.errors import UserError
+
+_ADDRESS, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
+# In the order of the driver's answer.
+_RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+_QUESTION = "/rank_and_size/"
+_POLL_SECONDS = 0.05
+_CONNECT_SECONDS = 30.0
+# The driver waits for hosts for HOROVOD_ELASTIC_TIMEOUT. It waits for ever for a process that neither asks
+# nor ends: one that it does not start again, because its host came back while there were less than --min-np.
+_ANSWER_SECONDS = 60.0 + float(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", 600))
+# Seconds within which a connection whose other end is gone is given up: idle, between probes, number of them.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+
+
+class RemovedError(Exception):
+    """This process's host is no longer in the job."""
+
+
+class DriverLostError(Exception):
+    """horovodrun does not answer."""
+
+
+class HostsChangedError(Exception):
+    """All ranks have agreed to be formed again, because hosts have been added or are to leave."""
+
+
+class ElasticJob:
+    """Gives this process its rank, again whenever the ranks are formed again. One per process."""
+
+    def __init__(self) -> None:
+        """Listen for changes of hosts; raise UserError unless horovodrun has started an elastic job."""
+        if os.environ.get("HOROVOD_ELASTIC") != "1":
+            raise UserError(
+                "--elastic needs an elastic launcher: horovodrun --gloo --min-np N --host-discovery-script "
+                "SCRIPT, or jobs/elastic.sh."
+            )
+        if "HOROVOD_CYCLE_TIME" in os.environ:
+            raise UserError(
+                "Horovod crashes when it forms ranks again with HOROVOD_CYCLE_TIME set. Unset it, or drop "
+                "--elastic."
+            )
+        from horovod.runner.elastic.worker import WorkerNotificationManager
+
+        self.hosts_changed = False  # whether the driver has other hosts than the ranks were formed with
+        self.start_seconds = float(os.environ.get("HOROVOD_START_TIMEOUT", 60))
+        # The same on all processes of the job, and of no other that runs.
+        self.name = f"{os.environ[_ADDRESS]}:{os.environ[_PORT]}"
+        self._driver = (os.environ[_ADDRESS], int(os.environ[_PORT]))
+        self._slot = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
+        self._answer = b""
+        self._is_first = True
+        notifications = WorkerNotificationManager()
+        notifications.init()
+        notifications.register_listener(self)
+        server = _Server(self)
+        threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
+        os.environ[_ADDRESS], os.environ[_PORT] = "127.0.0.1", str(server.server_address[1])
+
+    def on_hosts_updated(self, timestamp: int, change: object) -> None:  # noqa: ARG002
+        """Note that hosts have been added or removed. Horovod calls this, on rank 0 alone."""
+        self.hosts_changed = True
+
+    def join(self) -> None:
+        """Leave the ranks of before; wait for this process's rank, and until the processes of all are there.
+
+        Raise RemovedError if this host has left the job, and DriverLostError if horovodrun does not answer.
+        """
+        import horovod.torch as hvd
+
+        hvd.shutdown()
+        while True:
+            if not self._is_first:  # the launcher gave the first rank in the environment
+                self._ask_for_rank()
+            self._is_first = False
+            if self._all_there():
+                return
+
+    def answer_to_horovod(self, path: str) -> bytes | None:
+        """Return the driver's answer, if `path` asks for the rank."""
+        return self._answer if path.startswith(_QUESTION) else None
+
+    def pass_on(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        """Send a request to the driver; return status and body. Raise DriverLostError without an answer."""
+        connection = http.client.HTTPConnection(*self._driver, timeout=_CONNECT_SECONDS)
+        try:
+            connection.connect()
+            connection.sock.settimeout(_ANSWER_SECONDS)  # the answer comes when all processes have asked
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE:
+                connection.sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            connection.request(method, path, body)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise DriverLostError(f"horovodrun at {self.name} does not answer: {error}") from error
+        finally:
+            connection.close()
+
+    def _ask_for_rank(self) -> None:
+        self.hosts_changed = False
+        _, self._answer = self.pass_on("GET", f"{_QUESTION}{self._slot}")
+        numbers = self._answer.decode().split(",")
+        if int(numbers[0]) < 0:
+            raise RemovedError
+        os.environ.update({f"HOROVOD_{name}": number for name, number in zip(_RANKS, numbers, strict=True)})
+
+    def _all_there(self) -> bool:
+        """Wait until the processes of all ranks have called this; rank 0 decides whether they have."""
+        rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+        self.pass_on("PUT", f"/there/{rank}", b"1")
+        limit = time.monotonic() + self.start_seconds
+        if rank == 0:
+            missing = set(range(1, size))
+            while missing and time.monotonic() < limit:
+                missing = {other for other in missing if self._value(f"/there/{other}") is None}
+                time.sleep(_POLL_SECONDS)
+            self.pass_on("PUT", "/there/all", b"" if missing else b"1")
+            return not missing
+        while (decision := self._value("/there/all")) is None:
+            if time.monotonic() > limit + _CONNECT_SECONDS:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return bool(decision)
+
+    def _value(self, path: str) -> bytes | None:
+        status, value = self.pass_on("GET", path)
+        return value if status == http.client.OK else None
+
+
+class _Server(ThreadingHTTPServer):
+    """What Horovod in this process takes for the driver."""
+
+    daemon_threads = True
+
+    def __init__(self, job: ElasticJob) -> None:
+        super().__init__(("127.0.0.1", 0), _FromHorovod)
+        self.job = job
+
+
+class _FromHorovod(BaseHTTPRequestHandler):
+    """Answers Horovod's question for the rank, and passes its other requests on."""
+
+    server: _Server
+
+    def do_GET(self) -> None:
+        answer = self.server.job.answer_to_horovod(self.path)
+        if answer is None:
+            self._pass_on()
+        else:
+            self._reply(http.client.OK, answer)
+
+    def do_PUT(self) -> None:
+        self._pass_on(self.rfile.read(int(self.headers["Content-Length"])))
+
+    def do_DELETE(self) -> None:
+        self._pass_on()
+
+    def _pass_on(self, body: bytes | None = None) -> None:
+        try:
+            self._reply(*self.server.job.pass_on(self.command, self.path, body))
+        except DriverLostError:
+            self._reply(http.client.BAD_GATEWAY, b"")
+
+    def _reply(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
