@@ -52,7 +52,7 @@ class ElasticJob:
         if os.environ.get("HOROVOD_ELASTIC") != "1":
             raise UserError(
                 "--elastic needs an elastic launcher: horovodrun --gloo --min-np N --host-discovery-script "
-                "SCRIPT, or jobs/elastic.sh."
+                "SCRIPT, or jobs/horovodrun.sh with MIN_RANKS."
             )
         if "HOROVOD_CYCLE_TIME" in os.environ:
             raise UserError(

@@ -8,78 +8,50 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from horovod_volo.engine.ledger import LEDGER, read_ledger
 from tests.ranks.launching import SCRIPTS, environment, python
 
 GLOO_SECONDS = 5
-SETTINGS = (
-    *(
-        "--recipe",
-        "demo",
-        "--img-size",
-        "32",
-        "--batch-size",
-        "4",
-        "--warmup-epochs",
-        "1",
-        "--log-every",
-        "1",
-    ),
-    *("--ema-decay", "0.9", "--drop-path", "0.2", "--checkpoint-every", "20", "--name", "run", "--elastic"),
-)
+SETTINGS = [
+    "--img-size",
+    "32",
+    "--batch-size",
+    "4",
+    "--warmup-epochs",
+    "1",
+    "--ema-decay",
+    "0.9",
+    "--drop-path",
+    "0.2",
+    "--name",
+    "run",
+]
 _POLL_SECONDS = 0.1
 _HOST = b"HOROVOD_HOSTNAME="
 
 
 class ElasticTrial:
-    """An elastic run under horovodrun, whose output goes to a file."""
+    """An elastic run, whose output goes to a file."""
 
-    def __init__(
-        self,
-        folder: Path,
-        images: Path,
-        hosts: str,
-        *flags: str,
-        least: int = 1,
-        on_launcher: Callable[..., list[str]] = lambda *command: list(command),
-        horovodrun: Sequence[str] = ("--network-interface", "lo"),
-        **extra: str,
-    ) -> None:
-        """Start it on `hosts`, as localhost:1,127.0.0.1:1; `on_launcher` makes a command run there."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(self, folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> None:
+        """Start the command, which trains into `folder`/runs/run."""
         self.run = folder / "runs" / "run"
         self._hosts, self._output = folder / "hosts", folder / "output.txt"
-        self.change_hosts(hosts)
-        script = folder / "discover"
-        script.write_text(f"#!/bin/sh\nexec cat {self._hosts}\n")
-        script.chmod(0o755)
-        launch = (str(SCRIPTS / "horovodrun"), "--gloo", "-np", str(hosts.count(":")), "--min-np", str(least))
-        elastic = ("--host-discovery-script", str(script), "--blacklist-cooldown-range", "1", "2")
-        trainer = (*python(plain=True), "-m", "horovod_volo.train", str(images), *SETTINGS, *flags)
-        variables = environment(
-            HOROVOD_GLOO_TIMEOUT_SECONDS=str(GLOO_SECONDS),
-            OMP_NUM_THREADS="1",
-            OMP_WAIT_POLICY="PASSIVE",
-            **extra,
-        )
-        del variables["HOROVOD_CYCLE_TIME"]
         with self._output.open("w") as output:
             self.process = subprocess.Popen(
-                on_launcher(*launch, *elastic, *horovodrun, *trainer, "--output", str(folder / "runs")),
+                command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=variables,
+                env=dict(variables),
                 start_new_session=True,
             )
 
     def change_hosts(self, hosts: str) -> None:
         """Let the discovery script name these hosts from now on."""
-        new = self._hosts.with_suffix(".new")
-        new.write_text(hosts.replace(",", "\n") + "\n")
-        new.replace(self._hosts)
+        write_hosts(self._hosts, hosts)
 
     def ranks(self) -> dict[str, int]:
         """Return the process on each host, by the name that the discovery script gives to the host."""
@@ -96,10 +68,12 @@ class ElasticTrial:
         return found
 
     def signal_rank(self, host: str, number: signal.Signals) -> None:
+        """Send a signal to the rank on a host."""
         os.kill(self.ranks()[host], number)
 
     @property
     def output(self) -> str:
+        """Return what the run has printed."""
         return self._output.read_text(errors="replace")
 
     def formations(self) -> list[int]:
@@ -107,32 +81,40 @@ class ElasticTrial:
         path = self.run / LEDGER
         return [record["ranks"] for record in read_ledger(path) if "ranks" in record] if path.exists() else []
 
-    def step(self) -> int:
-        """Return the last step in the metrics."""
+    def losses(self) -> dict[int, float]:
+        """Return the training losses by step, in the order of the file."""
         path = self.run / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
-        steps = [0]
+        found = {}
         for line in lines:
             with contextlib.suppress(ValueError):
-                steps.append(json.loads(line)["step"])
-        return steps[-1]
+                record = json.loads(line)
+                if "loss" in record and "lr" in record:
+                    found[record["step"]] = record["loss"]
+        return found
+
+    def step(self) -> int:
+        """Return the last step in the metrics."""
+        return max(self.losses(), default=0)
 
     def wait_until(self, condition: Callable[[], object], seconds: float = 90) -> None:
+        """Wait until something is so; fail if the run ends, or after so many seconds."""
         limit = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, f"it has ended\n{self.output}"
             assert time.monotonic() < limit, f"waited for {seconds} s\n{self.output}"
             time.sleep(_POLL_SECONDS)
 
-    def train_on(self, ranks: int, steps: int = 3) -> None:
-        """Wait until so many ranks have trained so many steps."""
-        self.wait_until(lambda: self.formations()[-1:] == [ranks])
-        first = self.step()
-        self.wait_until(lambda: self.step() >= first + steps and self.formations()[-1:] == [ranks])
+    def train_on(self, ranks: int, *, formations: int = 1, seconds: float = 90) -> None:
+        """Wait until so many ranks, formed at least so often, have trained some steps."""
 
-    def end(self, seconds: float = 120) -> int:
-        """Wait until it ends; return the status."""
-        return self.process.wait(seconds)
+        def formed() -> bool:
+            found = self.formations()
+            return len(found) >= formations and found[-1] == ranks
+
+        self.wait_until(formed, seconds)
+        first = self.step()
+        self.wait_until(lambda: self.step() >= first + 3 and formed(), seconds)
 
     def kill(self) -> None:
         """Kill what is left of it."""
@@ -145,10 +127,38 @@ class ElasticTrial:
 
 
 @contextlib.contextmanager
-def elastic_run(*arguments: object, **options: object) -> Iterator[ElasticTrial]:
+def started(folder: Path, command: Sequence[str], variables: Mapping[str, str]) -> Iterator[ElasticTrial]:
     """Start an elastic run for the block, and kill what is left of it afterwards."""
-    trial = ElasticTrial(*arguments, **options)  # type: ignore[arg-type]
+    trial = ElasticTrial(folder, command, variables)
     try:
         yield trial
     finally:
         trial.kill()
+
+
+def on_this_machine(
+    folder: Path, images: Path, hosts: str, *flags: str
+) -> contextlib.AbstractContextManager[ElasticTrial]:
+    """Start an elastic run of horovodrun on names of this machine, as localhost:1,127.0.0.1:1."""
+    write_hosts(folder / "hosts", hosts)
+    script = folder / "discover"
+    script.write_text(f"#!/bin/sh\nexec cat {folder / 'hosts'}\n")
+    script.chmod(0o755)
+    ranks = str(hosts.count(":"))
+    launch = (str(SCRIPTS / "horovodrun"), "--gloo", "-np", ranks, "--min-np", "1")
+    elastic = ("--host-discovery-script", str(script), "--blacklist-cooldown-range", "1", "2")
+    trainer = (*python(plain=True), "-m", "horovod_volo.train", str(images), "--recipe", "demo", *SETTINGS)
+    output = ("--output", str(folder / "runs"), "--log-every", "1", "--elastic")
+    variables = environment(
+        HOROVOD_GLOO_TIMEOUT_SECONDS=str(GLOO_SECONDS), OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE"
+    )
+    del variables["HOROVOD_CYCLE_TIME"]
+    command = (*launch, *elastic, "--network-interface", "lo", *trainer, *output, *flags)
+    return started(folder, command, variables)
+
+
+def write_hosts(file: Path, hosts: str) -> None:
+    """Write the file of hosts that the discovery script reads, at once."""
+    new = file.with_suffix(".new")
+    new.write_text(hosts.replace(",", "\n") + "\n")
+    new.replace(file)

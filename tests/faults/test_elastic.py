@@ -1,6 +1,6 @@
-"""Elastic runs: hosts are lost, stopped, removed and added, and every image of an epoch is taken once.
+"""Elastic runs on one machine, of which two names count as two hosts: a killed rank comes back.
 
-Three names of this machine count as three hosts.
+tests/cluster/test_elastic_hosts.py has more hosts, and more that happens to them.
 """
 
 from __future__ import annotations
@@ -10,49 +10,63 @@ from pathlib import Path
 
 import pytest
 
+from horovod_volo.config.derived import resolve
+from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import check
+from horovod_volo.config.values import assemble
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.doctor.ledger import check_ledger
-from tests.faults.elastic_run import elastic_run
+from tests.faults.elastic_run import on_this_machine
 from tests.ranks.launching import python, run
 
-ONE, TWO = "localhost:1", "127.0.0.1:1"
-IMAGES = 60  # 6 steps of 10 images
-LONG = ("--epochs", "40", "--eval-every", "40")
 
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=IMAGES, val=10)
-    return folder
-
-
-def test_a_killed_rank_is_replaced(images: Path, tmp_path: Path) -> None:
-    with elastic_run(tmp_path, images, f"{ONE},{TWO}", "--global-batch", "10", *LONG) as trial:
+def test_a_killed_rank_is_replaced(tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    make_demo_set(images, train=60, val=10)
+    flags = ("--global-batch", "10", "--epochs", "40", "--eval-every", "40")
+    with on_this_machine(tmp_path, images, "localhost:1,127.0.0.1:1", *flags) as trial:
         trial.train_on(2)
         trial.signal_rank("127.0.0.1", signal.SIGKILL)
-        trial.wait_until(lambda: trial.formations() == [2, 1, 2])
-        assert trial.end() == 0, trial.output
+        trial.train_on(2, formations=3)
+        assert trial.process.wait(120) == 0, trial.output
+        assert trial.formations() == [2, 1, 2]
         assert "goes on without it: another rank" in trial.output
         assert "formed again (1): 1 ranks" in trial.output
         assert "done: 240 steps" in trial.output
         assert "40 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
+        assert sorted(trial.losses()) == list(trial.losses()) == list(range(1, 241))
 
 
-def test_a_run_that_is_not_elastic_enough(images: Path, tmp_path: Path) -> None:
-    command = [
-        *python(),
-        "-m",
-        "horovod_volo.train",
-        str(images),
-        "--recipe",
-        "demo",
-        "--output",
-        str(tmp_path),
-    ]
-    without_batch = run([*command, "--elastic"])
-    assert without_batch.returncode == 2
-    assert "--elastic needs --global-batch" in without_batch.stdout
-    alone = run([*command, "--elastic", "--global-batch", "10"])
-    assert alone.returncode == 2
-    assert "--elastic needs an elastic launcher" in alone.stdout
+def test_without_an_elastic_launcher(tmp_path: Path) -> None:
+    train = [*python(), "-m", "horovod_volo.train", "images", "--recipe", "demo", "--elastic"]
+    done = run([*train, "--global-batch", "10", "--output", str(tmp_path)])
+    assert done.returncode == 2
+    assert done.stdout.startswith("error: --elastic needs an elastic launcher: horovodrun --gloo --min-np N")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "accumulation"), [(1, 5, 2), (2, 5, 1), (3, 4, 1), (4, 3, 1), (9, 2, 1)]
+)
+def test_any_number_of_ranks_divides_the_global_batch(ranks: int, batch: int, accumulation: int) -> None:
+    config = assemble({"elastic": True, "global_batch": 10, "batch_size": 5}, fallback_name="")
+    resolved = resolve(config, ranks)
+    assert (resolved.data.batch_size, resolved.update.accumulation) == (batch, accumulation)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "--elastic needs --global-batch"),
+        ({"global_batch": 3}, "--global-batch 3 leaves a rank of 4 without an image"),
+        ({"global_batch": 8, "shard_optimizer": True}, "Drop --shard-optimizer, or --elastic"),
+        ({"global_batch": 8, "horovod_autotune": "log"}, "Drop --horovod-autotune, or --elastic"),
+    ],
+)
+def test_settings_that_cannot_be_elastic(settings: dict[str, object], message: str) -> None:
+    def refuse(config: Config) -> None:
+        check(config)
+        resolve(config, 4)
+
+    with pytest.raises(UserError, match=message):
+        refuse(assemble({"elastic": True, **settings}, fallback_name=""))
