@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -33,7 +34,7 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_
 
 
 class RemovedError(Exception):
-    """This process's host is no longer in the job."""
+    """This process is no longer in the job: its host was removed, or the others have gone on without it."""
 
 
 class DriverLostError(Exception):
@@ -67,7 +68,7 @@ class ElasticJob:
         self.name = f"{os.environ[_ADDRESS]}:{os.environ[_PORT]}"
         self._driver = (os.environ[_ADDRESS], int(os.environ[_PORT]))
         self._slot = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
-        self._answer = b""
+        self._answer, self._own_id = b"", uuid.uuid4().hex.encode()
         self._is_first = True
         notifications = WorkerNotificationManager()
         notifications.init()
@@ -117,6 +118,10 @@ class ElasticJob:
             connection.close()
 
     def _ask_for_rank(self) -> None:
+        # The driver forgets these values when it gives out new ranks. It has done so without this process if
+        # it took it for lost; another one may have its place.
+        if self._value(f"/there/{os.environ['HOROVOD_RANK']}") != self._own_id:
+            raise RemovedError
         self.hosts_changed = False
         _, self._answer = self.pass_on("GET", f"{_QUESTION}{self._slot}")
         numbers = self._answer.decode().split(",")
@@ -127,7 +132,7 @@ class ElasticJob:
     def _all_there(self) -> bool:
         """Wait until the processes of all ranks have called this; rank 0 decides whether they have."""
         rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
-        self.pass_on("PUT", f"/there/{rank}", b"1")
+        self.pass_on("PUT", f"/there/{rank}", self._own_id)
         limit = time.monotonic() + self.start_seconds
         if rank == 0:
             missing = set(range(1, size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -123,6 +124,16 @@ class World:
         on_all = len(ranks) == self.size or ranks == [0]
         where = "" if on_all else f" (seen on rank {', '.join(map(str, ranks))} of {self.size})"
         raise AllRanksError(text + where)
+
+    def different_ranks(self, tensors: Iterable[Tensor]) -> list[int]:
+        """Return the ranks whose tensors differ from those of most ranks in one bit; all, if it is not clear.
+
+        Collective: every rank calls this.
+        """
+        hashes = self.allgather_object(_hash(tensors))
+        usual, count = Counter(hashes).most_common(1)[0]
+        is_clear = 2 * count > self.size
+        return [rank for rank, other in enumerate(hashes) if other != usual or not is_clear]
 
     def assert_identical(self, tensors: Iterable[Tensor], description: str) -> None:
         """Raise if tensors differ from rank 0's in one bit. Collective: every rank calls this."""

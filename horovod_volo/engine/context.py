@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.watchdog_process import Heartbeat
@@ -37,7 +38,7 @@ from horovod_volo.monitor.run_logger import Logger
 from horovod_volo.monitor.stragglers import StepTimer, StragglerFinder
 from horovod_volo.objective.loss import Loss, LossParts, build_loss
 from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
-from horovod_volo.optim.clip import Clip, build_clip
+from horovod_volo.optim.clip import Clip, build_clip, gradient_norm
 from horovod_volo.optim.schedule import SCHEDULES, lr_at
 
 
@@ -67,6 +68,7 @@ class TrainContext:
     meter: LossMeter  # since the last log point
     timer: StepTimer  # likewise
     clip: Clip
+    gradient_norm: Callable[[], Tensor]
     lr: Callable[[int], float]  # lr(step)
     mix: Callable[[int, int], Mix]  # mix(step, micro-batch)
     autocast: torch.autocast
@@ -78,8 +80,10 @@ class TrainContext:
     checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
     skipped_in_a_row: int = 0  # steps, because a loss is not finite
     returns: int = 0  # to a checkpoint, because of such steps
-    recent_losses: list[float] = field(default_factory=list)  # of log points
+    logged_norm: Tensor | None = None  # of the gradients, at the step of a log point
+    recent: dict[str, list[float]] = field(default_factory=dict)  # values of the last log points, by name
     returns_in_vain: int = 0  # of them, those after which no step had a finite loss
+    repairs: int = 0  # returns to a checkpoint, because the state of ranks differed
     hosts_changed: Callable[[], bool] = lambda: False  # whether an elastic job has other hosts now
     stragglers: StragglerFinder | None = None  # on rank 0 of several
     logged_bad_samples: set[str] = field(default_factory=set)
@@ -178,6 +182,7 @@ def build_context(
         meter=LossMeter(LossParts._fields, resources.device, lambda: train_loader.waited_seconds),
         timer=StepTimer(resources.device),
         clip=_build_clip(config, state),
+        gradient_norm=partial(gradient_norm, state.reducer.local_gradients, state.reducer.global_grad_norm),
         lr=build_schedule(config, derived),
         mix=_build_mix(config, world),
         autocast=autocast(config.model.precision, resources.device),

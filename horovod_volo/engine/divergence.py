@@ -4,6 +4,9 @@ ones.
 After several skipped steps in a row the run goes back to its last checkpoint, and passes over the steps since
 then: the next step is the one that would have come next. If that does not help, it goes back to the
 checkpoint before. After several returns it ends.
+
+Also a state that differs between ranks, as a flipped bit in the memory of one makes it: the run goes back to
+the last checkpoint, and trains the steps since then again.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
+from horovod_volo.cluster.world import AllRanksError
 from horovod_volo.engine.checkpoint.files import intact_checkpoints
 from horovod_volo.engine.checkpoint.resuming import restore_state
 from horovod_volo.engine.checkpoint.saving import divergence, finish_checkpoint
 from horovod_volo.engine.context import TrainContext
 
 _IN_A_ROW, _RETURNS = 3, 3
-_SPIKE, _EARLIER = 1.5, 5  # times the median loss of this many earlier log points
+_EARLIER = 5
+_SPIKES = {"loss": 1.5, "gradient norm": 10.0}  # times the median of so many earlier log points
 
 
 def note_step(context: TrainContext, samples: Sequence[int]) -> None:
@@ -38,13 +43,13 @@ def note_step(context: TrainContext, samples: Sequence[int]) -> None:
         go_back(context)
 
 
-def note_mean_loss(context: TrainContext, loss: float) -> None:
-    """Log a loss of a log point that is far above those of the log points before it."""
-    earlier = context.recent_losses
-    if len(earlier) == _EARLIER and loss > _SPIKE * (typical := median(earlier)):
-        text = f"the loss is {loss:.3f}, {loss / typical:.1f} times that of the last log points"
+def note_value(context: TrainContext, name: str, value: float) -> None:
+    """Log the loss, or the norm of the gradients, of a log point that is far above those before it."""
+    earlier = context.recent.get(name, [])
+    if len(earlier) == _EARLIER and value > _SPIKES[name] * (typical := median(earlier)):
+        text = f"the {name} is {value:.3f}, {value / typical:.1f} times that of the last log points"
         context.logger.log(f"warning: step {context.state.step}: {text}")
-    context.recent_losses = [*earlier, loss][-_EARLIER:]
+    context.recent[name] = [*earlier, value][-_EARLIER:]
 
 
 def go_back(context: TrainContext) -> None:
@@ -61,6 +66,27 @@ def go_back(context: TrainContext) -> None:
     context.logger.log(
         f"warning: back to the weights of {checkpoint.name}; training goes on after step {step}"
     )
+
+
+def train_again(context: TrainContext, different: Sequence[int]) -> None:
+    """Restore the last checkpoint and its step, after the state of some ranks was corrupted. Collective."""
+    state, step, hosts = context.state, context.state.step, context.world.hosts()
+    finish_checkpoint(context)
+    checkpoint = context.world.run_on_rank_zero(lambda: next(intact_checkpoints(context.folder), None))
+    names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in different)
+    found = f"At step {step} the weights or the optimizer state of {names} differ from those of other ranks"
+    if checkpoint is None or context.repairs == _RETURNS:
+        advice = "The memory of a host may be faulty: leave it out, and start again with --resume auto."
+        repaired = f", after {context.repairs} repairs" if context.repairs else ""
+        raise AllRanksError(f"{found}{repaired}. {advice}")
+    context.repairs += 1
+    restore_state(state, checkpoint, context.world)
+    context.checkpoints.step = state.step
+    context.skipped_in_a_row = context.returns_in_vain = 0
+    context.logger.go_back(state.step)
+    context.ledger.begin(state.step, hosts)
+    advice = f"Back to {checkpoint.name}: the steps since then are trained again"
+    context.logger.log(f"warning: {found}. The memory of a host may be faulty. {advice}")
 
 
 def _checkpoint(context: TrainContext) -> Path | None:

@@ -113,7 +113,7 @@ def train_elastic(
         try:
             elastic.job.join()
         except RemovedError:
-            print_error(f"rank {read_launch_env().rank} ends: its host has left the job")
+            print_error(f"rank {read_launch_env().rank} ends: the others go on without its host")
             return 0
         except DriverLostError as error:
             print_error(f"rank {read_launch_env().rank} stops: {error}")

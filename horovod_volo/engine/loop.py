@@ -14,13 +14,14 @@ from horovod_volo.cluster.elastic import HostsChangedError
 from horovod_volo.cluster.watchdog import learned_limit
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.engine.checkpoint.saving import (
+    CorruptedError,
     finish_checkpoint,
     has_evaluation,
     save_checkpoint,
     save_evaluation,
 )
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.divergence import go_back, note_mean_loss, note_step
+from horovod_volo.engine.divergence import go_back, note_step, note_value, train_again
 from horovod_volo.engine.evaluation import evaluate
 from horovod_volo.engine.step import train_step
 from horovod_volo.monitor.stragglers import OwnTime
@@ -33,21 +34,30 @@ def fit(context: TrainContext) -> bool:
     """
     with garbage_collected_at_log_points():
         while True:
-            evaluated = evaluation_due(context)
-            if evaluated:
-                metrics = evaluate(context)
-                log_bad_samples(context, context.eval_loader.bad_samples)
-                save_evaluation(context, metrics)
-            if context.state.step == context.derived.total_steps:
-                finish_checkpoint(context)
-                return True
-            if evaluated and asked_to_stop(context):
-                return False
-            finished = train_epoch(context)
-            save_checkpoint(context)
-            if not finished:
-                finish_checkpoint(context)
-                return False
+            try:
+                return train_epochs(context)
+            except CorruptedError as error:
+                train_again(context, error.ranks)
+
+
+def train_epochs(context: TrainContext) -> bool:
+    """Do what `fit` does, until the state of a rank is corrupted. Collective."""
+    while True:
+        evaluated = evaluation_due(context)
+        if evaluated:
+            metrics = evaluate(context)
+            log_bad_samples(context, context.eval_loader.bad_samples)
+            save_evaluation(context, metrics)
+        if context.state.step == context.derived.total_steps:
+            finish_checkpoint(context)
+            return True
+        if evaluated and asked_to_stop(context):
+            return False
+        finished = train_epoch(context)
+        save_checkpoint(context)
+        if not finished:
+            finish_checkpoint(context)
+            return False
 
 
 def train_epoch(context: TrainContext) -> bool:
@@ -110,9 +120,13 @@ def log_point(context: TrainContext, epoch: int) -> None:
         "data_wait": waited / all_seconds,
         "bad_samples": int(all_skipped),
     }
+    norm, context.logged_norm = context.logged_norm, None  # none at an epoch's end between log points
+    if norm is not None and norm.isfinite():
+        values["gradient_norm"] = float(norm)
+        note_value(context, "gradient norm", float(norm))
     if finite:
         context.logger.log_training(step, values)
-        note_mean_loss(context, means["total"])
+        note_value(context, "loss", means["total"])
     if context.stragglers is not None:
         log_own_times(context, [own for _, own in by_rank])
     if not context.config.run.hang_timeout:

@@ -63,6 +63,8 @@ def train_step(context: TrainContext, batches: Iterator[TrainBatch]) -> list[int
     with state.reducer.synchronized_gradients():  # inside, each `grad` is the average over ranks
         if state.reducer.statistics.finite or state.scaler.is_enabled():  # the scaler skips the step itself
             state.scaler.unscale_(state.optimizer)
+            if (state.step + 1) % context.config.run.log_every == 0:
+                context.logged_norm = context.gradient_norm()
             divide(state.optimizer, context.clip())
             state.scaler.step(state.optimizer)
     state.scaler.update()

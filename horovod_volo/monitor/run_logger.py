@@ -40,6 +40,9 @@ class Logger(Protocol):
     def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
         """Log times of one rank to TensorBoard alone."""
 
+    def go_back(self, step: int) -> None:
+        """Forget the metrics of steps later than `step`, which will be trained again."""
+
     def close(self) -> None:
         """Flush and close files."""
 
@@ -60,6 +63,9 @@ class NullLogger:
         pass
 
     def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
+        pass
+
+    def go_back(self, step: int) -> None:
         pass
 
     def close(self) -> None:
@@ -109,6 +115,11 @@ class RunLogger:
 
     def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
         self._add_scalars(step, {f"rank {name}/{rank:03}_{host}": value for name, value in values.items()})
+
+    def go_back(self, step: int) -> None:
+        self._append(self._metrics, b"")
+        _drop_records_after(self._metrics.path, step)
+        self._append(self._events, _session_start(step + 1))
 
     def _record(self, kind: str, step: int, values: Values) -> None:
         self._append(self._metrics, f"{json.dumps({'step': step, **values})}\n".encode())
@@ -173,8 +184,12 @@ def _event_file(folder: Path) -> Path:
 
 def _first_events(first_step: int) -> bytes:
     """Return the first events of a file: its version, and the step from which on earlier files are void."""
-    start = SessionLog(status=SessionLog.START)
-    return _event(0, file_version="brain.Event:2") + _event(first_step, session_log=start)
+    return _event(0, file_version="brain.Event:2") + _session_start(first_step)
+
+
+def _session_start(first_step: int) -> bytes:
+    """Return the event after which TensorBoard ignores earlier ones from a step on."""
+    return _event(first_step, session_log=SessionLog(status=SessionLog.START))
 
 
 def _scalar(step: int, name: str, value: float) -> bytes:

@@ -56,10 +56,15 @@ def divide(optimizer: Optimizer, divisor: Tensor | None) -> None:
 
 
 @torch.no_grad()
+def gradient_norm(flats: list[Tensor], global_grad_norm: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the norm of the gradients of all ranks. Collective: every rank calls this."""
+    return global_grad_norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(flats))))
+
+
+@torch.no_grad()
 def _over_bound(flats: list[Tensor], bound: float, global_grad_norm: Callable[[Tensor], Tensor]) -> Tensor:
     """Return max(1, global norm / bound)."""
-    own = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(flats)))
-    return ((global_grad_norm(own) + 1e-6) / bound).clamp(min=1.0)
+    return ((gradient_norm(flats, global_grad_norm) + 1e-6) / bound).clamp(min=1.0)
 
 
 @torch.no_grad()

@@ -14,7 +14,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import TrainLoader
 
@@ -30,6 +33,7 @@ _FAULTS = {
     "lock": lambda _: _lock_interpreter(),
     "sleep": lambda _: time.sleep(600),
     "nan": lambda batch: batch.images.fill_(math.nan),
+    "flip": lambda batch: _flip(batch),
     **{
         name: lambda _, name=name: os.kill(os.getpid(), signal.Signals[name])
         for name in signal.Signals.__members__
@@ -40,6 +44,22 @@ _rank, _steps, _fault = os.environ["INJECTED_FAULT"].split(":")
 _first, _, _last = _steps.partition("-")
 _faulty_steps = range(int(_first), int(_last or _first) + 1)
 _batches, _read = TrainLoader.batches, Catalog.read
+
+
+def _flip(batch: Any) -> None:
+    """Flip a bit of a weight, once."""
+    if _reducers:
+        _reducers.pop().buckets[0].weights.view(torch.int32)[7] ^= 1 << 20
+
+
+def _noted(self: Reducer, *arguments: Any, **options: Any) -> None:
+    _reducers.append(self)
+    _initialize(self, *arguments, **options)
+
+
+_reducers: list[Reducer] = []
+_initialize = Reducer.__init__
+Reducer.__init__ = _noted  # type: ignore[method-assign]
 
 
 def _faulty(self: TrainLoader, epoch: int, first_step: int) -> Iterator[Any]:

@@ -5,6 +5,7 @@ tests/cluster/test_elastic_hosts.py has more hosts, and more that happens to the
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.doctor.ledger import check_ledger
 from tests.faults.elastic_run import on_this_machine
 from tests.ranks.launching import python, run
+
+
+FORMATIONS = int(os.environ.get("ELASTIC_FORMATIONS", "20"))
 
 
 def test_a_killed_rank_is_replaced(tmp_path: Path) -> None:
@@ -36,6 +40,34 @@ def test_a_killed_rank_is_replaced(tmp_path: Path) -> None:
         assert "done: 240 steps" in trial.output
         assert "40 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
         assert sorted(trial.losses()) == list(trial.losses()) == list(range(1, 241))
+
+
+@pytest.mark.soak
+def test_many_formations_leave_nothing_behind(tmp_path: Path) -> None:
+    """The memory and the open files of the rank that stays do not grow with the number of formations."""
+    images = tmp_path / "images"
+    make_demo_set(images, train=60, val=10)
+    alone, both = "localhost:1", "localhost:1,127.0.0.1:1"
+    measured = []
+    with on_this_machine(tmp_path, images, both, "--global-batch", "10", "--epochs", "100000") as trial:
+        trial.train_on(2)
+        for number in range(FORMATIONS):
+            hosts = both if number % 2 else alone
+            trial.change_hosts(hosts)
+            trial.train_on(hosts.count(":"), formations=number + 2)
+            if number % 2:
+                measured.append(used_by(trial.ranks()["localhost"]))
+    print("\n".join(f"{mib} MiB, {files} files, {threads} threads" for mib, files, threads in measured))
+    first, last = measured[1], measured[-1]
+    assert last[1:] == first[1:]
+    assert last[0] < first[0] + 2 * (len(measured) - 2)
+
+
+def used_by(process: int) -> tuple[int, int, int]:
+    """Return a process's memory in MiB, its open files, and its threads."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    files = len(list(Path(f"/proc/{process}/fd").iterdir()))
+    return int(status["VmRSS"].split()[0]) // 1024, files, int(status["Threads"])
 
 
 def test_without_an_elastic_launcher(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config
-from horovod_volo.engine.divergence import note_mean_loss
+from horovod_volo.engine.divergence import note_value
 from horovod_volo.monitor.run_logger import NullLogger
 
 
@@ -23,7 +23,7 @@ def test_a_spike_is_logged_and_a_slow_rise_is_not() -> None:
     with closing(SyntheticRun(bench_config(model="volo_demo", img_size=32, batch_size=2))) as run:
         run.context.logger = logger = LinesLogger()
         for loss in (9.0, 2.0, 2.1, 2.2, 2.3, 3.2, 3.3, 3.4, 3.5, 3.6):
-            note_mean_loss(run.context, loss)
+            note_value(run.context, "loss", loss)
         assert logger.lines == []
-        note_mean_loss(run.context, 5.2)
+        note_value(run.context, "loss", 5.2)
         assert logger.lines == ["warning: step 0: the loss is 5.200, 1.5 times that of the last log points"]

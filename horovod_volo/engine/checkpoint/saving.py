@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from horovod_volo.cluster.world import AllRanksError
@@ -32,13 +32,25 @@ _BEAT_SECONDS, _LONGEST_WRITE_SECONDS = 5.0, 3600.0
 _AFTER_DIVERGENCE = "Lower --lr or lengthen --warmup-epochs, and resume from the last checkpoint."
 
 
+class CorruptedError(Exception):
+    """The state of some ranks differs from that of the others, on all ranks at the same step."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+
 def save_checkpoint(context: TrainContext) -> None:
-    """Begin to save a checkpoint of the current step, if there is none. Collective: every rank calls this."""
+    """Begin to save a checkpoint of the current step, if there is none. Collective: every rank calls this.
+
+    Raise CorruptedError if the state of a rank differs from that of the others.
+    """
     if context.checkpoints.step == context.state.step:
         return
     if context.returns_in_vain:
         raise divergence(context)
-    context.world.assert_identical(context.state.replicated_tensors(), "Weights or optimizer state")
+    if different := context.world.different_ranks(context.state.replicated_tensors()):
+        raise CorruptedError(different)
     context.ledger.write()  # so that it is never behind a checkpoint
     tensors = context.state.full_state_dict()
     finish_checkpoint(context)
