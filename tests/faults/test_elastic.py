@@ -21,7 +21,6 @@ from horovod_volo.doctor.ledger import check_ledger
 from tests.faults.elastic_run import on_this_machine
 from tests.ranks.launching import python, run
 
-
 FORMATIONS = int(os.environ.get("ELASTIC_FORMATIONS", "20"))
 
 
