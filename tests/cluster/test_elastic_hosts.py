@@ -86,7 +86,9 @@ def end(trial: ElasticTrial) -> None:
     assert trial.process.wait(60) == 75, trial.output
     assert "each once" in check_ledger(trial.run) or "taken once" in check_ledger(trial.run)
     steps = list(trial.losses())
-    assert steps == list(range(1, len(steps) + 1))
+    assert steps == sorted(steps)
+    # The losses of a step whose log point a rank did not live to see are not logged.
+    assert steps[-1] - len(steps) < len(trial.formations())
     assert f"stopped at step {steps[-1]} and saved" in trial.output
     assert next(iter(intact_checkpoints(trial.run))).name == f"step_{steps[-1]:08}"
     assert not trial.ranks()
@@ -153,9 +155,9 @@ def test_a_schedule_of_events(net: EmulatedNetwork, images: Path, tmp_path: Path
     for seed in ("42", "43"):
         folder = tmp_path / f"undisturbed_{seed}"
         with job(net, images, folder, slots([launcher]), *FOREVER, "--seed", seed) as trial:
-            trial.wait_until(lambda trial=trial: trial.step() >= len(disturbed), 600)
+            trial.wait_until(lambda trial=trial: trial.step() >= max(disturbed), 600)
             losses = trial.losses()
-        means.append(statistics.mean(losses[step] for step in list(disturbed)[-100:]))
+        means.append(statistics.mean(losses[step] for step in list(disturbed)[-100:] if step in losses))
     own = statistics.mean(list(disturbed.values())[-100:])
     print(f"last 100 of {len(disturbed)} steps: mean loss {own:.3f}; undisturbed {means}")
     assert abs(own - means[0]) < 2 * abs(means[1] - means[0]) + 0.05

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,19 @@ CHECKPOINTS = "checkpoints"  # their folder inside a run folder
 _METADATA = "state.json"
 
 
-def write_checkpoint(folder: Path, step: int, tensors: StateDicts, metadata: dict[str, Any]) -> Path:
+def write_checkpoint(
+    folder: Path,
+    step: int,
+    tensors: StateDicts,
+    metadata: dict[str, Any],
+    may_write: Callable[[], object] = lambda: None,
+) -> Path:
     """Write the checkpoint of `step` into `folder` and update the link `last`; return its path.
 
-    The tensors are on the CPU, contiguous, and no two share memory.
+    The tensors are on the CPU, contiguous, and no two share memory. `may_write` raises UserError if this process
+    must not write; it is called first, and before the checkpoint appears.
     """
+    may_write()
     final = checkpoint_path(folder, step)
     partial, replaced = (folder / f".{final.name}.{state}" for state in ("partial", "replaced"))
     try:
@@ -45,6 +53,7 @@ def write_checkpoint(folder: Path, step: int, tensors: StateDicts, metadata: dic
         (partial / _METADATA).write_text(content, encoding="utf-8")
         flush(partial / _METADATA)
         flush(partial)
+        may_write()
         if final.exists():  # this step was saved before the run resumed from an earlier one
             final.replace(replaced)
         partial.replace(final)

@@ -94,9 +94,8 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], None]:
 
     def write(tensors: StateDicts) -> None:
         _check_tensors(tensors, step)
-        if lock is not None:
-            lock.check()
-        delete_old_checkpoints(write_checkpoint(folder, step, tensors, metadata), keep)
+        may_write = lock.check if lock is not None else lambda: None
+        delete_old_checkpoints(write_checkpoint(folder, step, tensors, metadata, may_write), keep)
 
     return write
 
