@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
+from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import (
     Parser,
     add_flags,
@@ -212,4 +213,4 @@ def _class_count(text: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_until_signal(main, "the evaluation is stopped, and wrote no result"))

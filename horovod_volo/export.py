@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags, flags_of_trained_network, whole_number
 from horovod_volo.core.errors import UserError
 
@@ -149,4 +150,4 @@ def _check_difference(runtime: str, difference: float, tolerance: float) -> None
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_until_signal(main, "the export is stopped, and wrote nothing"))

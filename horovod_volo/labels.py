@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.entry import refuse, run_on_ranks
+from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags, flags_of
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.values import setting_of_training
@@ -294,4 +295,4 @@ def _add_teacher(parser: argparse.ArgumentParser, *, required: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_until_signal(main, "stopped; the same command resumes an unfinished label store"))

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.values import setting_of_training
@@ -138,4 +139,6 @@ def _verify(out: Path, workers: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(
+        run_until_signal(main, "stopped; finished shards are kept, and the same command packs the others")
+    )

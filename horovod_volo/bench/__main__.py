@@ -16,16 +16,20 @@ import shlex
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from horovod_volo.bench.cli import add_flags
-from horovod_volo.bench.results import Result, append, lines, record_of
 from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flag
 from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
-from horovod_volo.plugins import load_plugins
+
+if TYPE_CHECKING:
+    from horovod_volo.bench.results import Result
+
+# torch is imported where it is used, so that --help answers at once.
 
 MACHINE = {
     "step": "speed of a training step, the time of its parts, and the fraction of a GPU's peak FLOP/s",
@@ -104,6 +108,9 @@ def main(arguments: list[str]) -> int:
         print(_overview())
         return 0
     before = os.getloadavg()[0]
+    from horovod_volo.bench.results import append, lines, record_of
+    from horovod_volo.plugins import load_plugins
+
     try:
         request = parse(arguments)
         load_plugins(request.plugin)
@@ -138,4 +145,4 @@ def _command(arguments: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_until_signal(main, "the benchmark is stopped, and recorded nothing"))

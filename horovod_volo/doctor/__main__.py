@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.entry import refuse
+from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags
 from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, print_error
@@ -185,4 +186,4 @@ def build_parser() -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_until_signal(main, "the doctor is stopped, without a report"))

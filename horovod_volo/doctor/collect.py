@@ -15,6 +15,7 @@ from types import FrameType
 
 from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.collectives import RankLostError
+from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.world import World
 from horovod_volo.core.errors import UserError
 from horovod_volo.doctor.consistency import check_clocks, check_consistency
@@ -52,7 +53,9 @@ def collect_findings(own: list[Finding], binding: Binding, folder: Path) -> Coll
         return collected
     connected = threading.Event()
     thread = threading.Thread(target=_collect, args=(collected, connected, own, binding, folder), daemon=True)
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    by_launcher = read_launch_env().size > 1  # otherwise SIGTERM ends the doctor
+    if by_launcher:
+        signal.signal(signal.SIGTERM, _on_sigterm)
     try:
         thread.start()
         if not connected.wait(CONNECT_SECONDS):
@@ -67,8 +70,9 @@ def collect_findings(own: list[Finding], binding: Binding, folder: Path) -> Coll
         text = "the launcher ended this rank while it waited for the others: one of them has failed"
         collected.problem, collected.already_reported = failure(SUBJECT, text, _SEE_OTHERS), True
     finally:
-        # Print the report first; the launcher can still send SIGKILL.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if by_launcher:
+            # Print the report first; the launcher can still send SIGKILL.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return collected
 
 

@@ -7,12 +7,10 @@ missing maps, which may have been repaired since.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
+from horovod_volo.core.atomic_file import remove_partials
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
@@ -31,6 +29,7 @@ from horovod_volo.data.labels.store_writer import (
     check_new_store,
     open_writer,
 )
+from horovod_volo.data.process_pool import run_in_processes
 
 Progress = Callable[[int, int], None]  # maps done, maps in all
 
@@ -95,10 +94,14 @@ def import_labels(
     records = _reusable_shards(writer, complete_only=fail_on_bad_samples)
     done = sum(record.shard.rows for record in records.values())
     progress(done, len(keys))
-    for number, record in _import_shards(writer, source, keys, workers, records):
+
+    def add(number: int, record: ShardRecord) -> None:
+        nonlocal done
         records[number] = record
         done += record.shard.rows
         progress(done, len(keys))
+
+    _import_shards(writer, source, keys, workers, records, add)
     problems = [problem for number in range(writer.shards) for problem in records[number].problems]
     if not (problems and fail_on_bad_samples):
         writer.finish()
@@ -116,28 +119,27 @@ def _reusable_shards(writer: LabelStoreWriter, *, complete_only: bool) -> dict[i
 
 
 def _import_shards(
-    writer: LabelStoreWriter, source: Path, keys: Sequence[str], workers: int, finished: Container[int]
-) -> Iterator[tuple[int, ShardRecord]]:
-    """Write the shards that are not in `finished`; yield number and record of each as it is done."""
+    writer: LabelStoreWriter,
+    source: Path,
+    keys: Sequence[str],
+    workers: int,
+    finished: Container[int],
+    add: Callable[[int, ShardRecord], None],
+) -> None:
+    """Write the shards that are not in `finished`; call `add` with number and record of each."""
     tasks = {
         number: (writer, number, source, [keys[row] for row in writer.rows(number)])
         for number in range(writer.shards)
         if number not in finished
     }
     if workers == 1 or len(tasks) < 2:
-        yield from ((number, import_shard(*task)) for number, task in tasks.items())
+        for number, task in tasks.items():
+            add(number, import_shard(*task))
         return
-    # Spawned, not forked: a forked process inherits the locks of torch's threads but not the threads.
-    with ProcessPoolExecutor(min(workers, len(tasks)), mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(import_shard, *task): number for number, task in tasks.items()}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        except BrokenProcessPool:
-            raise UserError(
-                "a worker process was killed, perhaps for lack of memory. Run the same command again, with "
-                "fewer --workers if it happens again: finished shards are reused."
-            ) from None
+    try:
+        run_in_processes(import_shard, tasks, workers, add)
+    finally:
+        remove_partials(writer.folder)  # of workers that were killed
 
 
 def import_shard(writer: LabelStoreWriter, number: int, source: Path, keys: Sequence[str]) -> ShardRecord:

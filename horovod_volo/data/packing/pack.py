@@ -6,17 +6,11 @@ shard is written into the work folder after the shard itself, so shards with a r
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +25,12 @@ from horovod_volo.data.images.split_folder import CLASSES_FILE, FOLDER_NAMES, Sp
 from horovod_volo.data.packing.manifest import Manifest, PackedShard, parse_shard, read_manifest, write_json
 from horovod_volo.data.packing.packed_image import packed_image
 from horovod_volo.data.packing.tar_writer import TarWriter, member_bytes
+from horovod_volo.data.process_pool import run_in_processes
 from horovod_volo.data.sampler import packing_order
 
 WORK = ".packing"  # work folder beside the splits, removed at the end
 _ORDER = 2  # version of the shuffled order; shards of different orders must not be mixed
 _PROBED_IMAGES = 256  # their mean size determines how many images fill a shard
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 Progress = Callable[[int, int], None]  # images done, images in all
 
@@ -134,35 +128,19 @@ def _pack_shards(
     remaining = [task for task in tasks if task.shard.name not in finished]
     done = sum(len(task.indices) for task in tasks) - sum(len(task.indices) for task in remaining)
     report_done(done)
-    # Spawned, not forked: a forked process inherits locked mutexes of other threads.
-    pool = ProcessPoolExecutor(
-        min(workers, len(remaining)) or 1, get_context("spawn"), _die_with_parent, (os.getpid(),)
-    )
-    with pool:
-        try:
-            images = {pool.submit(_pack_shard, task): len(task.indices) for task in remaining}
-            for future in as_completed(images):
-                shard = future.result()
-                finished[shard.file] = shard
-                done += images[future]
-                report_done(done)
-        except BrokenProcessPool:
-            raise UserError(
-                "a worker process was killed, perhaps for lack of memory. Run the same command again, with "
-                "fewer --workers: finished shards are reused."
-            ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+
+    def count(_: str, shard: PackedShard) -> None:
+        nonlocal done
+        finished[shard.file] = shard
+        done += shard.images + len(shard.left_out)
+        report_done(done)
+
+    try:
+        run_in_processes(_pack_shard, {task.shard.name: (task,) for task in remaining}, workers, count)
+    finally:
+        for folder in {path.parent for task in remaining for path in (task.shard, task.record)}:
+            remove_partials(folder)  # of workers that were killed
     return [finished[task.shard.name] for task in tasks]
-
-
-def _die_with_parent(parent: int) -> None:
-    """Make a worker process end when its parent is killed, and ignore Ctrl-C."""
-    # Ctrl-C reaches all processes of the terminal; the parent lets its workers finish.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _pack_shard(task: _ShardTask) -> PackedShard:

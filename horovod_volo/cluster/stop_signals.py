@@ -1,0 +1,110 @@
+"""Ends a command on Ctrl-C (SIGINT) and on SIGTERM, with one line on stderr and exit status 130 or 143.
+
+The main thread is interrupted, so that temporary files are removed as after any error. It may be waiting
+inside Horovod, where Python runs no handler. So a thread prints the line, ends the worker processes and, if
+the main thread does not end in time, the process. Training has its own handler, `engine/interrupts.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import active_children
+from types import FrameType
+from typing import NoReturn
+
+from horovod_volo.cluster.launch_env import read_launch_env
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_RETRIES, _RETRY_SECONDS = 4, 1.0  # code of others may catch the exception
+_STDERR = 2
+_STATUS = 128
+
+
+class StopSignal(BaseException):
+    """Interrupts the main thread. After a KeyboardInterrupt, Python may end itself with SIGINT."""
+
+
+def run_until_signal(main: Callable[[list[str]], int], outcome: str) -> int:
+    """Run `main` with the command line; return its exit status, or exit with that of a signal.
+
+    `outcome` says what the signal stopped, and what is left of it.
+    """
+    ending = _EndOnSignal(outcome)
+    status = 0
+    try:
+        status = main(sys.argv[1:])
+    except BaseException:
+        if not ending.number:  # code of others may raise another exception instead
+            raise
+    if ending.number:
+        ending.exit()
+    for number in _SIGNALS:
+        if signal.getsignal(number) == ending.interrupt:
+            signal.signal(number, signal.SIG_DFL)
+    return status
+
+
+class _EndOnSignal:
+    """The handler of both signals, and the thread that ends the process."""
+
+    def __init__(self, outcome: str) -> None:
+        self._outcome = outcome
+        self.number = 0  # of the signal that was received
+        self._interrupted = False
+        self._printed, self._lost = threading.Event(), threading.Event()
+        receiver, sender = os.pipe()
+        os.set_blocking(sender, False)
+        signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            # A shell ignores SIGINT for a command in the background.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self.interrupt)
+        threading.Thread(target=self._end, args=(receiver,), daemon=True).start()
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """Interrupt the main thread, once."""
+        if not self._interrupted:
+            self.number, self._interrupted = number, True
+            sys.unraisablehook = self._ignore
+            raise StopSignal
+
+    def _ignore(self, raised: sys.UnraisableHookArgs) -> None:
+        """Print nothing where Python cannot raise an exception, but interrupt the main thread again."""
+        if raised.exc_type is StopSignal:
+            self._lost.set()
+
+    def exit(self) -> NoReturn:
+        """Exit once the line is printed, without the end of Python: Horovod's waits for the other ranks."""
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        gc.collect()  # multiprocessing reports semaphores that nobody has collected
+        self._printed.wait(_RETRY_SECONDS)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(_STATUS + self.number)
+
+    def _end(self, receiver: int) -> None:
+        number = os.read(receiver, 1)[0]
+        while not self.number and signal.getsignal(number) != self.interrupt:
+            number = os.read(receiver, 1)[0]  # the doctor handled the first one
+        for process in active_children():
+            process.kill()
+        launch = read_launch_env()
+        if launch.local_rank == 0:
+            rank = f" on rank {launch.rank}" if launch.size > 1 else ""
+            # A progress line that is rewritten in place is not ended yet.
+            start = "\n" if os.isatty(_STDERR) else ""
+            os.write(_STDERR, f"{start}{signal.Signals(number).name}{rank}: {self._outcome}\n".encode())
+        self._printed.set()
+        for _ in range(_RETRIES):
+            self._lost.wait(_RETRY_SECONDS)
+            self._lost.clear()
+            self._interrupted = False
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        os._exit(_STATUS + number)

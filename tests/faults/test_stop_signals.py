@@ -1,0 +1,188 @@
+"""Every command but training ends on SIGINT and SIGTERM with one line, its status, and nothing unfinished."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.models.build import build_model
+from tests.ranks.launching import environment, launcher, python, run
+
+SECONDS = 90
+MODEL = ("--model", "volo_demo", "--img-size", "64")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with a demo set, weights, and a set of large images."""
+    folder = tmp_path_factory.mktemp("stopped")
+    make_demo_set(folder / "demo", train=4000, val=20)
+    network = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0)
+    torch.save(network.state_dict(), folder / "weights.pt")
+    for split in ("train", "val"):
+        (folder / "large" / split / "a").mkdir(parents=True)
+        for number in range(40):
+            file = folder / "large" / split / "a" / f"{number:02}.png"
+            Image.effect_noise((2000, 2000), 80).save(file, compress_level=1)
+    return folder
+
+
+def stop(
+    arguments: list[object], number: signal.Signals, ready: Callable[[], object], *, to_all: bool = True
+) -> tuple[int, list[str], float]:
+    """Start a command, send it a signal once it is ready; return its status, its lines and how long it ended.
+
+    A terminal sends Ctrl-C to all processes of the command.
+    """
+    command = [*python(plain=True), "-m", *map(str, arguments)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    ) as process:
+        try:
+            limit = time.monotonic() + SECONDS
+            while not ready():
+                assert process.poll() is None, process.stdout.read()
+                assert time.monotonic() < limit
+                time.sleep(0.02)
+            began = time.monotonic()
+            (os.killpg if to_all else os.kill)(process.pid, number)
+            output, _ = process.communicate(timeout=SECONDS)
+            seconds = time.monotonic() - began
+            assert not in_session(process.pid), "a process is left"
+        finally:
+            if in_session(process.pid):
+                os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output.splitlines(), seconds
+
+
+def in_session(leader: int) -> list[str]:
+    """Return the processes of a session that have not ended."""
+    listed = subprocess.run(["ps", "-o", "stat=,args=", "-s", str(leader)], capture_output=True, text=True)
+    return [line for line in listed.stdout.splitlines() if not line.startswith("Z")]
+
+
+def partials(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.partial")) if folder.exists() else []
+
+
+@pytest.mark.parametrize(("number", "to_all"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_pack_ends_with_its_workers_and_resumes(
+    folder: Path, tmp_path: Path, number: signal.Signals, to_all: bool
+) -> None:
+    out = tmp_path / "out"
+    arguments = ["horovod_volo.pack", folder / "large", out, "--resize", "1600", "--workers", "2"]
+    arguments += ["--shard-images", "10"]
+    status, lines, seconds = stop(
+        arguments, number, lambda: len(partials(out / "train.packing")) == 2, to_all=to_all
+    )
+    assert status == 128 + number
+    assert lines[-1] == (
+        f"{number.name}: stopped; finished shards are kept, and the same command packs the others"
+    )
+    assert [line for line in lines if "images of train" not in line] == lines[-1:]
+    assert seconds < 3
+    assert partials(out) == []
+    if to_all:
+        done = run([*python(), "-m", *map(str, arguments)])
+        assert done.returncode == 0, done.stdout
+
+
+def test_workers_that_are_starting_print_nothing(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["horovod_volo.pack", folder / "large", out, "--workers", "2", "--shard-images", "10"]
+    plan = out / ".packing" / "train.plan.json"
+    status, lines, _ = stop(arguments, signal.SIGINT, lambda: plan.exists() and not time.sleep(0.1))
+    assert status == 130
+    assert [line for line in lines if "images of train" not in line] == lines[-1:]
+
+
+def test_an_import_of_labels_ends_with_its_workers(folder: Path, tmp_path: Path) -> None:
+    published = tmp_path / "published"
+    for name in ("a", "b", "c"):  # three shards, which are written one image at a time
+        (published / name).mkdir(parents=True)
+        map = next((folder / "demo" / "token_labels" / "star").iterdir())
+        for image in range(8000):
+            os.link(map, published / name / f"{image}.pt")
+    store = tmp_path / "store"
+    arguments = ["horovod_volo.labels", "import", published, store, "--classes", "10", "--workers", "2"]
+    status, lines, seconds = stop(arguments, signal.SIGTERM, lambda: (store / "making.json").exists())
+    assert status == 143
+    assert lines[-1].startswith("SIGTERM: stopped; the same command resumes")
+    assert not [line for line in lines if "Traceback" in line]
+    assert seconds < 3
+    assert partials(store) == []
+
+
+@pytest.mark.parametrize(("number", "delay"), [(signal.SIGINT, 1.0), (signal.SIGTERM, 6.0)])
+def test_an_evaluation_ends(folder: Path, tmp_path: Path, number: signal.Signals, delay: float) -> None:
+    """At any time, also while torch is being imported."""
+    result = tmp_path / "result.json"
+    arguments = ["horovod_volo.evaluate", folder / "demo", "--weights", folder / "weights.pt", *MODEL]
+    arguments += ["--split", "train", "--batch-size", "1", "--json", result]
+    ready = time.monotonic() + delay
+    status, lines, seconds = stop(arguments, number, lambda: time.monotonic() > ready)
+    assert status == 128 + number, lines
+    last = f"{number.name}: the evaluation is stopped, and wrote no result"
+    assert [line for line in lines if " images, " not in line] == [last]
+    assert seconds < 5
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    arguments = ["horovod_volo.export", folder / "weights.pt", tmp_path / "out", *MODEL, "--onnx"]
+    status, lines, _ = stop(arguments, signal.SIGINT, lambda: partials(tmp_path))
+    assert status == 130
+    assert lines[-1] == "SIGINT: the export is stopped, and wrote nothing"
+    assert not [line for line in lines if "Traceback" in line]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "delay"), [(signal.SIGTERM, 1.0), (signal.SIGINT, 8.0)])
+def test_a_benchmark_ends(number: signal.Signals, delay: float) -> None:
+    ready = time.monotonic() + delay
+    arguments = ["horovod_volo.bench", "step", "--model", "volo_demo", "--img-size", "64", "--pairs", "500"]
+    status, lines, _ = stop(arguments, number, lambda: time.monotonic() > ready)
+    assert (status, lines) == (
+        128 + number,
+        [f"{number.name}: the benchmark is stopped, and recorded nothing"],
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_doctor_ends(tmp_path: Path, number: signal.Signals) -> None:
+    ready = time.monotonic() + 2
+    arguments = ["horovod_volo.doctor", "--shared", tmp_path / "runs"]
+    status, lines, _ = stop(arguments, number, lambda: time.monotonic() > ready)
+    assert (status, lines) == (128 + number, [f"{number.name}: the doctor is stopped, without a report"])
+
+
+@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
+def test_ranks_print_one_line(folder: Path, start_with: str) -> None:
+    """Rank 1 never joins, so that rank 0 waits for it inside Horovod; or both are at work."""
+    evaluate = ["-m", "horovod_volo.evaluate", str(folder / "demo"), "--weights", str(folder / "weights.pt")]
+    evaluate += [*MODEL, "--split", "train", "--batch-size", "1", "--catalog-dir", str(folder / "catalogs")]
+    command = shlex.join([*python(plain=True), *evaluate])
+    rank = "${HOROVOD_RANK:-$OMPI_COMM_WORLD_RANK}"
+    for absent in ("", f"[ {rank} = 0 ] || exec sleep 20; "):
+        # Each rank is sent the signal, as launchers do.
+        script = f"{absent}{command} & sleep 8; kill -TERM $!; wait $!; echo status $? of rank {rank}"
+        done = run([*launcher(start_with, 2, plain=True), "bash", "-c", script], seconds=SECONDS)
+        text = "SIGTERM on rank 0: the evaluation is stopped, and wrote no result"
+        assert done.stdout.count(text) == done.stdout.count("is stopped") == 1, done.stdout
+        assert "status 143 of rank 0" in done.stdout
+        assert "Traceback" not in done.stdout
