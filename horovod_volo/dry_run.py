@@ -19,6 +19,7 @@ from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import RunFacts, config_warnings, trains_aux_head
+from horovod_volo.core.errors import escape_controls
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
     batch_line,
@@ -128,7 +129,7 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
         *batch_warnings(config, derived, workload.images),
         *workload.warnings,
     ]
-    return f"{dump(config)}\n{format_lines(properties, warnings)}"
+    return "\n".join([dump(config), *map(escape_controls, format_lines(properties, warnings))])
 
 
 def _smallest_gpu(used_bytes: float) -> str:

@@ -28,7 +28,7 @@ from horovod_volo.config.arguments import (
 )
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.values import setting_of_training
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.errors import UserError, escape_controls
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
@@ -108,15 +108,16 @@ def _format_text(request: EvalRequest, result: EvalResult, rows: Sequence[ClassR
         real = f"{result.real.accuracy:.3f} %, {result.real.right:,} of {result.real.images:,} images"
         properties.append(("ReaL", real))
     lines = [f"{name:<10}{value}" for name, value in properties]
-    return "\n".join([*lines, "", *_format_table(rows)] if rows else lines)
+    return "\n".join(map(escape_controls, [*lines, "", *_format_table(rows)] if rows else lines))
 
 
 def _format_table(rows: Sequence[ClassResult]) -> list[str]:
-    width = max(len("class"), *(len(row.name) for row in rows))
+    names = [escape_controls(row.name) for row in rows]
+    width = max(len("class"), *map(len, names))
     lines = [f"{'class':<{width}}  images   right      %  most often taken for"]
-    for row in rows:
+    for name, row in zip(names, rows, strict=True):
         mistaken = f"{row.mistaken_for} ({row.mistaken})" if row.mistaken else "-"
-        lines.append(f"{row.name:<{width}}  {row.images:>6}  {row.right:>6}  {row.top1:>5.1f}  {mistaken}")
+        lines.append(f"{name:<{width}}  {row.images:>6}  {row.right:>6}  {row.top1:>5.1f}  {mistaken}")
     return lines
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags, flags_of_trained_network, whole_number
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.errors import UserError, escape_controls, print_error
 
 if TYPE_CHECKING:
     from horovod_volo.models.pretrained import PretrainedModel
@@ -42,13 +42,13 @@ def main(arguments: Sequence[str]) -> int:
         options = build_parser().parse_args(arguments)
         _export(options)
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print_error(f"error: {problem}")
         return MISTAKE
     except OSError as problem:
-        print(f"error: cannot export to {options.folder}: {problem}. Nothing was written.", file=sys.stderr)
+        print_error(f"error: cannot export to {options.folder}: {problem}. Nothing was written.")
         return MISTAKE
     except DifferentLogitsError as problem:
-        print(f"error: {problem} Nothing was written.", file=sys.stderr)
+        print_error(f"error: {problem} Nothing was written.")
         return DIFFERS
     return DONE
 
@@ -108,7 +108,7 @@ def _export(options: argparse.Namespace) -> None:
         aux_head=options.aux_head,
     )
     for warning in trained.messages:
-        print(warning)
+        print(escape_controls(warning))
     with timm_export.atomic_folder(options.folder, replace=options.force) as exported:
         timm_export.write_timm_folder(trained, exported)
         _compare_with_timm(trained, exported)

@@ -24,7 +24,7 @@ from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags, flags_of
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.values import setting_of_training
-from horovod_volo.core.errors import UserError, list_problems
+from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error
 from horovod_volo.monitor.progress import ThroughputLine
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return commands[args.command](args)
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print_error(f"error: {problem}")
         return MISTAKE
 
 
@@ -68,15 +68,14 @@ def _import(args: argparse.Namespace) -> int:
         workers=args.workers or len(os.sched_getaffinity(0)),
         fail_on_bad_samples=args.bad_samples == "fail",
         progress=ThroughputLine("maps"),
-        warn=lambda message: print(f"warning: {message}", file=sys.stderr),
+        warn=lambda message: print_error(f"warning: {message}"),
         geometry=geometry,
     )
     list_problems(problems)
     if problems and args.bad_samples == "fail":
-        print(
+        print_error(
             f"error: {len(problems)} of {maps} maps cannot be used; {args.store} is not finished. Repair "
-            "them and run the same command again, or leave them out with --bad-samples skip.",
-            file=sys.stderr,
+            "them and run the same command again, or leave them out with --bad-samples skip."
         )
         return FAILED
     print(f"{args.store}: {maps - len(problems)} maps, {len(problems)} left out")
@@ -159,10 +158,9 @@ def _geometry_fits(args: argparse.Namespace, catalog: Catalog) -> bool:
     print(_columns(lines))
     if result.better != result.other:
         return True
-    print(
+    print_error(
         f"error: the maps cover {result.other.description}, not {result.recorded.description}. Import them "
-        f"again with --map-geometry {result.other}, or train with it.",
-        file=sys.stderr,
+        f"again with --map-geometry {result.other}, or train with it."
     )
     return False
 
@@ -174,7 +172,7 @@ def _geometry(text: str) -> MapGeometry | None:
 
 
 def _columns(lines: Sequence[tuple[str, str]]) -> str:
-    return "\n".join(f"{name:<23}{value}" for name, value in lines)
+    return "\n".join(escape_controls(f"{name:<23}{value}") for name, value in lines)
 
 
 def _show(args: argparse.Namespace) -> int:

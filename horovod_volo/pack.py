@@ -22,7 +22,7 @@ from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.values import setting_of_training
-from horovod_volo.core.errors import UserError, list_problems
+from horovod_volo.core.errors import UserError, list_problems, print_error
 from horovod_volo.monitor.progress import ThroughputLine
 
 DONE, DAMAGED, MISTAKE = 0, 1, 2
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         status = DONE if len(folders) == 1 else _pack(folders[0], folders[1], args, workers)
         return max(status, _verify(folders[-1], workers)) if args.verify else status
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print_error(f"error: {problem}")
         return MISTAKE
 
 

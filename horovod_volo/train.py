@@ -18,7 +18,7 @@ from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.config.command_line import Request, parse
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import by_flag
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.errors import UserError, print_error
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
@@ -47,7 +47,7 @@ def _print_dry_run(request: Request) -> int:
     try:
         print(dry_run(request.config, request.ranks or launch.size))
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print_error(f"error: {problem}")
         return MISTAKE
     return DONE
 

@@ -23,7 +23,7 @@ from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flag
 from horovod_volo.config.values import setting_of_training
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.errors import UserError, print_error
 from horovod_volo.core.names import nearest
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> int:
             if request.record:
                 append(record)
     except UserError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        print_error(f"error: {problem}")
         return 2
     return 0
 

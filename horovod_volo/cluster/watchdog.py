@@ -20,6 +20,7 @@ from pathlib import Path
 from horovod_volo.cluster import watchdog_process
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.watchdog_process import Heartbeat
+from horovod_volo.core.errors import escape_controls
 
 _FIRST_STEP_SECONDS = 1800.0  # before the first log point: it may compile
 _LEAST_SECONDS, _STEPS = 600.0, 50
@@ -49,7 +50,7 @@ class Watchdog:
         read_end, self._told = os.pipe()
         watched = {
             "rank": read_launch_env().rank,
-            "host": socket.gethostname(),
+            "host": escape_controls(socket.gethostname()),
             "pid": os.getpid(),
             "heartbeat": shared,
             "stacks": self._stacks,
@@ -65,7 +66,7 @@ class Watchdog:
 
     def watch_steps(self, rank: int, hosts: Sequence[str], folder: Path) -> None:
         """Watch the steps of a run with ranks on these hosts; they report to `folder`, which they share."""
-        told = {"rank": rank, "hosts": list(hosts), "folder": str(folder.absolute())}
+        told = {"rank": rank, "hosts": list(map(escape_controls, hosts)), "folder": str(folder.absolute())}
         os.write(self._told, f"{json.dumps(told)}\n".encode())
         self.heartbeat.watch(self._limit)
 

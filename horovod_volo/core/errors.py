@@ -16,14 +16,19 @@ class UserError(Exception):
     """A mistake that the user can correct; the message contains the remedy."""
 
 
+def escape_controls(text: str) -> str:
+    r"""Return text that is one line and printable: a line break in the name of a file becomes `\n`."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def print_error(message: str) -> None:
-    """Print a message to stderr and flush it."""
-    print(message, file=sys.stderr, flush=True)
+    """Print a message to stderr, as one line, and flush it."""
+    print(escape_controls(message), file=sys.stderr, flush=True)
 
 
 def list_problems(problems: Sequence[str]) -> None:
     """Print the first `SHOWN` problems to stderr, and how many more there are."""
     for problem in problems[:SHOWN]:
-        print(problem, file=sys.stderr)
+        print(escape_controls(problem), file=sys.stderr)
     if len(problems) > SHOWN:
         print(f"and {len(problems) - SHOWN:,} more", file=sys.stderr)

@@ -108,8 +108,7 @@ def _report_this_rank(
     findings += [] if collected.findings else own  # otherwise rank 0 has them
     for finding in findings:
         if finding.level == "failure":
-            message = f"rank {launch.rank}: {finding.subject}: {finding.text}. {finding.remedy}"
-            print(message, file=sys.stderr, flush=True)
+            print_error(f"rank {launch.rank}: {finding.subject}: {finding.text}. {finding.remedy}")
     _let_other_ranks_report()
     return FAILED
 
@@ -144,8 +143,7 @@ def _publish(report: Report, json_file: str) -> int:
             with atomic_write(Path(json_file)) as opened:
                 opened.write(f"{record}\n".encode())
         except OSError as error:
-            message = f"error: --json cannot write {json_file}: {error.strerror}. Name another file."
-            print(message, file=sys.stderr, flush=True)
+            print_error(f"error: --json cannot write {json_file}: {error.strerror}. Name another file.")
             return MISTAKE
     return FAILED if report.failed else DONE
 

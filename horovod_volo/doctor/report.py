@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from horovod_volo.cluster.topology import cpu_ranges
+from horovod_volo.core.errors import escape_controls
 from horovod_volo.doctor.finding import Level, MergedFinding
 
 _WIDTH = 110
@@ -85,20 +86,20 @@ class Report:
 def _lines(merged: MergedFinding, width: int, ranks: str) -> list[str]:
     """Return the lines of one finding: level, subject, text and ranks, then the remedy."""
     finding = merged.finding
+    text, remedy = escape_controls(finding.text), escape_controls(finding.remedy)
     head = f"{_MARKS[finding.level]:<8} {finding.subject:<{width}}  "
     margin = " " * len(head)
-    text = f"{finding.text} ({ranks})" if ranks else finding.text
     lines = textwrap.wrap(
-        text,
+        f"{text} ({ranks})" if ranks else text,
         _WIDTH,
         initial_indent=head,
         subsequent_indent=margin,
         break_on_hyphens=False,
         break_long_words=False,
     )
-    if finding.remedy:
+    if remedy:
         lines += textwrap.wrap(
-            finding.remedy,
+            remedy,
             _WIDTH,
             initial_indent=f"{margin}-> ",
             subsequent_indent=f"{margin}   ",

@@ -9,8 +9,8 @@ from horovod_volo.engine.context import TrainContext
 from horovod_volo.models.build import tokens_per_side
 
 
-def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) -> str:
-    """Return the banner of a run, one property a line, given each rank's host name."""
+def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) -> list[str]:
+    """Return the lines of the banner of a run, one property a line, given each rank's host name."""
     world, images = context.world, context.images
     model = context.config.model
     parameters = sum(parameter.numel() for parameter in context.state.model.parameters())
@@ -34,10 +34,10 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
     return format_lines(properties, warnings)
 
 
-def format_lines(properties: dict[str, str], warnings: list[str]) -> str:
+def format_lines(properties: dict[str, str], warnings: list[str]) -> list[str]:
     """Return one line for each property and each warning, with the names right-aligned in a column."""
     named = [*properties.items(), *(("warning", warning) for warning in warnings)]
-    return "\n".join(f"{name:>10}  {value}" for name, value in named)
+    return [f"{name:>10}  {value}" for name, value in named]
 
 
 def labels_line(config: Config, label_maps: LabelSource | None) -> str:

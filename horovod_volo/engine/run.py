@@ -159,7 +159,7 @@ def log_start(context: TrainContext, warnings: list[str], elastic: ElasticRun | 
     if elastic is not None and elastic.formed:
         context.logger.log(elastic.describe(context.state.step, hosts))
     else:
-        context.logger.log(format_banner(context, hosts, [*binding_warnings, *warnings]))
+        context.logger.log(*format_banner(context, hosts, [*binding_warnings, *warnings]))
     context.ledger.begin(context.state.step, hosts, elastic.unwritten() if elastic else ())
     context.logger.write_file("resolved.toml", dump(context.config))
     environment = collect_environment() | {"hosts": hosts, "bindings": bindings}

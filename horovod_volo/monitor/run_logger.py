@@ -19,14 +19,15 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar
 
 from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.errors import escape_controls
 from horovod_volo.monitor.progress import TrainingProgress, Values
 
 
 class Logger(Protocol):
     """What the engine logs to: a `RunLogger` on rank 0, a `NullLogger` on all other ranks."""
 
-    def log(self, text: str) -> None:
-        """Print text and append it to log.txt."""
+    def log(self, *lines: str) -> None:
+        """Print lines and append them to log.txt. A line break within one, as in a name, is escaped."""
 
     def write_file(self, name: str, content: str) -> None:
         """Write a file into the run folder."""
@@ -50,7 +51,7 @@ class Logger(Protocol):
 class NullLogger:
     """Logger of the ranks that write nothing."""
 
-    def log(self, text: str) -> None:
+    def log(self, *lines: str) -> None:
         pass
 
     def write_file(self, name: str, content: str) -> None:
@@ -93,9 +94,10 @@ class RunLogger:
             file.append(b"")
         self._progress = TrainingProgress(first_step=first_step, total_steps=total_steps, live=live)
 
-    def log(self, text: str) -> None:
-        self._print(text)
-        self._append(self._log, f"{text}\n".encode())
+    def log(self, *lines: str) -> None:
+        for line in lines:
+            self._print(line)
+        self._append(self._log, "".join(f"{escape_controls(line)}\n" for line in lines).encode())
 
     def write_file(self, name: str, content: str) -> None:
         try:
@@ -143,7 +145,7 @@ class RunLogger:
 
     def _print(self, text: str) -> None:
         self._progress.end_line()
-        print(text, flush=True)
+        print(escape_controls(text), flush=True)
 
     def close(self) -> None:
         self._progress.end_line()

@@ -15,8 +15,8 @@ class LinesLogger(NullLogger):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def log(self, text: str) -> None:
-        self.lines.append(text)
+    def log(self, *lines: str) -> None:
+        self.lines += lines
 
 
 def test_a_spike_is_logged_and_a_slow_rise_is_not() -> None:

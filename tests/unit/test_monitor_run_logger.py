@@ -130,7 +130,7 @@ def test_the_log_file_has_the_text_of_the_terminal(
 ) -> None:
     for number in (1, 2):
         logger = RunLogger(tmp_path, first_step=number, total_steps=10)
-        logger.log(f"run {number}\nof Größe")
+        logger.log(f"run {number}", "of Größe")
         train(logger, number + 1)
         logger.close()
     shown = capsys.readouterr().out

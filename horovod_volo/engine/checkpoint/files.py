@@ -37,8 +37,8 @@ def write_checkpoint(
 ) -> Path:
     """Write the checkpoint of `step` into `folder` and update the link `last`; return its path.
 
-    The tensors are on the CPU, contiguous, and no two share memory. `may_write` raises UserError if this process
-    must not write; it is called first, and before the checkpoint appears.
+    The tensors are on the CPU, contiguous, and no two share memory. `may_write` raises UserError if this
+    process must not write; it is called first, and before the checkpoint appears.
     """
     may_write()
     final = checkpoint_path(folder, step)
