@@ -47,9 +47,10 @@ _batches, _read = TrainLoader.batches, Catalog.read
 
 
 def _flip(batch: Any) -> None:
-    """Flip a bit of a weight, once."""
+    """Flip a bit of the largest weight, once: a weight of 0 would lose it in the next step."""
     if _reducers:
-        _reducers.pop().buckets[0].weights.view(torch.int32)[7] ^= 1 << 20
+        weights = _reducers.pop().buckets[0].weights
+        weights.view(torch.int32)[weights.abs().argmax()] ^= 1 << 20
 
 
 def _noted(self: Reducer, *arguments: Any, **options: Any) -> None:
