@@ -1,10 +1,15 @@
-"""Checks the resources of a host that its ranks share: CPUs, memory, shared memory and open files."""
+"""Checks the resources of a host that its ranks share: CPUs, memory, shared memory and open files.
+
+Nothing is removed: what is left in shared memory is named with the command that removes it.
+"""
 
 from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Iterator
+import shlex
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from horovod_volo.cluster.binding import Binding
@@ -21,6 +26,14 @@ MEMORY_NEEDED, MEMORY_WANTED = _GIB, 4 * _GIB
 SHARED_NEEDED, SHARED_NEEDED_BY_GPU = 5 * _MIB, 32 * _MIB
 # 64 open shards, sockets (gloo: four for each rank), logs and libraries; CUDA opens hundreds.
 FILES_NEEDED, FILES_WANTED, FILES_FOR_EACH_RANK = 128, 512, 4
+# What processes that were killed may leave in /dev/shm, by the names of the files. Open MPI's have the host:
+# a container that shares the folder does not see the processes of another one.
+_LEFT_IN_SHARED_MEMORY = {
+    "vader_segment.{host}.{user}.*": "Open MPI",
+    "sem.mp-*": "Python's multiprocessing",
+    "torch_*": "PyTorch",
+    "nccl-*": "NCCL",
+}
 
 
 def check_host(launch: LaunchEnv, binding: Binding, root: Path = Path("/")) -> list[Finding]:
@@ -33,6 +46,7 @@ def check_host(launch: LaunchEnv, binding: Binding, root: Path = Path("/")) -> l
         *run_check(
             "/dev/shm", lambda: [assess_shared_memory(_free_shared_memory(root), launch.local_size, on_gpu)]
         ),
+        *run_check("leftovers", lambda: leftover_findings(root)),
         *run_check(
             "open files", lambda: [assess_open_files(resource.getrlimit(resource.RLIMIT_NOFILE), launch.size)]
         ),
@@ -86,6 +100,61 @@ def assess_shared_memory(free: int | None, ranks: int, on_gpu: bool) -> Finding:
         text = f"{text}: {users} may need {per_rank // _MIB} MiB for each rank of the host"
         return failure("/dev/shm", text, remedy)
     return ok("/dev/shm", text)
+
+
+def leftover_findings(root: Path = Path("/")) -> Iterator[Finding]:
+    """Yield a warning for each kind of files in shared memory that processes of this user have left."""
+    folder, user = root / "dev/shm", os.getuid()
+    host = os.uname().nodename
+    kinds = {pattern.format(host=host, user=user): name for pattern, name in _LEFT_IN_SHARED_MEMORY.items()}
+    # Before the processes are: a file that is created from now on is in neither list.
+    files = {pattern: _regular_files(folder, pattern, user) for pattern in kinds}
+    used = _used_by_processes(root, user) if any(files.values()) else set()
+    for pattern, states in files.items():
+        left = {path for path, state in states.items() if (state.st_dev, state.st_ino) not in used}
+        left = {path for path in left if path.exists()}
+        if left:
+            kib = sum(states[path].st_blocks for path in left) // 2
+            size = f"{kib / 1024:.0f} MiB" if kib >= 1024 else f"{kib} KiB"
+            count = f"{len(left)} file{'s' if len(left) > 1 else ''} of {kinds[pattern]} in {folder}, {size}"
+            text = f"{count}: left by processes that were killed, and used by none. To remove them"
+            yield warning("leftovers", text, _removal(folder, pattern, user, left, states))
+
+
+def _removal(
+    folder: Path, pattern: str, user: int, left: set[Path], states: Mapping[Path, os.stat_result]
+) -> str:
+    """Return a command that removes files that are left, and none that is in use or created later."""
+    until = int(max(states[path].st_mtime for path in left)) + 1
+    if all(state.st_mtime > until for path, state in states.items() if path not in left):
+        return f"find {folder} -user {user} -name {shlex.quote(pattern)} ! -newermt @{until} -delete"
+    return shlex.join(["rm", *map(str, sorted(left))])
+
+
+def _regular_files(folder: Path, pattern: str, user: int) -> Mapping[Path, os.stat_result]:
+    states = {path: path.lstat() for path in sorted(folder.glob(pattern))}
+    return {
+        path: state for path, state in states.items() if stat.S_ISREG(state.st_mode) and state.st_uid == user
+    }
+
+
+def _used_by_processes(root: Path, user: int) -> set[tuple[int, int]]:
+    """Return device and inode of each file that a process of this user maps or holds open."""
+    used = set()
+    for process in (root / "proc").glob("[0-9]*"):
+        try:
+            if process.stat().st_uid != user:
+                continue
+            for line in (process / "maps").read_text(errors="replace").splitlines():
+                _, _, _, device, inode, *_ = line.split(maxsplit=5)
+                major, minor = (int(number, 16) for number in device.split(":"))
+                used.add((os.makedev(major, minor), int(inode)))
+            for opened in (process / "fd").iterdir():
+                state = opened.stat()
+                used.add((state.st_dev, state.st_ino))
+        except OSError:  # the process has ended, or is of another container
+            continue
+    return used
 
 
 def assess_open_files(limits: tuple[int, int], ranks: int) -> Finding:

@@ -48,13 +48,15 @@ def examine(
     ranks: int = 1,
     start_with: str = "none",
     before: str = "",
+    after: str = "",
     inside: Sequence[str] = (),
     **extra: str,
 ) -> DoctorRun:
-    """Run the doctor in a folder, on each rank after the shell commands `before`, with its rank in $RANK."""
+    """Run the doctor in a folder, on each rank between shell commands, with its rank in $RANK."""
     file = folder / "reported.json"
     doctor = shlex.join([sys.executable, "-m", "horovod_volo.doctor", "--json", str(file), *flags])
-    script = f"RANK=${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-0}}}}; {before}\nexec {doctor} $MORE"
+    script = f"RANK=${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-0}}}}; {before}\n"
+    script += f"{doctor} $MORE; status=$?; {after}; exit $status" if after else f"exec {doctor} $MORE"
     command = [
         "env",
         "-C",
