@@ -1,0 +1,87 @@
+"""What a rank takes along when the ranks are formed again."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+
+from horovod_volo.bench.synthetic import SyntheticRun, bench_config, flat_weights
+from horovod_volo.cluster.collectives import LocalCollectives
+from horovod_volo.cluster.world import AllRanksError, World
+from horovod_volo.engine.elastic import ElasticRun, Reached
+
+
+class OtherRanks(LocalCollectives):
+    """Rank 0 of three, of which the others have come this far."""
+
+    def __init__(self, *others: Reached | None) -> None:
+        self.others = others
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        return [value, *self.others]
+
+
+def new_run() -> SyntheticRun:
+    return SyntheticRun(bench_config(model="volo_demo", img_size=32, batch_size=2, ema_decay=0.9))
+
+
+def reached(step: int, in_vain: int = 0) -> Reached:
+    return Reached(step, formed=2, in_vain=in_vain, scaler={}, ledger=[])
+
+
+def test_the_rank_that_has_come_furthest_is_found() -> None:
+    world = World(size=3, collectives=OtherRanks(reached(7), reached(8)))
+    elastic = ElasticRun(job=None)  # type: ignore[arg-type]
+    assert elastic.find_newest(world) == reached(8)
+    assert elastic.formed == 2
+    assert (
+        elastic.describe(8, ["a", "b", "a"])
+        == "formed again (2): 3 ranks (2 on a, 1 on b) go on after step 8"
+    )
+
+
+def test_a_new_run_has_nobody_to_go_on_from() -> None:
+    elastic = ElasticRun(job=None)  # type: ignore[arg-type]
+    assert elastic.find_newest(World(size=3, collectives=OtherRanks(None, None))) is None
+    assert elastic.unwritten() == []
+
+
+def test_formations_without_a_step_are_counted_and_end_the_run() -> None:
+    elastic = ElasticRun(job=None)  # type: ignore[arg-type]
+    with closing(new_run()) as run:
+        run.step()
+        for _ in range(6):
+            elastic.keep(run.context)
+            elastic.find_newest(World.single())
+        elastic.keep(run.context)
+        with pytest.raises(AllRanksError, match="formed again 6 times in a row without completing a step"):
+            elastic.find_newest(World.single())
+        run.step()
+        elastic.keep(run.context)  # a step in between: the count begins again
+        newest = elastic.find_newest(World.single())
+        assert newest is not None
+        assert newest.in_vain == 0
+
+
+def test_the_state_of_the_last_complete_step_is_kept() -> None:
+    """Batch-norm statistics that the forward of the next step has changed already are not taken along."""
+    with closing(new_run()) as run, closing(new_run()) as other:
+        for _ in range(3):
+            run.step()
+        state = run.context.state
+        expected = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+        averaged = [buffer for buffer in state.model.buffers() if buffer.is_floating_point()]
+        averaged[0].add_(1.0)
+        elastic = ElasticRun(job=None)  # type: ignore[arg-type]
+        elastic.keep(run.context)
+        assert elastic.find_newest(World.single()) is not None
+        elastic.take_over(other.context.state, World.single())
+        assert other.context.state.step == 3
+        for name, tensor in other.context.state.model.state_dict().items():
+            assert tensor.equal(expected[name]), name
+        run.step()
+        other.step()
+        assert torch.equal(flat_weights(run.context.state.model), flat_weights(other.context.state.model))
