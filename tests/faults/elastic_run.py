@@ -137,7 +137,7 @@ def started(folder: Path, command: Sequence[str], variables: Mapping[str, str]) 
 
 
 def on_this_machine(
-    folder: Path, images: Path, hosts: str, *flags: str
+    folder: Path, images: Path, hosts: str, *flags: str, **extra: str
 ) -> contextlib.AbstractContextManager[ElasticTrial]:
     """Start an elastic run of horovodrun on names of this machine, as localhost:1,127.0.0.1:1."""
     write_hosts(folder / "hosts", hosts)
@@ -150,7 +150,10 @@ def on_this_machine(
     trainer = (*python(plain=True), "-m", "horovod_volo.train", str(images), "--recipe", "demo", *SETTINGS)
     output = ("--output", str(folder / "runs"), "--log-every", "1", "--elastic")
     variables = environment(
-        HOROVOD_GLOO_TIMEOUT_SECONDS=str(GLOO_SECONDS), OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE"
+        HOROVOD_GLOO_TIMEOUT_SECONDS=str(GLOO_SECONDS),
+        OMP_NUM_THREADS="1",
+        OMP_WAIT_POLICY="PASSIVE",
+        **extra,
     )
     del variables["HOROVOD_CYCLE_TIME"]
     command = (*launch, *elastic, "--network-interface", "lo", *trainer, *output, *flags)

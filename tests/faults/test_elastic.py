@@ -42,6 +42,21 @@ def test_a_killed_rank_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_a_rank_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """Only the rank that the others wait for is killed, though Python's lock keeps it from answering."""
+    images = tmp_path / "images"
+    make_demo_set(images, train=60, val=10)
+    flags = ("--global-batch", "10", "--epochs", "100000", "--hang-timeout", "8")
+    faulty = ("--plugin", "tests.faults.injected")
+    hosts = "localhost:1,127.0.0.1:1"
+    with on_this_machine(tmp_path, images, hosts, *flags, *faulty, INJECTED_FAULT="1:3:lock") as trial:
+        trial.train_on(2, formations=3)
+        assert trial.formations() == [2, 1, 2]
+        assert trial.output.count("so the run goes on without these ranks: rank 1 on ") == 1
+        assert "1 of 2 ranks wait for others" in trial.output
+
+
+@pytest.mark.soak
 def test_many_formations_leave_nothing_behind(tmp_path: Path) -> None:
     """The memory and the open files of the rank that stays do not grow with the number of formations."""
     images = tmp_path / "images"
