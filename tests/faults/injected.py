@@ -10,6 +10,8 @@ import ctypes
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -29,9 +31,22 @@ def _lock_interpreter() -> None:
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
+def _raise() -> None:
+    raise RuntimeError("injected")
+
+
+def _pause() -> None:
+    """Be stopped by a signal, and go on two seconds later."""
+    subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 _FAULTS = {
     "lock": lambda _: _lock_interpreter(),
     "sleep": lambda _: time.sleep(600),
+    "exit": lambda _: sys.exit(3),
+    "raise": lambda _: _raise(),
+    "pause": lambda _: _pause(),
     "nan": lambda batch: batch.images.fill_(math.nan),
     "flip": lambda batch: _flip(batch),
     **{

@@ -1,0 +1,153 @@
+"""A rank that ends, in whatever way: the run ends, leaves nothing behind, and resumes to the same weights."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.doctor.ledger import check_ledger
+from horovod_volo.engine.checkpoint.files import intact_checkpoints
+from tests.ranks.launching import launcher, python, run, train
+
+SMALL = "--recipe demo --img-size 32 --batch-size 4 --epochs 1 --warmup-epochs 0 --name run --drop-path 0.2"
+EVERY = "--checkpoint-every 2 --log-every 1 --ema-decay 0.9 --plugin tests.faults.injected --resume auto"
+NEVER = "1:99:SIGKILL"
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images") / "set"
+    make_demo_set(folder, train=80, val=20)  # 10 steps
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    output = tmp_path_factory.mktemp("undisturbed")
+    status, shown = start(images, output, NEVER, "gloo")
+    assert status == 0, shown
+    return weights(output)
+
+
+def start(images: Path, output: Path, fault: str, start_with: str, *flags: str) -> tuple[int, str]:
+    arguments = (str(images), *SMALL.split(), *EVERY.split(), "--output", str(output), *flags)
+    done = train(*arguments, ranks=2, start_with=start_with, INJECTED_FAULT=fault)
+    return done.returncode, done.stdout
+
+
+def weights(output: Path) -> dict[str, bytes]:
+    last = output / "run" / "checkpoints" / "last"
+    return {
+        f"{file.name} {name}": tensor.numpy().tobytes()
+        for file in last.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+
+
+def processes_of(output: Path) -> list[str]:
+    """Return the command lines that name a folder; those of forks are their parent's."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(file.read_bytes().decode(errors="replace").replace("\0", " "))
+        except OSError:
+            continue
+    return [line for line in lines if str(output) in line]
+
+
+@pytest.mark.parametrize(
+    ("start_with", "fault"),
+    [
+        ("gloo", "0:5:SIGKILL"),
+        ("mpi", "1:5:SIGKILL"),
+        ("gloo", "1:5:raise"),
+        ("mpi", "0:5:SIGSEGV"),
+        pytest.param("mpi", "0:5:SIGKILL", marks=pytest.mark.soak),
+        pytest.param("gloo", "1:0:SIGABRT", marks=pytest.mark.soak),
+        pytest.param("mpi", "1:0:SIGABRT", marks=pytest.mark.soak),
+        pytest.param("gloo", "1:9:exit", marks=pytest.mark.soak),
+        pytest.param("mpi", "1:9:exit", marks=pytest.mark.soak),
+        pytest.param("mpi", "1:5:raise", marks=pytest.mark.soak),
+    ],
+)
+def test_a_rank_ends(
+    images: Path, tmp_path: Path, undisturbed: dict[str, bytes], start_with: str, fault: str
+) -> None:
+    began = time.monotonic()
+    status, shown = start(images, tmp_path, fault, start_with)
+    assert status not in (0, 75), shown
+    assert time.monotonic() - began < 60
+    if fault.endswith("raise"):
+        assert shown.count("RuntimeError: injected") == 1, shown
+    assert processes_of(tmp_path) == []
+    if fault.split(":")[1] != "0":
+        assert list(intact_checkpoints(tmp_path / "run"))
+    status, shown = start(images, tmp_path, NEVER, start_with)
+    assert status == 0, shown
+    assert list((tmp_path / "run" / "checkpoints").glob(".*")) == []
+    assert weights(tmp_path) == undisturbed
+    assert "1 epochs are complete" in check_ledger(tmp_path / "run")
+
+
+@pytest.mark.parametrize("start_with", ["gloo", pytest.param("mpi", marks=pytest.mark.soak)])
+def test_a_rank_that_is_stopped_for_a_moment_changes_nothing(
+    images: Path, tmp_path: Path, undisturbed: dict[str, bytes], start_with: str
+) -> None:
+    status, shown = start(images, tmp_path, "1:4:pause", start_with)
+    assert status == 0, shown
+    assert weights(tmp_path) == undisturbed
+
+
+@pytest.mark.soak
+def test_a_run_that_always_fails_at_the_same_step_loses_nothing(images: Path, tmp_path: Path) -> None:
+    for _ in range(3):
+        status, shown = start(images, tmp_path, "1:7:raise", "gloo")
+        assert status not in (0, 75)
+        assert shown.count("RuntimeError: injected") == 1, shown
+        assert next(iter(intact_checkpoints(tmp_path / "run"))).name == "step_00000006"
+    status, shown = start(images, tmp_path, NEVER, "gloo")
+    assert status == 0, shown
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
+def test_an_image_that_is_never_read_ends_the_run(tmp_path: Path, start_with: str) -> None:
+    """As on a file server that does not answer."""
+    folder = tmp_path / "images"
+    make_demo_set(folder, train=80, val=20)
+    warm = (*SMALL.split(), "--output", str(tmp_path / "runs"), "--stop-at-step", "1")
+    assert train(str(folder), *warm, ranks=2, start_with=start_with).returncode != 0  # lists the images
+    image = sorted((folder / "train" / "ring").iterdir())[0]
+    image.unlink()
+    os.mkfifo(image)
+    flags = (*SMALL.split(), "--resume", "auto", "--hang-timeout", "8", "--output", str(tmp_path / "runs"))
+    done = train(str(folder), *flags, ranks=2, start_with=start_with)
+    assert done.returncode not in (0, 75), done.stdout
+    assert "error: no step has ended for 8 s (--hang-timeout)" in done.stdout
+    assert "computes or reads data, after step" in done.stdout
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kind", "limit"), [(resource.RLIMIT_NOFILE, 24), (resource.RLIMIT_AS, 2 << 30)], ids=["files", "memory"]
+)
+def test_a_rank_without_files_or_memory_ends_the_run(
+    images: Path, tmp_path: Path, kind: int, limit: int
+) -> None:
+    script = tmp_path / "limited.py"
+    script.write_text(
+        "import os, resource, runpy, sys\n"
+        f"if os.environ['HOROVOD_RANK'] == '1': resource.setrlimit({kind}, ({limit}, {limit}))\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_module('horovod_volo.train', run_name='__main__', alter_sys=True)\n"
+    )
+    command = [*launcher("gloo", 2, plain=True), *python(plain=True), str(script), "train", str(images)]
+    done = run([*command, *SMALL.split(), "--output", str(tmp_path / "runs")], seconds=100)
+    assert done.returncode not in (0, 75), done.stdout
+    assert processes_of(tmp_path) == []
