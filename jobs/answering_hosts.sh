@@ -4,7 +4,7 @@
 #   ./jobs/answering_hosts.sh FILE PORT
 set -uo pipefail
 port=$2
-answers() { [[ $1 == "$(uname -n)" || $1 == localhost ]] || timeout 2 bash -c ": >/dev/tcp/$1/$port"; }
+answers() { [[ $1 == "$(uname -n)" || $1 == localhost ]] || timeout 5 bash -c ": >/dev/tcp/$1/$port"; }
 while IFS= read -r line; do
     [[ $line == *?:[1-9]* ]] && { answers "${line%:*}" && echo "$line"; } 2>/dev/null &
 done <"$1"

@@ -45,6 +45,7 @@ def train_epochs(context: TrainContext) -> bool:
     while True:
         evaluated = evaluation_due(context)
         if evaluated:
+            save_checkpoint(context)  # if ranks were formed again, or another run's checkpoint was resumed
             metrics = evaluate(context)
             log_bad_samples(context, context.eval_loader.bad_samples)
             save_evaluation(context, metrics)

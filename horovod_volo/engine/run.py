@@ -100,6 +100,8 @@ def setup(
     logger, lock = world.run_on_all_ranks(opened)
     context = build_context(config, world, images, resources, state, logger, stop)
     context.lock = lock
+    if checkpoint and checkpoint.resolve().parent == (context.folder / CHECKPOINTS).resolve():
+        context.checkpoints.step = state.step  # it need not be saved again
     if elastic is not None:
         context.hosts_changed = lambda: elastic.job.hosts_changed
     hosts = world.hosts()

@@ -100,7 +100,7 @@ def test_a_partition(net: EmulatedNetwork, images: Path, tmp_path: Path) -> None
     with job(net, images, tmp_path, slots([one, two]), *FOREVER) as trial:
         trial.train_on(2)
         two.unplug()
-        time.sleep(GLOO_SECONDS / 2)
+        time.sleep(GLOO_SECONDS / 3)
         two.plug_in()
         trial.train_on(2)
         assert trial.formations() == [2]

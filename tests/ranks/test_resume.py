@@ -55,6 +55,29 @@ def metrics(output: Path):
     return [{key: value for key, value in record.items() if key not in measured} for record in records]
 
 
+def test_a_run_that_continues_another_one_at_the_end_of_an_epoch_is_evaluated(images, tmp_path):
+    """The checkpoint that the evaluation belongs to is in the folder of the other run."""
+    first = start(images, tmp_path, "--stop-at-step", "10", start_with="none", ranks=1)
+    assert first.returncode == 75, first.stdout
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000010"
+    assert not (checkpoint / "evaluation.json").exists()
+    second = start(
+        images,
+        tmp_path,
+        "--resume",
+        str(checkpoint),
+        "--name",
+        "other",
+        "--stop-at-step",
+        "11",
+        ranks=1,
+        start_with="none",
+    )
+    assert second.returncode == 75, second.stdout
+    assert "after epoch 1: top-1" in second.stdout
+    assert (tmp_path / "other" / "checkpoints" / "step_00000010" / "evaluation.json").exists()
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(images, tmp_path_factory):
     output = tmp_path_factory.mktemp("uninterrupted")
