@@ -100,6 +100,9 @@ class ElasticRun:
             state.scaler.load_state_dict(newest.scaler)
         state.load_full_state_dict(self._tensors if world.rank == root else {}, world, root)
         world.assert_identical(state.replicated_tensors(), "Weights or optimizer state")
+
+    def forget(self) -> None:
+        """Drop what was kept: the run has begun, and `keep` can be called again."""
         self._progress, self._tensors = None, {}
 
 

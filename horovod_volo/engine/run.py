@@ -47,6 +47,8 @@ def run(
     try:
         hosts = log_start(context, warnings, elastic)
         _watch_steps(context, watchdog, hosts)
+        if elastic is not None:
+            elastic.forget()  # not before: a rank may be lost while the run is set up
         finished = fit(context)
         context.logger.log(end_message(context, finished))
         return finished
