@@ -8,6 +8,7 @@ that step is missing in it, and no other step is lost.
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -117,7 +118,9 @@ def train_elastic(
             elastic.job.join()
         except RemovedError:
             print_error(f"rank {read_launch_env().rank} ends: the others go on without its host")
-            return 0
+            # At once, and not with status 0: if its host is back by then, the driver would take the end of this
+            # process for that of the new one, and success for the end of the job.
+            os._exit(FAILED)
         except DriverLostError as error:
             print_error(f"rank {read_launch_env().rank} stops: {error}")
             return FAILED
