@@ -118,8 +118,8 @@ def train_elastic(
             elastic.job.join()
         except RemovedError:
             print_error(f"rank {read_launch_env().rank} ends: the others go on without its host")
-            # At once, and not with status 0: if its host is back by then, the driver would take the end of this
-            # process for that of the new one, and success for the end of the job.
+            # At once, and not with status 0: if its host is back by then, the driver would take the end of
+            # this process for that of the new one, and success for the end of the job.
             os._exit(FAILED)
         except DriverLostError as error:
             print_error(f"rank {read_launch_env().rank} stops: {error}")
