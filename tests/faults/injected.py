@@ -92,7 +92,14 @@ def _slow(self: Catalog, index: int) -> Any:
     return _read(self, index)
 
 
-if _fault == "slow":
-    Catalog.read = _slow  # type: ignore[method-assign]
+def _unread(self: Catalog, index: int) -> Any:
+    """Wait for ever for an image; STEPS is of no account."""
+    if read_launch_env().rank == int(_rank):
+        os.read(os.pipe()[0], 1)
+    return _read(self, index)
+
+
+if _fault in ("slow", "unread"):
+    Catalog.read = _slow if _fault == "slow" else _unread  # type: ignore[method-assign]
 else:
     TrainLoader.batches = _faulty  # type: ignore[method-assign]

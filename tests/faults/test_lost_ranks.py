@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import time
 from pathlib import Path
@@ -117,20 +116,14 @@ def test_a_run_that_always_fails_at_the_same_step_loses_nothing(images: Path, tm
 
 @pytest.mark.soak
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
-def test_an_image_that_is_never_read_ends_the_run(tmp_path: Path, start_with: str) -> None:
+def test_an_image_that_is_never_read_ends_the_run(images: Path, tmp_path: Path, start_with: str) -> None:
     """As on a file server that does not answer."""
-    folder = tmp_path / "images"
-    make_demo_set(folder, train=80, val=20)
-    warm = (*SMALL.split(), "--output", str(tmp_path / "runs"), "--stop-at-step", "1")
-    assert train(str(folder), *warm, ranks=2, start_with=start_with).returncode != 0  # lists the images
-    image = sorted((folder / "train" / "ring").iterdir())[0]
-    image.unlink()
-    os.mkfifo(image)
-    flags = (*SMALL.split(), "--resume", "auto", "--hang-timeout", "8", "--output", str(tmp_path / "runs"))
-    done = train(str(folder), *flags, ranks=2, start_with=start_with)
-    assert done.returncode not in (0, 75), done.stdout
-    assert "error: no step has ended for 8 s (--hang-timeout)" in done.stdout
-    assert "computes or reads data, after step" in done.stdout
+    status, shown = start(images, tmp_path, "1:0:unread", start_with, "--hang-timeout", "8")
+    assert status not in (0, 75), shown
+    assert "error: no step has ended for 8 s (--hang-timeout)" in shown
+    assert "rank 1 on " in shown
+    assert "computes or reads data, after step 0" in shown
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.soak
