@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+# A shell ignores SIGINT for commands in the background, and all that they start would ignore it too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # One worker runs a file, in this order: long tests first, so that all workers end at about the same time.
 LONG_FIRST = ("experiments", "cluster", "ranks", "faults", "smoke", "gpu", "published")
 

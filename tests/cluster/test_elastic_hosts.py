@@ -55,7 +55,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(
     net: EmulatedNetwork, images: Path, folder: Path, hosts: str, *flags: str
 ) -> contextlib.AbstractContextManager[ElasticTrial]:
-    """Start jobs/horovodrun.sh on the first host, with ranks on `hosts`."""
+    """Start jobs/horovodrun.sh on the first host, with ranks on `hosts`, as answering_hosts.sh finds them."""
     folder.mkdir(exist_ok=True)
     write_hosts(folder / "hosts", hosts)
     command = ("jobs/horovodrun.sh", "demo", *SETTINGS, "--global-batch", "10", *flags)

@@ -174,7 +174,7 @@ def test_the_doctor_ends(tmp_path: Path, number: signal.Signals) -> None:
     assert (status, lines) == (128 + number, [f"{number.name}: the doctor is stopped, without a report"])
 
 
-@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
+@pytest.mark.parametrize("start_with", [pytest.param("gloo", marks=pytest.mark.soak), "mpi"])
 def test_ranks_print_one_line(folder: Path, start_with: str) -> None:
     """Rank 1 never joins, so that rank 0 waits for it inside Horovod; or both are at work."""
     evaluate = ["-m", "horovod_volo.evaluate", str(folder / "demo"), "--weights", str(folder / "weights.pt")]

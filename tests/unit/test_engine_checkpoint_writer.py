@@ -18,7 +18,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.engine import loop
 from horovod_volo.engine.checkpoint import saving
-from horovod_volo.engine.checkpoint.files import StateDicts, find_checkpoint, read_tensors
+from horovod_volo.engine.checkpoint.files import find_checkpoint, read_tensors
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
@@ -50,10 +50,10 @@ def test_steps_go_on_and_do_not_change_what_is_written(
     release, write = threading.Event(), saving.write_checkpoint
     began: list[int] = []
 
-    def write_later(folder: Path, step: int, tensors: StateDicts, metadata: dict[str, Any]) -> Path:
+    def write_later(folder: Path, step: int, *arguments: Any) -> Path:
         began.append(step)
         assert step != 2 or release.wait(timeout=60)
-        return write(folder, step, tensors, metadata)
+        return write(folder, step, *arguments)
 
     weights: dict[int, torch.Tensor] = {}
     take_step = loop.train_step
