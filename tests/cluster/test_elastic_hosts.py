@@ -154,10 +154,10 @@ def test_a_schedule_of_events(net: EmulatedNetwork, images: Path, tmp_path: Path
     means = []
     for seed in ("42", "43"):
         folder = tmp_path / f"undisturbed_{seed}"
-        with job(net, images, folder, slots(net.hosts[:2]), *FOREVER, "--seed", seed) as trial:
+        with job(net, images, folder, slots(net.hosts[:3]), *FOREVER, "--seed", seed) as trial:
             trial.wait_until(lambda trial=trial: trial.step() >= max(disturbed), 600)
             losses = trial.losses()
         means.append(statistics.mean(losses[step] for step in list(disturbed)[-100:] if step in losses))
     own = statistics.mean(list(disturbed.values())[-100:])
     print(f"last 100 of {len(disturbed)} steps: mean loss {own:.3f}; undisturbed {means}")
-    assert abs(own - means[0]) < 2 * abs(means[1] - means[0]) + 0.05
+    assert abs(own - means[0]) < 2 * abs(means[1] - means[0]) + 0.1
