@@ -10,6 +10,7 @@ Invariant: once buckets are built, a parameter's `data` must not be replaced.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -48,9 +49,19 @@ class Bucket:
         return flat.as_strided(parameter.size(), parameter.stride(), self.offsets[name])
 
     def register_grad_ready_hook(self, hook: Callable[[Tensor], None]) -> None:
-        """Call `hook` with a parameter whenever backward has accumulated the parameter's gradient."""
+        """Call a method with a parameter whenever backward has accumulated the parameter's gradient.
+
+        The parameters do not keep the method's object: garbage collection does not see hooks, and could free
+        neither.
+        """
+        weak = WeakMethod(hook)
+
+        def call(parameter: Tensor) -> None:
+            if method := weak():
+                method(parameter)
+
         for parameter in self.parameters.values():
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
 
 
 def build_buckets(

@@ -5,14 +5,19 @@ tests/cluster/test_elastic_hosts.py has more hosts, and more that happens to the
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import resolve
-from horovod_volo.config.schema import Config
+from horovod_volo.config.schema import Config, Exchange
 from horovod_volo.config.validation import check
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
@@ -73,10 +78,25 @@ def test_many_formations_leave_nothing_behind(tmp_path: Path) -> None:
             if number % 2:
                 measured.append(used_by(trial.ranks()["localhost"]))
     print("\n".join(f"{mib} MiB, {files} files, {threads} threads" for mib, files, threads in measured))
-    first, last = measured[1], measured[-1]
-    assert last[0] < first[0] + 2 * (len(measured) - 2)
-    assert last[1] == first[1]
-    assert abs(last[2] - first[2]) <= THREADS_THAT_COME_AND_GO
+    half = len(measured) // 2
+    earlier, later = (
+        [min(used) for used in zip(*part, strict=True)] for part in (measured[:half], measured[half:])
+    )
+    assert later[0] < earlier[0] + FORMATIONS  # 1 MiB each; a copy of this small model's state has 6
+    assert later[1] <= earlier[1]
+    assert later[2] <= earlier[2] + THREADS_THAT_COME_AND_GO
+
+
+def test_a_network_and_its_reducer_are_freed() -> None:
+    """Ranks that are formed again build both again."""
+    network = torch.nn.Linear(2, 2)
+    reducer = Reducer(network, World.single(), Exchange(), micro_batches=1)
+    network(torch.ones(1, 2)).sum().backward()
+    with reducer.synchronized_gradients():
+        freed = weakref.ref(network), weakref.ref(network.weight)
+    del network, reducer
+    gc.collect()
+    assert [each() for each in freed] == [None, None]
 
 
 def used_by(process: int) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from horovod_volo.models.build import build_model
 from tests.ranks.launching import environment, launcher, python, run
 
 SECONDS = 90
+SECONDS_TO_VANISH = 2  # a process that ended is listed until the kernel has freed its memory
 MODEL = ("--model", "volo_demo", "--img-size", "64")
 
 
@@ -66,6 +67,8 @@ def stop(
             (os.killpg if to_all else os.kill)(process.pid, number)
             output, _ = process.communicate(timeout=SECONDS)
             seconds = time.monotonic() - began
+            while in_session(process.pid) and time.monotonic() < began + seconds + SECONDS_TO_VANISH:
+                time.sleep(0.02)
             assert not in_session(process.pid), "a process is left"
         finally:
             if in_session(process.pid):

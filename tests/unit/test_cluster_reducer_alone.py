@@ -218,11 +218,12 @@ def test_channels_last_weights_keep_channels_last_gradients() -> None:
 def test_one_backward_pass_too_many_is_an_error(micro_batches: int) -> None:
     model = SmallNetwork()
     model.unused.requires_grad_(False)
-    reducer_of(model, micro_batches=micro_batches)
+    reducer = reducer_of(model, micro_batches=micro_batches)
     for number in range(micro_batches):
         loss(model, number).backward()  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError, match="more backward passes than the reducer was built for"):
         loss(model, micro_batches).backward()  # type: ignore[no-untyped-call]
+    del reducer  # not before: without it nothing counts
 
 
 def test_statistics_are_those_of_a_network_without_a_reducer() -> None:
