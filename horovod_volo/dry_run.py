@@ -5,10 +5,11 @@ It needs no GPU, no data and no other rank: the model is built on the meta devic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from horovod_volo.cluster.reducer import build_gradient_buckets, message_bytes
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import RunFacts, config_warnings, trains_aux_head
+from horovod_volo.config.validation import RunFacts, config_warnings
 from horovod_volo.core.errors import escape_controls
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
@@ -28,12 +29,11 @@ from horovod_volo.engine.banner import (
     length_line,
     lr_line,
     precision_line,
-    token_size_warnings,
 )
-from horovod_volo.models.build import build_model, spec_of, training_forward
 from horovod_volo.models.weights import TIMM
 from horovod_volo.optim.build import OPTIMIZERS
 from horovod_volo.plugins import check_names, load_plugins
+from horovod_volo.tasks.names import find_task
 
 # Name, images and classes of the data set that is assumed where the data is not on this machine.
 _IMAGENET_1K = ("ImageNet-1K", 1_281_167, 1_000)
@@ -56,6 +56,7 @@ class Workload:
     classes: int
     parameters: Mapping[str, Parameter]  # by name, on the meta device
     activation_bytes: float  # per image
+    heads: tuple[str, ...]
     warnings: list[str]
 
     @property
@@ -72,25 +73,19 @@ def dry_run(config: Config, ranks: int) -> str:
 def measure_workload(config: Config) -> Workload:
     """Count the images, and measure the model on the meta device."""
     load_plugins(config.run.plugin)
-    settings = config.model
+    task = find_task(config.model.task)
+    task.check(config)
     check_names(config)
     images, classes, warnings = _count_images(config)
     with torch.device("meta"):
-        model = build_model(
-            settings.model,
-            img_size=settings.img_size,
-            num_classes=settings.num_classes or classes,
-            drop_path=settings.drop_path,
-            grad_checkpoint=settings.grad_checkpoint,
-            grad_checkpoint_stages=settings.grad_checkpoint_stages,
-            aux_head=trains_aux_head(config),
-        )
+        model = task.build_network(config, config.model.num_classes or classes)
     return Workload(
         images=images,
         classes=classes,
         parameters=dict(model.named_parameters()),
-        activation_bytes=_activation_bytes(model, config),
-        warnings=warnings,
+        activation_bytes=_activation_bytes(task.training_forward(model), model, config),
+        heads=task.heads(config),
+        warnings=[*task.warnings(config), *warnings],
     )
 
 
@@ -103,7 +98,7 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     buckets = build_gradient_buckets(
         workload.parameters,
         config.exchange,
-        heads=spec_of(config.model.model).heads,
+        heads=workload.heads,
         ranks=ranks,
         shards=1,
     )
@@ -125,7 +120,6 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     }
     warnings = [
         *config_warnings(config, RunFacts(ranks=ranks, total_steps=derived.total_steps)),
-        *token_size_warnings(config),
         *batch_warnings(config, derived, workload.images),
         *workload.warnings,
     ]
@@ -166,7 +160,7 @@ def _count_images(config: Config) -> tuple[int, int, list[str]]:
     return images, classes, [*warnings, f"the images and classes are assumed to be those of {name}"]
 
 
-def _activation_bytes(model: torch.nn.Module, config: Config) -> float:
+def _activation_bytes(forward: Callable[[Tensor], Any], model: torch.nn.Module, config: Config) -> float:
     """Estimate the activations per image that autograd saves for backward, from a forward on the meta device.
 
     The seed of drop path is fixed, so the estimate is the same every time.
@@ -174,7 +168,7 @@ def _activation_bytes(model: torch.nn.Module, config: Config) -> float:
     side, batch = config.model.img_size, max(_MIN_BATCH, config.data.batch_size)
     images = torch.zeros(batch, 3, side, side, device="meta")
     with torch.random.fork_rng(devices=[]), _saved_bytes(list(model.parameters())) as saved:
-        training_forward(model)(images, lambda tokens: tokens, 0)
+        forward(images)
     width = 1.0 if config.model.precision in ("fp32", "tf32") else 0.5
     return width * saved[0] / batch
 

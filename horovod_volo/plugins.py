@@ -14,13 +14,11 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import uses_tokens
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation import operations
 from horovod_volo.data.augmentation.operations import Kind, Operation, register_rand_augment
-from horovod_volo.models.build import check_model
 from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
-from horovod_volo.objective.loss import LOSSES, LossParts, register_loss
+from horovod_volo.objective.loss import LossParts, register_loss
 from horovod_volo.optim.build import check_optimizer, register_optimizer
 from horovod_volo.optim.schedule import SCHEDULES, register_schedule
 
@@ -52,9 +50,7 @@ def load_plugins(modules: str) -> None:
 
 
 def check_names(config: Config) -> None:
-    """Raise UserError if no model, loss, optimizer or schedule has the name that the settings give."""
-    check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
-    LOSSES.find(config.objective.loss)
+    """Raise UserError if no optimizer or schedule has the name that the settings give."""
     check_optimizer(config.update.opt, sharded=config.update.shard_optimizer)
     SCHEDULES.find(config.update.sched)
 

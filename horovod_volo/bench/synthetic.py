@@ -22,12 +22,13 @@ from horovod_volo.core.batch import LabelMaps, Labels, TrainBatch
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.engine.context import Images, TrainContext, build_context
+from horovod_volo.engine.context import TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
 from horovod_volo.models.build import build_model, spec_of, training_forward
 from horovod_volo.monitor.run_logger import NullLogger
+from horovod_volo.tasks.classification import Classification, ClassificationLosses, Images
 
 MAP_SIDE, TOP = 18, 5  # of the published label maps: cells per side, and classes in each cell
 CLASSES = 1000  # of a run, unless its settings say otherwise
@@ -79,13 +80,21 @@ def synthetic_context(config: Config, world: World, resources: RankResources | N
     Collective: every rank calls this.
     """
     resources, num_classes = resources or rank_resources(world), config.model.num_classes
-    state, _ = build_state(config, world, num_classes=num_classes, device=resources.device, finetune="")
+    task, device = Classification(), resources.device
+    state, _ = build_state(config, world, task, num_classes=num_classes, device=device, finetune="")
     if world.size > 1:
         state.load_full_state_dict({}, world)
     global_batch = world.size * config.data.batch_size * config.update.accumulation
     catalog = catalog_without_files(global_batch, num_classes)
     images = Images(catalog, catalog, label_maps=None)
-    return build_context(config, world, images, resources, state, NullLogger(), StopRequest())
+    return build_context(config, world, task, images, resources, state, NullLogger(), StopRequest())
+
+
+def losses_of(context: TrainContext) -> ClassificationLosses:
+    """Return the losses of a run, whose parts can be replaced."""
+    losses = context.parts.losses
+    assert isinstance(losses, ClassificationLosses)
+    return losses
 
 
 def catalog_without_files(images: int, num_classes: int) -> Catalog:

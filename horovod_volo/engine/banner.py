@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
 from horovod_volo.config.schema import Config, Published
-from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.models.build import tokens_per_side
 
 
 def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) -> list[str]:
     """Return the lines of the banner of a run, one property a line, given each rank's host name."""
-    world, images = context.world, context.images
+    world = context.world
     model = context.config.model
     parameters = sum(parameter.numel() for parameter in context.state.model.parameters())
     host_count = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
@@ -21,8 +19,7 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
         f"{world.controller} controller",
         "binding": f"rank 0: {context.resources}" if world.size > 1 else str(context.resources),
         "model": f"{model.model}, {parameters:,} parameters, {model.img_size} px",
-        "data": f"{len(images.train):,} training and {len(images.held_out):,} held-out images, "
-        f"{len(images.train.classes):,} classes; {labels_line(context.config, images.label_maps)}",
+        "data": context.task.describe(context.config, context.data),
         "batch": batch_line(context.config, context.derived),
         "lr": lr_line(context.config, context.derived),
         "length": length_line(context.derived),
@@ -38,18 +35,6 @@ def format_lines(properties: dict[str, str], warnings: list[str]) -> list[str]:
     """Return one line for each property and each warning, with the names right-aligned in a column."""
     named = [*properties.items(), *(("warning", warning) for warning in warnings)]
     return [f"{name:>10}  {value}" for name, value in named]
-
-
-def labels_line(config: Config, label_maps: LabelSource | None) -> str:
-    """Describe the training labels."""
-    if not config.objective.token_label:
-        mixed = ", mixed in pairs of images by MixToken (--no-mix-token disables it)"
-        return "class labels" + mixed * config.objective.mix_token
-    side = tokens_per_side(config.model.model, config.model.img_size)
-    if label_maps is None:
-        return f"{side} x {side} token labels, the image's class on every token"
-    geometry = f"{config.objective.label_geometry} geometry, maps of {label_maps.geometry.description}"
-    return f"{side} x {side} token labels from {config.objective.token_label_data} ({geometry})"
 
 
 def batch_line(config: Config, derived: Derived) -> str:
@@ -91,18 +76,6 @@ def batch_warnings(config: Config, derived: Derived, images: int) -> list[str]:
     source = "published with" if has_published_recipe else "learning rates are stated for"
     warning = f"{batch:,} images per step, {source} {base_batch:,}: {', '.join(changes)}"
     return [warning if batch in nearest else warning + advice]
-
-
-def token_size_warnings(config: Config) -> list[str]:
-    """Return a warning if --token-label-size is not the number of tokens per side, which is used instead."""
-    given = config.objective.token_label_size
-    side = tokens_per_side(config.model.model, config.model.img_size)
-    if not config.objective.token_label or given in (0, side):
-        return []
-    return [
-        f"--token-label-size {given} does not fit --img-size {config.model.img_size}: "
-        f"the network has {side} x {side} tokens, so {side} is used"
-    ]
 
 
 def length_line(derived: Derived) -> str:

@@ -22,9 +22,9 @@ from horovod_volo.engine.checkpoint.saving import (
 )
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import go_back, note_step, note_value, train_again
-from horovod_volo.engine.evaluation import evaluate
 from horovod_volo.engine.step import train_step
 from horovod_volo.monitor.stragglers import OwnTime
+from horovod_volo.tasks.task import Metrics
 
 
 def fit(context: TrainContext) -> bool:
@@ -47,7 +47,7 @@ def train_epochs(context: TrainContext) -> bool:
         if evaluated:
             save_checkpoint(context)  # if ranks were formed again, or another run's checkpoint was resumed
             metrics = evaluate(context)
-            log_bad_samples(context, context.eval_loader.bad_samples)
+            log_bad_samples(context, context.parts.bad_held_out)
             save_evaluation(context, metrics)
         if context.state.step == context.derived.total_steps:
             finish_checkpoint(context)
@@ -65,7 +65,7 @@ def train_epoch(context: TrainContext) -> bool:
     """Train to the end of the epoch and return True; after a stop request return False. Collective."""
     run, state = context.config.run, context.state
     epoch, first_step = context.derived.epoch_of(state.step)
-    batches = context.train_loader.batches(epoch, first_step)
+    batches = context.parts.train_loader.batches(epoch, first_step)
     context.meter.reset()
     context.timer.reset()
     for _ in range(first_step, context.derived.steps_per_epoch):
@@ -84,6 +84,23 @@ def train_epoch(context: TrainContext) -> bool:
     return True
 
 
+def evaluate(context: TrainContext) -> Metrics:
+    """Evaluate the raw weights and, with an EMA, the averaged ones. Collective: every rank calls this."""
+
+    def beat() -> None:
+        context.heartbeat.beat(context.state.step)
+
+    metrics = context.parts.evaluate(context.state.model.eval(), beat)
+    for name, model in context.state.average.models().items():
+        metrics |= {
+            f"{name}_{key}": value
+            for key, value in context.parts.evaluate(model.eval(), beat).items()
+            if key not in ("images", "bad_samples")
+        }
+    context.state.model.train()
+    return metrics
+
+
 def asked_to_stop(context: TrainContext) -> bool:
     """Return whether any rank was asked to stop. Collective: every rank calls this."""
     (asked,) = context.world.sum_over_ranks(context.stop.received)
@@ -95,7 +112,7 @@ def log_point(context: TrainContext, epoch: int) -> None:
     meter, world, step = context.meter, context.world, context.state.step
     sums = meter.sums()
     seconds = meter.seconds
-    skipped = context.train_loader.bad_samples.skipped
+    skipped = context.parts.train_loader.bad_samples.skipped
     waited_seconds, failed = meter.data_wait_seconds, context.checkpoints.failed
     steps = meter.micro_batches / context.config.update.accumulation
     own_time = OwnTime(context.timer.seconds_per_step(), waited_seconds / steps)
@@ -105,7 +122,7 @@ def log_point(context: TrainContext, epoch: int) -> None:
     *losses, all_seconds, waited, all_skipped, failures = totals
     if failures:
         finish_checkpoint(context)
-    log_bad_samples(context, context.train_loader.bad_samples)
+    log_bad_samples(context, context.parts.train_loader.bad_samples)
     finite = losses[-1]  # micro-batches
     if not finite and not context.state.reducer.statistics.looks:
         go_back(context)
@@ -113,9 +130,8 @@ def log_point(context: TrainContext, epoch: int) -> None:
     values = {
         "epoch": epoch,
         "images_seen": step * context.derived.global_batch,
-        "loss": means["total"],
-        "class_loss": means["class_loss"],
-        "token_loss": means["token_loss"],
+        "loss": means.pop("total"),
+        **{name: mean for name, mean in means.items() if name != "finite"},
         "lr": context.lr(step - 1),
         "images_per_second": steps * context.derived.global_batch * world.size / all_seconds,
         "data_wait": waited / all_seconds,
@@ -127,7 +143,7 @@ def log_point(context: TrainContext, epoch: int) -> None:
         note_value(context, "gradient norm", float(norm))
     if finite:
         context.logger.log_training(step, values)
-        note_value(context, "loss", means["total"])
+        note_value(context, "loss", values["loss"])
     if context.stragglers is not None:
         log_own_times(context, [own for _, own in by_rank])
     if not context.config.run.hang_timeout:

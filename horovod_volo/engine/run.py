@@ -21,11 +21,10 @@ from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import RunFacts, config_warnings
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.labels.source import geometry_warnings
-from horovod_volo.engine.banner import batch_warnings, format_banner, token_size_warnings
+from horovod_volo.engine.banner import batch_warnings, format_banner
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
-from horovod_volo.engine.context import TrainContext, build_context, read_images, run_folder
+from horovod_volo.engine.context import TrainContext, build_context, run_folder
 from horovod_volo.engine.elastic import ElasticRun
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
@@ -36,6 +35,8 @@ from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.run_logger import Logger, NullLogger, RunLogger
 from horovod_volo.monitor.stragglers import StragglerFinder
 from horovod_volo.plugins import check_names, load_plugins
+from horovod_volo.tasks.names import find_task
+from horovod_volo.tasks.task import Task
 
 
 def run(
@@ -78,15 +79,17 @@ def setup(
     world.run_on_all_ranks(partial(load_plugins, config.run.plugin))
     config = world.run_on_all_ranks(partial(resolve, config, world.size))
     world.run_on_all_ranks(partial(_check_horovod_files, config))
-    world.run_on_all_ranks(partial(_check_model, config))
-    images = read_images(config, world)
-    derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=len(images.train)))
-    checkpoint = None if newest else checkpoint_to_resume(config, world, images.train)
+    task = find_task(config.model.task)
+    world.run_on_all_ranks(partial(_check, config, task))
+    data = task.read(config, world)
+    derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=len(data.train)))
+    checkpoint = None if newest else checkpoint_to_resume(config, world, task, data.train)
     state, state_warnings = world.run_on_all_ranks(
         lambda: build_state(
             config,
             world,
-            num_classes=len(images.train.classes),
+            task,
+            num_classes=len(data.train.classes),
             device=resources.device,
             finetune="" if checkpoint or newest else config.model.finetune,
         )
@@ -100,7 +103,7 @@ def setup(
     job = elastic.job.name if elastic is not None else ""
     opened = partial(_open_run_folder, config, world, state.step, derived.total_steps, job)
     logger, lock = world.run_on_all_ranks(opened)
-    context = build_context(config, world, images, resources, state, logger, stop)
+    context = build_context(config, world, task, data, resources, state, logger, stop)
     context.lock = lock
     if checkpoint and checkpoint.resolve().parent == (context.folder / CHECKPOINTS).resolve():
         context.checkpoints.step = state.step  # it need not be saved again
@@ -112,12 +115,10 @@ def setup(
     facts = RunFacts(world.size, resources.device.type, state.step, derived.total_steps)
     warnings = [
         *config_warnings(config, facts),
-        *token_size_warnings(config),
-        *batch_warnings(config, derived, len(images.train)),
+        *task.warnings(config, data),
+        *batch_warnings(config, derived, len(data.train)),
         *precision_warnings(config.model.precision, resources.device),
     ]
-    if images.label_maps is not None:
-        warnings += geometry_warnings(config.objective.token_label_data, images.label_maps)
     return context, warnings + state_warnings
 
 
@@ -132,7 +133,10 @@ def _check_horovod_files(config: Config) -> None:
             )
 
 
-def _check_model(config: Config) -> None:
+def _check(config: Config, task: Task) -> None:
+    if not config.data.data_dir:
+        raise UserError("The data folder is missing: python -m horovod_volo.train DATA_DIR ...")
+    task.check(config)
     check_names(config)
     if config.model.compile:
         check_compiler()

@@ -13,14 +13,13 @@ from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import trains_aux_head
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.kernels import use_fused_kernels
-from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers, our_name, spec_of
+from horovod_volo.models.build import exempt_from_decay, layer_numbers
 from horovod_volo.models.precision import fix_convolutions, set_tf32
-from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
+from horovod_volo.tasks.task import Task
 
 _OPTIMIZER, _EXCHANGE = "optimizer", "exchange"  # files of a checkpoint that are not loaded like the others
 
@@ -82,32 +81,20 @@ class TrainState:
 
 
 def build_state(
-    config: Config, world: World, *, num_classes: int, device: torch.device, finetune: str
+    config: Config, world: World, task: Task, *, num_classes: int, device: torch.device, finetune: str
 ) -> tuple[TrainState, list[str]]:
     """Return the state before the first step, with the weights of `finetune` if given, and warnings."""
     torch.manual_seed(config.run.seed)
     settings, update = config.model, config.update
     use_fused_kernels(settings.kernels == "fused")
-    model = build_model(
-        settings.model,
-        img_size=settings.img_size,
-        num_classes=num_classes,
-        drop_path=settings.drop_path,
-        grad_checkpoint=settings.grad_checkpoint,
-        grad_checkpoint_stages=settings.grad_checkpoint_stages,
-        aux_head=trains_aux_head(config),
-    )
+    model = task.build_network(config, num_classes)
     warnings: list[str] = []
     if finetune:
-        weights, which = read_weights(finetune, use_ema=settings.use_ema)
-        mismatches = load_weights(
-            model, our_name(settings.model), weights, finetune, allowed=settings.allow_mismatch
-        )
-        warnings = [f"weights from {finetune}", *which, *mismatches]
+        warnings = [f"weights from {finetune}", *task.load_weights(model, config, finetune)]
     model.to(device).train()
     set_tf32(config.model.precision)
     warnings += fix_convolutions(model, config.model.precision, device)
-    reducer = _reducer(config, world, model)
+    reducer = _reducer(config, world, model, task.heads(config))
     groups = parameter_groups(
         dict(model.named_parameters()),
         reducer.local_parameters,
@@ -127,13 +114,13 @@ def build_state(
     return TrainState(model, reducer, optimizer, keys, average, scaler), warnings
 
 
-def _reducer(config: Config, world: World, model: nn.Module) -> Reducer:
+def _reducer(config: Config, world: World, model: nn.Module, heads: tuple[str, ...]) -> Reducer:
     reducer_type = ShardedReducer if config.update.shard_optimizer else Reducer
     return reducer_type(
         model,
         world,
         config.exchange,
         micro_batches=config.update.accumulation,
-        heads=spec_of(config.model.model).heads,
+        heads=heads,
         loss_is_scaled=config.model.precision == "fp16",
     )

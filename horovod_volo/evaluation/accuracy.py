@@ -20,20 +20,21 @@ from torch import Tensor
 
 from horovod_volo.cluster.resources import RankResources, rank_resources
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Data, Run
+from horovod_volo.config.run_settings import Run
+from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import Normalization
-from horovod_volo.engine.evaluation import EvalCounts, count_correct, sum_counts
-from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.evaluation.per_class import ClassResult, class_results
 from horovod_volo.models.aux_head import Choice
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
+from horovod_volo.tasks.accuracy import EvalCounts, count_correct, sum_counts
+from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
 
 Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
 

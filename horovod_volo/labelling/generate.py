@@ -24,8 +24,8 @@ from horovod_volo.data.labels.keys import catalog_keys
 from horovod_volo.data.labels.store_writer import SHARD_ROWS, LabelStoreWriter, check_new_store, open_writer
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.data.teacher_images import TeacherImages
-from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.models.teacher import Teacher, load_teacher
+from horovod_volo.tasks.shared_catalog import shared_catalog
 
 Progress = Callable[[int, int], None]  # images that this rank has labelled, images it has to label
 CATALOG_FOLDER = ".catalog"

@@ -90,7 +90,7 @@ def context_of(images: Path, output: Path, **settings: Any) -> TrainContext:
 def losses_of(context: TrainContext, observe: Callable[[Any], Any] = lambda batch: batch) -> Tensor:
     """Train for an epoch and return the loss of each step, (steps,)."""
     losses = []
-    batches: Iterator[Any] = map(observe, context.train_loader.batches(0, 0))
+    batches: Iterator[Any] = map(observe, context.parts.train_loader.batches(0, 0))
     for _ in range(STEPS):
         context.meter.reset()
         train_step(context, batches)

@@ -17,7 +17,7 @@ STEPS = 3
 
 
 def losses(context: TrainContext) -> list[float]:
-    batches = context.train_loader.batches(0, 0)
+    batches = context.parts.train_loader.batches(0, 0)
     found = []
     for _ in range(STEPS):
         context.meter.reset()

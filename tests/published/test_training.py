@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.bench.synthetic import bench_config, synthetic_context
+from horovod_volo.bench.synthetic import bench_config, losses_of, synthetic_context
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.engine.context import TrainContext
@@ -113,7 +113,7 @@ def train_ours(context: TrainContext) -> tuple[TrainedModel, list[Step]]:
     for number in range(STEPS):
         labels = labels_of(BATCH, seed=number)
         images = torch.randn(BATCH, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(number))
-        box = context.mix(number, 0)
+        box = losses_of(context).mix(number, 0)
         assert isinstance(box, Box)
         batch = TrainBatch(images, labels, np.arange(BATCH), np.arange(BATCH))
         context.meter.reset()

@@ -11,6 +11,7 @@ from horovod_volo.config.values import assemble
 from horovod_volo.engine.checkpoint.files import find_checkpoint
 from horovod_volo.engine.checkpoint.resuming import restore_state
 from horovod_volo.engine.state import build_state
+from horovod_volo.tasks.classification import Classification
 
 
 def main() -> None:
@@ -23,7 +24,8 @@ def main() -> None:
     world = World.connect()
     settings = load_recipe(str(options.run / "resolved.toml")) | {"shard_optimizer": options.shard_optimizer}
     config = assemble(settings, fallback_name="")
-    state, _ = build_state(config, world, num_classes=10, device=torch.device("cpu"), finetune="")
+    device = torch.device("cpu")
+    state, _ = build_state(config, world, Classification(), num_classes=10, device=device, finetune="")
     # Every rank but the first starts with values that differ from the checkpoint.
     if world.rank:
         for tensor in state.replicated_tensors():

@@ -16,7 +16,7 @@ LAYERS = (
     {"core"},
     {"config", "kernels"},
     {"cluster", "data", "models", "objective", "optim", "monitor"},
-    {"plugins"},
+    {"plugins", "tasks"},
     {"engine"},
     {"evaluation", "labelling", "dry_run"},
     {"train", "evaluate", "doctor", "bench", "export", "labels", "pack"},

@@ -9,7 +9,8 @@ import pytest
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.values import assemble
-from horovod_volo.engine.banner import batch_warnings, labels_line, lr_line
+from horovod_volo.engine.banner import batch_warnings, lr_line
+from horovod_volo.tasks.classification import labels_line
 
 IMAGENET = 1_281_167
 

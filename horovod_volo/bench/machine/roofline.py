@@ -17,7 +17,7 @@ from horovod_volo.bench.machine.cuda_autocast import CudaAutocast
 from horovod_volo.bench.machine.peers_timm import LoopName, training_loop
 from horovod_volo.bench.machine.step_cost import CostMode, GpuRates, Operator, StepCost, fused
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import CLASSES, bench_config, random_labels, synthetic_context
+from horovod_volo.bench.synthetic import CLASSES, bench_config, losses_of, random_labels, synthetic_context
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
@@ -84,17 +84,15 @@ def count_step(config: Config) -> StepCost:
 
         return run
 
-    counted = replace(
-        context,
-        forward=in_part("network", context.forward),
-        loss=in_part("loss", context.loss),
-        clip=in_part("update", context.clip),
-        autocast=CudaAutocast(),  # type: ignore[arg-type]
-    )
+    losses = losses_of(context)
+    losses.forward = in_part("network", losses.forward)
+    losses.loss = in_part("loss", losses.loss)
+    losses.autocast = CudaAutocast()  # type: ignore[assignment]
+    context.clip = in_part("update", context.clip)
     batch = _batch(config)
     with counter.counting() as cost:
         _augment(config)
-        train_step(counted, iter([batch]))
+        train_step(context, iter([batch]))
     context.close()
     return cost
 

@@ -120,7 +120,7 @@ def _seconds_of_parts(run: SyntheticRun) -> dict[str, list[float]]:
 
     # The engine's step calls these at the end of its parts; in fp16 unscaling counts as exchange.
     context = run.context
-    context.loss = noting_end("forward and loss", context.loss)
+    context.parts.losses = noting_end("forward and loss", context.parts.losses)
     context.meter.add = noting_end("backward", context.meter.add)  # type: ignore[method-assign]
     context.clip = noting_end("exchange wait", context.clip)
     step = noting_end("update", run.step)

@@ -7,12 +7,11 @@ from typing import Any
 
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import trains_aux_head
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.tasks.task import Samples, Task
 
 
-def run_metadata(config: Config, derived: Derived, train: Catalog) -> dict[str, Any]:
+def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -> dict[str, Any]:
     """Return the settings that the order of samples, the tensors and the averaged weights depend on."""
     return {
         "model": config.model.model,
@@ -27,15 +26,17 @@ def run_metadata(config: Config, derived: Derived, train: Catalog) -> dict[str, 
         "precision": config.model.precision,
         "averaged": bool(config.update.ema_decay),
         "ema_warmup": config.update.ema_warmup,
-        "aux_head": trains_aux_head(config),
         "optimizer": config.update.opt,
+        "task": config.model.task,
+        **task.metadata(config),
     }
 
 
 def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path, ranks: int) -> None:
     """Raise UserError if the run that saved `checkpoint` had other settings than the current one."""
-    # Earlier versions did not save these two: averages always had a warm-up, models always an auxiliary head.
-    saved = {"ema_warmup": saved.get("averaged", False), "aux_head": current["aux_head"]} | saved
+    # Earlier versions did not save these: averages always had a warm-up, models always an auxiliary head.
+    earlier = {"ema_warmup": saved.get("averaged", False), "task": "classification"}
+    saved = earlier | {"aux_head": current.get("aux_head")} | saved
     for name, value in current.items():
         if saved.get(name) != value:
             raise UserError(

@@ -9,7 +9,6 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import derive
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.engine.checkpoint.files import (
     StateDicts,
     find_checkpoint,
@@ -22,20 +21,21 @@ from horovod_volo.engine.checkpoint.metadata import check_metadata, run_metadata
 from horovod_volo.engine.context import run_folder
 from horovod_volo.engine.state import TrainState
 from horovod_volo.models.aux_head import AUX_HEAD
+from horovod_volo.tasks.task import Samples, Task
 
 
-def checkpoint_to_resume(config: Config, world: World, train: Catalog) -> Path | None:
+def checkpoint_to_resume(config: Config, world: World, task: Task, train: Samples) -> Path | None:
     """Return the checkpoint to resume from, or None for a new run. Collective: every rank calls this.
 
     Its metadata are checked against the settings here, before a model is built.
     """
-    return world.run_on_rank_zero(partial(_select_and_check, config, world.size, train))
+    return world.run_on_rank_zero(partial(_select_and_check, config, world.size, task, train))
 
 
-def _select_and_check(config: Config, ranks: int, train: Catalog) -> Path | None:
+def _select_and_check(config: Config, ranks: int, task: Task, train: Samples) -> Path | None:
     checkpoint = _select(config)
     if checkpoint:
-        current = run_metadata(config, derive(config, ranks=ranks, images=len(train)), train)
+        current = run_metadata(config, derive(config, ranks=ranks, images=len(train)), task, train)
         check_metadata(read_metadata(checkpoint), current, checkpoint, ranks)
     return checkpoint
 

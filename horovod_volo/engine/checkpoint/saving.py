@@ -25,7 +25,7 @@ from horovod_volo.engine.checkpoint.files import (
 )
 from horovod_volo.engine.checkpoint.metadata import run_metadata
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.evaluation import Metrics
+from horovod_volo.tasks.task import Metrics
 
 _EVALUATION = "evaluation.json"
 _BEAT_SECONDS, _LONGEST_WRITE_SECONDS = 5.0, 3600.0
@@ -89,7 +89,7 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], None]:
     """Return the function that writes the current step's checkpoint; later steps do not change it."""
     folder, step, keep = _folder(context), context.state.step, context.config.run.keep_checkpoints
     lock = context.lock
-    metadata = run_metadata(context.config, context.derived, context.images.train)
+    metadata = run_metadata(context.config, context.derived, context.task, context.data.train)
     metadata["scaler"] = context.state.scaler.state_dict()
 
     def write(tensors: StateDicts) -> None:
@@ -108,7 +108,7 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
     context.logger.log_evaluation(
         step, {"epoch": epochs_done - 1, "images_seen": step * context.derived.global_batch, **metrics}
     )
-    context.logger.log(_format_metrics(metrics, epochs_done))
+    context.logger.log(f"after epoch {epochs_done}: {context.task.summary(metrics)}")
     context.world.run_on_rank_zero(lambda: _write_evaluation(context, metrics))
 
 
@@ -117,7 +117,7 @@ def _write_evaluation(context: TrainContext, metrics: Metrics) -> None:
     try:
         with atomic_write(checkpoint / _EVALUATION) as file:
             file.write(json.dumps(metrics).encode())
-        if not best.exists() or _top1(checkpoint, context) > _top1(best, context):
+        if not best.exists() or _score(checkpoint, context) > _score(best, context):
             update_link(best, checkpoint)
     except OSError as error:
         raise UserError(
@@ -133,22 +133,13 @@ def has_evaluation(context: TrainContext) -> bool:
     return bool(context.world.broadcast_object(evaluated))
 
 
-def _format_metrics(metrics: Metrics, epochs_done: int) -> str:
-    averaged = f", averaged weights {metrics['ema_top1']:.2f} %" if "ema_top1" in metrics else ""
-    return (
-        f"after epoch {epochs_done}: top-1 {metrics['top1']:.2f} %, top-5 {metrics['top5']:.2f} %{averaged} "
-        f"on {metrics['images']} held-out images"
-    )
-
-
-def _top1(checkpoint: Path, context: TrainContext) -> float:
-    """Return the better top-1 of raw and averaged weights; -1 if the checkpoint has no intact evaluation."""
+def _score(checkpoint: Path, context: TrainContext) -> float:
+    """Return the better score of raw and averaged weights; -1 if there is no intact evaluation."""
     file = checkpoint / _EVALUATION
     if not file.exists():  # `best` was saved again, after a resume from an earlier checkpoint
         return -1.0
     try:
-        metrics = json.loads(file.read_bytes())
-        return float(max(metrics["top1"], metrics.get("ema_top1", 0.0)))
+        return context.task.score(json.loads(file.read_bytes()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         context.logger.log(
             f"{file.resolve()} is damaged: {checkpoint.parent / 'best'} gives way to this evaluation"

@@ -14,9 +14,8 @@ from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import EvalLoader
-from horovod_volo.engine.context import TrainContext
+from horovod_volo.tasks.task import Beat, Metrics
 
-Metrics = dict[str, float | int]
 OnBatch = Callable[[EvalBatch, Tensor], object]  # given a batch and its predicted classes (batch,)
 
 
@@ -40,30 +39,20 @@ class EvalCounts(NamedTuple):
         }
 
 
-def evaluate(context: TrainContext) -> Metrics:
-    """Evaluate the raw weights and, with an EMA, the averaged ones. Collective: every rank calls this."""
-    metrics = evaluate_model(context, context.state.model)
-    for name, model in context.state.average.models().items():
-        metrics |= {
-            f"{name}_{key}": value
-            for key, value in evaluate_model(context, model).items()
-            if key not in ("images", "bad_samples")
-        }
-    context.state.model.train()
-    return metrics
-
-
-def evaluate_model(context: TrainContext, model: nn.Module) -> Metrics:
+def measure_model(
+    model: nn.Module,
+    beat: Beat,
+    *,
+    loader: EvalLoader,
+    catalog: Catalog,
+    world: World,
+    device: torch.device,
+    arithmetic: torch.autocast,
+) -> Metrics:
     """Return a model's metrics on the validation images. Collective: every rank calls this."""
-    model.eval()
-    with torch.inference_mode(), context.autocast:
-        counts = count_correct(
-            model,
-            context.eval_loader,
-            context.resources.device,
-            lambda *_: context.heartbeat.beat(context.state.step),
-        )
-    return sum_counts(counts, context.images.held_out, context.world).metrics()
+    with torch.inference_mode(), arithmetic:
+        counts = count_correct(model, loader, device, lambda *_: beat())
+    return sum_counts(counts, catalog, world).metrics()
 
 
 def count_correct(

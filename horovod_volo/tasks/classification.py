@@ -1,0 +1,272 @@
+"""Classification: the class of an image, learned from classes or from token labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.cluster.resources import RankResources
+from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import trains_aux_head, uses_tokens
+from horovod_volo.core.batch import TrainBatch
+from horovod_volo.core.rng import Purpose, random_bits
+from horovod_volo.data.augmentation.rand_augment import parse
+from horovod_volo.data.images.catalog import Catalog, check_same_classes
+from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
+from horovod_volo.data.labels.source import LabelSource, geometry_warnings, open_labels
+from horovod_volo.data.loader import EvalLoader, TrainLoader
+from horovod_volo.data.pipeline import Normalization
+from horovod_volo.models.build import (
+    Forward,
+    build_model,
+    check_model,
+    our_name,
+    spec_of,
+    tokens_per_side,
+    training_forward,
+)
+from horovod_volo.models.precision import autocast
+from horovod_volo.models.weights import load_weights, read_weights
+from horovod_volo.objective.loss import LOSSES, Loss, LossParts, build_loss
+from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
+from horovod_volo.tasks.accuracy import measure_model
+from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
+from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
+
+
+@dataclass(frozen=True)
+class Images:
+    """The lists of training and validation images, and the label maps of the training images."""
+
+    train: Catalog
+    held_out: Catalog
+    label_maps: LabelSource | None
+
+    def close(self) -> None:
+        """Close all files."""
+        self.train.close()
+        self.held_out.close()
+        if self.label_maps is not None:
+            self.label_maps.close()
+
+
+@dataclass
+class ClassificationLosses:
+    """The forward pass and the loss of a micro-batch, mixed."""
+
+    forward: Forward
+    loss: Loss
+    mix: Callable[[int, int], Mix]  # mix(step, micro-batch)
+    autocast: torch.autocast
+    seed: int
+    rank: int
+
+    def __call__(self, batch: TrainBatch, step: int, number: int) -> LossParts:
+        """Return the losses of a micro-batch."""
+        mix = self.mix(step, number)
+        drop_path_seed = random_bits(Purpose.DROP_PATH, self.seed, step, self.rank, number)
+        with self.autocast:
+            class_logits, token_logits = self.forward(
+                mix.images(batch.images), mix.swap_tokens, drop_path_seed
+            )
+        return self.loss(class_logits, token_logits, batch.labels, mix)
+
+
+class Classification:
+    """The task of the published training."""
+
+    def check(self, config: Config) -> None:
+        check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
+        LOSSES.find(config.objective.loss)
+        if config.data.aa:
+            parse(config.data.aa)
+        _map_geometry(config)
+
+    def read(self, config: Config, world: World) -> Images:
+        folder = catalog_folder(config.data.catalog_dir, config.run.output, world)
+        train = shared_catalog(config.data.data_dir, "train", folder, world)
+        held_out = shared_catalog(config.data.data_dir, "val", folder, world)
+        label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
+        return Images(train, held_out, label_maps)
+
+    def heads(self, config: Config) -> tuple[str, ...]:
+        return spec_of(config.model.model).heads
+
+    def build_network(self, config: Config, num_classes: int) -> nn.Module:
+        settings = config.model
+        return build_model(
+            settings.model,
+            img_size=settings.img_size,
+            num_classes=num_classes,
+            drop_path=settings.drop_path,
+            grad_checkpoint=settings.grad_checkpoint,
+            grad_checkpoint_stages=settings.grad_checkpoint_stages,
+            aux_head=trains_aux_head(config),
+        )
+
+    def load_weights(self, network: nn.Module, config: Config, source: str) -> list[str]:
+        settings = config.model
+        weights, which = read_weights(source, use_ema=settings.use_ema)
+        mismatches = load_weights(
+            network, our_name(settings.model), weights, source, allowed=settings.allow_mismatch
+        )
+        return [*which, *mismatches]
+
+    def training_forward(self, network: nn.Module) -> Callable[[Tensor], Any]:
+        forward = training_forward(network)
+        return lambda images: forward(images, lambda tokens: tokens, 0)
+
+    def begin(
+        self, config: Config, world: World, data: Images, resources: RankResources, network: nn.Module
+    ) -> TaskRun:
+        train_loader, eval_loader = build_loaders(config, world, data, resources)
+        side = tokens_per_side(config.model.model, config.model.img_size)
+        arithmetic = autocast(config.model.precision, resources.device)
+        losses = ClassificationLosses(
+            forward=training_forward(network),
+            loss=build_loss(config.objective, len(data.train.classes), side),
+            mix=_build_mix(config, world),
+            autocast=arithmetic,
+            seed=config.run.seed,
+            rank=world.rank,
+        )
+
+        def close() -> None:
+            eval_loader.close()
+            data.close()
+
+        return TaskRun(
+            train_loader=train_loader,
+            losses=losses,
+            loss_names=LossParts._fields,
+            evaluate=partial(
+                measure_model,
+                loader=eval_loader,
+                catalog=data.held_out,
+                world=world,
+                device=resources.device,
+                arithmetic=arithmetic,
+            ),
+            bad_held_out=eval_loader.bad_samples,
+            close=close,
+        )
+
+    def warnings(self, config: Config, data: Images | None = None) -> list[str]:
+        found = _token_size_warnings(config)
+        if data is not None and data.label_maps is not None:
+            found += geometry_warnings(config.objective.token_label_data, data.label_maps)
+        return found
+
+    def describe(self, config: Config, data: Images) -> str:
+        return (
+            f"{len(data.train):,} training and {len(data.held_out):,} held-out images, "
+            f"{len(data.train.classes):,} classes; {labels_line(config, data.label_maps)}"
+        )
+
+    def metadata(self, config: Config) -> dict[str, Any]:
+        return {"aux_head": trains_aux_head(config)}
+
+    def score(self, metrics: Metrics) -> float:
+        return better_value(metrics, "top1")
+
+    def summary(self, metrics: Metrics) -> str:
+        averaged = f", averaged weights {metrics['ema_top1']:.2f} %" if "ema_top1" in metrics else ""
+        return (
+            f"top-1 {metrics['top1']:.2f} %, top-5 {metrics['top5']:.2f} %{averaged} "
+            f"on {metrics['images']} held-out images"
+        )
+
+
+def _map_geometry(config: Config) -> MapGeometry | None:
+    """Return the part of their images that the settings say label maps cover; None: as recorded."""
+    if config.objective.label_geometry == "reference":
+        return WHOLE
+    geometry = config.objective.map_geometry
+    return MapGeometry.parse(geometry) if geometry else None
+
+
+def _open_label_maps(config: Config, train: Catalog, held_out: Catalog) -> LabelSource | None:
+    """Check the classes of the images against each other and the settings; open the label maps, if any."""
+    check_same_classes(train, held_out)
+    check_classes(config, train, train.source)
+    if not config.objective.token_label_data:
+        return None
+    cache = train.path.parent if train.path else None
+    return open_labels(config.objective.token_label_data, train, cache, _map_geometry(config))
+
+
+def build_loaders(
+    config: Config, world: World, images: Images, resources: RankResources
+) -> tuple[TrainLoader, EvalLoader]:
+    """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
+    threads = config.data.workers or resources.threads
+    spec = spec_of(config.model.model)
+    normalization = Normalization(spec.mean, spec.std)
+    train_loader = TrainLoader(
+        images.train,
+        images.label_maps,
+        config.data,
+        image_size=config.model.img_size,
+        seed=config.run.seed,
+        rank=world.rank,
+        size=world.size,
+        accumulation=config.update.accumulation,
+        device=resources.device,
+        threads=threads,
+        normalization=normalization,
+    )
+    eval_loader = EvalLoader(
+        images.held_out,
+        config.data,
+        image_size=config.model.img_size,
+        crop_pct=config.data.crop_pct or spec.crop_pct,
+        interpolation=spec.interpolation,
+        rank=world.rank,
+        size=world.size,
+        device=resources.device,
+        threads=threads,
+        normalization=normalization,
+    )
+    return train_loader, eval_loader
+
+
+def _build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
+    """Return MixToken, mixup/CutMix or no mixing as a function of the step and the micro-batch's number."""
+    seed, objective = config.run.seed, config.objective
+    if objective.mix_token:
+        side = tokens_per_side(config.model.model, config.model.img_size)
+        return lambda step, number: draw_box(seed, step, world.rank, number, side)
+    if objective.mixup or objective.cutmix:
+        pixels = config.model.img_size
+        return lambda step, number: draw_image_mix(objective, seed, step, world.rank, number, pixels)
+    return lambda step, number: NO_BOX  # noqa: ARG005
+
+
+def labels_line(config: Config, label_maps: LabelSource | None) -> str:
+    """Describe the training labels."""
+    if not config.objective.token_label:
+        mixed = ", mixed in pairs of images by MixToken (--no-mix-token disables it)"
+        return "class labels" + mixed * config.objective.mix_token
+    side = tokens_per_side(config.model.model, config.model.img_size)
+    if label_maps is None:
+        return f"{side} x {side} token labels, the image's class on every token"
+    geometry = f"{config.objective.label_geometry} geometry, maps of {label_maps.geometry.description}"
+    return f"{side} x {side} token labels from {config.objective.token_label_data} ({geometry})"
+
+
+def _token_size_warnings(config: Config) -> list[str]:
+    """Return a warning if --token-label-size is not the number of tokens per side, which is used instead."""
+    given = config.objective.token_label_size
+    side = tokens_per_side(config.model.model, config.model.img_size)
+    if not config.objective.token_label or given in (0, side):
+        return []
+    return [
+        f"--token-label-size {given} does not fit --img-size {config.model.img_size}: "
+        f"the network has {side} x {side} tokens, so {side} is used"
+    ]

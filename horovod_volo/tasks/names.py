@@ -1,0 +1,13 @@
+"""The tasks by name."""
+
+from __future__ import annotations
+
+from horovod_volo.tasks.classification import Classification
+from horovod_volo.tasks.task import Task
+
+_TASKS: dict[str, Task] = {"classification": Classification()}
+
+
+def find_task(name: str) -> Task:
+    """Return the task that --task names."""
+    return _TASKS[name]
