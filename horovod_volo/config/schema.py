@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.config.run_settings import Launch, Run
 from horovod_volo.config.setting import setting
 
@@ -19,6 +20,10 @@ class Model:
 
     task: Literal["classification", "segmentation"] = setting(
         "classification", "what is learned: the class of an image, or of each of its pixels"
+    )
+    sync_bn: Literal["none", "heads", "all"] = setting(
+        "none",
+        "batch norm over the images of all ranks: in neck and heads of a segmentation network, or everywhere",
     )
     model: str = setting(
         "volo_d1",
@@ -60,7 +65,12 @@ class Model:
 class Data:
     """images and augmentation"""
 
-    data_dir: str = setting("", "folder with train/CLASS/IMAGE and val/CLASS/IMAGE", positional=True)
+    data_dir: str = setting(
+        "",
+        "folder with train/CLASS/IMAGE and val/CLASS/IMAGE; for segmentation with images/ and masks/, or of "
+        "ADE20K or Cityscapes",
+        positional=True,
+    )
     batch_size: int = setting(
         128, "images per rank and micro-batch; with --global-batch: at most", aliases=("-b",), at_least=1
     )
@@ -249,6 +259,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     objective: Objective = field(default_factory=Objective)
+    segmentation: Segmentation = field(default_factory=Segmentation)
     update: Update = field(default_factory=Update)
     exchange: Exchange = field(default_factory=Exchange)
     published: Published = field(default_factory=Published)

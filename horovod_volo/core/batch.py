@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+IGNORED = 255  # label of pixels that count in no loss and no metric
 NO_CLASS = -1  # class number of an image that cannot be read, and of the cells of a missing label map
 
 
@@ -58,6 +59,16 @@ class EvalBatch:
     images: Tensor  # (batch, 3, image_size, image_size) float32, normalised
     classes: Tensor  # (batch,) int64; NO_CLASS where the image is damaged
     indices: NDArray[np.int64]  # (batch,) positions in the catalog
+
+
+@dataclass(frozen=True, eq=False)
+class SceneBatch:
+    """One micro-batch of images with masks; the tensors are on the rank's device, the indices on the host."""
+
+    images: Tensor  # (batch, 3, side, side) float32, normalised
+    masks: Tensor  # (batch, side, side) uint8 classes; IGNORED where there is none
+    indices: NDArray[np.int64]  # (batch,) positions in the list
+    drawn: NDArray[np.int64]  # likewise, of the images that the epoch's order has here: damaged ones differ
 
 
 def copy_async(values: Tensor | NDArray[Any], device: torch.device) -> Tensor:

@@ -38,6 +38,7 @@ class Purpose(IntEnum):
     DROP_PATH = 0x64726F70  # seed, step, rank, micro-batch
     PACKING_ORDER = 0x7061636B  # seed
     LEDGER = 0x6C6564676572  # seed, epoch, sample
+    SCENE_PLAN = 0x7363656E65  # seed, epoch, sample
 
 
 def random_bits(purpose: Purpose, *counters: int) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch, LabelMaps, Labels, TrainBatch, copy_async
@@ -29,6 +29,7 @@ from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import MapGeometry
 from horovod_volo.data.labels.published_maps import flipped
 from horovod_volo.data.labels.source import LabelSource
+from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
 from horovod_volo.data.pipeline import (
     IMAGENET_NORMALIZATION,
     Normalization,
@@ -38,7 +39,6 @@ from horovod_volo.data.pipeline import (
 )
 from horovod_volo.data.prefetcher import BatchPrefetcher
 from horovod_volo.data.reading import PendingEvalBatch, read_eval_batch, read_image
-from horovod_volo.data.sampler import epoch_order, rank_indices
 from horovod_volo.data.thread_pool import ImageThreadPool
 from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
 
@@ -51,8 +51,8 @@ class Sample(NamedTuple):
     label_map: tuple[NDArray[np.float16], NDArray[np.integer[Any]]] | None
 
 
-class TrainLoader:
-    """This rank's training batches, of any epoch, from any step on."""
+class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
+    """This rank's training batches for classification."""
 
     def __init__(
         self,
@@ -69,20 +69,11 @@ class TrainLoader:
         threads: int,
         normalization: Normalization = IMAGENET_NORMALIZATION,
     ) -> None:
-        self.waited_seconds = 0.0  # how long the caller has waited for batches
-        global_batch = settings.global_batch or size * settings.batch_size * accumulation
-        self.steps = len(catalog) // global_batch  # complete global batches
-        self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
+        super().__init__(len(catalog), settings, OrderOfRank(seed, rank, size, accumulation), threads)
         self._catalog = catalog
         self._label_maps = label_maps
-        self._settings = settings
-        self._seed = seed
-        self._rank_indices = partial(
-            rank_indices, rank=rank, size=size, global_batch=global_batch, accumulation=accumulation
-        )
         self._device = device
         self._image_size = image_size
-        self._readers = ImageThreadPool(threads, "file-reader")
         self._transform_threads = ImageThreadPool(threads, "image-transform")
         # On the CPU torch resizes faster than DALI; whole images are resized after their augmentation.
         self._resized_by_dali = device.type == "cuda" and settings.randaugment_on == "crop"
@@ -109,40 +100,13 @@ class TrainLoader:
             ),
         )
 
-    def batches(self, epoch: int, first_step: int) -> Iterator[TrainBatch]:
-        """Yield the micro-batches of an epoch from `first_step` on, `accumulation` of them for each step."""
-        with closing(self._prefetcher.batches(self._reads(epoch, first_step))) as decoded:
-            began = perf_counter()
-            for pending, images in decoded:
-                batch = TrainBatch(images, pending.labels.to(self._device), pending.indices, pending.drawn)
-                self.waited_seconds += perf_counter() - began
-                yield batch
-                began = perf_counter()
-
-    def prepare_next(self) -> None:
-        """Prepare the next batch of the iteration, if there is one, while the caller need not wait for it."""
-        began = perf_counter()
-        self._prefetcher.prepare_next()
-        self.waited_seconds += perf_counter() - began
-
     def close(self) -> None:
         """End all threads; batches that were yielded stay valid."""
-        self._prefetcher.close()
-        self._readers.close()
+        super().close()
         self._transform_threads.close()
 
-    def _reads(self, epoch: int, first_step: int) -> Iterator[Callable[[], PendingTrainBatch]]:
-        settings = self._settings
-        order = epoch_order(
-            self._seed,
-            epoch,
-            len(self._catalog),
-            block=settings.block_shuffle,
-            window=settings.shuffle_window,
-        )
-        for step in range(first_step, self.steps):
-            for indices in self._rank_indices(order, step):
-                yield partial(self._read_batch, epoch, indices)
+    def _batch(self, pending: PendingTrainBatch, images: Tensor) -> TrainBatch:
+        return TrainBatch(images, pending.labels.to(self._device), pending.indices, pending.drawn)
 
     def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingTrainBatch:
         read = self._readers.map(self._read_usable, drawn.tolist())

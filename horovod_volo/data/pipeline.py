@@ -82,6 +82,36 @@ def build_train_pipeline(
     return pipeline
 
 
+def build_scene_pipeline(source: Source, *, batch: int, device: torch.device, threads: int) -> Any:
+    """Build the pipeline that decodes images and resamples a window of each, to uint8 (height, width, 3).
+
+    Inputs: encoded images, window corners (begin, end) in pixels of the image, sizes, flips.
+    """
+    dali = _dali()
+    pipeline = _empty_pipeline(batch, device, threads)
+    with pipeline:
+        encoded, begins, ends, sizes, flips = dali.fn.external_source(
+            source=source,
+            num_outputs=5,
+            dtype=[dali.types.UINT8, dali.types.FLOAT, dali.types.FLOAT, dali.types.FLOAT, dali.types.INT32],
+            ndim=[1, 1, 1, 1, 0],
+        )
+        images = dali.fn.decoders.image(
+            encoded, device=_decoder(device), output_type=dali.types.RGB, adjust_orientation=False
+        )
+        images = dali.fn.resize(
+            images,
+            size=sizes,
+            roi_start=begins,
+            roi_end=ends,
+            interp_type=dali.types.INTERP_LINEAR,
+            antialias=False,
+        )
+        pipeline.set_outputs(dali.fn.flip(images, horizontal=flips))
+    pipeline.build()
+    return pipeline
+
+
 def build_eval_pipeline(
     source: Source,
     *,

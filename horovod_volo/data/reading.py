@@ -11,6 +11,7 @@ import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,17 @@ class PendingEvalBatch(PendingBatch):
     bad: NDArray[np.bool_]  # (batch,) damaged images; a black one is decoded in their place
 
 
-def read_image(catalog: Catalog, index: int) -> tuple[Encoded, tuple[int, int]]:
+class ImageFiles(Protocol):
+    """A list of encoded images."""
+
+    def read(self, index: int) -> Encoded:
+        """Return an encoded image; raise BadSampleError if it cannot be read."""
+
+    def location(self, index: int) -> str:
+        """Return where an image is, for messages."""
+
+
+def read_image(catalog: ImageFiles, index: int) -> tuple[Encoded, tuple[int, int]]:
     """Return the encoded image and its stored height and width; raise BadSampleError if it is damaged."""
     encoded = catalog.read(index)
     try:
@@ -56,7 +67,17 @@ def read_image(catalog: Catalog, index: int) -> tuple[Encoded, tuple[int, int]]:
         raise BadSampleError(f"{catalog.location(index)} is not a complete image: {error}") from error
 
 
-def _too_large(catalog: Catalog, index: int) -> BadSampleError:
+def decode_rgb(images: ImageFiles, index: int) -> NDArray[np.uint8]:
+    """Return the pixels of an image (height, width, 3); raise BadSampleError if it is damaged."""
+    encoded, _ = read_image(images, index)
+    try:
+        with Image.open(io.BytesIO(encoded.data)) as image:
+            return np.array(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise BadSampleError(f"{images.location(index)} cannot be decoded: {error}") from error
+
+
+def _too_large(catalog: ImageFiles, index: int) -> BadSampleError:
     millions = _MOST_PIXELS // 1_000_000
     return BadSampleError(
         f"{catalog.location(index)} has more than {millions} million pixels; resize it to use it"

@@ -160,12 +160,13 @@ def _class_logits(
     drop_path_seed: int,
 ) -> tuple[Tensor, Tensor]:
     # timm's networks draw from torch's generator, which takes 63 bits.
-    _seed_torch(images.device, drop_path_seed >> 1)
+    seed_torch(images.device, drop_path_seed >> 1)
     logits: Tensor = model(images)
     return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
 
 
-def _seed_torch(device: torch.device, seed: int) -> None:
+def seed_torch(device: torch.device, seed: int) -> None:
+    """Seed torch's generator of a device, for what draws from it."""
     # torch.manual_seed() also formats the whole call stack for devices that are not there, which takes longer
     # than everything else that a step does in Python.
     torch.default_generator.manual_seed(seed)

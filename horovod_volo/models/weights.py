@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,19 +43,37 @@ def load_weights(model: nn.Module, name: str, state: State, source: str, *, allo
 
     `allowed` are comma-separated prefixes of parameters that may be missing, unknown or of another shape.
     """
-    own = model.state_dict()
     spec = spec_of(name)
     given, messages = spec.adapt_weights(model, state)
-    left = _other_heads(own, given, spec.heads)
+    fresh: list[str] = []
+    if spec.stride:
+        fresh, of_aux_head = _fit_aux_head(model.state_dict(), given)
+        messages += of_aux_head
+    counted, *others = load_fitted(model, given, source, heads=spec.heads, fresh=fresh, allowed=allowed)
+    return [counted, *messages, *others]
+
+
+def load_fitted(
+    model: nn.Module,
+    given: State,
+    source: str,
+    *,
+    heads: tuple[str, ...],
+    fresh: Sequence[str] = (),
+    allowed: str = "",
+) -> list[str]:
+    """Load weights that were adapted to the model; return messages on what was loaded and left out.
+
+    `fresh` tensors of the model keep their values. For `allowed` see `load_weights`.
+    """
+    own, messages = model.state_dict(), list[str]()
+    left = _other_heads(own, given, heads)
     if left:
         messages.append(
             f"{', '.join(sorted({key.rsplit('.', 1)[0] for key in left}))} are initialized: the weights are "
             f"for {len(given[left[0]])} classes, the images have {len(own[left[0]])}"
         )
-    if spec.stride:
-        fresh, of_aux_head = _fit_aux_head(own, given)
-        left += fresh
-        messages += of_aux_head
+    left += fresh
     prefixes = tuple(part.strip() for part in allowed.split(",") if part.strip())
     misfits = _misfits(own, given, left)
     _raise_on(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from horovod_volo.tasks.classification import Classification
+from horovod_volo.tasks.segmentation import SegmentationTask
 from horovod_volo.tasks.task import Task
 
-_TASKS: dict[str, Task] = {"classification": Classification()}
+_TASKS: dict[str, Task] = {"classification": Classification(), "segmentation": SegmentationTask()}
 
 
 def find_task(name: str) -> Task:

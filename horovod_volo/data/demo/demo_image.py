@@ -38,16 +38,16 @@ def draw_demo_image(name: str, random: np.random.Generator, *, image_side: int) 
     """Draw an object of class `name` in a random scene with sides of 0.9 to 1.4 `image_side`."""
     width, height = random.integers(9 * image_side // 10, 14 * image_side // 10 + 1, 2).tolist()
     brightness = random.uniform(0.15, 0.85)
-    canvas = _background(random, width, height, brightness).resize(
+    canvas = background(random, width, height, brightness).resize(
         (width * OVERSAMPLING, height * OVERSAMPLING), Image.Resampling.NEAREST
     )
-    _add_fragments(canvas, random, brightness)
+    add_fragments(canvas, random, brightness)
     placement = _placement(random, canvas)
-    mask = _add_object(canvas, random, name, placement, brightness)
+    mask = add_object(canvas, random, name, placement, brightness)
     _hide_part(canvas, mask, random, placement, brightness)
     coverage = mask.resize((GRID, GRID), Image.Resampling.BOX)
     return DemoImage(
-        image=_add_lighting_and_grain(canvas.reduce(OVERSAMPLING), random),
+        image=add_lighting_and_grain(canvas.reduce(OVERSAMPLING), random),
         coverage=np.asarray(coverage, np.float32) / np.float32(255),
     )
 
@@ -77,7 +77,7 @@ def _ramp(random: np.random.Generator, width: int, height: int) -> Floats:
     return x + y[:, None]
 
 
-def _background(random: np.random.Generator, width: int, height: int, brightness: float) -> Image.Image:
+def background(random: np.random.Generator, width: int, height: int, brightness: float) -> Image.Image:
     """Return two colours of similar brightness, blended by a ramp, clouds and a fine ripple."""
     cells = random.integers(3, 9)
     clouds = Image.fromarray(random.standard_normal((cells, cells), np.float32))
@@ -92,7 +92,7 @@ def _background(random: np.random.Generator, width: int, height: int, brightness
     return image
 
 
-def _add_fragments(canvas: Image.Image, random: np.random.Generator, brightness: float) -> None:
+def add_fragments(canvas: Image.Image, random: np.random.Generator, brightness: float) -> None:
     """Draw lines, blobs and short arcs that belong to no class."""
     draw = ImageDraw.Draw(canvas)
     side = min(canvas.size)
@@ -142,7 +142,7 @@ def _placement(random: np.random.Generator, canvas: Image.Image) -> Placement:
     )
 
 
-def _add_object(
+def add_object(
     canvas: Image.Image, random: np.random.Generator, name: str, placement: Placement, brightness: float
 ) -> Image.Image:
     """Draw the object and its shadow in contrasting colours; return the object's mask."""
@@ -186,7 +186,7 @@ def _hide_part(
     ImageDraw.Draw(mask).polygon(blob, 0)
 
 
-def _add_lighting_and_grain(image: Image.Image, random: np.random.Generator) -> Image.Image:
+def add_lighting_and_grain(image: Image.Image, random: np.random.Generator) -> Image.Image:
     """Brighten the image towards one side and add noise."""
     pixels = np.asarray(image, np.float32)  # (height, width, 3)
     light = 1 + random.uniform(0, 0.2) * _ramp(random, *image.size)  # (height, width)

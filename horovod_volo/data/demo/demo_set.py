@@ -49,7 +49,7 @@ def make_demo_set(
             f"Give at least {len(CLASSES)} of each: one per class."
         )
     description = {"edition": EDITION, "train": train, "val": val, "image_side": image_side, "seed": seed}
-    if _is_same_set(folder, description):
+    if is_same_set(folder, description):
         _write_geometry(folder)  # earlier versions did not
         return
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
@@ -58,13 +58,12 @@ def make_demo_set(
         for split, count in (("train", train), ("val", val)):
             _make_split(partial, split, count, image_side=image_side, seed=seed)
         _write_geometry(partial)
-        (partial / DESCRIPTION).write_text(json.dumps(description) + "\n")
-        _publish(partial, folder, description)
+        publish(partial, folder, description)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _is_same_set(folder: Path, description: dict[str, int]) -> bool:
+def is_same_set(folder: Path, description: dict[str, int]) -> bool:
     """Return True for the same set, False for no or an empty folder; else raise UserError."""
     if not folder.exists():
         return False
@@ -92,12 +91,14 @@ def _write_geometry(folder: Path) -> None:
             file.write(f"{WHOLE}\n".encode())
 
 
-def _publish(partial: Path, folder: Path, description: dict[str, int]) -> None:
+def publish(partial: Path, folder: Path, description: dict[str, int]) -> None:
+    """Describe the set in a partial folder, and give that its name."""
+    (partial / DESCRIPTION).write_text(json.dumps(description) + "\n")
     try:
         partial.replace(folder)
     except OSError:
         # Another process may have created the same set in the meantime.
-        if not _is_same_set(folder, description):
+        if not is_same_set(folder, description):
             raise
 
 

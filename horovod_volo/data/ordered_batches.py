@@ -1,0 +1,91 @@
+"""This rank's micro-batches of an epoch, in the order that the seed gives, whatever is in them.
+
+A loader of a task says how a batch is read, decoded and put together.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from time import perf_counter
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from horovod_volo.config.schema import Data
+from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
+from horovod_volo.data.sampler import epoch_order, rank_indices
+from horovod_volo.data.thread_pool import ImageThreadPool
+
+Pending = TypeVar("Pending", bound=PendingBatch)
+Result = TypeVar("Result")
+
+
+class OrderOfRank(NamedTuple):
+    """What the order of a rank's samples depends on, besides the epoch."""
+
+    seed: int
+    rank: int
+    size: int  # ranks
+    accumulation: int
+
+
+class OrderedBatches(ABC, Generic[Pending, Result]):
+    """This rank's training batches, of any epoch, from any step on."""
+
+    _prefetcher: BatchPrefetcher[Pending]
+
+    def __init__(self, samples: int, settings: Data, order: OrderOfRank, threads: int) -> None:
+        self.waited_seconds = 0.0  # how long the caller has waited for batches
+        seed, rank, size, accumulation = order
+        global_batch = settings.global_batch or size * settings.batch_size * accumulation
+        self.steps = samples // global_batch  # complete global batches
+        self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
+        self._samples, self._settings, self._seed = samples, settings, seed
+        self._rank_indices = partial(
+            rank_indices, rank=rank, size=size, global_batch=global_batch, accumulation=accumulation
+        )
+        self._readers = ImageThreadPool(threads, "file-reader")
+
+    def batches(self, epoch: int, first_step: int) -> Iterator[Result]:
+        """Yield the micro-batches of an epoch from `first_step` on, `accumulation` of them for each step."""
+        with closing(self._prefetcher.batches(self._reads(epoch, first_step))) as decoded:
+            began = perf_counter()
+            for pending, images in decoded:
+                batch = self._batch(pending, images)
+                self.waited_seconds += perf_counter() - began
+                yield batch
+                began = perf_counter()
+
+    def prepare_next(self) -> None:
+        """Prepare the next batch of the iteration, if there is one, while the caller need not wait for it."""
+        began = perf_counter()
+        self._prefetcher.prepare_next()
+        self.waited_seconds += perf_counter() - began
+
+    def close(self) -> None:
+        """End all threads; batches that were yielded stay valid."""
+        self._prefetcher.close()
+        self._readers.close()
+
+    @abstractmethod
+    def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> Pending:
+        """Read the samples of a micro-batch, and draw their augmentation."""
+
+    @abstractmethod
+    def _batch(self, pending: Pending, images: Tensor) -> Result:
+        """Return the micro-batch of decoded images."""
+
+    def _reads(self, epoch: int, first_step: int) -> Iterator[Callable[[], Pending]]:
+        settings = self._settings
+        order = epoch_order(
+            self._seed, epoch, self._samples, block=settings.block_shuffle, window=settings.shuffle_window
+        )
+        for step in range(first_step, self.steps):
+            for indices in self._rank_indices(order, step):
+                yield partial(self._read_batch, epoch, indices)

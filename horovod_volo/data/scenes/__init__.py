@@ -1,0 +1,1 @@
+"""Images with a mask each, which gives the class of every pixel."""

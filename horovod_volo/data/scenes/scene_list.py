@@ -1,0 +1,191 @@
+"""The list of a split's images and masks, in the layout of ADE20K, of Cityscapes, or of one's own data:
+
+images/{training,validation}/NAME.jpg            annotations/{training,validation}/NAME.png
+leftImg8bit/{train,val}/CITY/X_leftImg8bit.png   gtFine/{train,val}/CITY/X_gtFine_labelTrainIds.png
+images/{train,val}/NAME.jpg                      masks/{train,val}/NAME.png, classes.txt
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from horovod_volo.core.batch import IGNORED
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
+
+Split = Literal["train", "val"]
+Mask = NDArray[np.uint8]  # (height, width) classes; IGNORED where there is none
+
+_IMAGES = (".jpg", ".jpeg", ".png")
+_CLASSES_FILE = "classes.txt"
+_CITYSCAPES = (
+    *("road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign"),
+    *("vegetation", "terrain", "sky", "person", "rider", "car", "truck", "bus", "train"),
+    *("motorcycle", "bicycle"),
+)
+_ADE20K_CLASSES = 150
+_MOST_CLASSES = 255
+
+
+@dataclass(frozen=True)
+class SceneLayout:
+    """Where a data set has its images and masks."""
+
+    name: str
+    classes: tuple[str, ...]
+    zero_is_ignored: bool  # and the classes count from 1
+    images: str  # folders, with {split}
+    masks: str
+    splits: dict[Split, str]
+    image_ending: str = ""  # of the names, which that of masks replaces; empty: any image
+    mask_ending: str = ".png"
+
+
+@dataclass(frozen=True)
+class SceneList:
+    """The images and masks of a split; `names` are relative to the folder of the images, sorted."""
+
+    root: Path
+    layout: SceneLayout
+    split: Split
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Return the names of the classes."""
+        return self.layout.classes
+
+    @property
+    def digest(self) -> str:
+        """Return a checksum of the names."""
+        listed = "\n".join([self.layout.name, *self.classes, *self.names])
+        return hashlib.sha256(listed.encode()).hexdigest()
+
+    def location(self, index: int) -> str:
+        """Return where an image is, for messages."""
+        return str(self._image(index))
+
+    def read(self, index: int) -> NDArray[np.uint8]:
+        """Return an encoded image; raise BadSampleError if it cannot be read."""
+        return np.frombuffer(_content(self._image(index)), dtype=np.uint8)
+
+    def read_mask(self, index: int, size: tuple[int, int]) -> Mask:
+        """Return the mask of an image of this height and width; raise BadSampleError if it is damaged."""
+        path = self.mask_path(index)
+        try:
+            with Image.open(io.BytesIO(_content(path))) as image:
+                if image.mode not in ("L", "P"):
+                    raise BadSampleError(
+                        f"{path} is no mask: it has mode {image.mode} instead of 8-bit classes"
+                    )
+                stored = np.array(image)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise BadSampleError(f"{path} is not a complete mask: {error}") from error
+        if stored.shape != size:
+            raise BadSampleError(f"{path} has {_shape(stored.shape)} pixels, its image {_shape(size)}")
+        mask: Mask = stored
+        if self.layout.zero_is_ignored:  # 0 becomes 255 by itself, and 255 stays
+            mask = np.where(stored == IGNORED, stored, stored - np.uint8(1))
+        labelled = mask[mask != IGNORED]
+        if labelled.size and int(labelled.max()) >= len(self.classes):
+            raise BadSampleError(
+                f"{path} has label {int(labelled.max())}, but there are {len(self.classes)} classes"
+            )
+        return mask
+
+    def close(self) -> None:
+        """Close nothing: files are opened one by one."""
+
+    def _image(self, index: int) -> Path:
+        return self.folder(self.layout.images) / self.names[index]
+
+    def mask_path(self, index: int) -> Path:
+        """Return where the mask of an image is."""
+        name = self.names[index]
+        stem = name.removesuffix(self.layout.image_ending or Path(name).suffix)
+        return self.folder(self.layout.masks) / f"{stem}{self.layout.mask_ending}"
+
+    def folder(self, pattern: str) -> Path:
+        """Return this split's folder of images or masks."""
+        return self.root / pattern.format(split=self.layout.splits[self.split])
+
+
+def find_layout(root: Path) -> SceneLayout:
+    """Return the layout of a data set; raise UserError if it has none of them."""
+    if (root / "leftImg8bit").is_dir():
+        folders = ("leftImg8bit/{split}", "gtFine/{split}")
+        splits: dict[Split, str] = {"train": "train", "val": "val"}
+        endings = ("_leftImg8bit.png", "_gtFine_labelTrainIds.png")
+        return SceneLayout("cityscapes", _CITYSCAPES, False, *folders, splits, *endings)
+    if (root / "annotations").is_dir():
+        classes = tuple(f"class {number}" for number in range(1, _ADE20K_CLASSES + 1))
+        splits = {"train": "training", "val": "validation"}
+        return SceneLayout("ade20k", classes, True, "images/{split}", "annotations/{split}", splits)
+    if (root / "masks").is_dir():
+        splits = {"train": "train", "val": "val"}
+        return SceneLayout("plain", _read_classes(root), False, "images/{split}", "masks/{split}", splits)
+    raise UserError(
+        f"{root} has no masks. Give a folder with images/train, images/val, masks/train, masks/val and "
+        "classes.txt, or ADE20K's or Cityscapes' folder."
+    )
+
+
+def list_scenes(root: Path, layout: SceneLayout, split: Split) -> SceneList:
+    """List a split; raise UserError if it has no images, or if masks are missing."""
+    scenes = SceneList(root, layout, split, ())
+    folder = scenes.folder(layout.images)
+    ending = (layout.image_ending,) if layout.image_ending else _IMAGES
+    names = sorted(
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.name.lower().endswith(ending)
+    )
+    if not names:
+        raise UserError(f"{folder} has no images. Put the images of the {split} split there.")
+    scenes = SceneList(root, layout, split, tuple(names))
+    masks = scenes.folder(layout.masks)
+    present = {str(path.relative_to(masks)) for path in masks.rglob(f"*{layout.mask_ending}")}
+    missing = [
+        index for index in range(len(names)) if str(scenes.mask_path(index).relative_to(masks)) not in present
+    ]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of {len(names)} images in {folder} have no mask; the first: there "
+            f"is no {scenes.mask_path(missing[0])}. Add the masks, or remove the images."
+        )
+    return scenes
+
+
+def _read_classes(root: Path) -> tuple[str, ...]:
+    path = root / _CLASSES_FILE
+    try:
+        names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} cannot be read ({error}). Write the names of the classes there, one a line; label 0 is "
+            "the first."
+        ) from None
+    if not 1 < len(names) <= _MOST_CLASSES or len(set(names)) != len(names):
+        raise UserError(f"{path} has {len(names)} lines: name 2 to {_MOST_CLASSES} classes, each once.")
+    return names
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadSampleError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _shape(size: Sequence[int]) -> str:
+    return f"{size[1]} x {size[0]}"

@@ -1,0 +1,119 @@
+"""How an image and its mask are scaled, cut, flipped and coloured: a function of (seed, epoch, sample).
+
+The image is scaled by a random ratio and a square is cut from it, as in mmsegmentation. Where one class fills
+most of the square, another one is drawn, at most ten times; so the plan also depends on the mask. Image and
+mask are resampled from the stored pixels at once, by the same window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.core.batch import IGNORED
+from horovod_volo.core.rng import Purpose, uniforms
+
+_REDRAWS = 10
+_FLIP = 0.5
+_DISTORTED = 0.5  # probability of each distortion
+_BRIGHTNESS, _HUE_STEPS, _HUE_CIRCLE = 32.0, 18, 180
+_FACTORS = (0.5, 1.5)  # of contrast and saturation
+
+
+@dataclass(frozen=True)
+class Distortion:
+    """Changes of colour, in this order, but contrast either after brightness or last."""
+
+    brightness: float = 0.0  # levels
+    contrast: float = 1.0
+    saturation: float = 1.0
+    hue: float = 0.0  # of the circle
+    contrast_last: bool = False
+
+
+@dataclass(frozen=True)
+class ScenePlan:
+    """The window of one image, in the pixels of the scaled image."""
+
+    scaled: tuple[int, int]  # height, width of the whole scaled image
+    corner: tuple[int, int]  # top, left of the window
+    shape: tuple[int, int]  # its height and width; less than the crop where the image is smaller
+    flip: bool
+    distortion: Distortion
+
+    def window(self, size: tuple[int, int]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Return the window's corners in the pixels of the stored image, given its height and width."""
+        factors = np.array(size) / np.array(self.scaled)
+        begin = np.array(self.corner) * factors
+        end = (np.array(self.corner) + np.array(self.shape)) * factors
+        return begin.astype(np.float32), end.astype(np.float32)
+
+    def cut(self, mask: NDArray[np.uint8], *, like_opencv: bool) -> NDArray[np.uint8]:
+        """Return the window of a mask, scaled to the nearest pixel, and flipped."""
+        rows, columns = (
+            _nearest(self.corner[axis], self.shape[axis], mask.shape[axis], self.scaled[axis], like_opencv)
+            for axis in (0, 1)
+        )
+        window = mask[rows[:, None], columns]
+        return np.ascontiguousarray(window[:, ::-1]) if self.flip else window
+
+
+def _nearest(begin: int, length: int, side: int, scaled: int, like_opencv: bool) -> NDArray[np.int64]:
+    """Return the stored pixels of scaled ones: those under their centres, or under their first edges."""
+    inside = np.arange(begin, begin + length) + (0.0 if like_opencv else 0.5)
+    return np.minimum((inside * (side / scaled)).astype(np.int64), side - 1)
+
+
+def draw_plan(
+    settings: Segmentation, crop: int, mask: NDArray[np.uint8], seed: int, epoch: int, sample: int
+) -> ScenePlan:
+    """Draw the plan of one image."""
+    numbers = iter(uniforms(13 + 2 * _REDRAWS, Purpose.SCENE_PLAN, seed, epoch, sample))
+    low, high = settings.resize_range
+    ratio = low + (high - low) * next(numbers)
+    flip = next(numbers) < _FLIP
+    distortion = _draw_distortion([next(numbers) for _ in range(9)], on=settings.photometric)
+    longer, shorter = (int(side * ratio) for side in settings.scene_size)
+    scaled = keep_ratio((mask.shape[0], mask.shape[1]), longer, shorter)
+    shape = (min(scaled[0], crop), min(scaled[1], crop))
+    for _ in range(_REDRAWS + 1):
+        corner = (
+            int(next(numbers) * (scaled[0] - shape[0] + 1)),
+            int(next(numbers) * (scaled[1] - shape[1] + 1)),
+        )
+        plan = ScenePlan(scaled, corner, shape, flip, distortion)
+        if settings.class_share >= 1 or _is_varied(plan, mask, settings):
+            break
+    return plan
+
+
+def keep_ratio(size: tuple[int, int], longer: int, shorter: int) -> tuple[int, int]:
+    """Return height and width of an image scaled to fit into a longer and a shorter side."""
+    scale = min(longer / max(size), shorter / min(size))
+    return max(1, int(size[0] * scale + 0.5)), max(1, int(size[1] * scale + 0.5))
+
+
+def _is_varied(plan: ScenePlan, mask: NDArray[np.uint8], settings: Segmentation) -> bool:
+    window = plan.cut(mask, like_opencv=settings.mask_resize == "opencv")
+    counts = np.bincount(window.ravel(), minlength=IGNORED + 1)[:IGNORED]
+    present = counts[counts > 0]
+    return len(present) > 1 and bool(present.max() < settings.class_share * present.sum())
+
+
+def _draw_distortion(numbers: list[float], *, on: bool) -> Distortion:
+    if not on:
+        return Distortion()
+    used = [number < _DISTORTED for number in numbers[:4]]
+    low, high = _FACTORS
+    first, second, third, fourth = numbers[4:8]
+    steps = int(third * 2 * _HUE_STEPS) - _HUE_STEPS  # from -18 to 17
+    return Distortion(
+        brightness=_BRIGHTNESS * (2 * first - 1) if used[0] else 0.0,
+        contrast=low + (high - low) * second if used[1] else 1.0,
+        hue=steps / _HUE_CIRCLE if used[2] else 0.0,
+        saturation=low + (high - low) * fourth if used[3] else 1.0,
+        contrast_last=numbers[8] < _DISTORTED,
+    )

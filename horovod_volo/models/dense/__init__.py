@@ -1,0 +1,1 @@
+"""Networks that predict every pixel: backbones with maps of several strides, necks, heads."""

@@ -1,0 +1,145 @@
+"""Backbones: networks of classification without their heads, which return maps of several strides.
+
+VOLO gives the outlookers' map (stride 8) and those of the three transformer stages (16); LV-ViT four of its
+blocks (16); timm's networks their stages. Parameter names are those of the classification networks. Sides
+must be multiples of 16; position embeddings are resized to the grid of the images.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.models.build import build_model, our_name
+from horovod_volo.models.drop_path import sample_drop_path
+from horovod_volo.models.lvvit import LvVit
+from horovod_volo.models.position_embedding import resize_position_embedding
+from horovod_volo.models.timm_api import create_model
+from horovod_volo.models.volo import Volo, run_blocks
+
+_STRIDE = 16
+
+
+class Backbone(Protocol):
+    """A network that returns maps; `prefixes` name the parameters of classification that it lacks."""
+
+    channels: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __call__(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:
+        """Return maps (batch, channels, height, width)."""
+
+
+class VoloBackbone(Volo):
+    """VOLO up to its last transformer stage."""
+
+    unused = ("post_network", "norm", "cls_token", "head", "aux_head")
+
+    def use_as_backbone(self) -> None:
+        """Drop what classification alone needs."""
+        for name in self.unused:
+            delattr(self, name)
+        widths = [self.network[0][-1].norm1, *(self.network[stage][-1].norm1 for stage in (2, 3, 4))]
+        self.channels = tuple(norm.normalized_shape[0] for norm in widths)
+        self.strides = (8, _STRIDE, _STRIDE, _STRIDE)
+
+    def forward(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:
+        """Return the maps of the four stages."""
+        tokens = self.stem(images)
+        samples = self._sample_drop_path(tokens, drop_path_seed)
+        outlookers, downsampling, *transformers = self.network
+        tokens = run_blocks(self, outlookers, tokens, samples, checkpointed=self._checkpoints("outlookers"))
+        maps = [tokens]
+        tokens = downsampling(tokens)
+        tokens = self.pos_drop(tokens + embedding_for(self.pos_embed, (tokens.shape[1], tokens.shape[2])))
+        for stage in transformers:
+            tokens = run_blocks(self, stage, tokens, samples, checkpointed=self._checkpoints("transformers"))
+            maps.append(tokens)
+        return [each.permute(0, 3, 1, 2) for each in maps]
+
+
+class LvVitBackbone(LvVit):
+    """LV-ViT; the maps are those of the last block and of three before it."""
+
+    unused = ("norm", "head", "aux_head")
+    # Published for S, M and L: the blocks after which the last third of the network is cut in four.
+    _LAST_BLOCKS = (9, 6, 3, 0)  # from the end
+
+    def use_as_backbone(self) -> None:
+        """Drop what classification alone needs."""
+        for name in self.unused:
+            delattr(self, name)
+        self.channels = (self.num_features,) * 4
+        self.strides = (_STRIDE,) * 4
+
+    def forward(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:  # type: ignore[override]
+        """Return the maps after four blocks, without the class token."""
+        grid = self.patch_embed(images)  # (batch, rows, columns, channels)
+        shape = (grid.shape[1], grid.shape[2])
+        first = self.cls_token.expand(len(grid), -1, -1)
+        tokens = torch.cat([first, grid.flatten(1, 2)], dim=1)
+        tokens = tokens + embedding_for(self.pos_embed, shape, self.grid)
+        rates = [rate if self.training else 0.0 for rate in self.rates for _ in range(2)]
+        samples = iter(sample_drop_path(rates, tokens, drop_path_seed))
+        maps, begin = [], 0
+        for end in (len(self.blocks) - last for last in self._LAST_BLOCKS):
+            tokens = run_blocks(self, self.blocks[begin:end], tokens, samples)
+            maps.append(tokens[:, 1:].reshape(grid.shape).permute(0, 3, 1, 2))
+            begin = end
+        return maps
+
+
+class TimmBackbone(nn.Module):
+    """A network of timm with maps of strides 4, 8, 16 and 32."""
+
+    def __init__(self, name: str, drop_path: float) -> None:
+        super().__init__()
+        settings: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path else {}
+        try:
+            self.body = create_model(name, features_only=True, out_indices=(-4, -3, -2, -1), **settings)
+        except (RuntimeError, TypeError, ValueError, AssertionError, IndexError) as error:
+            raise UserError(f"timm gives no four maps of {name}: {error}. Use another --model.") from None
+        self.channels = tuple(self.body.feature_info.channels())
+        self.strides = tuple(self.body.feature_info.reduction())
+
+    def forward(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:  # noqa: ARG002
+        """Return the maps; timm's drop path draws from torch's generator."""
+        maps: list[Tensor] = self.body(images)
+        return [
+            each if each.shape[1] == width else each.permute(0, 3, 1, 2)
+            for each, width in zip(maps, self.channels, strict=True)
+        ]
+
+
+def build_backbone(name: str, *, img_size: int, drop_path: float, grad_checkpoint: bool, stages: str) -> Any:
+    """Build the backbone of a model of classification, with fresh weights."""
+    name = our_name(name)
+    kinds: dict[type[nn.Module], type[nn.Module]] = {Volo: VoloBackbone, LvVit: LvVitBackbone}
+    if not name.startswith(("volo", "lvvit")):
+        backbone = TimmBackbone(name, drop_path)
+        if grad_checkpoint:
+            backbone.body.set_grad_checkpointing(True)
+        return backbone
+    network = build_model(
+        name,
+        img_size=img_size,
+        num_classes=1,
+        drop_path=drop_path,
+        grad_checkpoint=grad_checkpoint,
+        grad_checkpoint_stages=stages,
+    )
+    network.__class__ = kinds[type(network)]
+    network.use_as_backbone()  # type: ignore[operator]
+    return network
+
+
+def embedding_for(embedding: Tensor, grid: tuple[int, int], old: tuple[int, int] | None = None) -> Tensor:
+    """Return a position embedding for a grid; resized, with gradients, if it has another one.
+
+    `old` is the grid of an embedding (1, 1 + tokens, channels), which does not show it.
+    """
+    own = old or (embedding.shape[1], embedding.shape[2])
+    return embedding if own == grid else resize_position_embedding(embedding, own, grid)

@@ -1,0 +1,194 @@
+"""Segmentation: the class of each pixel, with UperNet on a backbone of classification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.cluster.rank_sums import WorldSums
+from horovod_volo.cluster.resources import RankResources
+from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Config
+from horovod_volo.core.batch import SceneBatch
+from horovod_volo.core.errors import UserError
+from horovod_volo.core.rng import Purpose, random_bits
+from horovod_volo.data.pipeline import Normalization
+from horovod_volo.data.scenes.scene_list import SceneList, find_layout, list_scenes
+from horovod_volo.data.scenes.scene_loader import SceneEvalLoader, SceneTrainLoader
+from horovod_volo.models.build import check_model, spec_of
+from horovod_volo.models.dense.sync_batch_norm import connect_norms, synchronize_norms
+from horovod_volo.models.dense.upernet import HEADS, UperNet, fitted_weights
+from horovod_volo.models.precision import autocast
+from horovod_volo.models.weights import load_fitted, read_weights
+from horovod_volo.objective.pixel_loss import PixelLosses, pixel_losses
+from horovod_volo.tasks.mean_iou import ScenePredictor, measure_iou
+from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
+
+_NONE_SEED = 0
+
+
+@dataclass(frozen=True)
+class Scenes:
+    """The lists of training and held-out images with masks."""
+
+    train: SceneList
+    held_out: SceneList
+
+    def close(self) -> None:
+        """Close nothing: files are opened one by one."""
+
+
+@dataclass
+class SegmentationLosses:
+    """The forward pass and the losses of a micro-batch."""
+
+    network: UperNet
+    auxiliary_weight: float
+    autocast: torch.autocast
+    seed: int
+    rank: int
+
+    def __call__(self, batch: SceneBatch, step: int, number: int) -> PixelLosses:
+        """Return the losses of a micro-batch."""
+        seed = random_bits(Purpose.DROP_PATH, self.seed, step, self.rank, number)
+        with self.autocast:
+            logits, auxiliary = self.network.training_logits(batch.images, seed)
+        return pixel_losses(logits, auxiliary, batch.masks, self.auxiliary_weight)
+
+
+class SegmentationTask:
+    """UperNet on masks."""
+
+    def check(self, config: Config) -> None:
+        check_model(config.model.model, img_size=config.model.img_size, tokens=False)
+        if config.model.img_size % 16:
+            raise UserError(f"--img-size must be a multiple of 16, not {config.model.img_size}.")
+        low, high = config.segmentation.resize_range
+        longer, shorter = config.segmentation.scene_size
+        if not 0 < low <= high:
+            raise UserError(
+                f"--resize-range takes two numbers above 0 in ascending order, not {low:g} {high:g}."
+            )
+        if not 0 < shorter <= longer:
+            raise UserError(f"--scene-size takes the longer side first, not {longer:g} {shorter:g}.")
+
+    def read(self, config: Config, world: World) -> Scenes:
+        return world.run_on_rank_zero(partial(_list, config))
+
+    def heads(self, config: Config) -> tuple[str, ...]:  # noqa: ARG002
+        return HEADS
+
+    def build_network(self, config: Config, num_classes: int) -> nn.Module:
+        model, settings = config.model, config.segmentation
+        network = UperNet(
+            model.model,
+            img_size=model.img_size,
+            num_classes=num_classes,
+            drop_path=model.drop_path,
+            neck=settings.neck,
+            width=settings.head_width,
+            auxiliary_width=settings.auxiliary_width,
+            grad_checkpoint=model.grad_checkpoint,
+            stages=model.grad_checkpoint_stages,
+        )
+        if model.sync_bn == "all":
+            synchronize_norms(network)
+        return network
+
+    def load_weights(self, network: nn.Module, config: Config, source: str) -> list[str]:
+        assert isinstance(network, UperNet)
+        weights, which = read_weights(source, use_ema=config.model.use_ema)
+        fitted, fresh, messages = fitted_weights(network, weights)
+        allowed = config.model.allow_mismatch
+        loaded = load_fitted(network, fitted, source, heads=HEADS, fresh=fresh, allowed=allowed)
+        return [*which, *loaded, *messages]
+
+    def training_forward(self, network: nn.Module) -> Callable[[Tensor], Any]:
+        assert isinstance(network, UperNet)
+        return lambda images: network.training_logits(images, _NONE_SEED)
+
+    def begin(
+        self, config: Config, world: World, data: Scenes, resources: RankResources, network: nn.Module
+    ) -> TaskRun:
+        assert isinstance(network, UperNet)
+        if config.model.sync_bn != "none":
+            connect_norms(network, WorldSums(world))
+        spec, device = spec_of(config.model.model), resources.device
+        normalization = Normalization(spec.mean, spec.std)
+        threads = config.data.workers or resources.threads
+        train_loader = SceneTrainLoader(
+            data.train,
+            config.data,
+            config.segmentation,
+            side=config.model.img_size,
+            seed=config.run.seed,
+            rank=world.rank,
+            size=world.size,
+            accumulation=config.update.accumulation,
+            device=device,
+            threads=threads,
+            normalization=normalization,
+        )
+        eval_loader = SceneEvalLoader(
+            data.held_out, config.data, rank=world.rank, size=world.size, threads=threads
+        )
+        arithmetic = autocast(config.model.precision, device)
+        return TaskRun(
+            train_loader=train_loader,
+            losses=SegmentationLosses(
+                network, config.segmentation.auxiliary_weight, arithmetic, config.run.seed, world.rank
+            ),
+            loss_names=PixelLosses._fields,
+            evaluate=partial(
+                measure_iou,
+                loader=eval_loader,
+                scenes=data.held_out,
+                predictor=ScenePredictor(config.segmentation, config.model.img_size, normalization, device),
+                world=world,
+                device=device,
+                arithmetic=arithmetic,
+            ),
+            bad_held_out=eval_loader.bad_samples,
+            close=eval_loader.close,
+        )
+
+    def warnings(self, config: Config, data: Scenes | None = None) -> list[str]:  # noqa: ARG002
+        return []
+
+    def describe(self, config: Config, data: Scenes) -> str:
+        longer, shorter = config.segmentation.scene_size
+        return (
+            f"{len(data.train):,} training and {len(data.held_out):,} held-out images with masks, "
+            f"{data.train.layout.name} layout, {len(data.train.classes):,} classes; "
+            f"scaled to fit {longer:g} x {shorter:g}"
+        )
+
+    def metadata(self, config: Config) -> dict[str, Any]:
+        settings = config.segmentation
+        return {"neck": settings.neck, "head_width": settings.head_width, "sync_bn": config.model.sync_bn}
+
+    def score(self, metrics: Metrics) -> float:
+        return better_value(metrics, "miou")
+
+    def summary(self, metrics: Metrics) -> str:
+        averaged = f", averaged weights {metrics['ema_miou']:.2f} %" if "ema_miou" in metrics else ""
+        return (
+            f"mean IoU {metrics['miou']:.2f} %, pixel accuracy {metrics['pixel_accuracy']:.2f} %{averaged} "
+            f"on {metrics['images']} held-out images"
+        )
+
+
+def _list(config: Config) -> Scenes:
+    root = Path(config.data.data_dir)
+    if not root.is_dir():
+        raise UserError(f"There is no folder {root}. Give the folder of the images and masks.")
+    layout = find_layout(root)
+    train, held_out = (list_scenes(root, layout, split) for split in ("train", "val"))
+    check_classes(config, train, str(root))
+    return Scenes(train, held_out)
