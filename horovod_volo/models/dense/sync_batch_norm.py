@@ -82,15 +82,25 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
     """Return the normalised inputs, one for each layer. In training on several ranks: collective."""
     ranks = layers[0].ranks if layers else None
     if ranks is None or ranks.size == 1 or not layers[0].training:
-        return [nn.BatchNorm2d.forward(layer, maps) for layer, maps in zip(layers, inputs, strict=True)]
+        return [_normalize_alone(layer, maps) for layer, maps in zip(layers, inputs, strict=True)]
     moments = _moments(layers, inputs, ranks)
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
     return list(_Normalize.apply(layers, moments, *inputs, *parameters))  # type: ignore[no-untyped-call]
 
 
+def _normalize_alone(layer: SyncBatchNorm, maps: Tensor) -> Tensor:
+    if layer.training and _is_repeated():
+        return F.batch_norm(maps, None, None, layer.weight, layer.bias, training=True, eps=layer.eps)
+    return nn.BatchNorm2d.forward(layer, maps)
+
+
+def _is_repeated() -> bool:
+    """Return whether this forward is part of a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _moments(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor], ranks: RankSums) -> list[Moments]:
-    is_repeated = torch._C._current_graph_task_id() != -1  # inside backward
-    if is_repeated and all(layer.moments is not None for layer in layers):
+    if _is_repeated() and all(layer.moments is not None for layer in layers):
         return [layer.moments for layer in layers if layer.moments is not None]
     with torch.no_grad():
         row = torch.cat([part for maps in inputs for part in _own_moments(maps)])
@@ -113,7 +123,7 @@ def _moments(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor], ranks: R
 
 def _own_moments(maps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     pixels = maps.numel() // maps.shape[1]
-    variance, mean = torch.var_mean(maps.float(), dim=(0, 2, 3), correction=0)
+    variance, mean = torch.var_mean(_wide(maps), dim=(0, 2, 3), correction=0)
     return mean.new_full((1,), pixels), mean, variance * pixels
 
 
@@ -156,8 +166,8 @@ class _Normalize(torch.autograd.Function):
         inputs, means, inverses = saved[:count], saved[count : 2 * count], saved[2 * count :]
         normalized, own = [], []
         for maps, mean, inverse, gradient in zip(inputs, means, inverses, gradients, strict=True):
-            normalized.append((maps.float() - _per_channel(mean)) * _per_channel(inverse))
-            own += [gradient.float().sum(dim=(0, 2, 3)), (gradient * normalized[-1]).sum(dim=(0, 2, 3))]
+            normalized.append((_wide(maps) - _per_channel(mean)) * _per_channel(inverse))
+            own += [_wide(gradient).sum(dim=(0, 2, 3)), (gradient * normalized[-1]).sum(dim=(0, 2, 3))]
         total = layers[0].ranks.sum(torch.cat(own), f"{layers[0].name}.backward")
         sums = total.split([len(each) for each in own])
         of_inputs, of_parameters = [], []
@@ -169,6 +179,10 @@ class _Normalize(torch.autograd.Function):
             # The reducer averages over ranks: these are of this rank's images alone.
             of_parameters += [own[2 * number + 1], own[2 * number]]
         return None, None, *of_inputs, *of_parameters
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
 
 
 def _per_channel(values: Tensor) -> Tensor:
