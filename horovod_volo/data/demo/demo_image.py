@@ -52,9 +52,11 @@ def draw_demo_image(name: str, random: np.random.Generator, *, image_side: int) 
     )
 
 
-def _random_color(random: np.random.Generator, brightness: float, saturation: float) -> Color:
-    """Return a colour of random hue whose luma is approximately `brightness`."""
-    hue, third = random.uniform(0, 2 * pi), 2 * pi / 3
+def _random_color(
+    random: np.random.Generator, brightness: float, saturation: float, hue: float | None = None
+) -> Color:
+    """Return a colour of the given or a random hue, in radians, whose luma is approximately `brightness`."""
+    hue, third = random.uniform(0, 2 * pi) if hue is None else hue, 2 * pi / 3
     red, green, blue = (0.5 + 0.5 * cos(hue + shift) for shift in (0, third, -third))
     offset = brightness - saturation * (0.30 * red + 0.59 * green + 0.11 * blue)
     red, green, blue = (min(max(255 * (saturation * part + offset), 0), 255) for part in (red, green, blue))
@@ -143,12 +145,21 @@ def _placement(random: np.random.Generator, canvas: Image.Image) -> Placement:
 
 
 def add_object(
-    canvas: Image.Image, random: np.random.Generator, name: str, placement: Placement, brightness: float
+    canvas: Image.Image,
+    random: np.random.Generator,
+    name: str,
+    placement: Placement,
+    brightness: float,
+    hue: float | None = None,
 ) -> Image.Image:
-    """Draw the object and its shadow in contrasting colours; return the object's mask."""
+    """Draw the object and its shadow in contrasting colours; return the object's mask.
+
+    `hue` is that of both colours, in radians; None: random ones.
+    """
     main_brightness = _contrasting_brightness(random, brightness)
-    main = _random_color(random, main_brightness, random.uniform(0.3, 0.9))
-    second = _random_color(random, _contrasting_brightness(random, main_brightness), random.uniform(0.3, 0.9))
+    main = _random_color(random, main_brightness, random.uniform(0.3, 0.9), hue)
+    second_brightness = _contrasting_brightness(random, main_brightness)
+    second = _random_color(random, second_brightness, random.uniform(0.3, 0.9), hue)
 
     # Only the square around the object is computed; `paste` clips it to the canvas.
     radius = sqrt(placement.area / area_in_unit_circle(name))

@@ -3,7 +3,8 @@
     python -m horovod_volo.data.demo.scene_set FOLDER [--train 1000] [--val 200]
 
 Writes FOLDER/images/SPLIT/NAME.jpg, FOLDER/masks/SPLIT/NAME.png and FOLDER/classes.txt. The objects are the
-solid shapes of the demo set; the first class is the ground. Invariants: a scene depends only on (seed, split,
+solid shapes of the demo set, each in a hue of its own, so that minutes are enough to learn them; the first
+class is the ground. Invariants: a scene depends only on (seed, split,
 number); FOLDER is created atomically.
 """
 
@@ -36,6 +37,7 @@ from horovod_volo.data.demo.demo_set import SPLIT_STREAMS, is_same_set, publish
 _EDITION = 1
 SCENE_CLASSES = ("ground", "checker", "cross", "heart", "star", "stripes", "triangle")
 _MOST_OBJECTS = 4
+_HUE_JITTER = pi / 10
 _AREAS = (0.05, 0.16)  # of an object, as a fraction of the squared shorter side
 
 
@@ -63,7 +65,8 @@ def draw_scene(random: np.random.Generator, *, side: int) -> DemoScene:
             angle=random.uniform(-pi / 8, pi / 8),
             mirror=-1 if random.uniform() < 0.5 else 1,
         )
-        covered = add_object(canvas, random, SCENE_CLASSES[target], placement, brightness)
+        hue = 2 * pi * target / len(SCENE_CLASSES) + random.uniform(-_HUE_JITTER, _HUE_JITTER)
+        covered = add_object(canvas, random, SCENE_CLASSES[target], placement, brightness, hue)
         mask.paste(target, (0, 0), covered)
     # The class at the centre of each pixel: means of classes would be other classes.
     centres = np.asarray(mask)[OVERSAMPLING // 2 :: OVERSAMPLING, OVERSAMPLING // 2 :: OVERSAMPLING]

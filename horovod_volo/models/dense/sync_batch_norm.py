@@ -89,8 +89,10 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
 
 
 def _normalize_alone(layer: SyncBatchNorm, maps: Tensor) -> Tensor:
-    if layer.training and _is_repeated():
-        return F.batch_norm(maps, None, None, layer.weight, layer.bias, training=True, eps=layer.eps)
+    mean, variance = layer.running_mean, layer.running_var
+    if layer.training and _is_repeated() and mean is not None and variance is not None:
+        scale, shift, eps = layer.weight, layer.bias, layer.eps
+        return F.batch_norm(maps, mean.clone(), variance.clone(), scale, shift, training=True, eps=eps)
     return nn.BatchNorm2d.forward(layer, maps)
 
 
