@@ -87,9 +87,7 @@ class SceneList:
         try:
             with Image.open(io.BytesIO(_content(path))) as image:
                 if image.mode not in ("L", "P"):
-                    raise BadSampleError(
-                        f"{path} is no mask: it has mode {image.mode} instead of 8-bit classes"
-                    )
+                    raise BadSampleError(f"{path} is no mask: its mode is {image.mode}, not 8 bits")
                 stored = np.array(image)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
             raise BadSampleError(f"{path} is not a complete mask: {error}") from error
@@ -146,9 +144,11 @@ def list_scenes(root: Path, layout: SceneLayout, split: Split) -> SceneList:
     """List a split; raise UserError if it has no images, or if masks are missing."""
     scenes = SceneList(root, layout, split, ())
     folder = scenes.folder(layout.images)
-    ending = (layout.image_ending,) if layout.image_ending else _IMAGES
+    endings = (layout.image_ending.lower(),) if layout.image_ending else _IMAGES
     names = sorted(
-        str(path.relative_to(folder)) for path in folder.rglob("*") if path.name.lower().endswith(ending)
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.name.lower().endswith(endings) and not path.name.startswith(".")
     )
     if not names:
         raise UserError(f"{folder} has no images. Put the images of the {split} split there.")

@@ -1,0 +1,162 @@
+"""UperNet: published numbers of parameters, names of other projects, timm's maps, any size of image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.models.build import build_model
+from horovod_volo.models.dense.backbones import build_backbone
+from horovod_volo.models.dense.sync_batch_norm import synchronize_norms
+from horovod_volo.models.dense.upernet import HEADS, UperNet, fitted_weights
+from horovod_volo.models.timm_api import create_model
+from horovod_volo.models.weights import load_fitted
+
+
+def build(name: str, img_size: int = 64, **changes: Any) -> UperNet:
+    settings: dict[str, Any] = {"num_classes": 5, "drop_path": 0.0, "neck": "lvvit", "width": 16}
+    return UperNet(name, img_size=img_size, auxiliary_width=16, **settings | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "neck", "width", "auxiliary", "side", "millions"),
+    [
+        ("lvvit_s", "lvvit", 256, 256, 512, 44.45),
+        ("lvvit_m", "lvvit", 256, 256, 512, 77.27),
+        ("lvvit_l", "lvvit", 512, 512, 448, 208.55),  # its position embedding is of 448 pixels
+        ("volo_d1", "lvvit", 512, 256, 512, 66.17),
+        ("volo_d1", "pyramid", 512, 256, 512, 53.98),
+        ("volo_d3", "lvvit", 512, 256, 512, 124.97),
+        ("volo_d5", "lvvit", 512, 256, 512, 328.70),
+    ],
+)
+def test_numbers_of_parameters(
+    name: str, neck: str, width: int, auxiliary: int, side: int, millions: float
+) -> None:
+    with torch.device("meta"):
+        network = UperNet(
+            name,
+            img_size=side,
+            num_classes=150,
+            drop_path=0.0,
+            neck=neck,
+            width=width,
+            auxiliary_width=auxiliary,
+        )
+    count = sum(parameter.numel() for parameter in network.parameters())
+    assert count / 1e6 == pytest.approx(millions, abs=0.01)
+
+
+def test_the_heads_have_mmsegmentations_names() -> None:
+    network = build("volo_demo")
+    names = [name for name, _ in network.decode_head.named_parameters()]
+    norm = ("conv.weight", "bn.weight", "bn.bias")
+    units = [f"psp_modules.{number}.1" for number in range(4)]
+    units += ["bottleneck", "fpn_bottleneck"]
+    units += [f"{part}.{number}" for part in ("lateral_convs", "fpn_convs") for number in range(3)]
+    expected = {f"{unit}.{part}" for unit in units for part in norm} | {"conv_seg.weight", "conv_seg.bias"}
+    assert set(names) == expected
+    assert len(names) == 38
+    auxiliary = {name for name, _ in network.auxiliary_head.named_parameters()}
+    assert auxiliary == {f"convs.0.{part}" for part in norm} | {"conv_seg.weight", "conv_seg.bias"}
+
+
+@pytest.mark.parametrize("name", ["volo_d1", "lvvit_t"])
+def test_gradients_reach_every_parameter(name: str) -> None:
+    network = build(name, 64, neck="pyramid" if name == "volo_d1" else "lvvit").train()
+    logits, auxiliary = network.training_logits(torch.randn(2, 3, 64, 64), 1)
+    assert logits.shape == (2, 5, 16, 16)
+    assert auxiliary.shape == (2, 5, 4, 4)
+    (logits.square().mean() + auxiliary.square().mean()).backward()  # type: ignore[no-untyped-call]
+    assert [name for name, parameter in network.named_parameters() if parameter.grad is None] == []
+
+
+def test_volos_maps_are_timms() -> None:
+    torch.manual_seed(0)
+    theirs = create_model("volo_d1_224", features_only=True, out_indices=(0, 1, 2, 3)).eval()
+    ours = build_backbone("volo_d1", img_size=224, drop_path=0.0, grad_checkpoint=False, stages="all").eval()
+    weights = theirs.state_dict()
+    ours.load_state_dict({name: weights[f"model.{name}"] for name in ours.state_dict()})
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        maps = zip(ours(images), theirs(images), strict=True)
+        for mine, other in maps:
+            their = other if other.shape[1] == mine.shape[1] else other.permute(0, 3, 1, 2)
+            assert torch.allclose(mine, their, atol=1e-5)
+    assert ours.strides == (8, 16, 16, 16)
+
+
+@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
+def test_another_size_resizes_the_position_embedding(name: str) -> None:
+    """Images of another size give what a network built for them gives, with the same weights fitted to it."""
+    torch.manual_seed(0)
+    small, large = build(name, 64).eval(), build(name, 96).eval()
+    weights, fresh, messages = fitted_weights(large, small.state_dict())
+    load_fitted(large, weights, "here", heads=HEADS, fresh=fresh)
+    assert any("position embedding resized" in message for message in messages)
+    images = torch.randn(1, 3, 96, 96)
+    with torch.no_grad():
+        assert torch.allclose(small(images), large(images), atol=1e-5)
+        assert not torch.allclose(build(name, 96).eval()(images), large(images), atol=1e-3)
+
+
+def test_sides_need_not_be_multiples_of_16() -> None:
+    network = build("volo_demo").eval()
+    with torch.no_grad():
+        logits = network(torch.randn(1, 3, 50, 85))
+        padded = network(torch.nn.functional.pad(torch.zeros(1, 3, 64, 96), (0, 0)))
+    assert logits.shape == (1, 5, 16, 24)
+    assert padded.shape == logits.shape
+
+
+def test_weights_of_classification_begin_the_backbone() -> None:
+    trained = build_model("volo_demo", img_size=32, num_classes=7, drop_path=0.0)
+    network = build("volo_demo")
+    weights, fresh, messages = fitted_weights(network, trained.state_dict())
+    before = network.decode_head.conv_seg.weight.clone()
+    loaded = load_fitted(network, weights, "here", heads=HEADS, fresh=fresh)
+    assert torch.equal(network.backbone.network[2][0].mlp.fc1.weight, trained.network[2][0].mlp.fc1.weight)  # type: ignore[union-attr,index]
+    assert torch.equal(network.decode_head.conv_seg.weight, before)
+    assert any("neck and heads begin with fresh weights" in message for message in messages)
+    assert any("tensors of classification alone are left out" in message for message in messages)
+    assert "tensors loaded" in loaded[0]
+
+
+def test_weights_under_hugging_faces_names_load() -> None:
+    torch.manual_seed(0)
+    source, network = build("volo_demo"), build("volo_demo")
+    theirs = {
+        name.replace(".bn.", ".batch_norm.").replace("_head.conv_seg", "_head.classifier"): tensor
+        for name, tensor in source.state_dict().items()
+    }
+    assert any("batch_norm" in name for name in theirs)
+    weights, fresh, _ = fitted_weights(network, theirs)
+    load_fitted(network, weights, "here", heads=HEADS, fresh=fresh)
+    assert fresh == []
+    for name, tensor in network.state_dict().items():
+        assert torch.equal(tensor, source.state_dict()[name])
+
+
+def test_weights_for_other_classes_keep_all_but_the_classifiers() -> None:
+    source, network = build("volo_demo", num_classes=9), build("volo_demo")
+    weights, fresh, _ = fitted_weights(network, source.state_dict())
+    messages = load_fitted(network, weights, "here", heads=HEADS, fresh=fresh)
+    assert "the weights are for 9 classes, the images have 5" in " ".join(messages)
+    damaged = {name: tensor for name, tensor in weights.items() if "fpn_bottleneck" not in name}
+    with pytest.raises(UserError, match="parameters 6 missing"):
+        load_fitted(network, damaged, "here", heads=HEADS)
+
+
+def test_a_network_of_timm_with_four_strides_needs_no_neck() -> None:
+    network = build("resnet18").eval()
+    assert network.backbone.strides == (4, 8, 16, 32)
+    assert list(network.neck.parameters()) == []
+    assert network(torch.zeros(1, 3, 64, 96)).shape == (1, 5, 16, 24)
+    synchronize_norms(network)
+    assert not any(type(module) is nn.BatchNorm2d for module in network.modules())
+    with pytest.raises(UserError, match="timm gives no four maps of vit_tiny"):
+        build("vit_tiny_patch16_224.missing")
