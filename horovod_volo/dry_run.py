@@ -21,7 +21,6 @@ from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import RunFacts, config_warnings
 from horovod_volo.core.errors import escape_controls
-from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.engine.banner import (
     batch_line,
     batch_warnings,
@@ -38,6 +37,7 @@ from horovod_volo.tasks.names import find_task
 # Name, images and classes of the data set that is assumed where the data is not on this machine.
 _IMAGENET_1K = ("ImageNet-1K", 1_281_167, 1_000)
 _IMAGENET_22K = ("ImageNet-22K", 14_197_122, 21_841)
+_ADE20K = ("ADE20K", 20_210, 150)
 
 _FP32 = 4  # bytes
 _MIN_BATCH = 2  # batch norm needs more than one value per channel
@@ -148,14 +148,16 @@ def state_bytes(config: Config, ranks: int) -> float:
 
 
 def _count_images(config: Config) -> tuple[int, int, list[str]]:
-    """Return images, classes and warnings; ImageNet's numbers if the data is on another machine."""
+    """Return images, classes and warnings; those of a usual data set if the data is on another machine."""
     sources = [config.data.data_dir, config.objective.token_label_data, config.model.finetune]
     paths = [source for source in sources if source and not source.startswith(TIMM)]
     warnings = [f"{path} is not on this machine" for path in paths if not Path(path).exists()]
-    if config.data.data_dir and Path(config.data.data_dir).exists():
-        train = build_catalog(config.data.data_dir, "train", folder=None)
-        return len(train), len(train.classes), warnings
+    counted = find_task(config.model.task).count(config) if config.data.data_dir else None
+    if counted is not None:
+        return (*counted, warnings)
     assumed = _IMAGENET_22K if config.model.num_classes == _IMAGENET_22K[2] else _IMAGENET_1K
+    if config.model.task == "segmentation":
+        assumed = _ADE20K
     name, images, classes = assumed
     return images, classes, [*warnings, f"the images and classes are assumed to be those of {name}"]
 

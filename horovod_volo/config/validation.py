@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from horovod_volo.config import values
-from horovod_volo.config.schema import Config
+from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.schema import Config, Objective
 from horovod_volo.core.errors import UserError
 
 
@@ -131,6 +132,11 @@ class _Idle(NamedTuple):
     because: str  # may name settings, as {update.opt}
 
 
+_WITH_TASK = "with --task {model.task}"
+_OF_CLASSIFICATION = (  # settings of the group data
+    *("scale", "ratio", "hflip", "vflip", "train_interpolation", "aa", "randaugment_on", "color_jitter"),
+    *("reprob", "remode", "recount", "crop_pct", "catalog_dir", "eval_batch_size"),
+)
 _IDLE = (
     _Idle(
         (
@@ -215,12 +221,21 @@ _IDLE = (
     ),
     _Idle(("shuffle_window",), lambda c, _: not c.data.block_shuffle, "without --block-shuffle"),
     _Idle(("bad_samples_limit",), lambda c, _: c.data.bad_samples == "fail", "with --bad-samples fail"),
+    _Idle(
+        tuple(Segmentation.__dataclass_fields__), lambda c, _: c.model.task == "classification", _WITH_TASK
+    ),
+    _Idle(
+        (*Objective.__dataclass_fields__, *_OF_CLASSIFICATION),
+        lambda c, _: c.model.task != "classification",
+        _WITH_TASK,
+    ),
+    _Idle(("test_stride",), lambda c, _: c.segmentation.test_mode == "whole", "with --test-mode whole"),
 )
 
 
 def settings_without_effect(config: Config, run: RunFacts) -> list[str]:
     """Return a warning for each of the stated settings that has no effect beside the others."""
-    groups = {name: getattr(config, name) for name in ("update", "data", "objective")}
+    groups = {name: getattr(config, name) for name in ("update", "data", "objective", "model")}
     stated = [setting for setting in values.all_settings() if setting.name in config.stated]
     reasons = {
         setting.flag: [row.because for row in _IDLE if setting.name in row.names and row.applies(config, run)]

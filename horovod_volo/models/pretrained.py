@@ -51,6 +51,8 @@ def load_pretrained(
     if not source.startswith(TIMM):
         weights_file(Path(source))  # a missing path is the first error
     run = _settings_of_run(source)
+    if run.get("task", "classification") != "classification":
+        raise UserError(f"{source} is a network for {run['task']}, which this command does not know.")
     name = name or str(run.get("model", "")) or _timms_name(source)
     if not name:
         raise UserError(

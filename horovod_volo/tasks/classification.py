@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from horovod_volo.cluster.rank_sums import WorldSums
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.batch import TrainBatch
+from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.data.augmentation.rand_augment import parse
-from horovod_volo.data.images.catalog import Catalog, check_same_classes
+from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.data.labels.source import LabelSource, geometry_warnings, open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
@@ -31,6 +34,7 @@ from horovod_volo.models.build import (
     tokens_per_side,
     training_forward,
 )
+from horovod_volo.models.dense.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.objective.loss import LOSSES, Loss, LossParts, build_loss
@@ -83,6 +87,8 @@ class Classification:
 
     def check(self, config: Config) -> None:
         check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
+        if config.model.sync_bn == "heads":
+            raise UserError("--sync-bn heads is for segmentation. Use --sync-bn all, or none.")
         LOSSES.find(config.objective.loss)
         if config.data.aa:
             parse(config.data.aa)
@@ -100,7 +106,7 @@ class Classification:
 
     def build_network(self, config: Config, num_classes: int) -> nn.Module:
         settings = config.model
-        return build_model(
+        network = build_model(
             settings.model,
             img_size=settings.img_size,
             num_classes=num_classes,
@@ -109,6 +115,9 @@ class Classification:
             grad_checkpoint_stages=settings.grad_checkpoint_stages,
             aux_head=trains_aux_head(config),
         )
+        if settings.sync_bn == "all":
+            synchronize_norms(network)
+        return network
 
     def load_weights(self, network: nn.Module, config: Config, source: str) -> list[str]:
         settings = config.model
@@ -125,6 +134,8 @@ class Classification:
     def begin(
         self, config: Config, world: World, data: Images, resources: RankResources, network: nn.Module
     ) -> TaskRun:
+        if config.model.sync_bn == "all":
+            connect_norms(network, WorldSums(world))
         train_loader, eval_loader = build_loaders(config, world, data, resources)
         side = tokens_per_side(config.model.model, config.model.img_size)
         arithmetic = autocast(config.model.precision, resources.device)
@@ -168,6 +179,12 @@ class Classification:
             f"{len(data.train):,} training and {len(data.held_out):,} held-out images, "
             f"{len(data.train.classes):,} classes; {labels_line(config, data.label_maps)}"
         )
+
+    def count(self, config: Config) -> tuple[int, int] | None:
+        if not Path(config.data.data_dir).exists():
+            return None
+        train = build_catalog(config.data.data_dir, "train", folder=None)
+        return len(train), len(train.classes)
 
     def metadata(self, config: Config) -> dict[str, Any]:
         return {"aux_head": trains_aux_head(config)}

@@ -169,6 +169,12 @@ class SegmentationTask:
             f"scaled to fit {longer:g} x {shorter:g}"
         )
 
+    def count(self, config: Config) -> tuple[int, int] | None:
+        if not Path(config.data.data_dir).exists():
+            return None
+        train = _list(config).train
+        return len(train), len(train.classes)
+
     def metadata(self, config: Config) -> dict[str, Any]:
         settings = config.segmentation
         return {"neck": settings.neck, "head_width": settings.head_width, "sync_bn": config.model.sync_bn}

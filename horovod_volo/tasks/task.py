@@ -128,6 +128,9 @@ class Task(Protocol):
     def describe(self, config: Config, data: Any) -> str:
         """Describe the samples and what is learned from them, for the banner."""
 
+    def count(self, config: Config) -> tuple[int, int] | None:
+        """Return the numbers of training samples and classes; None if the data is on another machine."""
+
     def metadata(self, config: Config) -> dict[str, Any]:
         """Return settings that a resumed run must share, besides those of all tasks."""
 

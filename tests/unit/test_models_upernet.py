@@ -158,5 +158,7 @@ def test_a_network_of_timm_with_four_strides_needs_no_neck() -> None:
     assert network(torch.zeros(1, 3, 64, 96)).shape == (1, 5, 16, 24)
     synchronize_norms(network)
     assert not any(type(module) is nn.BatchNorm2d for module in network.modules())
-    with pytest.raises(UserError, match="timm gives no four maps of vit_tiny"):
-        build("vit_tiny_patch16_224.missing")
+    with pytest.raises(UserError, match="vit_tiny_patch16_224 takes images of one size"):
+        build("vit_tiny_patch16_224")
+    with pytest.raises(UserError, match="timm gives no four maps of test_resnet"):
+        build("test_resnet", drop_path=2.0)

@@ -36,7 +36,7 @@ from horovod_volo.data.demo.demo_set import SPLIT_STREAMS, is_same_set, publish
 # Increase when the content of the set changes, so that folders of earlier versions are not reused.
 _EDITION = 1
 SCENE_CLASSES = ("ground", "checker", "cross", "heart", "star", "stripes", "triangle")
-_MOST_OBJECTS = 4
+_OBJECTS = (3, 8)
 _HUE_JITTER = pi / 10
 _AREAS = (0.05, 0.16)  # of an object, as a fraction of the squared shorter side
 
@@ -56,7 +56,7 @@ def draw_scene(random: np.random.Generator, *, side: int) -> DemoScene:
     canvas = background(random, width, height, brightness).resize(large, Image.Resampling.NEAREST)
     add_fragments(canvas, random, brightness)
     mask = Image.new("L", large)
-    for _ in range(int(random.integers(1, _MOST_OBJECTS + 1))):
+    for _ in range(int(random.integers(_OBJECTS[0], _OBJECTS[1] + 1))):
         target = int(random.integers(1, len(SCENE_CLASSES)))
         placement = Placement(
             x=random.uniform(0.1, 0.9) * large[0],

@@ -17,7 +17,7 @@ from horovod_volo.models.build import build_model, our_name
 from horovod_volo.models.drop_path import sample_drop_path
 from horovod_volo.models.lvvit import LvVit
 from horovod_volo.models.position_embedding import resize_position_embedding
-from horovod_volo.models.timm_api import create_model
+from horovod_volo.models.timm_api import create_model, get_pretrained_cfg
 from horovod_volo.models.volo import Volo, run_blocks
 
 _STRIDE = 16
@@ -97,6 +97,9 @@ class TimmBackbone(nn.Module):
 
     def __init__(self, name: str, drop_path: float) -> None:
         super().__init__()
+        published = get_pretrained_cfg(name)
+        if published is not None and published.fixed_input_size:
+            raise UserError(f"{name} takes images of one size. Use VOLO, LV-ViT, or timm's convolutions.")
         settings: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path else {}
         try:
             self.body = create_model(name, features_only=True, out_indices=(-4, -3, -2, -1), **settings)

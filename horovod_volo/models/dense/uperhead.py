@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from horovod_volo.models.dense.sync_batch_norm import Steps, SyncBatchNorm, run_together
 
 _POOLED_SIDES = (1, 2, 3, 6)
+_PUBLISHED_WIDTH = 256
 _DROPPED = 0.1  # of the channels before the classifier
 
 
@@ -110,7 +111,8 @@ def draw_weights(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if isinstance(part, nn.Conv2d | nn.ConvTranspose2d):
             if name.endswith("conv_seg"):
-                nn.init.normal_(part.weight, std=0.01)
+                # Published for 256 channels and more. Fewer would begin with logits too small to learn from.
+                nn.init.normal_(part.weight, std=0.01 * max(1.0, _PUBLISHED_WIDTH / part.in_channels))
                 assert part.bias is not None
                 nn.init.zeros_(part.bias)
             else:

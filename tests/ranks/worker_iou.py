@@ -1,0 +1,54 @@
+"""Measures a fixed network on the held-out scenes, with any number of ranks, in a given order of images."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.schema import Data
+from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
+from horovod_volo.data.scenes.scene_list import find_layout, list_scenes
+from horovod_volo.data.scenes.scene_loader import SceneEvalLoader
+from horovod_volo.models.dense.upernet import UperNet
+from horovod_volo.models.precision import autocast
+from horovod_volo.tasks.mean_iou import ScenePredictor, measure_iou
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("scenes", type=Path)
+    parser.add_argument("--test-mode", default="whole")
+    parser.add_argument("--reversed", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    world = World.connect()
+    scenes = list_scenes(options.scenes, find_layout(options.scenes), "val")
+    if options.reversed:
+        scenes = replace(scenes, names=scenes.names[::-1])
+    torch.manual_seed(0)
+    network = UperNet(
+        "volo_demo", img_size=64, num_classes=7, drop_path=0.0, neck="lvvit", width=16, auxiliary_width=16
+    ).eval()
+    device = torch.device("cpu")
+    settings = Segmentation(scene_size=(192.0, 64.0), test_mode=options.test_mode, test_stride=43)
+    loader = SceneEvalLoader(scenes, Data(), rank=world.rank, size=world.size, threads=2)
+    metrics = measure_iou(
+        network,
+        lambda: None,
+        loader=loader,
+        scenes=scenes,
+        predictor=ScenePredictor(settings, 64, IMAGENET_NORMALIZATION, device),
+        world=world,
+        device=device,
+        arithmetic=autocast("fp32", device),
+    )
+    loader.close()
+    torch.save(metrics, options.out / f"rank_{world.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
