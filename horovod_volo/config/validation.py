@@ -139,6 +139,14 @@ _OF_CLASSIFICATION = (  # settings of the group data
 )
 _IDLE = (
     _Idle(
+        tuple(Segmentation.__dataclass_fields__), lambda c, _: c.model.task == "classification", _WITH_TASK
+    ),
+    _Idle(
+        (*Objective.__dataclass_fields__, *_OF_CLASSIFICATION),
+        lambda c, _: c.model.task != "classification",
+        _WITH_TASK,
+    ),
+    _Idle(
         (
             "shard_optimizer",
             "compression",
@@ -221,14 +229,6 @@ _IDLE = (
     ),
     _Idle(("shuffle_window",), lambda c, _: not c.data.block_shuffle, "without --block-shuffle"),
     _Idle(("bad_samples_limit",), lambda c, _: c.data.bad_samples == "fail", "with --bad-samples fail"),
-    _Idle(
-        tuple(Segmentation.__dataclass_fields__), lambda c, _: c.model.task == "classification", _WITH_TASK
-    ),
-    _Idle(
-        (*Objective.__dataclass_fields__, *_OF_CLASSIFICATION),
-        lambda c, _: c.model.task != "classification",
-        _WITH_TASK,
-    ),
     _Idle(("test_stride",), lambda c, _: c.segmentation.test_mode == "whole", "with --test-mode whole"),
 )
 

@@ -30,6 +30,11 @@ FURTHER_FLAGS = {
 # Two values besides the default for each setting; where none are listed, the type of the default decides.
 EXAMPLES: dict[str, tuple[Any, Any]] = {
     "binding": ("core", "none"),
+    "task": ("segmentation", "classification"),
+    "sync_bn": ("all", "heads"),
+    "neck": ("pyramid", "lvvit"),
+    "mask_resize": ("opencv", "centre"),
+    "test_mode": ("slide", "whole"),
     "img_size": (64, 96),
     "epochs": (30, 40),
     "ratio": ((0.9, 1.1), (0.5, 2.0)),

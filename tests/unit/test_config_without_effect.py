@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
-from schema_examples import recipe_of
+from schema_examples import COMPANIONS, FIELDS, examples, recipe_of, words
 from test_config_mistakes import MAPS, WITHOUT_EFFECT
 
 from horovod_volo.config.command_line import parse
+from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.validation import _IDLE, NOTHING_KNOWN, RunFacts, config_warnings
+from horovod_volo.config.schema import Objective
+from horovod_volo.config.validation import _IDLE, _OF_CLASSIFICATION, NOTHING_KNOWN, RunFacts, config_warnings
 from horovod_volo.config.values import all_settings
 from horovod_volo.dry_run import dry_run
 from horovod_volo.optim.build import OPTIMIZERS
@@ -20,6 +23,10 @@ ONE_RANK, TWO_RANKS = RunFacts(ranks=1), RunFacts(ranks=2)
 CPU, GPU = RunFacts(device_type="cpu"), RunFacts(device_type="cuda")
 RESUMED, NEW = RunFacts(first_step=10, total_steps=100), RunFacts(total_steps=100)
 REFERENCE = ["--label-geometry", "reference"]
+
+TASKS = ("classification", "segmentation")
+OF_SEGMENTATION = [field.name for field in dataclasses.fields(Segmentation)]
+OF_CLASSIFICATION = [*(field.name for field in dataclasses.fields(Objective)), *_OF_CLASSIFICATION]
 
 # What is stated, why it has no effect, the run for which this is so, and one for which it has an effect.
 IN_SOME_RUNS = [
@@ -36,6 +43,10 @@ IN_SOME_RUNS = [
     (["--stop-at-step", "10"], "outside of the steps that this run makes", RESUMED, NEW),
     (["--stop-at-step", "101"], "outside of the steps that this run makes", NEW, RunFacts(total_steps=101)),
 ]
+
+TASKS = ("classification", "segmentation")
+OF_SEGMENTATION = [field.name for field in dataclasses.fields(Segmentation)]
+OF_CLASSIFICATION = [*(field.name for field in dataclasses.fields(Objective)), *_OF_CLASSIFICATION]
 
 # What is stated, why it has no effect, the flags with which this is so, and those with which it has one.
 BESIDE_OTHERS = [
@@ -60,6 +71,12 @@ BESIDE_OTHERS = [
         "with --label-geometry reference, which reads every map as the whole image",
         [*MAPS, *REFERENCE],
         MAPS,
+    ),
+    (
+        ["--test-stride", "100", "--task", "segmentation"],
+        "with --test-mode whole",
+        ["--epochs", "30"],
+        ["--test-mode", "slide"],
     ),
     (
         ["--min-lr", "2e-6"],
@@ -94,6 +111,16 @@ def test_a_setting_without_effect_beside_others_is_named(
     assert warning not in config_warnings(parse(without).config)
 
 
+@pytest.mark.parametrize("name", [*OF_SEGMENTATION, *OF_CLASSIFICATION])
+def test_a_setting_of_another_task_is_named(name: str) -> None:
+    default = next(default for _, field, default in FIELDS if field == name)
+    stated = [*words(name, examples(name, default)[0]), *COMPANIONS.get(name, [])]
+    own, other = TASKS[::-1] if name in OF_SEGMENTATION else TASKS
+    warning = f"--{name.replace('_', '-')} has no effect with --task {other}"
+    assert warning in config_warnings(parse([*stated, "--task", other]).config)
+    assert warning not in " ".join(config_warnings(parse([*stated, "--task", own]).config))
+
+
 def test_a_setting_that_has_its_default_is_not_named() -> None:
     config = parse(["--momentum", "0.9", "--compression", "fp16", "--kernels", "fused"]).config
     assert config_warnings(config, RunFacts(ranks=1, device_type="cpu")) == []
@@ -123,6 +150,7 @@ def test_every_row_of_the_table_is_tested() -> None:
     # Only a recipe can state both: test_what_a_recipe_states_is_warned_of_unless_it_is_the_default.
     tested.add(("--accumulation", "with --global-batch, which sets it"))
     flags = {setting.name: setting.flag for setting in all_settings()}
+    tested |= {(flags[name], "with --task ") for name in (*OF_SEGMENTATION, *OF_CLASSIFICATION)}
     names = [(flags[name], row.because) for row in _IDLE for name in row.names]
     untested = [
         (flag, because)

@@ -24,9 +24,8 @@ from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
 from horovod_volo.data.pipeline import Normalization, build_scene_pipeline
 from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
 from horovod_volo.data.reading import decode_rgb, read_image
-from horovod_volo.data.scenes.distort import distort
 from horovod_volo.data.scenes.scene_list import Mask, SceneList
-from horovod_volo.data.scenes.scene_plan import ScenePlan, draw_plan
+from horovod_volo.data.scenes.scene_plan import ScenePlan, distort, draw_plan
 from horovod_volo.data.thread_pool import ImageThreadPool
 
 

@@ -85,7 +85,7 @@ def normalize_together(layers: Sequence[SyncBatchNorm], inputs: Sequence[Tensor]
         return [_normalize_alone(layer, maps) for layer, maps in zip(layers, inputs, strict=True)]
     moments = _moments(layers, inputs, ranks)
     parameters = [parameter for layer in layers for parameter in (layer.weight, layer.bias)]
-    return list(_Normalize.apply(layers, moments, *inputs, *parameters))  # type: ignore[no-untyped-call]
+    return list(_NormalizeOverRanks.apply(layers, moments, *inputs, *parameters))  # type: ignore[no-untyped-call]
 
 
 def _normalize_alone(layer: SyncBatchNorm, maps: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def _move_averages(layer: SyncBatchNorm, moments: Moments) -> None:
     layer.running_var.lerp_(moments.squares / (moments.pixels - 1), layer.momentum)
 
 
-class _Normalize(torch.autograd.Function):
+class _NormalizeOverRanks(torch.autograd.Function):
     """Normalises the inputs of several layers by their moments; backward is collective."""
 
     @staticmethod
