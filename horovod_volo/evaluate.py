@@ -58,11 +58,15 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
     """Evaluate, print and write the result. Collective: every rank calls this."""
     from horovod_volo.core.errors import list_problems
     from horovod_volo.evaluation.accuracy import EvalRequest, check_writable, measure_accuracy
+    from horovod_volo.models.pretrained import task_of
     from horovod_volo.monitor.progress import ThroughputLine
     from horovod_volo.plugins import load_plugins
 
     world.run_on_all_ranks(partial(load_plugins, options.plugin))
-
+    if options.json not in ("", STDOUT):
+        world.run_on_rank_zero(lambda: check_writable(options.json))
+    if task_of(options.weights) == "segmentation":
+        return _evaluate_scenes(options, world)
     request = EvalRequest(
         data_dir=options.data_dir,
         weights=options.weights,
@@ -79,8 +83,6 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
         real=options.real,
         v2=options.v2,
     )
-    if options.json not in ("", STDOUT):
-        world.run_on_rank_zero(lambda: check_writable(options.json))
     counted = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
     result = measure_accuracy(request, world, ThroughputLine(counted, shown=world.is_rank_zero))
     rows = result.classes[: options.per_class]
@@ -89,6 +91,35 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
         if options.json != STDOUT:
             print(_format_text(request, result, rows), flush=True)
     record = _json_record(request, result, world.size, rows)
+    world.run_on_rank_zero(lambda: _write(options.json, json.dumps(record, indent=2)))
+    return DONE
+
+
+def _evaluate_scenes(options: argparse.Namespace, world: World) -> int:
+    """Evaluate a network that predicts pixels. Collective: every rank calls this."""
+    from horovod_volo.core.errors import list_problems
+    from horovod_volo.evaluation.scenes import SceneRequest, json_record, measure_scenes, text_of
+    from horovod_volo.monitor.progress import ThroughputLine
+
+    request = SceneRequest(
+        data_dir=options.data_dir,
+        weights=options.weights,
+        use_ema=options.use_ema,
+        workers=options.workers,
+        precision=options.precision,
+        split=options.split,
+        test_mode=options.test_mode,
+        scales=tuple(options.scales),
+        flip=options.flip,
+        predictions=options.predictions,
+    )
+    counted = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
+    result = measure_scenes(request, world, ThroughputLine(counted, shown=world.is_rank_zero))
+    if world.is_rank_zero:
+        list_problems([f"left out: {text}" for text in result.bad_samples])
+        if options.json != STDOUT:
+            print("\n".join(map(escape_controls, text_of(request, result, options.per_class))), flush=True)
+    record = json_record(request, result, world.size)
     world.run_on_rank_zero(lambda: _write(options.json, json.dumps(record, indent=2)))
     return DONE
 
@@ -198,6 +229,28 @@ def build_parser() -> Parser:
         metavar="N",
         help=f"list the N classes of lowest accuracy, or 'all'; without a number {WORST_CLASSES} "
         "(default: none)",
+    )
+    scenes = parser.add_argument_group("segmentation")
+    add_flags(
+        scenes,
+        Setting(
+            name="test_mode",
+            kind=Literal["run", "whole", "slide"],
+            default="run",
+            help="whole images, or windows of the size in training; run: as the run did",
+        ),
+    )
+    scenes.add_argument(
+        "--scales",
+        type=float,
+        nargs="+",
+        default=[1.0],
+        metavar="X",
+        help="factors of the run's --scene-size, whose probabilities are averaged (default: 1)",
+    )
+    scenes.add_argument("--flip", action="store_true", help="average with the prediction of mirrored images")
+    scenes.add_argument(
+        "--predictions", default="", metavar="FOLDER", help="write the predicted classes as PNG files"
     )
     add("--json", default="", metavar="FILE", help="also write the result as JSON; '-': print JSON only")
     catalog = "folder for the list of images, seen by all hosts; empty: runs/catalogs, where several ranks "

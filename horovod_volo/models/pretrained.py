@@ -50,7 +50,7 @@ def load_pretrained(
     """
     if not source.startswith(TIMM):
         weights_file(Path(source))  # a missing path is the first error
-    run = _settings_of_run(source)
+    run = settings_of_run(source)
     if run.get("task", "classification") != "classification":
         raise UserError(f"{source} is a network for {run['task']}, which this command does not know.")
     name = name or str(run.get("model", "")) or _timms_name(source)
@@ -88,7 +88,12 @@ def load_pretrained(
     )
 
 
-def _settings_of_run(source: str) -> Mapping[str, Any]:
+def task_of(source: str) -> str:
+    """Return the task of the run that weights are in."""
+    return str(settings_of_run(source).get("task", "classification"))
+
+
+def settings_of_run(source: str) -> Mapping[str, Any]:
     """Return the settings of the run that the weights are in, or nothing if they are in none."""
     path = Path(source)
     if source.startswith(TIMM) or not path.exists():

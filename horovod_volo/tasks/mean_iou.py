@@ -6,7 +6,9 @@ logits are scaled back to the image's own size. Masks are never scaled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,36 +22,56 @@ from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.data.scenes.scene_list import SceneList
-from horovod_volo.data.scenes.scene_loader import SceneEvalLoader
+from horovod_volo.data.scenes.scene_loader import Scene, SceneEvalLoader
 from horovod_volo.data.scenes.scene_plan import keep_ratio
 from horovod_volo.tasks.task import Beat, Metrics
 
+OnScene = Callable[[Scene, Tensor], object]  # given an image and its predicted classes
 Predict = Callable[[Tensor], Tensor]  # normalised images -> logits of the same height and width
 
 
 class ScenePredictor:
-    """Predicts the classes of an image's pixels."""
+    """Predicts the classes of an image's pixels, from one or several sizes of it, mirrored or not."""
 
     def __init__(
-        self, settings: Segmentation, window: int, normalization: Normalization, device: torch.device
+        self,
+        settings: Segmentation,
+        window: int,
+        normalization: Normalization,
+        device: torch.device,
+        *,
+        scales: Sequence[float] = (1.0,),
+        flip: bool = False,
     ) -> None:
+        """`scales` are factors of --scene-size; with `flip` each is predicted mirrored too."""
         self._settings, self._window, self._device = settings, window, device
+        self._scales, self._flips = scales, (False, True) if flip else (False,)
         self._mean = 255 * torch.tensor(normalization.mean, device=device).view(3, 1, 1)
         self._std = 255 * torch.tensor(normalization.std, device=device).view(3, 1, 1)
 
-    def logits(self, network: nn.Module, pixels: Tensor) -> Tensor:
-        """Return logits (classes, height, width) of an image (3, height, width) uint8."""
-        size = (pixels.shape[1], pixels.shape[2])
-        longer, shorter = (int(side) for side in self._settings.scene_size)
-        scaled = keep_ratio(size, longer, shorter)
+    def classes(self, network: nn.Module, pixels: Tensor) -> Tensor:
+        """Return the classes (height, width) of an image (3, height, width) uint8."""
         levels = pixels.to(self._device).float()
-        images = ((resize(levels, scaled) - self._mean) / self._std)[None]
+        if len(self._scales) * len(self._flips) == 1:
+            return self._logits(network, levels, self._scales[0]).argmax(dim=0)
+        total: Tensor | float = 0.0
+        for scale in self._scales:
+            for flip in self._flips:
+                logits = self._logits(network, levels.flip(2) if flip else levels, scale)
+                total = total + (logits.flip(2) if flip else logits).softmax(dim=0)
+        assert isinstance(total, Tensor)
+        return total.argmax(dim=0)
+
+    def _logits(self, network: nn.Module, levels: Tensor, scale: float) -> Tensor:
+        """Return logits (classes, height, width) at the image's own size."""
+        size = (levels.shape[1], levels.shape[2])
+        longer, shorter = (int(side * scale) for side in self._settings.scene_size)
+        images = ((resize(levels, keep_ratio(size, longer, shorter)) - self._mean) / self._std)[None]
+        predict, stride = partial(_predict, network), self._settings.test_stride
         if self._settings.test_mode == "slide":
-            found = slide(
-                lambda part: _predict(network, part), images, self._window, self._settings.test_stride
-            )
+            found = slide(predict, images, self._window, stride)
         else:
-            found = _predict(network, images)
+            found = predict(images)
         return resize(found[0], size)
 
 
@@ -117,6 +139,48 @@ def iou_metrics(confusion: NDArray[np.int64]) -> Metrics:
     }
 
 
+class SceneCounts(NamedTuple):
+    """The counts of all ranks."""
+
+    confusion: NDArray[np.int64]  # (classes, classes) pixels of a class that were predicted as another
+    images: int
+    bad_samples: int  # damaged ones, of which no pixel is counted
+
+    def metrics(self) -> Metrics:
+        """Return the metrics and the numbers of images."""
+        return iou_metrics(self.confusion) | {"images": self.images, "bad_samples": self.bad_samples}
+
+
+def count_scenes(
+    network: nn.Module,
+    loader: SceneEvalLoader,
+    scenes: SceneList,
+    predictor: ScenePredictor,
+    world: World,
+    device: torch.device,
+    on_scene: OnScene,
+) -> SceneCounts:
+    """Count the pixels of the images of all ranks. Collective: every rank calls this."""
+    classes = len(scenes.classes)
+    confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
+    images = bad = 0
+    for scene in loader:
+        if scene is None:
+            bad += 1
+            continue
+        predicted = predictor.classes(network, scene.pixels)
+        confusion += count_pixels(scene.mask.to(device), predicted, classes)
+        images += 1
+        on_scene(scene, predicted)
+    *counts, images_of_all, bad_of_all = world.sum_over_ranks(*confusion.flatten().tolist(), images, bad)
+    if images_of_all + bad_of_all != len(scenes):
+        raise RuntimeError(f"evaluation covered {images_of_all + bad_of_all:.0f} images of {len(scenes)}")
+    total = np.array(counts).astype(np.int64).reshape(classes, classes)
+    if not total.any():
+        raise UserError(f"no image in {scenes.root} can be read, or no pixel has a label.")
+    return SceneCounts(total, int(images_of_all), int(bad_of_all))
+
+
 def measure_iou(
     network: nn.Module,
     beat: Beat,
@@ -129,22 +193,6 @@ def measure_iou(
     arithmetic: torch.autocast,
 ) -> Metrics:
     """Return a network's metrics on the held-out images. Collective: every rank calls this."""
-    classes = len(scenes.classes)
-    confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
-    images = bad = 0
     with torch.inference_mode(), arithmetic:
-        for scene in loader:
-            if scene is None:
-                bad += 1
-                continue
-            predicted = predictor.logits(network, scene.pixels).argmax(dim=0)
-            confusion += count_pixels(scene.mask.to(device), predicted, classes)
-            images += 1
-            beat()
-    *counts, images_of_all, bad_of_all = world.sum_over_ranks(*confusion.flatten().tolist(), images, bad)
-    if images_of_all + bad_of_all != len(scenes):
-        raise RuntimeError(f"evaluation covered {images_of_all + bad_of_all:.0f} images of {len(scenes)}")
-    total = np.array(counts).astype(np.int64).reshape(classes, classes)
-    if not total.any():
-        raise UserError(f"no image in {scenes.root} can be read, or no pixel has a label.")
-    return iou_metrics(total) | {"images": int(images_of_all), "bad_samples": int(bad_of_all)}
+        counts = count_scenes(network, loader, scenes, predictor, world, device, lambda *_: beat())
+    return counts.metrics()
