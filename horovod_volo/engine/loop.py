@@ -49,6 +49,8 @@ def train_epochs(context: TrainContext) -> bool:
             metrics = evaluate(context)
             log_bad_samples(context, context.parts.bad_held_out)
             save_evaluation(context, metrics)
+            for name, picture in context.parts.pictures().items():
+                context.logger.log_picture(context.state.step, name, picture.png, picture[1:])
         if context.state.step == context.derived.total_steps:
             finish_checkpoint(context)
             return True

@@ -34,10 +34,10 @@ from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import settings_of_run
 from horovod_volo.models.weights import read_weights
 from horovod_volo.tasks.mean_iou import SceneCounts, ScenePredictor, count_scenes
+from horovod_volo.tasks.pictures import class_colors
 from horovod_volo.tasks.segmentation import SegmentationTask
 
 Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
-_GOLDEN_HUE = 0.618  # of the circle, between the colours of neighbouring classes
 
 
 @dataclass(frozen=True)
@@ -151,19 +151,11 @@ def write_prediction(folder: Path, scenes: SceneList, number: int, predicted: Te
     """Write the classes of an image, in ADE20K's layout counted from 1 as its server wants them."""
     classes = predicted.to(torch.uint8).cpu().numpy() + np.uint8(scenes.layout.zero_is_ignored)
     image = Image.fromarray(classes, mode="P")
-    image.putpalette(_palette())
+    image.putpalette(class_colors().ravel().tolist())
     path = (folder / scenes.names[number]).with_suffix(".png")
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         image.save(file, format="PNG")
-
-
-def _palette() -> list[int]:
-    """Return 256 colours, of which neighbours have different hues."""
-    hues = np.arange(256) * _GOLDEN_HUE % 1
-    channels = [np.abs((6 * hues + offset) % 6 - 3) - 1 for offset in (0, 4, 2)]
-    levels = 55 + 200 * np.clip(np.stack(channels, axis=1), 0, 1)
-    return [int(level) for level in levels.ravel()]
 
 
 def text_of(request: SceneRequest, result: EvaluatedScenes, worst: int) -> list[str]:

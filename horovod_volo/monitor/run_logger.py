@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch.utils.tensorboard.summary import scalar
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import escape_controls
 from horovod_volo.monitor.progress import TrainingProgress, Values
+
+_RGB = 3  # TensorBoard's number of this color space
 
 
 class Logger(Protocol):
@@ -37,6 +40,9 @@ class Logger(Protocol):
 
     def log_evaluation(self, step: int, values: Values) -> None:
         """Log the metrics of an evaluation."""
+
+    def log_picture(self, step: int, name: str, png: bytes, size: tuple[int, int]) -> None:
+        """Log a picture of this width and height to TensorBoard alone."""
 
     def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
         """Log times of one rank to TensorBoard alone."""
@@ -61,6 +67,9 @@ class NullLogger:
         pass
 
     def log_evaluation(self, step: int, values: Values) -> None:
+        pass
+
+    def log_picture(self, step: int, name: str, png: bytes, size: tuple[int, int]) -> None:
         pass
 
     def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
@@ -114,6 +123,11 @@ class RunLogger:
 
     def log_evaluation(self, step: int, values: Values) -> None:
         self._record("evaluation", step, values)
+
+    def log_picture(self, step: int, name: str, png: bytes, size: tuple[int, int]) -> None:
+        image = Summary.Image(width=size[0], height=size[1], colorspace=_RGB, encoded_image_string=png)
+        value = Summary.Value(tag=f"evaluation/{name}", image=image)
+        self._append(self._events, _event(step, summary=Summary(value=[value])))
 
     def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
         self._add_scalars(step, {f"rank {name}/{rank:03}_{host}": value for name, value in values.items()})

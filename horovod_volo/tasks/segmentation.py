@@ -28,9 +28,11 @@ from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights import load_fitted, read_weights
 from horovod_volo.objective.pixel_loss import PixelLosses, pixel_losses
 from horovod_volo.tasks.mean_iou import ScenePredictor, measure_iou
+from horovod_volo.tasks.pictures import ScenePictures
 from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
 
 _NONE_SEED = 0
+_PICTURES = 4  # in TensorBoard
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class SegmentationTask:
             data.held_out, config.data, rank=world.rank, size=world.size, threads=threads
         )
         arithmetic = autocast(config.model.precision, device)
+        pictures = ScenePictures(_PICTURES if world.is_rank_zero else 0)
         return TaskRun(
             train_loader=train_loader,
             losses=SegmentationLosses(
@@ -153,9 +156,11 @@ class SegmentationTask:
                 world=world,
                 device=device,
                 arithmetic=arithmetic,
+                pictures=pictures,
             ),
             bad_held_out=eval_loader.bad_samples,
             close=eval_loader.close,
+            pictures=pictures.latest,
         )
 
     def warnings(self, config: Config, data: Scenes | None = None) -> list[str]:  # noqa: ARG002

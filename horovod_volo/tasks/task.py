@@ -7,9 +7,9 @@ part of the run on one rank, `TaskRun`. docs/tasks.md says what another task wou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,14 @@ from horovod_volo.data.bad_samples import BadSampleTracker
 
 Metrics = dict[str, float | int]
 Beat = Callable[[], object]  # tells the watchdog that the rank is alive
+
+
+class Picture(NamedTuple):
+    """An encoded PNG image in colours."""
+
+    png: bytes
+    width: int
+    height: int
 
 
 class Batch(Protocol):
@@ -94,6 +102,7 @@ class TaskRun:
     evaluate: Callable[[nn.Module, Beat], Metrics]
     bad_held_out: BadSampleTracker
     close: Callable[[], None]
+    pictures: Callable[[], Mapping[str, Picture]] = dict  # of the last evaluation, by name
 
 
 class Task(Protocol):

@@ -1,11 +1,13 @@
 """Segmentation end to end: it resumes to the bit, leaves out what is damaged, and counts each pixel once."""
 
+import io
 import json
 
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horovod_volo.data.demo.scene_set import make_scene_set
 from tests.ranks.launching import ranks_of, train
@@ -63,6 +65,12 @@ def test_a_stopped_run_resumes_to_the_bit(scenes, tmp_path):
     assert len(expected) > 300
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    board = EventAccumulator(str(tmp_path / "cut" / "run" / "tensorboard"))
+    board.Reload()
+    assert board.Tags()["images"] == [f"evaluation/image {number:05}" for number in (0, 2, 4, 6)]
+    (*_, picture) = board.Images("evaluation/image 00002")
+    with Image.open(io.BytesIO(picture.encoded_image_string)) as shown:
+        assert shown.size == (picture.width, picture.height)
     steps = [record["step"] for record in metrics(tmp_path / "cut") if "pixel_loss" in record]
     assert steps == list(range(1, 7))
     assert [record["miou"] for record in metrics(tmp_path / "cut") if "miou" in record] == [
