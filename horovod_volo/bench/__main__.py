@@ -47,6 +47,8 @@ MACHINE = {
     "augmentation": "RandAugment on the whole image against RandAugment on the crop",
     "labels": "reading a token-label map against torch.load",
     "map_geometry": "distance between a token and its label, by how label maps are read",
+    "scenes": "crops of images and masks per second against Pillow",
+    "pixel_loss": "loss of segmentation against PyTorch's on the whole batch",
     "catalog": "start-up time and memory of the image catalog against timm's",
     "learning": "accuracy after equal training, against timm's train.py",
 }
@@ -64,6 +66,7 @@ _ELSEWHERE = {
     "overhead": ("machine.peers", "measure_overhead"),
     "overlap": ("machine.reduce", "measure_overlap"),
     "loader": ("machine.data", "measure_loader"),
+    "pixel_loss": ("machine.scenes", "measure_loss"),
     "table": ("results", "table"),
     "goals": ("machine.goals", "goals"),
 }

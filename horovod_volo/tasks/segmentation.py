@@ -18,6 +18,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import SceneBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, random_bits
+from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.data.scenes.scene_list import SceneList, find_layout, list_scenes
 from horovod_volo.data.scenes.scene_loader import SceneEvalLoader, SceneTrainLoader
@@ -129,10 +130,7 @@ class SegmentationTask:
             config.data,
             config.segmentation,
             side=config.model.img_size,
-            seed=config.run.seed,
-            rank=world.rank,
-            size=world.size,
-            accumulation=config.update.accumulation,
+            order=OrderOfRank(config.run.seed, world.rank, world.size, config.update.accumulation),
             device=device,
             threads=threads,
             normalization=normalization,

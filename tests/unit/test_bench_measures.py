@@ -16,7 +16,17 @@ from coded_images import smooth, write_images
 from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench import comparison
 from horovod_volo.bench.comparison import WrongResultError
-from horovod_volo.bench.machine import augmentation, catalog, data, labels, loss, map_geometry, reduce, step
+from horovod_volo.bench.machine import (
+    augmentation,
+    catalog,
+    data,
+    labels,
+    loss,
+    map_geometry,
+    reduce,
+    scenes,
+    step,
+)
 from horovod_volo.bench.machine.loss import DenseLoss, PublishedLoss
 from horovod_volo.bench.synthetic import random_labels
 from horovod_volo.cluster.resources import RankResources
@@ -157,6 +167,16 @@ def test_loader_reports_both_rates() -> None:
     assert all(figure.value > 0 for figure in result.figures)
     with pytest.raises(UserError, match=r"9 images are no batch of 1000\. Use --batch-size 9"):
         data.measure_loader(images=9, batch_size=1000)
+
+
+def test_scenes_are_those_of_pillow() -> None:
+    result = scenes.measure(scenes=8, img_size=64, batch_size=4, pairs=2)
+    assert [figure.value > 0 for figure in result.figures] == [True] * 3
+
+
+def test_the_loss_of_pixels_needs_less_memory_than_on_the_whole_batch() -> None:
+    *_, image_by_image, whole = scenes.measure_loss(img_size=64, batch_size=4, classes=20, pairs=2).figures
+    assert 0 < image_by_image.value < 0.6 * whole.value
 
 
 def test_augmentation_reports_both_rates_and_what_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from PIL import Image
 from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import IGNORED, SceneBatch
+from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.data.scenes.scene_list import SceneList, find_layout, list_scenes
 from horovod_volo.data.scenes.scene_loader import SceneTrainLoader
@@ -61,7 +62,7 @@ def batches(scenes: SceneList, settings: Segmentation, epochs: int = 1, **change
         device=torch.device("cpu"),
         threads=2,
         normalization=Normalization((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
-        **order,
+        order=OrderOfRank(**order),
     )
     with closing(loader):
         return [batch for epoch in range(epochs) for batch in loader.batches(epoch, 0)]

@@ -48,15 +48,12 @@ class SceneTrainLoader(OrderedBatches[PendingSceneBatch, SceneBatch]):
         plan_settings: Segmentation,
         *,
         side: int,
-        seed: int,
-        rank: int,
-        size: int,
-        accumulation: int,
+        order: OrderOfRank,
         device: torch.device,
         threads: int,
         normalization: Normalization,
     ) -> None:
-        super().__init__(len(scenes), settings, OrderOfRank(seed, rank, size, accumulation), threads)
+        super().__init__(len(scenes), settings, order, threads)
         self._scenes, self._plan_settings, self._side, self._device = scenes, plan_settings, side, device
         self._transform_threads = ImageThreadPool(threads, "image-transform")
         self._mean = 255 * torch.tensor(normalization.mean, device=device).view(3, 1, 1)
