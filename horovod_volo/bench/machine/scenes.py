@@ -1,4 +1,4 @@
-"""Segmentation: crops of images and masks per second against Pillow, and the loss of pixels against PyTorch's.
+"""Segmentation: crops of images and masks per second, and the loss of pixels, against plain forms of both.
 
 Both feeds take the same crops of the same scenes. CPU seconds are compared, as for classification.
 """
