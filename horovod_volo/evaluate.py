@@ -105,6 +105,7 @@ def _evaluate_scenes(options: argparse.Namespace, world: World) -> int:
         data_dir=options.data_dir,
         weights=options.weights,
         use_ema=options.use_ema,
+        batch_size=options.batch_size,
         workers=options.workers,
         precision=options.precision,
         split=options.split,

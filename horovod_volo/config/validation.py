@@ -135,7 +135,7 @@ class _Idle(NamedTuple):
 _WITH_TASK = "with --task {model.task}"
 _OF_CLASSIFICATION = (  # settings of the group data
     *("scale", "ratio", "hflip", "vflip", "train_interpolation", "aa", "randaugment_on", "color_jitter"),
-    *("reprob", "remode", "recount", "crop_pct", "catalog_dir", "eval_batch_size"),
+    *("reprob", "remode", "recount", "crop_pct", "catalog_dir"),
 )
 _IDLE = (
     _Idle(

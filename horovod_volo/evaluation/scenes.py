@@ -47,6 +47,7 @@ class SceneRequest:
     data_dir: str
     weights: str  # of a run
     use_ema: bool
+    batch_size: int  # windows of an image that are predicted at once
     workers: int  # 0: one per core of the rank
     precision: str
     split: Split
@@ -85,6 +86,7 @@ def measure_scenes(request: SceneRequest, world: World, progress: Progress) -> E
         config.model.img_size,
         Normalization(spec.mean, spec.std),
         device,
+        batch=request.batch_size,
         scales=request.scales,
         flip=request.flip,
     )

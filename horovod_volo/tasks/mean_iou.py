@@ -41,10 +41,15 @@ class ScenePredictor:
         normalization: Normalization,
         device: torch.device,
         *,
+        batch: int = 1,
         scales: Sequence[float] = (1.0,),
         flip: bool = False,
     ) -> None:
-        """`scales` are factors of --scene-size; with `flip` each is predicted mirrored too."""
+        """Predict up to `batch` windows of an image at once.
+
+        `scales` are factors of --scene-size; with `flip` each is predicted mirrored too.
+        """
+        self._batch = batch
         self._settings, self._window, self._device = settings, window, device
         self._scales, self._flips = scales, (False, True) if flip else (False,)
         self._mean = 255 * torch.tensor(normalization.mean, device=device).view(3, 1, 1)
@@ -70,7 +75,7 @@ class ScenePredictor:
         images = ((resize(levels, keep_ratio(size, longer, shorter)) - self._mean) / self._std)[None]
         predict, stride = partial(_predict, network), self._settings.test_stride
         if self._settings.test_mode == "slide":
-            found = slide(predict, images, self._window, stride)
+            found = slide(predict, images, self._window, stride, self._batch)
         else:
             found = predict(images)
         return resize(found[0], size)
@@ -84,22 +89,24 @@ def _predict(network: nn.Module, images: Tensor) -> Tensor:
     return F.interpolate(logits, size=full, mode="bilinear", align_corners=False)[..., :height, :width]
 
 
-def slide(predict: Predict, images: Tensor, window: int, stride: int) -> Tensor:
-    """Return the mean over windows of the logits of images (batch, 3, height, width).
+def slide(predict: Predict, image: Tensor, window: int, stride: int, batch: int = 1) -> Tensor:
+    """Return the mean over windows of the logits of an image (1, 3, height, width).
 
-    Windows are `stride` pixels apart; the last ones are moved back inside.
+    Windows are `stride` pixels apart; the last ones are moved back inside. Up to `batch` are predicted at
+    once, all of one image: what is predicted does not depend on the images of a rank.
     """
-    height, width = images.shape[2:]
+    height, width = image.shape[2:]
     rows, columns = (_begins(side, window, stride) for side in (height, width))
+    places = [(..., slice(top, top + window), slice(left, left + window)) for top in rows for left in columns]
     total: Tensor | None = None
-    counts = images.new_zeros(1, 1, height, width)
-    for top in rows:
-        for left in columns:
-            place = (..., slice(top, top + window), slice(left, left + window))
-            logits = predict(images[place])
-            if total is None:
-                total = logits.new_zeros(len(images), logits.shape[1], height, width)
-            total[place] += logits
+    counts = image.new_zeros(1, 1, height, width)
+    for first in range(0, len(places), batch):
+        together = places[first : first + batch]
+        logits = predict(torch.cat([image[place] for place in together]))
+        if total is None:
+            total = logits.new_zeros(1, logits.shape[1], height, width)
+        for one, place in zip(logits, together, strict=True):
+            total[place] += one
             counts[place] += 1
     assert total is not None
     return total / counts

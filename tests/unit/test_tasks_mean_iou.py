@@ -39,18 +39,21 @@ def test_metrics_equal_those_of_loops_over_pixels() -> None:
     assert found["pixel_accuracy"] == pytest.approx(100 * right / len(pairs), abs=1e-9)
 
 
+@pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize(("size", "windows"), [((8, 8), 1), ((6, 5), 1), ((9, 8), 2), ((20, 13), 3 * 2)])
-def test_every_pixel_has_the_mean_over_its_windows(size: tuple[int, int], windows: int) -> None:
+def test_every_pixel_has_the_mean_over_its_windows(size: tuple[int, int], windows: int, batch: int) -> None:
     """Each window's logits are its number; the last windows of a row and a column lie at the edge."""
-    seen: list[tuple[int, ...]] = []
+    batches: list[int] = []
 
     def predict(images: Tensor) -> Tensor:
-        seen.append(tuple(images.shape))
-        return images.new_full((len(images), 2, *images.shape[2:]), float(len(seen)))
+        numbers = torch.arange(1.0, len(images) + 1) + sum(batches)
+        batches.append(len(images))
+        return numbers.view(-1, 1, 1, 1).expand(-1, 2, *images.shape[2:])
 
     window, stride = 8, 6
-    total = slide(predict, torch.zeros(1, 3, *size), window, stride)
-    assert len(seen) == windows
+    total = slide(predict, torch.zeros(1, 3, *size), window, stride, batch)
+    assert sum(batches) == windows
+    assert max(batches) <= batch
     expected, counts = np.zeros(size), np.zeros(size)
     number = 0
     begins = [

@@ -21,18 +21,13 @@ from PIL import Image
 from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.scenes.class_names import ADE20K, CITYSCAPES
 
 Split = Literal["train", "val"]
 Mask = NDArray[np.uint8]  # (height, width) classes; IGNORED where there is none
 
 _IMAGES = (".jpg", ".jpeg", ".png")
 _CLASSES_FILE = "classes.txt"
-_CITYSCAPES = (
-    *("road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign"),
-    *("vegetation", "terrain", "sky", "person", "rider", "car", "truck", "bus", "train"),
-    *("motorcycle", "bicycle"),
-)
-_ADE20K_CLASSES = 150
 _MOST_CLASSES = 255
 
 
@@ -126,11 +121,10 @@ def find_layout(root: Path) -> SceneLayout:
         folders = ("leftImg8bit/{split}", "gtFine/{split}")
         splits: dict[Split, str] = {"train": "train", "val": "val"}
         endings = ("_leftImg8bit.png", "_gtFine_labelTrainIds.png")
-        return SceneLayout("cityscapes", _CITYSCAPES, False, *folders, splits, *endings)
+        return SceneLayout("cityscapes", CITYSCAPES, False, *folders, splits, *endings)
     if (root / "annotations").is_dir():
-        classes = tuple(f"class {number}" for number in range(1, _ADE20K_CLASSES + 1))
         splits = {"train": "training", "val": "validation"}
-        return SceneLayout("ade20k", classes, True, "images/{split}", "annotations/{split}", splits)
+        return SceneLayout("ade20k", ADE20K, True, "images/{split}", "annotations/{split}", splits)
     if (root / "masks").is_dir():
         splits = {"train": "train", "val": "val"}
         return SceneLayout("plain", _read_classes(root), False, "images/{split}", "masks/{split}", splits)
