@@ -231,6 +231,18 @@ def build_parser() -> Parser:
         help=f"list the N classes of lowest accuracy, or 'all'; without a number {WORST_CLASSES} "
         "(default: none)",
     )
+    _add_scene_flags(parser)
+    add("--json", default="", metavar="FILE", help="also write the result as JSON; '-': print JSON only")
+    catalog = "folder for the list of images, seen by all hosts; empty: runs/catalogs, where several ranks "
+    add_flags(
+        parser,
+        setting_of_training("binding"),
+        setting_of_training("catalog_dir", help=f"{catalog}share the list"),
+    )
+    return parser
+
+
+def _add_scene_flags(parser: Parser) -> None:
     scenes = parser.add_argument_group("segmentation")
     add_flags(
         scenes,
@@ -253,14 +265,6 @@ def build_parser() -> Parser:
     scenes.add_argument(
         "--predictions", default="", metavar="FOLDER", help="write the predicted classes as PNG files"
     )
-    add("--json", default="", metavar="FILE", help="also write the result as JSON; '-': print JSON only")
-    catalog = "folder for the list of images, seen by all hosts; empty: runs/catalogs, where several ranks "
-    add_flags(
-        parser,
-        setting_of_training("binding"),
-        setting_of_training("catalog_dir", help=f"{catalog}share the list"),
-    )
-    return parser
 
 
 def _class_count(text: str) -> int:

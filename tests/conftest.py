@@ -11,9 +11,11 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-# A shell ignores SIGINT for commands in the background, and all that they start would ignore it too.
+# A shell ignores SIGINT for commands in the background, and nohup SIGHUP: all that they start would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # One worker runs a file, in this order: long tests first, so that all workers end at about the same time.
 LONG_FIRST = ("experiments", "cluster", "ranks", "faults", "smoke", "gpu", "published")
 

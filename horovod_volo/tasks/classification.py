@@ -18,7 +18,6 @@ from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
-from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.data.augmentation.rand_augment import parse
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
@@ -41,7 +40,7 @@ from horovod_volo.objective.loss import LOSSES, Loss, LossParts, build_loss
 from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
 from horovod_volo.tasks.accuracy import measure_model
 from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
-from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
+from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes, drop_path_seed
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,9 @@ class ClassificationLosses:
     def __call__(self, batch: TrainBatch, step: int, number: int) -> LossParts:
         """Return the losses of a micro-batch."""
         mix = self.mix(step, number)
-        drop_path_seed = random_bits(Purpose.DROP_PATH, self.seed, step, self.rank, number)
+        seed = drop_path_seed(self.seed, step, self.rank, number)
         with self.autocast:
-            class_logits, token_logits = self.forward(
-                mix.images(batch.images), mix.swap_tokens, drop_path_seed
-            )
+            class_logits, token_logits = self.forward(mix.images(batch.images), mix.swap_tokens, seed)
         return self.loss(class_logits, token_logits, batch.labels, mix)
 
 

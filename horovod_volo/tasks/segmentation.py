@@ -17,7 +17,6 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import SceneBatch
 from horovod_volo.core.errors import UserError
-from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.data.scenes.scene_list import SceneList, find_layout, list_scenes
@@ -30,7 +29,7 @@ from horovod_volo.models.weights import load_fitted, read_weights
 from horovod_volo.objective.pixel_loss import PixelLosses, pixel_losses
 from horovod_volo.tasks.mean_iou import ScenePredictor, measure_iou
 from horovod_volo.tasks.pictures import ScenePictures
-from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
+from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes, drop_path_seed
 
 _NONE_SEED = 0
 _PICTURES = 4  # in TensorBoard
@@ -59,7 +58,7 @@ class SegmentationLosses:
 
     def __call__(self, batch: SceneBatch, step: int, number: int) -> PixelLosses:
         """Return the losses of a micro-batch."""
-        seed = random_bits(Purpose.DROP_PATH, self.seed, step, self.rank, number)
+        seed = drop_path_seed(self.seed, step, self.rank, number)
         with self.autocast:
             logits, auxiliary = self.network.training_logits(batch.images, seed)
         return pixel_losses(logits, auxiliary, batch.masks, self.auxiliary_weight)

@@ -19,6 +19,7 @@ from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.data.bad_samples import BadSampleTracker
 
 Metrics = dict[str, float | int]
@@ -148,6 +149,11 @@ class Task(Protocol):
 
     def summary(self, metrics: Metrics) -> str:
         """Describe an evaluation in one line."""
+
+
+def drop_path_seed(seed: int, step: int, rank: int, number: int) -> int:
+    """Return 64 random bits for what a network draws in a micro-batch, `number` in its step."""
+    return random_bits(Purpose.DROP_PATH, seed, step, rank, number)
 
 
 def better_value(metrics: Metrics, name: str) -> float:
