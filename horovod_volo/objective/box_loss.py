@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from horovod_volo.objective.anchors import BoxTargets
+
 NEGATIVES_PER_POSITIVE = 3
 
 
@@ -26,23 +28,20 @@ class DetectionLoss(NamedTuple):
     class_loss: Tensor
 
 
-def detection_loss(
-    box_values: Tensor, class_logits: Tensor, target_boxes: Tensor, target_classes: Tensor
-) -> DetectionLoss:
+def detection_loss(box_values: Tensor, class_logits: Tensor, targets: BoxTargets) -> DetectionLoss:
     """Return the mean over images of smooth L1 and cross-entropy, in fp32 whatever the outputs' dtype.
 
-    The outputs are (batch, anchors, 4) and (batch, anchors, classes + 1), the targets those of `encode`:
-    (batch, anchors, 4) and (batch, anchors).
+    The outputs are encoded boxes (batch, anchors, 4) and logits (batch, anchors, classes + 1).
     """
-    positive = target_classes > 0  # (batch, anchors)
+    positive = targets.classes > 0  # (batch, anchors)
     positives = positive.sum(dim=1)  # (batch,)
-    distances = F.smooth_l1_loss(box_values.float(), target_boxes.float(), reduction="none").sum(dim=2)
+    distances = F.smooth_l1_loss(box_values.float(), targets.boxes, reduction="none").sum(dim=2)
     of_boxes = distances.where(positive, 0.0).sum(dim=1)
 
     # One row per anchor; in fp32, because a half-precision softmax would lose small probabilities.
     entropies = F.cross_entropy(
-        class_logits.float().flatten(0, 1), target_classes.long().flatten(), reduction="none"
-    ).view_as(target_classes)
+        class_logits.float().flatten(0, 1), targets.classes.flatten(), reduction="none"
+    ).view_as(positive)
     of_positives = entropies.where(positive, 0.0).sum(dim=1)
     # Positives are 0 here: no cross-entropy is less, so they replace no negative and add nothing to the sum.
     hardest = entropies.masked_fill(positive, 0.0).sort(dim=1, descending=True).values
