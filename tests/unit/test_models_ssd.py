@@ -1,0 +1,182 @@
+"""SSD: shapes, the order of its outputs, the number of its parameters, and its trunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from network_samples import perturbed, random_images
+from torch import Tensor, nn
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.models.ssd import ANCHORS_PER_POSITION, SSD, ExtraMap, ResNetTrunk, build_resnet_ssd
+from horovod_volo.models.timm_api import create_model
+from horovod_volo.objective.anchors import SSD300, SSD320, AnchorRule, build_anchors
+
+NARROW = tuple(ExtraMap(3, 4, halves=halves) for halves in (True, True, True, False, False))
+
+
+class TinyTrunk(nn.Sequential):
+    """A trunk of one convolution at stride 8."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(nn.Conv2d(3, channels, 7, stride=8, padding=3), nn.ReLU())
+
+
+class PositionHead(nn.Module):
+    """Instead of a head: each shape's values are shape, row, column and side of the map."""
+
+    def __init__(self, shapes: int, values: int) -> None:
+        super().__init__()
+        self.shapes, self.values = shapes, values
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return (batch, shapes x values, rows, columns)."""
+        batch, _, side, _ = features.shape
+        shape, row, column = torch.meshgrid(
+            torch.arange(self.shapes), torch.arange(side), torch.arange(side), indexing="ij"
+        )
+        coded = torch.stack([shape, row, column, torch.full_like(row, side)], dim=1).float()
+        coded = F.pad(coded, (0, 0, 0, 0, 0, self.values - 4))  # (shapes, values, rows, columns)
+        return coded.flatten(0, 1).expand(batch, -1, -1, -1).contiguous(memory_format=torch.channels_last)
+
+
+def tiny() -> SSD:
+    torch.manual_seed(0)
+    return SSD(TinyTrunk(6), 6, 5, extra_maps=NARROW)
+
+
+def on_meta(name: str) -> SSD:
+    """Build a network without the memory for its weights."""
+    with torch.device("meta"):
+        return build_resnet_ssd(name, 80)
+
+
+@pytest.mark.parametrize(
+    ("name", "trunk", "extras", "parameters"),
+    [("resnet34", 8_170_304, 3_577_088, 19_975_222), ("resnet50", 8_543_296, 3_773_696, 22_894_902)],
+)
+def test_the_number_of_parameters(name: str, trunk: int, extras: int, parameters: int) -> None:
+    model = on_meta(name)
+    assert sum(map(Tensor.numel, model.trunk.parameters())) == trunk
+    assert sum(map(Tensor.numel, model.extras.parameters())) == extras
+    channels = [1024 if name == "resnet50" else 256, 512, 512, 256, 256, 256]
+    heads = [
+        (9 * width + 1) * 85 * shapes for width, shapes in zip(channels, ANCHORS_PER_POSITION, strict=True)
+    ]
+    assert sum(heads) + trunk + extras == parameters
+    assert sum(map(Tensor.numel, model.parameters())) == parameters
+
+
+@pytest.mark.parametrize("name", ["resnet34", "resnet50"])
+@pytest.mark.parametrize("rule", [SSD300, SSD320])
+def test_the_outputs_have_one_entry_for_each_anchor(name: str, rule: AnchorRule) -> None:
+    model, images = on_meta(name), torch.empty(2, 3, rule.image_size, rule.image_size, device="meta")
+    assert tuple(each.shape[-1] for each in model.feature_maps(images)) == rule.sides
+    boxes, logits = model(images)
+    anchors = len(build_anchors(rule).centres)
+    assert boxes.shape == (2, anchors, 4)
+    assert logits.shape == (2, anchors, 81)
+    assert rule.anchors_per_position == ANCHORS_PER_POSITION
+
+
+@pytest.mark.parametrize("rule", [SSD300, SSD320])
+@torch.inference_mode()
+def test_outputs_are_in_the_order_of_the_anchors(rule: AnchorRule) -> None:
+    model = tiny().eval()
+    for heads, values in ((model.box_heads, 4), (model.class_heads, 6)):
+        for number, shapes in enumerate(ANCHORS_PER_POSITION):
+            heads[number] = PositionHead(shapes, values)
+    boxes, logits = model(random_images(1, rule.image_size))
+    assert torch.equal(boxes, logits[..., :4])
+    shape, row, column, side = boxes[0].unbind(1)
+    steps = torch.tensor([rule.steps[rule.sides.index(int(each))] for each in side]) / rule.image_size
+    centres = build_anchors(rule).centres
+    torch.testing.assert_close(centres[:, 0], ((column + 0.5) * steps).clamp(max=1))
+    torch.testing.assert_close(centres[:, 1], ((row + 0.5) * steps).clamp(max=1))
+    for map_side in rule.sides:
+        for number in shape[side == map_side].unique():
+            of_shape = centres[(side == map_side) & (shape == number), 2:]
+            assert len(of_shape) == map_side**2
+            assert len(of_shape.unique(dim=0)) == 1
+
+
+@torch.inference_mode()
+def test_an_anchor_reads_the_features_at_its_position() -> None:
+    model = tiny().eval()
+    maps = model.feature_maps(random_images(1, 300))
+    boxes, logits = model(random_images(1, 300))
+    head, classes = model.box_heads[1], model.class_heads[1]
+    assert isinstance(head, nn.Conv2d)
+    assert isinstance(classes, nn.Conv2d)
+    window = F.pad(maps[1], (1, 1, 1, 1))[0, :, 4:7, 11:14]  # around row 4, column 11
+    place = 4 * 38**2 + 2 * 19**2 + 4 * 19 + 11  # of the third shape
+    of_box, of_classes = head.weight[8:12], classes.weight[12:18]
+    expected = (of_box * window).sum(dim=(1, 2, 3)) + head.bias[8:12]  # type: ignore[index]
+    torch.testing.assert_close(boxes[0, place], expected)
+    expected = (of_classes * window).sum(dim=(1, 2, 3)) + classes.bias[12:18]  # type: ignore[index]
+    torch.testing.assert_close(logits[0, place], expected)
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    torch.manual_seed(0)
+    # timm's residual branches end with a weight of 0, behind which all gradients are 0.
+    model = perturbed(build_resnet_ssd("resnet18", 3)).train()
+    boxes, logits = model(random_images(2, 300))
+    (boxes.square().mean() + logits.square().mean()).backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
+def test_new_convolutions_have_the_published_distribution() -> None:
+    torch.manual_seed(0)
+    model = SSD(TinyTrunk(64), 64, 20)
+    for layer in (model.extras[0][0], model.extras[4][3], model.box_heads[1], model.class_heads[0]):  # type: ignore[index]
+        assert isinstance(layer, nn.Conv2d)
+        outputs, inputs, *kernel = layer.weight.shape
+        bound = (6 / ((outputs + inputs) * kernel[0] * kernel[1])) ** 0.5
+        assert 0.99 * bound < layer.weight.abs().max() <= bound
+        assert layer.weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
+
+
+@torch.inference_mode()
+def test_channels_last_is_kept_up_to_the_heads() -> None:
+    model = tiny().eval()
+    expected = model(random_images(2, 300))
+    model = model.to(memory_format=torch.channels_last)
+    images = random_images(2, 300).contiguous(memory_format=torch.channels_last)
+    for features in model.feature_maps(images):
+        assert features.is_contiguous(memory_format=torch.channels_last)
+    for actual, wanted in zip(model(images), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["resnet34", "resnet50"])
+def test_the_weights_of_the_trunk_have_timms_names_and_shapes(name: str) -> None:
+    with torch.device("meta"):
+        theirs, ours = (model.state_dict() for model in (create_model(name), ResNetTrunk(name)))
+    assert {key.split(".")[0] for key in theirs.keys() - ours.keys()} == {"layer4", "fc"}
+    assert all(theirs[key].shape == value.shape for key, value in ours.items())
+
+
+@torch.inference_mode()
+def test_only_the_stride_of_the_third_stage_is_removed() -> None:
+    torch.manual_seed(0)
+    resnet, trunk = perturbed(create_model("resnet50")).eval(), ResNetTrunk("resnet50").eval()
+    trunk.load_state_dict({key: resnet.state_dict()[key] for key in trunk.state_dict()})
+    images = random_images(1, 70)
+    assert trunk(images).shape == (1, 1024, 9, 9)
+    before = resnet.layer2(resnet.layer1(resnet.maxpool(resnet.act1(resnet.bn1(resnet.conv1(images))))))
+    # The layers after the one with stride 2 are 1 x 1, so every second position of the block is timm's.
+    ours, theirs = trunk.layer3[0](before)[..., ::2, ::2], resnet.layer3[0](before)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["resnet50d", "deit_tiny_patch16_224"])
+def test_a_trunk_that_cannot_be_changed_is_refused(name: str) -> None:
+    with torch.device("meta"), pytest.raises(UserError, match=f"{name} cannot be the trunk"):
+        ResNetTrunk(name)
+
+
+def test_each_map_needs_its_number_of_anchors() -> None:
+    with pytest.raises(ValueError, match="6 maps, but 5"):
+        SSD(TinyTrunk(4), 4, 3, extra_maps=NARROW, anchors_per_position=(4, 6, 6, 6, 4))

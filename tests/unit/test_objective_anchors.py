@@ -1,0 +1,258 @@
+"""Anchors by hand, targets against loops and against DALI's box_encoder."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from anchor_samples import OF_300, SMALL, iou_of
+from torch import Tensor
+
+from horovod_volo.objective import anchors as anchors_module
+from horovod_volo.objective.anchors import (
+    SSD300,
+    SSD320,
+    AnchorRule,
+    Anchors,
+    build_anchors,
+    decode,
+    encode,
+)
+
+MAPS = [(38, 4), (19, 6), (10, 6), (5, 6), (3, 4), (1, 4)]  # side and shapes of SSD300
+
+
+def random_boxes(
+    images: int, most: int, *, seed: int, fewest: int = 0, smallest: float = 0.01
+) -> tuple[Tensor, Tensor]:
+    """Return boxes (images, most, 4) and classes 1 to 80 (images, most); 0 is padding, after the boxes."""
+    random = torch.Generator().manual_seed(seed)
+    size = smallest ** torch.rand(images, most, 2, generator=random)
+    start = torch.rand(images, most, 2, generator=random) * (1 - size)
+    classes = torch.randint(1, 81, (images, most), generator=random)
+    counts = torch.randint(fewest, most + 1, (images, 1), generator=random)
+    present = torch.arange(most) < counts
+    boxes = torch.cat([start, start + size], dim=2).clamp(0, 1)
+    return boxes * present.unsqueeze(2), classes * present
+
+
+def classes_by_loops(boxes: Tensor, classes: Tensor, corners: Tensor) -> tuple[list[int], list[int]]:
+    """Return the class of each anchor of one image, and the number of its box, -1 for background."""
+    taken = [(np.float32(0.5), -1)] * len(corners)  # the IoU to exceed, and the box
+    forced: dict[int, int] = {}
+    of_anchors = list(corners.numpy())
+    for number, box in enumerate(boxes.numpy()):
+        if not classes[number]:
+            continue
+        best, best_iou = 0, np.float32(-1)
+        for anchor, of_anchor in enumerate(of_anchors):
+            iou = iou_of(box, of_anchor)
+            if iou > taken[anchor][0]:
+                taken[anchor] = (iou, number)
+            if iou >= best_iou:
+                best, best_iou = anchor, iou
+        forced[best] = number
+    matched = [forced.get(anchor, number) for anchor, (_, number) in enumerate(taken)]
+    return [int(classes[number]) if number >= 0 else 0 for number in matched], matched
+
+
+def encoded_by_dali(boxes: Tensor, classes: Tensor, corners: Tensor) -> tuple[Tensor, Tensor]:
+    """Return DALI's classes (images, anchors) and encoded boxes (images, anchors, 4)."""
+    import nvidia.dali.fn as fn
+    import nvidia.dali.types
+    from nvidia.dali import Pipeline
+
+    ragged = [(of_image[real > 0], real[real > 0]) for of_image, real in zip(boxes, classes, strict=True)]
+    batch = [[of_image.numpy() for of_image, _ in ragged], [real.int().numpy() for _, real in ragged]]
+    pipeline = Pipeline(batch_size=len(boxes), num_threads=1, device_id=None, prefetch_queue_depth=1)
+    with pipeline:
+        inputs = fn.external_source(
+            source=lambda: batch,
+            num_outputs=2,
+            dtype=[nvidia.dali.types.FLOAT, nvidia.dali.types.INT32],
+            ndim=[2, 1],
+        )
+        # With `offset`, a box is the difference of the centres over the anchor's size and the logarithm of
+        # the ratio of the sizes, divided by `stds`; background is 0.
+        outputs = fn.box_encoder(
+            *inputs,
+            anchors=corners.flatten().tolist(),
+            criteria=0.5,
+            offset=True,
+            stds=[0.1, 0.1, 0.2, 0.2],
+        )
+        pipeline.set_outputs(*outputs)
+    pipeline.build()
+    encoded, labels = (torch.from_numpy(np.array(output.as_array())) for output in pipeline.run())
+    return labels.long(), encoded
+
+
+def test_the_number_of_anchors() -> None:
+    assert list(zip(SSD300.sides, SSD300.anchors_per_position, strict=True)) == MAPS
+    per_map = [side**2 * shapes for side, shapes in MAPS]
+    assert per_map == [5776, 2166, 600, 150, 36, 4]
+    assert OF_300.centres.shape == OF_300.corners.shape == (8732, 4)
+    assert sum(per_map) == 8732
+    assert build_anchors(SSD320).centres.shape == (6400 + 2400 + 600 + 150 + 36 + 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("number", "pixels"),
+    [
+        (0, (4, 4, 21, 21)),
+        (1, (12, 4, 21, 21)),  # the next column
+        (37, (300, 4, 21, 21)),
+        (38, (4, 12, 21, 21)),  # the next row
+        (1444, (4, 4, 945**0.5, 945**0.5)),  # the next shape: sqrt(21 x 45)
+        (2 * 1444, (4, 4, 21 * 2**0.5, 21 / 2**0.5)),
+        (3 * 1444, (4, 4, 21 / 2**0.5, 21 * 2**0.5)),
+        (5776, (8, 8, 45, 45)),  # the next map
+        (5776 + 4 * 361 + 20, (24, 24, 45 * 3**0.5, 45 / 3**0.5)),
+        (5776 + 5 * 361, (8, 8, 45 / 3**0.5, 45 * 3**0.5)),
+        (8728, (150, 150, 261, 261)),
+        (8729, (150, 150, (261 * 315) ** 0.5, (261 * 315) ** 0.5)),
+        (8731, (150, 150, 261 / 2**0.5, 300)),  # 261 x sqrt(2), limited to the image
+    ],
+)
+def test_anchors_by_hand(number: int, pixels: tuple[float, ...]) -> None:
+    expected = torch.tensor(pixels) / 300
+    torch.testing.assert_close(OF_300.centres[number], expected, rtol=0, atol=1e-7)
+    centre, half = expected[:2], expected[2:] / 2
+    torch.testing.assert_close(
+        OF_300.corners[number], torch.cat([centre - half, centre + half]), rtol=0, atol=1e-7
+    )
+
+
+def test_2221_anchors_reach_outside_the_image() -> None:
+    outside = (OF_300.corners < 0) | (OF_300.corners > 1)
+    assert outside.any(dim=1).sum() == 2221
+    assert OF_300.centres.min() > 0
+    assert OF_300.centres.max() == 1
+
+
+def test_the_anchors_of_320_pixels_are_the_same_fractions_of_the_image() -> None:
+    centres = build_anchors(SSD320).centres
+    for (side, shapes), (start, of_300) in zip(
+        [(40, 4), (20, 6), (10, 6), (5, 6), (3, 4), (1, 4)],
+        [(0, 0), (6400, 5776), (8800, 7942), (9400, 8542), (9550, 8692), (9586, 8728)],
+        strict=True,
+    ):
+        of_map = centres[start : start + shapes * side**2].view(shapes, side, side, 4)
+        positions = (torch.arange(side) + 0.5) / side
+        torch.testing.assert_close(of_map[..., 0], positions.expand(shapes, side, side))
+        torch.testing.assert_close(of_map[..., 1], positions.unsqueeze(1).expand(shapes, side, side))
+        torch.testing.assert_close(of_map[0, 0, 0, 2:], OF_300.centres[of_300, 2:])
+
+
+def test_a_rule_needs_one_size_more_than_maps() -> None:
+    with pytest.raises(ValueError, match="one more size"):
+        AnchorRule(image_size=8, sides=(1,), steps=(8.0,), sizes=(4.0,), ratios=((2.0,),))
+
+
+def test_decoded_targets_are_the_boxes() -> None:
+    boxes, classes = random_boxes(20, 6, seed=1, fewest=6)
+    targets = encode(boxes, classes, OF_300)
+    decoded = decode(targets.boxes, OF_300)
+    for image in range(20):
+        positive = targets.classes[image] > 0
+        distances = (decoded[image][positive].unsqueeze(1) - boxes[image]).abs().amax(dim=2)
+        nearest, numbers = distances.min(dim=1)
+        assert nearest.max() < 1e-6
+        assert torch.equal(targets.classes[image][positive], classes[image][numbers])
+    background = targets.classes == 0
+    assert not targets.boxes[background].any()
+    torch.testing.assert_close(
+        decoded[background], OF_300.corners.expand(20, -1, -1)[background], rtol=0, atol=1e-6
+    )
+
+
+def test_encoded_values_by_hand() -> None:
+    anchors = Anchors(torch.tensor([[0.5, 0.5, 0.2, 0.4]]), torch.tensor([[0.4, 0.3, 0.6, 0.7]]))
+    targets = encode(torch.tensor([[[0.4, 0.3, 0.8, 0.5]]]), torch.tensor([[7]]), anchors)
+    expected = [(0.6 - 0.5) / 0.2 * 10, (0.4 - 0.5) / 0.4 * 10, np.log(2) * 5, -np.log(2) * 5]
+    assert targets.boxes.flatten().tolist() == pytest.approx(expected, abs=1e-5)
+    assert targets.classes.tolist() == [[7]]  # the best anchor, although the IoU is a third
+
+
+def test_targets_equal_a_loop_over_boxes_and_anchors() -> None:
+    boxes, classes = random_boxes(40, 7, seed=2)
+    targets = encode(boxes, classes, SMALL)
+    decoded = decode(targets.boxes, SMALL)
+    for image in range(40):
+        expected, matched = classes_by_loops(boxes[image], classes[image], SMALL.corners)
+        assert targets.classes[image].tolist() == expected
+        positive = targets.classes[image] > 0
+        of_matched = boxes[image][torch.tensor(matched)[positive]]
+        torch.testing.assert_close(decoded[image][positive], of_matched, rtol=0, atol=1e-6)
+
+
+def test_targets_equal_those_of_dali() -> None:
+    boxes, classes = random_boxes(200, 12, seed=3)
+    targets = encode(boxes, classes, OF_300)
+    theirs, of_theirs = encoded_by_dali(boxes, classes, OF_300.corners)
+    assert theirs.count_nonzero() > 2000
+    # Equally good anchors, as several around a tiny box, are no exception: the last is taken here too.
+    assert torch.equal(targets.classes, theirs)
+    torch.testing.assert_close(targets.boxes, of_theirs, rtol=0, atol=1e-4)
+
+
+def test_of_equals_the_last_is_taken() -> None:
+    corners = torch.tensor([[0.0, 0, 0.5, 0.5], [0.25, 0.25, 0.75, 0.75], [0.5, 0.5, 1, 1]])
+    centres = torch.tensor([[0.25, 0.25, 0.5, 0.5], [0.5, 0.5, 0.5, 0.5], [0.75, 0.75, 0.5, 0.5]])
+    anchors = Anchors(centres, corners)
+    tiny = [0.3125, 0.3125, 0.4375, 0.4375]  # within the first two anchors
+    whole = [0.5, 0.5, 1.0, 1.0]
+    assert encode(torch.tensor([[tiny]]), torch.tensor([[3]]), anchors).classes.tolist() == [[0, 3, 0]]
+    twice = encode(torch.tensor([[whole, whole, tiny]]), torch.tensor([[5, 6, 3]]), anchors)
+    assert twice.classes.tolist() == [[0, 3, 6]]
+
+
+def test_the_best_anchor_of_a_box_is_not_taken_by_a_better_box() -> None:
+    anchors = Anchors(torch.tensor([[0.5, 0.5, 1.0, 1.0]]), torch.tensor([[0.0, 0, 1, 1]]))
+    boxes = torch.tensor([[[0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.1, 0.1]]])
+    assert encode(boxes, torch.tensor([[1, 2]]), anchors).classes.tolist() == [[2]]
+
+
+def test_padding_has_no_influence_wherever_it_is() -> None:
+    boxes, classes = random_boxes(6, 4, seed=4, fewest=2)
+    expected = encode(boxes, classes, OF_300)
+    unused = torch.tensor([float("nan"), -1.0, 2.0, 0.5])
+    apart = torch.stack([boxes, unused.expand_as(boxes)], dim=2).flatten(1, 2)
+    among = torch.stack([classes, torch.zeros_like(classes)], dim=2).flatten(1)
+    for actual, wanted in zip(encode(apart, among, OF_300), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@pytest.mark.parametrize("most", [0, 3])
+def test_images_without_boxes_are_all_background(most: int) -> None:
+    targets = encode(torch.zeros(2, most, 4), torch.zeros(2, most, dtype=torch.int32), OF_300)
+    assert targets.classes.shape == (2, 8732)
+    assert targets.boxes.shape == (2, 8732, 4)
+    assert not targets.classes.any()
+    assert not targets.boxes.any()
+
+
+def test_a_box_without_area_is_no_target() -> None:
+    boxes = torch.tensor([[[0.2, 0.2, 0.2, 0.6], [0.1, 0.5, 0.4, 0.5], [0.6, 0.6, 0.9, 0.9]]])
+    targets = encode(boxes, torch.tensor([[1, 2, 3]]), OF_300)
+    assert targets.classes.unique().tolist() == [0, 3]
+    assert targets.boxes.isfinite().all()
+
+
+def test_blocks_of_images_do_not_change_the_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes, classes = random_boxes(5, 4, seed=5)
+    expected = encode(boxes, classes, SMALL)
+    monkeypatch.setattr(anchors_module, "_BLOCK_ON_CPU", 2 * 4 * len(SMALL.corners))
+    for actual, wanted in zip(encode(boxes, classes, SMALL), expected, strict=True):
+        assert torch.equal(actual, wanted)
+
+
+def test_targets_are_computed_without_a_synchronization() -> None:
+    # Tensors on meta have no values, so reading one on the host, or a shape that depends on one, is an error.
+    on_meta = Anchors(*(part.to("meta") for part in OF_300))
+    boxes, classes = torch.empty(3, 9, 4, device="meta"), torch.empty(3, 9, device="meta", dtype=torch.int64)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        boxes[classes > 0]
+    targets = encode(boxes, classes, on_meta)
+    assert targets.classes.shape == (3, 8732)
+    assert decode(targets.boxes, on_meta).shape == (3, 8732, 4)
