@@ -46,14 +46,12 @@ class _PixelCrossEntropy(torch.autograd.Function):
         for number in range(len(logits)):
             one = logits[number : number + 1].detach().requires_grad_()
             with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
-                resized = F.interpolate(
-                    one.float(), size=labels.shape[1:], mode="bilinear", align_corners=False
-                )
-                loss = F.cross_entropy(
-                    resized, labels[number : number + 1].long(), ignore_index=IGNORED, reduction="sum"
-                )
-            (gradient[number : number + 1],) = torch.autograd.grad(loss, one)
-            total += loss.detach()
+                size = labels.shape[1:]
+                resized = F.interpolate(one.float(), size=size, mode="bilinear", align_corners=False)
+            loss = _loss_and_gradient_(resized.detach(), labels[number : number + 1, None])
+            # What is in `resized` now is the gradient of the loss with respect to it.
+            (gradient[number : number + 1],) = torch.autograd.grad(resized, one, resized.detach())
+            total += loss
         context.save_for_backward(gradient)
         context.pixels = labels.numel()
         return total / labels.numel()
@@ -62,3 +60,17 @@ class _PixelCrossEntropy(torch.autograd.Function):
     def backward(context: Any, of_loss: Tensor) -> tuple[Tensor, None]:
         (gradient,) = context.saved_tensors
         return gradient * (of_loss / context.pixels).to(gradient.dtype), None
+
+
+def _loss_and_gradient_(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy, summed over labelled pixels; replace logits by its gradient in place."""
+    labelled = labels != IGNORED
+    classes = torch.where(labelled, labels, 0).long()  # (1, 1, height, width)
+    logits -= logits.amax(dim=1, keepdim=True)
+    of_label = logits.gather(1, classes)
+    exponentials = logits.exp_()
+    sums = exponentials.sum(dim=1, keepdim=True)
+    loss = ((sums.log() - of_label) * labelled).sum()
+    probabilities = exponentials.div_(sums)
+    probabilities.scatter_add_(1, classes, torch.full_like(of_label, -1.0)).mul_(labelled)
+    return loss

@@ -16,6 +16,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -129,21 +130,35 @@ def token_label(coverage: Floats, target: int, random: np.random.Generator) -> N
     return np.stack([np.take_along_axis(logits, top, axis=0), top]).astype(np.float16)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+class MakeSet(Protocol):
+    """A function that makes a data set."""
+
+    def __call__(self, folder: Path, *, train: int, val: int) -> None:
+        """Make so many images in a folder; raise UserError if another set is there."""
+
+
+def run_command(
+    make: MakeSet, module: str, description: str, *, train: int, val: int, arguments: Sequence[str] | None
+) -> None:
+    """Run the command line of a module that makes a set, with these numbers of images as defaults."""
     parser = argparse.ArgumentParser(
-        prog="python -m horovod_volo.data.demo.demo_set",
-        description="Make a small image classification set with token labels for first runs of the trainer.",
+        prog=f"python -m horovod_volo.data.demo.{module}", description=description
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
-    parser.add_argument("--train", type=int, default=4000, help="training images (default: %(default)s)")
-    parser.add_argument("--val", type=int, default=1000, help="validation images (default: %(default)s)")
+    parser.add_argument("--train", type=int, default=train, help="training images (default: %(default)s)")
+    parser.add_argument("--val", type=int, default=val, help="validation images (default: %(default)s)")
     chosen = parser.parse_args(arguments)
     try:
-        make_demo_set(chosen.folder, train=chosen.train, val=chosen.val)
+        make(chosen.folder, train=chosen.train, val=chosen.val)
     except UserError as error:
         parser.exit(2, f"{error}\n")
     sys.stdout.write(f"{chosen.folder}: {chosen.train} training and {chosen.val} validation images\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    description = "Make a small image classification set with token labels for first runs of the trainer."
+    run_command(make_demo_set, "demo_set", description, train=4000, val=1000, arguments=arguments)
 
 
 if __name__ == "__main__":

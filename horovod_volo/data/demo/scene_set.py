@@ -10,10 +10,8 @@ number); FOLDER is created atomically.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from math import pi
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from horovod_volo.core.errors import UserError
 from horovod_volo.data.demo.demo_image import (
     OVERSAMPLING,
     Placement,
@@ -31,7 +28,7 @@ from horovod_volo.data.demo.demo_image import (
     add_object,
     background,
 )
-from horovod_volo.data.demo.demo_set import SPLIT_STREAMS, is_same_set, publish
+from horovod_volo.data.demo.demo_set import SPLIT_STREAMS, is_same_set, publish, run_command
 
 # Increase when the content of the set changes, so that folders of earlier versions are not reused.
 _EDITION = 1
@@ -102,19 +99,8 @@ def make_scene_set(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m horovod_volo.data.demo.scene_set",
-        description="Make a small segmentation set for first runs of the trainer.",
-    )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder to create")
-    parser.add_argument("--train", type=int, default=1000, help="training images (default: %(default)s)")
-    parser.add_argument("--val", type=int, default=200, help="validation images (default: %(default)s)")
-    chosen = parser.parse_args(arguments)
-    try:
-        make_scene_set(chosen.folder, train=chosen.train, val=chosen.val)
-    except UserError as error:
-        parser.exit(2, f"{error}\n")
-    sys.stdout.write(f"{chosen.folder}: {chosen.train} training and {chosen.val} validation images\n")
+    description = "Make a small segmentation set for first runs of the trainer."
+    run_command(make_scene_set, "scene_set", description, train=1000, val=200, arguments=arguments)
 
 
 if __name__ == "__main__":
