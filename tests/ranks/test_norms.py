@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.ranks.launching import ranks_of
+from horovod_volo.data.demo.demo_set import make_demo_set
+from tests.ranks.launching import ranks_of, train
 
 # The neck's first and second norms; pooling with laterals and auxiliary head, bottleneck, pyramid, fusion.
 ROUNDS = 6
@@ -47,3 +49,44 @@ def compare(found, alone, images):
         assert torch.allclose(rank["gradients"], alone["gradients"], rtol=0, atol=1e-9)
         assert torch.allclose(rank["statistics"], alone["statistics"], rtol=0, atol=1e-6)
         begin += count
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images") / "set"
+    make_demo_set(folder, train=40, val=10)
+    return folder
+
+
+def trained(images, output, *flags, ranks):
+    """Train for five steps on eight images each; return the weights."""
+    small = (
+        "--recipe",
+        "demo",
+        "--img-size",
+        "32",
+        "--epochs",
+        "1",
+        "--warmup-epochs",
+        "0",
+        "--drop-path",
+        "0",
+    )
+    batch = ("--batch-size", str(8 // ranks), "--output", str(output), "--name", "run", *flags)
+    done = train(str(images), *small, *batch, ranks=ranks, start_with="gloo" if ranks > 1 else "none")
+    assert done.returncode == 0, done.stdout
+    weights = load_file(output / "run" / "checkpoints" / "last" / "model.safetensors")
+    return torch.cat([tensor.double().flatten() for tensor in weights.values()])
+
+
+def test_classification_on_two_ranks_is_that_on_one(images, tmp_path):
+    alone = trained(images, tmp_path / "1", "--sync-bn", "all", ranks=1)
+    both = trained(images, tmp_path / "2", "--sync-bn", "all", ranks=2)
+    apart = trained(images, tmp_path / "3", ranks=2)
+    assert (both - alone).abs().mean() < 0.02 * (apart - alone).abs().mean()
+
+
+def test_classification_has_no_heads_to_synchronise(images, tmp_path):
+    done = train(str(images), "--recipe", "demo", "--sync-bn", "heads", ranks=1, start_with="none")
+    assert done.returncode == 2
+    assert "--sync-bn heads is for segmentation" in done.stdout
