@@ -1,0 +1,392 @@
+"""COCO's average precision against cases computed by hand, the definition of AP50 and pycocotools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from horovod_volo.evaluation.coco import (
+    NO_TRUTH,
+    BoxMetrics,
+    BoxPredictions,
+    BoxTruths,
+    measure_boxes,
+)
+
+Box = tuple[float, float, float, float]
+RandomBoxes = tuple[BoxTruths, BoxPredictions, int]
+
+SMALL_BOX = (0.0, 0.0, 20.0, 20.0)
+MEDIUM_BOX = (100.0, 100.0, 150.0, 150.0)
+LARGE_BOX = (200.0, 200.0, 350.0, 350.0)
+FAR_BOX = (400.0, 400.0, 420.0, 420.0)
+
+
+def box_areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
+    sides = boxes[:, 2:] - boxes[:, :2]
+    return sides[:, 0] * sides[:, 1]
+
+
+def true_boxes(*rows: tuple[int, int, Box], crowd: Sequence[int] = ()) -> BoxTruths:
+    """Return truths from (image, class, box); those at the positions `crowd` are crowds."""
+    boxes = np.array([box for _, _, box in rows], np.float64).reshape(-1, 4)
+    return BoxTruths(
+        images=np.array([image for image, _, _ in rows], np.int64),
+        boxes=boxes,
+        classes=np.array([number for _, number, _ in rows], np.int64),
+        crowd=np.isin(np.arange(len(rows)), crowd),
+        areas=box_areas(boxes),
+    )
+
+
+def predicted_boxes(*rows: tuple[int, int, Box, float]) -> BoxPredictions:
+    """Return predictions from (image, class, box, score)."""
+    return BoxPredictions(
+        images=np.array([image for image, _, _, _ in rows], np.int64),
+        boxes=np.array([box for _, _, box, _ in rows], np.float64).reshape(-1, 4),
+        classes=np.array([number for _, number, _, _ in rows], np.int64),
+        scores=np.array([score for _, _, _, score in rows], np.float64),
+    )
+
+
+def assert_equal(metrics: BoxMetrics, expected: BoxMetrics) -> None:
+    """Assert that every bit is equal."""
+    assert metrics[:12] == expected[:12]
+    np.testing.assert_array_equal(metrics.ap_of_classes, expected.ap_of_classes)
+
+
+def test_perfect_predictions() -> None:
+    truths = true_boxes((0, 0, SMALL_BOX), (0, 1, MEDIUM_BOX), (1, 0, LARGE_BOX), (1, 1, SMALL_BOX))
+    predictions = predicted_boxes(
+        (0, 0, SMALL_BOX, 0.9), (0, 1, MEDIUM_BOX, 0.2), (1, 0, LARGE_BOX, 0.7), (1, 1, SMALL_BOX, 0.1)
+    )
+    metrics = measure_boxes(truths, predictions, 2)
+    assert metrics[:12] == (1.0,) * 12
+    assert metrics.ap_of_classes.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [(0, 0, FAR_BOX, 0.9), (0, 1, SMALL_BOX, 0.9), (1, 0, SMALL_BOX, 0.9)],
+    ids=["place", "class", "image"],
+)
+def test_a_prediction_of_another_place_class_or_image_is_wrong(wrong: tuple[int, int, Box, float]) -> None:
+    truths = true_boxes((0, 0, SMALL_BOX), (1, 1, SMALL_BOX))
+    metrics = measure_boxes(truths, predicted_boxes(wrong), 2)
+    none = NO_TRUTH  # of medium and large size
+    assert metrics[:12] == (0, 0, 0, 0, none, none, 0, 0, 0, 0, none, none)
+
+
+def test_no_predictions() -> None:
+    metrics = measure_boxes(true_boxes((0, 0, SMALL_BOX)), predicted_boxes(), 1)
+    assert metrics[:12] == (0, 0, 0, 0, NO_TRUTH, NO_TRUTH, 0, 0, 0, 0, NO_TRUTH, NO_TRUTH)
+
+
+@pytest.mark.parametrize("crowd", [(), (0,)], ids=["none", "crowd"])
+def test_no_truths_that_count(crowd: tuple[int, ...]) -> None:
+    truths = true_boxes(*[(0, 0, SMALL_BOX) for _ in crowd], crowd=crowd)
+    metrics = measure_boxes(truths, predicted_boxes((0, 0, SMALL_BOX, 0.9)), 2)
+    assert metrics[:12] == (NO_TRUTH,) * 12
+    assert metrics.ap_of_classes.tolist() == [NO_TRUTH, NO_TRUTH]
+
+
+def test_classes_without_truths_are_left_out() -> None:
+    truths = true_boxes((0, 0, SMALL_BOX), (0, 2, SMALL_BOX))
+    predictions = predicted_boxes((0, 0, SMALL_BOX, 0.5), (0, 1, SMALL_BOX, 0.9), (0, 3, FAR_BOX, 0.9))
+    metrics = measure_boxes(truths, predictions, 4)
+    assert metrics.ap_of_classes.tolist() == [1, NO_TRUTH, 0, NO_TRUTH]
+    assert (metrics.ap, metrics.ar100) == (0.5, 0.5)
+
+
+def test_the_second_prediction_of_a_truth_is_wrong() -> None:
+    truths = true_boxes((0, 0, SMALL_BOX), (0, 0, MEDIUM_BOX))
+    predictions = predicted_boxes((0, 0, SMALL_BOX, 0.9), (0, 0, SMALL_BOX, 0.8), (0, 0, MEDIUM_BOX, 0.7))
+    # Precision is 1 at the recalls 0, .01, ..., .5 and 2/3 at the other 50.
+    assert measure_boxes(truths, predictions, 1).ap == pytest.approx((51 + 50 * 2 / 3) / 101)
+
+
+def test_a_prediction_counts_at_thresholds_up_to_its_iou() -> None:
+    truths = true_boxes((0, 0, (0, 0, 100, 100)))
+    metrics = measure_boxes(truths, predicted_boxes((0, 0, (0, 0, 72, 100), 0.9)), 1)
+    assert (metrics.ap, metrics.ap50, metrics.ap75) == (0.5, 1, 0)  # .50, .55, .60, .65 and .70 of ten
+    metrics = measure_boxes(truths, predicted_boxes((0, 0, (0, 0, 50, 100), 0.9)), 1)
+    assert (metrics.ap, metrics.ap50) == (0.1, 1)  # an IoU of .50 is enough for .50
+
+
+def test_a_prediction_is_matched_to_the_best_truth_that_is_left() -> None:
+    truths = true_boxes((0, 0, (0, 0, 100, 100)), (0, 0, (20, 0, 120, 100)))
+    predictions = predicted_boxes((0, 0, (4, 0, 104, 100), 0.9), (0, 0, (2, 0, 102, 100), 0.8))
+    # Both are nearest to the first truth. The first prediction is matched to it up to .90, the second only at
+    # .95; up to .65 the second is matched to the second truth, which it overlaps by 82/118 = .69.
+    metrics = measure_boxes(truths, predictions, 1)
+    assert metrics.ap50 == 1
+    assert metrics.ar100 == pytest.approx((4 * 1 + 5 * 0.5 + 1 * 0.5) / 10)
+
+
+def test_predictions_inside_a_crowd_are_ignored() -> None:
+    crowd_box = (100.0, 0.0, 300.0, 200.0)
+    inside = [(0, 0, (100.0 + 5 * n, 0.0, 130.0 + 5 * n, 30.0), 0.9) for n in range(20)]
+    predictions = predicted_boxes(*inside, (0, 0, SMALL_BOX, 0.1))
+    truths = true_boxes((0, 0, crowd_box), (0, 0, SMALL_BOX), crowd=[0])
+    assert measure_boxes(truths, predictions, 1).ap == 1
+    # Half of the predicted box's area must be inside.
+    predictions = predicted_boxes((0, 0, (84, 0, 104, 20), 0.9), (0, 0, SMALL_BOX, 0.1))
+    assert measure_boxes(truths, predictions, 1).ap == 0.5
+    # Without crowd, the 20 predictions are wrong and the single truth of the two that is found comes last.
+    predictions = predicted_boxes(*inside, (0, 0, SMALL_BOX, 0.1))
+    metrics = measure_boxes(truths._replace(crowd=np.zeros(2, np.bool_)), predictions, 1)
+    assert metrics.ap == pytest.approx(51 / 101 / 21)
+
+
+def test_a_truth_is_preferred_to_a_crowd_of_larger_overlap() -> None:
+    truths = true_boxes((0, 0, (0, 0, 100, 100)), (0, 0, (0, 0, 100, 60)), crowd=[0])
+    assert measure_boxes(truths, predicted_boxes((0, 0, (0, 0, 100, 100), 0.9)), 1).ap50 == 1
+
+
+def test_a_truth_of_another_size_is_matched_once() -> None:
+    truths = true_boxes((0, 0, SMALL_BOX), (0, 0, FAR_BOX))._replace(areas=np.array([5000.0, 400.0]))
+    predictions = predicted_boxes((0, 0, SMALL_BOX, 0.9), (0, 0, SMALL_BOX, 0.8), (0, 0, FAR_BOX, 0.7))
+    # Among small boxes, the first prediction is ignored with its truth, the second is wrong.
+    assert measure_boxes(truths, predictions, 1).ap_small == 0.5
+
+
+def test_wrong_predictions_of_another_size_are_ignored() -> None:
+    truths = true_boxes((0, 0, SMALL_BOX), (0, 0, LARGE_BOX))
+    # Two wrong predictions of medium size lower the AP of all boxes, but not that of large ones.
+    wrong = [(0, 0, MEDIUM_BOX, 0.9), (1, 0, MEDIUM_BOX, 0.9)]
+    metrics = measure_boxes(truths, predicted_boxes(*wrong, (0, 0, LARGE_BOX, 0.5)), 1)
+    assert (metrics.ap_small, metrics.ap_medium, metrics.ap_large) == (0, NO_TRUTH, 1)
+    assert (metrics.ar_small, metrics.ar_medium, metrics.ar_large) == (0, NO_TRUTH, 1)
+    assert (metrics.ap, metrics.ar100) == pytest.approx((51 / 101 / 3, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("area", "small", "medium", "large"),
+    [
+        (1024, 1, 1, NO_TRUTH),
+        (1025, NO_TRUTH, 1, NO_TRUTH),
+        (9216, NO_TRUTH, 1, 1),
+        (9217, NO_TRUTH, NO_TRUTH, 1),
+    ],
+)
+def test_the_size_of_a_truth_is_its_given_area(
+    area: float, small: float, medium: float, large: float
+) -> None:
+    truths = true_boxes((0, 0, LARGE_BOX))._replace(areas=np.array([area], np.float64))
+    metrics = measure_boxes(truths, predicted_boxes((0, 0, LARGE_BOX, 0.9)), 1)
+    assert (metrics.ap_small, metrics.ap_medium, metrics.ap_large) == (small, medium, large)
+
+
+def test_at_most_100_predictions_per_image_and_class_count() -> None:
+    truths = true_boxes((0, 0, SMALL_BOX))
+    wrong = [(0, 0, FAR_BOX, 0.9)] * 99
+    others = [(1, 0, FAR_BOX, 0.1)] * 99  # of another image, and of lower scores
+    found = [(0, 0, SMALL_BOX, 0.5)]
+    assert measure_boxes(truths, predicted_boxes(*others, *found, *wrong), 1).ap == pytest.approx(1 / 100)
+    assert measure_boxes(truths, predicted_boxes(*others, *found, *wrong, *wrong[:1]), 1).ap == 0
+
+
+def test_recall_of_1_10_and_100_predictions() -> None:
+    boxes = [(30.0 * n, 0.0, 30.0 * n + 20, 20.0) for n in range(12)]
+    truths = true_boxes(*[(0, 0, box) for box in boxes])
+    predictions = predicted_boxes(*[(0, 0, box, n / 12) for n, box in enumerate(boxes)])
+    metrics = measure_boxes(truths, predictions, 1)
+    assert (metrics.ar1, metrics.ar10, metrics.ar100) == pytest.approx((1 / 12, 10 / 12, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"classes": np.array([2])}, "BoxTruths has classes from 2 to 2, but there are 2"),
+        ({"classes": np.array([-1])}, "classes from -1 to -1"),
+        ({"images": np.array([-1])}, "has image -1"),
+        ({"areas": np.array([1.0, 2.0])}, "has columns of the shapes"),
+        ({"boxes": np.zeros((1, 5))}, "has columns of the shapes"),
+    ],
+)
+def test_wrong_arrays_are_refused(change: dict[str, Any], message: str) -> None:
+    truths = true_boxes((0, 0, SMALL_BOX))._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        measure_boxes(truths, predicted_boxes(), 2)
+
+
+def random_boxes(seed: int) -> RandomBoxes:
+    """Draw truths, some of them crowds, predictions near and far from them, and the number of classes.
+
+    Coordinates and scores are coarse, so that scores are equal and IoUs equal each other and thresholds. Some
+    images have no boxes; some classes have no truths.
+    """
+    rng = np.random.default_rng(seed)
+    images, num_classes = int(rng.integers(1, 9)), int(rng.integers(1, 5))
+    extent, unit = (12, 60, 300)[seed % 3], (1.0, 0.25)[seed % 2]
+
+    def draw_boxes(count: int) -> NDArray[np.float64]:
+        low = rng.integers(0, extent, (count, 2))
+        return np.concatenate([low, low + rng.integers(0, extent, (count, 2))], axis=1) * 1.0
+
+    count = int(rng.integers(0, 40))
+    boxes = draw_boxes(count)
+    areas = np.where(rng.random(count) < 0.3, rng.choice([1024, 9216, 1e5], count), box_areas(boxes) * 0.7)
+    truths = BoxTruths(
+        images=rng.integers(0, images, count),
+        boxes=boxes,
+        classes=rng.integers(0, num_classes, count),
+        crowd=rng.random(count) < 0.2,
+        areas=areas,
+    )
+    copies = rng.integers(0, count, int(rng.integers(0, 4 * count))) if count else np.empty(0, np.int64)
+    near = boxes[copies] + unit * rng.integers(-3, 4, (len(copies), 4))
+    near[:, 2:] = np.maximum(near[:, 2:], near[:, :2])
+    far = draw_boxes(int(rng.integers(0, (60, 600)[seed % 10 == 0])))
+    order = rng.permutation(len(near) + len(far))
+    predictions = BoxPredictions(
+        images=np.append(truths.images[copies], rng.integers(0, images, len(far)))[order],
+        boxes=np.concatenate([near, far])[order],
+        classes=np.append(truths.classes[copies], rng.integers(0, num_classes, len(far)))[order],
+        scores=rng.integers(1, (20, 10**6)[seed % 7 < 3], len(order)) / 10**6,
+    )
+    return truths, predictions, num_classes
+
+
+def overlap(predicted: Sequence[float], true: Sequence[float], crowd: bool) -> float:
+    width = min(predicted[2], true[2]) - max(predicted[0], true[0])
+    height = min(predicted[3], true[3]) - max(predicted[1], true[1])
+    if width <= 0 or height <= 0:
+        return 0.0
+    area, true_area = ((box[2] - box[0]) * (box[3] - box[1]) for box in (predicted, true))
+    return width * height / (area if crowd else area + true_area - width * height)
+
+
+def count_at_50(truths: BoxTruths, predictions: BoxPredictions, number: int) -> list[bool]:
+    """Return whether each prediction of a class is right, in order of score and without ignored ones."""
+    own = np.flatnonzero(predictions.classes == number).tolist()
+    own.sort(key=lambda p: (-predictions.scores[p], predictions.images[p], p))
+    seen: dict[int, int] = {}
+    found: set[int] = set()
+    results = []
+    for p in own:
+        image = int(predictions.images[p])
+        seen[image] = seen.get(image, 0) + 1
+        if seen[image] > 100:
+            continue
+        best, highest, in_crowd = None, 0.5, False
+        for t in np.flatnonzero((truths.classes == number) & (truths.images == image)).tolist():
+            value = overlap(predictions.boxes[p].tolist(), truths.boxes[t].tolist(), bool(truths.crowd[t]))
+            in_crowd |= bool(truths.crowd[t]) and value >= 0.5
+            if not truths.crowd[t] and t not in found and value >= highest:
+                best, highest = t, value
+        if best is not None:
+            found.add(best)
+        if best is not None or not in_crowd:
+            results.append(best is not None)
+    return results
+
+
+def ap50_of_classes(truths: BoxTruths, predictions: BoxPredictions, num_classes: int) -> list[float]:
+    values = []
+    for number in range(num_classes):
+        count = int(((truths.classes == number) & ~truths.crowd).sum())
+        right = count_at_50(truths, predictions, number)
+        points = [(sum(right[:n]) / count, sum(right[:n]) / n) for n in range(1, len(right) + 1) if count]
+        best = [max([p for r, p in points if r >= recall], default=0.0) for recall in np.linspace(0, 1, 101)]
+        values += [float(np.mean(best))] if count else []
+    return values
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ap50_equals_its_definition(seed: int) -> None:
+    boxes = random_boxes(seed)
+    values = ap50_of_classes(*boxes)
+    expected = np.mean(values) if values else NO_TRUTH
+    assert measure_boxes(*boxes).ap50 == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_order_of_images_makes_no_difference(seed: int) -> None:
+    truths, predictions, num_classes = random_boxes(seed)
+    expected = measure_boxes(truths, predictions, num_classes)
+    images = np.random.default_rng(seed).permutation(9)
+    by_image, truths_by_image = (
+        np.argsort(images[each.images], kind="stable") for each in (predictions, truths)
+    )
+    shuffled = measure_boxes(truths.take(truths_by_image), predictions.take(by_image), num_classes)
+    assert_equal(shuffled, expected)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_order_of_predictions_of_different_scores_makes_no_difference(seed: int) -> None:
+    truths, predictions, num_classes = random_boxes(seed)
+    rng = np.random.default_rng(seed)
+    predictions = predictions._replace(scores=rng.permutation(len(predictions.scores)) / 1000)
+    expected = measure_boxes(truths, predictions, num_classes)
+    order = rng.permutation(len(predictions.scores))
+    assert_equal(measure_boxes(truths, predictions.take(order), num_classes), expected)
+
+
+def test_narrow_types_give_the_same_numbers() -> None:
+    truths, predictions, num_classes = random_boxes(10)
+    narrow = predictions._replace(
+        images=predictions.images.astype(np.int32),
+        boxes=predictions.boxes.astype(np.float32),
+        classes=predictions.classes.astype(np.uint8),
+    )
+    expected = measure_boxes(truths, predictions, num_classes)
+    assert_equal(
+        measure_boxes(truths._replace(classes=truths.classes.astype(np.int16)), narrow, num_classes), expected
+    )
+
+
+def reference_metrics(truths: BoxTruths, predictions: BoxPredictions, num_classes: int) -> list[float]:
+    """Return the twelve metrics and those per class of pycocotools."""
+    coco = pytest.importorskip("pycocotools.coco")
+    images = sorted({*truths.images.tolist(), *predictions.images.tolist()})
+    common = {
+        "info": {},
+        "images": [{"id": image} for image in images],
+        "categories": [{"id": number} for number in range(num_classes)],
+    }
+
+    def annotations(boxes: BoxTruths | BoxPredictions) -> list[dict[str, Any]]:
+        sizes = boxes.boxes[:, 2:] - boxes.boxes[:, :2]
+        rows = zip(boxes.images, boxes.classes, np.append(boxes.boxes[:, :2], sizes, axis=1), strict=True)
+        return [
+            {"image_id": int(image), "category_id": int(number), "bbox": box.tolist()}
+            for image, number, box in rows
+        ]
+
+    def indexed(rows: list[dict[str, Any]]) -> Any:
+        data = coco.COCO()
+        data.dataset = {**common, "annotations": rows}
+        data.createIndex()
+        return data
+
+    true_rows, predicted_rows = annotations(truths), annotations(predictions)
+    for number, row in enumerate(true_rows):
+        row |= {"id": number + 1, "area": float(truths.areas[number]), "iscrowd": int(truths.crowd[number])}
+    for row, score in zip(predicted_rows, predictions.scores.tolist(), strict=True):
+        row["score"] = score
+    truth_index = indexed(true_rows)
+    prediction_index = truth_index.loadRes(predicted_rows) if predicted_rows else indexed([])
+    evaluation = pytest.importorskip("pycocotools.cocoeval").COCOeval(truth_index, prediction_index, "bbox")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    precision = evaluation.eval["precision"][:, :, :, 0, 2]  # (thresholds, recalls, classes)
+    return [*evaluation.stats.tolist(), *precision.mean((0, 1)).tolist()]
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_all_metrics_equal_those_of_pycocotools(first: int) -> None:
+    for seed in range(first, first + 50):
+        boxes = random_boxes(seed)
+        if not len(boxes[0].images) + len(boxes[1].images):
+            continue  # pycocotools needs an image
+        metrics = measure_boxes(*boxes)
+        expected = reference_metrics(*boxes)
+        np.testing.assert_allclose(
+            [*metrics[:12], *metrics.ap_of_classes], expected, rtol=0, atol=1e-9, err_msg=f"{seed}"
+        )
