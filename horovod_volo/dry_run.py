@@ -38,6 +38,7 @@ from horovod_volo.tasks.names import find_task
 _IMAGENET_1K = ("ImageNet-1K", 1_281_167, 1_000)
 _IMAGENET_22K = ("ImageNet-22K", 14_197_122, 21_841)
 _ADE20K = ("ADE20K", 20_210, 150)
+_COCO = ("COCO 2017", 117_266, 80)
 
 _FP32 = 4  # bytes
 _MIN_BATCH = 2  # batch norm needs more than one value per channel
@@ -156,8 +157,7 @@ def _count_images(config: Config) -> tuple[int, int, list[str]]:
     if counted is not None:
         return (*counted, warnings)
     assumed = _IMAGENET_22K if config.model.num_classes == _IMAGENET_22K[2] else _IMAGENET_1K
-    if config.model.task == "segmentation":
-        assumed = _ADE20K
+    assumed = {"segmentation": _ADE20K, "detection": _COCO}.get(config.model.task, assumed)
     name, images, classes = assumed
     return images, classes, [*warnings, f"the images and classes are assumed to be those of {name}"]
 

@@ -1,4 +1,4 @@
-"""Settings of the tasks that predict pixels: a part of the schema."""
+"""Settings of the tasks that predict pixels and boxes: a part of the schema."""
 
 from __future__ import annotations
 
@@ -36,3 +36,28 @@ class Segmentation:
     )
     test_mode: Literal["whole", "slide"] = setting("whole", "evaluate whole images, or windows of --img-size")
     test_stride: int = setting(341, "pixels between the windows of --test-mode slide", at_least=1)
+
+
+@dataclass(frozen=True)
+class Detection:
+    """detection: --task detection"""
+
+    keep_empty: bool = setting(False, "train also on images without boxes")
+    crop_sides: tuple[float, float] = setting(
+        (0.3, 1.0), "range of the sides of a training crop, as fractions of the image's"
+    )
+    hue: float = setting(18.0, "largest turn of the hue in training, degrees", at_least=0.0)
+    saturation_range: tuple[float, float] = setting(
+        (0.5, 1.5), "range of the factor of the saturation in training"
+    )
+    contrast_range: tuple[float, float] = setting(
+        (0.5, 1.5), "range of the factor of the contrast in training"
+    )
+    brightness_range: tuple[float, float] = setting(
+        (0.875, 1.125), "range of the factor of the brightness in training"
+    )
+    min_score: float = setting(0.05, "score above which a box is found", at_least=0.0, below=1.0)
+    max_overlap: float = setting(
+        0.5, "IoU of two found boxes of a class above which the weaker one is dropped", at_least=0.0
+    )
+    most_boxes: int = setting(200, "boxes that are found in an image, at most", at_least=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.dense_settings import Detection, Segmentation
 from horovod_volo.config.run_settings import Launch, Run
 from horovod_volo.config.setting import setting
 
@@ -18,12 +18,12 @@ from horovod_volo.config.setting import setting
 class Model:
     """task, model and its arithmetic"""
 
-    task: Literal["classification", "segmentation"] = setting(
-        "classification", "what is learned: the class of an image, or of each of its pixels"
+    task: Literal["classification", "segmentation", "detection"] = setting(
+        "classification", "what is learned: the class of an image, that of each pixel, or boxes and classes"
     )
     sync_bn: Literal["none", "heads", "all"] = setting(
         "none",
-        "batch norm over the images of all ranks: in neck and heads of a segmentation network, or everywhere",
+        "batch norm over the images of all ranks: behind the backbone of a dense task, or everywhere",
     )
     model: str = setting(
         "volo_d1",
@@ -68,7 +68,7 @@ class Data:
     data_dir: str = setting(
         "",
         "folder with train/CLASS/IMAGE and val/CLASS/IMAGE; for segmentation with images/ and masks/, or of "
-        "ADE20K or Cityscapes",
+        "ADE20K or Cityscapes; for detection with images/ and boxes/, or of COCO",
         positional=True,
     )
     batch_size: int = setting(
@@ -193,7 +193,10 @@ class Update:
         at_least=0,
     )
     min_lr: float = setting(1e-5, "learning rate at the end of the decay and in the cool-down", at_least=0.0)
-    sched: str = setting("cosine", "decay of the learning rate: cosine, linear, constant, or a plugin's")
+    sched: str = setting(
+        "cosine",
+        "decay of the learning rate: cosine, linear, step (a tenth at 66 and 83 %), constant, or a plugin's",
+    )
     warmup_lr: float = setting(1e-6, "learning rate at the first step of the warm-up", at_least=0.0)
     epochs: int = setting(300, "epochs of warm-up and decay", at_least=1)
     warmup_epochs: int = setting(20, "epochs of linear warm-up, counted among --epochs", at_least=0)
@@ -260,6 +263,7 @@ class Config:
     data: Data = field(default_factory=Data)
     objective: Objective = field(default_factory=Objective)
     segmentation: Segmentation = field(default_factory=Segmentation)
+    detection: Detection = field(default_factory=Detection)
     update: Update = field(default_factory=Update)
     exchange: Exchange = field(default_factory=Exchange)
     published: Published = field(default_factory=Published)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from horovod_volo.config import values
-from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.dense_settings import Detection, Segmentation
 from horovod_volo.config.schema import Config, Objective
 from horovod_volo.core.errors import UserError
 
@@ -135,12 +135,12 @@ class _Idle(NamedTuple):
 _WITH_TASK = "with --task {model.task}"
 _OF_CLASSIFICATION = (  # settings of the group data
     *("scale", "ratio", "hflip", "vflip", "train_interpolation", "aa", "randaugment_on", "color_jitter"),
-    *("reprob", "remode", "recount", "crop_pct", "catalog_dir"),
+    *("reprob", "remode", "recount", "crop_pct"),
 )
 _IDLE = (
-    _Idle(
-        tuple(Segmentation.__dataclass_fields__), lambda c, _: c.model.task == "classification", _WITH_TASK
-    ),
+    _Idle(tuple(Segmentation.__dataclass_fields__), lambda c, _: c.model.task != "segmentation", _WITH_TASK),
+    _Idle(tuple(Detection.__dataclass_fields__), lambda c, _: c.model.task != "detection", _WITH_TASK),
+    _Idle(("catalog_dir",), lambda c, _: c.model.task == "segmentation", _WITH_TASK),
     _Idle(
         (*Objective.__dataclass_fields__, *_OF_CLASSIFICATION),
         lambda c, _: c.model.task != "classification",

@@ -39,6 +39,8 @@ class Purpose(IntEnum):
     PACKING_ORDER = 0x7061636B  # seed
     LEDGER = 0x6C6564676572  # seed, epoch, sample
     SCENE_PLAN = 0x7363656E65  # seed, epoch, sample
+    BOX_PLAN = 0x626F78  # seed, epoch, sample
+    BOX_WINDOW = 0x77696E646F77  # seed, epoch, sample, round
 
 
 def random_bits(purpose: Purpose, *counters: int) -> int:

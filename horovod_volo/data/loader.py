@@ -38,7 +38,7 @@ from horovod_volo.data.pipeline import (
     resizing_inputs,
 )
 from horovod_volo.data.prefetcher import BatchPrefetcher
-from horovod_volo.data.reading import PendingEvalBatch, read_eval_batch, read_image
+from horovod_volo.data.reading import ImageFiles, PendingEvalBatch, read_eval_batch, read_image
 from horovod_volo.data.thread_pool import ImageThreadPool
 from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
 
@@ -164,16 +164,17 @@ def _augmented_maps(
     return LabelMaps(torch.from_numpy(scores), torch.from_numpy(ids), torch.from_numpy(boxes), reach)
 
 
-class EvalLoader:
-    """This rank's evaluation batches; over all ranks, each image is in exactly one."""
+class EvalBatches:
+    """This rank's images of an evaluation, read and decoded; over all ranks, each is in exactly one batch."""
 
     def __init__(
         self,
-        catalog: Catalog,
+        files: ImageFiles,
+        count: int,
         settings: Data,
         *,
         image_size: int,
-        crop_pct: float,
+        resize: Callable[[NDArray[np.int64]], NDArray[np.int64]],
         rank: int,
         size: int,
         device: torch.device,
@@ -181,18 +182,17 @@ class EvalLoader:
         normalization: Normalization = IMAGENET_NORMALIZATION,
         interpolation: str = "bicubic",
     ) -> None:
+        """`resize` maps stored heights and widths (batch, 2) to those before the centre crop."""
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
-        self._catalog = catalog
-        self._batch_size = settings.eval_batch_size or settings.batch_size
-        self._indices = np.arange(rank, len(catalog), size, dtype=np.int64)
-        self._device = device
+        self.batch_size = settings.eval_batch_size or settings.batch_size
+        self._indices = np.arange(rank, count, size, dtype=np.int64)
         self._readers = ImageThreadPool(threads, "file-reader")
         self._read_batch = partial(
             read_eval_batch,
-            catalog=catalog,
+            files=files,
             bad_samples=self.bad_samples,
             readers=self._readers,
-            resize=partial(resized_shapes, image_size=image_size, crop_pct=crop_pct),
+            resize=resize,
             image_size=image_size,
         )
         self._prefetcher = BatchPrefetcher[PendingEvalBatch](
@@ -200,23 +200,20 @@ class EvalLoader:
                 build_eval_pipeline,
                 interpolation=interpolation,
                 image_size=image_size,
-                batch=self._batch_size,
+                batch=self.batch_size,
                 device=device,
                 threads=threads,
                 normalization=normalization,
             ),
             device,
             settings.prefetch,
-            lambda index: self.bad_samples.add_undecodable(index, catalog.location(index)),
+            lambda index: self.bad_samples.add_undecodable(index, files.location(index)),
         )
 
-    def __iter__(self) -> Iterator[EvalBatch]:
-        """Yield all batches in the catalog's order; the last one may be shorter."""
+    def decoded(self) -> Iterator[tuple[PendingEvalBatch, Tensor]]:
+        """Yield all batches in the list's order with their normalised images; the last one may be shorter."""
         with closing(self._prefetcher.batches(self._reads())) as decoded:
-            for pending, images in decoded:
-                targets = self._catalog.targets[pending.indices].astype(np.int64)
-                classes = torch.from_numpy(np.where(pending.bad, NO_CLASS, targets))
-                yield EvalBatch(images, copy_async(classes, self._device), pending.indices)
+            yield from decoded
 
     def close(self) -> None:
         """End all threads; batches that were yielded stay valid."""
@@ -224,5 +221,24 @@ class EvalLoader:
         self._readers.close()
 
     def _reads(self) -> Iterator[Callable[[], PendingEvalBatch]]:
-        for first in range(0, len(self._indices), self._batch_size):
-            yield partial(self._read_batch, self._indices[first : first + self._batch_size])
+        for first in range(0, len(self._indices), self.batch_size):
+            yield partial(self._read_batch, self._indices[first : first + self.batch_size])
+
+
+class EvalLoader(EvalBatches):
+    """This rank's evaluation batches for classification."""
+
+    def __init__(
+        self, catalog: Catalog, settings: Data, *, image_size: int, crop_pct: float, **common: Any
+    ) -> None:
+        """`common` are further arguments of EvalBatches."""
+        resize = partial(resized_shapes, image_size=image_size, crop_pct=crop_pct)
+        super().__init__(catalog, len(catalog), settings, image_size=image_size, resize=resize, **common)
+        self._catalog, self._device = catalog, common["device"]
+
+    def __iter__(self) -> Iterator[EvalBatch]:
+        """Yield all batches in the catalog's order; the last one may be shorter."""
+        for pending, images in self.decoded():
+            targets = self._catalog.targets[pending.indices].astype(np.int64)
+            classes = torch.from_numpy(np.where(pending.bad, NO_CLASS, targets))
+            yield EvalBatch(images, copy_async(classes, self._device), pending.indices)

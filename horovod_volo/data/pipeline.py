@@ -1,4 +1,4 @@
-"""The two DALI pipelines: decode and crop for training; decode, resize, crop and normalise for evaluation.
+"""The DALI pipelines: decode and crop for training; decode, resize, crop and normalise for evaluation.
 
 The decoder's device is "cpu", which needs no GPU driver, or "mixed", which decodes on the GPU.
 
@@ -63,15 +63,7 @@ def build_train_pipeline(
             ],
             ndim=[1, 1, 1, 1, 0][:inputs],
         )
-        images = dali.fn.decoders.image_slice(
-            encoded,
-            start=corners,
-            shape=shapes,
-            axis_names="HW",
-            device=_decoder(device),
-            output_type=dali.types.RGB,
-            adjust_orientation=False,  # boxes and label maps refer to the stored image, as PIL reads it
-        )
+        images = _sliced(encoded, corners, shapes, device)
         if resize:
             flips, filters = rest
             filtering = dali.fn.cast(filters, dtype=dali.types.INTERP_TYPE)
@@ -106,6 +98,31 @@ def build_scene_pipeline(source: Source, *, batch: int, device: torch.device, th
             roi_end=ends,
             interp_type=dali.types.INTERP_LINEAR,
             antialias=False,
+        )
+        pipeline.set_outputs(dali.fn.flip(images, horizontal=flips))
+    pipeline.build()
+    return pipeline
+
+
+def build_box_pipeline(source: Source, *, side: int, batch: int, device: torch.device, threads: int) -> Any:
+    """Build the pipeline that decodes a window of each image and scales it to a square, to uint8.
+
+    Inputs: encoded images, window corners, window shapes, flips. Images become (side, side, 3).
+    """
+    dali = _dali()
+    pipeline = _empty_pipeline(batch, device, threads)
+    with pipeline:
+        encoded, corners, shapes, flips = dali.fn.external_source(
+            source=source,
+            num_outputs=4,
+            dtype=[dali.types.UINT8, dali.types.INT32, dali.types.INT32, dali.types.INT32],
+            ndim=[1, 1, 1, 0],
+        )
+        images = dali.fn.resize(
+            _sliced(encoded, corners, shapes, device),
+            size=[side, side],
+            interp_type=dali.types.INTERP_LINEAR,
+            antialias=True,
         )
         pipeline.set_outputs(dali.fn.flip(images, horizontal=flips))
     pipeline.build()
@@ -198,6 +215,19 @@ def _empty_pipeline(batch: int, device: torch.device, threads: int) -> Any:
 
 def _decoder(device: torch.device) -> str:
     return "mixed" if device.type == "cuda" else "cpu"
+
+
+def _sliced(encoded: Any, corners: Any, shapes: Any, device: torch.device) -> Any:
+    dali = _dali()
+    return dali.fn.decoders.image_slice(
+        encoded,
+        start=corners,
+        shape=shapes,
+        axis_names="HW",
+        device=_decoder(device),
+        output_type=dali.types.RGB,
+        adjust_orientation=False,  # boxes and label maps refer to the stored image, as PIL reads it
+    )
 
 
 def _resized(images: Any, size: Any, interpolation: str) -> Any:

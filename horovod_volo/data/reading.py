@@ -19,7 +19,6 @@ from PIL import Image
 
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
 from horovod_volo.data.center_crop import crop_corners
-from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.thread_pool import ImageThreadPool
 
@@ -86,7 +85,7 @@ def _too_large(catalog: ImageFiles, index: int) -> BadSampleError:
 
 def read_eval_batch(
     indices: NDArray[np.int64],
-    catalog: Catalog,
+    files: ImageFiles,
     bad_samples: BadSampleTracker,
     readers: ImageThreadPool,
     resize: Callable[[NDArray[np.int64]], NDArray[np.int64]],
@@ -99,7 +98,7 @@ def read_eval_batch(
 
     def read(index: int) -> tuple[Encoded, tuple[int, int]] | None:
         try:
-            return bad_samples.read_or_raise(index, partial(read_image, catalog))
+            return bad_samples.read_or_raise(index, partial(read_image, files))
         except BadSampleError:
             return None
 

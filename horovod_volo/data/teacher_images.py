@@ -47,7 +47,7 @@ class TeacherImages:
         self._readers = ImageThreadPool(threads, "image-reader")
         self._read_batch = partial(
             read_eval_batch,
-            catalog=catalog,
+            files=catalog,
             bad_samples=self._bad_samples,
             readers=self._readers,
             resize=self._resized_shapes,

@@ -48,24 +48,34 @@ class AnchorRule:
         return tuple(2 + 2 * len(ratios) for ratios in self.ratios)
 
 
-_SIZES_OF_300 = (21.0, 45.0, 99.0, 153.0, 207.0, 261.0, 315.0)
-_RATIOS = ((2.0,), (2.0, 3.0), (2.0, 3.0), (2.0, 3.0), (2.0,), (2.0,))
+_SMALLEST, _SECOND, _BEYOND = 0.07, 0.15, 1.05  # sizes of SSD's anchors, fractions of the image
+_LAST_HALVED = 5  # a map of at most so many positions a side is made smaller by a convolution without padding
 
-SSD300 = AnchorRule(
-    image_size=300,
-    sides=(38, 19, 10, 5, 3, 1),
-    steps=(8.0, 16.0, 32.0, 64.0, 100.0, 300.0),
-    sizes=_SIZES_OF_300,
-    ratios=_RATIOS,
-)
-# A trunk that halves the resolution exactly has these maps; the sizes are the same fractions of the image.
-SSD320 = AnchorRule(
-    image_size=320,
-    sides=(40, 20, 10, 5, 3, 1),
-    steps=tuple(320 / side for side in (40, 20, 10, 5, 3, 1)),
-    sizes=tuple(size * 320 / 300 for size in _SIZES_OF_300),
-    ratios=_RATIOS,
-)
+
+def anchor_rule(image_size: int) -> AnchorRule:
+    """Return SSD's rule for an image size: that of SSD300 and SSD512, and the same between them.
+
+    Maps begin at stride 8 and halve; the sizes of their anchors are equally spaced fractions of the image.
+    """
+    sides = [-(-image_size // 8)]
+    while sides[-1] > 1:
+        side = sides[-1]
+        sides.append(-(-side // 2) if side > _LAST_HALVED or side == 2 else side - 2)
+    maps = len(sides)
+    # SSD300's steps are those of 304 px, though some of its maps are a little larger.
+    steps = (8.0, 16.0, 32.0, 64.0, 100.0, 300.0) if image_size == 300 else (image_size / s for s in sides)
+    apart = (_BEYOND - _SECOND) / max(1, maps - 1)
+    sizes = [_SMALLEST, *(_SECOND + number * apart for number in range(maps))]
+    return AnchorRule(
+        image_size=image_size,
+        sides=tuple(sides),
+        steps=tuple(steps),
+        sizes=tuple(round(size * image_size, 3) for size in sizes),
+        ratios=tuple((2.0, 3.0) if 0 < number < maps - 2 else (2.0,) for number in range(maps)),
+    )
+
+
+SSD300 = anchor_rule(300)
 
 
 class Anchors(NamedTuple):

@@ -18,6 +18,8 @@ SCHEDULES: Registry[Decay] = Registry("schedule", "--sched")
 register_schedule = SCHEDULES.register
 register_schedule("cosine", lambda passed: 0.5 * (1 + math.cos(math.pi * passed)))
 register_schedule("linear", lambda passed: 1 - passed)
+# As published for SSD: divided by ten before epochs 43 and 54 of 65.
+register_schedule("step", lambda passed: 0.1 ** ((passed >= 43 / 65) + (passed >= 54 / 65)))
 register_schedule("constant", lambda passed: 1.0)  # noqa: ARG005
 
 

@@ -85,7 +85,7 @@ class Classification:
     def check(self, config: Config) -> None:
         check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
         if config.model.sync_bn == "heads":
-            raise UserError("--sync-bn heads is for segmentation. Use --sync-bn all, or none.")
+            raise UserError("--sync-bn heads is for segmentation and detection. Use --sync-bn all, or none.")
         LOSSES.find(config.objective.loss)
         if config.data.aa:
             parse(config.data.aa)

@@ -24,7 +24,7 @@ from horovod_volo.data.pipeline import Normalization
 from horovod_volo.data.scenes.scene_list import SceneList
 from horovod_volo.data.scenes.scene_loader import Scene, SceneEvalLoader
 from horovod_volo.data.scenes.scene_plan import keep_ratio
-from horovod_volo.tasks.pictures import ScenePictures
+from horovod_volo.tasks.pictures import EvaluationPictures
 from horovod_volo.tasks.task import Beat, Metrics
 
 OnScene = Callable[[Scene, Tensor], object]  # given an image and its predicted classes
@@ -199,12 +199,13 @@ def measure_iou(
     world: World,
     device: torch.device,
     arithmetic: torch.autocast,
-    pictures: ScenePictures,
+    pictures: EvaluationPictures,
 ) -> Metrics:
     """Return a network's metrics on the held-out images. Collective: every rank calls this."""
 
     def on_scene(scene: Scene, predicted: Tensor) -> None:
-        pictures.add(scene, predicted)
+        if pictures.wants(scene.number):
+            pictures.add_masks(scene, predicted)
         beat()
 
     with torch.inference_mode(), arithmetic:

@@ -28,7 +28,7 @@ from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights import load_fitted, read_weights
 from horovod_volo.objective.pixel_loss import PixelLosses, pixel_losses
 from horovod_volo.tasks.mean_iou import ScenePredictor, measure_iou
-from horovod_volo.tasks.pictures import ScenePictures
+from horovod_volo.tasks.pictures import EvaluationPictures
 from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes, drop_path_seed
 
 _NONE_SEED = 0
@@ -138,7 +138,7 @@ class SegmentationTask:
             data.held_out, config.data, rank=world.rank, size=world.size, threads=threads
         )
         arithmetic = autocast(config.model.precision, device)
-        pictures = ScenePictures(_PICTURES if world.is_rank_zero else 0)
+        pictures = EvaluationPictures(_PICTURES if world.is_rank_zero else 0)
         return TaskRun(
             train_loader=train_loader,
             losses=SegmentationLosses(

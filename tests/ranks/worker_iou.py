@@ -15,7 +15,7 @@ from horovod_volo.data.scenes.scene_loader import SceneEvalLoader
 from horovod_volo.models.dense.upernet import UperNet
 from horovod_volo.models.precision import autocast
 from horovod_volo.tasks.mean_iou import ScenePredictor, measure_iou
-from horovod_volo.tasks.pictures import ScenePictures
+from horovod_volo.tasks.pictures import EvaluationPictures
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
         world=world,
         device=device,
         arithmetic=autocast("fp32", device),
-        pictures=ScenePictures(2),
+        pictures=EvaluationPictures(2),
     )
     loader.close()
     torch.save(metrics, options.out / f"rank_{world.rank}.pt")

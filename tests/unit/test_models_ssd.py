@@ -9,10 +9,12 @@ from network_samples import perturbed, random_images
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.ssd import ANCHORS_PER_POSITION, SSD, ExtraMap, ResNetTrunk, build_resnet_ssd
+from horovod_volo.models.build import build_model
+from horovod_volo.models.ssd import SSD, ExtraMap, ResNetTrunk, build_ssd, extra_maps, fitted_weights
 from horovod_volo.models.timm_api import create_model
-from horovod_volo.objective.anchors import SSD300, SSD320, AnchorRule, build_anchors
+from horovod_volo.objective.anchors import SSD300, AnchorRule, anchor_rule, build_anchors
 
+ANCHORS_PER_POSITION = (4, 6, 6, 6, 4, 4)
 NARROW = tuple(ExtraMap(3, 4, halves=halves) for halves in (True, True, True, False, False))
 
 
@@ -21,6 +23,11 @@ class TinyTrunk(nn.Sequential):
 
     def __init__(self, channels: int) -> None:
         super().__init__(nn.Conv2d(3, channels, 7, stride=8, padding=3), nn.ReLU())
+
+    def forward(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:  # type: ignore[override]
+        """Return one map."""
+        assert drop_path_seed is None
+        return [super().forward(images)]
 
 
 class PositionHead(nn.Module):
@@ -41,15 +48,27 @@ class PositionHead(nn.Module):
         return coded.flatten(0, 1).expand(batch, -1, -1, -1).contiguous(memory_format=torch.channels_last)
 
 
+def with_anchors(channels: int, classes: int, extras: tuple[ExtraMap, ...]) -> SSD:
+    return SSD(
+        TinyTrunk(channels), [channels], classes, extras=extras, anchors_per_position=ANCHORS_PER_POSITION
+    )
+
+
+def of_300(name: str, classes: int) -> SSD:
+    return build_ssd(
+        name, classes, img_size=300, sides=SSD300.sides, anchors_per_position=ANCHORS_PER_POSITION
+    )
+
+
 def tiny() -> SSD:
     torch.manual_seed(0)
-    return SSD(TinyTrunk(6), 6, 5, extra_maps=NARROW)
+    return with_anchors(6, 5, NARROW)
 
 
 def on_meta(name: str) -> SSD:
     """Build a network without the memory for its weights."""
     with torch.device("meta"):
-        return build_resnet_ssd(name, 80)
+        return of_300(name, 80)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +77,7 @@ def on_meta(name: str) -> SSD:
 )
 def test_the_number_of_parameters(name: str, trunk: int, extras: int, parameters: int) -> None:
     model = on_meta(name)
-    assert sum(map(Tensor.numel, model.trunk.parameters())) == trunk
+    assert sum(map(Tensor.numel, model.backbone.parameters())) == trunk
     assert sum(map(Tensor.numel, model.extras.parameters())) == extras
     channels = [1024 if name == "resnet50" else 256, 512, 512, 256, 256, 256]
     heads = [
@@ -69,7 +88,7 @@ def test_the_number_of_parameters(name: str, trunk: int, extras: int, parameters
 
 
 @pytest.mark.parametrize("name", ["resnet34", "resnet50"])
-@pytest.mark.parametrize("rule", [SSD300, SSD320])
+@pytest.mark.parametrize("rule", [SSD300, anchor_rule(320)])
 def test_the_outputs_have_one_entry_for_each_anchor(name: str, rule: AnchorRule) -> None:
     model, images = on_meta(name), torch.empty(2, 3, rule.image_size, rule.image_size, device="meta")
     assert tuple(each.shape[-1] for each in model.feature_maps(images)) == rule.sides
@@ -80,7 +99,7 @@ def test_the_outputs_have_one_entry_for_each_anchor(name: str, rule: AnchorRule)
     assert rule.anchors_per_position == ANCHORS_PER_POSITION
 
 
-@pytest.mark.parametrize("rule", [SSD300, SSD320])
+@pytest.mark.parametrize("rule", [SSD300, anchor_rule(320)])
 @torch.inference_mode()
 def test_outputs_are_in_the_order_of_the_anchors(rule: AnchorRule) -> None:
     model = tiny().eval()
@@ -121,7 +140,7 @@ def test_an_anchor_reads_the_features_at_its_position() -> None:
 def test_every_parameter_gets_a_gradient() -> None:
     torch.manual_seed(0)
     # timm's residual branches end with a weight of 0, behind which all gradients are 0.
-    model = perturbed(build_resnet_ssd("resnet18", 3)).train()
+    model = perturbed(of_300("resnet18", 3)).train()
     boxes, logits = model(random_images(2, 300))
     (boxes.square().mean() + logits.square().mean()).backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
@@ -129,7 +148,7 @@ def test_every_parameter_gets_a_gradient() -> None:
 
 def test_new_convolutions_have_the_published_distribution() -> None:
     torch.manual_seed(0)
-    model = SSD(TinyTrunk(64), 64, 20)
+    model = with_anchors(64, 20, extra_maps(SSD300.sides, 1))
     for layer in (model.extras[0][0], model.extras[4][3], model.box_heads[1], model.class_heads[0]):  # type: ignore[index]
         assert isinstance(layer, nn.Conv2d)
         outputs, inputs, *kernel = layer.weight.shape
@@ -164,7 +183,7 @@ def test_only_the_stride_of_the_third_stage_is_removed() -> None:
     resnet, trunk = perturbed(create_model("resnet50")).eval(), ResNetTrunk("resnet50").eval()
     trunk.load_state_dict({key: resnet.state_dict()[key] for key in trunk.state_dict()})
     images = random_images(1, 70)
-    assert trunk(images).shape == (1, 1024, 9, 9)
+    assert trunk(images)[0].shape == (1, 1024, 9, 9)
     before = resnet.layer2(resnet.layer1(resnet.maxpool(resnet.act1(resnet.bn1(resnet.conv1(images))))))
     # The layers after the one with stride 2 are 1 x 1, so every second position of the block is timm's.
     ours, theirs = trunk.layer3[0](before)[..., ::2, ::2], resnet.layer3[0](before)
@@ -179,4 +198,36 @@ def test_a_trunk_that_cannot_be_changed_is_refused(name: str) -> None:
 
 def test_each_map_needs_its_number_of_anchors() -> None:
     with pytest.raises(ValueError, match="6 maps, but 5"):
-        SSD(TinyTrunk(4), 4, 3, extra_maps=NARROW, anchors_per_position=(4, 6, 6, 6, 4))
+        SSD(TinyTrunk(4), [4], 3, extras=NARROW, anchors_per_position=(4, 6, 6, 6, 4))
+
+
+@pytest.mark.parametrize("side", [128, 320])
+def test_volo_gives_the_first_two_maps(side: int) -> None:
+    rule = anchor_rule(side)
+    torch.manual_seed(0)
+    sizes = {"sides": rule.sides, "anchors_per_position": rule.anchors_per_position}
+    model = build_ssd("volo_demo", 5, img_size=side, **sizes).eval()
+    with torch.inference_mode():
+        maps = model.feature_maps(random_images(1, side))
+        boxes, logits = model(random_images(1, side))
+    assert tuple(each.shape[-1] for each in maps) == rule.sides
+    assert maps[0].mean(dim=1).abs().max() < 1e-4  # each position has a norm
+    assert boxes.shape[1] == logits.shape[1] == len(build_anchors(rule).centres)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "volo_demo"])
+def test_weights_of_classification_begin_the_backbone(name: str) -> None:
+    torch.manual_seed(0)
+    source = build_model(name, img_size=304, num_classes=7, drop_path=0.0)
+    rule = anchor_rule(320)
+    sizes = {"sides": rule.sides, "anchors_per_position": rule.anchors_per_position}
+    model = build_ssd(name, 5, img_size=320, **sizes)
+    fitted, fresh, messages = fitted_weights(model, source.state_dict())
+    assert set(fitted) | set(fresh) == set(model.state_dict())
+    assert not set(fitted) & set(fresh)
+    assert all(name.startswith("backbone.") for name in fitted)
+    assert "tensors of classification alone are left out" in messages[-1]
+    model.load_state_dict(fitted, strict=False)
+    again, none, _ = fitted_weights(model, model.state_dict())
+    assert set(again) == set(model.state_dict())
+    assert none == []

@@ -11,9 +11,9 @@ from torch import Tensor
 from horovod_volo.objective import anchors as anchors_module
 from horovod_volo.objective.anchors import (
     SSD300,
-    SSD320,
     AnchorRule,
     Anchors,
+    anchor_rule,
     build_anchors,
     decode,
     encode,
@@ -93,7 +93,7 @@ def test_the_number_of_anchors() -> None:
     assert per_map == [5776, 2166, 600, 150, 36, 4]
     assert OF_300.centres.shape == OF_300.corners.shape == (8732, 4)
     assert sum(per_map) == 8732
-    assert build_anchors(SSD320).centres.shape == (6400 + 2400 + 600 + 150 + 36 + 4, 4)
+    assert build_anchors(anchor_rule(320)).centres.shape == (6400 + 2400 + 600 + 150 + 36 + 4, 4)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_2221_anchors_reach_outside_the_image() -> None:
 
 
 def test_the_anchors_of_320_pixels_are_the_same_fractions_of_the_image() -> None:
-    centres = build_anchors(SSD320).centres
+    centres = build_anchors(anchor_rule(320)).centres
     for (side, shapes), (start, of_300) in zip(
         [(40, 4), (20, 6), (10, 6), (5, 6), (3, 4), (1, 4)],
         [(0, 0), (6400, 5776), (8800, 7942), (9400, 8542), (9550, 8692), (9586, 8728)],
@@ -142,6 +142,15 @@ def test_the_anchors_of_320_pixels_are_the_same_fractions_of_the_image() -> None
         torch.testing.assert_close(of_map[..., 0], positions.expand(shapes, side, side))
         torch.testing.assert_close(of_map[..., 1], positions.unsqueeze(1).expand(shapes, side, side))
         torch.testing.assert_close(of_map[0, 0, 0, 2:], OF_300.centres[of_300, 2:])
+
+
+def test_the_rule_of_512_pixels_is_that_of_ssd512() -> None:
+    rule = anchor_rule(512)
+    assert rule.sides == (64, 32, 16, 8, 4, 2, 1)
+    assert rule.anchors_per_position == (4, 6, 6, 6, 6, 4, 4)
+    assert [size / 512 for size in rule.sizes] == pytest.approx([0.07, 0.15, 0.3, 0.45, 0.6, 0.75, 0.9, 1.05])
+    assert len(build_anchors(rule).centres) == 24_564
+    assert anchor_rule(128).sides == (16, 8, 4, 2, 1)
 
 
 def test_a_rule_needs_one_size_more_than_maps() -> None:

@@ -7,30 +7,21 @@ must be multiples of 16; position embeddings are resized to the grid of the imag
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.build import build_model, our_name
+from horovod_volo.models.build import build_model, our_name, seed_torch
 from horovod_volo.models.drop_path import sample_drop_path
 from horovod_volo.models.lvvit import LvVit
-from horovod_volo.models.position_embedding import resize_position_embedding
+from horovod_volo.models.position_embedding import fit_position_embedding, resize_position_embedding
 from horovod_volo.models.timm_api import create_model, get_pretrained_cfg
 from horovod_volo.models.volo import Volo, run_blocks
 
 _STRIDE = 16
-
-
-class Backbone(Protocol):
-    """A network that returns maps; `prefixes` name the parameters of classification that it lacks."""
-
-    channels: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def __call__(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:
-        """Return maps (batch, channels, height, width)."""
 
 
 class VoloBackbone(Volo):
@@ -108,8 +99,10 @@ class TimmBackbone(nn.Module):
         self.channels = tuple(self.body.feature_info.channels())
         self.strides = tuple(self.body.feature_info.reduction())
 
-    def forward(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:  # noqa: ARG002
-        """Return the maps; timm's drop path draws from torch's generator."""
+    def forward(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:
+        """Return the maps; timm's drop path draws from torch's generator, which takes 63 bits."""
+        if drop_path_seed is not None:
+            seed_torch(images.device, drop_path_seed >> 1)
         maps: list[Tensor] = self.body(images)
         return [
             each if each.shape[1] == width else each.permute(0, 3, 1, 2)
@@ -146,3 +139,23 @@ def embedding_for(embedding: Tensor, grid: tuple[int, int], old: tuple[int, int]
     """
     own = old or (embedding.shape[1], embedding.shape[2])
     return embedding if own == grid else resize_position_embedding(embedding, own, grid)
+
+
+def fit_backbone(
+    backbone: nn.Module, given: Mapping[str, Tensor], *, whole: bool = True
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return weights for a backbone, without what classification alone has, and messages.
+
+    `given` are those of a network of classification, or not `whole`, those of such a backbone.
+    """
+    unused = tuple(f"{name}{end}" for name in getattr(backbone, "unused", ()) for end in (".", ""))
+    kept = {name: tensor for name, tensor in given.items() if not name.startswith(unused or "\0")}
+    messages: list[str] = []
+    if hasattr(backbone, "pos_embed"):
+        kept, messages = fit_position_embedding(backbone, kept)
+    elif whole and isinstance(backbone, TimmBackbone):
+        own = backbone.state_dict()
+        kept = {f"body.{name}": tensor for name, tensor in kept.items() if f"body.{name}" in own}
+    if len(kept) < len(given):
+        messages.append(f"{len(given) - len(kept)} tensors of classification alone are left out")
+    return kept, messages

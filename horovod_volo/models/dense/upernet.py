@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import seed_torch
-from horovod_volo.models.dense.backbones import build_backbone
+from horovod_volo.models.dense.backbones import build_backbone, fit_backbone
 from horovod_volo.models.dense.necks import build_neck, pad_to_multiple
 from horovod_volo.models.dense.sync_batch_norm import run_together
 from horovod_volo.models.dense.uperhead import FCNHead, UPerHead
-from horovod_volo.models.position_embedding import fit_position_embedding
 
 HEADS = ("decode_head.conv_seg", "auxiliary_head.conv_seg")
 # The same modules in other projects: (theirs, ours).
@@ -101,16 +100,8 @@ def fitted_weights(
     fresh = [] if is_whole else [name for name in network.state_dict() if not name.startswith("backbone.")]
     if fresh:
         messages.append("neck and heads begin with fresh weights: these are of the backbone alone")
-    unused = tuple(f"{name}{end}" for name in getattr(network.backbone, "unused", ()) for end in (".", ""))
-    kept = {name: tensor for name, tensor in body.items() if not name.startswith(unused or "\0")}
-    if hasattr(network.backbone, "pos_embed"):
-        kept, fitted = fit_position_embedding(network.backbone, kept)
-        messages += fitted
-    elif not is_whole:
-        own = network.backbone.state_dict()
-        kept = {f"body.{name}": tensor for name, tensor in kept.items() if f"body.{name}" in own}
-    if len(kept) < len(body):
-        messages.append(f"{len(body) - len(kept)} tensors of classification alone are left out")
+    kept, of_backbone = fit_backbone(network.backbone, body, whole=not is_whole)
+    messages += of_backbone
     return others | {f"backbone.{name}": tensor for name, tensor in kept.items()}, fresh, messages
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from horovod_volo.evaluation.coco import (
+from horovod_volo.tasks.average_precision import (
     NO_TRUTH,
     BoxMetrics,
     BoxPredictions,

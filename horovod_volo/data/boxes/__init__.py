@@ -1,0 +1,1 @@
+"""Images with boxes around their objects, and a class of each box."""
