@@ -34,11 +34,17 @@ if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.evaluation.accuracy import EvalRequest, EvalResult
     from horovod_volo.evaluation.per_class import ClassResult
+    from horovod_volo.monitor.progress import ThroughputLine
 
 DONE = 0
 STDOUT = "-"
 ALL_CLASSES = sys.maxsize
 WORST_CLASSES = 20
+_FLAGS_OF_TASKS = {
+    **dict.fromkeys(("model", "img_size", "aux_head", "crop_pct", "real", "v2"), ("classification",)),
+    **dict.fromkeys(("test_mode", "scales", "flip"), ("segmentation",)),
+    "predictions": ("segmentation", "detection"),
+}
 
 # Heavy modules are imported where they are used, so that --help answers at once.
 
@@ -56,17 +62,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def _evaluate(options: argparse.Namespace, world: World) -> int:
     """Evaluate, print and write the result. Collective: every rank calls this."""
-    from horovod_volo.core.errors import list_problems
     from horovod_volo.evaluation.accuracy import EvalRequest, check_writable, measure_accuracy
     from horovod_volo.models.pretrained import task_of
-    from horovod_volo.monitor.progress import ThroughputLine
     from horovod_volo.plugins import load_plugins
 
     world.run_on_all_ranks(partial(load_plugins, options.plugin))
     if options.json not in ("", STDOUT):
         world.run_on_rank_zero(lambda: check_writable(options.json))
-    if task_of(options.weights) == "segmentation":
-        return _evaluate_scenes(options, world)
+    task = task_of(options.weights)
+    world.run_on_all_ranks(partial(_refuse_flags_of_others, options, task))
+    if task != "classification":
+        return _evaluate_dense(options, task, world)
     request = EvalRequest(
         data_dir=options.data_dir,
         weights=options.weights,
@@ -83,49 +89,66 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
         real=options.real,
         v2=options.v2,
     )
-    counted = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    result = measure_accuracy(request, world, ThroughputLine(counted, shown=world.is_rank_zero))
+    result = measure_accuracy(request, world, _progress(world))
     rows = result.classes[: options.per_class]
-    if world.is_rank_zero:
-        list_problems([f"left out: {text}" for text in result.bad_samples])
-        if options.json != STDOUT:
-            print(_format_text(request, result, rows), flush=True)
     record = _json_record(request, result, world.size, rows)
-    world.run_on_rank_zero(lambda: _write(options.json, json.dumps(record, indent=2)))
+    _report(options, world, result.bad_samples, _format_text(request, result, rows), record)
     return DONE
 
 
-def _evaluate_scenes(options: argparse.Namespace, world: World) -> int:
-    """Evaluate a network that predicts pixels. Collective: every rank calls this."""
-    from horovod_volo.core.errors import list_problems
-    from horovod_volo.evaluation.scenes import SceneRequest, json_record, measure_scenes, text_of
+def _evaluate_dense(options: argparse.Namespace, task: str, world: World) -> int:
+    """Evaluate a network that predicts pixels or boxes. Collective: every rank calls this."""
+    from horovod_volo.evaluation import boxes, scenes
+    from horovod_volo.evaluation.dense import DenseRequest
+
+    names = DenseRequest.__dataclass_fields__
+    common = {name: getattr(options, name) for name in names}
+    progress = _progress(world)
+    if task == "detection":
+        request = DenseRequest(**common)
+        found = boxes.measure_found(request, world, progress)
+        lines = boxes.text_of(request, found, options.per_class)
+        record, bad = boxes.json_record(request, found, world.size), found.bad_samples
+    else:
+        own = {"test_mode": options.test_mode, "scales": tuple(options.scales), "flip": options.flip}
+        of_scenes = scenes.SceneRequest(**common, **own)
+        result = scenes.measure_scenes(of_scenes, world, progress)
+        lines = scenes.text_of(of_scenes, result, options.per_class)
+        record, bad = scenes.json_record(of_scenes, result, world.size), result.bad_samples
+    _report(options, world, bad, lines, record)
+    return DONE
+
+
+def _refuse_flags_of_others(options: argparse.Namespace, task: str) -> None:
+    """Raise UserError for a flag that networks of this task do not read."""
+    parser = build_parser()
+    for name, tasks in _FLAGS_OF_TASKS.items():
+        if task not in tasks and getattr(options, name) != parser.get_default(name):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(f"{flag} is for {' and '.join(tasks)}, but {options.weights} is for {task}.")
+
+
+def _progress(world: World) -> ThroughputLine:
     from horovod_volo.monitor.progress import ThroughputLine
 
-    request = SceneRequest(
-        data_dir=options.data_dir,
-        weights=options.weights,
-        use_ema=options.use_ema,
-        batch_size=options.batch_size,
-        workers=options.workers,
-        precision=options.precision,
-        split=options.split,
-        test_mode=options.test_mode,
-        scales=tuple(options.scales),
-        flip=options.flip,
-        predictions=options.predictions,
-    )
     counted = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    result = measure_scenes(request, world, ThroughputLine(counted, shown=world.is_rank_zero))
+    return ThroughputLine(counted, shown=world.is_rank_zero)
+
+
+def _report(
+    options: argparse.Namespace, world: World, bad: list[str], lines: Sequence[str], record: dict[str, Any]
+) -> None:
+    """Print and write the result on rank 0. Collective: every rank calls this."""
+    from horovod_volo.core.errors import list_problems
+
     if world.is_rank_zero:
-        list_problems([f"left out: {text}" for text in result.bad_samples])
+        list_problems([f"left out: {text}" for text in bad])
         if options.json != STDOUT:
-            print("\n".join(map(escape_controls, text_of(request, result, options.per_class))), flush=True)
-    record = json_record(request, result, world.size)
+            print("\n".join(map(escape_controls, lines)), flush=True)
     world.run_on_rank_zero(lambda: _write(options.json, json.dumps(record, indent=2)))
-    return DONE
 
 
-def _format_text(request: EvalRequest, result: EvalResult, rows: Sequence[ClassResult]) -> str:
+def _format_text(request: EvalRequest, result: EvalResult, rows: Sequence[ClassResult]) -> list[str]:
     counts, metrics, model = result.counts, result.counts.metrics(), result.model
     properties = [
         ("weights", request.weights),
@@ -140,7 +163,7 @@ def _format_text(request: EvalRequest, result: EvalResult, rows: Sequence[ClassR
         real = f"{result.real.accuracy:.3f} %, {result.real.right:,} of {result.real.images:,} images"
         properties.append(("ReaL", real))
     lines = [f"{name:<10}{value}" for name, value in properties]
-    return "\n".join(map(escape_controls, [*lines, "", *_format_table(rows)] if rows else lines))
+    return [*lines, "", *_format_table(rows)] if rows else lines
 
 
 def _format_table(rows: Sequence[ClassResult]) -> list[str]:
@@ -243,7 +266,7 @@ def build_parser() -> Parser:
 
 
 def _add_scene_flags(parser: Parser) -> None:
-    scenes = parser.add_argument_group("segmentation")
+    scenes = parser.add_argument_group("segmentation and detection")
     add_flags(
         scenes,
         Setting(
@@ -263,7 +286,7 @@ def _add_scene_flags(parser: Parser) -> None:
     )
     scenes.add_argument("--flip", action="store_true", help="average with the prediction of mirrored images")
     scenes.add_argument(
-        "--predictions", default="", metavar="FOLDER", help="write the predicted classes as PNG files"
+        "--predictions", default="", metavar="FOLDER", help="write predicted classes as PNG, or boxes as JSON"
     )
 
 

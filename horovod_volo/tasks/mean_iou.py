@@ -133,15 +133,18 @@ def count_pixels(truth: Tensor, predicted: Tensor, classes: int) -> Tensor:
     )
 
 
-def iou_metrics(confusion: NDArray[np.int64]) -> Metrics:
-    """Return the mean IoU, the accuracy of all pixels and its mean over classes, in per cent.
+def ious(confusion: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the IoU of each class (classes,); NaN for one that is neither in the masks nor predicted."""
+    right = confusion.diagonal()
+    union = confusion.sum(axis=1) + confusion.sum(axis=0) - right
+    return np.where(union > 0, right / np.maximum(union, 1), np.nan)
 
-    A class that is neither in the masks nor predicted is left out.
-    """
-    right, labelled, predicted = confusion.diagonal(), confusion.sum(axis=1), confusion.sum(axis=0)
-    union = labelled + predicted - right
+
+def iou_metrics(confusion: NDArray[np.int64]) -> Metrics:
+    """Return the mean IoU, the accuracy of all pixels and its mean over classes, in per cent."""
+    right, labelled = confusion.diagonal(), confusion.sum(axis=1)
     return {
-        "miou": 100 * float((right[union > 0] / union[union > 0]).mean()),
+        "miou": 100 * float(np.nanmean(ious(confusion))),
         "pixel_accuracy": 100 * float(right.sum() / labelled.sum()),
         "class_accuracy": 100 * float((right[labelled > 0] / labelled[labelled > 0]).mean()),
     }

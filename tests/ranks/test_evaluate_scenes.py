@@ -111,7 +111,7 @@ def test_weights_for_other_classes_are_refused(scenes: Path, trained: Path, tmp_
     (folder / "classes.txt").write_text("\n".join("abcdefghi"))
     status, output = evaluated(folder, trained)
     assert status == 2
-    assert "has 9 classes, but the network of" in output
+    assert "has 9 classes, but " in output
 
 
 def test_ade20ks_server_counts_from_one(tmp_path: Path) -> None:

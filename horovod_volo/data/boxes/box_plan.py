@@ -47,7 +47,7 @@ class ColorChange:
     def affine(self) -> NDArray[np.float64]:
         """Return the map of levels 0 to 255, (3, 4): a matrix and, in the last column, what is added."""
         angle = radians(self.hue)
-        turn = self.saturation * np.array([[cos(angle), -sin(angle)], [sin(angle), cos(angle)]])
+        turn = self.saturation * np.array([[cos(angle), sin(angle)], [-sin(angle), cos(angle)]])
         in_yiq = np.eye(3)
         in_yiq[1:, 1:] = turn
         matrix = self.brightness * self.contrast * np.linalg.inv(_TO_YIQ) @ in_yiq @ _TO_YIQ

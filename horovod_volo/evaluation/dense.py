@@ -1,0 +1,146 @@
+"""What the evaluations of pixels and of boxes share: a run's settings and its network, on all ranks.
+
+Whatever can be wrong with the request is checked before the first image is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from horovod_volo.cluster.resources import rank_resources
+from horovod_volo.cluster.world import World
+from horovod_volo.config.schema import Config, Data
+from horovod_volo.config.values import assemble
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.pipeline import Normalization
+from horovod_volo.models.build import spec_of
+from horovod_volo.models.precision import fix_convolutions, set_tf32
+from horovod_volo.models.pretrained import settings_of_run
+from horovod_volo.models.weights import read_weights
+from horovod_volo.tasks.task import Samples, Task
+
+Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
+
+
+@dataclass(frozen=True)
+class DenseRequest:
+    """The network, the images and the settings of an evaluation."""
+
+    data_dir: str
+    weights: str  # of a run
+    use_ema: bool
+    batch_size: int  # images, or windows of an image, that are predicted at once
+    workers: int  # 0: one per core of the rank
+    precision: str
+    split: Literal["train", "val"]
+    predictions: str  # folder; empty: none are written
+
+    def record(self) -> dict[str, Any]:
+        """Return what names the evaluation in JSON."""
+        return {"weights": self.weights, "use_ema": self.use_ema, "precision": self.precision}
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """A run's network on a rank's device, in evaluation mode."""
+
+    network: nn.Module
+    messages: list[str]  # on the weights
+    normalization: Normalization
+    settings: Data
+    device: Any
+    threads: int
+
+
+def settings_of(request: DenseRequest) -> Config:
+    """Return a run's settings; raise UserError if predictions cannot be written."""
+    if request.predictions:
+        try:
+            Path(request.predictions).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--predictions cannot create {request.predictions}: {error.strerror}. Name another folder."
+            ) from None
+        if not os.access(request.predictions, os.W_OK):
+            raise UserError(f"--predictions cannot write into {request.predictions}. Name another folder.")
+    config = assemble(dict(settings_of_run(request.weights)), fallback_name="")
+    return replace(config, model=replace(config.model, use_ema=request.use_ema, allow_mismatch=""))
+
+
+def open_network(
+    request: DenseRequest,
+    config: Config,
+    task: Task,
+    samples: Samples,
+    classes_in: Callable[[Mapping[str, Tensor]], int],
+    world: World,
+) -> TrainedNetwork:
+    """Build and load a run's network on all ranks; `classes_in` tells for how many classes weights are."""
+
+    def load() -> tuple[nn.Module, list[str]]:
+        weights, _ = read_weights(request.weights, use_ema=request.use_ema)
+        classes = classes_in(weights)
+        if classes != len(samples.classes):
+            raise UserError(
+                f"{request.data_dir} has {len(samples.classes)} classes, but {request.weights} is a network of "
+                f"{classes}. Give images of the classes that it was trained on."
+            )
+        network = task.build_network(config, classes)
+        return network, task.load_weights(network, config, request.weights)
+
+    network, messages = world.run_on_all_ranks(load)
+    world.assert_identical(network.parameters(), "The weights")
+    resources = rank_resources(world)
+    network.eval().requires_grad_(False).to(resources.device)
+    set_tf32(request.precision)
+    fix_convolutions(network, request.precision, resources.device)
+    spec = spec_of(config.model.model)
+    return TrainedNetwork(
+        network,
+        messages,
+        Normalization(spec.mean, spec.std),
+        # No number of damaged images ends the evaluation: the result names and counts them.
+        Data(batch_size=request.batch_size, bad_samples="skip", bad_samples_limit=len(samples)),
+        resources.device,
+        request.workers or resources.threads,
+    )
+
+
+class CountedProgress:
+    """Tells how many of this rank's images are done."""
+
+    def __init__(self, progress: Progress, world: World, images: int) -> None:
+        self._progress, self._all = progress, len(range(world.rank, images, world.size))
+        self._done = 0
+
+    def one(self) -> None:
+        """Count one image."""
+        self._done += 1
+        self._progress(self._done, self._all)
+
+
+def lines_of(
+    request: DenseRequest, model: str, messages: list[str], images: str, rows: list[tuple[str, str]]
+) -> list[str]:
+    """Return a result as lines: the weights, the model and the images, then `rows`."""
+    properties = [
+        ("weights", request.weights),
+        ("model", model),
+        *(("", message) for message in messages),
+        ("images", images),
+        *rows,
+    ]
+    return [f"{name:<10}{value}" for name, value in properties]
+
+
+def worst_lines(values: Mapping[str, float], worst: int) -> list[str]:
+    """Return the classes of lowest value in per cent as lines, after an empty one."""
+    rows = sorted(values.items(), key=lambda row: row[1])[:worst]
+    width = max((len(name) for name, _ in rows), default=0)
+    return [*([""] if rows else []), *(f"{name:<{width}}  {value:>6.2f} %" for name, value in rows)]

@@ -1,0 +1,244 @@
+"""Windows of images with boxes: one affine map, SSD's distribution, DALI's colours, functions of the seed."""
+
+from __future__ import annotations
+
+import random
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from box_samples import annotation, image, write_coco
+from numpy.typing import NDArray
+
+from horovod_volo.config.dense_settings import Detection
+from horovod_volo.config.schema import Data
+from horovod_volo.core.batch import BoxBatch
+from horovod_volo.data.boxes.box_list import BoxList, find_boxes, list_boxes
+from horovod_volo.data.boxes.box_loader import BoxTrainLoader
+from horovod_volo.data.boxes.box_plan import BoxPlan, ColorChange, Window, draw_box_plan
+from horovod_volo.data.ordered_batches import OrderOfRank
+from horovod_volo.data.pipeline import Normalization
+
+PLAIN = Detection(
+    hue=0.0, saturation_range=(1.0, 1.0), contrast_range=(1.0, 1.0), brightness_range=(1.0, 1.0)
+)
+SIDE = 96
+CHANNEL_OF_CLASS = {1: 0, 2: 1, 3: 2}  # the painted colours: red, green, blue
+
+
+def painted(folder: Path, count: int = 24) -> BoxList:
+    """Write images with a box of each class, which do not overlap."""
+    drawn = np.random.default_rng(0)
+    images, boxes = [], []
+    for number in range(count):
+        width, height = drawn.integers(60, 200, 2).tolist()
+        images.append(image(number, width, height))
+        for part, category in enumerate((1, 18, 90)):
+            third = width // 3
+            left, right = (part * third + np.sort(drawn.choice(third - 1, 2, replace=False))).tolist()
+            top, bottom = np.sort(drawn.choice(height - 1, 2, replace=False)).tolist()
+            boxes.append(annotation(number, (left, top, right - left + 1, bottom - top + 1), category))
+    write_coco(folder, images, boxes)
+    return list_boxes(find_boxes(folder, "train"), None)
+
+
+def batches(
+    images: BoxList, settings: Detection, epochs: int = 1, *, threads: int = 2, **data: Any
+) -> list[BoxBatch]:
+    loader = BoxTrainLoader(
+        images,
+        Data(**({"batch_size": 4} | data)),
+        settings,
+        side=SIDE,
+        order=OrderOfRank(3, 0, 1, 1),
+        device=torch.device("cpu"),
+        threads=threads,
+        normalization=Normalization((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+    )
+    with closing(loader):
+        return [batch for epoch in range(epochs) for batch in loader.batches(epoch, 0)]
+
+
+def test_painted_boxes_and_their_pixels_agree_to_a_pixel(tmp_path: Path) -> None:
+    images = painted(tmp_path)
+    compared, cut = 0, 0
+    for batch in batches(images, PLAIN, epochs=6):
+        for pixels, boxes, classes in zip(batch.images, batch.boxes, batch.classes, strict=True):
+            for box, kind in zip(boxes, classes.tolist(), strict=True):
+                if kind == 0:
+                    continue
+                channel = CHANNEL_OF_CLASS[kind]
+                others = [other for other in range(3) if other != channel]
+                inside = (pixels[channel] > 0.745) & (pixels[others].amax(dim=0) < 0.255)
+                if (box[2:] - box[:2]).min() * SIDE < 3:  # too thin to have a pixel of pure colour
+                    continue
+                rows, columns = torch.nonzero(inside, as_tuple=True)
+                found = [int(columns.min()), int(rows.min()), int(columns.max()) + 1, int(rows.max()) + 1]
+                assert (torch.tensor(found) - box * SIDE).abs().max() <= 1.0
+                compared += 1
+                cut += bool((box == 0).any() or (box == 1).any())
+    assert compared > 250
+    assert cut > 40
+
+
+def test_batches_depend_on_seed_epoch_and_sample_alone(tmp_path: Path) -> None:
+    images = painted(tmp_path)
+    first = batches(images, Detection(), epochs=2)
+    again = batches(images, Detection(), epochs=2, threads=1, prefetch=1)
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.boxes, other.boxes)
+        assert torch.equal(one.classes, other.classes)
+        assert one.indices.tolist() == one.drawn.tolist() == other.indices.tolist()
+    assert not torch.equal(first[0].boxes, first[6].boxes)
+
+
+def test_images_without_boxes_are_whole_and_their_rows_are_zero(tmp_path: Path) -> None:
+    write_coco(tmp_path, [image(number, 50, 40) for number in range(4)], [annotation(2, (5, 5, 20, 20))])
+    images = list_boxes(find_boxes(tmp_path, "train"), None)
+    (batch,) = batches(images, PLAIN)
+    empty = batch.indices != 2
+    assert batch.boxes.shape == (4, 1, 4)
+    assert not batch.boxes[torch.from_numpy(empty)].any()
+    assert batch.classes.squeeze(1).tolist() == [0 if each else 1 for each in empty]
+    plan = draw_box_plan(PLAIN, (40, 50), np.zeros((0, 4)), 0, 0, 0)
+    assert plan.window == Window(0, 0, 40, 50)
+
+
+def test_damaged_images_are_replaced(tmp_path: Path) -> None:
+    images = painted(tmp_path, 8)
+    Path(images.location(3)).write_bytes(b"no image")
+    found = batches(images, PLAIN)
+    drawn = [index for batch in found for index in batch.drawn.tolist()]
+    used = [index for batch in found for index in batch.indices.tolist()]
+    assert sorted(drawn) == list(range(8))
+    assert 3 not in used
+    assert sum(one != other for one, other in zip(drawn, used, strict=True)) == 1
+
+
+def reference_window(boxes: NDArray[np.float64], draws: random.Random) -> tuple[float, ...]:
+    """Return SSD's window as in the reference: left, top, right, bottom as fractions, in a plain loop."""
+    while True:
+        limit = draws.choice((None, 0.1, 0.3, 0.5, 0.7, 0.9, -1.0))
+        if limit is None:
+            return 0.0, 0.0, 1.0, 1.0
+        width, height = draws.uniform(0.3, 1), draws.uniform(0.3, 1)
+        if width / height < 0.5 or width / height > 2:
+            continue
+        left, top = draws.uniform(0, 1 - width), draws.uniform(0, 1 - height)
+        window = np.array([left, top, left + width, top + height])
+        corner = np.maximum(boxes[:, :2], window[:2])
+        common = (np.minimum(boxes[:, 2:], window[2:]) - corner).clip(0).prod(axis=1)
+        union = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1) + width * height - common
+        if not (common / union > limit).all():
+            continue
+        centres = (boxes[:, :2] + boxes[:, 2:]) / 2
+        if ((centres > window[:2]) & (centres < window[2:])).all(axis=1).any():
+            return tuple(window)
+
+
+def properties(window: tuple[float, ...], boxes: NDArray[np.float64]) -> list[float]:
+    left, top, right, bottom = window
+    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
+    kept = ((centres > window[:2]) & (centres < window[2:])).all(axis=1).sum()
+    width, height = right - left, bottom - top
+    return [width * height, width / height, left, top, float(kept)]
+
+
+def kolmogorov(first: NDArray[np.float64], second: NDArray[np.float64]) -> float:
+    """Return the largest distance between two distribution functions."""
+    values = np.concatenate([first, second])
+    shares = [np.searchsorted(np.sort(each), values, side="right") / len(each) for each in (first, second)]
+    return float(np.abs(shares[0] - shares[1]).max())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_windows_have_the_distribution_of_the_reference(count: int) -> None:
+    size, samples = (1000, 1600), 4000
+    boxes = np.array([[0.1, 0.2, 0.6, 0.7], [0.5, 0.5, 0.8, 0.95], [0.3, 0.05, 0.5, 0.4]])[:count]
+    scale = np.array([size[1], size[0]] * 2)
+    draws = random.Random(0)
+    expected = np.array([properties(reference_window(boxes, draws), boxes) for _ in range(samples)])
+    found = []
+    for sample in range(samples):
+        top, left, height, width = draw_box_plan(Detection(), size, boxes * scale, 7, 0, sample).window
+        window = np.array([left, top, left + width, top + height]) / scale
+        found.append(properties(tuple(window), boxes))
+    # At the level of 0.1 % the distance of two such samples is below 0.0436.
+    for name, ours, theirs in zip(
+        ("area", "shape", "left", "top", "kept"), np.array(found).T, expected.T, strict=True
+    ):
+        ours, theirs = (each.round(2) for each in (ours, theirs))  # whole pixels
+        assert kolmogorov(ours, theirs) < 0.0436, name
+
+
+def test_flips_and_colours_are_drawn_evenly() -> None:
+    boxes = np.array([[10.0, 10.0, 30.0, 30.0]])
+    plans = [draw_box_plan(Detection(), (50, 50), boxes, 1, 2, sample) for sample in range(2000)]
+    assert 0.46 < np.mean([plan.flip for plan in plans]) < 0.54
+    for name, low, high in (
+        ("hue", -18, 18),
+        ("saturation", 0.5, 1.5),
+        ("contrast", 0.5, 1.5),
+        ("brightness", 0.875, 1.125),
+    ):
+        values = np.array([getattr(plan.colors, name) for plan in plans])
+        assert low <= values.min() < low + 0.02 * (high - low)
+        assert high - 0.02 * (high - low) < values.max() <= high
+        assert values.mean() == pytest.approx((low + high) / 2, abs=0.03 * (high - low))
+    assert replace(plans[0], flip=False) != plans[1]
+
+
+def test_flipping_twice_and_a_whole_window_change_nothing() -> None:
+    boxes = np.array([[10.0, 5.0, 30.0, 25.0], [0.0, 0.0, 7.0, 50.0]])
+    whole = BoxPlan(Window(0, 0, 50, 40), False, ColorChange())
+    moved, stay = whole.move(boxes)
+    assert stay.all()
+    np.testing.assert_allclose(moved, boxes / [40, 50, 40, 50])
+    mirrored, _ = replace(whole, flip=True).move(boxes)
+    again, _ = replace(whole, window=Window(0, 0, 1, 1), flip=True).move(mirrored)
+    np.testing.assert_allclose(again, moved)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        ColorChange(hue=18.0),
+        ColorChange(hue=-40.0),
+        ColorChange(saturation=1.5),
+        ColorChange(saturation=0.5, hue=10.0),
+        ColorChange(contrast=0.5),
+        ColorChange(brightness=1.125),
+        ColorChange(contrast=1.4, brightness=0.875),
+    ],
+)
+def test_colours_change_as_in_dali(change: ColorChange) -> None:
+    pixels = np.random.default_rng(0).integers(60, 190, (64, 64, 3)).astype(np.uint8)
+    mapped = np.clip(pixels @ change.affine()[:, :3].T + change.affine()[:, 3], 0, 255)
+    expected = colored_by_dali(pixels, change).astype(float)
+    # DALI rounds twice, and to whole levels.
+    assert np.abs(mapped - expected).max() < 2.5
+    assert np.abs(mapped - expected).mean() < 0.6
+
+
+def colored_by_dali(pixels: NDArray[np.uint8], change: ColorChange) -> NDArray[np.uint8]:
+    import nvidia.dali.fn as fn
+    from nvidia.dali import Pipeline
+
+    pipeline = Pipeline(batch_size=1, num_threads=1, device_id=None, prefetch_queue_depth=1)
+    with pipeline:
+        images = fn.external_source(source=lambda: [pixels], ndim=3, layout="HWC")
+        images = fn.hsv(images, hue=change.hue, saturation=change.saturation)
+        pipeline.set_outputs(
+            fn.brightness_contrast(
+                images, contrast_center=128.0, brightness=change.brightness, contrast=change.contrast
+            )
+        )
+    pipeline.build()
+    (result,) = pipeline.run()
+    colored: NDArray[np.uint8] = np.array(result.as_array())[0]
+    return colored
