@@ -113,8 +113,6 @@ class ResNetTrunk(nn.Module):
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        if not is_model(name):
-            raise UserError(f"{name} cannot be the trunk of SSD. Use a ResNet of timm, or VOLO.")
         resnet = create_model(name, num_classes=0)
         if not hasattr(resnet, "layer3"):
             raise UserError(f"{name} cannot be the trunk of SSD: it is not one of timm's ResNets.")
@@ -153,6 +151,8 @@ def build_ssd(
             name, img_size=img_size, drop_path=drop_path, grad_checkpoint=grad_checkpoint, stages=stages
         )
         taps = (0, -1)
+    elif not is_model(name):
+        raise UserError(f"{name} cannot be the trunk of SSD. Use a ResNet of timm, or VOLO.")
     elif drop_path or grad_checkpoint:
         raise UserError(f"SSD on {name} has no drop path and no --grad-checkpoint. Drop them, or use VOLO.")
     else:

@@ -67,9 +67,15 @@ PEAKS = {
     "volo_d5_448": (5e-6, 512),
     "volo_d5_512": (5e-6, 512),
 }
-OF_CLASSIFICATION = [
-    name for name in recipe_names() if 'task = "segmentation"' not in (RECIPES / f"{name}.toml").read_text()
-]
+
+
+def recipes_of(task: str) -> list[str]:
+    """Return the names of a task's recipes."""
+    tables = {name: tomllib.loads((RECIPES / f"{name}.toml").read_text()) for name in recipe_names()}
+    return [name for name, table in tables.items() if table["model"].get("task", "classification") == task]
+
+
+OF_CLASSIFICATION = recipes_of("classification")
 OF_A_CLUSTER = [name for name in OF_CLASSIFICATION if name != "demo"]
 
 

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.recipe import recipe_names
 from horovod_volo.dry_run import describe
-from tests.smoke.test_recipes import OF_CLASSIFICATION, configured, header_of, properties_in, toml_of
+from tests.smoke.test_recipes import configured, header_of, properties_in, recipes_of, toml_of
 
 # Parameters in millions at 150 classes, and steps that the header names.
 EXPECTED = {
@@ -26,7 +25,7 @@ EXPECTED = {
     "upernet_volo_d5": (328.70, 160_000),
 }
 ADE20K, CITYSCAPES = 20_210, 2_975  # training images
-NAMES = [name for name in recipe_names() if name not in OF_CLASSIFICATION and name != "segmentation_demo"]
+NAMES = [name for name in recipes_of("segmentation") if name != "segmentation_demo"]
 
 
 def test_every_recipe_has_expected_values_here() -> None:

@@ -10,7 +10,7 @@ from schema_examples import COMPANIONS, FIELDS, examples, recipe_of, words
 from test_config_mistakes import MAPS, WITHOUT_EFFECT
 
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.dense_settings import Detection, Segmentation
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Objective
 from horovod_volo.config.validation import _IDLE, _OF_CLASSIFICATION, NOTHING_KNOWN, RunFacts, config_warnings
@@ -24,9 +24,11 @@ CPU, GPU = RunFacts(device_type="cpu"), RunFacts(device_type="cuda")
 RESUMED, NEW = RunFacts(first_step=10, total_steps=100), RunFacts(total_steps=100)
 REFERENCE = ["--label-geometry", "reference"]
 
-TASKS = ("classification", "segmentation")
-OF_SEGMENTATION = [field.name for field in dataclasses.fields(Segmentation)]
-OF_CLASSIFICATION = [*(field.name for field in dataclasses.fields(Objective)), *_OF_CLASSIFICATION]
+OF_TASKS = {
+    "segmentation": [field.name for field in dataclasses.fields(Segmentation)],
+    "detection": [field.name for field in dataclasses.fields(Detection)],
+    "classification": [*(field.name for field in dataclasses.fields(Objective)), *_OF_CLASSIFICATION],
+}
 
 # What is stated, why it has no effect, the run for which this is so, and one for which it has an effect.
 IN_SOME_RUNS = [
@@ -43,10 +45,6 @@ IN_SOME_RUNS = [
     (["--stop-at-step", "10"], "outside of the steps that this run makes", RESUMED, NEW),
     (["--stop-at-step", "101"], "outside of the steps that this run makes", NEW, RunFacts(total_steps=101)),
 ]
-
-TASKS = ("classification", "segmentation")
-OF_SEGMENTATION = [field.name for field in dataclasses.fields(Segmentation)]
-OF_CLASSIFICATION = [*(field.name for field in dataclasses.fields(Objective)), *_OF_CLASSIFICATION]
 
 # What is stated, why it has no effect, the flags with which this is so, and those with which it has one.
 BESIDE_OTHERS = [
@@ -111,14 +109,22 @@ def test_a_setting_without_effect_beside_others_is_named(
     assert warning not in config_warnings(parse(without).config)
 
 
-@pytest.mark.parametrize("name", [*OF_SEGMENTATION, *OF_CLASSIFICATION])
-def test_a_setting_of_another_task_is_named(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "own"), [(name, task) for task, names in OF_TASKS.items() for name in names]
+)
+def test_a_setting_of_another_task_is_named(name: str, own: str) -> None:
     default = next(default for _, field, default in FIELDS if field == name)
     stated = [*words(name, examples(name, default)[0]), *COMPANIONS.get(name, [])]
-    own, other = TASKS[::-1] if name in OF_SEGMENTATION else TASKS
-    warning = f"--{name.replace('_', '-')} has no effect with --task {other}"
-    assert warning in config_warnings(parse([*stated, "--task", other]).config)
-    assert warning not in " ".join(config_warnings(parse([*stated, "--task", own]).config))
+    for task in OF_TASKS:
+        warning = f"--{name.replace('_', '-')} has no effect with --task {task}"
+        found = config_warnings(parse([*stated, "--task", task]).config)
+        assert (warning in found) == (task != own)
+
+
+def test_segmentation_keeps_no_list_of_images() -> None:
+    for task, warned in (("segmentation", True), ("detection", False), ("classification", False)):
+        found = config_warnings(parse(["--catalog-dir", "lists", "--task", task]).config)
+        assert (f"--catalog-dir has no effect with --task {task}" in found) == warned
 
 
 def test_a_setting_that_has_its_default_is_not_named() -> None:
@@ -150,7 +156,8 @@ def test_every_row_of_the_table_is_tested() -> None:
     # Only a recipe can state both: test_what_a_recipe_states_is_warned_of_unless_it_is_the_default.
     tested.add(("--accumulation", "with --global-batch, which sets it"))
     flags = {setting.name: setting.flag for setting in all_settings()}
-    tested |= {(flags[name], "with --task ") for name in (*OF_SEGMENTATION, *OF_CLASSIFICATION)}
+    tested |= {(flags[name], "with --task ") for names in OF_TASKS.values() for name in names}
+    tested.add((flags["catalog_dir"], "with --task "))
     names = [(flags[name], row.because) for row in _IDLE for name in row.names]
     untested = [
         (flag, because)

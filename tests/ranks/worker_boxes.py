@@ -1,0 +1,69 @@
+"""Measures a fixed detector on held-out scenes, with any number of ranks, in a given order of images."""
+
+import argparse
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.dense_settings import Detection
+from horovod_volo.config.schema import Data
+from horovod_volo.data.boxes.box_list import find_boxes, list_boxes
+from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
+from horovod_volo.models.precision import autocast
+from horovod_volo.models.ssd import build_ssd
+from horovod_volo.objective.anchors import anchor_rule, build_anchors
+from horovod_volo.tasks.box_evaluation import BoxPredictor, build_eval_loader, measure_detections
+from horovod_volo.tasks.pictures import EvaluationPictures
+
+SIDE = 96
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("scenes", type=Path)
+    parser.add_argument("--reversed", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    world, device, rule = World.connect(), torch.device("cpu"), anchor_rule(SIDE)
+    images = list_boxes(find_boxes(options.scenes, "val"), None)
+    if options.reversed:
+        images = replace(images, numbers=images.numbers[::-1].copy())
+    torch.manual_seed(0)
+    network = build_ssd(
+        "volo_demo",
+        len(images.classes),
+        img_size=SIDE,
+        sides=rule.sides,
+        anchors_per_position=rule.anchors_per_position,
+    ).eval()
+    loader = build_eval_loader(
+        images,
+        Data(batch_size=4),
+        side=SIDE,
+        rank=world.rank,
+        size=world.size,
+        device=device,
+        threads=2,
+        normalization=IMAGENET_NORMALIZATION,
+    )
+    with closing(loader):
+        metrics = measure_detections(
+            network,
+            lambda: None,
+            loader=loader,
+            images=images,
+            # Fresh weights find boxes everywhere, some of them right.
+            predictor=BoxPredictor(Detection(min_score=0.1), build_anchors(rule), loader.batch_size),
+            world=world,
+            arithmetic=autocast("fp32", device),
+            pictures=EvaluationPictures(2),
+        )
+    torch.save(metrics, options.out / f"rank_{world.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
