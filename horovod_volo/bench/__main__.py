@@ -49,6 +49,8 @@ MACHINE = {
     "map_geometry": "distance between a token and its label, by how label maps are read",
     "scenes": "crops of images and masks per second against Pillow",
     "pixel_loss": "loss of segmentation against PyTorch's on the whole batch",
+    "boxes": "training images with boxes per second against Pillow and DALI's own operators",
+    "box_loss": "targets and loss of detection against encoding image by image",
     "catalog": "start-up time and memory of the image catalog against timm's",
     "learning": "accuracy after equal training, against timm's train.py",
 }
@@ -67,6 +69,7 @@ _ELSEWHERE = {
     "overlap": ("machine.reduce", "measure_overlap"),
     "loader": ("machine.data", "measure_loader"),
     "pixel_loss": ("machine.scenes", "measure_loss"),
+    "box_loss": ("machine.boxes", "measure_loss"),
     "table": ("results", "table"),
     "goals": ("machine.goals", "goals"),
 }

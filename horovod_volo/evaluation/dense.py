@@ -88,7 +88,7 @@ def open_network(
         classes = classes_in(weights)
         if classes != len(samples.classes):
             raise UserError(
-                f"{request.data_dir} has {len(samples.classes)} classes, but {request.weights} is a network of "
+                f"{request.data_dir} has {len(samples.classes)} classes, but {request.weights} is for "
                 f"{classes}. Give images of the classes that it was trained on."
             )
         network = task.build_network(config, classes)

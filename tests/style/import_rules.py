@@ -40,7 +40,7 @@ ONLY_IMPORTER = {
     "torch.distributed": None,
 }
 # Modules `peers*.py` of bench may import these, because they measure them.
-MEASURED_PEERS = {"horovod", "timm", "torch.distributed"}
+MEASURED_PEERS = {"horovod", "nvidia.dali", "timm", "torch.distributed"}
 
 
 def broken_rules(package: Path) -> list[str]:

@@ -18,6 +18,7 @@ from horovod_volo.bench import comparison
 from horovod_volo.bench.comparison import WrongResultError
 from horovod_volo.bench.machine import (
     augmentation,
+    boxes,
     catalog,
     data,
     labels,
@@ -177,6 +178,16 @@ def test_scenes_are_those_of_pillow() -> None:
 def test_the_loss_of_pixels_needs_less_memory_than_on_the_whole_batch() -> None:
     *_, image_by_image, whole = scenes.measure_loss(img_size=64, batch_size=4, classes=20, pairs=2).figures
     assert 0 < image_by_image.value < 0.6 * whole.value
+
+
+def test_images_with_boxes_are_those_of_pillow() -> None:
+    result = boxes.measure(scenes=8, batch_size=4, pairs=2)
+    assert [figure.value > 0 for figure in result.figures] == [True] * 5
+
+
+def test_the_loss_of_boxes_is_that_of_images_one_by_one() -> None:
+    figures = boxes.measure_loss(batch_size=2, classes=5, boxes=3, pairs=2).figures
+    assert all(figure.value > 0 for figure in figures)
 
 
 def test_augmentation_reports_both_rates_and_what_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
