@@ -102,6 +102,17 @@ def test_a_shard_with_spaces_in_a_name_has_no_index(packed):
     assert "bee/spaces in it.png" in content(packed, "val")
 
 
+def test_names_that_are_not_ascii_are_found_again(tmp_path):
+    for split in ("train", "val"):
+        for name in ("für/é.jpg", f"für/{'é' * 60}.jpg"):
+            file = tmp_path / "images" / split / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(picture(len(name)))
+    assert pack(tmp_path / "images", tmp_path / "out", "--workers", 1) == 0
+    assert len(list((tmp_path / "out/train").glob("*.idx"))) == 1
+    assert content(tmp_path / "out", "train") == content(tmp_path / "images", "train")
+
+
 def test_shards_have_the_requested_size(tmp_path):
     random = np.random.default_rng(0)
     for split in ("train", "val"):

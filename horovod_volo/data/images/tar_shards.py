@@ -116,7 +116,8 @@ def _indexed(file: OpenFile, index: Path) -> Iterator[Member]:
 def _follows_its_header(file: OpenFile, member: Member) -> bool:
     header = file.read(member.offset - BLOCK_BYTES, BLOCK_BYTES) if member.offset >= BLOCK_BYTES else b""
     named = header[_NAME].rstrip(b"\0")  # a long name is truncated at its start or end
-    name = os.fsencode(member.name)
-    fits = bool(named) and (name.startswith(named) or name.endswith(named))
+    # PAX headers hold the whole name in an extended header, and "?" here for what is not ASCII.
+    names = (os.fsencode(member.name), member.name.encode("ascii", "replace"))
+    fits = bool(named) and any(name.startswith(named) or name.endswith(named) for name in names)
     has_size = header[_SIZE].strip(b"\0 ").zfill(11) == b"%011o" % member.size
     return header[_MAGIC] == b"ustar" and fits and has_size
