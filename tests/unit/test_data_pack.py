@@ -16,7 +16,7 @@ from PIL import Image
 from shard_writers import example, picture, write_tar_index, write_tfrecord
 
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.packing import pack as packing
+from horovod_volo.data.packing import packed_split as packing
 from horovod_volo.pack import main
 
 
