@@ -5,7 +5,8 @@
     tools/pack /path/to/packed --verify
 
 OUT_DIR is a data folder for training: train/ and val/ with NAME-000000.tar, their indexes, classes.txt and
-manifest.json. If the command was killed, run it again to resume.
+manifest.json. Images with masks are packed for segmentation, unchanged and in order, each beside its mask.
+If the command was killed, run it again to resume.
 Exit status: 0 done; 1 images were left out or shards are damaged; 2 a mistake on the command line, explained
 in one message.
 """
@@ -95,6 +96,23 @@ def build_parser() -> Parser:
 
 
 def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> int:
+    from horovod_volo.data.scenes.scene_shards import has_scenes
+
+    pack = _pack_scenes if has_scenes(data_dir) else _pack_images
+    try:
+        left_out = pack(data_dir, out, args, workers)
+    except OSError as error:
+        raise UserError(
+            f"cannot pack into {out}: {error}. Correct this and run the same command again: finished "
+            "shards are reused."
+        ) from error
+    list_problems(left_out)
+    if left_out:
+        print(f"{len(left_out)} images were left out", file=sys.stderr)
+    return DAMAGED if left_out and args.bad_samples == "fail" else DONE
+
+
+def _pack_images(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> list[str]:
     from horovod_volo.data.packing.pack import PackOptions, pack
 
     options = PackOptions(
@@ -105,23 +123,27 @@ def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> 
         seed=args.seed,
         shuffle=not args.no_shuffle,
     )
-    try:
-        left_out = pack(
-            data_dir,
-            out,
-            options,
-            workers=workers,
-            progress=lambda split: ThroughputLine(f"images of {split}"),
-        )
-    except OSError as error:
-        raise UserError(
-            f"cannot pack into {out}: {error}. Correct this and run the same command again: finished "
-            "shards are reused."
-        ) from error
-    list_problems(left_out)
-    if left_out:
-        print(f"{len(left_out)} images were left out", file=sys.stderr)
-    return DAMAGED if left_out and args.bad_samples == "fail" else DONE
+    return pack(data_dir, out, options, workers=workers, progress=_progress)
+
+
+def _pack_scenes(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> list[str]:
+    from horovod_volo.data.packing.pack_scenes import pack_scenes
+
+    if args.resize:
+        raise UserError(f"{data_dir} has masks, and images with masks are packed unchanged. Drop --resize.")
+    pack_scenes(
+        data_dir,
+        out,
+        shard_images=args.shard_images,
+        shard_bytes=args.shard_size_mb * _MB,
+        workers=workers,
+        progress=_progress,
+    )
+    return []
+
+
+def _progress(split: str) -> ThroughputLine:
+    return ThroughputLine(f"images of {split}")
 
 
 def _verify(out: Path, workers: int) -> int:

@@ -22,8 +22,9 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.scenes.scene_list import SceneList, find_layout, list_scenes
+from horovod_volo.data.scenes.scene_list import SceneList
 from horovod_volo.data.scenes.scene_loader import Scene, SceneEvalLoader
+from horovod_volo.data.scenes.scene_shards import open_scenes
 from horovod_volo.evaluation.dense import (
     CountedProgress,
     DenseRequest,
@@ -65,7 +66,7 @@ class EvaluatedScenes:
 def measure_scenes(request: SceneRequest, world: World, progress: Progress) -> EvaluatedScenes:
     """Evaluate a network on every image once. Collective: every rank calls this."""
     config = world.run_on_all_ranks(partial(_settings, request))
-    scenes = world.run_on_rank_zero(partial(_list, request))
+    scenes = world.run_on_rank_zero(partial(open_scenes, Path(request.data_dir), request.split))
     trained = open_network(request, config, SegmentationTask(), scenes, _classes_in, world)
     predictor = ScenePredictor(
         config.segmentation,
@@ -104,13 +105,6 @@ def _settings(request: SceneRequest) -> Config:
 
 def _classes_in(weights: Mapping[str, Tensor]) -> int:
     return max((len(weights.get(f"{head}.bias", ())) for head in HEADS), default=0)
-
-
-def _list(request: SceneRequest) -> SceneList:
-    root = Path(request.data_dir)
-    if not root.is_dir():
-        raise UserError(f"There is no folder {root}. Give the folder of the images and masks.")
-    return list_scenes(root, find_layout(root), request.split)
 
 
 def write_prediction(folder: Path, scenes: SceneList, number: int, predicted: Tensor) -> None:

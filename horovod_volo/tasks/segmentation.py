@@ -19,8 +19,9 @@ from horovod_volo.core.batch import SceneBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
-from horovod_volo.data.scenes.scene_list import SceneList, find_layout, list_scenes
+from horovod_volo.data.scenes.scene_list import SceneList
 from horovod_volo.data.scenes.scene_loader import SceneEvalLoader, SceneTrainLoader
+from horovod_volo.data.scenes.scene_shards import open_scenes
 from horovod_volo.models.build import check_model, spec_of
 from horovod_volo.models.dense.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.dense.upernet import HEADS, UperNet, fitted_weights
@@ -43,7 +44,9 @@ class Scenes:
     held_out: SceneList
 
     def close(self) -> None:
-        """Close nothing: files are opened one by one."""
+        """Close all files."""
+        self.train.close()
+        self.held_out.close()
 
 
 @dataclass
@@ -139,6 +142,11 @@ class SegmentationTask:
         )
         arithmetic = autocast(config.model.precision, device)
         pictures = EvaluationPictures(_PICTURES if world.is_rank_zero else 0)
+
+        def close() -> None:
+            eval_loader.close()
+            data.close()
+
         return TaskRun(
             train_loader=train_loader,
             losses=SegmentationLosses(
@@ -162,7 +170,7 @@ class SegmentationTask:
                 pictures=pictures,
             ),
             bad_held_out=eval_loader.bad_samples,
-            close=eval_loader.close,
+            close=close,
             pictures=pictures.latest,
         )
 
@@ -200,9 +208,6 @@ class SegmentationTask:
 
 def _list(config: Config) -> Scenes:
     root = Path(config.data.data_dir)
-    if not root.is_dir():
-        raise UserError(f"There is no folder {root}. Give the folder of the images and masks.")
-    layout = find_layout(root)
-    train, held_out = (list_scenes(root, layout, split) for split in ("train", "val"))
+    train, held_out = open_scenes(root, "train"), open_scenes(root, "val")
     check_classes(config, train, str(root))
     return Scenes(train, held_out)

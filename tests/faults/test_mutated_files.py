@@ -20,6 +20,7 @@ from PIL import Image
 from horovod_volo.config.recipe import RECIPES, load_recipe
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.demo.scene_set import make_scene_set
 from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalog
 from horovod_volo.data.labels.check import check_store
 from horovod_volo.data.labels.keys import catalog_keys
@@ -27,7 +28,9 @@ from horovod_volo.data.labels.store import LabelStore
 from horovod_volo.data.labels.store_writer import open_writer
 from horovod_volo.data.packing.manifest import check_split
 from horovod_volo.data.packing.pack import PackOptions, pack
+from horovod_volo.data.packing.pack_scenes import pack_scenes
 from horovod_volo.data.reading import read_image
+from horovod_volo.data.scenes.scene_shards import open_scenes
 from horovod_volo.engine.checkpoint.files import (
     find_checkpoint,
     read_metadata,
@@ -228,8 +231,28 @@ def images(folder: Path) -> Case:
     return files, load
 
 
+def scene_shards(folder: Path) -> Case:
+    make_scene_set(folder / "scenes", train=3, val=1, side=48)
+    out = folder / "packed"
+    pack_scenes(
+        folder / "scenes",
+        out,
+        shard_images=2,
+        shard_bytes=0,
+        workers=1,
+        progress=lambda split: lambda done, total: None,
+    )
+
+    def load() -> Any:
+        scenes = open_scenes(out, "train")
+        both = [(scenes.location(index), scenes.mask_location(index)) for index in range(len(scenes))]
+        return tuple(scenes.classes), both
+
+    return sorted((out / "train").iterdir()), load
+
+
 CASES = (finetune, resume, torch_file, catalog_file, rebuilt_catalog, tar_shard, indexed_tar_shard)
-CASES += (record_shards, classes_file, manifest, label_store, recipe, images)
+CASES += (record_shards, classes_file, manifest, scene_shards, label_store, recipe, images)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,6 +18,7 @@ from horovod_volo.data.demo.scene_set import make_scene_set
 from horovod_volo.data.scenes.scene_list import SceneLayout, SceneList, Split
 from horovod_volo.evaluate import main
 from horovod_volo.evaluation.scenes import write_prediction
+from horovod_volo.pack import main as pack
 from horovod_volo.tasks.mean_iou import count_pixels, iou_metrics
 from tests.ranks.launching import launcher, python, run, train
 
@@ -103,6 +104,17 @@ def test_several_sizes_on_two_ranks(scenes: Path, trained: Path, tmp_path: Path)
     assert both == alone
     assert alone["miou"] != record(scenes, trained)["miou"]
     assert alone["scales"] == [0.75, 1.5]
+
+
+def test_packed_scenes_have_the_figures_of_the_folder(scenes: Path, trained: Path, tmp_path: Path) -> None:
+    packed, options = tmp_path / "packed", ("--workers", "1", "--shard-images", "3")
+    assert pack([str(scenes), str(packed), *options]) == 0
+    found = record(packed, trained, "--predictions", str(tmp_path / "p"))
+    assert found.pop("data") == str(packed)
+    expected = record(scenes, trained)
+    expected.pop("data")
+    assert found == expected
+    assert [path.name for path in sorted((tmp_path / "p").iterdir())] == [f"{n:05}.png" for n in range(7)]
 
 
 def test_weights_for_other_classes_are_refused(scenes: Path, trained: Path, tmp_path: Path) -> None:

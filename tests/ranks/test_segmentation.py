@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horovod_volo.data.demo.scene_set import make_scene_set
-from tests.ranks.launching import ranks_of, train
+from tests.ranks.launching import python, ranks_of, run, train
 
 SMALL = ("--recipe", "segmentation_demo", "--img-size", "64", "--scene-size", "192", "64", "--epochs", "2")
 SMALL = (
@@ -76,6 +76,31 @@ def test_a_stopped_run_resumes_to_the_bit(scenes, tmp_path):
     assert [record["miou"] for record in metrics(tmp_path / "cut") if "miou" in record] == [
         record["miou"] for record in metrics(tmp_path / "whole") if "miou" in record
     ]
+
+
+def test_packed_scenes_train_the_same_network_to_the_bit(scenes, tmp_path):
+    packed = tmp_path / "packed"
+    done = run([*python(), "-m", "horovod_volo.pack", str(scenes), str(packed), "--shard-images", "7"])
+    assert done.returncode == 0, done.stdout
+    alone = {"ranks": 1, "start_with": "none"}
+    whole = start(scenes, tmp_path / "folder", **alone)
+    assert whole.returncode == 0, whole.stdout
+    # A run on the folder goes on with the shards.
+    stopped = start(scenes, tmp_path / "shards", "--stop-at-step", "1", **alone)
+    assert stopped.returncode == 75, stopped.stdout
+    resumed = start(packed, tmp_path / "shards", "--resume", "auto", **alone)
+    assert resumed.returncode == 0, resumed.stdout
+    assert "24 training and 9 held-out images with masks, plain layout, 7 classes" in resumed.stdout
+    expected, found = weights(tmp_path / "folder"), weights(tmp_path / "shards")
+    assert len(expected) > 300
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    names = ("miou", "pixel_accuracy", "pixel_loss")
+    folder, shards = (
+        [{name: record.get(name) for name in names} for record in metrics(tmp_path / output)]
+        for output in ("folder", "shards")
+    )
+    assert shards == folder
 
 
 def test_damaged_images_and_masks_are_left_out(scenes, tmp_path):

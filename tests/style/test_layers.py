@@ -13,8 +13,6 @@ PACKAGE = Path(__file__).parents[2] / "horovod_volo"
 # Modules under sixty lines that have one importer and are nevertheless not merged into it, each with its
 # reason. A member of a registered family of modules is listed here too.
 SMALL_MODULES_WITH_ONE_IMPORTER = {
-    # With it, pack.py would exceed 300 lines.
-    "data.packing.packed_image",
     # Triton is imported only where a kernel is launched.
     "kernels.gelu_kernels",
     # Losses between log points belong to `monitor`, their importer to `engine`.

@@ -16,7 +16,7 @@ from PIL import Image
 from shard_writers import example, picture, write_tar_index, write_tfrecord
 
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.packing import pack as packing
+from horovod_volo.data.packing import packed_split as packing
 from horovod_volo.pack import main
 
 
@@ -100,6 +100,17 @@ def test_shards_and_indexes_have_the_formats_of_webdataset_and_dali(packed, tmp_
 def test_a_shard_with_spaces_in_a_name_has_no_index(packed):
     assert [path.name for path in (packed / "val").glob("*.idx")] == []
     assert "bee/spaces in it.png" in content(packed, "val")
+
+
+def test_names_that_are_not_ascii_are_found_again(tmp_path):
+    for split in ("train", "val"):
+        for name in ("für/é.jpg", f"für/{'é' * 60}.jpg"):
+            file = tmp_path / "images" / split / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(picture(len(name)))
+    assert pack(tmp_path / "images", tmp_path / "out", "--workers", 1) == 0
+    assert len(list((tmp_path / "out/train").glob("*.idx"))) == 1
+    assert content(tmp_path / "out", "train") == content(tmp_path / "images", "train")
 
 
 def test_shards_have_the_requested_size(tmp_path):

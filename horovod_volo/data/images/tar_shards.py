@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
 from horovod_volo.data.images.open_files import OpenFile
 from horovod_volo.data.images.shard_sample import ShardSample, damaged, wrong_index
 from horovod_volo.data.images.split_folder import index_beside
 
 INDEX_VERSION = "v1.2"
+MASK_ENDING = ".mask.png"  # of what follows an image for segmentation
 BLOCK_BYTES = 512  # the unit of a tar file
 _NAME, _SIZE, _MAGIC = slice(100), slice(124, 136), slice(257, 262)  # of a member's header
 _END_BYTES = 2 * BLOCK_BYTES  # zeros that end a tar file
@@ -34,15 +36,23 @@ class Member(NamedTuple):
     size: int
 
 
+def tar_members(shard: Path, file: OpenFile) -> Iterator[Member]:
+    """Yield the files of an open shard in order, from its index if it has one."""
+    index = index_beside(shard)
+    return _indexed(file, index) if index.is_file() else _searched(file, shard)
+
+
 def tar_samples(shard: Path) -> Iterator[ShardSample]:
     """Yield the images of a shard in order."""
-    index = index_beside(shard)
     file = OpenFile(os.open(shard, os.O_RDONLY | os.O_CLOEXEC))
-    members = _indexed(file, index) if index.is_file() else _searched(file, shard)
     key, image, number = "", None, None
-    for member in members:
+    for member in tar_members(shard, file):
         folder, _, base = member.name.removeprefix("./").rpartition("/")
         stem, _, ending = base.partition(".")
+        if f".{ending}".endswith(MASK_ENDING):
+            raise UserError(
+                f"{shard} holds images with masks, not with classes. Train on them with --task segmentation."
+            )
         is_image = f".{ending}".lower().endswith(IMAGE_ENDINGS)
         if not is_image and ending != "cls":
             continue
@@ -116,7 +126,8 @@ def _indexed(file: OpenFile, index: Path) -> Iterator[Member]:
 def _follows_its_header(file: OpenFile, member: Member) -> bool:
     header = file.read(member.offset - BLOCK_BYTES, BLOCK_BYTES) if member.offset >= BLOCK_BYTES else b""
     named = header[_NAME].rstrip(b"\0")  # a long name is truncated at its start or end
-    name = os.fsencode(member.name)
-    fits = bool(named) and (name.startswith(named) or name.endswith(named))
+    # PAX headers hold the whole name in an extended header, and "?" here for what is not ASCII.
+    names = (os.fsencode(member.name), member.name.encode("ascii", "replace"))
+    fits = bool(named) and any(name.startswith(named) or name.endswith(named) for name in names)
     has_size = header[_SIZE].strip(b"\0 ").zfill(11) == b"%011o" % member.size
     return header[_MAGIC] == b"ustar" and fits and has_size

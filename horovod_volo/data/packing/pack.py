@@ -1,38 +1,46 @@
-"""Pack the images of a catalog into tar shards with several processes; a killed run can be resumed.
-
-A split is written into SPLIT.packing and renamed to SPLIT when it is complete. Invariant: the record of a
-shard is written into the work folder after the shard itself, so shards with a record are finished.
-"""
+"""Pack images into tar shards, each with the number of its class; larger ones are shrunk if requested."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import io
 import shutil
+import struct
+import warnings
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from PIL import Image
 
-from horovod_volo.core.atomic_file import atomic_write, remove_partials
-from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
-from horovod_volo.data.images.split_folder import CLASSES_FILE, FOLDER_NAMES, Split, index_beside
-from horovod_volo.data.packing.manifest import Manifest, PackedShard, parse_shard, read_manifest, write_json
-from horovod_volo.data.packing.packed_image import packed_image
-from horovod_volo.data.packing.tar_writer import TarWriter, member_bytes
-from horovod_volo.data.process_pool import run_in_processes
+from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS, START_BYTES, ending_of
+from horovod_volo.data.images.split_folder import FOLDER_NAMES, Split
+from horovod_volo.data.packing.packed_split import (
+    WORK,
+    Progress,
+    ReadSample,
+    Sample,
+    SplitContent,
+    check_packed,
+    pack_split,
+)
 from horovod_volo.data.sampler import packing_order
 
-WORK = ".packing"  # work folder beside the splits, removed at the end
-_ORDER = 2  # version of the shuffled order; shards of different orders must not be mixed
-_PROBED_IMAGES = 256  # their mean size determines how many images fill a shard
-
-Progress = Callable[[int, int], None]  # images done, images in all
+# Pillow's decoders raise these for damaged headers and pixels.
+_DECODING_ERRORS = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+_DRAFT_SCALE = 8  # decoding a JPEG at 1/8 scale is fast and still reads the whole file
 
 
 @dataclass(frozen=True)
@@ -47,71 +55,30 @@ class PackOptions:
     shuffle: bool = True
 
 
-@dataclass(frozen=True)
-class _ShardTask:
-    """One shard for a worker process to write."""
-
-    catalog: Path
-    digest: str
-    indices: NDArray[np.uint32]  # (images,)
-    options: PackOptions
-    shard: Path
-    record: Path
-
-
 def pack(
     data_dir: Path, out: Path, options: PackOptions, *, workers: int, progress: Callable[[Split], Progress]
 ) -> list[str]:
     """Pack both splits, or resume; return one message for each image that was left out."""
-    for split in FOLDER_NAMES:
-        if (out / split).exists():
-            read_manifest(out / split)  # raises UserError for a folder that is not a packed split
+    check_packed(out)
     work = out / WORK
     catalogs = {split: build_catalog(str(data_dir), split, work) for split in FOLDER_NAMES}
     check_same_classes(catalogs["train"], catalogs["val"])
     left_out = []
     for split, catalog in catalogs.items():
-        left_out += _pack_split(catalog, out, split, options, workers=workers, progress=progress(split))
+        images = len(catalog)
+        shuffled = packing_order(options.seed, images) if options.shuffle else None
+        content = SplitContent(
+            classes=catalog.classes,
+            order=np.arange(images, dtype=np.uint32) if shuffled is None else shuffled,
+            shard_images=options.shard_images,
+            shard_bytes=options.shard_bytes,
+            provenance={**asdict(options), "catalog": catalog.digest, "images": images},
+            open=partial(_open_images, _catalog_file(catalog), catalog.digest, options),
+        )
+        left_out += pack_split(content, out, split, workers=workers, progress=progress(split))
         catalog.close()
     shutil.rmtree(work)
     return left_out
-
-
-def _pack_split(
-    catalog: Catalog, out: Path, split: Split, options: PackOptions, *, workers: int, progress: Progress
-) -> list[str]:
-    provenance = {**asdict(options), "catalog": catalog.digest, "images": len(catalog)}
-    if (out / split).exists():
-        manifest = read_manifest(out / split)
-        if manifest.asked != provenance:
-            raise _mismatch(out / split)
-        return manifest.left_out
-    folder = out / f"{split}{WORK}"
-    folder.mkdir(exist_ok=True)
-    per_shard = _images_per_shard(out / WORK / f"{split}.plan.json", provenance, catalog, options)
-    images = len(catalog)
-    order = packing_order(options.seed, images) if options.shuffle else np.arange(images, dtype=np.uint32)
-    tasks = [
-        _ShardTask(
-            catalog=_catalog_file(catalog),
-            digest=catalog.digest,
-            indices=order[start : start + per_shard],
-            options=options,
-            shard=folder / f"{split}-{number:06d}.tar",
-            record=out / WORK / f"{split}-{number:06d}.json",
-        )
-        for number, start in enumerate(range(0, images, per_shard))
-    ]
-    shards = _pack_shards(tasks, workers, lambda done: progress(done, images))
-    _publish(folder, out / split, shards, catalog.classes, provenance)
-    return [image for shard in shards for image in shard.left_out]
-
-
-def _mismatch(packed: Path) -> UserError:
-    return UserError(
-        f"{packed} was packed from other images or with other options. Give those it was packed "
-        "with, name another output folder, or remove this one."
-    )
 
 
 def _catalog_file(catalog: Catalog) -> Path:
@@ -120,122 +87,54 @@ def _catalog_file(catalog: Catalog) -> Path:
     return catalog.path
 
 
-def _pack_shards(
-    tasks: list[_ShardTask], workers: int, report_done: Callable[[int], None]
-) -> list[PackedShard]:
-    """Write the shards that are not finished yet; return all shards in order."""
-    finished = {task.shard.name: shard for task in tasks if (shard := _read_finished(task)) is not None}
-    remaining = [task for task in tasks if task.shard.name not in finished]
-    done = sum(len(task.indices) for task in tasks) - sum(len(task.indices) for task in remaining)
-    report_done(done)
-
-    def count(_: str, shard: PackedShard) -> None:
-        nonlocal done
-        finished[shard.file] = shard
-        done += shard.images + len(shard.left_out)
-        report_done(done)
-
-    try:
-        run_in_processes(_pack_shard, {task.shard.name: (task,) for task in remaining}, workers, count)
-    finally:
-        for folder in {path.parent for task in remaining for path in (task.shard, task.record)}:
-            remove_partials(folder)  # of workers that were killed
-    return [finished[task.shard.name] for task in tasks]
+def _open_images(path: Path, digest: str, options: PackOptions) -> ReadSample:
+    return partial(_read_image, open_catalog(path, digest), options)
 
 
-def _pack_shard(task: _ShardTask) -> PackedShard:
-    catalog = open_catalog(task.catalog, task.digest)
-    left_out = []
-    with atomic_write(task.shard) as file:
-        writer = TarWriter(file)
-        for index in task.indices.tolist():
-            try:
-                name, encoded = _encode_image(catalog, index, task.options)
-            except BadSampleError as error:
-                left_out.append(str(error))
-            else:
-                writer.add(name, encoded, int(catalog.targets[index]))
-        sha256 = writer.finish()
-    lines = writer.index()
-    if lines is not None:
-        with atomic_write(index_beside(task.shard)) as file:
-            file.write(lines)
-    shard = PackedShard(
-        file=task.shard.name,
-        images=writer.images,
-        bytes=writer.bytes,
-        sha256=sha256,
-        index_sha256="" if lines is None else hashlib.sha256(lines).hexdigest(),
-        left_out=tuple(left_out),
-    )
-    write_json(task.record, asdict(shard))
-    return shard
-
-
-def _encode_image(catalog: Catalog, index: int, options: PackOptions) -> tuple[str, bytes]:
+def _read_image(catalog: Catalog, options: PackOptions, index: int) -> Sample:
     encoded = catalog.read(index).tobytes()
     try:
-        return packed_image(
+        name, image = _packed_image(
             catalog.name(index), encoded, shorter_side=options.shorter_side, quality=options.quality
         )
     except BadSampleError as error:
         raise BadSampleError(f"{catalog.location(index)} {error}") from error
-
-
-def _read_finished(task: _ShardTask) -> PackedShard | None:
-    """Return the record of a shard that an earlier run finished, else None."""
-    if not task.record.exists():
-        return None
-    shard = parse_shard(json.loads(task.record.read_text()))
-    complete = task.shard.exists() and task.shard.stat().st_size == shard.bytes
-    return shard if complete else None
-
-
-def _images_per_shard(plan: Path, provenance: dict[str, Any], catalog: Catalog, options: PackOptions) -> int:
-    """Return the number of images per shard: that of the earlier run that is resumed, or a new estimate."""
-    if not plan.exists():
-        per_shard = options.shard_images or _estimate(catalog, options)
-        write_json(plan, {"asked": provenance, "images": per_shard, "order": _ORDER})
-    planned = json.loads(plan.read_text())
-    if planned["asked"] != provenance:
-        raise _mismatch(plan)
-    if options.shuffle and planned.get("order") != _ORDER:
-        raise UserError(
-            f"An earlier version began to pack into {plan.parent.parent} and shuffled the images in another "
-            "order. Remove this folder, or name another one."
-        )
-    return int(planned["images"])
-
-
-def _estimate(catalog: Catalog, options: PackOptions) -> int:
-    """Estimate how many images fill a shard from the sizes of some of them."""
-    sizes = []
-    for index in np.linspace(0, len(catalog) - 1, min(_PROBED_IMAGES, len(catalog)), dtype=np.int64).tolist():
-        try:
-            sizes.append(member_bytes(len(_encode_image(catalog, index, options)[1])))
-        except BadSampleError:
-            continue  # reported when its shard is written
-    return max(1, options.shard_bytes * len(sizes) // max(1, sum(sizes)))
-
-
-def _publish(
-    folder: Path,
-    destination: Path,
-    shards: list[PackedShard],
-    classes: tuple[str, ...],
-    provenance: dict[str, Any],
-) -> None:
-    remove_partials(folder)
-    names = "".join(f"{name}\n" for name in classes).encode()
-    with atomic_write(folder / CLASSES_FILE) as file:
-        file.write(names)
-    manifest = Manifest(
-        images=sum(shard.images for shard in shards),
-        bytes=sum(shard.bytes for shard in shards),
-        classes=len(classes),
-        classes_sha256=hashlib.sha256(names).hexdigest(),
-        asked=provenance,
-        shards=tuple(shards),
+    folder, _, base = name.rpartition("/")
+    return (name, image), (
+        f"{folder}/{base.partition('.')[0]}.cls",
+        str(int(catalog.targets[index])).encode(),
     )
-    manifest.write(folder)
-    folder.replace(destination)
+
+
+def _packed_image(name: str, encoded: bytes, *, shorter_side: int, quality: int) -> tuple[str, bytes]:
+    """Return the name and bytes to pack; raise BadSampleError if the image cannot be decoded.
+
+    With `shorter_side` larger images are resized to that length of the shorter side and encoded as JPEG. All
+    other images are packed unchanged.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # large images and invalid metadata decode nevertheless
+            with Image.open(io.BytesIO(encoded)) as image:
+                if shorter_side and min(image.size) > shorter_side:
+                    is_jpeg = name.lower().endswith((".jpg", ".jpeg"))
+                    return name if is_jpeg else f"{name}.jpg", _shrink(image, shorter_side, quality)
+                image.draft(None, (_draft_length(image.width), _draft_length(image.height)))
+                image.load()
+    except _DECODING_ERRORS as error:
+        raise BadSampleError(f"cannot be decoded: {error}") from error
+    if name.lower().endswith(IMAGE_ENDINGS):
+        return name, encoded
+    return f"{name}{ending_of(encoded[:START_BYTES]) or IMAGE_ENDINGS[0]}", encoded
+
+
+def _draft_length(length: int) -> int:
+    return max(1, length // _DRAFT_SCALE)
+
+
+def _shrink(image: Image.Image, shorter_side: int, quality: int) -> bytes:
+    scale = shorter_side / min(image.size)
+    size = (max(shorter_side, round(image.width * scale)), max(shorter_side, round(image.height * scale)))
+    stream = io.BytesIO()
+    image.convert("RGB").resize(size, Image.Resampling.BICUBIC).save(stream, "JPEG", quality=quality)
+    return stream.getvalue()

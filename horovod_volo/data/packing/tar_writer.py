@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tarfile
+from collections.abc import Iterable
 from typing import BinaryIO
 
 from horovod_volo.data.images.tar_shards import BLOCK_BYTES, INDEX_VERSION
@@ -27,19 +28,15 @@ class TarWriter:
         self._lines: list[str] = []
         self._indexable = True
 
-    def add(self, image_name: str, image: bytes, target: int) -> None:
-        """Add an image and its class number."""
-        folder, _, base = image_name.rpartition("/")
-        stem, _, ending = base.partition(".")
-        key = f"{folder}/{stem}"
-        text = str(target).encode()
-        # The fields of an index are separated by spaces, so it cannot contain names with spaces.
-        self._indexable &= image_name.split() == [image_name]
-        image_start = self._append(image_name, image)
-        text_start = self._append(f"{key}.cls", text)
-        self._lines.append(
-            f"{ending} {image_start} {len(image)} {image_name} cls {text_start} {len(text)} {key}.cls"
-        )
+    def add(self, *members: tuple[str, bytes]) -> None:
+        """Add the names and contents of an image and of what belongs to it."""
+        words = []
+        for name, data in members:
+            # The fields of an index are separated by spaces, so it cannot contain names with spaces.
+            self._indexable &= name.split() == [name]
+            ending = name.rpartition("/")[2].partition(".")[2]
+            words.append(f"{ending} {self._append(name, data)} {len(data)} {name}")
+        self._lines.append(" ".join(words))
         self.images += 1
 
     def finish(self) -> str:
@@ -68,6 +65,6 @@ class TarWriter:
         self.bytes += len(data)
 
 
-def member_bytes(size: int) -> int:
-    """Return the approximate bytes in a tar file of a sample whose image has `size` bytes."""
-    return 4 * BLOCK_BYTES + size
+def sample_bytes(members: Iterable[tuple[str, bytes]]) -> int:
+    """Return the approximate bytes of an image and of what belongs to it in a tar file."""
+    return sum(2 * BLOCK_BYTES + len(data) for _, data in members)

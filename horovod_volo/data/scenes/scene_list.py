@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -18,16 +18,16 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.images.split_folder import CLASSES_FILE
 
 Split = Literal["train", "val"]
 Mask = NDArray[np.uint8]  # (height, width) classes; IGNORED where there is none
 
 _IMAGES = (".jpg", ".jpeg", ".png")
-_CLASSES_FILE = "classes.txt"
 _MOST_CLASSES = 255
+MASK_FOLDERS = ("leftImg8bit", "annotations", "masks")  # one of them tells the layout
 _CITYSCAPES = (
     *("road", "sidewalk", "building", "wall", "fence", "pole", "traffic light", "traffic sign"),
     *("vegetation", "terrain", "sky", "person", "rider", "car", "truck", "bus", "train"),
@@ -61,9 +61,9 @@ class SceneLayout:
     name: str
     classes: tuple[str, ...]
     zero_is_ignored: bool  # and the classes count from 1
-    images: str  # folders, with {split}
-    masks: str
-    splits: dict[Split, str]
+    images: str = ""  # folders, with {split}; in packed shards there are none
+    masks: str = ""
+    splits: Mapping[Split, str] = field(default_factory=dict)
     image_ending: str = ""  # of the names, which that of masks replaces; empty: any image
     mask_ending: str = ".png"
 
@@ -89,7 +89,7 @@ class SceneList:
     def digest(self) -> str:
         """Return a checksum of the names."""
         listed = "\n".join([self.layout.name, *self.classes, *self.names])
-        return hashlib.sha256(listed.encode()).hexdigest()
+        return hashlib.sha256(listed.encode(errors="surrogateescape")).hexdigest()
 
     def location(self, index: int) -> str:
         """Return where an image is, for messages."""
@@ -101,28 +101,38 @@ class SceneList:
 
     def read_mask(self, index: int, size: tuple[int, int]) -> Mask:
         """Return the mask of an image of this height and width; raise BadSampleError if it is damaged."""
-        path = self.mask_path(index)
+        from horovod_volo.core.batch import IGNORED  # imports torch, which packing does not need
+
+        where = self.mask_location(index)
         try:
-            with Image.open(io.BytesIO(_content(path))) as image:
+            with Image.open(io.BytesIO(self.encoded_mask(index))) as image:
                 if image.mode not in ("L", "P"):
-                    raise BadSampleError(f"{path} is no mask: its mode is {image.mode}, not 8 bits")
+                    raise BadSampleError(f"{where} is no mask: its mode is {image.mode}, not 8 bits")
                 stored = np.array(image)
         except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise BadSampleError(f"{path} is not a complete mask: {error}") from error
+            raise BadSampleError(f"{where} is not a complete mask: {error}") from error
         if stored.shape != size:
-            raise BadSampleError(f"{path} has {_shape(stored.shape)} pixels, its image {_shape(size)}")
+            raise BadSampleError(f"{where} has {_shape(stored.shape)} pixels, its image {_shape(size)}")
         mask: Mask = stored
         if self.layout.zero_is_ignored:  # 0 becomes 255 by itself, and 255 stays
             mask = np.where(stored == IGNORED, stored, stored - np.uint8(1))
         labelled = mask[mask != IGNORED]
         if labelled.size and int(labelled.max()) >= len(self.classes):
             raise BadSampleError(
-                f"{path} has label {int(labelled.max())}, but there are {len(self.classes)} classes"
+                f"{where} has label {int(labelled.max())}, but there are {len(self.classes)} classes"
             )
         return mask
 
+    def mask_location(self, index: int) -> str:
+        """Return where a mask is, for messages."""
+        return str(self.mask_path(index))
+
+    def encoded_mask(self, index: int) -> bytes:
+        """Return a mask's file; raise BadSampleError if it cannot be read."""
+        return _content(self.mask_path(index))
+
     def close(self) -> None:
-        """Close nothing: files are opened one by one."""
+        """Close the files that are kept open; of images and masks in folders there are none."""
 
     def _image(self, index: int) -> Path:
         return self.folder(self.layout.images) / self.names[index]
@@ -150,7 +160,7 @@ def find_layout(root: Path) -> SceneLayout:
         return SceneLayout("ade20k", _ADE20K, True, "images/{split}", "annotations/{split}", splits)
     if (root / "masks").is_dir():
         splits = {"train": "train", "val": "val"}
-        return SceneLayout("plain", _read_classes(root), False, "images/{split}", "masks/{split}", splits)
+        return SceneLayout("plain", read_classes(root), False, "images/{split}", "masks/{split}", splits)
     raise UserError(
         f"{root} has no masks. Give a folder with images/train, images/val, masks/train, masks/val and "
         "classes.txt, or ADE20K's or Cityscapes' folder."
@@ -183,8 +193,9 @@ def list_scenes(root: Path, layout: SceneLayout, split: Split) -> SceneList:
     return scenes
 
 
-def _read_classes(root: Path) -> tuple[str, ...]:
-    path = root / _CLASSES_FILE
+def read_classes(root: Path) -> tuple[str, ...]:
+    """Return the names in classes.txt; raise UserError if it cannot be read."""
+    path = root / CLASSES_FILE
     try:
         names = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,207 @@
+"""Pack the samples of a split into tar shards with several processes; a killed run can be resumed.
+
+A split is written into SPLIT.packing and renamed to SPLIT when it is complete. Invariant: the record of a
+shard is written into the work folder after the shard itself, so shards with a record are finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_volo.core.atomic_file import atomic_write, remove_partials
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.images.split_folder import CLASSES_FILE, FOLDER_NAMES, Split, index_beside
+from horovod_volo.data.packing.manifest import Manifest, PackedShard, parse_shard, read_manifest, write_json
+from horovod_volo.data.packing.tar_writer import TarWriter, sample_bytes
+from horovod_volo.data.process_pool import run_in_processes
+
+WORK = ".packing"  # work folder beside the splits, removed at the end
+_ORDER = 2  # version of the shuffled order; shards of different orders must not be mixed
+_PROBED_SAMPLES = 256  # their mean size determines how many samples fill a shard
+
+Progress = Callable[[int, int], None]  # images done, images in all
+Sample = tuple[tuple[str, bytes], ...]  # names and contents of members; the image is the first
+ReadSample = Callable[[int], Sample]  # raises BadSampleError for an image that is to be left out
+
+
+@dataclass(frozen=True)
+class SplitContent:
+    """The samples of a split, and how they are distributed over shards."""
+
+    classes: tuple[str, ...]
+    order: NDArray[np.uint32]  # (images,)
+    shard_images: int  # 0: as many as fill `shard_bytes`
+    shard_bytes: int
+    provenance: dict[str, Any]  # identifies the samples and the options
+    open: Callable[[], ReadSample]  # called in each worker process
+
+
+@dataclass(frozen=True)
+class _ShardTask:
+    """One shard for a worker process to write."""
+
+    open: Callable[[], ReadSample]
+    indices: NDArray[np.uint32]  # (images,)
+    shard: Path
+    record: Path
+
+
+def check_packed(out: Path) -> None:
+    """Raise UserError if a folder of a split exists and is not a packed split."""
+    for split in FOLDER_NAMES:
+        if (out / split).exists():
+            read_manifest(out / split)
+
+
+def pack_split(
+    content: SplitContent, out: Path, split: Split, *, workers: int, progress: Progress
+) -> list[str]:
+    """Pack one split, or resume; return one message for each image that was left out."""
+    provenance, images = content.provenance, len(content.order)
+    if (out / split).exists():
+        manifest = read_manifest(out / split)
+        if manifest.asked != provenance:
+            raise _mismatch(out / split)
+        return manifest.left_out
+    folder = out / f"{split}{WORK}"
+    folder.mkdir(exist_ok=True)
+    per_shard = _images_per_shard(out / WORK / f"{split}.plan.json", content)
+    tasks = [
+        _ShardTask(
+            open=content.open,
+            indices=content.order[start : start + per_shard],
+            shard=folder / f"{split}-{number:06d}.tar",
+            record=out / WORK / f"{split}-{number:06d}.json",
+        )
+        for number, start in enumerate(range(0, images, per_shard))
+    ]
+    shards = _pack_shards(tasks, workers, lambda done: progress(done, images))
+    _publish(folder, out / split, shards, content.classes, provenance)
+    return [image for shard in shards for image in shard.left_out]
+
+
+def _mismatch(packed: Path) -> UserError:
+    return UserError(
+        f"{packed} was packed from other images or with other options. Give those it was packed "
+        "with, name another output folder, or remove this one."
+    )
+
+
+def _pack_shards(
+    tasks: list[_ShardTask], workers: int, report_done: Callable[[int], None]
+) -> list[PackedShard]:
+    """Write the shards that are not finished yet; return all shards in order."""
+    finished = {task.shard.name: shard for task in tasks if (shard := _read_finished(task)) is not None}
+    remaining = [task for task in tasks if task.shard.name not in finished]
+    done = sum(len(task.indices) for task in tasks) - sum(len(task.indices) for task in remaining)
+    report_done(done)
+
+    def count(_: str, shard: PackedShard) -> None:
+        nonlocal done
+        finished[shard.file] = shard
+        done += shard.images + len(shard.left_out)
+        report_done(done)
+
+    try:
+        run_in_processes(_pack_shard, {task.shard.name: (task,) for task in remaining}, workers, count)
+    finally:
+        for folder in {path.parent for task in remaining for path in (task.shard, task.record)}:
+            remove_partials(folder)  # of workers that were killed
+    return [finished[task.shard.name] for task in tasks]
+
+
+def _pack_shard(task: _ShardTask) -> PackedShard:
+    read = task.open()
+    left_out = []
+    with atomic_write(task.shard) as file:
+        writer = TarWriter(file)
+        for index in task.indices.tolist():
+            try:
+                sample = read(index)
+            except BadSampleError as error:
+                left_out.append(str(error))
+            else:
+                writer.add(*sample)
+        sha256 = writer.finish()
+    lines = writer.index()
+    if lines is not None:
+        with atomic_write(index_beside(task.shard)) as file:
+            file.write(lines)
+    shard = PackedShard(
+        file=task.shard.name,
+        images=writer.images,
+        bytes=writer.bytes,
+        sha256=sha256,
+        index_sha256="" if lines is None else hashlib.sha256(lines).hexdigest(),
+        left_out=tuple(left_out),
+    )
+    write_json(task.record, asdict(shard))
+    return shard
+
+
+def _read_finished(task: _ShardTask) -> PackedShard | None:
+    """Return the record of a shard that an earlier run finished, else None."""
+    if not task.record.exists():
+        return None
+    shard = parse_shard(json.loads(task.record.read_text()))
+    complete = task.shard.exists() and task.shard.stat().st_size == shard.bytes
+    return shard if complete else None
+
+
+def _images_per_shard(plan: Path, content: SplitContent) -> int:
+    """Return the number of images per shard: that of the earlier run that is resumed, or a new estimate."""
+    if not plan.exists():
+        per_shard = content.shard_images or _estimate(content)
+        write_json(plan, {"asked": content.provenance, "images": per_shard, "order": _ORDER})
+    planned = json.loads(plan.read_text())
+    if planned["asked"] != content.provenance:
+        raise _mismatch(plan)
+    if content.provenance.get("shuffle") and planned.get("order") != _ORDER:
+        raise UserError(
+            f"An earlier version began to pack into {plan.parent.parent} and shuffled the images in another "
+            "order. Remove this folder, or name another one."
+        )
+    return int(planned["images"])
+
+
+def _estimate(content: SplitContent) -> int:
+    """Estimate how many images fill a shard from the sizes of some of them."""
+    read, images, sizes = content.open(), len(content.order), []
+    for index in np.linspace(0, images - 1, min(_PROBED_SAMPLES, images), dtype=np.int64).tolist():
+        try:
+            sizes.append(sample_bytes(read(index)))
+        except BadSampleError:
+            continue  # reported when its shard is written
+    return max(1, content.shard_bytes * len(sizes) // max(1, sum(sizes)))
+
+
+def _publish(
+    folder: Path,
+    destination: Path,
+    shards: list[PackedShard],
+    classes: tuple[str, ...],
+    provenance: dict[str, Any],
+) -> None:
+    remove_partials(folder)
+    names = "".join(f"{name}\n" for name in classes).encode()
+    with atomic_write(folder / CLASSES_FILE) as file:
+        file.write(names)
+    manifest = Manifest(
+        images=sum(shard.images for shard in shards),
+        bytes=sum(shard.bytes for shard in shards),
+        classes=len(classes),
+        classes_sha256=hashlib.sha256(names).hexdigest(),
+        asked=provenance,
+        shards=tuple(shards),
+    )
+    manifest.write(folder)
+    folder.replace(destination)

@@ -1,0 +1,280 @@
+"""Packed images and masks are those of the folder, in its order; what is missing is named in one message."""
+
+from __future__ import annotations
+
+import pickle
+import tarfile
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.schema import Data
+from horovod_volo.core.batch import SceneBatch
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.demo.scene_set import make_scene_set
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.ordered_batches import OrderOfRank
+from horovod_volo.data.packing import packed_split
+from horovod_volo.data.packing.manifest import read_manifest
+from horovod_volo.data.packing.pack import PackOptions, pack
+from horovod_volo.data.packing.tar_writer import TarWriter
+from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
+from horovod_volo.data.scenes.scene_list import SceneList, Split
+from horovod_volo.data.scenes.scene_loader import SceneEvalLoader, SceneTrainLoader
+from horovod_volo.data.scenes.scene_shards import SceneShards, open_scenes
+from horovod_volo.pack import main
+
+SPLITS: tuple[Split, ...] = ("train", "val")
+PIXELS = np.arange(24, dtype=np.uint8).reshape(4, 6)
+
+
+@pytest.fixture(autouse=True)
+def _pack_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the shards in this process: tests of packing with several processes are in test_data_pack.py."""
+
+    def run(
+        function: Callable[..., Any],
+        tasks: Mapping[str, tuple[Any, ...]],
+        workers: int,
+        on_result: Callable[[str, Any], None],
+    ) -> None:
+        for name, arguments in tasks.items():
+            on_result(name, function(*pickle.loads(pickle.dumps(arguments))))
+
+    monkeypatch.setattr(packed_split, "run_in_processes", run)
+
+
+def packed(data: Path, out: Path, *arguments: object) -> Path:
+    assert main([str(data), str(out), "--workers", "1", *map(str, arguments)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drawn") / "set"
+    make_scene_set(folder, train=12, val=5, side=48)
+    return folder
+
+
+def save(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(PIXELS).save(path)
+
+
+def plain(folder: Path) -> Path:
+    """Write one's own layout, with names that are long, not ASCII, with spaces, dots and capitals."""
+    for split in SPLITS:
+        for name in (
+            "b.jpg",
+            "a.mask.png",
+            "a/b c.x.JPG",
+            "é/ü.jpeg",
+            f"{'long' * 30}.jpg",
+            "a.jpg",
+            "b.png",
+        ):
+            save(folder / "images" / split / name)
+            save((folder / "masks" / split / name).with_suffix(".png"))
+    (folder / "classes.txt").write_text("".join(f"klasse ä{number}\n" for number in range(24)))
+    return folder
+
+
+def ade20k(folder: Path) -> Path:
+    for split in ("training", "validation"):
+        for number in range(3):
+            save(folder / "images" / split / f"ADE_{number}.jpg")
+            save(folder / "annotations" / split / f"ADE_{number}.png")
+    return folder
+
+
+def cityscapes(folder: Path) -> Path:
+    for split in SPLITS:
+        for city in ("ulm", "aachen"):
+            save(folder / "leftImg8bit" / split / city / f"{city}_0_leftImg8bit.png")
+            mask = folder / "gtFine" / split / city / f"{city}_0_gtFine_labelTrainIds.png"
+            mask.parent.mkdir(parents=True)
+            Image.fromarray(np.minimum(PIXELS, 18)).save(mask)
+    return folder
+
+
+def assert_same(files: SceneList, shards: SceneList) -> None:
+    assert isinstance(shards, SceneShards)
+    assert (shards.names, shards.digest, len(shards)) == (files.names, files.digest, len(files))
+    assert tuple(shards.classes) == tuple(files.classes)
+    for name in ("name", "classes", "zero_is_ignored"):
+        assert getattr(shards.layout, name) == getattr(files.layout, name)
+    for index in range(len(files)):
+        assert shards.read(index).tobytes() == Path(files.location(index)).read_bytes()
+        assert shards.encoded_mask(index) == files.mask_path(index).read_bytes()
+        with Image.open(files.mask_path(index)) as mask:
+            size = (mask.height, mask.width)
+        assert np.array_equal(shards.read_mask(index, size), files.read_mask(index, size))
+
+
+@pytest.mark.parametrize("write", [plain, ade20k, cityscapes])
+def test_every_layout_is_packed_unchanged(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    data = write(tmp_path / "data")
+    out = packed(data, tmp_path / "out", "--shard-images", 2)
+    for split in SPLITS:
+        scenes = open_scenes(out, split)
+        assert_same(open_scenes(data, split), scenes)
+        assert_same(open_scenes(data, split), pickle.loads(pickle.dumps(scenes)))  # as it is sent to ranks
+    assert main([str(out), "--verify"]) == 0
+
+
+def test_shards_are_webdatasets_and_can_be_packed_again(drawn: Path, tmp_path: Path) -> None:
+    out = packed(drawn, tmp_path / "out", "--shard-images", 5)
+    assert sorted(path.name for path in (out / "train").iterdir()) == [
+        "classes.txt",
+        "manifest.json",
+        *(f"train-00000{number}.{ending}" for number in range(3) for ending in ("idx", "tar")),
+    ]
+    with tarfile.open(out / "train/train-000001.tar") as shard:
+        assert shard.getnames()[:3] == ["00005.jpg", "00005.mask.png", "00006.jpg"]
+    again = packed(out, tmp_path / "again", "--shard-images", 5)
+    files = sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(again) for path in again.rglob("*") if path.is_file())
+    assert all((out / file).read_bytes() == (again / file).read_bytes() for file in files)
+
+
+def batches(scenes: SceneList) -> list[SceneBatch]:
+    loader = SceneTrainLoader(
+        scenes,
+        Data(batch_size=4),
+        Segmentation(scene_size=(128.0, 48.0)),
+        side=32,
+        order=OrderOfRank(seed=3, rank=0, size=1, accumulation=1),
+        device=torch.device("cpu"),
+        threads=2,
+        normalization=IMAGENET_NORMALIZATION,
+    )
+    with closing(loader):
+        return [batch for epoch in range(2) for batch in loader.batches(epoch, 0)]
+
+
+def test_batches_are_those_of_the_folder(drawn: Path, tmp_path: Path) -> None:
+    """With damaged images and masks too: they are packed, and replaced by the same other ones."""
+    data = tmp_path / "data"
+    make_scene_set(data, train=12, val=5, side=48)
+    image, mask = data / "images/train/00003.jpg", data / "masks/train/00007.png"
+    image.write_bytes(image.read_bytes()[:300])
+    mask.write_bytes(b"")
+    out = packed(data, tmp_path / "out", "--shard-images", 5)
+    found, expected = batches(open_scenes(out, "train")), batches(open_scenes(data, "train"))
+    assert len(found) == 6
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.images, other.images)
+        assert torch.equal(one.masks, other.masks)
+        assert np.array_equal(one.indices, other.indices)
+    shards = open_scenes(out, "train")
+    with pytest.raises(
+        BadSampleError, match=r"train-000001\.tar, bytes .*00007\.mask\.png\) is not a complete"
+    ):
+        shards.read_mask(7, (48, 48))
+    loader = SceneEvalLoader(shards, Data(), rank=0, size=1, threads=2)
+    with closing(loader):
+        assert [index for index, scene in enumerate(loader) if scene is None] == [3, 7]
+
+
+def without_a_mask(split: Path) -> None:
+    """Write the first shard again without a mask, and a manifest that fits it."""
+    path = split / "train-000000.tar"
+    with path.open("wb") as file:
+        writer = TarWriter(file)
+        writer.add(("00000.jpg", b"x"), ("00000.mask.png", b"x"))
+        writer.add(("00001.jpg", b"x"))
+        writer.add(("00002.jpg", b"x"), ("00002.mask.png", b"x"))
+        writer.finish()
+    path.with_suffix(".idx").unlink()
+    manifest = read_manifest(split)
+    first, *others = manifest.shards
+    replace(manifest, shards=(replace(first, bytes=path.stat().st_size), *others)).write(split)
+
+
+def without_a_shard(split: Path) -> None:
+    manifest = read_manifest(split)
+    replace(manifest, shards=manifest.shards[1:]).write(split)
+
+
+def cut(split: Path) -> None:
+    shard = split / "train-000001.tar"
+    shard.write_bytes(shard.read_bytes()[:5000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut, r"train-000001\.tar has 5,000 bytes instead of .*Copy this shard again, or make it again\."),
+        (lambda split: (split / "train-000001.tar").unlink(), r"train-000001\.tar cannot be read: No such"),
+        (without_a_mask, r"train-000000\.tar has 00001\.jpg without its mask"),
+        (without_a_shard, r"does not hold the images or the classes that manifest\.json there was"),
+        (
+            lambda split: (split / "classes.txt").write_text("a\nb\n"),
+            r"does not hold the images or the classes",
+        ),
+        (lambda split: (split / "manifest.json").unlink(), r"has no manifest\.json"),
+    ],
+)
+def test_what_is_missing_is_named(
+    damage: Callable[[Path], object], message: str, drawn: Path, tmp_path: Path
+) -> None:
+    out = packed(drawn, tmp_path / "out", "--shard-images", 5)
+    damage(out / "train")
+    with pytest.raises(UserError, match=message) as raised:
+        open_scenes(out, "train")
+    assert "\n" not in str(raised.value)
+    assert len(open_scenes(out, "val")) == 5
+
+
+def test_a_shard_that_is_cut_or_goes_during_a_run_is_bad_samples(drawn: Path, tmp_path: Path) -> None:
+    out = packed(drawn, tmp_path / "out", "--shard-images", 5)
+    scenes = open_scenes(out, "train")
+    cut(out / "train")
+    (out / "train/train-000002.tar").unlink()
+    assert scenes.read(0).size > 0
+    with pytest.raises(BadSampleError, match=r"00006\.mask\.png\) cannot be read: the shard has been cut"):
+        scenes.encoded_mask(6)
+    with pytest.raises(BadSampleError, match=r"train-000002\.tar, bytes .* cannot be read: No such file"):
+        scenes.read(11)
+
+
+def test_packed_images_with_classes_and_with_masks_are_told_apart(drawn: Path, tmp_path: Path) -> None:
+    for split in SPLITS:
+        save(tmp_path / "images" / split / "a" / "1.png")
+    options: Any = {"workers": 1, "progress": lambda split: lambda done, total: None}
+    pack(tmp_path / "images", tmp_path / "classes", PackOptions(), **options)
+    with pytest.raises(UserError, match="holds packed images without masks"):
+        open_scenes(tmp_path / "classes", "train")
+    out = packed(drawn, tmp_path / "out")
+    with pytest.raises(UserError, match="holds images with masks, not with classes"):
+        build_catalog(str(out), "train", None)
+    with pytest.raises(UserError, match="There is no folder"):
+        open_scenes(tmp_path / "nowhere", "train")
+
+
+def test_mistakes_in_packing_are_explained(
+    drawn: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main([str(drawn), str(out), "--resize", "32"]) == 2
+    assert "has masks, and images with masks are packed unchanged. Drop --resize." in capsys.readouterr().err
+    assert main([str(drawn), str(drawn)]) == 2
+    assert "is the folder of the images. Name another folder for the shards." in capsys.readouterr().err
+    packed(drawn, out, "--shard-images", 5)
+    packed(drawn, out, "--shard-images", 5)  # it is left as it is
+    assert main([str(drawn), str(out), "--shard-images", "4"]) == 2
+    assert "was packed from other images or with other options" in capsys.readouterr().err
+    data = plain(tmp_path / "data")
+    (data / "masks/val/b.png").unlink()
+    (data / "masks/val/b.png").mkdir()
+    assert main([str(data), str(tmp_path / "other"), "--workers", "1"]) == 2
+    assert "masks/val/b.png cannot be read: Is a directory. Repair it or remove" in capsys.readouterr().err
