@@ -6,7 +6,7 @@
 
 SOURCE is a run folder, one of its checkpoints, a file of weights, or timm:NAME. The export is loaded again
 and its logits are compared with the network's; FOLDER is created only if they agree.
-Exit status: 0 done; 1 the logits differ; 2 a mistake, explained in one message.
+Exit status: 0 done; 1 the outputs differ; 2 a mistake, explained in one message.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from horovod_volo.config.arguments import Parser, add_flags, flags_of_trained_ne
 from horovod_volo.core.errors import UserError, escape_controls, print_error
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from horovod_volo.models.pretrained import PretrainedModel
 
 DONE, DIFFERS, MISTAKE = 0, 1, 2
@@ -93,13 +95,16 @@ def _opset(text: str) -> int:
 
 def _export(options: argparse.Namespace) -> None:
     from horovod_volo.models import onnx_export, timm_export
-    from horovod_volo.models.pretrained import load_pretrained
+    from horovod_volo.models.pretrained import load_pretrained, task_of
     from horovod_volo.plugins import load_plugins
 
     load_plugins(options.plugin)
     if options.onnx:
         onnx_export.check_packages()
     timm_export.check_folder(options.folder, replace=options.force)
+    if task_of(options.source) != "classification":
+        _export_dense(options)
+        return
     trained = load_pretrained(
         options.source,
         name=options.model,
@@ -113,10 +118,32 @@ def _export(options: argparse.Namespace) -> None:
         timm_export.write_timm_folder(trained, exported)
         _compare_with_timm(trained, exported)
         if options.onnx:
-            _write_onnx(trained, exported, options)
+            _write_onnx(trained.network, ["logits"], trained.image_side, exported, options)
         names = sorted(file.name for file in exported.iterdir())
     print(f"{options.folder}: {trained.name} at {trained.image_side} pixels: {', '.join(names)}")
     print(timm_export.how_timm_loads(trained.name, options.folder))
+
+
+def _export_dense(options: argparse.Namespace) -> None:
+    """Export a network for pixels or boxes."""
+    from horovod_volo.evaluation.exported import load_dense, reloaded_difference, write_dense
+    from horovod_volo.models import timm_export
+
+    if options.model or options.aux_head != "auto":
+        raise UserError("--model and --aux-head are for networks of classification. Drop them.")
+    trained = load_dense(options.source, image_side=options.img_size, use_ema=options.use_ema)
+    for message in trained.messages:
+        print(escape_controls(message))
+    side = trained.image_side
+    with timm_export.atomic_folder(options.folder, replace=options.force) as exported:
+        write_dense(trained, exported)
+        difference = reloaded_difference(trained, exported, timm_export.fixed_images(2, side))
+        _check_difference("torch", difference, _TIMM_TOLERANCE)
+        if options.onnx:
+            _write_onnx(*trained.outputs(), side, exported, options)
+        names = sorted(file.name for file in exported.iterdir())
+    model = trained.config.model
+    print(f"{options.folder}: {model.task} by {model.model} at {side} pixels: {', '.join(names)}")
 
 
 def _compare_with_timm(trained: PretrainedModel, folder: Path) -> None:
@@ -127,14 +154,16 @@ def _compare_with_timm(trained: PretrainedModel, folder: Path) -> None:
         _check_difference("timm", difference, _TIMM_TOLERANCE)
 
 
-def _write_onnx(trained: PretrainedModel, folder: Path, options: argparse.Namespace) -> None:
+def _write_onnx(
+    network: nn.Module, outputs: Sequence[str], side: int, folder: Path, options: argparse.Namespace
+) -> None:
     from horovod_volo.models.onnx_export import onnx_difference, write_onnx
     from horovod_volo.models.timm_export import ONNX
 
-    file, side = folder / ONNX, trained.image_side
-    write_onnx(trained.network, file, image_side=side, batch=options.batch, opset=options.opset)
+    file = folder / ONNX
+    write_onnx(network, file, image_side=side, batch=options.batch, opset=options.opset, outputs=outputs)
     batches = [options.batch] if options.batch else [1, 3]
-    difference = onnx_difference(trained.network, file, image_side=side, batches=batches)
+    difference = onnx_difference(network, file, image_side=side, batches=batches)
     if difference is None:
         print(f"onnxruntime is not installed: {ONNX} was not compared with the network.")
     else:
@@ -144,9 +173,9 @@ def _write_onnx(trained: PretrainedModel, folder: Path, options: argparse.Namesp
 def _check_difference(runtime: str, difference: float, tolerance: float) -> None:
     if not difference <= tolerance:  # true of NaN too
         raise DifferentLogitsError(
-            f"{runtime} gives logits that differ by {difference:.1e}, more than {tolerance:.0e}."
+            f"{runtime} gives outputs that differ by {difference:.1e}, more than {tolerance:.0e}."
         )
-    print(f"{runtime}: logits differ by {difference:.1e} at most")
+    print(f"{runtime}: outputs differ by {difference:.1e} at most")
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         boxes = crop_flip.stored(crop_flip.boxes if parts is None else parts.decoded, sizes)
         inputs = ([sample.encoded for sample in samples], list(boxes[:, :2]), list(boxes[:, 2:]))
         if self._resized_by_dali:
-            inputs += resizing_inputs(crop_flip)
+            inputs += resizing_inputs(crop_flip.flip_horizontal, crop_flip.flip_vertical, crop_flip.bicubic)
         erasures = draw_erasures(self._seed, epoch, drawn, self._settings, self._image_size)
         params = AugmentParams(crop_flip, operations, erasures, parts)
         classes = torch.from_numpy(self._catalog.targets[indices].astype(np.int64))

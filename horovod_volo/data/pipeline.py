@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_volo.data.augmentation.crop_flip import CropFlip
-
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 BATCHES_DECODED_AHEAD = 2
@@ -104,31 +102,6 @@ def build_scene_pipeline(source: Source, *, batch: int, device: torch.device, th
     return pipeline
 
 
-def build_box_pipeline(source: Source, *, side: int, batch: int, device: torch.device, threads: int) -> Any:
-    """Build the pipeline that decodes a window of each image and scales it to a square, to uint8.
-
-    Inputs: encoded images, window corners, window shapes, flips. Images become (side, side, 3).
-    """
-    dali = _dali()
-    pipeline = _empty_pipeline(batch, device, threads)
-    with pipeline:
-        encoded, corners, shapes, flips = dali.fn.external_source(
-            source=source,
-            num_outputs=4,
-            dtype=[dali.types.UINT8, dali.types.INT32, dali.types.INT32, dali.types.INT32],
-            ndim=[1, 1, 1, 0],
-        )
-        images = dali.fn.resize(
-            _sliced(encoded, corners, shapes, device),
-            size=[side, side],
-            interp_type=dali.types.INTERP_LINEAR,
-            antialias=True,
-        )
-        pipeline.set_outputs(dali.fn.flip(images, horizontal=flips))
-    pipeline.build()
-    return pipeline
-
-
 def build_eval_pipeline(
     source: Source,
     *,
@@ -166,13 +139,13 @@ def build_eval_pipeline(
     return pipeline
 
 
-def resizing_inputs(crop_flip: CropFlip) -> tuple[list[NDArray[Any]], ...]:
-    """Return the further inputs of a training pipeline that resizes: flips and interpolations."""
+def resizing_inputs(
+    horizontal: NDArray[np.bool_], vertical: NDArray[np.bool_], bicubic: NDArray[np.bool_]
+) -> tuple[list[NDArray[Any]], ...]:
+    """Return the further inputs of a training pipeline that resizes: flips and interpolations, (batch,)."""
     dali = _dali()
-    flips = np.stack([crop_flip.flip_horizontal, crop_flip.flip_vertical], axis=1).astype(
-        np.int32
-    )  # (batch, 2)
-    filters = np.where(crop_flip.bicubic, int(dali.types.INTERP_CUBIC), int(dali.types.INTERP_LINEAR))
+    flips = np.stack([horizontal, vertical], axis=1).astype(np.int32)  # (batch, 2)
+    filters = np.where(bicubic, int(dali.types.INTERP_CUBIC), int(dali.types.INTERP_LINEAR))
     return list(flips), [np.array(number) for number in filters.astype(np.int32)]
 
 

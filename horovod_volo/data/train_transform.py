@@ -95,15 +95,15 @@ class TrainTransform:
         flipped_dims = [3] * bool(flip_width) + [2] * bool(flip_height)
         operations, bicubic = params.operations.of(position), bool(crop_flip.bicubic[position])
         if params.parts is None:
-            pixels = _resize(pixels, self._image_size, bicubic=bicubic).flip(flipped_dims).contiguous()
+            pixels = resize_pixels(pixels, self._image_size, bicubic=bicubic).flip(flipped_dims).contiguous()
             augment_(pixels, operations)
         else:
             pixels = augment_part(pixels.flip(flipped_dims), operations, params.parts.of(position))
-            pixels = _resize(pixels, self._image_size, bicubic=bicubic)
+            pixels = resize_pixels(pixels, self._image_size, bicubic=bicubic)
         torch.sub(pixels[0], self._mean, out=images[position]).div_(self._std)
 
 
-def _resize(pixels: Tensor, image_size: int, *, bicubic: bool) -> Tensor:
+def resize_pixels(pixels: Tensor, image_size: int, *, bicubic: bool) -> Tensor:
     """Resize uint8 images (batch, 3, height, width) with Pillow's filters."""
     resize = partial(
         torch.nn.functional.interpolate,

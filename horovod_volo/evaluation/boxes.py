@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -11,10 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Config
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.data.boxes.box_list import BoxList, find_boxes, list_boxes
 from horovod_volo.evaluation.dense import (
@@ -30,7 +26,6 @@ from horovod_volo.models.precision import autocast
 from horovod_volo.objective.anchors import anchor_rule, build_anchors
 from horovod_volo.tasks.average_precision import NO_TRUTH, BoxPredictions
 from horovod_volo.tasks.box_evaluation import BoxPredictor, FoundBoxes, build_eval_loader, find_in_all
-from horovod_volo.tasks.detection import DetectionTask
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,7 @@ def measure_found(request: DenseRequest, world: World, progress: Progress) -> Ev
     """Evaluate a detector on every image once. Collective: every rank calls this."""
     config = world.run_on_all_ranks(partial(settings_of, request))
     images = world.run_on_rank_zero(partial(_list, request))
-    trained = open_network(request, config, DetectionTask(), images, partial(_classes_in, config), world)
+    trained = open_network(request, config, images, world)
     loader = build_eval_loader(
         images,
         trained.settings,
@@ -135,8 +130,3 @@ def json_record(request: DenseRequest, result: EvaluatedBoxes, ranks: int) -> di
 
 def _list(request: DenseRequest) -> BoxList:
     return list_boxes(find_boxes(Path(request.data_dir), request.split), None)
-
-
-def _classes_in(config: Config, weights: Mapping[str, Tensor]) -> int:
-    shapes = anchor_rule(config.model.img_size).anchors_per_position[0]
-    return len(weights.get("class_heads.0.bias", ())) // shapes - 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
@@ -23,8 +23,14 @@ from horovod_volo.models.build import spec_of
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import settings_of_run
 from horovod_volo.models.weights import read_weights
-from horovod_volo.tasks.task import Samples, Task
+from horovod_volo.tasks.detection import DetectionTask
+from horovod_volo.tasks.segmentation import SegmentationTask
+from horovod_volo.tasks.task import Samples
 
+DENSE_TASKS: Mapping[str, SegmentationTask | DetectionTask] = {
+    "segmentation": SegmentationTask(),
+    "detection": DetectionTask(),
+}
 Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
 
 
@@ -69,23 +75,22 @@ def settings_of(request: DenseRequest) -> Config:
             ) from None
         if not os.access(request.predictions, os.W_OK):
             raise UserError(f"--predictions cannot write into {request.predictions}. Name another folder.")
-    config = assemble(dict(settings_of_run(request.weights)), fallback_name="")
-    return replace(config, model=replace(config.model, use_ema=request.use_ema, allow_mismatch=""))
+    return settings_of_weights(request.weights, use_ema=request.use_ema)
 
 
-def open_network(
-    request: DenseRequest,
-    config: Config,
-    task: Task,
-    samples: Samples,
-    classes_in: Callable[[Mapping[str, Tensor]], int],
-    world: World,
-) -> TrainedNetwork:
-    """Build and load a run's network on all ranks; `classes_in` tells for how many classes weights are."""
+def settings_of_weights(source: str, *, use_ema: bool) -> Config:
+    """Return the settings of the run that weights are of, to load all of them."""
+    config = assemble(dict(settings_of_run(source)), fallback_name="")
+    return replace(config, model=replace(config.model, use_ema=use_ema, allow_mismatch=""))
+
+
+def open_network(request: DenseRequest, config: Config, samples: Samples, world: World) -> TrainedNetwork:
+    """Build and load a run's network. Collective: every rank calls this."""
+    task = DENSE_TASKS[config.model.task]
 
     def load() -> tuple[nn.Module, list[str]]:
         weights, _ = read_weights(request.weights, use_ema=request.use_ema)
-        classes = classes_in(weights)
+        classes = task.classes_in(config, weights)
         if classes != len(samples.classes):
             raise UserError(
                 f"{request.data_dir} has {len(samples.classes)} classes, but {request.weights} is for "

@@ -5,7 +5,6 @@ Whatever can be wrong with the request is checked before the first image is read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,11 +33,9 @@ from horovod_volo.evaluation.dense import (
     settings_of,
     worst_lines,
 )
-from horovod_volo.models.dense.upernet import HEADS
 from horovod_volo.models.precision import autocast
 from horovod_volo.tasks.mean_iou import SceneCounts, ScenePredictor, count_scenes, ious
 from horovod_volo.tasks.pictures import class_colors
-from horovod_volo.tasks.segmentation import SegmentationTask
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ def measure_scenes(request: SceneRequest, world: World, progress: Progress) -> E
     """Evaluate a network on every image once. Collective: every rank calls this."""
     config = world.run_on_all_ranks(partial(_settings, request))
     scenes = world.run_on_rank_zero(partial(open_scenes, Path(request.data_dir), request.split))
-    trained = open_network(request, config, SegmentationTask(), scenes, _classes_in, world)
+    trained = open_network(request, config, scenes, world)
     predictor = ScenePredictor(
         config.segmentation,
         config.model.img_size,
@@ -101,10 +98,6 @@ def _settings(request: SceneRequest) -> Config:
     if request.test_mode == "run":
         return config
     return replace(config, segmentation=replace(config.segmentation, test_mode=request.test_mode))
-
-
-def _classes_in(weights: Mapping[str, Tensor]) -> int:
-    return max((len(weights.get(f"{head}.bias", ())) for head in HEADS), default=0)
 
 
 def write_prediction(folder: Path, scenes: SceneList, number: int, predicted: Tensor) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,15 @@ def check_packages() -> None:
         )
 
 
-def write_onnx(network: nn.Module, file: Path, *, image_side: int, batch: int, opset: int) -> None:
+def write_onnx(
+    network: nn.Module,
+    file: Path,
+    *,
+    image_side: int,
+    batch: int,
+    opset: int,
+    outputs: Sequence[str] = (LOGITS,),
+) -> None:
     """Write a model for batches of `batch` images; 0: of any size. The model itself is not changed."""
     images = fixed_images(batch or 2, image_side)  # the exporter would make a batch of 1 static
     size = sum(tensor.nbytes for tensor in network.state_dict().values())
@@ -52,7 +60,7 @@ def write_onnx(network: nn.Module, file: Path, *, image_side: int, batch: int, o
                 (images,),
                 file,
                 input_names=[IMAGES],
-                output_names=[LOGITS],
+                output_names=list(outputs),
                 dynamic_shapes=None if batch else ({0: torch.export.Dim("batch")},),
                 opset_version=opset,
                 external_data=size > _LARGEST_FILE_BYTES,
@@ -70,7 +78,7 @@ def write_onnx(network: nn.Module, file: Path, *, image_side: int, batch: int, o
 def onnx_difference(
     network: nn.Module, file: Path, *, image_side: int, batches: Iterable[int]
 ) -> float | None:
-    """Return the largest difference from onnxruntime's logits; None if that is not installed."""
+    """Return the largest difference from onnxruntime's outputs; None if that is not installed."""
     if find_spec("onnxruntime") is None:
         return None
     import onnxruntime
@@ -83,10 +91,11 @@ def onnx_difference(
         images = fixed_images(batch, image_side)
         with torch.inference_mode():
             expected = network(images)
-        logits = torch.from_numpy(session.run([LOGITS], {IMAGES: images.numpy()})[0])
-        if logits.shape != expected.shape:
-            raise RuntimeError(f"{file} gives {tuple(logits.shape)}, not {tuple(expected.shape)}")
-        differences.append(float((logits - expected).abs().max()))
+        wanted = (expected,) if isinstance(expected, Tensor) else expected
+        for values, other in zip(session.run(None, {IMAGES: images.numpy()}), wanted, strict=True):
+            if values.shape != tuple(other.shape):
+                raise RuntimeError(f"{file} gives {values.shape}, not {tuple(other.shape)}")
+            differences.append(float((torch.from_numpy(values) - other).abs().max()))
     return max(differences)
 
 
@@ -155,9 +164,9 @@ class ConvolvedOutlook(nn.Module):
 
 
 def exportable(network: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode; in a VOLO, outlook attention is replaced by the one above."""
+    """Return a copy in evaluation mode; in every VOLO, outlook attention is replaced by the one above."""
     own = copy.deepcopy(network).eval()
-    if isinstance(own, VOLO):
+    if any(isinstance(each, VOLO) for each in own.modules()):
         for block in list(own.modules()):
             attention = getattr(block, "attn", None)
             # All of timm's attention modules have this name; only outlook attention has an unfold.

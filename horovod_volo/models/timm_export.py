@@ -25,7 +25,8 @@ from horovod_volo.models.registry import registered_model
 from horovod_volo.models.timm_api import create_model, get_pretrained_cfg, is_model
 
 WEIGHTS, CONFIG, ONNX = "model.safetensors", "config.json", "model.onnx"
-_EXPORT_FILES = {WEIGHTS, CONFIG, ONNX, f"{ONNX}.data"}
+STATE_DICT = "model.pth"  # of a network for pixels or boxes
+_EXPORT_FILES = {WEIGHTS, CONFIG, ONNX, f"{ONNX}.data", STATE_DICT}
 
 _PRETRAINED_CFG_KEYS = ("crop_mode", "fixed_input_size", "pool_size", "first_conv", "classifier")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,6 +106,11 @@ class DetectionTask:
         if model.sync_bn != "none":
             synchronize_norms(network if model.sync_bn == "all" else network.extras)
         return network
+
+    def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:
+        """Return for how many classes weights are; 0 or less: they are of another network."""
+        shapes = anchor_rule(config.model.img_size).anchors_per_position[0]
+        return len(weights.get("class_heads.0.bias", ())) // shapes - 1
 
     def load_weights(self, network: nn.Module, config: Config, source: str) -> list[str]:
         assert isinstance(network, SSD)

@@ -73,7 +73,7 @@ class ScenePredictor:
         size = (levels.shape[1], levels.shape[2])
         longer, shorter = (int(side * scale) for side in self._settings.scene_size)
         images = ((resize(levels, keep_ratio(size, longer, shorter)) - self._mean) / self._std)[None]
-        predict, stride = partial(_predict, network), self._settings.test_stride
+        predict, stride = partial(logits_of, network), self._settings.test_stride
         if self._settings.test_mode == "slide":
             found = slide(predict, images, self._window, stride, self._batch)
         else:
@@ -81,7 +81,7 @@ class ScenePredictor:
         return resize(found[0], size)
 
 
-def _predict(network: nn.Module, images: Tensor) -> Tensor:
+def logits_of(network: nn.Module, images: Tensor) -> Tensor:
     """Return logits of the images' height and width; the network pads them, and gives a quarter of that."""
     height, width = images.shape[2:]
     logits: Tensor = network(images).float()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -105,6 +105,10 @@ class SegmentationTask:
         if model.sync_bn == "all":
             synchronize_norms(network)
         return network
+
+    def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:  # noqa: ARG002
+        """Return for how many classes weights are; 0: they are of another network."""
+        return max((len(weights.get(f"{head}.bias", ())) for head in HEADS), default=0)
 
     def load_weights(self, network: nn.Module, config: Config, source: str) -> list[str]:
         assert isinstance(network, UperNet)

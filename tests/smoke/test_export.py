@@ -65,8 +65,8 @@ def test_a_command_of_the_document_runs(command: str, folder: Path) -> None:
     program = f"cd {shlex.quote(str(ROOT))} && {adapted(command, folder)}"
     done = run(["bash", "-c", program], seconds=200)
     assert done.returncode == 0, done.stdout
-    assert "timm: logits differ by 0.0e+00 at most" in done.stdout
-    assert ("onnxruntime: logits differ" in done.stdout) == ("--onnx" in command)
+    assert "timm: outputs differ by 0.0e+00 at most" in done.stdout
+    assert ("onnxruntime: outputs differ" in done.stdout) == ("--onnx" in command)
 
 
 def test_the_commands_wrote_their_exports(folder: Path) -> None:
@@ -99,7 +99,7 @@ def test_an_export_is_replaced_only_with_force(demo_run: Path, tmp_path: Path, c
     assert export.main([str(demo_run), str(folder)]) == export.DONE
     lines = capsys.readouterr().out.splitlines()
     assert "evaluated by the class token alone: the auxiliary head was never trained" in lines[0]
-    difference = re.fullmatch(r"timm: logits differ by (\S+) at most", lines[2])
+    difference = re.fullmatch(r"timm: outputs differ by (\S+) at most", lines[2])
     assert difference is not None
     assert float(difference[1]) <= 1e-5
     assert "timm has no volo_demo; timm.models.volo.VOLO can" in lines[-1]
@@ -157,7 +157,7 @@ def test_different_logits_are_an_error_and_nothing_is_written(
 ) -> None:
     monkeypatch.setattr(timm_export, "timm_difference", lambda trained, folder: difference)
     assert export.main([str(demo_run), str(tmp_path / "export")]) == export.DIFFERS
-    assert f"error: timm gives logits that differ by {difference:.1e}" in capsys.readouterr().err
+    assert f"error: timm gives outputs that differ by {difference:.1e}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -53,7 +53,8 @@ def batch_resized_by(*, dali: bool) -> torch.Tensor:
             build_train_pipeline, image_size=SIDE, batch=IMAGES, device=device, threads=1, resize=dali
         )
         prefetcher = BatchPrefetcher(build, device, 1, lambda index: None, transform)
-        inputs += resizing_inputs(crop_flip) if dali else ()
+        flips = (crop_flip.flip_horizontal, crop_flip.flip_vertical, crop_flip.bicubic)
+        inputs += resizing_inputs(*flips) if dali else ()
         pending = PendingTrainBatch(indices, inputs, Labels(torch.zeros(IMAGES)), params, indices)
         ((_, images),) = prefetcher.batches([lambda: pending])
         prefetcher.close()

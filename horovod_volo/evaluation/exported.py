@@ -1,0 +1,116 @@
+"""Exports trained networks for pixels and for boxes: a state dict, and what an ONNX file computes.
+
+Segmentation gives logits at the images' height and width, detection decoded boxes and probabilities.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.config.schema import Config
+from horovod_volo.evaluation.dense import DENSE_TASKS, settings_of_weights
+from horovod_volo.models.build import spec_of
+from horovod_volo.models.timm_export import CONFIG, STATE_DICT
+from horovod_volo.models.weights import read_weights
+from horovod_volo.objective.anchors import anchor_rule, build_anchors, decode
+from horovod_volo.tasks.mean_iou import logits_of
+
+
+@dataclass(frozen=True)
+class TrainedDense:
+    """A trained network for pixels or boxes, on the CPU, in evaluation mode."""
+
+    network: nn.Module
+    config: Config
+    num_classes: int
+    messages: list[str]
+
+    @property
+    def image_side(self) -> int:
+        """Return the side of the images in training."""
+        return self.config.model.img_size
+
+    def outputs(self) -> tuple[nn.Module, tuple[str, ...]]:
+        """Return the network with the outputs of an evaluation, and their names."""
+        if self.config.model.task == "segmentation":
+            return PixelLogits(self.network).eval(), ("logits",)
+        return BoxProbabilities(self.network, self.image_side).eval(), ("boxes", "probabilities")
+
+
+class PixelLogits(nn.Module):
+    """Logits (batch, classes, height, width) of images."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits at the images' height and width."""
+        return logits_of(self.network, images)
+
+
+class BoxProbabilities(nn.Module):
+    """Boxes and class probabilities of all anchors, before any is dropped."""
+
+    def __init__(self, network: nn.Module, image_side: int) -> None:
+        super().__init__()
+        self.network, self.anchors = network, build_anchors(anchor_rule(image_side))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return boxes (batch, anchors, 4) as fractions of the image, and probabilities of the classes.
+
+        Probabilities are (batch, anchors, classes), without that of the background.
+        """
+        values, logits = self.network(images)
+        return decode(values, self.anchors), logits.float().softmax(dim=2)[..., 1:]
+
+
+def load_dense(source: str, *, image_side: int, use_ema: bool) -> TrainedDense:
+    """Build a run's network and load its weights; `image_side` 0: the image size of its training."""
+    config = settings_of_weights(source, use_ema=use_ema)
+    if image_side:
+        config = replace(config, model=replace(config.model, img_size=image_side))
+    task = DENSE_TASKS[config.model.task]
+    task.check(config)
+    weights, _ = read_weights(source, use_ema=use_ema)
+    classes = task.classes_in(config, weights)
+    network = task.build_network(config, classes)
+    messages = task.load_weights(network, config, source)
+    return TrainedDense(network.eval().requires_grad_(False), config, classes, messages)
+
+
+def write_dense(trained: TrainedDense, folder: Path) -> None:
+    """Write the weights as mmsegmentation reads them, and what is needed to use them."""
+    model, spec = trained.config.model, spec_of(trained.config.model.model)
+    about: dict[str, Any] = {
+        "task": model.task,
+        "architecture": model.model,
+        "num_classes": trained.num_classes,
+        "img_size": model.img_size,
+        "mean": spec.mean,
+        "std": spec.std,
+    }
+    torch.save({"state_dict": trained.network.state_dict(), "meta": about}, folder / STATE_DICT)
+    (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+def reloaded_difference(trained: TrainedDense, folder: Path, images: Tensor) -> float:
+    """Return the largest difference of the outputs of a fresh network with the written weights."""
+    task = DENSE_TASKS[trained.config.model.task]
+    config = replace(trained.config, model=replace(trained.config.model, use_ema=False))
+    again = task.build_network(config, trained.num_classes)
+    task.load_weights(again, config, str(folder / STATE_DICT))
+    with torch.inference_mode():
+        first, other = (_joined(network(images)) for network in (trained.network, again.eval()))
+    return float((first - other).abs().max())
+
+
+def _joined(outputs: Any) -> Tensor:
+    parts = (outputs,) if isinstance(outputs, Tensor) else outputs
+    return torch.cat([part.flatten() for part in parts])
