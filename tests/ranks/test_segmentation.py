@@ -141,7 +141,7 @@ def test_metrics_do_not_depend_on_ranks_or_order(scenes, tmp_path, mode):
         (("--resize-range", "2", "1"), "--resize-range takes two numbers above 0"),
         (("--scene-size", "64", "192"), "--scene-size takes the longer side first"),
         (("--num-classes", "5"), "has 7 classes. Drop --num-classes"),
-        (("--model", "vit_tiny_patch16_224"), "takes images of one size"),
+        (("--model", "cait_xxs24_224"), "takes images of one size"),
     ],
 )
 def test_wrong_settings_are_refused(scenes, tmp_path, flags, message):

@@ -57,7 +57,7 @@ def write_package(folder: Path, files: dict[str, str]) -> Path:
         ("engine/loop.py", "from torch.utils.tensorboard import SummaryWriter", "only monitor may import it"),
         ("cluster/collectives.py", "import torch.distributed as dist", "no package may import it"),
         ("bench/machine/step.py", "import timm", "only models may import it"),
-        ("bench/machine/peers_timm.py", "import nvidia.dali", "only data may import it"),
+        ("bench/machine/peers_timm.py", "import onnx", "only models may import it"),
         (
             "models/build.py",
             "if TYPE_CHECKING:\n    from example.engine import loop",

@@ -158,5 +158,32 @@ def test_a_network_of_timm_with_four_strides_needs_no_neck() -> None:
     assert network(torch.zeros(1, 3, 64, 96)).shape == (1, 5, 16, 24)
     synchronize_norms(network)
     assert not any(type(module) is nn.BatchNorm2d for module in network.modules())
-    with pytest.raises(UserError, match="vit_tiny_patch16_224 takes images of one size"):
-        build("vit_tiny_patch16_224")
+    for name, reason in (
+        ("cait_xxs24_224", "takes images of one size"),
+        ("eva02_tiny_patch14_224", "strides"),
+    ):
+        with pytest.raises(UserError, match=f"{name} .*{reason}"):
+            build(name)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "convnext_atto", "swin_tiny_patch4_window7_224"])
+def test_networks_of_timm_begin_with_weights_of_classification(name: str) -> None:
+    """At another size than theirs, and with sides that differ."""
+    network = UperNet(
+        name, img_size=96, num_classes=5, drop_path=0.1, neck="pyramid", width=16, auxiliary_width=16
+    )
+    given = create_model(name).state_dict()
+    fitted, fresh, _ = fitted_weights(network, given)
+    own = {key for key in network.state_dict() if key.startswith("backbone.")}
+    assert set(fitted) == own
+    assert set(fresh) == set(network.state_dict()) - own
+    network.load_state_dict(fitted, strict=False)
+    assert tuple(network.eval()(torch.zeros(1, 3, 96, 130)).shape) == (1, 5, 24, 36)
+    network.train()
+    first, again, other = (
+        network.backbone(torch.ones(2, 3, 96, 96), drop_path_seed=seed)[-1] for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    if name.startswith("vit"):
+        assert "backbone.body.model.pos_embed" in network.no_weight_decay()

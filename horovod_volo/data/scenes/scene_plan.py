@@ -156,7 +156,8 @@ def _saturation(pixels: Tensor, factor: float) -> Tensor:
 
 def _hue(pixels: Tensor, shift: float) -> Tensor:
     red, green, blue = pixels
-    highest, span = pixels.amax(dim=0), pixels.amax(dim=0) - pixels.amin(dim=0)
+    highest = pixels.amax(dim=0)
+    span = highest - pixels.amin(dim=0)
     divisor = span.clamp_min(1e-6)
     # In sixths of the circle: 0 red, 2 green, 4 blue.
     hue = torch.where(

@@ -1,8 +1,8 @@
 """Backbones: networks of classification without their heads, which return maps of several strides.
 
 VOLO gives the outlookers' map (stride 8) and those of the three transformer stages (16); LV-ViT four of its
-blocks (16); timm's networks their stages. Parameter names are those of the classification networks. Sides
-must be multiples of 16; position embeddings are resized to the grid of the images.
+blocks (16); timm's networks their stages, its ViTs four blocks (16). Parameter names are those of the
+classification networks. Sides must be multiples of 16; position embeddings are resized to the images' grid.
 """
 
 from __future__ import annotations
@@ -84,30 +84,53 @@ class LvVitBackbone(LvVit):
 
 
 class TimmBackbone(nn.Module):
-    """A network of timm with maps of strides 4, 8, 16 and 32."""
+    """A network of timm: maps of strides 4, 8, 16 and 32, or of a ViT four maps of stride 16."""
 
     def __init__(self, name: str, drop_path: float) -> None:
         super().__init__()
         published = get_pretrained_cfg(name)
-        if published is not None and published.fixed_input_size:
-            raise UserError(f"{name} takes images of one size. Use VOLO, LV-ViT, or timm's convolutions.")
         settings: dict[str, Any] = {"drop_path_rate": drop_path} if drop_path else {}
-        try:
-            self.body = create_model(name, features_only=True, out_indices=(-4, -3, -2, -1), **settings)
-        except (RuntimeError, TypeError, ValueError, AssertionError, IndexError) as error:
-            raise UserError(f"timm gives no four maps of {name}: {error}. Use another --model.") from None
+        if published is not None and published.fixed_input_size:
+            settings["dynamic_img_size"] = True
+        self.body = _features(name, (-4, -3, -2, -1), settings)
+        if set(self.body.feature_info.reduction()) == {_STRIDE}:  # a ViT: a block of each quarter
+            blocks = len(self.body.feature_info.info)
+            self.body = _features(name, tuple(blocks * part // 4 - 1 for part in (1, 2, 3, 4)), settings)
         self.channels = tuple(self.body.feature_info.channels())
         self.strides = tuple(self.body.feature_info.reduction())
+        if self.strides not in ((4, 8, 16, 32), (_STRIDE,) * 4):
+            raise UserError(f"{name} has maps of strides {self.strides}. Use another --model.")
+        self._channels_last = "NHWC" in str(getattr(self.body, "output_fmt", ""))
 
     def forward(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:
         """Return the maps; timm's drop path draws from torch's generator, which takes 63 bits."""
         if drop_path_seed is not None:
             seed_torch(images.device, drop_path_seed >> 1)
         maps: list[Tensor] = self.body(images)
-        return [
-            each if each.shape[1] == width else each.permute(0, 3, 1, 2)
-            for each, width in zip(maps, self.channels, strict=True)
-        ]
+        return [each.permute(0, 3, 1, 2) if self._channels_last else each for each in maps]
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters without weight decay."""
+        wrapped = getattr(self.body, "model", None)
+        exempt = getattr(wrapped, "no_weight_decay", set)
+        return {f"body.model.{name}" for name in exempt()}
+
+    def own_name(self, name: str, own: Mapping[str, Tensor]) -> str:
+        """Return our name of a parameter of classification; empty: it has no part in the maps."""
+        # timm flattens the names of stages, and wraps ViTs.
+        candidates = (f"body.{each}" for each in (name, name.replace(".", "_", 1), f"model.{name}"))
+        return next((candidate for candidate in candidates if candidate in own), "")
+
+
+def _features(name: str, out_indices: tuple[int, ...], settings: dict[str, Any]) -> Any:
+    try:
+        return create_model(name, features_only=True, out_indices=out_indices, **settings)
+    except TypeError as error:
+        if "dynamic_img_size" in str(error):
+            raise UserError(f"{name} takes images of one size. Use another --model.") from None
+        raise UserError(f"timm gives no maps of {name}: {error}. Use another --model.") from None
+    except (RuntimeError, ValueError, AssertionError, IndexError, AttributeError) as error:
+        raise UserError(f"timm gives no four maps of {name}: {error}. Use another --model.") from None
 
 
 def build_backbone(name: str, *, img_size: int, drop_path: float, grad_checkpoint: bool, stages: str) -> Any:
@@ -155,7 +178,8 @@ def fit_backbone(
         kept, messages = fit_position_embedding(backbone, kept)
     elif whole and isinstance(backbone, TimmBackbone):
         own = backbone.state_dict()
-        kept = {f"body.{name}": tensor for name, tensor in kept.items() if f"body.{name}" in own}
+        named = {backbone.own_name(name, own): tensor for name, tensor in kept.items()}
+        kept = {name: tensor for name, tensor in named.items() if name}
     if len(kept) < len(given):
         messages.append(f"{len(given) - len(kept)} tensors of classification alone are left out")
     return kept, messages

@@ -1,0 +1,94 @@
+"""tools/export of networks for pixels and boxes: what is written, checked and read back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from horovod_volo import export
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.recipe import dump
+from horovod_volo.evaluation.dense import DENSE_TASKS
+from horovod_volo.evaluation.exported import load_dense
+from horovod_volo.models.timm_export import fixed_images
+from horovod_volo.objective.anchors import anchor_rule, build_anchors, decode
+from horovod_volo.tasks.mean_iou import logits_of
+
+CLASSES = {"segmentation": 7, "detection": 6}
+
+
+@pytest.fixture(scope="module", params=["segmentation", "detection"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that was never trained."""
+    folder = tmp_path_factory.mktemp("runs") / request.param
+    config = parse(["--recipe", f"{request.param}_demo", "--img-size", "64"]).config
+    torch.manual_seed(0)
+    network = DENSE_TASKS[request.param].build_network(config, CLASSES[request.param])
+    (folder / "checkpoints" / "last").mkdir(parents=True)
+    save_file(network.state_dict(), folder / "checkpoints" / "last" / "model.safetensors")
+    (folder / "resolved.toml").write_text(dump(config))
+    return folder
+
+
+def test_the_export_gives_what_an_evaluation_uses(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "export"
+    assert export.main([str(trained), str(folder), "--onnx"]) == 0
+    printed = capsys.readouterr().out
+    assert "torch: outputs differ by 0.0e+00 at most" in printed
+    assert "onnxruntime: outputs differ by" in printed
+    assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.onnx", "model.pth"]
+    task = trained.name
+    about = json.loads((folder / "config.json").read_text())
+    assert (about["task"], about["num_classes"], about["img_size"]) == (task, CLASSES[task], 64)
+    session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    images = fixed_images(3, 64)
+    found = session.run(None, {"images": images.numpy()})
+    network = load_dense(str(trained), image_side=0, use_ema=False).network
+    with torch.inference_mode():
+        if task == "segmentation":
+            expected = [logits_of(network, images)]
+            assert expected[0].shape == (3, 7, 64, 64)
+        else:
+            values, logits = network(images)
+            boxes = decode(values, build_anchors(anchor_rule(64)))
+            expected = [boxes, logits.softmax(dim=2)[..., 1:]]
+            assert expected[1].shape == (3, 372, 6)
+    assert [output.name for output in session.get_outputs()] == (
+        ["logits"] if task == "segmentation" else ["boxes", "probabilities"]
+    )
+    for ours, theirs in zip(expected, found, strict=True):
+        np.testing.assert_allclose(theirs, ours.numpy(), atol=1e-4)
+
+
+def test_the_state_dict_has_the_names_of_mmsegmentation(trained: Path, tmp_path: Path) -> None:
+    assert export.main([str(trained), str(tmp_path / "export")]) == 0
+    content = torch.load(tmp_path / "export" / "model.pth", weights_only=True)
+    assert content["meta"]["architecture"] == "volo_demo"
+    names = set(content["state_dict"])
+    if trained.name == "segmentation":
+        assert {"decode_head.conv_seg.weight", "decode_head.fpn_bottleneck.bn.running_var"} <= names
+        assert {"auxiliary_head.convs.0.conv.weight", "decode_head.psp_modules.0.1.conv.weight"} <= names
+    else:
+        assert {"class_heads.0.weight", "box_heads.3.bias", "norms.1.weight"} <= names
+    assert {name.split(".")[0] for name in names} >= {"backbone"}
+
+
+def test_wrong_exports_write_nothing(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "export"
+    assert export.main([str(trained), str(folder), "--model", "volo_d1"]) == 2
+    assert "--model and --aux-head are for networks of classification" in capsys.readouterr().err
+    assert export.main([str(trained), str(folder), "--img-size", "72"]) == 2
+    assert "must be a multiple of 16" in capsys.readouterr().err
+    monkeypatch.setattr("horovod_volo.evaluation.exported.reloaded_difference", lambda *_: float("nan"))
+    assert export.main([str(trained), str(folder)]) == 1
+    assert not folder.exists()
