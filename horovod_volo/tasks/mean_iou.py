@@ -6,8 +6,11 @@ logits are scaled back to the image's own size. Masks are never scaled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
+from types import EllipsisType
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +31,7 @@ from horovod_volo.tasks.pictures import EvaluationPictures
 from horovod_volo.tasks.task import Beat, Metrics
 
 OnScene = Callable[[Scene, Tensor], object]  # given an image and its predicted classes
+Place = tuple[EllipsisType, slice, slice]  # of a window in an image
 Predict = Callable[[Tensor], Tensor]  # normalised images -> logits of the same height and width
 
 
@@ -45,7 +49,7 @@ class ScenePredictor:
         scales: Sequence[float] = (1.0,),
         flip: bool = False,
     ) -> None:
-        """Predict up to `batch` windows of an image at once.
+        """Predict `batch` windows at once.
 
         `scales` are factors of --scene-size; with `flip` each is predicted mirrored too.
         """
@@ -55,30 +59,47 @@ class ScenePredictor:
         self._mean = 255 * torch.tensor(normalization.mean, device=device).view(3, 1, 1)
         self._std = 255 * torch.tensor(normalization.std, device=device).view(3, 1, 1)
 
-    def classes(self, network: nn.Module, pixels: Tensor) -> Tensor:
-        """Return the classes (height, width) of an image (3, height, width) uint8."""
-        levels = pixels.to(self._device).float()
-        if len(self._scales) * len(self._flips) == 1:
-            return self._logits(network, levels, self._scales[0]).argmax(dim=0)
-        total: Tensor | float = 0.0
-        for scale in self._scales:
-            for flip in self._flips:
-                logits = self._logits(network, levels.flip(2) if flip else levels, scale)
-                total = total + (logits.flip(2) if flip else logits).softmax(dim=0)
-        assert isinstance(total, Tensor)
-        return total.argmax(dim=0)
+    def predictions(self, network: nn.Module, scenes: Iterable[Scene]) -> Iterator[tuple[Scene, Tensor]]:
+        """Yield each image with the classes of its pixels (height, width), in order.
 
-    def _logits(self, network: nn.Module, levels: Tensor, scale: float) -> Tensor:
-        """Return logits (classes, height, width) at the image's own size."""
-        size = (levels.shape[1], levels.shape[2])
-        longer, shorter = (int(side * scale) for side in self._settings.scene_size)
-        images = ((resize(levels, keep_ratio(size, longer, shorter)) - self._mean) / self._std)[None]
-        predict, stride = partial(logits_of, network), self._settings.test_stride
+        Windows of several images are predicted together, always as many: zeros fill the last batch, so that
+        what is predicted does not depend on the other images of a rank.
+        """
+        views = [(scale, flip) for scale in self._scales for flip in self._flips]
+        waiting: deque[Scene] = deque()
+
+        def scaled() -> Iterator[Tensor]:
+            for scene in scenes:
+                waiting.append(scene)
+                levels = scene.pixels.to(self._device).float()
+                yield from (self._scaled(levels.flip(2) if flip else levels, scale) for scale, flip in views)
+
+        predict = partial(logits_of, network)
         if self._settings.test_mode == "slide":
-            found = slide(predict, images, self._window, stride, self._batch)
+            found = slide(predict, scaled(), self._window, self._settings.test_stride, self._batch)
         else:
-            found = predict(images)
-        return resize(found[0], size)
+            found = map(predict, scaled())
+        for first in found:
+            scene = waiting.popleft()
+            of_scene = [first, *islice(found, len(views) - 1)]
+            yield scene, self._classes(of_scene, [flip for _, flip in views], scene.mask.shape)
+
+    def _scaled(self, levels: Tensor, scale: float) -> Tensor:
+        """Return a normalised image (1, 3, height, width) of another size."""
+        longer, shorter = (int(side * scale) for side in self._settings.scene_size)
+        size = keep_ratio((levels.shape[1], levels.shape[2]), longer, shorter)
+        return ((resize(levels, size) - self._mean) / self._std)[None]
+
+    def _classes(self, found: Sequence[Tensor], flips: Sequence[bool], size: Sequence[int]) -> Tensor:
+        """Return the classes of an image of this height and width, from the logits of its views."""
+        full = [resize(logits[0], (size[0], size[1])) for logits in found]
+        if len(full) == 1:
+            return full[0].argmax(dim=0)
+        mirrored = (logits.flip(2) if flip else logits for logits, flip in zip(full, flips, strict=True))
+        total = next(mirrored).softmax(dim=0)
+        for logits in mirrored:
+            total += logits.softmax(dim=0)
+        return total.argmax(dim=0)
 
 
 def logits_of(network: nn.Module, images: Tensor) -> Tensor:
@@ -89,27 +110,58 @@ def logits_of(network: nn.Module, images: Tensor) -> Tensor:
     return F.interpolate(logits, size=full, mode="bilinear", align_corners=False)[..., :height, :width]
 
 
-def slide(predict: Predict, image: Tensor, window: int, stride: int, batch: int = 1) -> Tensor:
-    """Return the mean over windows of the logits of an image (1, 3, height, width).
+def slide(
+    predict: Predict, images: Iterable[Tensor], window: int, stride: int, batch: int = 1
+) -> Iterator[Tensor]:
+    """Yield the mean over windows of the logits of each image (1, 3, height, width).
 
-    Windows are `stride` pixels apart; the last ones are moved back inside. Up to `batch` are predicted at
-    once, all of one image: what is predicted does not depend on the images of a rank.
+    Windows are `stride` pixels apart; the last ones are moved back inside. `batch` of them are predicted at
+    once; those of an image that is smaller than a window, alone.
     """
-    height, width = image.shape[2:]
-    rows, columns = (_begins(side, window, stride) for side in (height, width))
-    places = [(..., slice(top, top + window), slice(left, left + window)) for top in rows for left in columns]
-    total: Tensor | None = None
-    counts = image.new_zeros(1, 1, height, width)
-    for first in range(0, len(places), batch):
-        together = places[first : first + batch]
-        logits = predict(torch.cat([image[place] for place in together]))
-        if total is None:
-            total = logits.new_zeros(1, logits.shape[1], height, width)
-        for one, place in zip(logits, together, strict=True):
-            total[place] += one
-            counts[place] += 1
-    assert total is not None
-    return total / counts
+    started: deque[_SlidImage] = deque()
+
+    def windows() -> Iterator[tuple[_SlidImage, Place]]:
+        for image in images:
+            started.append(_SlidImage(image, window, stride))
+            yield from ((started[-1], place) for place in started[-1].places)
+
+    rest = windows()
+    while group := list(islice(rest, batch)):
+        parts = [each.image[place] for each, place in group]
+        whole = [part for part in parts if part.shape[2:] == (window, window)]
+        filled = torch.cat([*whole, parts[0].new_zeros(batch - len(whole), 3, window, window)])
+        logits = iter(predict(filled) if whole else ())
+        for (each, place), part in zip(group, parts, strict=True):
+            each.add(place, next(logits) if part.shape[2:] == (window, window) else predict(part)[0])
+        while started and not started[0].missing:
+            yield started.popleft().mean()
+
+
+class _SlidImage:
+    """An image, and the logits of its windows so far."""
+
+    def __init__(self, image: Tensor, window: int, stride: int) -> None:
+        rows, columns = (_begins(side, window, stride) for side in image.shape[2:])
+        self.image = image
+        self.places: list[Place] = [
+            (..., slice(top, top + window), slice(left, left + window)) for top in rows for left in columns
+        ]
+        self.missing = len(self.places)
+        self._total: Tensor | None = None
+        self._counts = image.new_zeros(1, 1, *image.shape[2:])
+
+    def add(self, place: Place, logits: Tensor) -> None:
+        """Add the logits (classes, height, width) of a window."""
+        if self._total is None:
+            self._total = logits.new_zeros(1, logits.shape[0], *self.image.shape[2:])
+        self._total[place] += logits
+        self._counts[place] += 1
+        self.missing -= 1
+
+    def mean(self) -> Tensor:
+        """Return the mean over the windows of each pixel."""
+        assert self._total is not None
+        return self._total / self._counts
 
 
 def _begins(side: int, window: int, stride: int) -> list[int]:
@@ -175,11 +227,15 @@ def count_scenes(
     classes = len(scenes.classes)
     confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
     images = bad = 0
-    for scene in loader:
-        if scene is None:
-            bad += 1
-            continue
-        predicted = predictor.classes(network, scene.pixels)
+
+    def usable() -> Iterator[Scene]:
+        nonlocal bad
+        for scene in loader:
+            bad += scene is None
+            if scene is not None:
+                yield scene
+
+    for scene, predicted in predictor.predictions(network, usable()):
         confusion += count_pixels(scene.mask.to(device), predicted, classes)
         images += 1
         on_scene(scene, predicted)

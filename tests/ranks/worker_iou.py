@@ -42,7 +42,7 @@ def main() -> None:
         lambda: None,
         loader=loader,
         scenes=scenes,
-        predictor=ScenePredictor(settings, 64, IMAGENET_NORMALIZATION, device),
+        predictor=ScenePredictor(settings, 64, IMAGENET_NORMALIZATION, device, batch=4),
         world=world,
         device=device,
         arithmetic=autocast("fp32", device),
