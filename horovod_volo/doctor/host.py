@@ -10,6 +10,7 @@ import resource
 import shlex
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from horovod_volo.cluster.binding import Binding
@@ -132,7 +133,10 @@ def _removal(
 
 
 def _regular_files(folder: Path, pattern: str, user: int) -> Mapping[Path, os.stat_result]:
-    states = {path: path.lstat() for path in sorted(folder.glob(pattern))}
+    states = {}
+    for path in sorted(folder.glob(pattern)):
+        with suppress(FileNotFoundError):  # another process has removed it since
+            states[path] = path.lstat()
     return {
         path: state for path, state in states.items() if stat.S_ISREG(state.st_mode) and state.st_uid == user
     }
@@ -150,8 +154,9 @@ def _used_by_processes(root: Path, user: int) -> set[tuple[int, int]]:
                 major, minor = (int(number, 16) for number in device.split(":"))
                 used.add((os.makedev(major, minor), int(inode)))
             for opened in (process / "fd").iterdir():
-                state = opened.stat()
-                used.add((state.st_dev, state.st_ino))
+                with suppress(FileNotFoundError):  # it was closed since
+                    state = opened.stat()
+                    used.add((state.st_dev, state.st_ino))
         except OSError:  # the process has ended, or is of another container
             continue
     return used

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
 import pytest
 
 from horovod_volo.doctor.finding import Level
-from horovod_volo.doctor.host import assess_memory, assess_open_files, assess_shared_memory, free_memory
+from horovod_volo.doctor.host import (
+    assess_memory,
+    assess_open_files,
+    assess_shared_memory,
+    free_memory,
+    leftover_findings,
+)
 
 MIB, GIB = 2**20, 2**30
 GROUP = "sys/fs/cgroup"
@@ -106,3 +113,22 @@ def test_the_free_memory_of_this_machine_is_read() -> None:
 
 def test_levels_are_words() -> None:
     assert [str(level) for level in Level] == ["failure", "warning", "ok"]
+
+
+def test_files_that_are_removed_meanwhile_are_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "dev" / "shm"
+    shared.mkdir(parents=True)
+    (shared / "torch_left").touch()
+    (shared / "torch_removed").touch()
+    lstat = Path.lstat
+
+    def remove_first(path: Path) -> os.stat_result:
+        if path.name == "torch_removed":
+            path.unlink()
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", remove_first)
+    (found,) = leftover_findings(tmp_path)
+    assert "1 file of PyTorch" in found.text
