@@ -24,11 +24,13 @@ from horovod_volo.core.errors import UserError, escape_controls, print_error
 if TYPE_CHECKING:
     from torch import nn
 
+    from horovod_volo.models.onnx_export import Sides
     from horovod_volo.models.pretrained import PretrainedModel
 
 DONE, DIFFERS, MISTAKE = 0, 1, 2
 _TIMM_TOLERANCE, _ONNX_TOLERANCE = 1e-5, 1e-4
 _ANY_BATCH = 0
+_OTHER_SIZES = ((45, 93), (128, 80))  # height and width; a model with dynamic sides is compared with them too
 _OLDEST_OPSET, _NEWEST_OPSET = 18, 23  # that torch's exporter supports; most runtimes read the oldest
 
 # Heavy modules are imported where they are used, so that --help answers at once.
@@ -62,7 +64,12 @@ def build_parser() -> Parser:
     add("source", metavar="SOURCE", help="the weights")
     add("folder", type=Path, metavar="FOLDER", help="folder to create")
     add_flags(parser, *flags_of_trained_network())
-    add("--onnx", action="store_true", help="also write model.onnx")
+    add(
+        "--onnx",
+        action="store_true",
+        help="also write model.onnx; of segmentation for images of any height and width, or of --img-size if "
+        "that is given",
+    )
     add(
         "--batch",
         type=_batch,
@@ -140,7 +147,9 @@ def _export_dense(options: argparse.Namespace) -> None:
         difference = reloaded_difference(trained, exported, timm_export.fixed_images(2, side))
         _check_difference("torch", difference, _TIMM_TOLERANCE)
         if options.onnx:
-            _write_onnx(*trained.outputs(), side, exported, options)
+            is_dynamic = trained.takes_any_size and not options.img_size
+            sides: Sides = "dynamic" if is_dynamic else "fixed"
+            _write_onnx(*trained.outputs(), side, exported, options, sides)
         names = sorted(file.name for file in exported.iterdir())
     model = trained.config.model
     print(f"{options.folder}: {model.task} by {model.model} at {side} pixels: {', '.join(names)}")
@@ -155,15 +164,22 @@ def _compare_with_timm(trained: PretrainedModel, folder: Path) -> None:
 
 
 def _write_onnx(
-    network: nn.Module, outputs: Sequence[str], side: int, folder: Path, options: argparse.Namespace
+    network: nn.Module,
+    outputs: Sequence[str],
+    side: int,
+    folder: Path,
+    options: argparse.Namespace,
+    sides: Sides = "fixed",
 ) -> None:
     from horovod_volo.models.onnx_export import onnx_difference, write_onnx
     from horovod_volo.models.timm_export import ONNX
 
     file = folder / ONNX
-    write_onnx(network, file, image_side=side, batch=options.batch, opset=options.opset, outputs=outputs)
-    batches = [options.batch] if options.batch else [1, 3]
-    difference = onnx_difference(network, file, image_side=side, batches=batches)
+    batch, opset = options.batch, options.opset
+    write_onnx(network, file, image_side=side, batch=batch, opset=opset, outputs=outputs, sides=sides)
+    batches = [batch] if batch else [1, 3]
+    others = [(batch or 2, *size) for size in _OTHER_SIZES] if sides == "dynamic" else []
+    difference = onnx_difference(network, file, image_side=side, batches=batches, others=others)
     if difference is None:
         print(f"onnxruntime is not installed: {ONNX} was not compared with the network.")
     else:

@@ -1,8 +1,9 @@
-"""Exports a model to ONNX: from images (batch, 3, side, side) to the logits of evaluation.
+"""Exports a model to ONNX: from images (batch, 3, height, width) to the logits of evaluation.
 
 ONNX represents a fold by Col2Im, which TensorRT and others lack, and an unfold by gathers of computed
 indices. Outlook attention is therefore exported with both as grouped convolutions with one-hot weights,
-which are exact. Invariant: in evaluation the logits equal those of the trained model.
+which are exact; the pooling of UPerHead, which has gathers too, as products with matrices. Invariant: in
+evaluation the logits equal those of the trained model.
 """
 
 from __future__ import annotations
@@ -12,22 +13,26 @@ import warnings
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.models.dense.uperhead import UPerHead
 from horovod_volo.models.outlook import Outlook
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.timm_export import fixed_images
 
 IMAGES, LOGITS = "images", "logits"
+Sides = Literal["fixed", "dynamic"]  # height and width of the images
 
 _NEEDED = ("onnx", "onnxscript")
 # An ONNX file is limited to 2 GiB; the weights of larger models are stored in a second file.
 _LARGEST_FILE_BYTES = 1_900_000_000
+# Images of another grid than the network's own, so that the resizing of a position embedding is exported.
+_MORE_ROWS, _MORE_COLUMNS = 80, 112
 
 
 def check_packages() -> None:
@@ -48,20 +53,28 @@ def write_onnx(
     batch: int,
     opset: int,
     outputs: Sequence[str] = (LOGITS,),
+    sides: Sides = "fixed",
 ) -> None:
-    """Write a model for batches of `batch` images; 0: of any size. The model itself is not changed."""
+    """Write a model for batches of `batch` images; 0: of any size. The model itself is not changed.
+
+    With dynamic sides the images may have any height and width, which the model must allow.
+    """
+    dynamic = {} if batch else {0: torch.export.Dim("batch")}
     images = fixed_images(batch or 2, image_side)  # the exporter would make a batch of 1 static
+    if sides == "dynamic":
+        dynamic |= {2: torch.export.Dim("height"), 3: torch.export.Dim("width")}
+        images = fixed_images(len(images), image_side + _MORE_ROWS, image_side + _MORE_COLUMNS)
     size = sum(tensor.nbytes for tensor in network.state_dict().values())
     # The exporter causes warnings about its own use of torch.
     with warnings.catch_warnings(action="ignore"):
         try:
-            torch.onnx.export(
+            program = torch.onnx.export(
                 exportable(network),
                 (images,),
                 file,
                 input_names=[IMAGES],
                 output_names=list(outputs),
-                dynamic_shapes=None if batch else ({0: torch.export.Dim("batch")},),
+                dynamic_shapes=(dynamic,) if dynamic else None,
                 opset_version=opset,
                 external_data=size > _LARGEST_FILE_BYTES,
                 dynamo=True,
@@ -69,16 +82,33 @@ def write_onnx(
             )
         except torch.onnx.OnnxExporterError as error:
             reason = " ".join(str(error.__cause__ or error).split())[:300]
-            advice = "Drop --onnx." if batch else "Try --batch 1, or drop --onnx."
-            raise UserError(
-                f"torch cannot write {type(network).__name__} as ONNX ({reason}). {advice}"
-            ) from error
+            raise _cannot_write(network, reason, image_side, batch, sides) from error
+    # If a capture with dynamic sizes fails, the exporter may capture the example's sizes, and say nothing.
+    assert program is not None
+    shape = program.model.graph.inputs[0].shape
+    assert shape is not None
+    if any(isinstance(shape[axis], int) for axis in dynamic):
+        raise _cannot_write(network, "it can only be traced with fixed sizes", image_side, batch, sides)
+
+
+def _cannot_write(network: nn.Module, reason: str, image_side: int, batch: int, sides: Sides) -> UserError:
+    remedy = f"--img-size {image_side}" if sides == "dynamic" else "" if batch else "--batch 1"
+    advice = f"Try {remedy}, or drop --onnx." if remedy else "Drop --onnx."
+    return UserError(f"torch cannot write {type(network).__name__} as ONNX ({reason}). {advice}")
 
 
 def onnx_difference(
-    network: nn.Module, file: Path, *, image_side: int, batches: Iterable[int]
+    network: nn.Module,
+    file: Path,
+    *,
+    image_side: int,
+    batches: Iterable[int],
+    others: Sequence[tuple[int, int, int]] = (),
 ) -> float | None:
-    """Return the largest difference from onnxruntime's outputs; None if that is not installed."""
+    """Return the largest difference from onnxruntime's outputs; None if that is not installed.
+
+    `others` are more batches, each with its number of images, their height and their width.
+    """
     if find_spec("onnxruntime") is None:
         return None
     import onnxruntime
@@ -87,8 +117,8 @@ def onnx_difference(
     options.log_severity_level = 3  # errors
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
     differences = []
-    for batch in batches:
-        images = fixed_images(batch, image_side)
+    for shape in (*((batch, image_side, image_side) for batch in batches), *others):
+        images = fixed_images(*shape)
         with torch.inference_mode():
             expected = network(images)
         wanted = (expected,) if isinstance(expected, Tensor) else expected
@@ -114,20 +144,23 @@ def fold_windows(
     windows: Tensor, weights: Tensor, size: tuple[int, int], *, padding: int, stride: int
 ) -> Tensor:
     """Sum overlapping windows (batch, channels * kernel², rows, columns), as F.fold does."""
-    kernel = weights.shape[-1]
+    kernel, (height, width) = weights.shape[-1], size
     # Cells to the right of and below the last window, which an unfold of this size does not read.
     beyond = [
         whole - ((count - 1) * stride - 2 * padding + kernel)
         for whole, count in zip(size, windows.shape[2:], strict=True)
     ]
-    return F.conv_transpose2d(
+    # In ONNX these are constants. Where the size is dynamic, there are as many as possible, then cut off.
+    is_fixed = all(isinstance(count, int) for count in beyond)
+    folded = F.conv_transpose2d(
         windows,
         weights,
         stride=stride,
         padding=padding,
-        output_padding=beyond,
+        output_padding=beyond if is_fixed else stride - 1,
         groups=windows.shape[1] // kernel**2,
     )
+    return folded if is_fixed else folded[:, :, :height, :width]
 
 
 class ConvolvedOutlook(nn.Module):
@@ -163,9 +196,33 @@ class ConvolvedOutlook(nn.Module):
         return projected
 
 
+class MatrixPool(nn.Module):
+    """Adaptive average pooling to a square of cells, of maps (batch, channels, height, width)."""
+
+    def __init__(self, cells: int) -> None:
+        super().__init__()
+        self.cells = cells
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Return the mean of each cell (batch, channels, cells, cells)."""
+        rows, columns = (self._means(size).to(maps) for size in maps.shape[2:])
+        return rows @ maps @ columns.mT
+
+    def _means(self, size: int) -> Tensor:
+        """Return the weights (cells, size) of the places in the mean of each cell."""
+        cell, place = torch.arange(self.cells)[:, None], torch.arange(size)
+        # From floor(cell * size / cells) up to ceil((cell + 1) * size / cells), without divisions.
+        inside = (cell * size < (place + 1) * self.cells) & (place * self.cells < (cell + 1) * size)
+        return inside / inside.sum(dim=1, keepdim=True)
+
+
 def exportable(network: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode; in every VOLO, outlook attention is replaced by the one above."""
+    """Return a copy in evaluation mode, with outlook attention and the pooling of UPerHead as above."""
     own = copy.deepcopy(network).eval()
+    for head in own.modules():
+        if isinstance(head, UPerHead):
+            for pair in head.psp_modules:
+                pair[0] = MatrixPool(pair[0].output_size)  # type: ignore[index, operator]
     if any(isinstance(each, VOLO) for each in own.modules()):
         for block in list(own.modules()):
             attention = getattr(block, "attn", None)

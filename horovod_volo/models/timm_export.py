@@ -197,6 +197,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def fixed_images(count: int, side: int) -> Tensor:
-    """Return fixed random images with normalized pixels: (count, 3, side, side)."""
-    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(0))
+def fixed_images(count: int, height: int, width: int = 0) -> Tensor:
+    """Return fixed random images with normalized pixels (count, 3, height, width); width 0: the height."""
+    return torch.randn(count, 3, height, width or height, generator=torch.Generator().manual_seed(0))

@@ -6,19 +6,22 @@ import json
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from horovod_volo import export
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import dump
+from horovod_volo.data.demo.scene_set import make_scene_set
 from horovod_volo.evaluation.dense import DENSE_TASKS
 from horovod_volo.evaluation.exported import load_dense
 from horovod_volo.models.timm_export import fixed_images
 from horovod_volo.objective.anchors import anchor_rule, build_anchors, decode
 from horovod_volo.tasks.mean_iou import logits_of
+from horovod_volo.tasks.pictures import class_colors
 
 CLASSES = {"segmentation": 7, "detection": 6}
 
@@ -27,7 +30,11 @@ CLASSES = {"segmentation": 7, "detection": 6}
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that was never trained."""
     folder = tmp_path_factory.mktemp("runs") / request.param
-    config = parse(["--recipe", f"{request.param}_demo", "--img-size", "64"]).config
+    images = []
+    if request.param == "segmentation":
+        make_scene_set(folder / "scenes", train=1, val=1, side=64)
+        images = [str(folder / "scenes")]
+    config = parse([*images, "--recipe", f"{request.param}_demo", "--img-size", "64"]).config
     torch.manual_seed(0)
     network = DENSE_TASKS[request.param].build_network(config, CLASSES[request.param])
     (folder / "checkpoints" / "last").mkdir(parents=True)
@@ -66,6 +73,15 @@ def test_the_export_gives_what_an_evaluation_uses(
     )
     for ours, theirs in zip(expected, found, strict=True):
         np.testing.assert_allclose(theirs, ours.numpy(), atol=1e-4)
+    sides = session.get_inputs()[0].shape[2:]
+    assert sides == (["height", "width"] if task == "segmentation" else [64, 64])
+    if task == "segmentation":
+        for height, width in ((33, 90), (208, 17)):
+            odd = fixed_images(2, height, width)
+            with torch.inference_mode():
+                logits = logits_of(network, odd).numpy()
+            assert logits.shape == (2, 7, height, width)
+            np.testing.assert_allclose(session.run(None, {"images": odd.numpy()})[0], logits, atol=1e-4)
 
 
 def test_the_state_dict_has_the_names_of_mmsegmentation(trained: Path, tmp_path: Path) -> None:
@@ -79,6 +95,58 @@ def test_the_state_dict_has_the_names_of_mmsegmentation(trained: Path, tmp_path:
     else:
         assert {"class_heads.0.weight", "box_heads.3.bias", "norms.1.weight"} <= names
     assert {name.split(".")[0] for name in names} >= {"backbone"}
+
+
+@pytest.mark.parametrize("trained", ["segmentation"], indirect=True)
+def test_an_image_size_makes_the_sides_fixed(trained: Path, tmp_path: Path) -> None:
+    assert export.main([str(trained), str(tmp_path / "export"), "--onnx", "--img-size", "96"]) == 0
+    model = onnx.load(tmp_path / "export" / "model.onnx")
+    for values, channels in ((model.graph.input[0], 3), (model.graph.output[0], 7)):
+        shape = [axis.dim_param or axis.dim_value for axis in values.type.tensor_type.shape.dim]
+        assert shape == ["batch", channels, 96, 96]
+    refused = {"Col2Im", "GatherND", "ScatterND"}
+    assert refused & {node.op_type for node in model.graph.node} == set()
+
+
+@pytest.mark.parametrize("trained", ["segmentation"], indirect=True)
+def test_the_state_dict_names_the_classes_and_can_be_finetuned(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "export"
+    assert export.main([str(trained), str(folder)]) == 0
+    content = torch.load(folder / "model.pth", weights_only=True)
+    names = (trained / "scenes" / "classes.txt").read_text().split()
+    meta = content["meta"]
+    assert list(meta["dataset_meta"]["classes"]) == list(meta["CLASSES"]) == list(meta["classes"]) == names
+    assert meta["dataset_meta"]["palette"] == meta["PALETTE"] == class_colors()[:7].tolist()
+    assert json.loads((folder / "config.json").read_text())["classes"] == names
+    task = DENSE_TASKS["segmentation"]
+    finetuned = ["--recipe", "segmentation_demo", "--img-size", "64", "--finetune", str(folder / "model.pth")]
+    config = parse([str(trained / "scenes"), *finetuned]).config
+    torch.manual_seed(1)
+    network = task.build_network(config, 7)
+    task.load_weights(network, config, config.model.finetune)
+    written = load_file(trained / "checkpoints" / "last" / "model.safetensors")
+    assert network.state_dict().keys() == written.keys()
+    assert all(torch.equal(tensor, written[name]) for name, tensor in network.state_dict().items())
+    (trained / "scenes").rename(trained / "elsewhere")
+    try:
+        capsys.readouterr()
+        assert export.main([str(trained), str(folder), "--force"]) == 0
+    finally:
+        (trained / "elsewhere").rename(trained / "scenes")
+    assert "classes are named by their numbers: There is no folder" in capsys.readouterr().out
+    content = torch.load(folder / "model.pth", weights_only=True)
+    assert content["meta"]["dataset_meta"]["classes"] == tuple("0123456")
+
+
+def test_other_tasks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run" / "checkpoints" / "last").mkdir(parents=True)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "run" / "checkpoints" / "last" / "model.safetensors")
+    (tmp_path / "run" / "resolved.toml").write_text('[model]\ntask = "depth"\n')
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "export")]) == 2
+    assert "depth" in capsys.readouterr().err
+    assert not (tmp_path / "export").exists()
 
 
 def test_wrong_exports_write_nothing(

@@ -25,6 +25,7 @@ from horovod_volo.models import onnx_export
 from horovod_volo.models.build import build_model, spec_of
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.onnx_export import (
+    MatrixPool,
     check_packages,
     exportable,
     fold_windows,
@@ -108,6 +109,15 @@ def test_fold_windows_equals_fold(kernel, padding, stride, rows, columns) -> Non
     folded = fold_windows(windows, place_weights(6, kernel), size, padding=padding, stride=stride)
     expected = F.fold(windows.flatten(2), size, kernel, padding=padding, stride=stride)
     torch.testing.assert_close(folded, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cells", "height", "width"), [(1, 4, 7), (2, 4, 7), (3, 4, 7), (6, 4, 7), (6, 32, 43)]
+)
+def test_pooling_by_matrices_equals_adaptive_pooling(cells: int, height: int, width: int) -> None:
+    maps = random(2, 5, height, width)
+    pooled = MatrixPool(cells)(maps)
+    torch.testing.assert_close(pooled, F.adaptive_avg_pool2d(maps, cells), rtol=0, atol=1e-6)
 
 
 @torch.inference_mode()

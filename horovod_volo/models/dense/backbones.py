@@ -70,7 +70,7 @@ class LvVitBackbone(LvVit):
         """Return the maps after four blocks, without the class token."""
         grid = self.patch_embed(images)  # (batch, rows, columns, channels)
         shape = (grid.shape[1], grid.shape[2])
-        first = self.cls_token.expand(len(grid), -1, -1)
+        first = self.cls_token.expand(grid.shape[0], -1, -1)  # len() would fix the batch in an export
         tokens = torch.cat([first, grid.flatten(1, 2)], dim=1)
         tokens = tokens + embedding_for(self.pos_embed, shape, self.grid)
         rates = [rate if self.training else 0.0 for rate in self.rates for _ in range(2)]

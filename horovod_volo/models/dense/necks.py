@@ -116,5 +116,6 @@ def build_neck(kind: str, channels: Sequence[int], strides: Sequence[int]) -> An
 
 def pad_to_multiple(images: Tensor, multiple: int) -> Tensor:
     """Pad normalised images at the right and the bottom with the mean colour, which is 0."""
-    height, width = images.shape[2:]
-    return F.pad(images, (0, -width % multiple, 0, -height % multiple))
+    # Not -side % multiple, which torch.export cannot simplify where sides are dynamic.
+    below, right = ((side + multiple - 1) // multiple * multiple - side for side in images.shape[2:])
+    return F.pad(images, (0, right, 0, below))
