@@ -1,0 +1,74 @@
+"""The command `horovod-volo NAME ...`, which is `python -m horovod_volo.NAME ...`; without a name, a list.
+
+horovod-volo train DATA_DIR --recipe volo_d1
+horovodrun -np 8 horovod-volo evaluate DATA_DIR --weights runs/volo_d1
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+from horovod_volo.core.errors import print_error
+from horovod_volo.core.names import nearest
+
+COMMANDS = {
+    "train": "train a network on one rank or many, or print what that would be (--dry-run)",
+    "evaluate": "exact metrics of a trained network",
+    "export": "write a trained network for timm, ONNX or mmsegmentation",
+    "labels": "import, generate, verify and show token labels",
+    "pack": "pack images, or images with masks, into shards",
+    "doctor": "check an installation, its hosts and the network between them",
+    "bench": "measure speed, memory and learning",
+}
+DONE, MISTAKE = 0, 2
+
+
+def main() -> int:
+    """Run the named command as its module; return the exit status if there is none to run."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in COMMANDS:
+        del sys.argv[1]  # what is left is what `python -m` would have
+        runpy.run_module(f"horovod_volo.{name}", run_name="__main__", alter_sys=True)
+        return DONE
+    if name == "--version":
+        print(f"horovod_volo {installed_version()}")
+        return DONE
+    if name in ("--help", "-h"):
+        print(_help())
+        return DONE
+    print_error(
+        f"error: there is no command {name!r}.{nearest(name, list(COMMANDS))} One of: {', '.join(COMMANDS)}."
+    )
+    return MISTAKE
+
+
+def installed_version() -> str:
+    """Return the version of this package, and those of torch, Horovod and DALI."""
+    found = {}
+    for package in ("horovod_volo", "torch", "horovod", "nvidia-dali-cuda120", "timm"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    own = found.pop("horovod_volo")
+    return f"{own} ({', '.join(f'{name} {each}' for name, each in found.items())})"
+
+
+def _help() -> str:
+    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [
+            "horovod-volo COMMAND ..., or python -m horovod_volo.COMMAND ...",
+            "",
+            *lines,
+            "",
+            "--help after a command lists its flags; --version prints the versions of what is used.",
+            "On several ranks: horovodrun -np RANKS horovod-volo COMMAND ...",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
