@@ -16,6 +16,7 @@ from horovod_volo.core.names import nearest
 COMMANDS = {
     "train": "train a network on one rank or many, or print what that would be (--dry-run)",
     "evaluate": "exact metrics of a trained network",
+    "predict": "the classes of images, by a trained network",
     "export": "write a trained network for timm, ONNX or mmsegmentation",
     "labels": "import, generate, verify and show token labels",
     "pack": "pack images, or images with masks, into shards",

@@ -24,6 +24,7 @@ from horovod_volo.core.errors import UserError, escape_controls, print_error
 if TYPE_CHECKING:
     from torch import nn
 
+    from horovod_volo.evaluation.exported import TrainedDense
     from horovod_volo.models.onnx_export import Sides
     from horovod_volo.models.pretrained import PretrainedModel
 
@@ -119,13 +120,12 @@ def _export(options: argparse.Namespace) -> None:
         use_ema=options.use_ema,
         aux_head=options.aux_head,
     )
-    for warning in trained.messages:
-        print(escape_controls(warning))
+    _print_messages(trained)
     with timm_export.atomic_folder(options.folder, replace=options.force) as exported:
         timm_export.write_timm_folder(trained, exported)
         _compare_with_timm(trained, exported)
         if options.onnx:
-            _write_onnx(trained.network, ["logits"], trained.image_side, exported, options)
+            _write_onnx(trained, trained.network, ["logits"], exported, options)
         names = sorted(file.name for file in exported.iterdir())
     print(f"{options.folder}: {trained.name} at {trained.image_side} pixels: {', '.join(names)}")
     print(timm_export.how_timm_loads(trained.name, options.folder))
@@ -139,8 +139,7 @@ def _export_dense(options: argparse.Namespace) -> None:
     if options.model or options.aux_head != "auto":
         raise UserError("--model and --aux-head are for networks of classification. Drop them.")
     trained = load_dense(options.source, image_side=options.img_size, use_ema=options.use_ema)
-    for message in trained.messages:
-        print(escape_controls(message))
+    _print_messages(trained)
     side = trained.image_side
     with timm_export.atomic_folder(options.folder, replace=options.force) as exported:
         write_dense(trained, exported)
@@ -149,10 +148,17 @@ def _export_dense(options: argparse.Namespace) -> None:
         if options.onnx:
             is_dynamic = trained.takes_any_size and not options.img_size
             sides: Sides = "dynamic" if is_dynamic else "fixed"
-            _write_onnx(*trained.outputs(), side, exported, options, sides)
+            _write_onnx(trained, *trained.outputs(), exported, options, sides)
         names = sorted(file.name for file in exported.iterdir())
     model = trained.config.model
     print(f"{options.folder}: {model.task} by {model.model} at {side} pixels: {', '.join(names)}")
+
+
+def _print_messages(trained: PretrainedModel | TrainedDense) -> None:
+    """Print what was loaded."""
+    unnamed = [] if trained.class_names else ["the weights hold no names of classes, nor will the export"]
+    for message in trained.messages + unnamed:
+        print(escape_controls(message))
 
 
 def _compare_with_timm(trained: PretrainedModel, folder: Path) -> None:
@@ -164,9 +170,9 @@ def _compare_with_timm(trained: PretrainedModel, folder: Path) -> None:
 
 
 def _write_onnx(
+    trained: PretrainedModel | TrainedDense,
     network: nn.Module,
     outputs: Sequence[str],
-    side: int,
     folder: Path,
     options: argparse.Namespace,
     sides: Sides = "fixed",
@@ -175,8 +181,17 @@ def _write_onnx(
     from horovod_volo.models.timm_export import ONNX
 
     file = folder / ONNX
-    batch, opset = options.batch, options.opset
-    write_onnx(network, file, image_side=side, batch=batch, opset=opset, outputs=outputs, sides=sides)
+    batch, side = options.batch, trained.image_side
+    write_onnx(
+        network,
+        file,
+        image_side=side,
+        batch=batch,
+        opset=options.opset,
+        outputs=outputs,
+        sides=sides,
+        class_names=trained.class_names,
+    )
     batches = [batch] if batch else [1, 3]
     others = [(batch or 2, *size) for size in _OTHER_SIZES] if sides == "dynamic" else []
     difference = onnx_difference(network, file, image_side=side, batches=batches, others=others)

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
 from horovod_volo.data.center_crop import crop_corners
@@ -62,6 +62,8 @@ def read_image(catalog: ImageFiles, index: int) -> tuple[Encoded, tuple[int, int
             return encoded, (image.height, image.width)
     except Image.DecompressionBombError:
         raise _too_large(catalog, index) from None
+    except UnidentifiedImageError:
+        raise BadSampleError(f"{catalog.location(index)} is not an image of a known format") from None
     except (OSError, SyntaxError, ValueError) as error:
         raise BadSampleError(f"{catalog.location(index)} is not a complete image: {error}") from error
 

@@ -25,7 +25,7 @@ from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.images.split_folder import Split
+from horovod_volo.data.images.split_folder import Split, shortened
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
@@ -33,6 +33,7 @@ from horovod_volo.evaluation.per_class import ClassResult, class_results
 from horovod_volo.models.aux_head import Choice
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
+from horovod_volo.models.weights import TIMM
 from horovod_volo.tasks.accuracy import EvalCounts, count_correct, sum_counts
 from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
 
@@ -149,6 +150,8 @@ def _load_model(request: EvalRequest, catalog: Catalog) -> PretrainedModel:
         use_ema=request.use_ema,
         aux_head=request.aux_head,
     )
+    if model.class_names and not request.v2 and not request.weights.startswith(TIMM):
+        _number_by_name(catalog, model.class_names, request.weights)
     if model.num_classes != len(catalog.classes):
         raise UserError(
             f"{catalog.source} has {len(catalog.classes)} class folders, but the network of "
@@ -156,6 +159,20 @@ def _load_model(request: EvalRequest, catalog: Catalog) -> PretrainedModel:
             "trained on."
         )
     return model
+
+
+def _number_by_name(catalog: Catalog, names: tuple[str, ...], weights: str) -> None:
+    """Give each class the number that it had in training; raise UserError if it was not in training."""
+    known = set(names)
+    unknown = [name for name in catalog.classes if name not in known]
+    if unknown:
+        raise UserError(
+            f"{catalog.source} has classes that the network of {weights} was not trained on: "
+            f"{shortened(unknown)}. Its classes are {shortened(names)}. Name the folders like these, or "
+            "leave the others out."
+        )
+    if catalog.classes != names:
+        catalog.number_as(names)
 
 
 def _read_real(request: EvalRequest, catalog: Catalog, model: PretrainedModel) -> list[frozenset[int]]:

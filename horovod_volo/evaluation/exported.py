@@ -6,7 +6,6 @@ Segmentation gives logits at the images' height and width, detection decoded box
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.config.schema import Config
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.scenes.scene_shards import open_scenes
 from horovod_volo.evaluation.dense import DENSE_TASKS, settings_of_weights
 from horovod_volo.models.build import spec_of
+from horovod_volo.models.class_names import read_class_names
 from horovod_volo.models.timm_export import CONFIG, STATE_DICT
 from horovod_volo.models.weights import read_weights
 from horovod_volo.objective.anchors import anchor_rule, build_anchors, decode
@@ -34,7 +32,7 @@ class TrainedDense:
     config: Config
     num_classes: int
     messages: list[str]
-    classes: tuple[str, ...] = ()  # names; of segmentation alone
+    class_names: tuple[str, ...]  # in the order of the logits; none if the weights do not have them
 
     @property
     def image_side(self) -> int:
@@ -92,23 +90,8 @@ def load_dense(source: str, *, image_side: int, use_ema: bool) -> TrainedDense:
     classes = task.classes_in(config, weights)
     network = task.build_network(config, classes)
     messages = task.load_weights(network, config, source)
-    names, unnamed = _class_names(config, classes) if config.model.task == "segmentation" else ((), [])
-    messages += unnamed
+    names = read_class_names(source)
     return TrainedDense(network.eval().requires_grad_(False), config, classes, messages, names)
-
-
-def _class_names(config: Config, count: int) -> tuple[tuple[str, ...], list[str]]:
-    """Return the names of the classes in the run's images, else their numbers, and messages."""
-    numbers = tuple(str(number) for number in range(count))
-    try:
-        with closing(open_scenes(Path(config.data.data_dir), "train")) as scenes:
-            names = tuple(scenes.classes)
-    except (UserError, OSError) as error:
-        return numbers, [f"classes are named by their numbers: {error}"]
-    if len(names) != count:
-        found = f"{config.data.data_dir} has {len(names)} classes now, the network {count}"
-        return numbers, [f"classes are named by their numbers: {found}"]
-    return names, []
 
 
 def write_dense(trained: TrainedDense, folder: Path) -> None:
@@ -123,9 +106,9 @@ def write_dense(trained: TrainedDense, folder: Path) -> None:
         "std": spec.std,
     }
     meta = about
-    if trained.classes:
-        about["classes"] = trained.classes
-        named = {"classes": trained.classes, "palette": class_colors()[: trained.num_classes].tolist()}
+    if trained.class_names:
+        about["classes"] = trained.class_names
+        named = {"classes": trained.class_names, "palette": class_colors()[: trained.num_classes].tolist()}
         # mmsegmentation 1 reads the first, and 0 the others.
         meta = about | {"dataset_meta": named, "CLASSES": named["classes"], "PALETTE": named["palette"]}
     torch.save({"state_dict": trained.network.state_dict(), "meta": meta}, folder / STATE_DICT)

@@ -9,6 +9,7 @@ evaluation the logits equal those of the trained model.
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
@@ -54,10 +55,12 @@ def write_onnx(
     opset: int,
     outputs: Sequence[str] = (LOGITS,),
     sides: Sides = "fixed",
+    class_names: Sequence[str] = (),
 ) -> None:
     """Write a model for batches of `batch` images; 0: of any size. The model itself is not changed.
 
-    With dynamic sides the images may have any height and width, which the model must allow.
+    With dynamic sides the images may have any height and width, which the model must allow. Names of classes
+    become the property `classes`, as JSON.
     """
     dynamic = {} if batch else {0: torch.export.Dim("batch")}
     images = fixed_images(batch or 2, image_side)  # the exporter would make a batch of 1 static
@@ -71,12 +74,10 @@ def write_onnx(
             program = torch.onnx.export(
                 exportable(network),
                 (images,),
-                file,
                 input_names=[IMAGES],
                 output_names=list(outputs),
                 dynamic_shapes=(dynamic,) if dynamic else None,
                 opset_version=opset,
-                external_data=size > _LARGEST_FILE_BYTES,
                 dynamo=True,
                 verbose=False,
             )
@@ -89,6 +90,9 @@ def write_onnx(
     assert shape is not None
     if any(isinstance(shape[axis], int) for axis in dynamic):
         raise _cannot_write(network, "it can only be traced with fixed sizes", image_side, batch, sides)
+    if class_names:
+        program.model.metadata_props["classes"] = json.dumps(list(class_names))
+    program.save(file, external_data=size > _LARGEST_FILE_BYTES)
 
 
 def _cannot_write(network: nn.Module, reason: str, image_side: int, batch: int, sides: Sides) -> UserError:

@@ -13,6 +13,7 @@ from horovod_volo.config.recipe import load_recipe
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.aux_head import AUX_HEAD, Choice, reason_to_leave_out
 from horovod_volo.models.build import build_model, check_model, our_name, spec_of
+from horovod_volo.models.class_names import read_class_names
 from horovod_volo.models.registry import registered_model
 from horovod_volo.models.timm_api import is_model
 from horovod_volo.models.weights import TIMM, load_weights, read_weights, weights_file
@@ -33,6 +34,7 @@ class PretrainedModel:
     std: tuple[float, ...]
     interpolation: str
     messages: list[str]
+    class_names: tuple[str, ...] = ()  # in the order of the logits; none if the weights do not have them
 
     @property
     def has_aux_head(self) -> bool:
@@ -85,6 +87,7 @@ def load_pretrained(
         published.std,
         published.interpolation,
         messages,
+        read_class_names(source),
     )
 
 

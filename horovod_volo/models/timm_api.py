@@ -9,7 +9,7 @@ without its operators.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,9 +45,11 @@ __all__ = [
     "adapted_by_timm",
     "allow_posterize_to_no_bits",
     "create_model",
+    "described",
     "downloaded_weights",
     "get_pretrained_cfg",
     "group_parameters",
+    "imagenet_classes",
     "is_model",
     "list_models",
     "listed_images",
@@ -91,6 +93,23 @@ def adapted_by_timm(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict
     if adapt is None or shapes == {key: tensor.shape for key, tensor in model.state_dict().items()}:
         return given, []
     return dict(adapt(given, model)), []
+
+
+def imagenet_classes(name: str) -> tuple[str, ...]:
+    """Return ImageNet's names (n01440764, ...) of the classes of timm's weights; none for other classes."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    subset = infer_imagenet_subset(get_pretrained_cfg(name).to_dict()) if is_model(name) else None
+    return tuple(ImageNetInfo(subset).label_names()) if subset else ()
+
+
+def described(names: Sequence[str]) -> list[str]:
+    """Return names with what ImageNet's mean, such as "n01440764 tench, Tinca tinca"."""
+    from timm.data import ImageNetInfo
+
+    info = ImageNetInfo()
+    known = set(info.label_names())
+    return [f"{name} {info.label_name_to_description(name)}" if name in known else name for name in names]
 
 
 def downloaded_weights(name: str) -> dict[str, Tensor]:

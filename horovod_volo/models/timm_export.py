@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from horovod_volo.core.atomic_file import flush
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import spec_of
+from horovod_volo.models.class_names import header_of
 from horovod_volo.models.pretrained import PretrainedModel
 from horovod_volo.models.registry import registered_model
 from horovod_volo.models.timm_api import create_model, get_pretrained_cfg, is_model
@@ -73,7 +74,7 @@ def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:
     """Write the weights and config.json of a model."""
     # Copies, as safetensors does not store tensors that share memory.
     state = {name: tensor.contiguous().clone() for name, tensor in trained.network.state_dict().items()}
-    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(state, folder / WEIGHTS, metadata=header_of(trained.class_names))
     text = json.dumps(config_of(trained), indent=2)
     (folder / CONFIG).write_text(f"{text}\n", encoding="utf-8")
 
@@ -94,6 +95,8 @@ def config_of(trained: PretrainedModel) -> dict[str, Any]:
     features = getattr(trained.network, "num_features", None)
     if isinstance(features, int):
         config["num_features"] = features
+    if trained.class_names:
+        config["label_names"] = list(trained.class_names)
     arguments = _arguments(trained)
     if arguments:
         config["model_args"] = arguments

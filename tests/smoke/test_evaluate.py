@@ -21,8 +21,10 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 import timm
 from timm.data import create_transform, resolve_model_data_config
 
+from horovod_volo.models.class_names import read_class_names
 from tests.ranks.forking import path_of_forks
 from tests.ranks.launching import python, run, train
+from tests.smoke.conftest import HELD_OUT_IMAGES
 
 ROOT = Path(__file__).parents[2]
 TIMMS = "test_vit.r160_in1k"  # the smallest timm model whose mean and std are not ImageNet's
@@ -73,6 +75,29 @@ def test_the_accuracies_are_those_of_the_training(trained: Path, demo_set: Path,
         )
         assert (result["model"], result["img_size"]) == ("volo_demo", 32)
     assert trained_scores["loss"] != trained_scores["ema_loss"], "both are the same weights"
+    folders = tuple(sorted(path.name for path in (demo_set / "val").iterdir()))
+    assert read_class_names(str(last)) == read_class_names(str(last / "ema.safetensors")) == folders
+
+
+def test_classes_are_found_by_their_names(trained: Path, demo_set: Path, tmp_path: Path) -> None:
+    """Without the first class, the others keep their numbers; a class of another name is refused."""
+    flags = ("--weights", str(trained), "--per-class", "all", "--json", str(tmp_path / "result.json"))
+    whole = evaluated(str(demo_set), *flags)
+    shutil.copytree(demo_set / "val", tmp_path / "some" / "val")
+    first = min((tmp_path / "some" / "val").iterdir())
+    left_out = len(list(first.iterdir()))
+    shutil.rmtree(first)
+    some = evaluated(str(tmp_path / "some"), *flags)
+    assert some["images"] == whole["images"] - left_out
+    found, expected = (
+        {row["name"]: row["right"] for row in each["classes"] if row["name"] != first.name}
+        for each in (some, whole)
+    )
+    assert found == expected
+    (tmp_path / "some" / "val" / max(found)).rename(tmp_path / "some" / "val" / "zebra")
+    done = run([*python(), "-m", "horovod_volo.evaluate", str(tmp_path / "some"), *flags[:2]], seconds=100)
+    assert done.returncode == 2
+    assert f"was not trained on: zebra. Its classes are {first.name}, " in done.stdout
 
 
 def draw_image(number: int) -> Image.Image:
@@ -146,6 +171,7 @@ def commands() -> list[str]:
 def folder(demo_set: Path, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the inputs that the document's commands name."""
     folder = tmp_path_factory.mktemp("commands")
+    (folder / "photos").symlink_to(demo_set / "val", target_is_directory=True)
     for number, file in enumerate(sorted((demo_set / "val").rglob("*.jpg")), 1):
         named = folder / "imagenet" / "val" / file.parent.name / f"ILSVRC2012_val_{number:08d}.JPEG"
         numbered = folder / "imagenetv2" / str(number % 10) / file.name
@@ -167,6 +193,11 @@ def test_a_command_of_the_document_runs(command: str, folder: Path) -> None:
     prepare = f"cd {shlex.quote(str(folder))} && source {activate} && PATH={forks}"
     done = run(["bash", "-c", f"{prepare} && {small}"], seconds=200)
     assert done.returncode == 0, done.stdout
+    if "predict" in command:
+        csv, table = (HELD_OUT_IMAGES * classes for classes in (5, 1))
+        assert done.stdout.count(".jpg") == (csv if "csv" in command else table)
+        assert "--html" not in command or (folder / "predictions.html").is_file()
+        return
     assert re.search(r"top-1     [\d.]+ %, \d+ images", done.stdout)
     for flag, text in (("--real", "ReaL "), ("--per-class", "most often taken for"), ("48", ", 48 px")):
         assert (text in done.stdout) == (flag in command or flag in small.split())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,10 +15,12 @@ from safetensors.torch import load_file, save_file
 from horovod_volo import export
 from horovod_volo.models import onnx_export, timm_export
 from horovod_volo.models.build import build_model
+from horovod_volo.models.class_names import header_of, read_class_names
 from tests.ranks.launching import run
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+NAMES = [f"class {number}" for number in range(10)]
 WRITTEN = ["config.json", "model.safetensors"]
 
 
@@ -35,7 +39,7 @@ def run_folder(folder: Path, name: str, side: int) -> Path:
     for checkpoint in ("best", "last"):
         path = folder / "checkpoints" / checkpoint
         path.mkdir(parents=True)
-        save_file(state, path / "model.safetensors")
+        save_file(state, path / "model.safetensors", metadata=header_of(NAMES))
     save_file({key: 2 * tensor for key, tensor in state.items()}, path / "ema.safetensors")
     (folder / "resolved.toml").write_text(f'[model]\nmodel = "{name}"\nimg_size = {side}\n')
     return folder
@@ -72,6 +76,10 @@ def test_a_command_of_the_document_runs(command: str, folder: Path) -> None:
 def test_the_commands_wrote_their_exports(folder: Path) -> None:
     exports = {path.name: sorted(file.name for file in path.iterdir()) for path in folder.glob("*export*")}
     assert exports == {"export": ["config.json", "model.onnx", "model.safetensors"], "export384": WRITTEN}
+    assert read_class_names(str(folder / "export")) == tuple(NAMES)
+    assert json.loads((folder / "export" / "config.json").read_text())["label_names"] == NAMES
+    properties = onnx.load(folder / "export" / "model.onnx").metadata_props
+    assert {each.key: json.loads(each.value) for each in properties} == {"classes": NAMES}
     best = load_file(folder / "export" / "model.safetensors")["fc.weight"]
     assert torch.equal(load_file(folder / "averaged" / "model.safetensors")["fc.weight"], 2 * best)
 

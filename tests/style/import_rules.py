@@ -19,7 +19,8 @@ LAYERS = (
     {"plugins", "tasks"},
     {"engine"},
     {"evaluation", "labelling", "dry_run"},
-    {"train", "evaluate", "doctor", "bench", "export", "labels", "pack"},
+    {"train", "evaluate", "predict", "doctor", "bench", "export", "labels", "pack"},
+    {"__main__"},
 )
 
 # The only package that may import each heavy dependency. None imports torch.distributed: Horovod is used.

@@ -77,6 +77,12 @@ class Catalog:
             raise BadSampleError(f"{self.location(index)} is empty")
         return np.frombuffer(encoded, dtype=np.uint8)
 
+    def number_as(self, classes: tuple[str, ...]) -> None:
+        """Number the classes by their positions among `classes`, which has all of them."""
+        number_of = {name: number for number, name in enumerate(classes)}
+        numbers = np.array([number_of[name] for name in self.classes], np.int32)
+        self.targets, self.classes = numbers[self.targets], classes
+
     def close(self) -> None:
         """Close the shards; the catalog's own file is closed with the last reference to the catalog."""
         self._open_shards.clear()

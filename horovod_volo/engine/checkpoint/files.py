@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from horovod_volo.core.atomic_file import file_sha256, flush
 from horovod_volo.core.errors import UserError
+from horovod_volo.models.class_names import header_of
 
 StateDicts = Mapping[str, Mapping[str, Tensor]]  # tensors by file and by name
 FORMAT = 1
@@ -34,6 +35,8 @@ def write_checkpoint(
     tensors: StateDicts,
     metadata: dict[str, Any],
     may_write: Callable[[], object] = lambda: None,
+    *,
+    class_names: Sequence[str] = (),
 ) -> Path:
     """Write the checkpoint of `step` into `folder` and update the link `last`; return its path.
 
@@ -47,7 +50,10 @@ def write_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         _clean_up(folder)
         partial.mkdir()
-        checksums = {name: _write_tensors(partial / f"{name}.safetensors", tensors[name]) for name in tensors}
+        header = header_of(class_names)
+        checksums = {
+            name: _write_tensors(partial / f"{name}.safetensors", tensors[name], header) for name in tensors
+        }
         state = {"format": FORMAT, "step": step, **metadata, "sha256": checksums}
         content = json.dumps(state | {"checksum": _checksum_of_metadata(state)}, indent=2)
         (partial / _METADATA).write_text(content, encoding="utf-8")
@@ -189,8 +195,8 @@ def read_tensors(path: Path) -> dict[str, dict[str, Tensor]]:
         raise UserError(f"Checkpoint {path} cannot be read: {error}.") from None
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    save_file(dict(tensors), path)
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor], header: dict[str, str]) -> str:
+    save_file(dict(tensors), path, metadata=header)
     path.chmod(path.parent.stat().st_mode & 0o666)  # the usual permissions: safetensors makes files private
     flush(path)
     return file_sha256(path)

@@ -91,11 +91,13 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], None]:
     lock = context.lock
     metadata = run_metadata(context.config, context.derived, context.task, context.data.train)
     metadata["scaler"] = context.state.scaler.state_dict()
+    names = context.data.train.classes
 
     def write(tensors: StateDicts) -> None:
         _check_tensors(tensors, step)
         may_write = lock.check if lock is not None else lambda: None
-        delete_old_checkpoints(write_checkpoint(folder, step, tensors, metadata, may_write), keep)
+        saved = write_checkpoint(folder, step, tensors, metadata, may_write, class_names=names)
+        delete_old_checkpoints(saved, keep)
 
     return write
 

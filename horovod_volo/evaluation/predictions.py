@@ -1,0 +1,103 @@
+"""Predicts the classes of image files in one process. Pillow reads and resizes; DALI is not needed.
+
+Invariant: the pixels are those of an evaluation up to rounding: the same resizing, centre crop and mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.center_crop import crop_corners, resized_shapes
+from horovod_volo.data.reading import Encoded, decode_rgb
+from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
+from horovod_volo.models.pretrained import PretrainedModel
+from horovod_volo.models.timm_api import described
+
+_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+
+
+@dataclass(frozen=True)
+class PredictRequest:
+    """The settings of a prediction."""
+
+    top: int  # classes of each image
+    crop_pct: float  # 0: the model's own
+    batch_size: int
+    precision: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The most probable classes of an image, with their probabilities."""
+
+    file: Path
+    classes: list[tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Image files, to be read like those of a catalog."""
+
+    paths: Sequence[Path]
+
+    def read(self, index: int) -> Encoded:
+        """Return an encoded image."""
+        try:
+            return np.frombuffer(self.paths[index].read_bytes(), np.uint8)
+        except OSError as error:
+            raise BadSampleError(f"{self.paths[index]} cannot be read: {error.strerror}") from error
+
+    def location(self, index: int) -> str:
+        """Return the file of an image."""
+        return str(self.paths[index])
+
+
+def predict(
+    trained: PretrainedModel, files: Sequence[Path], request: PredictRequest, bad: list[str]
+) -> Iterator[Prediction]:
+    """Yield a prediction for each image, in order; a message on each that is left out goes to `bad`."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    trained.network.to(device)
+    set_tf32(request.precision)
+    fix_convolutions(trained.network, request.precision, device)
+    names = described(trained.class_names) or [f"class {number}" for number in range(trained.num_classes)]
+    mean, std = (torch.tensor(each, device=device)[:, None, None] for each in (trained.mean, trained.std))
+    images = _Files(files)
+    for first in range(0, len(files), request.batch_size):
+        pixels, shown = [], []
+        for number in range(first, min(first + request.batch_size, len(files))):
+            try:
+                pixels.append(_cropped(decode_rgb(images, number), trained, request.crop_pct))
+                shown.append(files[number])
+            except BadSampleError as error:
+                bad.append(str(error))
+        if not shown:
+            continue
+        batch = torch.from_numpy(np.stack(pixels)).to(device).permute(0, 3, 1, 2)
+        with torch.inference_mode(), autocast(request.precision, device):
+            logits = trained.network((batch / 255 - mean) / std)
+        shares, classes = _top(logits, request.top)
+        for file, own_shares, own_classes in zip(shown, shares.tolist(), classes.tolist(), strict=True):
+            yield Prediction(file, [(names[c], s) for c, s in zip(own_classes, own_shares, strict=True)])
+
+
+def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    return logits.float().softmax(dim=1).topk(min(count, logits.shape[1]), dim=1)
+
+
+def _cropped(pixels: NDArray[np.uint8], trained: PretrainedModel, crop_pct: float) -> NDArray[np.uint8]:
+    """Return the centre crop (side, side, 3) that an evaluation takes; black where it exceeds the image."""
+    side = trained.image_side
+    shape = resized_shapes(np.array([pixels.shape[:2]]), side, crop_pct or trained.crop_pct)
+    (height, width), (top, left) = shape[0].tolist(), crop_corners(shape, side)[0].tolist()
+    resized = Image.fromarray(pixels).resize((width, height), _FILTERS[trained.interpolation])
+    return np.array(resized.crop((left, top, left + side, top + side)))

@@ -1,0 +1,146 @@
+"""Predict the classes of images with a trained network, in one process, without Horovod and DALI.
+
+    python -m horovod_volo.predict runs/volo_d1 photo.jpg
+    python -m horovod_volo.predict runs/volo_d1 photos/ --top 3 --format csv > predictions.csv
+    find photos -name '*.jpg' | python -m horovod_volo.predict runs/volo_d1 - --html predictions.html
+
+Exit status: 0 done; 1 some images cannot be read; 2 a mistake in the command line, explained in one message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from horovod_volo.cluster.stop_signals import run_until_signal
+from horovod_volo.config.arguments import Parser, add_flags, flags_of_trained_network, whole_number
+from horovod_volo.config.setting import Setting
+from horovod_volo.config.values import setting_of_training
+from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error
+
+if TYPE_CHECKING:
+    from horovod_volo.evaluation.predictions import Prediction
+
+DONE, LEFT_OUT, MISTAKE = 0, 1, 2
+_STDIN = "-"
+
+# Heavy modules are imported where they are used, so that --help answers at once.
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Predict, and print the result; return the exit status."""
+    try:
+        return _predict(build_parser().parse_args(arguments))
+    except UserError as problem:
+        print_error(f"error: {problem}")
+        return MISTAKE
+    except BrokenPipeError:  # of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+
+
+def build_parser() -> Parser:
+    """Build the parser."""
+    parser = Parser(prog="python -m horovod_volo.predict", description=__doc__)
+    add = parser.add_argument
+    add("weights", metavar="WEIGHTS", help="a run folder, a checkpoint, a file, or timm:NAME")
+    add("images", nargs="+", metavar="IMAGE", help="a file, a folder with images, or '-': names from stdin")
+    add("--top", type=whole_number(1), default=5, metavar="K", help="classes of each image (default: 5)")
+    formats = Setting(
+        name="format", kind=Literal["table", "json", "csv"], default="table", help="what is printed"
+    )
+    add_flags(parser, formats)
+    add("--html", default="", metavar="FILE", help="also write a page with the images and their classes")
+    add_flags(
+        parser,
+        *flags_of_trained_network(),
+        setting_of_training("crop_pct"),
+        setting_of_training("batch_size", help="images per batch"),
+        setting_of_training("precision", help="arithmetic of the forward pass"),
+    )
+    return parser
+
+
+def _predict(options: argparse.Namespace) -> int:
+    from horovod_volo.evaluation.contact_sheet import write_contact_sheet
+    from horovod_volo.evaluation.predictions import PredictRequest, predict
+    from horovod_volo.models.pretrained import load_pretrained
+    from horovod_volo.plugins import load_plugins
+
+    load_plugins(options.plugin)
+    files = list(_files(options.images))
+    trained = load_pretrained(
+        options.weights,
+        name=options.model,
+        image_side=options.img_size,
+        use_ema=options.use_ema,
+        aux_head=options.aux_head,
+    )
+    list_problems(trained.messages)
+    request = PredictRequest(options.top, options.crop_pct, options.batch_size, options.precision)
+    predictions, bad = [], list[str]()
+    for each in predict(trained, files, request, bad):
+        predictions.append(each)
+        _print_one(each, options.format, is_first=len(predictions) == 1)
+    if options.format == "json":
+        _print_json(predictions)
+    if options.html:
+        write_contact_sheet(Path(options.html), options.weights, predictions)
+    list_problems([f"left out: {text}" for text in bad])
+    return LEFT_OUT if bad else DONE
+
+
+def _files(given: Sequence[str]) -> Iterator[Path]:
+    """Yield the images that are named; raise UserError if a name is of nothing, or there are no images."""
+    from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
+
+    lines = sys.stdin.read().splitlines() if _STDIN in given else []
+    found = 0
+    for name in [each for each in (*given, *lines) if each and each != _STDIN]:
+        path = Path(name)
+        if not path.exists():
+            raise UserError(f"there is no image or folder {name}.")
+        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in inside:
+            if file == path or (file.suffix.lower() in IMAGE_ENDINGS and file.is_file()):
+                found += 1
+                yield file
+    if not found:
+        raise UserError(
+            f"there are no images in {', '.join(given)}: none ends in {', '.join(IMAGE_ENDINGS)}."
+        )
+
+
+def _print_one(prediction: Prediction, form: str, *, is_first: bool) -> None:
+    if form == "table":
+        classes = ", ".join(f"{name} {100 * share:.1f} %" for name, share in prediction.classes)
+        print(escape_controls(f"{prediction.file}: {classes}"), flush=True)
+    elif form == "csv":
+        import csv
+
+        writer = csv.writer(sys.stdout)
+        if is_first:
+            writer.writerow(["file", "rank", "class", "probability"])
+        for rank, (name, share) in enumerate(prediction.classes, start=1):
+            writer.writerow([prediction.file, rank, name, f"{share:.6f}"])
+
+
+def _print_json(predictions: Sequence[Prediction]) -> None:
+    import json
+
+    rows = [
+        {
+            "file": str(each.file),
+            "classes": [{"class": name, "probability": round(share, 6)} for name, share in each.classes],
+        }
+        for each in predictions
+    ]
+    print(json.dumps(rows, indent=2, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    sys.exit(run_until_signal(main, "the prediction is stopped"))

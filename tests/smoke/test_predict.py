@@ -1,0 +1,155 @@
+"""horovod_volo.predict: its classes are those of an evaluation, in each format; mistakes are explained."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shlex
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from horovod_volo import predict
+from horovod_volo.config.schema import Data
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.loader import EvalLoader
+from horovod_volo.evaluation.predictions import PredictRequest
+from horovod_volo.evaluation.predictions import predict as predictions_of
+from horovod_volo.models.build import build_model
+from horovod_volo.models.class_names import header_of
+from horovod_volo.models.pretrained import load_pretrained
+from tests.ranks.launching import run
+from tests.smoke.conftest import HELD_OUT_IMAGES
+
+NAMES = ["n01440764", *(f"<class> {number}" for number in range(1, 10))]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the weights of a network with names of classes."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    network = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0)
+    with torch.no_grad():
+        network.head.weight.normal_()  # otherwise it predicts one class for all images
+    save_file(network.state_dict(), folder / "model.safetensors", metadata=header_of(NAMES))
+    (folder / "resolved.toml").write_text('[model]\nmodel = "volo_demo"\nimg_size = 64\n')
+    return str(folder)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
+    """Return what the command prints to stdout."""
+    capsys.readouterr()
+    assert predict.main([str(argument) for argument in arguments]) == status
+    return capsys.readouterr().out
+
+
+def test_the_probabilities_are_those_of_an_evaluation(weights: str, demo_set: Path) -> None:
+    trained = load_pretrained(weights)
+    catalog = build_catalog(str(demo_set), "val", None)
+    loader = EvalLoader(
+        catalog,
+        Data(batch_size=16),
+        image_size=64,
+        crop_pct=0.9,
+        rank=0,
+        size=1,
+        device=torch.device("cpu"),
+        threads=2,
+    )
+    expected = {}
+    with closing(loader), torch.inference_mode():
+        for batch in loader:
+            shares = trained.network(batch.images).softmax(dim=1)
+            expected |= dict(zip(batch.indices.tolist(), shares, strict=False))
+    files = [Path(catalog.location(index)) for index in range(len(catalog))]
+    request = PredictRequest(top=10, crop_pct=0.9, batch_size=7, precision="fp32")
+    found = list(predictions_of(trained, files, request, []))
+    assert [each.file for each in found] == files
+    names = ["n01440764 tench, Tinca tinca", *NAMES[1:]]
+    for index, each in enumerate(found):
+        shares = [share for _, share in each.classes]
+        assert shares == sorted(shares, reverse=True)
+        by_name = dict(each.classes)
+        wanted = expected[index].tolist()
+        assert [by_name[name] for name in names] == pytest.approx(wanted, abs=0.03)  # the decoders differ
+
+
+def test_each_format_has_the_same_classes(
+    weights: str, demo_set: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = demo_set / "val"
+    rows = json.loads(shown(capsys, weights, folder, "--top", "2", "--format", "json"))
+    assert len(rows) == HELD_OUT_IMAGES
+    assert all(len(row["classes"]) == 2 for row in rows)
+    text = shown(capsys, weights, folder, "--top", "2", "--format", "csv")
+    listed = list(csv.DictReader(io.StringIO(text)))
+    assert [(row["file"], row["class"], float(row["probability"])) for row in listed] == [
+        (row["file"], each["class"], each["probability"]) for row in rows for each in row["classes"]
+    ]
+    table = shown(capsys, weights, folder, "--top", "2").splitlines()
+    assert [line.split(": ")[0] for line in table] == [row["file"] for row in rows]
+    best = rows[0]["classes"][0]
+    assert f"{best['class']} {100 * best['probability']:.1f} %" in table[0]
+
+
+def test_the_page_shows_every_image_and_requests_nothing(
+    weights: str, demo_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    shown(capsys, weights, demo_set / "val", "--top", "10", "--html", page)
+    text = page.read_text()
+    assert len(re.findall('src="data:image/jpeg;base64,', text)) == HELD_OUT_IMAGES
+    assert "//" not in re.sub('base64,[^"]*', "", text), "an address"
+    assert "<class>" not in text
+    assert "&lt;class&gt; 3" in text
+    assert "cannot write" in mistake(capsys, weights, demo_set / "val", "--html", tmp_path / "no" / "page")
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Return the message of a command that is refused."""
+    capsys.readouterr()
+    assert predict.main([str(argument) for argument in arguments]) == predict.MISTAKE
+    return capsys.readouterr().err
+
+
+def test_images_that_cannot_be_read_are_named(
+    weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.fromarray(np.zeros((50, 40, 3), np.uint8)).save(tmp_path / "good.png")
+    (tmp_path / "bad.jpg").write_text("not an image")
+    (tmp_path / "notes.txt").write_text("of no concern")
+    assert predict.main([weights, str(tmp_path)]) == predict.LEFT_OUT
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{tmp_path}/good.png: ")
+    assert printed.out.count("\n") == 1
+    assert f"left out: {tmp_path}/bad.jpg is not an image of a known format" in printed.err
+    assert f"there is no image or folder {tmp_path}/gone.jpg" in mistake(
+        capsys, weights, tmp_path / "gone.jpg"
+    )
+    (tmp_path / "empty").mkdir()
+    assert f"there are no images in {tmp_path}/empty" in mistake(capsys, weights, tmp_path / "empty")
+    assert "There are no weights at" in mistake(capsys, tmp_path / "nothing", tmp_path)
+
+
+def test_neither_horovod_nor_dali_is_needed(weights: str, demo_set: Path, tmp_path: Path) -> None:
+    """Names come from stdin; a reader that stops reading is no error."""
+    names = tmp_path / "names.txt"
+    names.write_text("\n".join(map(str, sorted((demo_set / "val").rglob("*.jpg")))))
+    program = (
+        "import runpy, sys; sys.modules.update(dict.fromkeys(['horovod', 'nvidia', 'mpi4py']));"
+        "runpy.run_module('horovod_volo.predict', run_name='__main__')"
+    )
+    command = f"{sys.executable} -c {shlex.quote(program)} {weights} - -b 1"
+    done = run(["bash", "-o", "pipefail", "-c", f"{command} < {names} | head -n 3"], seconds=100)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(".jpg: ") == 3
+    assert "Traceback" not in done.stdout
