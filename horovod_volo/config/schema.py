@@ -71,6 +71,14 @@ class Data:
         "ADE20K or Cityscapes; for detection with images/ and boxes/, or of COCO",
         positional=True,
     )
+    val_split: str = setting(
+        "", "folder of DATA_DIR with the held-out images; empty: val, validation, valid or test"
+    )
+    val_share: float = setting(
+        0.1,
+        "share of each class to hold out if there is no such folder; 0: none, which is an error",
+        at_least=0.0,
+    )
     batch_size: int = setting(
         128, "images per rank and micro-batch; with --global-batch: at most", aliases=("-b",), at_least=1
     )

@@ -36,6 +36,8 @@ def _check_image(config: Config) -> None:
     for name, (low, high) in (("scale", config.data.scale), ("ratio", config.data.ratio)):
         if not 0 < low <= high:
             raise UserError(f"--{name} takes two numbers above 0 in ascending order, not {low:g} {high:g}.")
+    if config.data.val_share >= 1:
+        raise UserError(f"--val-share is a share of the images, below 1, not {config.data.val_share:g}.")
     if config.data.scale[1] > 1:
         raise UserError(
             f"--scale is a fraction of the image's area, at most 1, not {config.data.scale[1]:g}."
@@ -135,7 +137,7 @@ class _Idle(NamedTuple):
 _WITH_TASK = "with --task {model.task}"
 _OF_CLASSIFICATION = (  # settings of the group data
     *("scale", "ratio", "hflip", "vflip", "train_interpolation", "aa", "randaugment_on", "color_jitter"),
-    *("reprob", "remode", "recount", "crop_pct"),
+    *("reprob", "remode", "recount", "crop_pct", "val_split", "val_share"),
 )
 _IDLE = (
     _Idle(tuple(Segmentation.__dataclass_fields__), lambda c, _: c.model.task != "segmentation", _WITH_TASK),

@@ -25,14 +25,14 @@ from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.images.split_folder import Split, shortened
+from horovod_volo.data.images.split_folder import HeldOut, Split, shortened
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.evaluation.per_class import ClassResult, class_results
 from horovod_volo.models.aux_head import Choice
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
-from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
+from horovod_volo.models.pretrained import PretrainedModel, load_pretrained, settings_of_run
 from horovod_volo.models.weights import TIMM
 from horovod_volo.tasks.accuracy import EvalCounts, count_correct, sum_counts
 from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
@@ -139,7 +139,16 @@ def _list_images(request: EvalRequest, world: World) -> Catalog:
     if request.v2:
         return numbered_catalog(request.data_dir, world)
     folder = catalog_folder(request.catalog_dir, Run().output, world)
-    return shared_catalog(request.data_dir, request.split, folder, world)
+    held_out = world.run_on_rank_zero(lambda: held_out_by(request.weights, request.data_dir))
+    return shared_catalog(request.data_dir, request.split, folder, world, held_out)
+
+
+def held_out_by(weights: str, data_dir: str) -> HeldOut:
+    """Return which images the run of these weights held out, if it was trained on this data folder."""
+    run = settings_of_run(weights)
+    if Path(data_dir).resolve() != Path(run.get("data_dir", "")).resolve():
+        return HeldOut()
+    return HeldOut(run.get("val_split", ""), run.get("val_share", 0.0), run.get("seed", 0))
 
 
 def _load_model(request: EvalRequest, catalog: Catalog) -> PretrainedModel:

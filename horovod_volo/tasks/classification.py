@@ -20,6 +20,7 @@ from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation.rand_augment import parse
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes
+from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.data.labels.source import LabelSource, geometry_warnings, open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
@@ -93,8 +94,10 @@ class Classification:
 
     def read(self, config: Config, world: World) -> Images:
         folder = catalog_folder(config.data.catalog_dir, config.run.output, world)
-        train = shared_catalog(config.data.data_dir, "train", folder, world)
-        held_out = shared_catalog(config.data.data_dir, "val", folder, world)
+        train, held_out = (
+            shared_catalog(config.data.data_dir, split, folder, world, _held_out(config))
+            for split in ("train", "val")
+        )
         label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
         return Images(train, held_out, label_maps)
 
@@ -172,15 +175,18 @@ class Classification:
         return found
 
     def describe(self, config: Config, data: Images) -> str:
+        source = data.held_out.source
+        is_share = source == data.train.source
+        where = f"{100 * config.data.val_share:g} % of each class" if is_share else Path(source).name
         return (
-            f"{len(data.train):,} training and {len(data.held_out):,} held-out images, "
+            f"{len(data.train):,} training and {len(data.held_out):,} held-out images ({where}), "
             f"{len(data.train.classes):,} classes; {labels_line(config, data.label_maps)}"
         )
 
     def count(self, config: Config) -> tuple[int, int] | None:
         if not Path(config.data.data_dir).exists():
             return None
-        train = build_catalog(config.data.data_dir, "train", folder=None)
+        train = build_catalog(config.data.data_dir, "train", None, _held_out(config))
         return len(train), len(train.classes)
 
     def metadata(self, config: Config) -> dict[str, Any]:
@@ -195,6 +201,10 @@ class Classification:
             f"top-1 {metrics['top1']:.2f} %, top-5 {metrics['top5']:.2f} %{averaged} "
             f"on {metrics['images']} held-out images"
         )
+
+
+def _held_out(config: Config) -> HeldOut:
+    return HeldOut(config.data.val_split, config.data.val_share, config.run.seed)
 
 
 def _map_geometry(config: Config) -> MapGeometry | None:

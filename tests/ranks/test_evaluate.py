@@ -243,7 +243,7 @@ def test_text_and_json_on_standard_output_agree(folder):
         ("{demo} --weights {run} --real {run}/resolved.toml", "is not valid JSON"),
         ("{demo} --weights {run} --json {run}/nowhere/a.json", "--json cannot write"),
         ("{demo} --weights {run} --img-size 33", "--img-size must be a multiple of 16"),
-        ("{v2} --weights {run}", "has no folder val or validation"),
+        ("{v2} --weights {run}", "has no folder val or validation or valid"),
     ],
 )
 def test_a_mistake_is_one_line(folder, arguments, message):

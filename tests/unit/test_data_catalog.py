@@ -10,6 +10,7 @@ from shard_writers import picture, write_tar
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import build_catalog, check_same_classes, open_catalog
+from horovod_volo.data.images.split_folder import HeldOut
 
 
 def read_folder(data_dir, split):
@@ -54,8 +55,8 @@ def test_follows_linked_class_folders(tmp_path):
     assert names(read_folder(str(tmp_path), "train")) == ("a/1.jpg",)
 
 
-@pytest.mark.parametrize("name", ["val", "validation"])
-def test_finds_either_name_of_the_validation_folder(tmp_path, name):
+@pytest.mark.parametrize("name", ["val", "validation", "valid", "test"])
+def test_finds_any_name_of_the_validation_folder(tmp_path, name):
     touch(tmp_path, f"{name}/a/1.jpg")
     assert read_folder(str(tmp_path), "val").source == str(tmp_path / name)
 
@@ -70,9 +71,57 @@ def test_no_data_folder(tmp_path):
 def test_a_missing_split_folder_is_an_error_that_lists_the_existing_ones(tmp_path):
     with pytest.raises(UserError, match=r"no folder train; it has no folders at all"):
         read_folder(str(tmp_path), "train")
-    touch(tmp_path, "training/a/1.jpg", "test/a/1.jpg")
-    with pytest.raises(UserError, match=r"no folder val or validation; it has test, training. "):
+    touch(tmp_path, "training/a/1.jpg")
+    with pytest.raises(UserError, match=r"no folder val or validation or valid or test; it has training. "):
         read_folder(str(tmp_path), "val")
+
+
+def test_the_folder_of_held_out_images_can_be_chosen(tmp_path):
+    touch(tmp_path, "train/a/1.jpg", "val/a/2.jpg", "dev/a/3.jpg", "test/4.jpg")
+    assert names(build_catalog(str(tmp_path), "val", None, HeldOut("dev"))) == ("a/3.jpg",)
+    assert names(build_catalog(str(tmp_path), "train", None, HeldOut("dev", 0.5))) == ("a/1.jpg",)
+    with pytest.raises(UserError, match=r"no folder eval; it has dev, test, train, val\. Mend --val-split"):
+        build_catalog(str(tmp_path), "val", None, HeldOut("eval"))
+
+
+@pytest.mark.parametrize("inside", ["train/", ""])
+def test_a_share_of_each_class_is_held_out(tmp_path, inside):
+    """Every image is in one of the parts, which depend on the seed alone, and are kept apart on disk."""
+    touch(tmp_path / "data", *(f"{inside}{c}/{n:03}.jpg" for c in "abc" for n in range(40)))
+    if inside:
+        touch(tmp_path / "data", "test/flat.jpg")  # images without classes
+    lists = tmp_path / "lists"
+
+    def parts(seed, share=0.1):
+        chosen = HeldOut(share=share, seed=seed)
+        return [build_catalog(str(tmp_path / "data"), split, lists, chosen) for split in ("train", "val")]
+
+    train, val = parts(1)
+    assert sorted(names(train) + names(val)) == [f"{c}/{n:03}.jpg" for c in "abc" for n in range(40)]
+    assert np.bincount(val.targets).tolist() == [4, 4, 4]
+    assert [names(each) for each in parts(1)] == [names(train), names(val)]
+    assert len({names(parts(seed)[1]) for seed in range(5)}) == 5
+    assert [len(each) for each in parts(1, share=0.001)] == [117, 3]
+    assert names(train) == tuple(sorted(names(train)))
+
+
+def test_parts_that_cannot_be_made(tmp_path):
+    touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "train/b/2.jpg")
+    for split in ("train", "val"):
+        with pytest.raises(UserError, match=r"class a has one image, and one must be held out. Add an image"):
+            build_catalog(str(tmp_path), split, None, HeldOut(share=0.1))
+    write_tar(tmp_path / "shards/train/1.tar", [("x.jpg", picture(1)), ("x.cls", b"0")])
+    with pytest.raises(UserError, match=r"holds shards, from which no images can be held out. Put others"):
+        build_catalog(str(tmp_path / "shards"), "val", None, HeldOut(share=0.1))
+
+
+def test_what_is_there_instead_of_classes_is_said(tmp_path):
+    touch(tmp_path / "flat", "1.jpg", "2.jpg")
+    with pytest.raises(UserError, match=r"no folders at all. Its images are in no class: put each"):
+        build_catalog(str(tmp_path / "flat"), "train", None, HeldOut(share=0.1))
+    touch(tmp_path / "nested", "train/pets/cats/1.jpg", "train/pets/dogs/1.jpg", "train/b/1.jpg")
+    with pytest.raises(UserError, match=r"pets. The first has folders \(cats, dogs\): classes are one level"):
+        read_folder(str(tmp_path / "nested"), "train")
 
 
 def test_no_class_folders(tmp_path):

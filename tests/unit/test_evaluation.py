@@ -12,11 +12,14 @@ from coded_images import smooth, write_images
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.command_line import parse
+from horovod_volo.config.recipe import dump
 from horovod_volo.config.values import all_settings
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
+from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.evaluate import build_parser
+from horovod_volo.evaluation.accuracy import held_out_by
 from horovod_volo.evaluation.imagenet import count_real, list_numbered, numbered_catalog, read_real
 from horovod_volo.evaluation.per_class import ClassResult, class_results
 
@@ -45,6 +48,17 @@ def test_classes_are_found_by_the_number_in_the_name(catalog: Catalog, tmp_path:
     real = read_real(write_real(tmp_path, [[5], [1], [2, 3], []]), catalog, CLASSES)
     assert [catalog.name(index)[-9:-5] for index in range(2)] == ["0004", "0001"]
     assert real == [frozenset(), {5}, {2, 3}]
+
+
+def test_an_evaluation_takes_the_images_that_the_run_held_out(tmp_path: Path) -> None:
+    data, run = tmp_path / "data", tmp_path / "run"
+    for folder in (data, run, tmp_path / "other"):
+        folder.mkdir()
+    flags = ["--val-share", "0.2", "--val-split", "dev", "--seed", "7"]
+    (run / "resolved.toml").write_text(dump(parse([str(data), *flags]).config))
+    assert held_out_by(str(run), f"{tmp_path}/other/../data") == HeldOut("dev", 0.2, 7)
+    assert held_out_by(str(run), str(tmp_path / "other")) == HeldOut()
+    assert held_out_by("timm:volo_d1_224.sail_in1k", str(data)) == HeldOut()
 
 
 def test_images_without_classes_and_damaged_images_do_not_count() -> None:

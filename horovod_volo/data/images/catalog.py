@@ -22,7 +22,7 @@ from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
 from horovod_volo.data.images.listing import list_images
 from horovod_volo.data.images.open_files import OpenFile, OpenFiles
 from horovod_volo.data.images.recordio import image_of_parts
-from horovod_volo.data.images.split_folder import Split, SplitFolder, find_split, shortened
+from horovod_volo.data.images.split_folder import HeldOut, Split, SplitFolder, find_split, shortened
 
 SHARDS_OPEN = 64
 
@@ -103,13 +103,15 @@ class Catalog:
         return encoded
 
 
-def build_catalog(data_dir: str, split: Split, folder: Path | None) -> Catalog:
+def build_catalog(
+    data_dir: str, split: Split, folder: Path | None, held_out: HeldOut | None = None
+) -> Catalog:
     """List the images of one split of `data_dir`, or open the catalog in `folder` if it is up to date.
 
     Without a folder, the catalog is kept in memory.
     """
     try:
-        images = find_split(data_dir, split)
+        images = find_split(data_dir, split, held_out)
         return _in_memory(images) if folder is None else _in_folder(images, folder, split)
     except OSError as error:
         where = "" if folder is None else f" and keep the list in {folder}"

@@ -15,7 +15,7 @@ from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
 from horovod_volo.data.images.recordio import recordio_samples
 from horovod_volo.data.images.shard_sample import Label, ShardSample
-from horovod_volo.data.images.split_folder import CLASSES_FILE, Format, SplitFolder, shortened
+from horovod_volo.data.images.split_folder import CLASSES_FILE, Format, Part, SplitFolder, shortened
 from horovod_volo.data.images.tar_shards import tar_samples
 from horovod_volo.data.images.tfrecord import tfrecord_samples
 
@@ -31,7 +31,7 @@ def list_images(images: SplitFolder, descriptor: int) -> None:
     """Write the catalog of a split into an open, empty file."""
     writer = CatalogWriter(descriptor)
     if images.format == "folder":
-        list_folders(images.root, images.parts, writer.add)
+        list_folders(images.root, images.parts, writer.add, images.part)
         classes, numbers, shards = images.parts, list(range(len(images.parts))), tuple[str, ...]()
     else:
         class_names = _read_class_names(images)
@@ -130,18 +130,22 @@ def _numbered(
     return tuple(f"{number:0{digits}d}" for number in sorted(numbers)), order.tolist()
 
 
-def list_folders(root: Path, classes: tuple[str, ...], add: Callable[[Rows], None]) -> None:
-    """Add the images of all classes in order, each class sorted by name."""
+def list_folders(
+    root: Path, classes: tuple[str, ...], add: Callable[[Rows], None], part: Part | None = None
+) -> None:
+    """Add the images of all classes in order, each class sorted by name; of a part, those that it has."""
     empty = []
     for number, name in enumerate(classes):
         files = _image_names(root / name)
         if files:
-            add(Rows(labels=number, names=files))
+            add(Rows(labels=number, names=part.of(name, files) if part else files))
         else:
             empty.append(str(root / name))
     if empty:
+        inside = sorted(each.name for each in Path(empty[0]).iterdir() if each.is_dir())
+        seen = f" The first has folders ({shortened(inside)}): classes are one level deep." if inside else ""
         raise UserError(
-            f"no images in {shortened(empty)}. Add images "
+            f"no images in {shortened(empty)}.{seen} Add images "
             f"({', '.join(IMAGE_ENDINGS)}) directly inside, or remove the folder."
         )
 

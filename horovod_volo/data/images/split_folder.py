@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Literal
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
 
 Split = Literal["train", "val"]
 Format = Literal["folder", "tar", "tfrecord", "recordio"]
 
-FOLDER_NAMES: dict[Split, tuple[str, ...]] = {"train": ("train",), "val": ("val", "validation")}
+FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "val": ("val", "validation", "valid", "test"),
+}
 CLASSES_FILE = "classes.txt"  # beside tar shards: one class name a line
 NAMES_SHOWN = 8
 _SHARD_NAMES: dict[Format, re.Pattern[str]] = {
@@ -31,6 +35,39 @@ _SHARD_NAMES: dict[Format, re.Pattern[str]] = {
 
 
 @dataclass(frozen=True)
+class HeldOut:
+    """Which images are held out from training."""
+
+    folder: str = ""  # its name in the data folder; empty: the first of FOLDER_NAMES that there is
+    share: float = 0.0  # of each class, where there is no such folder
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """The images that are held out from each class of a folder, or those that are left."""
+
+    share: float
+    seed: int
+    is_held_out: bool
+
+    def of(self, class_name: str, files: list[str]) -> list[str]:
+        """Return those of a class's files, in their order. The files of the lowest hashes are held out."""
+        if len(files) < 2:
+            raise UserError(
+                f"class {class_name} has one image, and one must be held out. Add an image, or remove the "
+                "class."
+            )
+        count = min(len(files) - 1, max(1, round(self.share * len(files))))
+        drawn = set(sorted(files, key=lambda name: _sha256(f"{self.seed}/{class_name}/{name}"))[:count])
+        return [name for name in files if (name in drawn) == self.is_held_out]
+
+
+def _sha256(text: str) -> bytes:
+    return hashlib.sha256(os.fsencode(text)).digest()
+
+
+@dataclass(frozen=True)
 class SplitFolder:
     """One split on disk, before its images are listed."""
 
@@ -38,16 +75,18 @@ class SplitFolder:
     format: Format
     parts: tuple[str, ...]  # class folders or shards, sorted
     state: str
+    part: Part | None = None  # None: all images
 
     @property
     def key(self) -> str:
-        """Return a short name that is unique to this folder."""
-        return hashlib.sha256(os.fsencode(self.root)).hexdigest()[:12]
+        """Return a short name that is unique to these images."""
+        part = f" {self.part}" if self.part else ""
+        return _sha256(f"{self.root}{part}").hex()[:12]
 
 
-def find_split(data_dir: str, split: Split) -> SplitFolder:
+def find_split(data_dir: str, split: Split, held_out: HeldOut | None = None) -> SplitFolder:
     """Find one split of `data_dir`; raise UserError if it has no images."""
-    root = _split_root(data_dir, split)
+    root, part = _find_root(data_dir, split, held_out or HeldOut())
     folders, files = _visible(root)
     found: dict[Format, list[str]] = {
         form: [name for name in files if pattern.fullmatch(name)] for form, pattern in _SHARD_NAMES.items()
@@ -66,11 +105,16 @@ def find_split(data_dir: str, split: Split) -> SplitFolder:
             f"{root} holds images in several formats: {examples}. Leave one of them and move the others away."
         )
     form = present[0]
+    if part and form != "folder":
+        raise UserError(
+            f"{root} holds shards, from which no images can be held out. Put others into "
+            f"{root.parent / 'val'}."
+        )
     parts = tuple(sorted(found[form]))
     beside = [] if form == "folder" else [name for name in files if name.endswith(".idx")]
     if form == "tar" and CLASSES_FILE in files:
         beside.append(CLASSES_FILE)
-    return SplitFolder(root, form, parts, _state(root, form, [*parts, *sorted(beside)]))
+    return SplitFolder(root, form, parts, _state(root, form, [*parts, *sorted(beside)]), part)
 
 
 def index_beside(shard: Path) -> Path:
@@ -85,22 +129,56 @@ def shortened(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _split_root(data_dir: str, split: Split) -> Path:
+def _find_root(data_dir: str, split: Split, held_out: HeldOut) -> tuple[Path, Part | None]:
+    """Return the folder of a split, and the part of its images that the split is."""
     if not data_dir:
         raise UserError("no data folder is given. Name the folder that holds train/ and val/.")
     data = Path(data_dir)
     if not data.is_dir():
         raise UserError(f"there is no data folder {data}. Name the folder that holds train/ and val/.")
+    beside = _held_out_folder(data, held_out.folder)
+    if split == "val" and beside:
+        return beside, None
+    train = (data / FOLDER_NAMES["train"][0]).absolute()
+    if not train.is_dir() and not beside and _holds_classes(data):
+        train = data.absolute()
+    if train.is_dir() and (split == "train" or held_out.share):
+        is_part = not beside and held_out.share
+        return train, Part(held_out.share, held_out.seed, split == "val") if is_part else None
+    folders, files = _visible(data)
     names = FOLDER_NAMES[split]
-    for name in names:
-        if (data / name).is_dir():
-            return (data / name).absolute()
-    found, _ = _visible(data)
+    advice = f"Name the folder above it, or arrange the images as {data / names[0]}/CLASS/IMAGE."
+    if any(_is_image(name) for name in files):
+        advice = "Its images are in no class: put each into a folder named after its class."
     raise UserError(
         f"{data} has no folder {' or '.join(names)}; "
-        + (f"it has {shortened(sorted(found))}. " if found else "it has no folders at all. ")
-        + f"Name the folder above it, or arrange the images as {data / names[0]}/CLASS/IMAGE."
+        + (f"it has {shortened(sorted(folders))}. " if folders else "it has no folders at all. ")
+        + advice
     )
+
+
+def _held_out_folder(data: Path, chosen: str) -> Path | None:
+    if chosen and not (data / chosen).is_dir():
+        found, _ = _visible(data)
+        raise UserError(
+            f"{data} has no folder {chosen}; it has {shortened(sorted(found))}. Mend --val-split."
+        )
+    for name in [chosen] if chosen else FOLDER_NAMES["val"]:
+        folder = (data / name).absolute()
+        # A folder `test` often holds images without classes.
+        if folder.is_dir() and (chosen or name != "test" or _visible(folder)[0]):
+            return folder
+    return None
+
+
+def _holds_classes(folder: Path) -> bool:
+    """Return whether two folders or more have images directly inside."""
+    names = sorted(_visible(folder)[0])
+    return sum(any(map(_is_image, _visible(folder / name)[1])) for name in names) > 1
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_ENDINGS)
 
 
 def _visible(folder: Path) -> tuple[list[str], list[str]]:
