@@ -50,10 +50,10 @@ def test_steps_go_on_and_do_not_change_what_is_written(
     release, write = threading.Event(), saving.write_checkpoint
     began: list[int] = []
 
-    def write_later(folder: Path, step: int, *arguments: Any) -> Path:
+    def write_later(folder: Path, step: int, *arguments: Any, **named: Any) -> Path:
         began.append(step)
         assert step != 2 or release.wait(timeout=60)
-        return write(folder, step, *arguments)
+        return write(folder, step, *arguments, **named)
 
     weights: dict[int, torch.Tensor] = {}
     take_step = loop.train_step
@@ -98,7 +98,7 @@ def test_a_failure_ends_the_run_at_the_next_log_point(
 ) -> None:
     failed = threading.Event()
 
-    def fail(*_: Any) -> Path:
+    def fail(*_: Any, **named: Any) -> Path:
         failed.set()
         raise UserError("the disk is full")
 
