@@ -28,7 +28,7 @@ from horovod_volo.cluster.compression import (
 )
 from horovod_volo.cluster.step_statistics import StepStatistics
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Exchange
+from horovod_volo.config.update_settings import Exchange
 
 _MIB = 2**20
 

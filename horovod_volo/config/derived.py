@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from horovod_volo.config.schema import Config, Update
+from horovod_volo.config.schema import Config
+from horovod_volo.config.update_settings import Update
 from horovod_volo.core.errors import UserError
 
 # The global batch of `lr_base` in recipes that do not state `lr_base_size`.

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from horovod_volo.config import values
 from horovod_volo.config.dense_settings import Detection, Segmentation
-from horovod_volo.config.schema import Config, Objective
+from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 
 

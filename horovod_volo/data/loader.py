@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch, LabelMaps, Labels, TrainBatch, copy_async
 from horovod_volo.data.augmentation.crop_flip import draw_crops, relative_boxes
 from horovod_volo.data.augmentation.label_map_ops import covered_after_warp, warp_maps

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
 from horovod_volo.data.sampler import epoch_order, rank_indices

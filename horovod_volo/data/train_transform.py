@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import Labels
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.crop_flip import CropFlip

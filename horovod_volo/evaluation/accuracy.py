@@ -20,8 +20,8 @@ from torch import Tensor
 
 from horovod_volo.cluster.resources import RankResources, rank_resources
 from horovod_volo.cluster.world import World
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.run_settings import Run
-from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from horovod_volo.config.schema import Objective
+from horovod_volo.config.objective_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.names import Registry
 from horovod_volo.objective.label_map import Geometry, map_targets, most_probable

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import World
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
-from horovod_volo.config.schema import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.boxes.box_list import BoxList
 from horovod_volo.data.loader import EvalBatches

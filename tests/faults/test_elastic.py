@@ -17,7 +17,8 @@ import torch
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import resolve
-from horovod_volo.config.schema import Config, Exchange
+from horovod_volo.config.schema import Config
+from horovod_volo.config.update_settings import Exchange
 from horovod_volo.config.validation import check
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError

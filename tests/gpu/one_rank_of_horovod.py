@@ -16,7 +16,7 @@ from torch import nn
 from horovod_volo.cluster.collectives import HorovodCollectives
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Exchange
+from horovod_volo.config.update_settings import Exchange
 
 
 def gradients_agree(world: World, device: torch.device) -> bool:

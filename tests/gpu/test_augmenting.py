@@ -15,7 +15,7 @@ from kernel_process import INTERPRETED, check_compiled, run_in_interpreter, skip
 from torch import Tensor
 
 from horovod_volo import kernels
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.data.augmentation import color_ops, geometric_ops
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_

@@ -16,7 +16,7 @@ import torch
 from horovod_volo.cluster.collectives import LocalCollectives
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Exchange
+from horovod_volo.config.update_settings import Exchange
 from horovod_volo.data.loader import PendingTrainBatch
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.step import train_step

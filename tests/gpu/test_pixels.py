@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import EvalBatch, TrainBatch
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Exchange
+from horovod_volo.config.update_settings import Exchange
 from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr, state_tensors
 from horovod_volo.optim.clip import build_clip, divide
 from horovod_volo.optim.ema import Ema

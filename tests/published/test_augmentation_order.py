@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data import loader as loader_module
 from horovod_volo.data.augmentation import operations as ops

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from horovod_volo.cluster.world import World
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
-from horovod_volo.config.schema import Data
 from horovod_volo.data.boxes.box_list import find_boxes, list_boxes
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.models.precision import autocast

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from horovod_volo.cluster.world import World
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
-from horovod_volo.config.schema import Data
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.data.scenes.scene_list import find_layout, list_scenes
 from horovod_volo.data.scenes.scene_loader import SceneEvalLoader

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.loader import TrainLoader

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from horovod_volo import predict
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.evaluation.predictions import PredictRequest

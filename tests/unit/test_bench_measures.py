@@ -31,7 +31,7 @@ from horovod_volo.bench.machine import (
 from horovod_volo.bench.machine.loss import DenseLoss, PublishedLoss
 from horovod_volo.bench.synthetic import random_labels
 from horovod_volo.cluster.resources import RankResources
-from horovod_volo.config.schema import Objective
+from horovod_volo.config.objective_settings import Objective
 from horovod_volo.core.errors import UserError
 from horovod_volo.objective.mixing import Box
 

@@ -20,7 +20,7 @@ from horovod_volo.cluster.collectives import LocalCollectives, Wait, WaitForResu
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Exchange
+from horovod_volo.config.update_settings import Exchange
 from tests.unit.test_cluster_reducer_alone import SmallNetwork, loss
 
 RANKS, STEPS = 2, 4

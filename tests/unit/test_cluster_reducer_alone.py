@@ -15,7 +15,7 @@ from horovod_volo.cluster.collectives import LocalCollectives, Wait
 from horovod_volo.cluster.compression import scale_into
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Exchange
+from horovod_volo.config.update_settings import Exchange
 
 
 @pytest.fixture(params=["one by one", "at once"], autouse=True)

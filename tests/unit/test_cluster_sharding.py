@@ -13,7 +13,7 @@ from horovod_volo.cluster.collectives import LocalCollectives
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Exchange
+from horovod_volo.config.update_settings import Exchange
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, set_lr, state_tensors
 
 

@@ -11,8 +11,8 @@ from test_config_mistakes import MAPS, WITHOUT_EFFECT
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.dense_settings import Detection, Segmentation
+from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.schema import Objective
 from horovod_volo.config.validation import _IDLE, _OF_CLASSIFICATION, NOTHING_KNOWN, RunFacts, config_warnings
 from horovod_volo.config.values import all_settings
 from horovod_volo.dry_run import dry_run

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from published_augment import NAMES, SPELLING, record_draws, timm_augment, timm_erasing
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation import color_ops, rand_augment
 from horovod_volo.data.augmentation import operations as ops

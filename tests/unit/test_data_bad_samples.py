@@ -15,7 +15,7 @@ from coded_images import PLAIN, smooth, unnormalised, write_images
 from PIL import Image
 from shard_writers import write_tar
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker

@@ -14,8 +14,8 @@ import torch
 from box_samples import annotation, image, write_coco
 from numpy.typing import NDArray
 
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
-from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import BoxBatch
 from horovod_volo.data.boxes.box_list import BoxList, find_boxes, list_boxes
 from horovod_volo.data.boxes.box_loader import BoxTrainLoader

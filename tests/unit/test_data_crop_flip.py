@@ -9,7 +9,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 # isort: split
 from torchvision.transforms import RandomResizedCrop
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 
 SAMPLES = 4000

@@ -11,7 +11,7 @@ import torch
 from coded_images import smooth, write_images
 
 from horovod_volo.bench.machine.catalog import resident_bytes
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels

@@ -11,7 +11,7 @@ import torch
 from coded_images import PLAIN, smooth
 from PIL import Image
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import Labels
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.rand_augment import draw_operations

@@ -15,8 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
-from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import SceneBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError

@@ -12,7 +12,7 @@ from coded_images import only_batch, smooth, unnormalised, write_images
 from pillow_augment import augmented_by_pillow
 from published_augment import FILL, NAMES, timm_augment
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.label_map_ops import warp_maps
 from horovod_volo.data.augmentation.rand_augment import Operations, draw_operations

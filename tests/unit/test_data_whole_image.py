@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from pillow_augment import augmented_by_pillow
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.data import loader as loader_module
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops

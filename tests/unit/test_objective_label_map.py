@@ -10,7 +10,7 @@ import torch
 from largest_tensor import LargestTensor
 from torch import Tensor
 
-from horovod_volo.config.schema import Objective
+from horovod_volo.config.objective_settings import Objective
 from horovod_volo.objective.label_map import Geometry, map_target, map_targets, most_probable
 from horovod_volo.objective.roi_weights import roi_weights
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Exchange
+from horovod_volo.config.update_settings import Exchange
 from horovod_volo.optim.build import build_optimizer, set_lr
 from horovod_volo.optim.clip import build_clip, divide
 

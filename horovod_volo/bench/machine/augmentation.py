@@ -18,7 +18,7 @@ from horovod_volo.bench.cli import BatchSize, GeneratedImages, ImgSize, Pairs
 from horovod_volo.bench.comparison import alternate, default_device
 from horovod_volo.bench.machine.data import EPOCH, SEED, TimedEpochs, generated_catalog
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.crop_flip import draw_crops

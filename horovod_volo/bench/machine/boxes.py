@@ -33,8 +33,8 @@ from horovod_volo.bench.comparison import (
 from horovod_volo.bench.machine.data import EPOCH, SEED
 from horovod_volo.bench.machine.peers_dali import reference_pipeline
 from horovod_volo.bench.results import Figure, Result
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
-from horovod_volo.config.schema import Data
 from horovod_volo.data.boxes.box_list import BoxFiles, BoxList, find_boxes, list_boxes
 from horovod_volo.data.boxes.box_loader import BoxTrainLoader
 from horovod_volo.data.boxes.box_plan import draw_box_plan

@@ -23,7 +23,7 @@ from horovod_volo.cluster.buckets import Bucket
 from horovod_volo.cluster.collectives import Wait
 from horovod_volo.cluster.compression import BucketScales, Fp16Compression, NoCompression
 from horovod_volo.cluster.reducer import build_gradient_buckets
-from horovod_volo.config.schema import Exchange
+from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, spec_of
 from horovod_volo.models.precision import autocast, fix_convolutions

@@ -25,7 +25,7 @@ from PIL import Image
 from horovod_volo.bench.cli import BatchSize, DataDir, Flag, GeneratedImages, ImgSize, Pairs
 from horovod_volo.bench.comparison import WrongResultError, alternate, default_device, wait_for
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation.crop_flip import draw_crops

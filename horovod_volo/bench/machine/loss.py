@@ -28,7 +28,7 @@ from horovod_volo.bench.comparison import (
 )
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import TOP, random_labels
-from horovod_volo.config.schema import Objective
+from horovod_volo.config.objective_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
 from horovod_volo.objective.loss import LabelMapTargets, build_loss

@@ -16,7 +16,7 @@ from horovod_volo.bench.cli import Flag
 from horovod_volo.bench.comparison import WrongResultError
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import MAP_SIDE
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.objective.roi_weights import roi_weights

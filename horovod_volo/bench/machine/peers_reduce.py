@@ -27,7 +27,7 @@ from horovod_volo.bench.synthetic import ModelWithLoss
 from horovod_volo.cluster.collectives import Collectives, Wait
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Exchange
+from horovod_volo.config.update_settings import Exchange
 
 STOCK, DDP = "stock Horovod", "torch DDP"
 CompressionName = Literal["none", "fp16"]

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.bench.machine.loss import PublishedLoss
-from horovod_volo.config.schema import Config, Objective
+from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError

@@ -41,7 +41,8 @@ from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.pinning import bind
 from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
-from horovod_volo.config.schema import Config, Exchange
+from horovod_volo.config.schema import Config
+from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, spec_of
 

@@ -29,8 +29,8 @@ from horovod_volo.bench.comparison import (
 )
 from horovod_volo.bench.machine.data import EPOCH, SEED
 from horovod_volo.bench.results import Figure, Result
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
-from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import IGNORED, SceneBatch
 from horovod_volo.data.demo.scene_set import make_scene_set
 from horovod_volo.data.ordered_batches import OrderOfRank

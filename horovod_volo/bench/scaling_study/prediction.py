@@ -24,7 +24,7 @@ from horovod_volo.bench.scaling_study.constants import constant
 from horovod_volo.bench.scaling_study.network import Fabric, all_reduce_seconds
 from horovod_volo.bench.synthetic import CLASSES
 from horovod_volo.cluster.reducer import build_gradient_buckets, message_bytes
-from horovod_volo.config.schema import Exchange
+from horovod_volo.config.update_settings import Exchange
 from horovod_volo.models.build import build_model, spec_of, training_forward
 
 System = Literal["stock", "ours"]

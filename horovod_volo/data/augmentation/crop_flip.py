@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.rng import Purpose, uniforms_of_samples
 
 AnyFloat = TypeVar("AnyFloat", np.float32, np.float64)

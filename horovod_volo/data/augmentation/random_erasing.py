@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.config.schema import Data
+from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import copy_async
 from horovod_volo.core.rng import Purpose, philox, uniforms_of_samples
 from horovod_volo.kernels import runs_kernels

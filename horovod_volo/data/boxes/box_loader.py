@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
-from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import BoxBatch, copy_async
 from horovod_volo.data.boxes.box_list import BoxList, ImageBoxes, read_sized
 from horovod_volo.data.boxes.box_plan import BoxPlan, draw_box_plan

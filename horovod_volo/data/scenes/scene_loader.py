@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
-from horovod_volo.config.schema import Data
 from horovod_volo.core.batch import IGNORED, SceneBatch, copy_async
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
