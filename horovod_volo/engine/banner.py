@@ -13,7 +13,6 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
     model = context.config.model
     parameters = sum(parameter.numel() for parameter in context.state.model.parameters())
     host_count = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
-    epoch, step_in_epoch = context.derived.epoch_of(context.state.step)
     properties = {
         "world": f"{world.size} ranks on {host_count}, launcher {world.launcher}, "
         f"{world.controller} controller",
@@ -27,7 +26,9 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
         "results": f"{context.folder}  (watch: tensorboard --logdir {context.folder.parent})",
     }
     if context.state.step:
-        properties["resumed"] = f"at step {context.state.step:,}: epoch {epoch}, step {step_in_epoch} of it"
+        derived = context.derived
+        epoch = f"epoch {context.state.step / derived.steps_per_epoch:.4g} of {derived.epochs}"
+        properties["resumed"] = f"at step {context.state.step:,}: {epoch}"
     return format_lines(properties, warnings)
 
 

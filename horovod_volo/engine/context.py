@@ -14,6 +14,7 @@ from horovod_volo.cluster.watchdog_process import Heartbeat
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive
 from horovod_volo.config.schema import Config
+from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.ledger import LEDGER, Ledger, LedgerStart
@@ -59,6 +60,7 @@ class TrainContext:
     hosts_changed: Callable[[], bool] = lambda: False  # whether an elastic job has other hosts now
     stragglers: StragglerFinder | None = None  # on rank 0 of several
     logged_bad_samples: set[str] = field(default_factory=set)
+    callbacks: list[Callback] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:

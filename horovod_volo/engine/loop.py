@@ -49,6 +49,8 @@ def train_epochs(context: TrainContext) -> bool:
             metrics = evaluate(context)
             log_bad_samples(context, context.parts.bad_held_out)
             save_evaluation(context, metrics)
+            for callback in context.callbacks:
+                callback.evaluated(context, metrics)
             for name, picture in context.parts.pictures().items():
                 context.logger.log_picture(context.state.step, name, picture.png, picture[1:])
         if context.state.step == context.derived.total_steps:
@@ -72,8 +74,11 @@ def train_epoch(context: TrainContext) -> bool:
     context.timer.reset()
     for _ in range(first_step, context.derived.steps_per_epoch):
         note_step(context, train_step(context, batches))
+        context.logger.step_done(state.step)
+        for callback in context.callbacks:
+            callback.step_done(context)
         if state.step % run.log_every == 0:
-            log_point(context, epoch)
+            log_point(context)
         if state.reducer.statistics.hosts_changed:
             raise HostsChangedError
         if state.step == run.stop_at_step or state.reducer.statistics.stop_agreed:
@@ -82,24 +87,31 @@ def train_epoch(context: TrainContext) -> bool:
         if due and not (context.skipped_in_a_row or context.returns_in_vain):
             save_checkpoint(context)
     if context.meter.micro_batches:
-        log_point(context, epoch)
+        log_point(context)
     return True
 
 
 def evaluate(context: TrainContext) -> Metrics:
     """Evaluate the raw weights and, with an EMA, the averaged ones. Collective: every rank calls this."""
+    averaged = context.state.average.models()
+    done, total = 0, (1 + len(averaged)) * -(-len(context.data.held_out) // context.world.size)
 
-    def beat() -> None:
+    def beat(images: int) -> None:
+        nonlocal done
+        done += images
         context.heartbeat.beat(context.state.step)
+        context.logger.evaluating(min(done, total - 1), total)
 
+    context.logger.evaluating(0, total)
     metrics = context.parts.evaluate(context.state.model.eval(), beat)
-    for name, model in context.state.average.models().items():
+    for name, model in averaged.items():
         metrics |= {
             f"{name}_{key}": value
             for key, value in context.parts.evaluate(model.eval(), beat).items()
             if key not in ("images", "bad_samples")
         }
     context.state.model.train()
+    context.logger.evaluating(total, total)
     return metrics
 
 
@@ -109,7 +121,7 @@ def asked_to_stop(context: TrainContext) -> bool:
     return asked > 0
 
 
-def log_point(context: TrainContext, epoch: int) -> None:
+def log_point(context: TrainContext) -> None:
     """Log losses and speed since the last log point. Collective: every rank calls this."""
     meter, world, step = context.meter, context.world, context.state.step
     sums = meter.sums()
@@ -130,7 +142,7 @@ def log_point(context: TrainContext, epoch: int) -> None:
         go_back(context)
     means = {name: value / max(finite, 1) for name, value in zip(sums, losses, strict=True)}
     values = {
-        "epoch": epoch,
+        "epoch": round(step / context.derived.steps_per_epoch, 4),
         "images_seen": step * context.derived.global_batch,
         "loss": means.pop("total"),
         **{name: mean for name, mean in means.items() if name != "finite"},
@@ -146,6 +158,8 @@ def log_point(context: TrainContext, epoch: int) -> None:
     if finite:
         context.logger.log_training(step, values)
         note_value(context, "loss", values["loss"])
+        for callback in context.callbacks:
+            callback.logged(context, values)
     if context.stragglers is not None:
         log_own_times(context, [own for _, own in by_rank])
     if not context.config.run.hang_timeout:

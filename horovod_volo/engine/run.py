@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,13 +16,14 @@ from horovod_volo.cluster.elastic import HostsChangedError
 from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import World
-from horovod_volo.config.derived import derive, resolve
+from horovod_volo.config.derived import Derived, derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import RunFacts, config_warnings
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.banner import batch_warnings, format_banner
+from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.context import TrainContext, build_context, run_folder
@@ -34,23 +36,34 @@ from horovod_volo.models.compiled import check_compiler, compile_blocks
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.run_logger import Logger, NullLogger, RunLogger
 from horovod_volo.monitor.stragglers import StragglerFinder
+from horovod_volo.monitor.training_progress import RunLength
 from horovod_volo.plugins import check_names, load_plugins
 from horovod_volo.tasks.names import find_task
 from horovod_volo.tasks.task import Task
 
 
 def run(
-    config: Config, world: World, stop: StopRequest, watchdog: Watchdog, elastic: ElasticRun | None = None
+    config: Config,
+    world: World,
+    stop: StopRequest,
+    watchdog: Watchdog,
+    elastic: ElasticRun | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> bool:
     """Train; return False if a stop was requested before the last step. Collective: every rank calls this."""
     watchdog.pause()
     context, warnings = setup(config, world, stop, elastic)
+    context.callbacks = [*callbacks]
     try:
         hosts = log_start(context, warnings, elastic)
         _watch_steps(context, watchdog, hosts)
         if elastic is not None:
             elastic.forget()  # not before: a rank may be lost while the run is set up
+        for callback in context.callbacks:
+            callback.started(context)
         finished = fit(context)
+        for callback in context.callbacks:
+            callback.ended(context, finished=finished)
         context.logger.log(end_message(context, finished))
         return finished
     except (RankLostError, HostsChangedError):
@@ -101,7 +114,7 @@ def setup(
     else:
         state_warnings += restore_state(state, checkpoint, world)
     job = elastic.job.name if elastic is not None else ""
-    opened = partial(_open_run_folder, config, world, state.step, derived.total_steps, job)
+    opened = partial(_open_run_folder, config, world, state.step, derived, job)
     logger, lock = world.run_on_all_ranks(opened)
     context = build_context(config, world, task, data, resources, state, logger, stop)
     context.lock = lock
@@ -143,7 +156,7 @@ def _check(config: Config, task: Task) -> None:
 
 
 def _open_run_folder(
-    config: Config, world: World, first_step: int, total_steps: int, job: str
+    config: Config, world: World, first_step: int, derived: Derived, job: str
 ) -> tuple[Logger, RunLock | None]:
     if not world.is_rank_zero:
         return NullLogger(), None
@@ -152,7 +165,8 @@ def _open_run_folder(
         # Launchers prefix lines with the rank, which would break a progress line that is rewritten in place.
         live = world.launcher == "none"
         lock = RunLock(folder, job)
-        return RunLogger(folder, first_step=first_step, total_steps=total_steps, live=live), lock
+        length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
+        return RunLogger(folder, length, live=live), lock
     except OSError as error:
         raise UserError(
             f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."

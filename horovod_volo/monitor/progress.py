@@ -11,6 +11,7 @@ import time
 
 SECONDS_BETWEEN_LINES = 30.0
 SECONDS_BETWEEN_REWRITES = 0.2
+_BAR_WIDTH = 20
 
 Values = dict[str, float | int]
 
@@ -35,6 +36,8 @@ class ThroughputLine:
             return
         self._last_shown = now
         line = f"{done:,}/{total:,} {self._unit}{self._throughput(self._start, now, done, total)}"
+        if self._live and total:
+            line = f"{bar(done / total)} {line}"
         if self._live:
             print(f"\r{line:<78}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
         else:
@@ -45,45 +48,17 @@ class ThroughputLine:
         if not (seconds and items):
             return ""
         rate = items / seconds
-        return f", {rate:,.0f} per second, {_duration((total - done) / rate)} left"
+        return f", {rate:,.0f} per second, {duration((total - done) / rate)} left"
 
 
-class TrainingProgress:
-    """The progress line of training on stdout; rewritten in place if `live` and stdout is a terminal."""
-
-    def __init__(self, *, first_step: int, total_steps: int, live: bool = True) -> None:
-        self._first_step, self._total_steps = first_step, total_steps
-        self._start_time = time.monotonic()
-        self._live = live and sys.stdout.isatty()
-        self._width = 0  # characters of the line that is being rewritten
-
-    def format(self, step: int, values: Values) -> str:
-        """Format a log point."""
-        step_seconds = (time.monotonic() - self._start_time) / max(1, step - self._first_step)
-        left = _duration(step_seconds * (self._total_steps - step))
-        return (
-            f"step {step}/{self._total_steps} {100 * step / self._total_steps:3.0f} %  "
-            f"epoch {values['epoch']}  loss {values['loss']:.3f}  lr {values['lr']:.2e}  "
-            f"{values['images_per_second']:.0f} images/s  "
-            f"data wait {100 * values['data_wait']:.0f} %  {left} left"
-        )
-
-    def show(self, line: str) -> None:
-        """Print the line, over the previous one where it is rewritten in place."""
-        if self._live:
-            print("\r" + line.ljust(self._width), end="", flush=True)
-            self._width = len(line)
-        else:
-            print(line, flush=True)
-
-    def end_line(self) -> None:
-        """End a line that is rewritten in place, so that other text starts on a new line."""
-        if self._width:
-            print(flush=True)
-            self._width = 0
+def bar(fraction: float) -> str:
+    """Draw how much is done."""
+    filled = round(_BAR_WIDTH * fraction)
+    return f"[{'#' * filled}{'.' * (_BAR_WIDTH - filled)}]"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return h:mm:ss, or m:ss."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -21,7 +21,8 @@ from torch.utils.tensorboard.summary import scalar
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import escape_controls
-from horovod_volo.monitor.progress import TrainingProgress, Values
+from horovod_volo.monitor.progress import Values
+from horovod_volo.monitor.training_progress import RunLength, TrainingProgress
 
 _RGB = 3  # TensorBoard's number of this color space
 
@@ -34,6 +35,12 @@ class Logger(Protocol):
 
     def write_file(self, name: str, content: str) -> None:
         """Write a file into the run folder."""
+
+    def step_done(self, step: int) -> None:
+        """Show the progress of training, if it is time; log what the first steps take."""
+
+    def evaluating(self, done: int, total: int) -> None:
+        """Show the progress of an evaluation, if it is time; `done` is 0 when it begins."""
 
     def log_training(self, step: int, values: Values) -> None:
         """Log the training metrics of a log point."""
@@ -63,6 +70,12 @@ class NullLogger:
     def write_file(self, name: str, content: str) -> None:
         pass
 
+    def step_done(self, step: int) -> None:
+        pass
+
+    def evaluating(self, done: int, total: int) -> None:
+        pass
+
     def log_training(self, step: int, values: Values) -> None:
         pass
 
@@ -83,25 +96,25 @@ class NullLogger:
 
 
 class RunLogger:
-    """Logger of rank 0: appends to the files of a run folder after `first_step`.
+    """Logger of rank 0: appends to the files of a run folder after the first step of `length`.
 
     `live` rewrites the progress line in place on a terminal. A file that cannot be written, because the disk
     is full or the folder is gone, does not end the run: what it lacks is kept, and written when that is
     possible.
     """
 
-    def __init__(self, folder: Path, *, first_step: int, total_steps: int, live: bool = True) -> None:
+    def __init__(self, folder: Path, length: RunLength, *, live: bool = True) -> None:
         """Open the files; raise OSError if that is not possible."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        _drop_records_after(folder / "metrics.jsonl", first_step)
+        _drop_records_after(folder / "metrics.jsonl", length.first_step)
         self._metrics = AppendedFile(folder / "metrics.jsonl")
         self._log = AppendedFile(folder / "log.txt")
-        self._events = AppendedFile(_event_file(folder), header=_first_events(first_step + 1))
+        self._events = AppendedFile(_event_file(folder), header=_first_events(length.first_step + 1))
         self._failed = False  # whether the last write did
         for file in (self._metrics, self._log, self._events):
             file.append(b"")
-        self._progress = TrainingProgress(first_step=first_step, total_steps=total_steps, live=live)
+        self._progress = TrainingProgress(length, live=live)
 
     def log(self, *lines: str) -> None:
         for line in lines:
@@ -114,6 +127,13 @@ class RunLogger:
                 file.write(content.encode())
         except OSError as error:
             self._print(f"warning: {self._folder / name} is not written: {error.strerror}")
+
+    def step_done(self, step: int) -> None:
+        if message := self._progress.step_done(step):
+            self.log(message)
+
+    def evaluating(self, done: int, total: int) -> None:
+        self._progress.evaluating(done, total)
 
     def log_training(self, step: int, values: Values) -> None:
         self._record("train", step, values)

@@ -51,7 +51,7 @@ def measure_model(
 ) -> Metrics:
     """Return a model's metrics on the validation images. Collective: every rank calls this."""
     with torch.inference_mode(), arithmetic:
-        counts = count_correct(model, loader, device, lambda *_: beat())
+        counts = count_correct(model, loader, device, lambda batch, _: beat(len(batch.indices)))
     return sum_counts(counts, catalog, world).metrics()
 
 

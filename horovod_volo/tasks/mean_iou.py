@@ -265,7 +265,7 @@ def measure_iou(
     def on_scene(scene: Scene, predicted: Tensor) -> None:
         if pictures.wants(scene.number):
             pictures.add_masks(scene, predicted)
-        beat()
+        beat(1)
 
     with torch.inference_mode(), arithmetic:
         counts = count_scenes(network, loader, scenes, predictor, world, device, on_scene)

@@ -23,7 +23,7 @@ from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.data.bad_samples import BadSampleTracker
 
 Metrics = dict[str, float | int]
-Beat = Callable[[], object]  # tells the watchdog that the rank is alive
+Beat = Callable[[int], object]  # told that so many images were evaluated: the rank is alive
 
 
 class Picture(NamedTuple):

@@ -46,7 +46,7 @@ def whole(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = start(scenes, output, ranks=2, start_with="gloo")
     assert done.returncode == 0, done.stdout
     assert "24 training and 9 held-out images with boxes, 6 classes; 372 anchors" in done.stdout
-    assert "after epoch 2: AP " in done.stdout
+    assert "after epoch 2 of 2: AP " in done.stdout
     return output
 
 

@@ -74,7 +74,7 @@ def test_a_run_that_continues_another_one_at_the_end_of_an_epoch_is_evaluated(im
         start_with="none",
     )
     assert second.returncode == 75, second.stdout
-    assert "after epoch 1: top-1" in second.stdout
+    assert "after epoch 1 of" in second.stdout
     assert (tmp_path / "other" / "checkpoints" / "step_00000010" / "evaluation.json").exists()
 
 
@@ -140,7 +140,7 @@ def test_a_run_with_global_batch_resumes_on_fewer_ranks(images, tmp_path):
     resumed = start(images, tmp_path, *global_batch, "--resume", "auto", start_with="none", ranks=1)
     assert resumed.returncode == 0, resumed.stdout
     assert "8 images per step = 1 ranks x 4 images x 2 micro-batches" in resumed.stdout
-    assert "at step 3: epoch 0" in resumed.stdout
+    assert "at step 3: epoch 0." in resumed.stdout
     settings = tomllib.loads((tmp_path / "run" / "resolved.toml").read_text())
     found = (
         settings["data"]["global_batch"],

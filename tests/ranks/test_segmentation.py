@@ -56,7 +56,7 @@ def test_a_stopped_run_resumes_to_the_bit(scenes, tmp_path):
     whole = start(scenes, tmp_path / "whole", ranks=2, start_with="gloo")
     assert whole.returncode == 0, whole.stdout
     assert "24 training and 9 held-out images with masks, plain layout, 7 classes" in whole.stdout
-    assert "after epoch 2: mean IoU " in whole.stdout
+    assert "after epoch 2 of 2: mean IoU " in whole.stdout
     stopped = start(scenes, tmp_path / "cut", "--stop-at-step", "2", ranks=2, start_with="mpi")
     assert stopped.returncode == 75, stopped.stdout
     resumed = start(scenes, tmp_path / "cut", "--resume", "auto", ranks=2, start_with="gloo")

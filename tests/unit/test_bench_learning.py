@@ -32,14 +32,14 @@ def ours(**others: object) -> dict[str, object]:
 
 def test_our_metrics_are_read(tmp_path: Path) -> None:
     records = [
-        ours(step=4, epoch=0, loss=9.0),
-        ours(step=10, epoch=0, loss=8.0),
-        {"step": 10, "epoch": 0, "top1": 10.0, "top5": 50.0, "loss": 2.5, "images": 20},
-        ours(step=20, epoch=1, loss=7.0),
-        {"step": 20, "epoch": 1, "top1": 45.0, "top5": 50.0, "loss": 2.25, "images": 20},
-        ours(step=24, epoch=2, loss=3.0),  # the mean of 4 steps
-        ours(step=30, epoch=2, loss=2.0),  # of 6
-        {"step": 30, "epoch": 2, "top1": 40.0, "top5": 50.0, "loss": 2.125, "images": 20},
+        ours(step=4, epoch=0.4, loss=9.0),
+        ours(step=10, epoch=1, loss=8.0),
+        {"step": 10, "epoch": 1, "top1": 10.0, "top5": 50.0, "loss": 2.5, "images": 20},
+        ours(step=20, epoch=2, loss=7.0),
+        {"step": 20, "epoch": 2, "top1": 45.0, "top5": 50.0, "loss": 2.25, "images": 20},
+        ours(step=24, epoch=2.4, loss=3.0),  # the mean of 4 steps
+        ours(step=30, epoch=3, loss=2.0),  # of 6
+        {"step": 30, "epoch": 3, "top1": 40.0, "top5": 50.0, "loss": 2.125, "images": 20},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     # The last epoch counts, not the best one.

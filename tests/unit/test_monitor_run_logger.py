@@ -15,6 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horovod_volo.monitor.run_logger import NullLogger, RunLogger
+from horovod_volo.monitor.training_progress import RunLength
 
 TRAIN: dict[str, float | int] = {
     "epoch": 0,
@@ -38,7 +39,7 @@ def resumed(folder: Path, first_step: int) -> RunLogger:
     TensorBoard sorts the files of one second by a number as text, where 10 comes before 9.
     """
     time.sleep(1 - time.time() % 1)
-    return RunLogger(folder, first_step=first_step, total_steps=10)
+    return RunLogger(folder, RunLength(first_step, 10, 10, 1))
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -57,7 +58,7 @@ def events(folder: Path, name: str) -> list[tuple[int, float]]:
 
 
 def test_each_log_point_and_evaluation_is_one_json_line(tmp_path: Path) -> None:
-    logger = RunLogger(tmp_path / "runs" / "one", first_step=0, total_steps=100)
+    logger = RunLogger(tmp_path / "runs" / "one", RunLength(0, 100, 10, 1))
     train(logger, 1, 2)
     logger.log_evaluation(2, SCORES)
     found = metrics(tmp_path / "runs" / "one")  # before the logger is closed
@@ -67,7 +68,7 @@ def test_each_log_point_and_evaluation_is_one_json_line(tmp_path: Path) -> None:
 
 
 def test_events_can_be_read_back(tmp_path: Path) -> None:
-    logger = RunLogger(tmp_path, first_step=0, total_steps=100)
+    logger = RunLogger(tmp_path, RunLength(0, 100, 10, 1))
     train(logger, 1, 2, loss=0.5)
     logger.log_evaluation(2, SCORES)
     assert events(tmp_path, "train/loss") == [(1, 0.5), (2, 0.5)]  # before the logger is closed
@@ -79,7 +80,7 @@ def test_events_can_be_read_back(tmp_path: Path) -> None:
 
 
 def test_a_resume_drops_later_records(tmp_path: Path) -> None:
-    first = RunLogger(tmp_path, first_step=0, total_steps=10)
+    first = RunLogger(tmp_path, RunLength(0, 10, 10, 1))
     train(first, 1, 2, 3, 4, loss=1.0)
     first.log_evaluation(4, SCORES)
     first.close()
@@ -113,7 +114,7 @@ def test_a_resume_at_the_last_step_drops_nothing(tmp_path: Path) -> None:
 def test_a_last_line_that_was_written_in_part_is_dropped(cut: str, tmp_path: Path) -> None:
     content = '{"step": 1, "loss": 1.0}\n' + cut
     (tmp_path / "metrics.jsonl").write_bytes(content.encode(errors="surrogateescape"))
-    logger = RunLogger(tmp_path, first_step=5, total_steps=10)
+    logger = RunLogger(tmp_path, RunLength(5, 10, 10, 1))
     train(logger, 6)
     logger.close()
     assert [record["step"] for record in metrics(tmp_path)] == [1, 6]
@@ -121,7 +122,7 @@ def test_a_last_line_that_was_written_in_part_is_dropped(cut: str, tmp_path: Pat
 
 def test_a_last_line_without_a_line_feed_is_kept(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}', encoding="utf-8")
-    RunLogger(tmp_path, first_step=5, total_steps=10).close()
+    RunLogger(tmp_path, RunLength(5, 10, 10, 1)).close()
     assert metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 
 
@@ -129,7 +130,7 @@ def test_the_log_file_has_the_text_of_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in (1, 2):
-        logger = RunLogger(tmp_path, first_step=number, total_steps=10)
+        logger = RunLogger(tmp_path, RunLength(number, 10, 10, 1))
         logger.log(f"run {number}", "of Größe")
         train(logger, number + 1)
         logger.close()
@@ -163,7 +164,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_nothing_is_lost_on_a_disk_that_was_full(
     small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logger = RunLogger(small_disk, first_step=0, total_steps=100)
+    logger = RunLogger(small_disk, RunLength(0, 100, 10, 1))
     train(logger, 1)
     ballast = small_disk / "ballast"
     with pytest.raises(OSError, match="No space left"):
@@ -187,7 +188,7 @@ def test_nothing_is_lost_on_a_disk_that_was_full(
 
 def test_a_folder_that_was_removed_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
-    logger = RunLogger(folder, first_step=0, total_steps=100)
+    logger = RunLogger(folder, RunLength(0, 100, 10, 1))
     train(logger, 1)
     shutil.rmtree(folder)
     folder.write_text("a file in its place")
@@ -203,7 +204,7 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path, capsys: pytest.
 def test_a_folder_that_stays_away_is_said_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logger = RunLogger(tmp_path / "run", first_step=0, total_steps=100)
+    logger = RunLogger(tmp_path / "run", RunLength(0, 100, 10, 1))
     shutil.rmtree(tmp_path / "run")
     (tmp_path / "run").write_text("a file in its place")
     logger.log("something")
@@ -215,7 +216,7 @@ def test_a_folder_that_stays_away_is_said_at_the_end(
 
 
 def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
-    logger = RunLogger(tmp_path, first_step=0, total_steps=10)
+    logger = RunLogger(tmp_path, RunLength(0, 10, 10, 1))
     logger.write_file("resolved.toml", "[run]\n" * 1000)
     logger.write_file("resolved.toml", 'name = "ü"\n')
     logger.close()

@@ -183,7 +183,7 @@ def read_ours(folder: Path, seconds: float, budget: Budget) -> RunResult:
     trained = [record for record in records if "lr" in record]
     # The loss of a record is the mean since the record before; an epoch ends with a record.
     steps = np.diff([0, *(record["step"] for record in trained)])
-    of_last = [record["epoch"] == budget.epochs - 1 for record in trained]
+    of_last = [record["epoch"] > budget.epochs - 1 for record in trained]
     loss = float(np.average([record["loss"] for record in trained], weights=steps * of_last))
     return RunResult(last["top1"], last["loss"], loss, budget.images / seconds, seconds / 60)
 

@@ -108,9 +108,10 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
     step = context.state.step
     epochs_done, _ = context.derived.epoch_of(step)
     context.logger.log_evaluation(
-        step, {"epoch": epochs_done - 1, "images_seen": step * context.derived.global_batch, **metrics}
+        step, {"epoch": epochs_done, "images_seen": step * context.derived.global_batch, **metrics}
     )
-    context.logger.log(f"after epoch {epochs_done}: {context.task.summary(metrics)}")
+    after = f"after epoch {epochs_done} of {context.derived.epochs}"
+    context.logger.log(f"{after}: {context.task.summary(metrics)}")
     context.world.run_on_rank_zero(lambda: _write_evaluation(context, metrics))
 
 
