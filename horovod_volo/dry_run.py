@@ -68,6 +68,13 @@ class Workload:
 
 def dry_run(config: Config, ranks: int) -> str:
     """Return the text of a dry run on this many ranks."""
+    load_plugins(config.run.plugin)
+    task = find_task(config.model.task)
+    config = task.fit_to_model(config)
+    counted = task.count(config) if config.is_open and config.data.data_dir else None
+    if counted is not None:
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        config = task.choose(config, counted[0], ranks, device)
     return describe(config, ranks, measure_workload(config))
 
 
@@ -108,12 +115,13 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     gathered_bytes = workload.parameter_count * _FP32 if config.update.shard_optimizer else sent_bytes
     properties = {
         "ranks": f"{ranks}",
+        **({"chosen": config.chosen} if config.chosen else {}),
         "model": f"{config.model.model}, {workload.parameter_count:,} parameters, {config.model.img_size} px",
         "images": f"{workload.images:,} of {workload.classes:,} classes",
         "batch": batch_line(config, derived),
         "lr": lr_line(config, derived),
         "length": length_line(derived),
-        "precision": precision_line(config, len(buckets)),
+        "precision": precision_line(config, len(buckets), ranks),
         "memory": f"about {state / _GIB:.1f} GiB of state and "
         f"{activations / _GIB:.1f} GiB of activations per rank: {_smallest_gpu(state + activations)}",
         "exchange": f"{sent_bytes / _MIB:.0f} MiB of gradients per step; "

@@ -28,7 +28,8 @@ from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
 from horovod_volo.models.build import build_model, spec_of, training_forward
 from horovod_volo.monitor.run_logger import NullLogger
-from horovod_volo.tasks.classification import Classification, ClassificationLosses, Images
+from horovod_volo.tasks.classification import Classification, Images
+from horovod_volo.tasks.classification_losses import ClassificationLosses
 
 MAP_SIDE, TOP = 18, 5  # of the published label maps: cells per side, and classes in each cell
 CLASSES = 1000  # of a run, unless its settings say otherwise

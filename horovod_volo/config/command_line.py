@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from horovod_volo.config.arguments import Parser, add_flag, add_flags
 from horovod_volo.config.recipe import load_recipe, recipe_names
+from horovod_volo.config.run_settings import Run
 from horovod_volo.config.schema import Config, Model
 from horovod_volo.config.setting import Setting
+from horovod_volo.config.update_settings import Update
 from horovod_volo.config.validation import check, check_flags
 from horovod_volo.config.values import all_settings, assemble, group_types
 from horovod_volo.core.errors import UserError
@@ -75,12 +78,45 @@ def parse(argv: list[str]) -> Request:
         raise UserError(
             "--ranks goes with --dry-run. A real run gets its ranks from `horovodrun -np` or `mpirun -np`."
         )
+    is_open = not recipe_name and "model" not in flags and flags.get("task", Model.task) == Model.task
     recipe = load_recipe(recipe_name) if recipe_name else {}
-    below = recipe if recipe_name else published_defaults(flags)
-    config = assemble({**below, **flags}, fallback_name=recipe_name)
-    check(config)
-    check_flags(flags, config)
+    if is_open and "data_dir" in flags:
+        flags.setdefault("name", Path(flags["data_dir"]).resolve().name)
+        recipe = _settings_of_run(flags)
+    below = recipe or published_defaults(flags)
+    flags |= _fitted_schedule(flags, below)
     # resolved.toml states every setting: one that has its default value was not chosen.
     given = {**recipe, **flags}
     stated = {item.name for item in all_settings() if given.get(item.name, item.default) != item.default}
-    return Request(replace(config, stated=frozenset(stated)), dry_run, ranks)
+    config = replace(
+        assemble({**below, **flags}, fallback_name=recipe_name),
+        given=frozenset(given),
+        stated=frozenset(stated),
+        is_open=is_open and not recipe,
+    )
+    check(config)
+    check_flags(flags, config)
+    return Request(config, dry_run, ranks)
+
+
+def _settings_of_run(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the run that is resumed; nothing if none is, or it has none."""
+    resume = flags.get("resume", "")
+    folder = Path(flags.get("output", Run.output)) / flags["name"] if resume == "auto" else Path(resume)
+    resolved = folder / "resolved.toml"
+    return load_recipe(str(resolved)) if resume and resolved.is_file() else {}
+
+
+def _fitted_schedule(flags: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, int]:
+    """Return the warm-up and the cool-down of an --epochs of its own, which is the length of the whole run.
+
+    Published command lines with fewer epochs state their warm-up, and keep the cool-down of ten epochs.
+    """
+    usual = below.get("epochs", Update.epochs)
+    epochs = flags.get("epochs", usual)
+    stated = {"warmup_epochs", "warmup_prefix"} & flags.keys()
+    if epochs == usual or stated or below.get("warmup_prefix", Update.warmup_prefix):
+        return {}
+    warmup = below.get("warmup_epochs", Update.warmup_epochs)
+    shorter = min(warmup, -(-warmup * epochs // usual)) if epochs > 1 else 0
+    return {"warmup_epochs": shorter, "cooldown_epochs": flags.get("cooldown_epochs", 0)}

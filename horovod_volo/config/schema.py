@@ -87,7 +87,11 @@ class Config:
     update: Update = field(default_factory=Update)
     exchange: Exchange = field(default_factory=Exchange)
     published: Published = field(default_factory=Published)
-    # Not part of a recipe: warnings to print at the start, and the names of the settings that a flag or the
-    # recipe set to another value than their default.
+    # Not part of a recipe: warnings to print at the start, the names of the settings that a flag or the
+    # recipe set, and of those that they set to another value than their default; whether the model and what
+    # goes with it are to be chosen for the images and the device, and what was chosen.
     warnings: tuple[str, ...] = field(default=(), compare=False)
+    given: frozenset[str] = field(default=frozenset(), compare=False)
     stated: frozenset[str] = field(default=frozenset(), compare=False)
+    is_open: bool = field(default=False, compare=False)
+    chosen: str = field(default="", compare=False)

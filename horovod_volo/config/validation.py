@@ -102,6 +102,11 @@ def _check_schedule(config: Config) -> None:
 def _check_elastic(config: Config) -> None:
     if not config.launch.elastic:
         return
+    if config.is_open:
+        raise UserError(
+            "--elastic needs a --recipe or --model: what is chosen for images and ranks must not change with "
+            "them."
+        )
     if config.launch.horovod_autotune:
         raise UserError("Horovod cannot tune an elastic run. Drop --horovod-autotune, or --elastic.")
     if config.update.shard_optimizer:

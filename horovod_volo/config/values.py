@@ -19,7 +19,7 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 def group_types() -> dict[str, type]:
     """Return the groups of settings by name, in the order of --help."""
-    others = ("published", "warnings", "stated")
+    others = ("published", "warnings", "given", "stated", "is_open", "chosen")
     names = [table.name for table in fields(Config) if table.name not in others]
     return {name: type(getattr(Config(), name)) for name in names}
 

@@ -18,11 +18,12 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
         f"{world.controller} controller",
         "binding": f"rank 0: {context.resources}" if world.size > 1 else str(context.resources),
         "model": f"{model.model}, {parameters:,} parameters, {model.img_size} px",
+        **({"chosen": context.config.chosen} if context.config.chosen else {}),
         "data": context.task.describe(context.config, context.data),
         "batch": batch_line(context.config, context.derived),
         "lr": lr_line(context.config, context.derived),
         "length": length_line(context.derived),
-        "precision": precision_line(context.config, len(context.state.reducer.buckets)),
+        "precision": precision_line(context.config, len(context.state.reducer.buckets), world.size),
         "results": f"{context.folder}  (watch: tensorboard --logdir {context.folder.parent})",
     }
     if context.state.step:
@@ -87,7 +88,9 @@ def length_line(derived: Derived) -> str:
     )
 
 
-def precision_line(config: Config, buckets: int) -> str:
+def precision_line(config: Config, buckets: int, ranks: int) -> str:
     """Describe the precision of the forward pass and of the gradients that are sent."""
+    if ranks == 1:
+        return config.model.precision
     compression = {"none": "uncompressed", "fp16": "in fp16"}[config.exchange.compression]
     return f"{config.model.precision}; gradients exchanged {compression} in {buckets} buckets"

@@ -90,11 +90,15 @@ def setup(
     newest = elastic.find_newest(world) if elastic is not None else None
     resources = rank_resources(world)
     world.run_on_all_ranks(partial(load_plugins, config.run.plugin))
+    task = find_task(config.model.task)
+    as_given = config = world.run_on_all_ranks(partial(task.fit_to_model, config))
     config = world.run_on_all_ranks(partial(resolve, config, world.size))
     world.run_on_all_ranks(partial(_check_horovod_files, config))
-    task = find_task(config.model.task)
     world.run_on_all_ranks(partial(_check, config, task))
     data = task.read(config, world)
+    if config.is_open:
+        chosen = task.choose(as_given, len(data.train), world.size, resources.device)
+        config = resolve(world.broadcast_object(chosen), world.size)  # GPUs of ranks may differ
     derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=len(data.train)))
     checkpoint = None if newest else checkpoint_to_resume(config, world, task, data.train)
     state, state_warnings = world.run_on_all_ranks(

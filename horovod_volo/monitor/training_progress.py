@@ -63,7 +63,7 @@ class TrainingProgress:
         now = time.monotonic()
         if step == self._length.first_step + 1:
             self._mark = now
-            took = duration(now - self._start)
+            took = _seconds(now - self._start)
             return f"first step done after {took}, with reading ahead and what is compiled"
         self._steps += 1
         self._step_seconds += now - self._mark
@@ -136,4 +136,6 @@ class TrainingProgress:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds < 10 else duration(seconds)
+    if seconds < 1:
+        return f"{1e3 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 60 else duration(seconds)

@@ -16,7 +16,6 @@ from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
-from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation.rand_augment import parse
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes
@@ -26,7 +25,6 @@ from horovod_volo.data.labels.source import LabelSource, geometry_warnings, open
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.models.build import (
-    Forward,
     build_model,
     check_model,
     our_name,
@@ -37,11 +35,17 @@ from horovod_volo.models.build import (
 from horovod_volo.models.dense.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights import load_weights, read_weights
-from horovod_volo.objective.loss import LOSSES, Loss, LossParts, build_loss
-from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
+from horovod_volo.objective.loss import LOSSES, LossParts, build_loss
 from horovod_volo.tasks.accuracy import measure_model
+from horovod_volo.tasks.classification_losses import (
+    ClassificationLosses,
+    build_mix,
+    labels_line,
+    token_size_warnings,
+)
+from horovod_volo.tasks.open_settings import choose_settings, device_facts, fit_to_model
 from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
-from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes, drop_path_seed
+from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
 
 
 @dataclass(frozen=True)
@@ -60,26 +64,6 @@ class Images:
             self.label_maps.close()
 
 
-@dataclass
-class ClassificationLosses:
-    """The forward pass and the loss of a micro-batch, mixed."""
-
-    forward: Forward
-    loss: Loss
-    mix: Callable[[int, int], Mix]  # mix(step, micro-batch)
-    autocast: torch.autocast
-    seed: int
-    rank: int
-
-    def __call__(self, batch: TrainBatch, step: int, number: int) -> LossParts:
-        """Return the losses of a micro-batch."""
-        mix = self.mix(step, number)
-        seed = drop_path_seed(self.seed, step, self.rank, number)
-        with self.autocast:
-            class_logits, token_logits = self.forward(mix.images(batch.images), mix.swap_tokens, seed)
-        return self.loss(class_logits, token_logits, batch.labels, mix)
-
-
 class Classification:
     """The task of the published training."""
 
@@ -91,6 +75,12 @@ class Classification:
         if config.data.aa:
             parse(config.data.aa)
         _map_geometry(config)
+
+    def fit_to_model(self, config: Config) -> Config:
+        return fit_to_model(config)
+
+    def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:
+        return choose_settings(config, images, ranks, device_facts(device))
 
     def read(self, config: Config, world: World) -> Images:
         folder = catalog_folder(config.data.catalog_dir, config.run.output, world)
@@ -142,7 +132,7 @@ class Classification:
         losses = ClassificationLosses(
             forward=training_forward(network),
             loss=build_loss(config.objective, len(data.train.classes), side),
-            mix=_build_mix(config, world),
+            mix=build_mix(config, world),
             autocast=arithmetic,
             seed=config.run.seed,
             rank=world.rank,
@@ -169,7 +159,7 @@ class Classification:
         )
 
     def warnings(self, config: Config, data: Images | None = None) -> list[str]:
-        found = _token_size_warnings(config)
+        found = token_size_warnings(config)
         if data is not None and data.label_maps is not None:
             found += geometry_warnings(config.objective.token_label_data, data.label_maps)
         return found
@@ -258,39 +248,3 @@ def build_loaders(
         normalization=normalization,
     )
     return train_loader, eval_loader
-
-
-def _build_mix(config: Config, world: World) -> Callable[[int, int], Mix]:
-    """Return MixToken, mixup/CutMix or no mixing as a function of the step and the micro-batch's number."""
-    seed, objective = config.run.seed, config.objective
-    if objective.mix_token:
-        side = tokens_per_side(config.model.model, config.model.img_size)
-        return lambda step, number: draw_box(seed, step, world.rank, number, side)
-    if objective.mixup or objective.cutmix:
-        pixels = config.model.img_size
-        return lambda step, number: draw_image_mix(objective, seed, step, world.rank, number, pixels)
-    return lambda step, number: NO_BOX  # noqa: ARG005
-
-
-def labels_line(config: Config, label_maps: LabelSource | None) -> str:
-    """Describe the training labels."""
-    if not config.objective.token_label:
-        mixed = ", mixed in pairs of images by MixToken (--no-mix-token disables it)"
-        return "class labels" + mixed * config.objective.mix_token
-    side = tokens_per_side(config.model.model, config.model.img_size)
-    if label_maps is None:
-        return f"{side} x {side} token labels, the image's class on every token"
-    geometry = f"{config.objective.label_geometry} geometry, maps of {label_maps.geometry.description}"
-    return f"{side} x {side} token labels from {config.objective.token_label_data} ({geometry})"
-
-
-def _token_size_warnings(config: Config) -> list[str]:
-    """Return a warning if --token-label-size is not the number of tokens per side, which is used instead."""
-    given = config.objective.token_label_size
-    side = tokens_per_side(config.model.model, config.model.img_size)
-    if not config.objective.token_label or given in (0, side):
-        return []
-    return [
-        f"--token-label-size {given} does not fit --img-size {config.model.img_size}: "
-        f"the network has {side} x {side} tokens, so {side} is used"
-    ]

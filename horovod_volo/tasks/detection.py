@@ -82,6 +82,12 @@ class DetectionTask:
         if settings.crop_sides[1] > 1:
             raise UserError(f"--crop-sides takes fractions up to 1, not {settings.crop_sides[1]:g}.")
 
+    def fit_to_model(self, config: Config) -> Config:
+        return config
+
+    def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:  # noqa: ARG002
+        return config
+
     def read(self, config: Config, world: World) -> BoxImages:
         cache = catalog_folder(config.data.catalog_dir, config.run.output, world)
         train, held_out = (_shared_list(config, split, cache, world) for split in ("train", "val"))

@@ -83,6 +83,12 @@ class SegmentationTask:
         if not 0 < shorter <= longer:
             raise UserError(f"--scene-size takes the longer side first, not {longer:g} {shorter:g}.")
 
+    def fit_to_model(self, config: Config) -> Config:
+        return config
+
+    def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:  # noqa: ARG002
+        return config
+
     def read(self, config: Config, world: World) -> Scenes:
         return world.run_on_rank_zero(partial(_list, config))
 

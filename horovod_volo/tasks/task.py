@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -111,6 +112,12 @@ class Task(Protocol):
 
     def check(self, config: Config) -> None:
         """Raise UserError for settings that are wrong with any data."""
+
+    def fit_to_model(self, config: Config) -> Config:
+        """Return the settings, with those that no flag and no recipe set as the model needs them."""
+
+    def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:
+        """Return the settings, with those that were left open chosen for the images and the device."""
 
     def read(self, config: Config, world: World) -> TaskData:
         """List the samples; raise UserError if they do not fit. Collective: every rank calls this."""

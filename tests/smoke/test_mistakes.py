@@ -59,7 +59,7 @@ def test_mistakes_in_settings(arguments: list[str], message: str, demo_set: Path
         (["--resume", "/nowhere/run"], "There is no checkpoint at /nowhere/run."),
         (["--token-label", "--token-label-data", "/nowhere/maps"], "/nowhere/maps"),
         (["--output", "/dev/null"], "The run folder /dev/null/volo_demo cannot be written: Not a directory."),
-        (["--model", "resnet18"], "resnet18 gives no token logits. Add --no-token-label"),
+        (["--model", "resnet18", "--mix-token"], "resnet18 gives no token logits. Add --no-token-label"),
         (["--model", "volo_d1_224"], "Use --model volo_d1, which has the same parameters and gives them."),
         (
             ["--img-size", "72"],

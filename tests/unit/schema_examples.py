@@ -9,8 +9,8 @@ from typing import Any
 from horovod_volo.config.schema import Config
 
 # The schema as plain data: group, field and default, read from the dataclasses themselves.
-# The published values of a recipe, its warnings, and the record of stated settings have no flags.
-OTHERS = ("published", "warnings", "stated")
+# The published values of a recipe, its warnings, and what is known of how settings were set have no flags.
+OTHERS = ("published", "warnings", "given", "stated", "is_open", "chosen")
 GROUPS = [group.name for group in dataclasses.fields(Config) if group.name not in OTHERS]
 FIELDS = [
     (group, field.name, field.default)

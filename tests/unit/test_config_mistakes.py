@@ -126,7 +126,7 @@ def test_a_recipe_of_bytes_that_are_no_text(tmp_path: Path) -> None:
         (["--vflip", "2"], "--vflip is a probability"),
         (["--token-label-data", "maps"], "Add --token-label, or drop --token-label-data."),
         (["--token-label", "--ground-truth"], "Add --token-label-data, or drop --ground-truth."),
-        (["--epochs", "10"], "--warmup-epochs 20 is longer than --epochs 10"),
+        (["--epochs", "10", "--warmup-epochs", "20"], "--warmup-epochs 20 is longer than --epochs 10"),
         (["--lr-base", "0"], "The learning rate is 0. Set --lr, or --lr-base"),
     ],
 )

@@ -117,8 +117,14 @@ def test_parts_that_cannot_be_made(tmp_path):
 
 def test_what_is_there_instead_of_classes_is_said(tmp_path):
     touch(tmp_path / "flat", "1.jpg", "2.jpg")
-    with pytest.raises(UserError, match=r"no folders at all. Its images are in no class: put each"):
+    with pytest.raises(UserError, match=r"flat has 2 images \(1.jpg, 2.jpg, ...\) and no folders. Put"):
         build_catalog(str(tmp_path / "flat"), "train", None, HeldOut(share=0.1))
+    touch(tmp_path / "deep", "pets/cats/1.jpg", "cars/trucks/1.jpg")
+    with pytest.raises(UserError, match=r"\(cars, pets\) hold folders, such as cars/trucks, instead of im"):
+        build_catalog(str(tmp_path / "deep"), "train", None, HeldOut(share=0.1))
+    touch(tmp_path / "single", "cats/1.jpg", "cats/2.jpg")
+    with pytest.raises(UserError, match=r"single has images of one class only, cats. Add folders of other"):
+        build_catalog(str(tmp_path / "single"), "train", None, HeldOut(share=0.1))
     touch(tmp_path / "nested", "train/pets/cats/1.jpg", "train/pets/dogs/1.jpg", "train/b/1.jpg")
     with pytest.raises(UserError, match=r"pets. The first has folders \(cats, dogs\): classes are one level"):
         read_folder(str(tmp_path / "nested"), "train")

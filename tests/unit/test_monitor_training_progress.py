@@ -40,7 +40,7 @@ def test_the_first_step_says_what_it_took_and_the_next_what_one_costs(clock: Fak
     logged = train(progress, clock, range(1, 2), 95.0) + train(progress, clock, range(2, 10), 0.5)
     assert logged == [
         "first step done after 1:35, with reading ahead and what is compiled",
-        "one step takes 0.5 s: 1:38 left; evaluations come on top",
+        "one step takes 500 ms: 1:38 left; evaluations come on top",
     ]
 
 

@@ -145,15 +145,39 @@ def _find_root(data_dir: str, split: Split, held_out: HeldOut) -> tuple[Path, Pa
     if train.is_dir() and (split == "train" or held_out.share):
         is_part = not beside and held_out.share
         return train, Part(held_out.share, held_out.seed, split == "val") if is_part else None
-    folders, files = _visible(data)
-    names = FOLDER_NAMES[split]
-    advice = f"Name the folder above it, or arrange the images as {data / names[0]}/CLASS/IMAGE."
-    if any(_is_image(name) for name in files):
-        advice = "Its images are in no class: put each into a folder named after its class."
-    raise UserError(
-        f"{data} has no folder {' or '.join(names)}; "
-        + (f"it has {shortened(sorted(folders))}. " if folders else "it has no folders at all. ")
-        + advice
+    raise UserError(_what_is_missing(data, split))
+
+
+def _what_is_missing(data: Path, split: Split) -> str:
+    """Return what was found in a data folder instead of a split, and what to do."""
+    folders, files = (sorted(names) for names in _visible(data))
+    wanted = FOLDER_NAMES[split][0]
+    images = [name for name in files if _is_image(name)]
+    if images and not folders:
+        return (
+            f"{data} has {len(images):,} images ({shortened(images[:2])}, ...) and no folders. Put each "
+            f"image into a folder named after its class: {data}/CLASS/IMAGE."
+        )
+    inside = {name: _visible(data / name) for name in folders}
+    with_images = [name for name in folders if any(map(_is_image, inside[name][1]))]
+    if len(with_images) == 1 and len(folders) == 1:
+        return (
+            f"{data} has images of one class only, {folders[0]}. Add folders of other classes beside it, "
+            f"or, if {folders[0]} is not a class, name the folder that holds the classes."
+        )
+    nested = [name for name in folders if inside[name][0] and name not in with_images]
+    split_names = {name for names in FOLDER_NAMES.values() for name in names}
+    if len(nested) > 1 and not split_names & set(folders):
+        example = f"{nested[0]}/{min(inside[nested[0]][0])}"
+        return (
+            f"the folders in {data} ({shortened(folders)}) hold folders, such as {example}, instead of "
+            f"images. Classes are one level deep: move the images up to {data}/CLASS/IMAGE, or name the "
+            "folder that holds the classes."
+        )
+    found = f"it has {shortened(folders)}" if folders else "it has no folders at all"
+    return (
+        f"{data} has no folder {' or '.join(FOLDER_NAMES[split])}; {found}. Name the folder above it, or "
+        f"arrange the images as {data}/{wanted}/CLASS/IMAGE."
     )
 
 

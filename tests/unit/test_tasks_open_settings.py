@@ -1,0 +1,139 @@
+"""What is chosen where the command line names no model: for the images, the ranks and the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.derived import derive, resolve
+from horovod_volo.config.recipe import dump
+from horovod_volo.config.schema import Config
+from horovod_volo.core.errors import UserError
+from horovod_volo.tasks.open_settings import DeviceFacts, choose_settings, fit_to_model
+
+CPU, SMALL, LARGE, OLD = (
+    DeviceFacts("cpu"),
+    DeviceFacts("cuda", 11.9, True),
+    DeviceFacts("cuda", 79.1, True),
+    DeviceFacts("cuda", 31.7, False),
+)
+
+
+def chosen(*flags: str, images: int = 4000, ranks: int = 1, device: DeviceFacts = CPU) -> Config:
+    config = parse(["flowers", *flags]).config
+    assert config.is_open
+    return resolve(choose_settings(config, images, ranks, device), ranks)
+
+
+def test_a_cpu_takes_the_small_network() -> None:
+    config = chosen()
+    assert (config.model.model, config.model.img_size, config.run.name) == ("volo_demo", 64, "flowers")
+    assert config.update.epochs * 4000 <= 100_000
+    assert "no GPU and 4,000 images" in config.chosen
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "batch"), [(SMALL, "bf16", 32), (LARGE, "bf16", 128), (OLD, "fp16", 128)]
+)
+def test_a_gpu_takes_volo_d1_in_an_arithmetic_and_a_batch_that_it_has(
+    device: DeviceFacts, precision: str, batch: int
+) -> None:
+    config = chosen(images=100_000, device=device)
+    found = (config.model.model, config.model.img_size, config.model.precision, config.data.batch_size)
+    assert found == ("volo_d1", 224, precision, batch)
+
+
+@pytest.mark.parametrize("device", [CPU, LARGE])
+@pytest.mark.parametrize("images", [7, 100, 5_000, 1_281_167])
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_every_choice_is_a_run_whose_learning_rates_are_those_of_its_batch(
+    device: DeviceFacts, images: int, ranks: int
+) -> None:
+    config = chosen(images=images, ranks=ranks, device=device)
+    derived = derive(config, ranks=ranks, images=images)
+    assert derived.epochs == config.update.epochs
+    assert derived.steps_per_epoch >= 20 or config.data.batch_size == 1
+    assert 0 <= derived.warmup_steps < derived.total_steps
+    peak = 0.002 * derived.global_batch / 32 if device == CPU else 0.0016 * derived.global_batch / 1024
+    assert derived.peak_lr == pytest.approx(min(0.004, peak))
+    assert derived.warmup_lr < derived.min_lr < derived.peak_lr
+
+
+def test_flags_are_not_changed() -> None:
+    flags = (
+        "--epochs 3 --img-size 96 --no-token-label --batch-size 5 --lr 0.01 --min-lr 0.001 --aa rand-m7-n3"
+    )
+    config = chosen(*flags.split())
+    assert (config.update.epochs, config.update.cooldown_epochs, config.model.img_size) == (3, 0, 96)
+    assert (config.objective.token_label, config.data.batch_size, config.data.aa) == (False, 5, "rand-m7-n3")
+    derived = derive(config, ranks=1, images=4000)
+    assert (derived.peak_lr, derived.min_lr) == (0.01, 0.001)
+    assert "epochs" not in config.chosen.split(":")[0]
+
+
+def test_mixup_takes_the_place_of_what_is_chosen() -> None:
+    with pytest.raises(UserError, match="--mixup and MixToken both mix images"):
+        parse(["flowers", "--mixup", "0.8"])
+    objective = chosen("--mixup", "0.8", "--no-mix-token").objective
+    assert not objective.token_label
+
+
+def test_a_global_batch_is_split_over_ranks() -> None:
+    config = chosen("--global-batch", "96", ranks=2, images=100_000)
+    assert (config.data.batch_size, config.update.accumulation) == (16, 3)
+    assert config.update.lr_base_size == 96
+
+
+def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "flowers"
+    run.mkdir(parents=True)
+    (run / "resolved.toml").write_text(dump(chosen(images=1000)))
+    output = ("--output", str(run.parent))
+    assert parse(["flowers", *output]).config.is_open  # a new run
+    for resume in ("auto", str(run)):
+        config = parse(["flowers", *output, "--resume", resume]).config
+        assert not config.is_open
+        assert (config.model.model, config.update.epochs) == ("volo_demo", 60)
+
+
+def test_what_names_a_model_or_a_recipe_is_not_open() -> None:
+    for flags in (["--model", "volo_d1"], ["--recipe", "demo"], ["--task", "segmentation"]):
+        assert not parse(["images", *flags]).config.is_open
+
+
+def test_an_elastic_run_must_name_its_model() -> None:
+    with pytest.raises(UserError, match="--elastic needs a --recipe or --model"):
+        parse(["flowers", "--elastic", "--global-batch", "64"])
+
+
+def test_a_model_without_tokens_is_trained_without_mixtoken() -> None:
+    config = fit_to_model(parse(["images", "--model", "resnet18"]).config)
+    assert not config.objective.mix_token
+    assert config.warnings == ("without MixToken, because resnet18 has no token logits",)
+    asked = parse(["images", "--model", "resnet18", "--mix-token"]).config
+    assert fit_to_model(asked).objective.mix_token  # refused later
+    with_tokens = parse(["images", "--model", "volo_d2"]).config
+    assert fit_to_model(with_tokens) is with_tokens
+
+
+@pytest.mark.parametrize(
+    ("flags", "epochs", "warmup", "cooldown"),
+    [
+        ("--epochs 1", 1, 0, 0),
+        ("--epochs 3", 3, 1, 0),
+        ("--epochs 5", 5, 1, 0),
+        ("--epochs 30", 30, 2, 0),
+        ("--epochs 400", 400, 20, 0),
+        ("--epochs 300", 300, 20, 10),  # the published ones
+        ("--epochs 30 --warmup-epochs 5", 30, 5, 10),  # a published command line
+        ("--epochs 30 --cooldown-epochs 3", 30, 2, 3),
+        ("--recipe demo --epochs 4", 4, 1, 0),
+        ("--recipe volo_d1_384 --epochs 30", 30, 5, 10),  # as in the recipe
+        ("--recipe volo_d1_384 --epochs 12", 12, 2, 0),
+    ],
+)
+def test_epochs_alone_are_the_length_of_the_run(flags: str, epochs: int, warmup: int, cooldown: int) -> None:
+    update = parse(["images", "--model", "volo_d1", *flags.split()]).config.update
+    assert (update.epochs, update.warmup_epochs, update.cooldown_epochs) == (epochs, warmup, cooldown)
