@@ -22,6 +22,7 @@ COMMANDS = {
     "pack": "pack images, or images with masks, into shards",
     "doctor": "check an installation, its hosts and the network between them",
     "bench": "measure speed, memory and learning",
+    "completion": "print a script that completes commands and flags in bash or zsh",
 }
 DONE, MISTAKE = 0, 2
 
@@ -58,7 +59,7 @@ def installed_version() -> str:
 
 
 def _help() -> str:
-    lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "horovod-volo COMMAND ..., or python -m horovod_volo.COMMAND ...",

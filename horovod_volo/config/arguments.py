@@ -8,6 +8,7 @@ from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, Literal, NoReturn
 
+from horovod_volo.config.foreign_flags import hint_for
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.values import from_text, is_pair, metavar, setting_of_training, shown
 from horovod_volo.core.errors import UserError
@@ -24,7 +25,8 @@ class Parser(argparse.ArgumentParser):
         """Raise UserError instead of printing on every rank."""
         message = message.removeprefix("argument ").replace(": takes", " takes", 1)
         command = self.prog[max(0, self.prog.find("python ")) :]
-        raise UserError(f"{message[0].upper()}{message[1:]}. `{command} --help` lists all flags.")
+        all_flags = "--help-all" if "--help-all" in self._option_string_actions else "--help"
+        raise UserError(f"{message[0].upper()}{message[1:]}. `{command} {all_flags}` lists all flags.")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse a command line; an argument that is not known raises UserError."""
@@ -42,7 +44,8 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, word: str) -> NoReturn:
         if word.startswith("-"):
             flag = word.split("=")[0]
-            raise UserError(f"There is no flag {flag}.{nearest(flag, self._option_string_actions)}")
+            hint = hint_for(flag) or nearest(flag, self._option_string_actions)
+            raise UserError(f"There is no flag {flag}.{hint}")
         names = [str(action.metavar) for action in self._actions if not action.option_strings]
         raise UserError(
             f"{word!r} is one argument too many. Arguments without a flag: {', '.join(names) or 'none'}."

@@ -5,10 +5,11 @@ Without a recipe, the defaults of the model's family override the schema's, of w
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from horovod_volo.config.arguments import Parser, add_flag, add_flags
 from horovod_volo.config.recipe import load_recipe, recipe_names
@@ -36,13 +37,44 @@ class Request:
     ranks: int  # of a dry run; 0: those that the launcher started
 
 
+_USUAL = (
+    *("data_dir", "recipe", "model", "img_size", "epochs", "batch_size", "global_batch", "lr", "precision"),
+    *("token_label_data", "finetune", "output", "name", "resume", "val_split"),
+)
+_EXAMPLES = """examples:
+  horovod-volo train FOLDER                        folders of classes: the rest is chosen, and said
+  horovod-volo train FOLDER --epochs 10 --resume auto
+  horovod-volo train FOLDER --recipe volo_d1 --dry-run --ranks 40
+  horovodrun -np 8 horovod-volo train FOLDER --recipe volo_d1 --token-label-data LABELS
+"""
+
+
+class _ShortHelp(argparse.Action):
+    """Prints the usual flags, and examples."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        text = argparse.RawDescriptionHelpFormatter(parser.prog)
+        text.add_usage(parser.usage, [], [])
+        text.add_text(parser.description)
+        text.start_section("the usual flags (--help-all lists all; --dry-run prints what a run would do)")
+        usual = [action for action in parser._actions if action.dest in _USUAL and action.nargs != 0]
+        text.add_arguments(sorted(usual, key=lambda action: _USUAL.index(action.dest)))
+        text.end_section()
+        text.add_text(_EXAMPLES)
+        print(text.format_help(), end="")
+        parser.exit()
+
+
 def build_parser() -> Parser:
     """Build the parser, with one argument group per group of settings."""
     parser = Parser(
         prog="python -m horovod_volo.train",
         usage="horovodrun -np RANKS python -m horovod_volo.train DATA_DIR [--recipe NAME] [flags]",
         description="Train VOLO on a folder of images, with one process per GPU.",
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", nargs=0, action=_ShortHelp, help="print the usual flags and examples")
+    parser.add_argument("--help-all", action="help", help="print all flags")
     parser.add_argument(
         "--recipe", default="", help=f"TOML file of settings, or one of: {', '.join(recipe_names())}"
     )
@@ -71,7 +103,7 @@ def _family_defaults(setting: str) -> str:
 
 
 def parse(argv: list[str]) -> Request:
-    """Parse a command line; `--help` prints and exits."""
+    """Parse a command line; `--help` and `--help-all` print and exit."""
     flags = vars(build_parser().parse_args(argv))
     recipe_name, dry_run, ranks = (flags.pop(name) for name in ("recipe", "dry_run", "ranks"))
     if ranks and not dry_run:

@@ -29,6 +29,11 @@ def recipe_names() -> list[str]:
 def load_recipe(name_or_path: str) -> dict[str, Any]:
     """Return the checked values of a recipe by setting name; the recipe is a name or a path."""
     path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml", ".json"):
+        raise UserError(
+            f"Recipes are TOML, not {path.suffix[1:].upper()}: {name_or_path}. `--dry-run` with the same "
+            "settings as flags prints them as a recipe."
+        )
     if path.suffix != ".toml":
         path = RECIPES / f"{name_or_path}.toml"
         if not path.is_file():

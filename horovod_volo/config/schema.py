@@ -31,7 +31,7 @@ class Model:
     model: str = setting(
         "volo_d1",
         "volo_d1 to volo_d5, lvvit_t, lvvit_s, lvvit_m, lvvit_l, volo_demo, a classification model of timm, "
-        "or a plugin's",
+        "or a plugin's; without --model and --recipe, one for the device and the number of images",
     )
     img_size: int = setting(224, "side of the square training and evaluation images, pixels", at_least=32)
     num_classes: int = setting(0, "number of classes; 0: the class folders of the training set", at_least=0)

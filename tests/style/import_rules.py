@@ -19,7 +19,7 @@ LAYERS = (
     {"plugins", "tasks"},
     {"engine"},
     {"evaluation", "labelling", "dry_run"},
-    {"train", "evaluate", "predict", "doctor", "bench", "export", "labels", "pack"},
+    {"train", "evaluate", "predict", "doctor", "bench", "export", "labels", "pack", "completion"},
     {"__main__"},
 )
 

@@ -36,7 +36,7 @@ def test_the_settings_are_the_schemas_fields() -> None:
 def help_text(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "300")  # no help line is broken
     with pytest.raises(SystemExit) as ended:
-        parse(["--help"])
+        parse(["--help-all"])
     assert ended.value.code == 0
     return capsys.readouterr().out
 
@@ -66,7 +66,7 @@ def typed(shown: str, default: Any) -> Any:
 
 
 def test_the_help_names_each_flag_once(help_text: str) -> None:
-    expected = ["-h", "--help", "--recipe", "--dry-run", "--ranks"]
+    expected = ["-h", "--help", "--help-all", "--recipe", "--dry-run", "--ranks"]
     for name in NAMES:
         if name != "data_dir":
             expected += ["--" + name.replace("_", "-"), *FURTHER_FLAGS.get(name, [])]

@@ -1,0 +1,92 @@
+"""Flags of other trainers and launchers, and what takes their place here: shown where such a flag is refused.
+
+They are those of timm's train.py, sail-sg/volo, TokenLabeling and torchrun that this trainer does not have.
+"""
+
+from __future__ import annotations
+
+_LAUNCHER = "The launcher says how many ranks there are and where: horovodrun -np RANKS -H HOST:GPUS,..."
+_PRECISION = "Arithmetic is --precision bf16 or fp16."
+_TORCH_NORM = "Batch norm over all ranks is --sync-bn all; checkpoints hold the average of its statistics."
+_OWN_OPTIMIZER = "The optimizers' other constants are the published ones; --plugin registers your own."
+_NOT_NEEDED = "It is not needed here."
+_SPLITS = "The data folder has train/ and val/; --val-split names another folder of held-out images."
+_RESULTS = "Results are in --output, in the folder --name; `best` is of the highest accuracy."
+
+HINTS: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            *("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--node_rank"),
+            *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master_addr"),
+            *("--master-port", "--master_port", "--local-rank", "--local_rank", "--world-size"),
+            *("--dist-url", "--dist-backend", "--max-restarts", "--standalone", "--device"),
+        ),
+        _LAUNCHER,
+    ),
+    **dict.fromkeys(("--amp-dtype", "--amp-impl", "--model-dtype", "--fp16", "--bf16"), _PRECISION),
+    **dict.fromkeys(("--dist-bn", "--split-bn", "--bn-momentum", "--bn-eps", "--bn-tf"), _TORCH_NORM),
+    **dict.fromkeys(
+        ("--opt-eps", "--opt-betas", "--opt-kwargs", "--opt-args", "--opt-foreach"), _OWN_OPTIMIZER
+    ),
+    **dict.fromkeys(
+        (
+            *("--channels-last", "--pin-mem", "--no-prefetcher", "--use-multi-epochs-loader", "--fuser"),
+            *("--worker-seeding", "--dataloader", "--synchronize-step", "--sched-on-updates", "--fast-norm"),
+        ),
+        _NOT_NEEDED,
+    ),
+    **dict.fromkeys(("--train-split", "--class-map", "--dataset", "--dataset-download"), _SPLITS),
+    **dict.fromkeys(("--experiment", "--eval-metric", "--save-images"), _RESULTS),
+    "--data": "The data folder is the first argument, without a flag.",
+    "--data-path": "The data folder is the first argument, without a flag.",
+    "--config": "A file of settings is --recipe FILE.toml; a run writes its own, resolved.toml.",
+    "-c": "A file of settings is --recipe FILE.toml; a run writes its own, resolved.toml.",
+    "--pretrained": "Start from the published weights with --finetune timm:NAME.",
+    "--initial-checkpoint": "Start from weights with --finetune FILE.",
+    "--no-resume-opt": "Start from the weights alone with --finetune FILE.",
+    "--start-epoch": "A run resumes where it was, with --resume auto.",
+    "--checkpoint-hist": "The number of checkpoints to keep is --keep-checkpoints.",
+    "--recovery-interval": "Checkpoints inside an epoch: --checkpoint-every STEPS.",
+    "--log-interval": "Steps between log lines: --log-every.",
+    "--val-interval": "Epochs between evaluations: --eval-every.",
+    "--validation-batch-size": "The batch size of evaluation is --eval-batch-size.",
+    "--validation-batch-size-multiplier": "The batch size of evaluation is --eval-batch-size.",
+    "--grad-accum-steps": "Micro-batches per step: --accumulation, or --global-batch, which sets it.",
+    "--grad-accumulation": "Micro-batches per step: --accumulation, or --global-batch, which sets it.",
+    "--grad-checkpointing": "Recompute activations with --grad-checkpoint.",
+    "--torchcompile": "Compile the blocks with --compile.",
+    "--torchscript": "Compile the blocks with --compile.",
+    "--model-ema-decay": "Averaged weights: --ema-decay 0.9999.",
+    "--model-ema-force-cpu": "Averaged weights are kept on the device: --ema-decay 0.9999.",
+    "--input-size": "The side of images is --img-size.",
+    "--drop": "Dropout is not part of these networks; stochastic depth is --drop-path.",
+    "--drop-connect": "Stochastic depth is --drop-path.",
+    "--drop-block": "Stochastic depth is --drop-path.",
+    "--num-workers": "Data threads per rank: --workers.",
+    "--color-jitter-prob": "The strength is --color-jitter.",
+    "--no-aug": "Without augmentation: --aa '' --color-jitter 0 --reprob 0 --scale 1 1 --hflip 0.",
+    "--resplit": "Random erasing applies to every image: --reprob.",
+    "--mixup-mode": "Mixup and CutMix mix pairs of a batch: --mixup, --cutmix, --mixup-switch-prob.",
+    "--mixup-off-epoch": "Mixup applies to all epochs: --mixup, --cutmix.",
+    "--cutmix-minmax": "The size of the box is drawn by --cutmix.",
+    "--lr-cycle-mul": "The learning rate decays once, over --epochs: --sched.",
+    "--lr-cycle-limit": "The learning rate decays once, over --epochs: --sched.",
+    "--lr-noise": "The learning rate is a function of the step: --sched; --plugin registers your own.",
+    "--decay-epochs": "The learning rate decays as --sched says.",
+    "--decay-rate": "The learning rate decays as --sched says.",
+    "--patience-epochs": "The learning rate is a function of the step: --sched.",
+    "--lr-base-scale": "Learning rates are proportional to the global batch: --lr-base, --lr-base-size.",
+    "--gp": "The pooling is the model's own.",
+    "--head-init-scale": "The head starts as published.",
+    "--jsd": "There is no loss between augmentations; token labels are --token-label.",
+    "--jsd-loss": "There is no loss between augmentations; token labels are --token-label.",
+    "--aug-splits": "There is no loss between augmentations; token labels are --token-label.",
+    "--tta": "The accuracy of trained weights: python -m horovod_volo.evaluate.",
+    "--evaluate": "The accuracy of trained weights: python -m horovod_volo.evaluate.",
+    "--token-label-score": "Label maps are --token-label-data.",
+}
+
+
+def hint_for(flag: str) -> str:
+    """Return " " and what takes the place of another trainer's flag; an empty string for other flags."""
+    return f" {HINTS[flag]}" if flag in HINTS else ""
