@@ -30,6 +30,10 @@ class Run:
         "least 600",
         at_least=0.0,
     )
+    profile: str = setting(
+        "",
+        "record steps, steps=FIRST:LAST: traces and a summary of where the time went, in the run folder",
+    )
     stop_at_step: int = setting(
         0, "save and exit with status 75 after this step, as on preemption; 0: run to the end", at_least=0
     )

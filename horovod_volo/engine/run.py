@@ -30,11 +30,13 @@ from horovod_volo.engine.context import TrainContext, build_context, run_folder
 from horovod_volo.engine.elastic import ElasticRun
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
+from horovod_volo.engine.profiling import StepProfiler
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import build_state
 from horovod_volo.models.compiled import check_compiler, compile_blocks
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.run_logger import Logger, NullLogger, RunLogger
+from horovod_volo.monitor.step_ranges import parse_steps
 from horovod_volo.monitor.stragglers import StragglerFinder
 from horovod_volo.monitor.training_progress import RunLength
 from horovod_volo.plugins import check_names, load_plugins
@@ -53,7 +55,8 @@ def run(
     """Train; return False if a stop was requested before the last step. Collective: every rank calls this."""
     watchdog.pause()
     context, warnings = setup(config, world, stop, elastic)
-    context.callbacks = [*callbacks]
+    profiled = [StepProfiler(parse_steps(config.run.profile))] if config.run.profile else []
+    context.callbacks = [*callbacks, *profiled]
     try:
         hosts = log_start(context, warnings, elastic)
         _watch_steps(context, watchdog, hosts)
@@ -155,6 +158,8 @@ def _check(config: Config, task: Task) -> None:
         raise UserError("The data folder is missing: python -m horovod_volo.train DATA_DIR ...")
     task.check(config)
     check_names(config)
+    if config.run.profile:
+        parse_steps(config.run.profile)
     if config.model.compile:
         check_compiler()
 

@@ -54,6 +54,7 @@ def train_step(context: TrainContext, batches: Iterator[Batch]) -> list[int]:
     context.parts.train_loader.prepare_next()  # while the last buckets are reduced
     context.timer.end()
     with state.reducer.synchronized_gradients():  # inside, each `grad` is the average over ranks
+        context.timer.exchanged()
         if state.reducer.statistics.finite or state.scaler.is_enabled():  # the scaler skips the step itself
             state.scaler.unscale_(state.optimizer)
             if (state.step + 1) % context.config.run.log_every == 0:

@@ -51,6 +51,9 @@ class StepTimer:
             last.record()
             self._events.append((self._first, last))
 
+    def exchanged(self) -> None:
+        """Note that the gradients of all ranks are there."""
+
     def seconds_per_step(self) -> float:
         """Return the mean time of a step: the host's or the device's, whichever is longer.
 

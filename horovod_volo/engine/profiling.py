@@ -1,0 +1,123 @@
+"""`--profile`: records some steps of all ranks, and writes traces and a paragraph on where the time went.
+
+All ranks record, so that none becomes slower than the others; rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.engine.callbacks import Callback
+from horovod_volo.engine.context import TrainContext
+from horovod_volo.models.compiled import find_blocks
+from horovod_volo.monitor.profile_text import describe, times_of
+from horovod_volo.monitor.step_ranges import RangeRecorder, RecordingTimer, merged_trace, read_timeline
+
+FOLDER = "profile"  # in the run folder
+
+
+class StepProfiler(Callback):
+    """Profiles the given steps, once."""
+
+    def __init__(self, steps: range) -> None:
+        self._steps = steps
+        self._profiler: profile | None = None
+        self._undo = ExitStack()
+
+    def started(self, run: TrainContext) -> None:
+        self._begin_before(run)
+
+    def step_done(self, run: TrainContext) -> None:
+        if self._profiler is not None and run.state.step == self._steps[-1]:
+            self._end(run)
+        self._begin_before(run)
+
+    def ended(self, run: TrainContext, *, finished: bool) -> None:  # noqa: ARG002
+        if self._profiler is not None:  # the run has fewer steps
+            self._end(run)
+
+    def _begin_before(self, run: TrainContext) -> None:
+        """Begin to record if the next step is the first one."""
+        if run.state.step + 1 != self._steps[0]:
+            return
+        device = run.resources.device
+        on_gpu = device.type == "cuda"
+        self._recorder = RangeRecorder(device)
+        names = {module: name for name, module in run.state.model.named_modules()}
+        for block in find_blocks(run.state.model):
+            self._undo.callback(_record_forward(block, names[block], self._recorder))
+        usual_timer, run.timer = run.timer, RecordingTimer(device, self._recorder)
+        self._undo.callback(partial(setattr, run, "timer", usual_timer))
+        self._waited_before = run.parts.train_loader.waited_seconds
+        self._profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
+        self._profiler.start()
+
+    def _end(self, run: TrainContext) -> None:
+        """Write the traces, and log the paragraph. Collective."""
+        assert self._profiler is not None
+        profiler, self._profiler = self._profiler, None
+        self._recorder.pop_all()
+        profiler.stop()
+        self._undo.close()
+        run.timer.reset()
+        world, device = run.world, run.resources.device
+        times = times_of(self._recorder.ranges, run.parts.train_loader.waited_seconds - self._waited_before)
+        gathered = world.allgather_object((times, self._recorder.ranges))
+        if not world.is_rank_zero:
+            return
+        hosts = run.stragglers.hosts if run.stragglers is not None else ["this host"]
+        operators = _operators(profiler, on_gpu=device.type == "cuda")
+        all_times, all_ranges = zip(*gathered, strict=True)
+        text = describe(self._steps, all_times, hosts, operators, on_gpu=device.type == "cuda")
+        folder = run.folder / FOLDER / f"steps_{self._steps[0]}-{self._steps[-1]}"
+        timeline = _timeline(run.config.launch.horovod_timeline)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(str(folder / "rank0.json.gz"))
+            with atomic_write(folder / "ranks.json.gz") as file:
+                file.write(gzip.compress(merged_trace(all_ranges, hosts, timeline).encode()))
+            with atomic_write(folder / "summary.txt") as file:
+                file.write(f"{text}\n".encode())
+        except OSError as error:
+            run.logger.log(f"warning: the profile cannot be written to {folder}: {error.strerror}")
+        run.logger.log(f"profile: {text}", f"profile: traces in {folder} (open them at ui.perfetto.dev)")
+
+
+def _record_forward(block: nn.Module, name: str, recorder: RangeRecorder) -> Callable[[], None]:
+    """Record the forward passes of a block; return what ends that."""
+    shown = f"{name} {type(block).__name__}"
+    handles = [
+        block.register_forward_pre_hook(lambda *_: recorder.push(shown)),
+        block.register_forward_hook(lambda *_: recorder.pop(), always_call=True),
+    ]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+def _operators(profiler: profile, *, on_gpu: bool) -> dict[str, float]:
+    """Return the seconds of each operator, without those of the operators that it calls."""
+    found: dict[str, float] = {}
+    for event in profiler.key_averages():
+        seconds: Any = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if not event.is_user_annotation and seconds:
+            found[event.key] = found.get(event.key, 0.0) + seconds / 1e6
+    return found
+
+
+def _timeline(file: str) -> list[dict[str, Any]]:
+    """Return the events of Horovod's timeline, which only the process of rank 0 writes; none without one."""
+    path = Path(file)
+    return read_timeline(path.read_text(encoding="utf-8")) if file and path.is_file() else []
