@@ -24,9 +24,7 @@ def test_steps_of_two_ranks_are_profiled(tmp_path: Path) -> None:
     make_demo_set(images, train=40, val=20)
     where = (str(images), *SMALL.split(), "--output", str(tmp_path))
     profile = ("--profile", "steps=2:3", "--horovod-timeline", str(tmp_path / "timeline.json"))
-    profiled = train(
-        *where, "--name", "one", "--profile", "steps=2:3", *timeline, *STOP, ranks=2, start_with="gloo"
-    )
+    profiled = train(*where, "--name", "one", *profile, *STOP, ranks=2, start_with="gloo")
     assert "profile: A step took " in profiled.stdout, profiled.stdout
     assert "To change first: " in profiled.stdout
     folder = tmp_path / "one" / "profile" / "steps_2-3"
