@@ -90,8 +90,8 @@ class Muon(AdamW):
     def _momenta(self) -> list[Tensor]:
         return [self.state[weight]["momentum_buffer"] for weight in self._matrices.weights]
 
-    def _gradients(self) -> list[Tensor]:
-        return [weight.grad for weight in self._matrices.weights if weight.grad is not None]
+    def _gradients(self) -> list[Any]:
+        return [weight.grad for weight in self._matrices.weights]
 
     def _own_updates(self) -> Tensor:
         """Return the updates of this rank's matrices at a learning rate of 1, one after the other."""

@@ -30,7 +30,7 @@ _SIDES = {"AdamW": "adamw", "Muon": "muon"}  # names in figures, and values of -
 _SWEEP_SEED = 0
 
 
-class _Run(NamedTuple):
+class _TrainedRun(NamedTuple):
     curve: list[float]  # top-1 after each epoch, per cent
     held_out_loss: float
     minutes: float
@@ -59,7 +59,7 @@ def measure(
     classes, images = count(data_dir, batch_size)
     data_dir = str(Path(data_dir).resolve())
     budget = Budget(data_dir, classes, epochs * images, img_size, batch_size, epochs, lr=0.0)
-    figures, curves = list[Figure](), dict[str, list[_Run]]()
+    figures, curves = list[Figure](), dict[str, list[_TrainedRun]]()
     for side in _SIDES:
         tried = {lr: _train(budget._replace(lr=lr), side, _SWEEP_SEED, Path(output)) for lr in rates}
         best = max(tried, key=lambda lr: tried[lr].top1)
@@ -73,18 +73,18 @@ def measure(
     return Result("muon learning", f"{title} with 95 % intervals", figures)
 
 
-def _train(budget: Budget, side: str, seed: int, output: Path) -> _Run:
+def _train(budget: Budget, side: str, seed: int, output: Path) -> _TrainedRun:
     folder = output / f"{_SIDES[side]}_{budget.lr:g}_seed{seed}"
     seconds = run_once([*our_command(budget, seed, folder, ""), "--opt", _SIDES[side]], folder)
     last = read_ours(folder, seconds, budget)
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     curve = [record["top1"] for record in map(json.loads, lines) if "top1" in record]
-    run = _Run(curve, last.held_out_loss, last.minutes)
+    run = _TrainedRun(curve, last.held_out_loss, last.minutes)
     print(f"{side} at {budget.lr:g}, seed {seed}: {run}", file=sys.stderr, flush=True)
     return run
 
 
-def _figures(side: str, runs: Sequence[_Run]) -> list[Figure]:
+def _figures(side: str, runs: Sequence[_TrainedRun]) -> list[Figure]:
     epochs = range(len(runs[0].curve))
     columns = {
         f"top-1 after epoch {epoch + 1}": ([run.curve[epoch] for run in runs], "%") for epoch in epochs
