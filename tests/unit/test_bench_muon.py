@@ -37,10 +37,10 @@ def test_both_sides_have_the_same_settings_and_trials(
         top1 = 50.0 + (update.lr == best) + 10 * (update.opt == "muon") + config.run.seed
         folder.mkdir(parents=True)
         records = [
-            {"step": 1, "epoch": 0, "loss": 3.0, "lr": 0.1},
-            {"step": 1, "epoch": 0, "top1": 20.0, "loss": 2.0},
-            {"step": 2, "epoch": 1, "loss": 2.0, "lr": 0.1},
-            {"step": 2, "epoch": 1, "top1": top1, "loss": 1.0},
+            {"step": 1, "epoch": 1.0, "loss": 3.0, "lr": 0.1},
+            {"step": 1, "epoch": 1.0, "top1": 20.0, "loss": 2.0},
+            {"step": 2, "epoch": 2.0, "loss": 2.0, "lr": 0.1},
+            {"step": 2, "epoch": 2.0, "top1": top1, "loss": 1.0},
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         return 60.0

@@ -28,6 +28,7 @@ from horovod_volo.core.errors import UserError
 
 _SIDES = {"AdamW": "adamw", "Muon": "muon"}  # names in figures, and values of --opt
 _SWEEP_SEED = 0
+_RATES = (1.5e-4, 5e-4, 1.5e-3, 4.5e-3)
 
 
 class _TrainedRun(NamedTuple):
@@ -43,15 +44,12 @@ class _TrainedRun(NamedTuple):
 def measure(
     *,
     data_dir: Annotated[str, Flag("folder with train/CLASS/IMAGE and val/CLASS/IMAGE", positional=True)],
-    rates: Annotated[Sequence[float], Flag("peak learning rates that both sides try")] = (
-        *(5e-4, 1e-3),
-        *(2e-3, 4e-3),
-    ),
+    rates: Annotated[Sequence[float], Flag("peak learning rates that both sides try")] = _RATES,
     seeds: Annotated[Sequence[int], Flag("seeds, one run of each side for each")] = (1, 2, 3),
     output: Annotated[str, Flag("folder of the runs; finished runs are not repeated")] = "runs/muon",
     img_size: ImgSize = 32,
     batch_size: BatchSize = 64,
-    epochs: Annotated[int, Flag("epochs; the first is the warm-up")] = 8,
+    epochs: Annotated[int, Flag("epochs; the first is the warm-up")] = 5,
 ) -> Result:
     """Train both sides at their best learning rates from every seed; return means over the seeds."""
     if len(set(seeds)) < len(seeds) or len(seeds) < 2 or _SWEEP_SEED in seeds:
