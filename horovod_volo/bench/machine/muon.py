@@ -2,13 +2,16 @@
 rank orthogonalises all matrices.
 
 Each rank computes in one thread, so that times on one and on several ranks compare. A block starts on all
-ranks together and lasts until the last rank's end; its exchange is part of it. Gradients are the same in
-every step: they change neither the operations nor the message.
+ranks together and lasts until the last rank's end; its exchange is part of it. Processor time, the mean of
+the ranks, depends less on other load of the machine. Gradients are the same in every step: they change
+neither the operations nor the message.
 """
 
 from __future__ import annotations
 
 import copy
+from statistics import fmean
+from time import process_time
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +46,6 @@ class _Side(NamedTuple):
 def measure(*, model: ModelName = "volo_d1", pairs: Pairs = 7) -> Result:
     """Compare the updates of a model's parameters. Collective: every rank calls this."""
     world = World.connect()
-    torch.set_num_threads(1)
     figures = _measure(world, model, pairs)
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     return Result(
@@ -53,6 +55,7 @@ def measure(*, model: ModelName = "volo_d1", pairs: Pairs = 7) -> Result:
 
 def _measure(world: World, model: str, pairs: int) -> list[Figure]:
     device = rank_resources(world).device
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     network = build_model(model, img_size=_IMG_SIZE, num_classes=CLASSES, drop_path=0.0).to(device)
     for parameter in network.parameters():
@@ -63,20 +66,21 @@ def _measure(world: World, model: str, pairs: int) -> list[Figure]:
         sides[_EACH] = _side(network, heads, "muon", OneRank())
         _compare(world, sides[_SHARED], sides[_EACH])
     repeats = {name: _repeats(world, side, device) for name, side in sides.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for number in range(pairs):
         for name in list(sides)[:: -1 if number % 2 else 1]:
-            seconds[name].append(_block(world, sides[name], repeats[name], device))
-    times = {name: np.array(values) for name, values in seconds.items()}
+            taken[name].append(_block(world, sides[name], repeats[name], device))
+    times, processor = ({name: np.array(taken[name])[:, place] for name in sides} for place in (0, 1))
     shapes, message = _work(network, heads)
     work = [sum(shapes[number].flops for number in own) for own in assign_matrices(shapes, world.size)]
     return [
         *(Figure.of_seconds(f"{name}: update", values) for name, values in times.items()),
+        *(Figure.of_seconds(f"{name}: processor time", values) for name, values in processor.items()),
         Figure.of("time relative to AdamW's", times[_SHARED] / times[_ADAMW], "x"),
         *(
-            Figure.of("faster than each rank all matrices", times[name] / times[_SHARED], "x")
-            for name in times
-            if name == _EACH
+            Figure.of(f"{what} relative to each rank all matrices", values[_SHARED] / values[_EACH], "x")
+            for what, values in (("time", times), ("processor time", processor))
+            if _EACH in values
         ),
         Figure("operations of all matrices", 1e-9 * sum(work), "GFLOP"),
         Figure("operations of the busiest rank", 1e-9 * max(work), "GFLOP"),
@@ -116,14 +120,17 @@ def _compare(world: World, shared: _Side, each: _Side) -> None:
 
 def _repeats(world: World, side: _Side, device: torch.device) -> int:
     """Return how many steps make a block, the same on all ranks."""
-    return repeats_for(lambda: _block(world, side, 1, device))
+    return repeats_for(lambda: _block(world, side, 1, device)[0])
 
 
-def _block(world: World, side: _Side, repeats: int, device: torch.device) -> float:
-    """Return the slowest rank's seconds per step, from a common start."""
+def _block(world: World, side: _Side, repeats: int, device: torch.device) -> tuple[float, float]:
+    """Return the slowest rank's seconds per step from a common start, and the mean processor time."""
     world.broadcast_object(None)
-    of_ranks: list[float] = world.allgather_object(timed(side.optimizer.step, repeats, device)())
-    return max(of_ranks)
+    before = process_time()
+    seconds = timed(side.optimizer.step, repeats, device)()
+    of_ranks = world.allgather_object((seconds, (process_time() - before) / repeats))
+    walls, processors = zip(*of_ranks, strict=True)
+    return max(walls), fmean(processors)
 
 
 def _work(network: nn.Module, heads: tuple[str, ...]) -> tuple[list[Shape], int]:
