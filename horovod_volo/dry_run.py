@@ -29,6 +29,7 @@ from horovod_volo.engine.banner import (
     lr_line,
     precision_line,
 )
+from horovod_volo.models.build import hidden_matrices
 from horovod_volo.models.weights import TIMM
 from horovod_volo.optim.build import OPTIMIZERS
 from horovod_volo.plugins import check_names, load_plugins
@@ -40,7 +41,7 @@ _IMAGENET_22K = ("ImageNet-22K", 14_197_122, 21_841)
 _ADE20K = ("ADE20K", 20_210, 150)
 _COCO = ("COCO 2017", 117_266, 80)
 
-_FP32 = 4  # bytes
+_FP32, _BF16 = 4, 2  # bytes
 _MIN_BATCH = 2  # batch norm needs more than one value per channel
 _GIB, _MIB = 2**30, 2**20
 # The GiB that the driver reports of a GPU, by the GB in its name: A100, A100 or H100, H200.
@@ -58,6 +59,7 @@ class Workload:
     parameters: Mapping[str, Parameter]  # by name, on the meta device
     activation_bytes: float  # per image
     heads: tuple[str, ...]
+    matrix_elements: int  # of the parameters that --opt muon orthogonalises
     warnings: list[str]
 
     @property
@@ -87,12 +89,14 @@ def measure_workload(config: Config) -> Workload:
     images, classes, warnings = _count_images(config)
     with torch.device("meta"):
         model = task.build_network(config, config.model.num_classes or classes)
+    parameters, heads = dict(model.named_parameters()), task.heads(config)
     return Workload(
         images=images,
         classes=classes,
-        parameters=dict(model.named_parameters()),
+        parameters=parameters,
         activation_bytes=_activation_bytes(task.training_forward(model), model, config),
-        heads=task.heads(config),
+        heads=heads,
+        matrix_elements=sum(parameters[name].numel() for name in hidden_matrices(model, heads)),
         warnings=[*task.warnings(config), *warnings],
     )
 
@@ -101,7 +105,7 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     """Return settings, derived numbers and estimates of a run on this many ranks as text."""
     config = resolve(config, ranks)
     derived = derive(config, ranks=ranks, images=workload.images)
-    state = state_bytes(config, ranks) * workload.parameter_count
+    state = state_bytes(config, ranks, workload)
     activations = workload.activation_bytes * config.data.batch_size
     buckets = build_gradient_buckets(
         workload.parameters,
@@ -113,6 +117,8 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     sent_bytes = sum(message_bytes(bucket, config.exchange) for bucket in buckets)
     # The second half of a ring allreduce gathers sums; a sharded optimizer gathers new parameters instead.
     gathered_bytes = workload.parameter_count * _FP32 if config.update.shard_optimizer else sent_bytes
+    if OPTIMIZERS.find(config.update.opt).matrix_state_keys:
+        gathered_bytes += workload.matrix_elements * _BF16  # the updates of matrices, each of one rank
     properties = {
         "ranks": f"{ranks}",
         **({"chosen": config.chosen} if config.chosen else {}),
@@ -144,16 +150,19 @@ def _smallest_gpu(used_bytes: float) -> str:
     return "more than a GPU of 141 GB has; use a smaller --batch-size, or --grad-checkpoint"
 
 
-def state_bytes(config: Config, ranks: int) -> float:
-    """Return the bytes of training state on one rank, per parameter of the model."""
-    update = config.update
+def state_bytes(config: Config, ranks: int, workload: Workload) -> float:
+    """Return the bytes of training state on one rank."""
+    update, spec = config.update, OPTIMIZERS.find(config.update.opt)
     # "step" is one scalar for a whole tensor.
-    moments = [key for key in OPTIMIZERS.find(update.opt).state_keys if key != "step"]
-    optimizer = float(len(moments) * _FP32)
+    moments = [key for key in spec.state_keys if key != "step"]
+    matrices = workload.matrix_elements if spec.matrix_state_keys else 0
+    others = workload.parameter_count - matrices
+    optimizer: float = _FP32 * (len(moments) * others + len(spec.matrix_state_keys) * matrices)
     if update.shard_optimizer:
-        optimizer = (optimizer + _FP32) / ranks  # with a copy of the gradients of this rank's shard
-    ema = _FP32 if update.ema_decay else 0
-    return _FP32 + _FP32 + optimizer + ema  # the first two are weight and gradient
+        # With a copy of the gradients of this rank's shard.
+        optimizer = (optimizer + _FP32 * workload.parameter_count) / ranks
+    copies = 3 if update.ema_decay else 2  # weights, gradients and averaged weights
+    return copies * _FP32 * workload.parameter_count + optimizer
 
 
 def _count_images(config: Config) -> tuple[int, int, list[str]]:

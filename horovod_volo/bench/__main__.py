@@ -39,6 +39,7 @@ MACHINE = {
     "outlook": "outlook attention, operation and module, against timm's",
     "loss": "sparse token-label loss against its published and its dense form",
     "optimizer": "gradient clipping, AdamW and weight averaging against timm's",
+    "muon": "update by Muon, shared between ranks, against AdamW's; start with horovodrun for several ranks",
     "reduce": "exposed time of the gradient all-reduce; start with horovodrun or mpirun",
     "overlap": "the same on a slow link emulated on this machine for two ranks; needs root",
     "compression": "error of fp16 gradient compression, tensor by tensor",
@@ -53,6 +54,7 @@ MACHINE = {
     "box_loss": "targets and loss of detection against encoding image by image",
     "catalog": "start-up time and memory of the image catalog against timm's",
     "learning": "accuracy after equal training, against timm's train.py",
+    "muon_learning": "accuracy after equal training, Muon against AdamW",
 }
 SCALING_STUDY = {
     "scaling": "parameter server against ring all-reduce, and steps of 1, 2 and 4 ranks",
@@ -73,7 +75,8 @@ _ELSEWHERE = {
     "table": ("results", "table"),
     "goals": ("machine.goals", "goals"),
 }
-_TAKES_PLUGINS = {"step", "roofline", "reduce", "optimizer", "growth"}  # whose --model may be a plugin's
+# Whose --model may be a plugin's.
+_TAKES_PLUGINS = {"step", "roofline", "reduce", "optimizer", "muon", "growth"}
 
 
 class BenchRequest(NamedTuple):

@@ -13,9 +13,10 @@ class Update:
     """optimizer and schedule"""
 
     opt: str = setting(
-        "adamw", "optimizer: adamw, lamb, lars, sgd, NVIDIA Apex's fusedadam or fusedlamb, or a plugin's"
+        "adamw",
+        "optimizer: adamw, muon, lamb, lars, sgd, NVIDIA Apex's fusedadam or fusedlamb, or a plugin's",
     )
-    momentum: float = setting(0.9, "momentum of lars and sgd", at_least=0.0, below=1.0)
+    momentum: float = setting(0.9, "momentum of lars, muon and sgd", at_least=0.0, below=1.0)
     layer_decay: float = setting(
         1.0, "learning rate of each layer relative to the layer above it; 1: all alike", at_least=0.001
     )

@@ -184,7 +184,7 @@ _IDLE = (
     ),
     _Idle(
         ("momentum",),
-        lambda c, _: c.update.opt not in ("sgd", "lars"),
+        lambda c, _: c.update.opt not in ("sgd", "lars", "muon"),
         "unless the plugin's --opt {update.opt} reads it",
     ),
     _Idle(("lr_base", "lr_base_size"), lambda c, _: c.update.lr, "with --lr"),

@@ -9,16 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from horovod_volo.cluster.rank_sums import WorldSums
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
+from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.kernels import use_fused_kernels
-from horovod_volo.models.build import exempt_from_decay, layer_numbers
+from horovod_volo.models.build import exempt_from_decay, hidden_matrices, layer_numbers
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
+from horovod_volo.optim.muon import share_matrices
 from horovod_volo.tasks.task import Task
 
 _OPTIMIZER, _EXCHANGE = "optimizer", "exchange"  # files of a checkpoint that are not loaded like the others
@@ -94,7 +97,8 @@ def build_state(
     model.to(device).train()
     set_tf32(config.model.precision)
     warnings += fix_convolutions(model, config.model.precision, device)
-    reducer = _reducer(config, world, model, task.heads(config))
+    heads = task.heads(config)
+    reducer = _reducer(config, world, model, heads)
     groups = parameter_groups(
         dict(model.named_parameters()),
         reducer.local_parameters,
@@ -102,8 +106,10 @@ def build_state(
         weight_decay=update.weight_decay,
         layers=layer_numbers(model) if update.layer_decay != 1.0 else {},
         layer_decay=update.layer_decay,
+        matrices=_hidden_matrices(config, model, heads),
     )
     optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
+    share_matrices(optimizer, WorldSums(world))
     average = (
         Ema(model, reducer.buckets, update.ema_decay, warmup=update.ema_warmup)
         if update.ema_decay
@@ -112,6 +118,17 @@ def build_state(
     scaler = torch.amp.GradScaler(device.type, enabled=config.model.precision == "fp16")
     keys = OPTIMIZERS.find(update.opt).state_keys
     return TrainState(model, reducer, optimizer, keys, average, scaler), warnings
+
+
+def _hidden_matrices(config: Config, model: nn.Module, heads: tuple[str, ...]) -> set[str]:
+    """Return the names of the matrices that the optimizer updates otherwise than other parameters."""
+    name = config.update.opt
+    if not OPTIMIZERS.find(name).matrix_state_keys:
+        return set()
+    matrices = hidden_matrices(model, heads)
+    if not matrices:
+        raise UserError(f"{config.model.model} has no hidden matrices for --opt {name}. Use --opt adamw.")
+    return matrices
 
 
 def _reducer(config: Config, world: World, model: nn.Module, heads: tuple[str, ...]) -> Reducer:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
@@ -22,6 +23,8 @@ from horovod_volo.models.timm_api import (
     list_models,
 )
 from horovod_volo.models.volo import TokenSwap
+
+_IMAGE_CHANNELS = 3
 
 # (images, swap_tokens, drop_path_seed of 64 bits) -> class logits (batch, classes), token logits (batch,
 # tokens, classes); the latter are empty for a model without them.
@@ -178,6 +181,25 @@ def exempt_from_decay(model: nn.Module) -> set[str]:
     """Return the names of parameters that the model exempts from weight decay."""
     exempt = getattr(model, "no_weight_decay", None)
     return set(exempt()) if callable(exempt) else set()
+
+
+def hidden_matrices(model: nn.Module, heads: Collection[str]) -> set[str]:
+    """Return the names of the weights that map features to features.
+
+    They are those of linear layers and of convolutions over all channels. Those of `heads`, which compute
+    logits, are not hidden, nor are filters over the three channels of an image.
+    """
+    prefixes = tuple(f"{head}." for head in heads)
+    found = set()
+    for name, module in model.named_modules():
+        is_filter = isinstance(module, _ConvNd) and module.groups == 1 and not module.transposed
+        if not (is_filter or isinstance(module, nn.Linear)) or f"{name}.".startswith(prefixes):
+            continue
+        weight = module.weight
+        reads_image = is_filter and module.in_channels == _IMAGE_CHANNELS
+        if not reads_image and min(len(weight), weight[0].numel()) > 1:
+            found.add(f"{name}.weight")
+    return found
 
 
 def layer_numbers(model: nn.Module) -> dict[str, int]:

@@ -32,7 +32,9 @@ class AdamW(Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Take one step."""
         overflow: Tensor | None = getattr(self, "found_inf", None)
-        for group, (weights, means, squares, steps) in zip(self.param_groups, self._columns, strict=True):
+        for group, (weights, means, squares, steps) in zip(
+            self._elementwise_groups(), self._columns, strict=True
+        ):
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(
                 weights,
@@ -54,11 +56,15 @@ class AdamW(Optimizer):
             if overflow is not None:
                 torch._foreach_sub_(steps, [overflow] * len(steps))  # a skipped step is not counted
 
+    def _elementwise_groups(self) -> list[dict[str, Any]]:
+        """Return the groups to update so: all, unless a subclass updates some otherwise."""
+        return self.param_groups
+
     @cached_property
     def _columns(self) -> list[tuple[list[Any], ...]]:
         """Return the weights, first and second moments and step counts of each group."""
         columns = []
-        for group in self.param_groups:
+        for group in self._elementwise_groups():
             weights = [weight for weight in group["params"] if weight.requires_grad]
             state = [self.state[weight] for weight in weights]
             moments = ([row[key] for row in state] for key in ("exp_avg", "exp_avg_sq", "step"))

@@ -5,7 +5,7 @@ The state exists before the first step: ranks hold the same tensors, and a check
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.optim.adamw import AdamW
 from horovod_volo.optim.apex_optimizers import fused_adam, fused_lamb
+from horovod_volo.optim.muon import MATRICES, Muon
 from horovod_volo.optim.trust_ratio import Lamb, Lars
 
 
@@ -36,6 +37,7 @@ class OptimizerSpec:
     build: BuildOptimizer
     state_keys: tuple[str, ...]  # its state per parameter: a tensor like the parameter; "step" is one number
     shardable: bool = False  # its update treats each element alone, so that --shard-optimizer may cut tensors
+    matrix_state_keys: tuple[str, ...] = ()  # likewise of hidden matrices, if it updates these otherwise
 
 
 _BETAS = (0.9, 0.999)
@@ -55,16 +57,26 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer", "--opt")
 
 
 def register_optimizer(
-    name: str, build: BuildOptimizer, *, state_keys: tuple[str, ...], shardable: bool = False
+    name: str,
+    build: BuildOptimizer,
+    *,
+    state_keys: tuple[str, ...],
+    shardable: bool = False,
+    matrix_state_keys: tuple[str, ...] = (),
 ) -> None:
     """Make an optimizer available as --opt NAME."""
-    OPTIMIZERS.register(name, OptimizerSpec(build, state_keys, shardable))
+    OPTIMIZERS.register(name, OptimizerSpec(build, state_keys, shardable, matrix_state_keys))
+
+
+def _muon(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:
+    return Muon(groups, betas=_BETAS, eps=1e-8, momentum=momentum)
 
 
 _ADAM = ("step", *_MOMENTS)
 _MOMENTUM = ("momentum_buffer",)
 register_optimizer("adamw", _with_two_moments(AdamW, eps=1e-8), state_keys=_ADAM, shardable=True)
 register_optimizer("sgd", partial(SGD, lr=0.0, fused=True), state_keys=_MOMENTUM, shardable=True)
+register_optimizer("muon", _muon, state_keys=_ADAM, matrix_state_keys=_MOMENTUM)
 register_optimizer("lamb", _with_two_moments(Lamb, eps=1e-6), state_keys=_ADAM)
 register_optimizer("lars", Lars, state_keys=_MOMENTUM)
 register_optimizer("fusedadam", _with_two_moments(fused_adam, eps=1e-8), state_keys=_MOMENTS)
@@ -87,8 +99,9 @@ def build_optimizer(name: str, groups: list[dict[str, Any]], *, momentum: float)
     spec = OPTIMIZERS.find(name)
     optimizer = spec.build(groups, momentum=momentum)
     for group in optimizer.param_groups:
+        keys = spec.matrix_state_keys if MATRICES in group else spec.state_keys
         for parameter in group["params"]:
-            optimizer.state[parameter] = {key: _zeros(key, parameter) for key in spec.state_keys}
+            optimizer.state[parameter] = {key: _zeros(key, parameter) for key in keys}
     return optimizer
 
 
@@ -122,24 +135,27 @@ def parameter_groups(
     weight_decay: float,
     layers: Mapping[str, int],
     layer_decay: float,
+    matrices: Collection[str] = (),
 ) -> list[dict[str, Any]]:
     """Group the parameters that this rank updates by weight decay and by layer, as timm does.
 
     `exempt` names parameters without decay. A layer's learning rate is `layer_decay` times that of the
-    layer above it; without `layers` all are equal.
+    layer above it; without `layers` all are equal. `matrices` are in groups of their own.
     """
     undecayed = set(exempt)
     top = max(layers.values(), default=0)
-    groups: dict[tuple[int, float], dict[str, Any]] = {}
+    groups: dict[tuple[int, float, bool], dict[str, Any]] = {}
     for name, parameter in parameters.items():
         if name not in local_parameters:
             continue
         plain = parameter.ndim <= 1 or name.endswith(".bias") or name in undecayed
         decay, layer = 0.0 if plain else weight_decay, layers.get(name, top)
-        if (layer, decay) not in groups:
+        key = layer, decay, name in matrices
+        if key not in groups:
             scale = layer_decay ** (top - layer)
-            groups[layer, decay] = {"params": [], "weight_decay": decay, "lr_scale": scale}
-        groups[layer, decay]["params"].append(local_parameters[name])
+            mark = {MATRICES: True} if name in matrices else {}
+            groups[key] = {"params": [], "weight_decay": decay, "lr_scale": scale, **mark}
+        groups[key]["params"].append(local_parameters[name])
     return list(groups.values())
 
 

@@ -56,6 +56,7 @@ def test_a_training_step_does_not_synchronise(
     [
         {"opt": "lamb"},
         {"opt": "lars"},
+        {"opt": "muon", "clip_grad": 1.0},
         {"opt": "sgd"},
         {"shard_optimizer": True, "clip_grad": 1.0, "precision": "fp16"},
         {"clip_grad": 0.1, "clip_mode": "agc"},

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from horovod_volo.cluster.rank_sums import WorldSums
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
-from horovod_volo.models.build import build_model
+from horovod_volo.models.build import build_model, hidden_matrices
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, set_lr, state_tensors
 from horovod_volo.optim.clip import build_clip, divide
+from horovod_volo.optim.muon import share_matrices
 
 IMAGES, SIDE, CLASSES = 8, 32, 7
 
@@ -60,8 +62,10 @@ def trained(options: argparse.Namespace, world: World, kind: type[Reducer]) -> d
         weight_decay=0.05,
         layers={},
         layer_decay=1.0,
+        matrices=hidden_matrices(model, heads=("head", "aux_head")) if options.opt == "muon" else (),
     )
     optimizer = build_optimizer(options.opt, groups, momentum=0.9)
+    share_matrices(optimizer, WorldSums(world))
     set_lr(optimizer, options.lr)
     clip = build_clip(
         "norm",

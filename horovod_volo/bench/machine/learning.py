@@ -85,7 +85,7 @@ def measure(
         )
     if len(set(seeds)) < len(seeds) or len(seeds) < 2:
         raise UserError("--seeds takes two or more, each once: one run has no spread.")
-    classes, images = _count(data_dir, batch_size)
+    classes, images = count(data_dir, batch_size)
     data_dir = str(Path(data_dir).resolve())
     budget = Budget(data_dir, classes, epochs * images, img_size, batch_size, epochs, lr)
     sides = [side for side in _FOLDERS if side != LABELLED or token_label_data]
@@ -194,7 +194,7 @@ def _last_epoch(evaluated: list[dict[str, Any]], folder: Path, budget: Budget) -
     return evaluated[-1]
 
 
-def _count(data_dir: str, batch_size: int) -> tuple[int, int]:
+def count(data_dir: str, batch_size: int) -> tuple[int, int]:
     """Return the number of classes, and of images in the whole batches of an epoch."""
     for split in ("val", "train"):
         with closing(build_catalog(data_dir, split, folder=None)) as catalog:

@@ -1,0 +1,352 @@
+"""Muon: orthogonalisation against the singular value decomposition, steps against their formula."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.command_line import parse
+from horovod_volo.core.errors import UserError
+from horovod_volo.dry_run import dry_run
+from horovod_volo.engine.state import build_state
+from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, spec_of
+from horovod_volo.optim.build import build_optimizer, check_optimizer, parameter_groups, set_lr, state_tensors
+from horovod_volo.optim.clip import divide
+from horovod_volo.optim.muon import Muon
+from horovod_volo.optim.orthogonal import STEPS, Shape, assign_matrices, orthogonalize
+from horovod_volo.tasks.classification import Classification
+
+Array = NDArray[np.float64]
+MOMENTUM, DECAY = 0.9, 0.05
+
+
+def polynomial(values: Array) -> Array:
+    """Return what five quintic steps make of singular values."""
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    return values
+
+
+def by_decomposition(matrix: Array) -> Array:
+    """Return the result of the iterations, computed on singular values."""
+    left, values, right = np.linalg.svd(matrix, full_matrices=False)
+    norm = np.sqrt((values**2).sum())
+    return left @ np.diag(polynomial(values / norm) if norm else values) @ right
+
+
+def random_matrices(count: int, rows: int, columns: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 7), (5, 5), (3, 64), (17, 31), (48, 48)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.float32, 2e-4)])
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e6])
+def test_iterations_act_on_singular_values(
+    rows: int, columns: int, dtype: torch.dtype, tolerance: float, size: float
+) -> None:
+    matrices = (size * random_matrices(4, rows, columns)).to(dtype)
+    matrices[1, : rows // 2] = matrices[1, -1]  # of a low rank
+    matrices[2] = 0
+    found = orthogonalize(matrices)
+    assert found.dtype == dtype
+    for one, matrix in zip(found, matrices, strict=True):
+        expected = by_decomposition(matrix.double().numpy())
+        np.testing.assert_allclose(one.double().numpy(), expected, rtol=0, atol=tolerance)
+    assert not found[2].any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slack"), [(torch.float64, 0.0), (torch.float32, 1e-3), (torch.bfloat16, 0.05)]
+)
+def test_results_are_almost_orthogonal(dtype: torch.dtype, slack: float) -> None:
+    """In bf16 on this CPU too, which is the arithmetic on a GPU."""
+    found = orthogonalize(random_matrices(3, 24, 96).to(dtype))
+    values = torch.linalg.svdvals(found.double())
+    assert values.min() > 0.68 - slack
+    assert values.max() < 1.14 + slack
+
+
+def test_an_orthogonal_matrix_keeps_its_directions() -> None:
+    basis, _ = torch.linalg.qr(random_matrices(1, 12, 12).double())
+    (found,) = orthogonalize(basis)
+    scale = polynomial(np.array([12**-0.5]))[0]
+    torch.testing.assert_close(found, scale * basis[0])
+
+
+class OddShapes(nn.Module):
+    """Matrices of odd shapes, wide, tall and square, a filter, and parameters that are no hidden matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 5, 3)
+        self.filter = nn.Conv2d(5, 7, 3)
+        self.depthwise = nn.Conv2d(7, 7, 3, groups=7)
+        self.upsample = nn.ConvTranspose2d(7, 7, 2)
+        self.norm = nn.LayerNorm(7)
+        self.tall, self.wide, self.square = nn.Linear(7, 19), nn.Linear(19, 7), nn.Linear(7, 7)
+        self.like_tall = nn.Linear(19, 7, bias=False)  # transposed of the same shape
+        self.gate = nn.Linear(7, 1)
+        self.embedding = nn.Embedding(4, 7)
+        self.head = nn.Linear(7, 4)
+
+
+def groups(model: nn.Module, layers: dict[str, int] | None = None) -> list[dict[str, Any]]:
+    parameters = dict(model.named_parameters())
+    return parameter_groups(
+        parameters,
+        parameters,
+        exempt=("embedding.weight",),
+        weight_decay=DECAY,
+        layers=layers or {},
+        layer_decay=0.5 if layers else 1.0,
+        matrices=hidden_matrices(model, ("head",)),
+    )
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    random = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        # In memory like the weight, as the reducer's gradients are.
+        gradient = torch.randn(parameter.shape, generator=random, dtype=parameter.dtype)
+        parameter.grad = torch.empty_like(parameter).copy_(gradient)
+
+
+def test_hidden_matrices_map_features_to_features() -> None:
+    names = hidden_matrices(OddShapes(), ("head",))
+    assert names == {f"{name}.weight" for name in ("filter", "tall", "wide", "square", "like_tall")}
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        (
+            "volo_demo",
+            {"patch_embed.conv.0.weight", "pos_embed", "cls_token", "head.weight", "aux_head.weight"},
+        ),
+        ("vit_tiny_patch16_224", {"patch_embed.proj.weight", "pos_embed", "cls_token", "head.weight"}),
+        ("resnet18", {"conv1.weight", "fc.weight"}),
+    ],
+)
+def test_stems_heads_and_embeddings_of_models_are_not_hidden(name: str, others: set[str]) -> None:
+    model = build_model(name, img_size=32, num_classes=5, drop_path=0.0)
+    hidden = hidden_matrices(model, spec_of(name).heads)
+    assert {key for key, value in model.named_parameters() if value.ndim > 1} - hidden == others
+    assert hidden.isdisjoint(exempt_from_decay(model))
+
+
+def by_formula(
+    weights: list[Array], gradients: list[list[Array]], lrs: list[float], decay: float
+) -> list[Array]:
+    """Return weights after steps, each matrix by itself."""
+    results = []
+    for number, weight in enumerate(weights):
+        momentum = np.zeros_like(weight)
+        for step, lr in enumerate(lrs):
+            gradient = gradients[step][number]
+            momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradient
+            direction = MOMENTUM * momentum + (1 - MOMENTUM) * gradient
+            matrix = direction.reshape(len(direction), -1)
+            size = 0.2 * np.sqrt(max(matrix.shape))
+            weight = weight - lr * decay * weight - lr * size * by_decomposition(matrix).reshape(weight.shape)
+        results.append(weight)
+    return results
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+def test_steps_follow_the_formula(memory: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    model = OddShapes().double().to(memory_format=memory)
+    layers = {name: int(name.startswith(("tall", "head"))) for name, _ in model.named_parameters()}
+    plain = copy.deepcopy(model)
+    hidden = hidden_matrices(model, ("head",))
+    optimizer = build_optimizer("muon", groups(model, layers), momentum=MOMENTUM)
+    of_adamw = [
+        {
+            "params": [parameter],
+            "lr": 0.0,
+            "weight_decay": 0.0 if parameter.ndim == 1 or name == "embedding.weight" else DECAY,
+            "layer": layers[name],
+        }
+        for name, parameter in plain.named_parameters()
+        if name not in hidden
+    ]
+    adamw = torch.optim.AdamW(of_adamw, betas=(0.9, 0.999), eps=1e-8)
+    start = {name: model.get_parameter(name).detach().numpy().copy() for name in sorted(hidden)}
+    gradients, lrs = [], [0.01, 0.02, 0.005, 0.01]
+    for step, lr in enumerate(lrs):
+        set_lr(optimizer, lr)
+        for group in adamw.param_groups:
+            group["lr"] = lr * (1.0 if group["layer"] else 0.5)
+        set_gradients(model, step)
+        set_gradients(plain, step)
+        gradients.append({name: _gradient(model, name) for name in start})
+        optimizer.step()
+        adamw.step()
+    for name, parameter in plain.named_parameters():
+        if name not in hidden:
+            torch.testing.assert_close(model.get_parameter(name), parameter, rtol=0, atol=1e-12)
+    for name, weight in start.items():
+        scaled = [lr * (1.0 if layers[name] else 0.5) for lr in lrs]
+        (expected,) = by_formula([weight], [[of_step[name]] for of_step in gradients], scaled, DECAY)
+        found = model.get_parameter(name).detach().numpy()
+        assert np.abs(found - weight).max() > 1e-3
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-9, err_msg=name)
+
+
+def _gradient(model: nn.Module, name: str) -> Array:
+    gradient = model.get_parameter(name).grad
+    assert gradient is not None
+    return gradient.numpy().copy()
+
+
+def test_an_update_is_as_large_as_adamws() -> None:
+    """Its root mean square is about 0.2 times the learning rate, whatever shape and gradient are."""
+    for out, inputs in ((96, 288), (288, 96), (64, 64)):
+        layer = nn.Linear(inputs, out, bias=False)
+        before = layer.weight.detach().clone()
+        optimizer = build_optimizer("muon", groups(nn.Sequential(layer)), momentum=MOMENTUM)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        set_lr(optimizer, 1e-2)
+        layer.weight.grad = 1e-3 * torch.randn(out, inputs, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+        rms = float((layer.weight.detach() - before).square().mean().sqrt())
+        assert 0.68 * 0.2e-2 < rms < 1.14 * 0.2e-2
+
+
+def test_the_state_exists_before_the_first_step_and_keeps_its_tensors() -> None:
+    model = OddShapes()
+    hidden = hidden_matrices(model, ("head",))
+    optimizer = build_optimizer("muon", groups(model), momentum=MOMENTUM)
+    parameters = dict(model.named_parameters())
+    before = state_tensors(optimizer, parameters)
+    keys = {True: ("momentum_buffer",), False: ("step", "exp_avg", "exp_avg_sq")}
+    assert before.keys() == {f"{name}/{key}" for name in parameters for key in keys[name in hidden]}
+    set_lr(optimizer, 1e-3)
+    set_gradients(model, 0)
+    optimizer.step()
+    after = state_tensors(optimizer, parameters)
+    assert all(after[key] is before[key] for key in before)
+    assert all(tensor.any() for tensor in after.values())
+
+
+def test_a_clipped_gradient_is_divided_before_it_enters_the_momentum() -> None:
+    model, other = OddShapes(), OddShapes()
+    for network, divisor in ((model, 4.0), (other, 1.0)):
+        optimizer = build_optimizer("muon", groups(network), momentum=MOMENTUM)
+        set_lr(optimizer, 1e-3)
+        set_gradients(network, 0)
+        for parameter in network.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(divisor)
+        divide(optimizer, torch.tensor(divisor))
+        optimizer.step()
+        network.momentum = optimizer.state[network.tall.weight]["momentum_buffer"]
+    assert torch.equal(model.momentum, other.momentum)
+
+
+def test_frozen_matrices_stay() -> None:
+    model = OddShapes()
+    model.tall.weight.requires_grad_(False)
+    before = model.tall.weight.clone()
+    optimizer = build_optimizer("muon", groups(model), momentum=MOMENTUM)
+    set_lr(optimizer, 1e-3)
+    set_gradients(model, 0)
+    model.tall.weight.grad = None
+    optimizer.step()
+    assert torch.equal(model.tall.weight, before)
+    assert not optimizer.state[model.tall.weight]["momentum_buffer"].any()
+
+
+def test_without_matrices_it_is_adamw() -> None:
+    layer = nn.Linear(3, 1)
+    optimizer = build_optimizer("muon", groups(layer), momentum=MOMENTUM)
+    plain = copy.deepcopy(layer)
+    adamw = build_optimizer("adamw", groups(plain), momentum=MOMENTUM)
+    for one, network in ((optimizer, layer), (adamw, plain)):
+        set_lr(one, 1e-3)
+        set_gradients(network, 0)
+        one.step()
+    assert torch.equal(layer.weight, plain.weight)
+
+
+SHAPES = [Shape(8, 4)] * 5 + [Shape(64, 16)] * 3 + [Shape(33, 65)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("shapes", [SHAPES, SHAPES[-1:], []], ids=["many", "one", "none"])
+def test_each_matrix_has_one_rank_and_work_is_balanced(shapes: list[Shape], ranks: int) -> None:
+    found = assign_matrices(shapes, ranks)
+    assert len(found) == ranks
+    assert sorted(number for of_rank in found for number in of_rank) == list(range(len(shapes)))
+    work = [sum(shapes[number].flops for number in of_rank) for of_rank in found]
+    assert max(work) <= sum(work) / ranks + max((shape.flops for shape in shapes), default=0)
+    assert found == assign_matrices(list(shapes), ranks)
+
+
+def test_work_of_volo_is_shared_evenly() -> None:
+    with torch.device("meta"):
+        model = build_model("volo_d1", img_size=224, num_classes=1000, drop_path=0.0)
+    weights = [model.get_parameter(name) for name in sorted(hidden_matrices(model, spec_of("volo_d1").heads))]
+    shapes = [Shape(len(weight), weight[0].numel()) for weight in weights]
+    for ranks in (2, 3, 8):
+        work = [sum(shapes[number].flops for number in of_rank) for of_rank in assign_matrices(shapes, ranks)]
+        assert max(work) < 1.01 * sum(work) / ranks
+
+
+def test_the_cost_is_that_of_three_products_a_step() -> None:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(1, 6, 10))
+    assert counter.get_total_flops() == Shape(10, 6).flops == STEPS * (2 * 6 * 6 * 10 * 2 + 2 * 6**3)
+
+
+def test_it_is_refused_with_a_sharded_optimizer() -> None:
+    with pytest.raises(UserError, match="cuts tensors between ranks, and --opt muon needs them whole"):
+        check_optimizer("muon", sharded=True)
+
+
+def test_a_model_without_hidden_matrices_is_refused() -> None:
+    task: Any = SimpleNamespace(
+        build_network=lambda *_: nn.Sequential(nn.Flatten(), nn.Linear(12, 5)), heads=lambda _: ("1",)
+    )
+    config = parse(["--opt", "muon", "--model", "linear"]).config
+    with pytest.raises(UserError, match="linear has no hidden matrices for --opt muon"):
+        build_state(config, World.single(), task, num_classes=5, device=torch.device("cpu"), finetune="")
+
+
+def test_the_trainer_gives_muon_its_matrices() -> None:
+    config = parse(
+        ["--opt", "muon", "--model", "volo_demo", "--img-size", "32", "--layer-decay", "0.8"]
+    ).config
+    device = torch.device("cpu")
+    state, warnings = build_state(
+        config, World.single(), Classification(), num_classes=5, device=device, finetune=""
+    )
+    assert warnings == []
+    assert isinstance(state.optimizer, Muon)
+    weight = state.model.get_parameter("network.2.0.mlp.fc1.weight")
+    assert list(state.optimizer.state[weight]) == ["momentum_buffer"]
+    assert "exp_avg_sq" in state.optimizer.state[state.model.get_parameter("head.weight")]
+
+
+def test_a_dry_run_counts_one_moment_of_matrices_and_the_message_of_updates() -> None:
+    def properties(opt: str) -> tuple[float, float, float]:
+        config = parse(["--model", "volo_d1", "--opt", opt, "--num-classes", "1000"]).config
+        lines = dry_run(config, 2).splitlines()
+        memory = next(line for line in lines if line.strip().startswith("memory")).split()
+        exchange = next(line for line in lines if line.strip().startswith("exchange")).split()
+        return float(memory[2]), float(exchange[1]), float(exchange[exchange.index("through") - 2])
+
+    adamw, muon = properties("adamw"), properties("muon")
+    assert muon[0] <= adamw[0] == pytest.approx(16 * 26.6e6 / 2**30, abs=0.06)
+    assert muon[1] == adamw[1]
+    assert muon[2] == pytest.approx(adamw[2] + 25.7e6 * 2 / 2 / 2**20, abs=1.1)
