@@ -21,6 +21,7 @@ COMMANDS = {
     "labels": "import, generate, verify and show token labels",
     "pack": "pack images, or images with masks, into shards",
     "doctor": "check an installation, its hosts and the network between them",
+    "build_horovod": "build the Horovod that several ranks need, and print its wheel's path",
     "bench": "measure speed, memory and learning",
     "completion": "print a script that completes commands and flags in bash or zsh",
 }
@@ -59,7 +60,7 @@ def installed_version() -> str:
 
 
 def _help() -> str:
-    lines = [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<15}{text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "horovod-volo COMMAND ..., or python -m horovod_volo.COMMAND ...",

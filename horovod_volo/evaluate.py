@@ -44,6 +44,7 @@ _FLAGS_OF_TASKS = {
     **dict.fromkeys(("model", "img_size", "aux_head", "crop_pct", "real", "v2"), ("classification",)),
     **dict.fromkeys(("test_mode", "scales", "flip"), ("segmentation",)),
     "predictions": ("segmentation", "detection"),
+    "image_decoder": ("classification", "detection"),
 }
 
 # Heavy modules are imported where they are used, so that --help answers at once.
@@ -73,22 +74,7 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
     world.run_on_all_ranks(partial(_refuse_flags_of_others, options, task))
     if task != "classification":
         return _evaluate_dense(options, task, world)
-    request = EvalRequest(
-        data_dir=options.data_dir,
-        weights=options.weights,
-        model=options.model,
-        use_ema=options.use_ema,
-        aux_head=options.aux_head,
-        img_size=options.img_size,
-        crop_pct=options.crop_pct,
-        batch_size=options.batch_size,
-        workers=options.workers,
-        precision=options.precision,
-        split=options.split,
-        catalog_dir=options.catalog_dir,
-        real=options.real,
-        v2=options.v2,
-    )
+    request = EvalRequest(**{name: getattr(options, name) for name in EvalRequest.__dataclass_fields__})
     result = measure_accuracy(request, world, _progress(world))
     rows = result.classes[: options.per_class]
     record = _json_record(request, result, world.size, rows)
@@ -149,11 +135,14 @@ def _report(
 
 
 def _format_text(request: EvalRequest, result: EvalResult, rows: Sequence[ClassResult]) -> list[str]:
+    from horovod_volo.data.image_decoder import decoder_messages
+
     counts, metrics, model = result.counts, result.counts.metrics(), result.model
     properties = [
         ("weights", request.weights),
         ("model", f"{model.name}, {model.image_side} px, crop {result.crop_pct:g}, {request.precision}"),
         *(("", warning) for warning in model.messages),
+        *(("decoder", message) for message in decoder_messages(request.image_decoder)),
         ("images", f"{counts.images:,} of {result.data}; {counts.bad_samples:,} damaged ones left out"),
         ("top-1", f"{metrics['top1']:.3f} %, {counts.top1:,} images"),
         ("top-5", f"{metrics['top5']:.3f} %, {counts.top5:,} images"),
@@ -179,6 +168,8 @@ def _format_table(rows: Sequence[ClassResult]) -> list[str]:
 def _json_record(
     request: EvalRequest, result: EvalResult, ranks: int, rows: Sequence[ClassResult]
 ) -> dict[str, Any]:
+    from horovod_volo.data.image_decoder import image_decoder
+
     counts, model = result.counts, result.model
     record: dict[str, Any] = {
         "weights": request.weights,
@@ -192,6 +183,7 @@ def _json_record(
         "std": model.std,
         "precision": request.precision,
         "batch_size": request.batch_size,
+        "image_decoder": image_decoder(request.image_decoder).name,
         "ranks": ranks,
         **counts.metrics(),
         "top1_right": counts.top1,
@@ -235,6 +227,7 @@ def build_parser() -> Parser:
         setting_of_training("crop_pct"),
         setting_of_training("batch_size", help="images per rank and batch"),
         setting_of_training("workers"),
+        setting_of_training("image_decoder"),
         setting_of_training("precision", help="arithmetic of the forward pass"),
     )
     images = parser.add_mutually_exclusive_group()

@@ -89,6 +89,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _generate_on_rank(args: argparse.Namespace, world: World) -> int:
+    from horovod_volo.data.image_decoder import decoder_messages
     from horovod_volo.labelling.generate import GenerateRequest, generate_labels
     from horovod_volo.plugins import load_plugins
 
@@ -106,7 +107,7 @@ def _generate_on_rank(args: argparse.Namespace, world: World) -> int:
     unit = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
     images, problems = generate_labels(request, world, ThroughputLine(unit, shown=world.is_rank_zero))
     if world.is_rank_zero:
-        list_problems(problems)
+        list_problems([*decoder_messages(), *problems])
         print(f"{args.store}: {images - len(problems)} maps, {len(problems)} left out")
     return DONE
 
@@ -130,6 +131,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _geometry_fits(args: argparse.Namespace, catalog: Catalog) -> bool:
     """Print the correlation with a teacher for both geometries; return False if the other one fits better."""
+    from horovod_volo.data.image_decoder import decoder_messages
     from horovod_volo.labelling.map_geometry import GeometryRequest, compare_geometries
     from horovod_volo.plugins import load_plugins
 
@@ -154,6 +156,7 @@ def _geometry_fits(args: argparse.Namespace, catalog: Catalog) -> bool:
         (f"{result.recorded}", f"correlation {recorded:.3f}, as {origin}"),
         (f"{result.other}", f"correlation {other:.3f}"),
         ("fits better", better),
+        *(("decoder", message) for message in decoder_messages()),
     ]
     print(_columns(lines))
     if result.better != result.other:

@@ -21,9 +21,10 @@ LONG_FIRST = ("experiments", "cluster", "ranks", "faults", "smoke", "gpu", "publ
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --long and --soak, for tests that take minutes each."""
+    """Add --long, --soak and --install, for tests that take minutes each."""
     parser.addoption("--long", action="store_true", help="also run tests/experiments/test_on_drawn_shapes.py")
     parser.addoption("--soak", action="store_true", help="also run tests of many faults")
+    parser.addoption("--install", action="store_true", help="also install into clean environments")
 
 
 def pytest_configure() -> None:
@@ -45,10 +46,11 @@ def _restore_environment() -> Iterator[None]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the folders of long tests first; the order within a folder does not change."""
     items.sort(key=lambda item: _place(item.path))
-    if not config.getoption("--soak"):
-        for item in items:
-            if item.get_closest_marker("soak"):
-                item.add_marker(pytest.mark.skip(reason="many faults, for minutes: add --soak"))
+    for name, reason in (("soak", "many faults, for minutes"), ("install", "installs for minutes")):
+        if not config.getoption(f"--{name}"):
+            for item in items:
+                if item.get_closest_marker(name):
+                    item.add_marker(pytest.mark.skip(reason=f"{reason}: add --{name}"))
 
 
 def _place(file: Path) -> int:

@@ -6,12 +6,15 @@ import contextlib
 import ctypes
 import io
 from dataclasses import dataclass
+from pathlib import Path
 
 from horovod_volo.core.errors import UserError
 
+BUILD_SCRIPT = Path(__file__).with_name("build_horovod.sh")
+BUILD = 'pip install "$(horovod-volo build_horovod)"'
 _REBUILD = (
     "Build it for the PyTorch that is installed: "
-    'pip install --force-reinstall --no-deps "$(./tools/build_horovod)".'
+    'pip install --force-reinstall --no-deps "$(horovod-volo build_horovod)".'
 )
 _MAX_VERSION_BYTES = 8192  # MPI_MAX_LIBRARY_VERSION_STRING of MPICH, the longest
 
@@ -37,7 +40,10 @@ def read_build() -> HorovodBuild:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "horovod":
             raise
-        raise UserError("Horovod is not installed in this Python. Run ./tools/setup.") from None
+        raise UserError(
+            f"Horovod is not installed in this Python, and several ranks need it. Build it: {BUILD}. "
+            "One rank needs no Horovod: start it without a launcher."
+        ) from None
     except (ImportError, OSError) as error:
         cause = str(error).splitlines()[0]
         raise UserError(f"Horovod does not load: {cause}. {_REBUILD}") from None

@@ -40,6 +40,9 @@ class Data:
         0, "data threads per rank; 0: one per core of the rank", aliases=("-j",), at_least=0
     )
     prefetch: int = setting(3, "number of batches to prefetch", at_least=1)
+    image_decoder: Literal["auto", "dali", "pillow"] = setting(
+        "auto", "library that decodes images; auto: DALI where it is installed, else Pillow"
+    )
     scale: tuple[float, float] = setting((0.08, 1.0), "area of the random crop, as a fraction of the image")
     ratio: tuple[float, float] = setting((3 / 4, 4 / 3), "aspect ratio of the random crop, width over height")
     hflip: float = setting(0.5, "probability of a horizontal flip", at_least=0.0)

@@ -25,6 +25,7 @@ from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.augmentation.whole_image import parts_needed
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.center_crop import resized_shapes
+from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import MapGeometry
 from horovod_volo.data.labels.published_maps import flipped
@@ -33,8 +34,6 @@ from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
 from horovod_volo.data.pipeline import (
     IMAGENET_NORMALIZATION,
     Normalization,
-    build_eval_pipeline,
-    build_train_pipeline,
     resizing_inputs,
 )
 from horovod_volo.data.prefetcher import BatchPrefetcher
@@ -75,11 +74,13 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         self._device = device
         self._image_size = image_size
         self._transform_threads = ImageThreadPool(threads, "image-transform")
+        decoder = image_decoder(settings.image_decoder)
         # On the CPU torch resizes faster than DALI; whole images are resized after their augmentation.
-        self._resized_by_dali = device.type == "cuda" and settings.randaugment_on == "crop"
+        can_resize = device.type == "cuda" and settings.randaugment_on == "crop"
+        self._resized_by_dali = can_resize and decoder.name == "dali"
         self._prefetcher = BatchPrefetcher(
             partial(
-                build_train_pipeline,
+                decoder.build_train_pipeline,
                 image_size=image_size,
                 batch=settings.batch_size,
                 device=device,
@@ -98,6 +99,7 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
                 threads=self._transform_threads,
                 normalization=normalization,
             ),
+            decoder.undecodable,
         )
 
     def close(self) -> None:
@@ -183,6 +185,7 @@ class EvalBatches:
         interpolation: str = "bicubic",
     ) -> None:
         """`resize` maps stored heights and widths (batch, 2) to those before the centre crop."""
+        decoder = image_decoder(settings.image_decoder)
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
         self.batch_size = settings.eval_batch_size or settings.batch_size
         self._indices = np.arange(rank, count, size, dtype=np.int64)
@@ -197,7 +200,7 @@ class EvalBatches:
         )
         self._prefetcher = BatchPrefetcher[PendingEvalBatch](
             partial(
-                build_eval_pipeline,
+                decoder.build_eval_pipeline,
                 interpolation=interpolation,
                 image_size=image_size,
                 batch=self.batch_size,
@@ -208,6 +211,7 @@ class EvalBatches:
             device,
             settings.prefetch,
             lambda index: self.bad_samples.add_undecodable(index, files.location(index)),
+            undecodable=decoder.undecodable,
         )
 
     def decoded(self) -> Iterator[tuple[PendingEvalBatch, Tensor]]:

@@ -151,6 +151,8 @@ def resizing_inputs(
 
 def to_torch(images: Any) -> torch.Tensor:
     """Copy a batch into memory that torch owns, which outlives the pipeline and follows torch's streams."""
+    if isinstance(images, torch.Tensor):  # of Pillow
+        return images
     return torch.utils.dlpack.from_dlpack(images.as_tensor()).clone()
 
 

@@ -1,9 +1,9 @@
-"""Prefetches batches: one thread reads them, DALI decodes them, and they are returned in order.
+"""Prefetches batches: one thread reads them, DALI or Pillow decodes them, and they are returned in order.
 
-The reading thread stays some batches ahead of DALI, and DALI stays ahead of the consumer.
+The reading thread stays some batches ahead of the pipeline, and the pipeline stays ahead of the consumer.
 
-Invariant: DALI returns batches in the order in which it was fed, so the oldest entry of `_decoding` belongs
-to the next batch that it returns. Every batch fed to DALI is appended there exactly once.
+Invariant: a pipeline returns batches in the order in which it was fed, so the oldest entry of `_decoding`
+belongs to the next batch that it returns. Every batch fed to it is appended there exactly once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class PendingBatch:
     """A batch that has been read, but not decoded."""
 
     indices: NDArray[np.int64]  # (batch,) positions in the catalog
-    inputs: tuple[list[NDArray[Any]], ...]  # of the DALI pipeline; the encoded images come first
+    inputs: tuple[list[NDArray[Any]], ...]  # of the pipeline; the encoded images come first
 
 
 Pending = TypeVar("Pending", bound=PendingBatch)
 
 
 class BatchPrefetcher(Generic[Pending]):
-    """Reads and decodes batches ahead of their use, with one DALI pipeline for all epochs."""
+    """Reads and decodes batches ahead of their use, with one pipeline for all epochs."""
 
     def __init__(
         self,
@@ -42,15 +42,18 @@ class BatchPrefetcher(Generic[Pending]):
         depth: int,
         on_undecodable: Callable[[int], object],
         transform: Callable[[Pending, Any], torch.Tensor] = lambda pending, decoded: to_torch(decoded),  # noqa: ARG005
+        undecodable: Callable[[list[NDArray[Any]]], list[int]] = undecodable,
     ) -> None:
         """Start the reading thread; the first batch builds the pipeline.
 
         `depth` is the number of batches read ahead, `on_undecodable` is called with the index of each image
-        that DALI cannot decode, `transform` turns what DALI decoded into the images of the batch.
+        that cannot be decoded, `transform` turns what the pipeline decoded into the images of the batch,
+        `undecodable` finds the images that its library cannot decode.
         """
         self._on_undecodable = on_undecodable
         self._build_pipeline = build_pipeline
         self._transform = transform
+        self._undecodable = undecodable
         self._device = device
         self._depth = depth
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batch-reader")
@@ -105,7 +108,7 @@ class BatchPrefetcher(Generic[Pending]):
         self._closed = True
         self.stop()
         self._reader.shutdown(cancel_futures=True)
-        self._pipeline = None  # the last reference: DALI's threads end with it
+        self._pipeline = None  # the last reference: its threads end with it
 
     def _empty_pipeline(self) -> None:
         try:
@@ -113,7 +116,7 @@ class BatchPrefetcher(Generic[Pending]):
                 self._pipeline.run()
         except StopIteration:
             self._pipeline.reset()
-        except RuntimeError:  # one image that DALI cannot decode makes the whole pipeline invalid
+        except RuntimeError:  # one image that it cannot decode makes the whole pipeline invalid
             self._pipeline = None
 
     def _next_batch(self) -> tuple[Pending, torch.Tensor] | None:
@@ -139,10 +142,10 @@ class BatchPrefetcher(Generic[Pending]):
                 return images
 
     def _restart_without_undecodable(self, cause: RuntimeError) -> None:
-        """Report the images that DALI cannot decode, read their batches again, and rebuild the pipeline."""
+        """Report the images that cannot be decoded, read their batches again, and rebuild the pipeline."""
         found = False
         for _, pending in self._decoding:
-            for position in undecodable(pending.inputs[0]):
+            for position in self._undecodable(pending.inputs[0]):
                 self._on_undecodable(int(pending.indices[position]))
                 found = True
         if not found:

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.center_crop import resized_to
+from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
-from horovod_volo.data.pipeline import build_eval_pipeline
 from horovod_volo.data.prefetcher import BatchPrefetcher
 from horovod_volo.data.reading import PendingEvalBatch, read_eval_batch
 from horovod_volo.data.thread_pool import ImageThreadPool
@@ -53,11 +53,14 @@ class TeacherImages:
             resize=self._resized_shapes,
             image_size=image_size,
         )
+        decoder = image_decoder()
+        build = decoder.build_eval_pipeline
         self._prefetcher = BatchPrefetcher[PendingEvalBatch](
-            partial(build_eval_pipeline, image_size=image_size, batch=batch, device=device, threads=threads),
+            partial(build, image_size=image_size, batch=batch, device=device, threads=threads),
             device,
             BATCHES_READ_AHEAD,
             lambda index: self._bad_samples.add_undecodable(index, catalog.location(index)),
+            undecodable=decoder.undecodable,
         )
 
     def batches(self, indices: Sequence[int]) -> Iterator[tuple[list[int], torch.Tensor]]:

@@ -76,7 +76,7 @@ class TrainTransform:
             augment_(pixels, params.operations)
             return self._eraser.normalize(pixels, self._mean, self._std, params.erasures)
         images = torch.empty(len(decoded), 3, size, size, device=self._mean.device)
-        # Views of DALI's memory, valid until its next run; decoded.at() would copy.
+        # Perhaps views of DALI's memory, valid until its next run; decoded.at() would copy.
         crops = [torch.utils.dlpack.from_dlpack(decoded[position]) for position in range(len(decoded))]
         transform = partial(self._transform_one, images, params)
         if images.device.type == "cpu":

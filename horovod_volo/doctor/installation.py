@@ -11,10 +11,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 
+from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.core.errors import UserError
 from horovod_volo.doctor.finding import Finding, from_error, ok, run_check, warning
 
-_SETUP = "Run ./tools/setup."
+_UPGRADE = (
+    "Install a version that is allowed: pip install --upgrade horovod_volo, or run ./tools/setup again."
+)
 _VERSION_TIMEOUT_SECONDS = 20
 
 
@@ -35,19 +38,21 @@ def _torch() -> Iterator[Finding]:
 
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     yield ok("torch", f"{torch.__version__}, {cuda}")
-    yield from _other_version("torch", "torch")
+    yield from _unallowed_version("torch")
 
 
 def _horovod() -> Iterator[Finding]:
-    from horovod_volo.cluster.horovod_build import read_build
+    from horovod_volo.cluster.horovod_build import BUILD, read_build
 
+    if importlib.util.find_spec("horovod") is None and read_launch_env().size == 1:
+        yield ok("horovod", f"not installed; one rank needs none. For several ranks build it: {BUILD}")
+        return
     build = read_build()
     features = {"PyTorch": True, "MPI": build.mpi, "gloo": build.gloo, "NCCL": build.nccl}
     present = ", ".join(name for name, built in features.items() if built)
     missing = [name for name, built in features.items() if not built]
     yield ok("horovod", f"{build.version} with {present}{'; no ' + ', no '.join(missing) if missing else ''}")
     yield from _nccl(build.nccl)
-    yield from _other_version("horovod", "horovod")
     yield from compare_mpi(build.mpi_library, _mpirun_version())
 
 
@@ -58,7 +63,8 @@ def _nccl(built: bool) -> Iterator[Finding]:
         yield warning(
             "horovod",
             "was built without NCCL: gradients pass through host memory",
-            "Build it on a machine with a GPU, or with HOROVOD_GPU_OPERATIONS=NCCL ./tools/build_horovod.",
+            "Build it again on a machine with a GPU, or with HOROVOD_GPU_OPERATIONS=NCCL: "
+            "HOROVOD_GPU_OPERATIONS=NCCL horovod-volo build_horovod prints the wheel to install.",
         )
 
 
@@ -107,15 +113,23 @@ def _family_and_version(text: str) -> tuple[bool, str]:
 
 
 def _dali() -> Iterator[Finding]:
-    importlib.import_module("horovod_volo.data.pipeline")  # the only module that imports DALI
-    yield ok("dali", _name_and_version("nvidia-dali"))
-    yield from _other_version("dali", "nvidia-dali")
+    import torch
+
+    from horovod_volo.data.image_decoder import INSTALL_DALI, dali_is_installed
+
+    if dali_is_installed():
+        yield ok("dali", _dali_version())
+    elif torch.cuda.is_available():
+        text = "is not installed: Pillow reads the images on the CPU, and the GPU may wait for them"
+        yield warning("dali", text, f"{INSTALL_DALI}.")
+    else:
+        yield ok("dali", f"not installed; Pillow reads the images. To install it: {INSTALL_DALI}")
 
 
 def _timm() -> Iterator[Finding]:
     importlib.import_module("horovod_volo.models.timm_api")
-    yield ok("timm", _name_and_version("timm"))
-    yield from _other_version("timm", "timm")
+    yield ok("timm", importlib.metadata.version("timm"))
+    yield from _unallowed_version("timm")
 
 
 def _apex() -> Iterator[Finding]:
@@ -133,25 +147,23 @@ def _apex() -> Iterator[Finding]:
         yield ok("apex", "NVIDIA's, with its CUDA kernels")
 
 
-def _pinned_versions() -> dict[str, str]:
-    """Return the exact versions in this package's requirements, by package."""
-    exact = (
-        re.match(r"([\w-]+)==([\w.]+)", line) for line in importlib.metadata.requires("horovod_volo") or ()
-    )
-    return {match[1]: match[2] for match in exact if match}
+def _dali_version() -> str:
+    """Return name and version of the package that DALI is from: there is one for each version of CUDA."""
+    packages = importlib.metadata.packages_distributions().get("nvidia", ())
+    name = next((name for name in packages if name.startswith("nvidia-dali")), "")
+    return f"{name} {importlib.metadata.version(name)}" if name else "version unknown"
 
 
-def _name_and_version(prefix: str) -> str:
-    """Return name and installed version of the requirement whose name starts with `prefix`."""
-    name = next((name for name in _pinned_versions() if name.startswith(prefix)), prefix)
-    version = importlib.metadata.version(name)
-    return version if name == prefix else f"{name} {version}"
+def _unallowed_version(package: str) -> Iterator[Finding]:
+    """Warn if the installed version is below the range of this package's requirements."""
+    installed = importlib.metadata.version(package)
+    for line in importlib.metadata.requires("horovod_volo") or ():
+        match = re.match(rf"{package}\b[^;]*>=([\d.]+)", line)
+        if match and _release(installed) < _release(match[1]):
+            yield warning(package, f"is {installed}, but at least {match[1]} is needed", _UPGRADE)
 
 
-def _other_version(subject: str, prefix: str) -> Iterator[Finding]:
-    """Warn if the installed version is not the required one."""
-    for name, required in _pinned_versions().items():
-        if name.startswith(prefix):
-            installed = importlib.metadata.version(name)
-            if installed.partition("+")[0] != required:
-                yield warning(subject, f"is {installed}; only {required} is tested", _SETUP)
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers before the first part that is none: (2, 8, 0) of 2.8.0a0+cuda."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
 from horovod_volo.config.schema import Config, Published
+from horovod_volo.data.image_decoder import describe_decoder
 from horovod_volo.engine.context import TrainContext
 
 
@@ -20,6 +21,7 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
         "model": f"{model.model}, {parameters:,} parameters, {model.img_size} px",
         **({"chosen": context.config.chosen} if context.config.chosen else {}),
         "data": context.task.describe(context.config, context.data),
+        "decoder": describe_decoder(context.config.data.image_decoder),
         "batch": batch_line(context.config, context.derived),
         "lr": lr_line(context.config, context.derived),
         "length": length_line(context.derived),

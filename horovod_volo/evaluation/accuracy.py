@@ -24,6 +24,7 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.config.run_settings import Run
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.image_decoder import DecoderName, image_decoder
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.split_folder import HeldOut, Split, shortened
 from horovod_volo.data.loader import EvalLoader
@@ -53,6 +54,7 @@ class EvalRequest:
     crop_pct: float  # 0: the model's own
     batch_size: int  # per rank
     workers: int  # 0: one per core of the rank
+    image_decoder: DecoderName
     precision: str
     split: Split
     catalog_dir: str  # empty: inside the default --output, if there are several ranks
@@ -76,6 +78,7 @@ class EvalResult:
 def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> EvalResult:
     """Evaluate a model on every image once. Collective: every rank calls this."""
     resources = rank_resources(world)
+    world.run_on_all_ranks(partial(image_decoder, request.image_decoder))  # raises if it is not installed
     catalog = _list_images(request, world)
     model = world.run_on_all_ranks(partial(_load_model, request, catalog))
     world.assert_identical(model.network.parameters(), "The weights")
@@ -199,7 +202,12 @@ def _build_loader(
     return EvalLoader(
         catalog,
         # No number of damaged images ends the evaluation: the result names and counts them.
-        Data(batch_size=request.batch_size, bad_samples="skip", bad_samples_limit=len(catalog)),
+        Data(
+            batch_size=request.batch_size,
+            image_decoder=request.image_decoder,
+            bad_samples="skip",
+            bad_samples_limit=len(catalog),
+        ),
         image_size=model.image_side,
         crop_pct=crop_pct,
         rank=world.rank,

@@ -13,6 +13,7 @@ from typing import Any
 from horovod_volo.cluster.world import World
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.data.boxes.box_list import BoxList, find_boxes, list_boxes
+from horovod_volo.data.image_decoder import decoder_messages
 from horovod_volo.evaluation.dense import (
     CountedProgress,
     DenseRequest,
@@ -36,13 +37,14 @@ class EvaluatedBoxes:
     classes: tuple[str, ...]
     data: str  # the folder of the images
     found: FoundBoxes
-    messages: list[str]  # on the weights
+    messages: list[str]  # on the weights and the decoder
     bad_samples: list[str]  # one message for each damaged image
 
 
 def measure_found(request: DenseRequest, world: World, progress: Progress) -> EvaluatedBoxes:
     """Evaluate a detector on every image once. Collective: every rank calls this."""
     config = world.run_on_all_ranks(partial(settings_of, request))
+    decoder = world.run_on_all_ranks(partial(decoder_messages, request.image_decoder))
     images = world.run_on_rank_zero(partial(_list, request))
     trained = open_network(request, config, images, world)
     loader = build_eval_loader(
@@ -72,7 +74,8 @@ def measure_found(request: DenseRequest, world: World, progress: Progress) -> Ev
         world.run_on_rank_zero(partial(write_detections, path, images, found.predictions))
     bad = list(chain(*world.allgather_object(loader.bad_samples.new_messages())))
     folder, classes = str(images.files.images), tuple(images.classes)
-    return EvaluatedBoxes(config.model.model, classes, folder, found, trained.messages, bad)
+    messages = [*trained.messages, *decoder]
+    return EvaluatedBoxes(config.model.model, classes, folder, found, messages, bad)
 
 
 def write_detections(path: Path, images: BoxList, found: BoxPredictions) -> None:

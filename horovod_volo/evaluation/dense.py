@@ -19,6 +19,7 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.image_decoder import DecoderName
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.models.build import spec_of
 from horovod_volo.models.precision import fix_convolutions, set_tf32
@@ -44,6 +45,7 @@ class DenseRequest:
     use_ema: bool
     batch_size: int  # images, or windows of an image, that are predicted at once
     workers: int  # 0: one per core of the rank
+    image_decoder: DecoderName
     precision: str
     split: Literal["train", "val"]
     predictions: str  # folder; empty: none are written
@@ -112,7 +114,12 @@ def open_network(request: DenseRequest, config: Config, samples: Samples, world:
         messages,
         Normalization(spec.mean, spec.std),
         # No number of damaged images ends the evaluation: the result names and counts them.
-        Data(batch_size=request.batch_size, bad_samples="skip", bad_samples_limit=len(samples)),
+        Data(
+            batch_size=request.batch_size,
+            image_decoder=request.image_decoder,
+            bad_samples="skip",
+            bad_samples_limit=len(samples),
+        ),
         resources.device,
         request.workers or resources.threads,
     )

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.center_crop import crop_corners, resized_shapes
+from horovod_volo.data.pillow_pipeline import center_cropped
 from horovod_volo.data.reading import Encoded, decode_rgb
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel
 from horovod_volo.models.timm_api import described
-
-_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
 @dataclass(frozen=True)
@@ -98,6 +97,5 @@ def _cropped(pixels: NDArray[np.uint8], trained: PretrainedModel, crop_pct: floa
     """Return the centre crop (side, side, 3) that an evaluation takes; black where it exceeds the image."""
     side = trained.image_side
     shape = resized_shapes(np.array([pixels.shape[:2]]), side, crop_pct or trained.crop_pct)
-    (height, width), (top, left) = shape[0].tolist(), crop_corners(shape, side)[0].tolist()
-    resized = Image.fromarray(pixels).resize((width, height), _FILTERS[trained.interpolation])
-    return np.array(resized.crop((left, top, left + side, top + side)))
+    corner = crop_corners(shape, side)
+    return center_cropped(Image.fromarray(pixels), shape[0], corner[0], side, trained.interpolation)

@@ -41,8 +41,8 @@ def check_packages() -> None:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
         raise UserError(
-            f"--onnx needs {' and '.join(missing)}. Install: python -m pip install --no-build-isolation "
-            "-e '.[export]' in the folder of horovod_volo. Or drop --onnx."
+            f"--onnx needs {' and '.join(missing)}. Install: pip install 'horovod_volo[export]'. Or drop "
+            "--onnx."
         )
 
 

@@ -32,6 +32,8 @@ def precision_warnings(precision: str, device: torch.device) -> list[str]:
         return []
     if precision == "tf32":
         return ["a CPU computes --precision tf32 in fp32"]
+    if not hasattr(torch.cpu, "get_capabilities"):  # torch before 2.11: not known
+        return []
     supports = torch.cpu.get_capabilities()
     if (
         supports["architecture"] != "x86_64"
@@ -46,7 +48,8 @@ def fix_convolutions(model: nn.Module, precision: str, device: torch.device) -> 
     """Run the convolutions that this CPU computes wrongly in `precision` in fp32; return a warning if any.
 
     On CPUs with AMX, torch 2.13 computes bf16 convolutions of 16 input channels, kernel 4 and stride 4
-    wrongly (tools/amx_convolution shows it). Remove this when the torch of setup.cfg computes them correctly.
+    wrongly (tools/amx_convolution shows it). Remove this when every torch that setup.cfg allows computes them
+    correctly.
     """
     dtype = _AUTOCAST_DTYPES[precision]
     if device.type != "cpu" or dtype is None:

@@ -101,7 +101,7 @@ def test_a_horovod_without_pytorch_is_reported(tmp_path, horovod_without_pytorch
     found = [finding for finding in json.loads(done.stdout)["findings"] if finding["level"] == "failure"]
     assert [finding["subject"] for finding in found] == ["ranks", "horovod"]
     assert found[1]["text"] == "Horovod 0.28.1 was built without PyTorch"
-    assert "tools/build_horovod" in found[1]["remedy"]
+    assert "horovod-volo build_horovod" in found[1]["remedy"]
 
 
 def test_ranks_that_cannot_connect_report_separately(tmp_path, horovod_without_pytorch):

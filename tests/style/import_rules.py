@@ -19,7 +19,18 @@ LAYERS = (
     {"plugins", "tasks"},
     {"engine"},
     {"evaluation", "labelling", "dry_run"},
-    {"train", "evaluate", "predict", "doctor", "bench", "export", "labels", "pack", "completion"},
+    {
+        "train",
+        "evaluate",
+        "predict",
+        "doctor",
+        "bench",
+        "export",
+        "labels",
+        "pack",
+        "completion",
+        "build_horovod",
+    },
     {"__main__"},
 )
 

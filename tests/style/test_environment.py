@@ -1,6 +1,6 @@
-"""environment.yml and setup.cfg list the same packages with the same versions.
+"""setup.cfg, tools/constraints.txt and environment.yml list the same packages, and the versions agree.
 
-Only Horovod is missing in environment.yml: tools/build_horovod builds the version of setup.cfg.
+Only Horovod is in none of them: horovod_volo/cluster/build_horovod.sh builds the version that it names.
 """
 
 from __future__ import annotations
@@ -10,19 +10,53 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml  # type: ignore[import-untyped]
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
+CONSTRAINTS = "--constraint tools/constraints.txt"
+DEVELOPMENT = "dev"  # the extra with all that tests and lint need
+# Not pinned: PyTorch for CUDA requires one version of it.
+NOT_PINNED = {"triton"}
 
 
 def lines_of(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip()]
+    return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
 
 
-def setup_requirements() -> list[str]:
+def setup_cfg() -> configparser.ConfigParser:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    return lines_of(setup["options"]["install_requires"]) + lines_of(setup["options.extras_require"]["test"])
+    return setup
+
+
+def extras() -> dict[str, list[Requirement]]:
+    section = setup_cfg()["options.extras_require"]
+    return {name: list(map(Requirement, lines_of(text))) for name, text in section.items()}
+
+
+def core() -> list[Requirement]:
+    return list(map(Requirement, lines_of(setup_cfg()["options"]["install_requires"])))
+
+
+def with_extras(*names: str) -> dict[str, Requirement]:
+    """Return the requirements of the package with extras, and with the extras that these name, by name."""
+    found: dict[str, Requirement] = {each.name: each for each in core()} if not names else with_extras()
+    for name in names:
+        for each in extras()[name]:
+            if each.name == "horovod_volo":
+                found |= with_extras(*sorted(each.extras))
+            else:
+                found[each.name] = each
+    return found
+
+
+def constraints() -> dict[str, str]:
+    lines = lines_of((ROOT / "tools" / "constraints.txt").read_text(encoding="utf-8"))
+    pins = [re.fullmatch(r"([\w-]+)==([\w.]+)", line) for line in lines]
+    assert None not in pins, lines
+    return {match[1]: match[2] for match in pins if match}
 
 
 def conda_environment() -> dict[str, Any]:
@@ -36,16 +70,54 @@ def pip_requirements() -> list[str]:
     return list(groups[0])
 
 
-def test_conda_installs_the_requirements_of_setup_cfg() -> None:
-    built_here = [line for line in setup_requirements() if line.startswith("horovod==")]
-    assert len(built_here) == 1
-    assert sorted(pip_requirements() + built_here) == sorted(setup_requirements())
+def test_the_constraints_are_in_the_ranges_of_setup_cfg() -> None:
+    allowed = with_extras(*extras())
+    pins = constraints()
+    assert set(with_extras(DEVELOPMENT, "horovod")) - NOT_PINNED <= set(pins) <= set(allowed)
+    assert [name for name, pin in pins.items() if not allowed[name].specifier.contains(pin)] == []
+
+
+def test_conda_installs_the_requirements_of_setup_cfg_in_the_tested_versions() -> None:
+    first, *requirements = pip_requirements()
+    assert first == CONSTRAINTS
+    expected = with_extras(DEVELOPMENT)
+    assert sorted(requirements) == sorted(expected)
+
+
+def test_the_ranges_leave_a_cluster_its_own_versions() -> None:
+    """Only lower bounds, but for a major version of timm, whose modules are parts of our networks."""
+    bounded = {each.name: str(each.specifier) for each in core() if {"<", "<=", "==", "~="} & operators(each)}
+    assert set(bounded) == {"timm"}
+    assert all(">=" in operators(each) for each in core())
+
+
+def operators(requirement: Requirement) -> set[str]:
+    return {each.operator for each in requirement.specifier}
+
+
+@pytest.mark.parametrize("name", ["horovod", "dali", "export", "bench", "test", "dev"])
+def test_extras(name: str) -> None:
+    assert extras()[name]
+    comments = re.search(rf"^{name} =\n(.*?)(?=^\w|\Z)", section("options.extras_require"), re.M | re.S)
+    assert comments is not None
+    assert comments[1].lstrip().startswith("#"), f"say why {name} needs its packages"
+
+
+def section(name: str) -> str:
+    text = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    found = re.search(rf"^\[{re.escape(name)}\]\n(.*?)(?=^\[|\Z)", text, re.M | re.S)
+    assert found is not None
+    return found[1]
+
+
+def test_dev_has_every_extra_that_a_test_or_lint_imports() -> None:
+    needed = with_extras(DEVELOPMENT)
+    assert {"pytest", "pytest-xdist", "ruff", "mypy", "onnxruntime", "nvidia-dali-cuda120"} <= set(needed)
+    assert "horovod" not in with_extras(*extras())  # pip would build it without PyTorch
 
 
 def test_setup_cfg_allows_the_python_of_conda() -> None:
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    oldest = re.fullmatch(r">=3\.(\d+)", setup["options"]["python_requires"])
+    oldest = re.fullmatch(r">=3\.(\d+)", setup_cfg()["options"]["python_requires"])
     pins = [entry for entry in conda_environment()["dependencies"] if str(entry).startswith("python=")]
     assert oldest is not None
     assert len(pins) == 1
@@ -54,8 +126,6 @@ def test_setup_cfg_allows_the_python_of_conda() -> None:
     assert int(chosen[1]) >= int(oldest[1])
 
 
-def test_versions_that_the_tools_read_are_exact() -> None:
-    # tools/setup and tools/build_horovod read these from setup.cfg with sed.
-    text = (ROOT / "setup.cfg").read_text(encoding="utf-8")
-    for name in ("torch", "horovod"):
-        assert len(re.findall(rf"^ *{name}==\d+\.\d+\.\d+$", text, flags=re.MULTILINE)) == 1
+def test_the_version_of_horovod_is_exact() -> None:
+    text = (ROOT / "horovod_volo" / "cluster" / "build_horovod.sh").read_text(encoding="utf-8")
+    assert len(re.findall(r"^version=\d+\.\d+\.\d+$", text, flags=re.MULTILINE)) == 1

@@ -93,7 +93,7 @@ def test_charts_without_matplotlib_say_how_to_install_it(
         simulate, "measured_gradient_times", lambda *_: pytest.fail("nothing is to be measured")
     )
     assert command_line.main(["simulate", "--figures", str(tmp_path)]) == 2
-    assert "pip install -e '.[bench]'" in capsys.readouterr().err
+    assert "pip install 'horovod_volo[bench]'" in capsys.readouterr().err
 
 
 def test_the_command_reports_efficiencies_and_draws_them(

@@ -147,9 +147,10 @@ def test_more_damaged_samples_than_the_limit_are_an_error(folder: Path) -> None:
     loader.close()
 
 
-def test_an_image_whose_damage_only_the_decoder_finds(folder: Path) -> None:
-    """The file's header and end are intact, but DALI cannot decode it, and the batches are built again."""
-    loader = open_loader(folder)
+@pytest.mark.parametrize("decoder", ["dali", "pillow"])
+def test_an_image_whose_damage_only_the_decoder_finds(folder: Path, decoder: str) -> None:
+    """The file's header and end are intact, but it cannot be decoded, and the batches are built again."""
+    loader = open_loader(folder, image_decoder=decoder)
     png = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)).save(png, "PNG")
     broken = bytearray(png.getvalue())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from horovod_volo.cluster.horovod_build import BUILD_SCRIPT
 from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.doctor.gpus import GpuState, assess_gpus
 from horovod_volo.doctor.installation import compare_mpi
@@ -90,6 +93,33 @@ def test_another_mpi_is_a_warning(library: str, program: str, level: str, messag
     assert bool(found.remedy) == (level != "ok")
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"PYTHON": "false"}, "No PyTorch in false."),
+        ({}, "No mpirun found. Install Open MPI, or set HOROVOD_WITHOUT_MPI=1"),
+        ({"HOROVOD_WITHOUT_MPI": "1"}, "No g++ found, which builds Horovod."),
+        ({"HOROVOD_WITHOUT_MPI": "1", "HOROVOD_GPU_OPERATIONS": "NCCL"}, "is a CPU build"),
+    ],
+    ids=["no PyTorch", "no MPI", "no compiler", "no CUDA"],
+)
+def test_the_build_of_horovod_names_what_is_missing(
+    variables: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    """PATH has a Python with a CPU build of PyTorch, and nothing that builds."""
+    for program in ("bash", "sed", "uname", "cat", "false"):
+        (tmp_path / program).symlink_to(str(shutil.which(program)))
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho cpython-311 2.13.0 none\n")
+    python.chmod(0o755)
+    environment = {"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHON": str(python)} | variables
+    command = [str(shutil.which("bash")), str(BUILD_SCRIPT)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
 @pytest.mark.filterwarnings("ignore:sys.meta_path is empty:ImportWarning")  # this test empties it
 def test_a_missing_horovod_is_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     from horovod_volo.cluster.horovod_build import read_build
@@ -100,5 +130,5 @@ def test_a_missing_horovod_is_reported_as_missing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(sys, "meta_path", [])
     monkeypatch.setattr(sys, "path_hooks", [])
-    with pytest.raises(UserError, match=r"Horovod is not installed in this Python\. Run \./tools/setup\."):
+    with pytest.raises(UserError, match=r"not installed in this Python.*horovod-volo build_horovod"):
         read_build()

@@ -56,7 +56,7 @@ def measure(
 ) -> Result:
     """Predict the efficiency of each network on each fabric."""
     if figures and not find_spec("matplotlib"):
-        raise UserError("Charts need matplotlib: pip install -e '.[bench]'. Or leave out --figures.")
+        raise UserError("Charts need matplotlib: pip install 'horovod_volo[bench]'. Or leave out --figures.")
     record = next((record for record in reversed(read_records()) if record["name"] == "scaling"), None)
     if figures and record:
         _draw_exchange(Path(figures) / "exchange.svg", record)

@@ -19,8 +19,9 @@ from horovod_volo.config.dense_settings import Detection
 from horovod_volo.core.batch import BoxBatch, copy_async
 from horovod_volo.data.boxes.box_list import BoxList, ImageBoxes, read_sized
 from horovod_volo.data.boxes.box_plan import BoxPlan, draw_box_plan
+from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
-from horovod_volo.data.pipeline import Normalization, build_train_pipeline, resizing_inputs
+from horovod_volo.data.pipeline import Normalization, resizing_inputs
 from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
 from horovod_volo.data.thread_pool import ImageThreadPool
 from horovod_volo.data.train_transform import resize_pixels
@@ -63,11 +64,12 @@ class BoxTrainLoader(OrderedBatches[PendingBoxBatch, BoxBatch]):
         mean, std = (255 * torch.tensor(values, device=device).view(3, 1) for values in normalization)
         self._mean, self._std = mean, std
         # On the CPU torch resizes faster than DALI.
-        self._resized_by_dali = device.type == "cuda"
+        decoder = image_decoder(settings.image_decoder)
+        self._resized_by_dali = device.type == "cuda" and decoder.name == "dali"
         self._transform_threads = ImageThreadPool(threads, "image-transform")
         self._prefetcher = BatchPrefetcher(
             partial(
-                build_train_pipeline,
+                decoder.build_train_pipeline,
                 image_size=side,
                 batch=settings.batch_size,
                 device=device,
@@ -78,6 +80,7 @@ class BoxTrainLoader(OrderedBatches[PendingBoxBatch, BoxBatch]):
             settings.prefetch,
             lambda index: self.bad_samples.add_undecodable(index, images.location(index)),
             self._transform,
+            decoder.undecodable,
         )
 
     def close(self) -> None:

@@ -20,8 +20,9 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.core.batch import IGNORED, SceneBatch, copy_async
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
+from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
-from horovod_volo.data.pipeline import Normalization, build_scene_pipeline
+from horovod_volo.data.pipeline import Normalization
 from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
 from horovod_volo.data.reading import decode_rgb, read_image
 from horovod_volo.data.scenes.scene_list import Mask, SceneList
@@ -58,12 +59,14 @@ class SceneTrainLoader(OrderedBatches[PendingSceneBatch, SceneBatch]):
         self._transform_threads = ImageThreadPool(threads, "image-transform")
         self._mean = 255 * torch.tensor(normalization.mean, device=device).view(3, 1, 1)
         self._std = 255 * torch.tensor(normalization.std, device=device).view(3, 1, 1)
+        decoder = image_decoder(settings.image_decoder)
         self._prefetcher = BatchPrefetcher(
-            partial(build_scene_pipeline, batch=settings.batch_size, device=device, threads=threads),
+            partial(decoder.build_scene_pipeline, batch=settings.batch_size, device=device, threads=threads),
             device,
             settings.prefetch,
             lambda index: self.bad_samples.add_undecodable(index, scenes.location(index)),
             self._transform,
+            decoder.undecodable,
         )
 
     def close(self) -> None:
@@ -110,7 +113,7 @@ class SceneTrainLoader(OrderedBatches[PendingSceneBatch, SceneBatch]):
 
     def _transform(self, pending: PendingSceneBatch, decoded: Any) -> Tensor:
         images = torch.zeros(len(decoded), 3, self._side, self._side, device=self._device)
-        # Views of DALI's memory, valid until its next run.
+        # Perhaps views of DALI's memory, valid until its next run.
         windows = [torch.utils.dlpack.from_dlpack(decoded[number]) for number in range(len(decoded))]
 
         def transform(numbered: tuple[int, Tensor]) -> None:

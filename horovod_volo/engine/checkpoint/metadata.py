@@ -8,11 +8,12 @@ from typing import Any
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.tasks.task import Samples, Task
 
 
 def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -> dict[str, Any]:
-    """Return the settings that the order of samples, the tensors and the averaged weights depend on."""
+    """Return the settings that samples, their order and the tensors of the state depend on."""
     return {
         "model": config.model.model,
         "img_size": config.model.img_size,
@@ -23,6 +24,7 @@ def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -
         "block_shuffle": config.data.block_shuffle,
         "shuffle_window": config.data.shuffle_window,
         "global_batch": derived.global_batch,
+        "image_decoder": image_decoder(config.data.image_decoder).name,
         "precision": config.model.precision,
         "averaged": bool(config.update.ema_decay),
         "ema_warmup": config.update.ema_warmup,
@@ -35,7 +37,8 @@ def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -
 def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path, ranks: int) -> None:
     """Raise UserError if the run that saved `checkpoint` had other settings than the current one."""
     # Earlier versions did not save these: averages always had a warm-up, models always an auxiliary head.
-    earlier = {"ema_warmup": saved.get("averaged", False), "task": "classification"}
+    # Only DALI decoded images.
+    earlier = {"ema_warmup": saved.get("averaged", False), "task": "classification", "image_decoder": "dali"}
     saved = earlier | {"aux_head": current.get("aux_head")} | saved
     for name, value in current.items():
         if saved.get(name) != value:
@@ -60,6 +63,8 @@ def _remedy(name: str, saved: Any, ranks: int) -> str:
     if name == "aux_head":
         labels = "--token-label, and --dense-weight above 0" if saved else "--no-token-label"
         return f"Give {labels}, or start a new run with --finetune."
+    if name == "image_decoder":
+        return f"Give --image-decoder {saved}, or start a new run with --finetune."
     if name in ("images", "image_list"):
         return "Restore the training images as they were, or start a new run with --finetune."
     return "Give the settings of its resolved.toml, or start a new run with --finetune."

@@ -1,0 +1,177 @@
+"""What the DALI pipelines do, by Pillow on the CPU, for machines where DALI is not installed.
+
+Invariant: the inputs are those of `pipeline.py`, and the pixels are DALI's up to rounding. A batch depends on
+its inputs alone. Batches are returned in the order in which they were read, some of them decoded ahead.
+"""
+
+from __future__ import annotations
+
+import io
+import weakref
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from horovod_volo.data.pipeline import (
+    BATCHES_DECODED_AHEAD,
+    IMAGENET_NORMALIZATION,
+    Normalization,
+    Source,
+)
+
+_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+Batch = Tensor | list[Tensor]  # a list where the images differ in size
+# What Pillow raises for an image that it cannot decode.
+UNDECODABLE = (OSError, SyntaxError, ValueError)
+
+
+class PillowPipeline:
+    """Decodes batches in threads; it is called as a DALI pipeline is. The threads end with it."""
+
+    def __init__(
+        self,
+        source: Source,
+        decode: Callable[..., Tensor],
+        collect: Callable[[list[Tensor]], Batch],
+        threads: int,
+    ) -> None:
+        """`decode` is given the inputs of one image; `collect` makes a batch of what it returns."""
+        self._source, self._decode, self._collect = source, decode, collect
+        self._pool = ThreadPoolExecutor(threads, "image-decoder")
+        weakref.finalize(self, self._pool.shutdown, cancel_futures=True)
+        self._decoding: deque[list[Future[Tensor]]] = deque()
+        self._ended = False
+
+    def run(self, stream: Any = None) -> tuple[Batch]:  # noqa: ARG002
+        """Return the next batch; raise StopIteration after the last, RuntimeError if it is undecodable."""
+        while not self._ended and len(self._decoding) <= BATCHES_DECODED_AHEAD:
+            try:
+                inputs = self._source()
+            except StopIteration:
+                self._ended = True
+            else:
+                images = [
+                    self._pool.submit(self._decode, *of_image) for of_image in zip(*inputs, strict=True)
+                ]
+                self._decoding.append(images)
+        if not self._decoding:
+            raise StopIteration
+        try:
+            images_of_batch = [image.result() for image in self._decoding.popleft()]
+        except UNDECODABLE as error:
+            raise RuntimeError(f"Pillow cannot decode an image: {error}") from error
+        return (self._collect(images_of_batch),)
+
+    def reset(self) -> None:
+        """Read from the source again, after StopIteration."""
+        self._ended = False
+
+
+def build_train_pipeline(
+    source: Source, *, image_size: int, batch: int, device: torch.device, threads: int, resize: bool
+) -> PillowPipeline:
+    """Build the pipeline that decodes and crops training images, to uint8 (height, width, 3) on the device.
+
+    Inputs: encoded images, crop corners, crop shapes.
+    """
+    del image_size, batch
+    if resize:
+        raise NotImplementedError("crops that Pillow has decoded are resized by torch")
+    return PillowPipeline(source, _crop, partial(_on_device, device), threads)
+
+
+def build_scene_pipeline(source: Source, *, batch: int, device: torch.device, threads: int) -> PillowPipeline:
+    """Build the pipeline that decodes images and resamples a window of each, to uint8 (height, width, 3).
+
+    Inputs: encoded images, window corners (begin, end) in pixels of the image, sizes, flips.
+    """
+    del batch
+    return PillowPipeline(source, _window, partial(_on_device, device), threads)
+
+
+def build_eval_pipeline(
+    source: Source,
+    *,
+    image_size: int,
+    batch: int,
+    device: torch.device,
+    threads: int,
+    normalization: Normalization = IMAGENET_NORMALIZATION,
+    interpolation: str = "bicubic",
+) -> PillowPipeline:
+    """Build the evaluation pipeline; inputs: encoded images, shapes after resizing, crop corners."""
+    del batch
+    mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in normalization)
+
+    def decode(encoded: NDArray[np.uint8], size: NDArray[Any], corner: NDArray[Any]) -> Tensor:
+        cropped = center_cropped(decoded_rgb(encoded), size, corner, image_size, interpolation)
+        return torch.from_numpy(cropped).permute(2, 0, 1)
+
+    def collect(images: list[Tensor]) -> Tensor:
+        return torch.stack(images).to(device).float().sub_(mean).div_(std)
+
+    return PillowPipeline(source, decode, collect, threads)
+
+
+def undecodable(images: list[NDArray[np.uint8]]) -> list[int]:
+    """Return the positions of the encoded images that Pillow cannot decode."""
+    positions = []
+    for position, image in enumerate(images):
+        try:
+            decoded_rgb(image)
+        except UNDECODABLE:
+            positions.append(position)
+    return positions
+
+
+def decoded_rgb(encoded: NDArray[np.uint8]) -> Image.Image:
+    """Return a decoded image; raise one of UNDECODABLE if it is damaged."""
+    with Image.open(io.BytesIO(encoded.data)) as image:
+        return image.convert("RGB")
+
+
+def center_cropped(
+    image: Image.Image, size: NDArray[Any], corner: NDArray[Any], side: int, interpolation: str
+) -> NDArray[np.uint8]:
+    """Resize an image to (height, width) and cut out the crop (side, side, 3); black outside the image."""
+    (height, width), (top, left) = size.astype(int).tolist(), corner.tolist()
+    resized = image.resize((width, height), _FILTERS[interpolation])
+    return np.array(resized.crop((left, top, left + side, top + side)))
+
+
+def _crop(encoded: NDArray[np.uint8], corner: NDArray[Any], shape: NDArray[Any]) -> Tensor:
+    (top, left), (height, width) = corner.tolist(), shape.tolist()
+    return torch.from_numpy(np.array(decoded_rgb(encoded).crop((left, top, left + width, top + height))))
+
+
+def _window(
+    encoded: NDArray[np.uint8],
+    begin: NDArray[np.float32],
+    end: NDArray[np.float32],
+    size: NDArray[np.float32],
+    flip: NDArray[np.int32],
+) -> Tensor:
+    """Resample a window linearly, without antialiasing; beyond the border the image's last pixels go on."""
+    pixels = np.asarray(decoded_rgb(encoded))
+    for axis in (0, 1):
+        length, last = int(size[axis]), pixels.shape[axis] - 1
+        centers = begin[axis] + (np.arange(length) + 0.5) * (end[axis] - begin[axis]) / length - 0.5
+        centers = centers.clip(0, last).astype(np.float32)
+        before = centers.astype(np.int64)
+        weights = (centers - before).reshape(-1, *[1] * (2 - axis))
+        first, second = (np.take(pixels, rows, axis) for rows in (before, (before + 1).clip(max=last)))
+        pixels = first + (second.astype(np.float32) - first) * weights
+    window = torch.from_numpy(np.rint(pixels).astype(np.uint8))
+    return window.flip(1) if flip else window
+
+
+def _on_device(device: torch.device, images: list[Tensor]) -> list[Tensor]:
+    return [image.to(device) for image in images]

@@ -1,0 +1,134 @@
+"""A wheel and a source archive, installed into clean environments: the commands run with core packages only.
+
+Takes minutes and the package index: add --install. torch and torchvision are installed first, as
+docs/install.md says, in the tested versions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from horovod_volo.data.demo.demo_set import make_demo_set
+
+pytestmark = pytest.mark.install
+ROOT = Path(__file__).parents[2]
+CONSTRAINTS = ROOT / "tools" / "constraints.txt"
+EXTRAS = ("dali", "export", "horovod", "bench")
+TRAINED = ("--model", "volo_demo", "--img-size", "64", "-b", "8", "--epochs", "1", "--name", "run")
+
+
+def call(folder: Path, *command: object, status: int = 0) -> str:
+    """Run a command in a folder, without this process's PYTHONPATH; return what it prints."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a wheel and a source archive of the committed and uncommitted files."""
+    folder = tmp_path_factory.mktemp("archives")
+    source = folder / "source"
+    listed = call(ROOT, "git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    for name in filter(None, listed):
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    build = folder / "build"
+    call(folder, sys.executable, "-m", "venv", build)
+    call(folder, build / "bin/python", "-m", "pip", "install", "--quiet", "build")
+    call(folder, build / "bin/python", "-m", "build", "--outdir", folder, source)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory, archives: Path) -> Path:
+    """Return the programs of an environment with the wheel and its core packages."""
+    folder = tmp_path_factory.mktemp("clean")
+    call(folder, sys.executable, "-m", "venv", folder / "venv")
+    pip = [folder / "venv/bin/python", "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS]
+    call(folder, *pip, "torch", "torchvision")
+    (wheel,) = archives.glob("*.whl")
+    call(folder, *pip, wheel)
+    return folder / "venv/bin"
+
+
+def package_files() -> set[str]:
+    listed = call(ROOT, "git", "ls-files", "--cached", "--others", "--exclude-standard", "horovod_volo")
+    return set(listed.split())
+
+
+def test_the_archives_contain_the_package_and_nothing_else(archives: Path) -> None:
+    (wheel,), (source,) = archives.glob("*.whl"), archives.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as opened:
+        names = {name for name in opened.namelist() if ".dist-info/" not in name}
+    assert names == package_files()
+    assert "horovod_volo/config/recipes/volo_d1.toml" in names
+    assert "horovod_volo/cluster/build_horovod.sh" in names
+    with tarfile.open(source) as archive:
+        files = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    about = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
+    assert {name for name in files if not name.startswith("horovod_volo.egg-info/")} == names | about
+
+
+def test_core_packages_are_enough_for_every_command(clean: Path, tmp_path: Path) -> None:
+    make_demo_set(tmp_path / "images", train=40, val=20)
+    command = clean / "horovod-volo"
+    assert "horovod not installed, nvidia-dali-cuda120 not installed" in call(tmp_path, command, "--version")
+    trained = call(tmp_path, command, "train", "images", *TRAINED)
+    assert "images read by Pillow (DALI is not installed)" in trained
+    assert "done: " in trained
+    evaluated = call(tmp_path, command, "evaluate", "images", "--weights", "runs/run")
+    assert re.search(r"^images +20 of ", evaluated, re.MULTILINE)
+    assert "images read by Pillow" in evaluated
+    image = next((tmp_path / "images/val").rglob("*.jpg"))
+    assert ".jpg: " in call(tmp_path, command, "predict", "runs/run", image)
+    call(tmp_path, command, "export", "runs/run", "exported")
+    assert (tmp_path / "exported/model.safetensors").exists()
+    refused = call(tmp_path, command, "export", "runs/run", "with_onnx", "--onnx", status=2)
+    assert "pip install 'horovod_volo[export]'" in refused
+    assert "one rank needs none" in call(tmp_path, command, "doctor")
+
+
+def test_extras_are_added_to_an_installed_package(clean: Path, tmp_path: Path) -> None:
+    """pip finds the package installed, and installs what the extra names; torch stays."""
+    before = call(tmp_path, clean / "python", "-m", "pip", "freeze")
+    pip = [clean / "python", "-m", "pip", "install", "--quiet", "--constraint", CONSTRAINTS]
+    call(tmp_path, *pip, f"horovod_volo[{','.join(EXTRAS)}]")
+    after = call(tmp_path, clean / "python", "-m", "pip", "freeze")
+    torch = [line for line in before.splitlines() if line.startswith("torch")]
+    assert len(torch) == 2
+    assert set(torch) <= set(after.splitlines())
+    assert "horovod==" not in after
+    versions = call(tmp_path, clean / "horovod-volo", "--version")
+    assert re.search(r"nvidia-dali-cuda120 \d", versions)
+    make_demo_set(tmp_path / "images", train=16, val=8)
+    assert "images read by DALI" in call(tmp_path, clean / "horovod-volo", "train", "images", *TRAINED)
+    call(tmp_path, clean / "horovod-volo", "export", "runs/run", "exported", "--onnx")
+    assert (tmp_path / "exported/model.onnx").exists()
+
+
+def test_the_source_archive_installs(archives: Path, clean: Path, tmp_path: Path) -> None:
+    (source,) = archives.glob("*.tar.gz")
+    (wheel,) = archives.glob("*.whl")
+    call(tmp_path, clean / "python", "-m", "pip", "wheel", "--quiet", "--no-deps", "-w", tmp_path, source)
+    (built,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(built) as ours, zipfile.ZipFile(wheel) as theirs:
+        assert sorted(ours.namelist()) == sorted(theirs.namelist())
