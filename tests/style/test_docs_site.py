@@ -6,6 +6,7 @@ from other hosts.
 
 from __future__ import annotations
 
+import configparser
 import os
 import re
 import runpy
@@ -88,6 +89,26 @@ def test_the_readme_claims_the_figures_of_its_table() -> None:
         assert float(text) == pytest.approx(values[label], rel=0.01), (
             f"the README claims an old figure: {label}"
         )
+
+
+def test_citation_and_issue_templates_can_be_read() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    citation = yaml.safe_load((DOCS / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["title"], citation["version"]) == (
+        setup["metadata"]["name"],
+        setup["metadata"]["version"],
+    )
+    assert citation["license"] == setup["metadata"]["license"]
+    assert len(citation["references"]) == 2
+    templates = [
+        path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"
+    ]
+    assert len(templates) > 1
+    for template in templates:
+        form = yaml.safe_load(template.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= set(form)
+        assert all(field["attributes"]["label"] for field in form["body"])
 
 
 # --- the built site -----------------------------------------------------------------------------
