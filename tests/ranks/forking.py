@@ -30,15 +30,22 @@ def fork() -> list[str]:
 
 @cache
 def path_of_forks() -> str:
-    """Return a PATH on which `python` and `horovodrun` run in forks of the fork server.
+    """Return a PATH on which `python`, `horovodrun` and `horovod-volo` run in forks of the fork server.
 
     A test of a documented command sets it after tools/activate, so that the command itself is unchanged.
     """
     folder, scripts = tempfile.mkdtemp(prefix="forked_programs_"), Path(sys.executable).parent
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name, arguments in (("python", []), ("horovodrun", [str(scripts / "horovodrun")])):
+    start = shlex.join(fork())
+    programs = {
+        "python": f'exec {start} "$@"',
+        "horovodrun": f'exec {start} {shlex.quote(str(scripts / "horovodrun"))} "$@"',
+        # The module of the command, because a fork has already imported most of them.
+        "horovod-volo": f'command=$1\nshift\nexec {start} -m "horovod_volo.$command" "$@"',
+    }
+    for name, lines in programs.items():
         script = Path(folder, name)
-        script.write_text(f'#!/bin/sh\nexec {shlex.join([*fork(), *arguments])} "$@"\n', encoding="utf-8")
+        script.write_text(f"#!/bin/sh\n{lines}\n", encoding="utf-8")
         script.chmod(0o755)
     return f"{folder}:{scripts}:{os.environ['PATH']}"
 

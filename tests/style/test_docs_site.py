@@ -1,0 +1,169 @@
+"""The site of docs/: its navigation has every page, what is generated is up to date, and nothing is requested
+from other hosts.
+
+`./tools/docs` builds the site in an environment of its own, which the last tests use if it is there.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import runpy
+import shutil
+import subprocess
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from horovod_volo.bench.results import HEADLINES, read_records
+from horovod_volo.config.values import all_settings
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CONFIG = DOCS / "site" / "mkdocs.yml"
+REGENERATE = "run ./tools/docs generate, and commit what it changes"
+
+
+def pages_in(navigation: Any) -> Iterator[str]:
+    """Yield the pages of a navigation, in its order."""
+    if isinstance(navigation, str):
+        yield navigation
+    for entry in navigation.values() if isinstance(navigation, dict) else navigation:
+        if not isinstance(navigation, str):
+            yield from pages_in(entry)
+
+
+def test_the_navigation_has_every_page_once() -> None:
+    listed = list(pages_in(yaml.safe_load(CONFIG.read_text(encoding="utf-8"))["nav"]))
+    pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
+    assert set(listed) == pages, f"list each page of docs/ under nav in {CONFIG.relative_to(ROOT)}"
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize(
+    ("program", "function", "folder"),
+    [("docs_reference.py", "pages", DOCS / "reference"), ("docs_figures.py", "figures", DOCS / "figures")],
+)
+def test_generated_files_are_up_to_date(program: str, function: str, folder: Path) -> None:
+    made = runpy.run_path(str(ROOT / "tools" / program))[function]()
+    assert len(made) > 1
+    for name, text in made.items():
+        assert (folder / name).read_text(encoding="utf-8") == text, f"{name}: {REGENERATE}"
+
+
+def test_the_reference_has_every_setting() -> None:
+    text = (DOCS / "reference" / "settings.md").read_text(encoding="utf-8")
+    entries = dict(re.findall(r"^### (\w+)\n(.+?)(?=^##|\Z)", text, flags=re.M | re.S))
+    assert list(entries) == [setting.name for setting in all_settings()]
+    for setting in all_settings():
+        entry = entries[setting.name]
+        assert all(f"`{flag}" in entry for flag in (*setting.flags, *setting.shorthands)), setting.name
+        bound = "" if setting.at_least is None else f"at least {setting.at_least:g}"
+        assert bound in entry
+        assert "*Default:* " in entry
+
+
+def test_the_readme_claims_the_figures_of_its_table() -> None:
+    claims = (ROOT / "README.md").read_text(encoding="utf-8").partition("## From a folder")[0]
+    newest = {record["name"]: record for record in read_records()}
+    values = {
+        label: figure["value"]
+        for name, label, _ in HEADLINES
+        for figure in newest[name]["figures"]
+        if figure["label"] == label
+    }
+    claimed = {
+        "exposed, relative to stock Horovod's": "0.63",
+        "exposed, relative to torch DDP's": "0.48",
+        "1,000 classes, batch 64: faster than published": "12.7",
+        "faster than torch.load": "52.7",
+        "faster than timm's loader": "1.92",
+    }
+    for label, text in claimed.items():
+        assert text in claims, f"change this test with the README: {label}"
+        assert float(text) == pytest.approx(values[label], rel=0.01), (
+            f"the README claims an old figure: {label}"
+        )
+
+
+def test_citation_and_issue_templates_can_be_read() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    citation = yaml.safe_load((DOCS / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["title"], citation["version"]) == (
+        setup["metadata"]["name"],
+        setup["metadata"]["version"],
+    )
+    assert citation["license"] == setup["metadata"]["license"]
+    assert len(citation["references"]) == 2
+    templates = [
+        path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"
+    ]
+    assert len(templates) > 1
+    for template in templates:
+        form = yaml.safe_load(template.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= set(form)
+        assert all(field["attributes"]["label"] for field in form["body"])
+
+
+# --- the built site -----------------------------------------------------------------------------
+
+
+class Requests(HTMLParser):
+    """Collects the addresses that a browser loads by itself when it shows a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = {name: value or "" for name, value in attrs}
+        if tag == "link" and named.get("rel") not in ("canonical", "prev", "next", "alternate"):
+            self.found.append(named.get("href", ""))
+        if tag in ("script", "img", "iframe", "source", "video", "audio", "embed"):
+            self.found.append(named.get("src", ""))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site; a link that leads nowhere fails the build."""
+    mkdocs = shutil.which("mkdocs", path=str(ROOT / "build" / "docs_venv" / "bin"))
+    if mkdocs is None:
+        message = "./tools/docs has not been run: it installs the programs that build the site"
+        pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        mkdocs,
+        "build",
+        "--strict",
+        "--config-file",
+        str(CONFIG),
+        "--site-dir",
+        str(folder),
+    ]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_page_is_built(site: Path) -> None:
+    for page in DOCS.rglob("*.md"):
+        assert (site / page.relative_to(DOCS).with_suffix(".html")).is_file()
+    assert not (site / "site" / "mkdocs.yml").exists()
+
+
+def test_no_page_requests_anything_from_another_host(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        parser = Requests()
+        parser.feed(page.read_text(encoding="utf-8"))
+        assert len(parser.found) > 5
+        assert [each for each in parser.found if each.startswith(("http:", "https:", "//"))] == [], page.name
+    for style in site.rglob("*.css"):
+        text = style.read_text(encoding="utf-8")
+        assert not re.search(r"(?:url\(|@import )[\"']?(?:https?:)?//", text), style.name
