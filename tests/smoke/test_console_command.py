@@ -59,3 +59,9 @@ def test_a_mistyped_command_gets_a_hint() -> None:
     status, output = started("evalute")
     assert status == 2
     assert "there is no command 'evalute'. Did you mean evaluate?" in output
+
+
+def test_timm_is_importable_in_the_environment_of_tools_setup() -> None:
+    """Without this package, also where torch is a CPU build; tools/setup declares torchvision's operators."""
+    done = subprocess.run([sys.executable, "-c", "import timm"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
