@@ -1,0 +1,199 @@
+"""Reads a run folder for its report: settings, environment, metrics, what the log says, confusions.
+
+A line of metrics.jsonl that a killed process wrote in part is left out, and counted. A file without which
+nothing can be said about the run, or that is damaged as a whole, raises UserError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.ledger import LEDGER, read_ledger
+from horovod_volo.models.pretrained import SETTINGS_OF_RUN
+from horovod_volo.tasks.confusions import CONFUSIONS
+
+Record = dict[str, float]  # numbers by name; "step" is one of them
+
+_OF_TRAINING = "images_per_second"  # is in every record of training, and in no evaluation
+_BANNER = re.compile(r" {,9}([a-z]+)  (\S.*)")
+_NEXT = "Name the folder of a run, as runs/NAME, which training writes."
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run folder says."""
+
+    folder: Path
+    name: str  # unique among the runs of a page
+    settings: dict[str, dict[str, Any]]  # by table and name
+    environment: dict[str, Any]
+    training: list[Record]
+    evaluations: list[Record]
+    confusions: dict[str, Any]  # empty: none
+    starts: list[dict[str, Any]]  # of the ledger: one for each start of the run
+    banner: dict[str, str]  # the properties that the log begins with, of the latest start
+    last_line: str  # of the log
+    damaged: int  # lines of metrics.jsonl
+    loss_parts: list[str] = field(default_factory=list)
+
+    @property
+    def task(self) -> str:
+        """Return the task."""
+        return str(self.setting("model", "task") or "classification")
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Return the steps of an epoch; 0: nothing says it."""
+        for start in self.starts[:1]:
+            return float(start.get("steps_per_epoch", 0))
+        return next((each["step"] / (each["epoch"] + 1) for each in self.evaluations if "epoch" in each), 0.0)
+
+    @property
+    def epochs(self) -> int:
+        """Return the epochs of the whole run."""
+        update = self.settings.get("update", {})
+        prefix = update.get("warmup_epochs", 0) if update.get("warmup_prefix") else 0
+        return int(update.get("epochs", 0)) + int(update.get("cooldown_epochs", 0)) + int(prefix)
+
+    @property
+    def hosts(self) -> list[str]:
+        """Return the host of each rank."""
+        return list(map(str, self.environment.get("hosts", [])))
+
+    @property
+    def resumed_at(self) -> list[int]:
+        """Return the steps at which the run was started again."""
+        return [step for start in self.starts if (step := int(start.get("step", 0)))]
+
+    def setting(self, table: str, name: str) -> Any:
+        """Return a setting, or None."""
+        return self.settings.get(table, {}).get(name)
+
+    def hosts_at(self, step: float) -> list[str]:
+        """Return the host of each rank at a step; an elastic run changes them."""
+        hosts = self.hosts
+        for start in self.starts:
+            if int(start.get("step", 0)) < step:
+                hosts = list(start.get("hosts", hosts))
+        return hosts
+
+
+def read_runs(folders: Sequence[str]) -> list[RunFiles]:
+    """Read runs; raise UserError for the first that cannot be read."""
+    paths = [Path(folder) for folder in folders]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UserError("a run is named twice. Name each run once.")
+    return [read_run(path, name) for path, name in zip(paths, _distinct_names(paths), strict=True)]
+
+
+def read_run(folder: Path, name: str) -> RunFiles:
+    """Read a run folder; raise UserError if it is none, is empty, or its files are damaged."""
+    if not folder.is_dir():
+        raise UserError(f"there is no run folder {folder}. {_NEXT}")
+    records, damaged = _read_metrics(folder / "metrics.jsonl")
+    training = [record for record in records if _OF_TRAINING in record]
+    evaluations = [record for record in records if _OF_TRAINING not in record]
+    log = _read_text(folder / "log.txt").splitlines()
+    ledger = folder / LEDGER
+    return RunFiles(
+        folder=folder,
+        name=name,
+        settings=_read_settings(folder / SETTINGS_OF_RUN),
+        environment=_read_json(folder / "environment.json"),
+        training=training,
+        evaluations=evaluations,
+        confusions=_read_json(folder / CONFUSIONS),
+        starts=[each for each in read_ledger(ledger) if "hosts" in each] if ledger.is_file() else [],
+        banner={found[1]: found[2] for line in log if (found := _BANNER.fullmatch(line))},
+        last_line=log[-1] if log else "",
+        damaged=damaged,
+        loss_parts=_loss_parts(training),
+    )
+
+
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of paths that differ, in whole names."""
+    resolved = [path.resolve() for path in paths]
+    for parts in range(1, max(len(path.parts) for path in resolved) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in resolved]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _read_metrics(path: Path) -> tuple[list[Record], int]:
+    """Return the records in the order of their steps, and how many lines are damaged."""
+    if not path.is_file():
+        raise UserError(f"{path.parent} has no {path.name}: it is no run folder, or not yet. {_NEXT}")
+    found: dict[tuple[bool, float], Record] = {}
+    damaged = 0
+    for line in _read_text(path).splitlines():
+        record = _numbers_of(line)
+        if "step" in record:
+            found[_OF_TRAINING in record, record["step"]] = (
+                record  # of equal steps, the last was trained last
+            )
+        else:
+            damaged += 1
+    if not found:
+        problem = "is damaged: it has no record" if damaged else "is empty"
+        raise UserError(f"{path} {problem}. Wait for the first log point of the run, or name another run.")
+    return sorted(found.values(), key=lambda record: record["step"]), damaged
+
+
+def _numbers_of(line: str) -> Record:
+    """Return the finite numbers of a record; none, if the line is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    items = record.items() if isinstance(record, dict) else ()
+    return {key: value for key, value in items if type(value) in (int, float) and math.isfinite(value)}
+
+
+def _loss_parts(training: Sequence[Record]) -> list[str]:
+    """Return the names of the terms of the loss: the engine writes them between the loss and `lr`."""
+    names: list[str] = []
+    for record in training[-1:]:
+        keys = list(record)
+        if "loss" in keys and "lr" in keys:
+            names = keys[keys.index("loss") + 1 : keys.index("lr")]
+    return names
+
+
+def _read_settings(path: Path) -> dict[str, dict[str, Any]]:
+    # Not by load_recipe: a run of another version, whose settings have other names, has a report too.
+    if not path.is_file():
+        raise UserError(f"{path.parent} has no {path.name}: it is no run folder, or not a whole one. {_NEXT}")
+    try:
+        tables = tomllib.loads(_read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is damaged: {error}. Restore it, or name another run.") from None
+    return {name: values for name, values in tables.items() if isinstance(values, dict)}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(_read_text(path))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it is no JSON object. Remove it, or restore it.")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}. Correct its permissions.") from None
