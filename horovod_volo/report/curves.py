@@ -152,7 +152,8 @@ def weights_of(run: RunFiles) -> list[tuple[Record, float]]:
     weighted = []
     for earlier, record in pairwise([before, *run.training]):
         images = record.get("images_seen", 0.0) - earlier.get("images_seen", 0.0)
-        weighted.append((record, max(0.0, images) / max(record["images_per_second"], 1e-9)))
+        speed = record["images_per_second"]
+        weighted.append((record, max(0.0, images) / speed if speed > 0 else 0.0))
     return weighted
 
 

@@ -34,7 +34,7 @@ class Quantity:
         elif self.form == "count" or value == int(value):
             text = f"{value:,.0f}"
         else:
-            text = f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.4g}"
+            text = f"{value:,.1f}" if abs(value) >= 1000 else f"{value:#.4g}"
         return f"{text} {self.unit}".rstrip()
 
 

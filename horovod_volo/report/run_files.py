@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from horovod_volo.config.values import all_settings, checked
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.ledger import LEDGER, read_ledger
 from horovod_volo.models.pretrained import SETTINGS_OF_RUN
@@ -28,17 +29,27 @@ _NEXT = "Name the folder of a run, as runs/NAME, which training writes."
 
 
 @dataclass(frozen=True)
+class RunStart:
+    """A start of a run, of its ledger."""
+
+    step: int  # that the run had reached
+    hosts: list[str]  # of each rank
+    steps_per_epoch: int
+
+
+@dataclass(frozen=True)
 class RunFiles:
     """What a run folder says."""
 
     folder: Path
     name: str  # unique among the runs of a page
+    recipe: str  # the text of its settings
     settings: dict[str, dict[str, Any]]  # by table and name
     environment: dict[str, Any]
     training: list[Record]
     evaluations: list[Record]
     confusions: dict[str, Any]  # empty: none
-    starts: list[dict[str, Any]]  # of the ledger: one for each start of the run
+    starts: list[RunStart]
     banner: dict[str, str]  # the properties that the log begins with, of the latest start
     last_line: str  # of the log
     damaged: int  # lines of metrics.jsonl
@@ -52,8 +63,8 @@ class RunFiles:
     @property
     def steps_per_epoch(self) -> float:
         """Return the steps of an epoch; 0: nothing says it."""
-        for start in self.starts[:1]:
-            return float(start.get("steps_per_epoch", 0))
+        if self.starts:
+            return float(self.starts[0].steps_per_epoch)
         return next((each["step"] / (each["epoch"] + 1) for each in self.evaluations if "epoch" in each), 0.0)
 
     @property
@@ -66,12 +77,13 @@ class RunFiles:
     @property
     def hosts(self) -> list[str]:
         """Return the host of each rank."""
-        return list(map(str, self.environment.get("hosts", [])))
+        hosts = self.environment.get("hosts")
+        return list(map(str, hosts)) if isinstance(hosts, list) else []
 
     @property
     def resumed_at(self) -> list[int]:
         """Return the steps at which the run was started again."""
-        return [step for start in self.starts if (step := int(start.get("step", 0)))]
+        return [start.step for start in self.starts if start.step]
 
     def setting(self, table: str, name: str) -> Any:
         """Return a setting, or None."""
@@ -81,8 +93,8 @@ class RunFiles:
         """Return the host of each rank at a step; an elastic run changes them."""
         hosts = self.hosts
         for start in self.starts:
-            if int(start.get("step", 0)) < step:
-                hosts = list(start.get("hosts", hosts))
+            if start.step < step:
+                hosts = start.hosts
         return hosts
 
 
@@ -102,16 +114,16 @@ def read_run(folder: Path, name: str) -> RunFiles:
     training = [record for record in records if _OF_TRAINING in record]
     evaluations = [record for record in records if _OF_TRAINING not in record]
     log = _read_text(folder / "log.txt").splitlines()
-    ledger = folder / LEDGER
     return RunFiles(
         folder=folder,
         name=name,
+        recipe=_read_text(folder / SETTINGS_OF_RUN),
         settings=_read_settings(folder / SETTINGS_OF_RUN),
         environment=_read_json(folder / "environment.json"),
         training=training,
         evaluations=evaluations,
         confusions=_read_json(folder / CONFUSIONS),
-        starts=[each for each in read_ledger(ledger) if "hosts" in each] if ledger.is_file() else [],
+        starts=_read_starts(folder / LEDGER),
         banner={found[1]: found[2] for line in log if (found := _BANNER.fullmatch(line))},
         last_line=log[-1] if log else "",
         damaged=damaged,
@@ -159,6 +171,16 @@ def _numbers_of(line: str) -> Record:
     return {key: value for key, value in items if type(value) in (int, float) and math.isfinite(value)}
 
 
+def _read_starts(path: Path) -> list[RunStart]:
+    """Return the starts of a run; lines of the ledger that are none, or damaged, are left out."""
+    starts = []
+    for line in read_ledger(path) if path.is_file() else []:
+        step, hosts, length = (line.get(name) for name in ("step", "hosts", "steps_per_epoch"))
+        if isinstance(step, int) and isinstance(hosts, list) and isinstance(length, int) and length > 0:
+            starts.append(RunStart(step, list(map(str, hosts)), length))
+    return starts
+
+
 def _loss_parts(training: Sequence[Record]) -> list[str]:
     """Return the names of the terms of the loss: the engine writes them between the loss and `lr`."""
     names: list[str] = []
@@ -177,7 +199,12 @@ def _read_settings(path: Path) -> dict[str, dict[str, Any]]:
         tables = tomllib.loads(_read_text(path))
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is damaged: {error}. Restore it, or name another run.") from None
-    return {name: values for name, values in tables.items() if isinstance(values, dict)}
+    kinds = {(setting.group, setting.name): setting for setting in all_settings()}
+    settings = {name: values for name, values in tables.items() if isinstance(values, dict)}
+    for table, values in settings.items():
+        for key in values.keys() & {name for group, name in kinds if group == table}:
+            checked(kinds[table, key], values[key], f"{path}: {table}.{key}")
+    return settings
 
 
 def _read_json(path: Path) -> dict[str, Any]:

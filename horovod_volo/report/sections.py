@@ -31,9 +31,8 @@ def quality(charts: Charts) -> Markup:
             shown.append(charts.of_key(key, "evaluations", "hours"))
     others = [charts.of_key(key, "evaluations") for key in found if key not in main]
     further = folded("Further metrics", charts.group(*others)) if any(others) else Markup()
-    return joined(
-        [charts.group(*shown), _latest(runs, [*main, *(key for key in found if key not in main)]), further]
-    )
+    latest = _latest(runs, [*main, *(key for key in found if key not in main)])
+    return joined([charts.group(*shown, latest), further])
 
 
 def training(charts: Charts) -> Markup:

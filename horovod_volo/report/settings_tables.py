@@ -56,7 +56,7 @@ def recipe(runs: Sequence[RunFiles]) -> Markup:
     ):
         if rows:
             parts.append(table(head, [[name, *values] for name, values in rows], caption=caption))
-    whole = [folded(f"All settings of {run.name}", element("pre", _as_text(run))) for run in runs]
+    whole = [folded(f"All settings of {run.name}", element("pre", run.recipe)) for run in runs]
     return joined([*parts, *whole])
 
 
@@ -98,10 +98,3 @@ def _written(value: Any) -> str:
     if value is None:
         return ""
     return escape_controls(shown(tuple(value) if isinstance(value, list) else value))
-
-
-def _as_text(run: RunFiles) -> str:
-    return "\n".join(
-        f"[{name}]\n" + "".join(f"{key} = {_written(value)}\n" for key, value in values.items())
-        for name, values in run.settings.items()
-    )

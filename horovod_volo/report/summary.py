@@ -89,7 +89,7 @@ def _model(run: RunFiles) -> str:
 
 def _loss(run: RunFiles) -> str:
     losses = [record["loss"] for record in run.training if "loss" in record]
-    return f"{losses[-1]:.4g}" if losses else ""
+    return quantity("loss").written(losses[-1]) if losses else ""
 
 
 def _state(run: RunFiles) -> str:
