@@ -78,12 +78,17 @@ def draw(chart: Chart) -> Markup:
     """Return the chart as a figure."""
     curves = [_thinned(curve) for curve in chart.curves]
     figure = [
-        element("figcaption", chart.title, *([element("small", chart.note)] if chart.note else [])),
+        element("figcaption", _caption(chart), *([element("small", chart.note)] if chart.note else [])),
         _svg(chart, curves, "wide", *_WIDE),
         _svg(chart, curves, "narrow", *_NARROW),
         folded("Values", _values(chart)),
     ]
     return element("figure", *figure, class_="chart", data_points=_said(chart, curves))
+
+
+def _caption(chart: Chart) -> str:
+    """Return the title; most charts are against epochs, and it is said where one is not."""
+    return f"{chart.title} against hours" if chart.across == "hours" else chart.title
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:

@@ -71,8 +71,6 @@ class Charts:
         title = quantity(key).title
         if kind == "evaluations" and key == "loss":
             title = "Loss on held-out images"
-        if across == "hours":
-            title += " against hours"
         return self._drawn(lines, quantity(key), title, across, kind)
 
     def of_parts(self, keys: Sequence[str]) -> Markup:

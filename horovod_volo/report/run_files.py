@@ -25,6 +25,7 @@ Record = dict[str, float]  # numbers by name; "step" is one of them
 
 _OF_TRAINING = "images_per_second"  # is in every record of training, and in no evaluation
 _BANNER = re.compile(r" {,9}([a-z]+)  (\S.*)")
+_LENGTH = re.compile(r"epochs x ([\d,]+) steps")
 _NEXT = "Name the folder of a run, as runs/NAME, which training writes."
 
 
@@ -65,7 +66,8 @@ class RunFiles:
         """Return the steps of an epoch; 0: nothing says it."""
         if self.starts:
             return float(self.starts[0].steps_per_epoch)
-        return next((each["step"] / (each["epoch"] + 1) for each in self.evaluations if "epoch" in each), 0.0)
+        found = _LENGTH.search(self.banner.get("length", ""))
+        return float(found[1].replace(",", "")) if found else 0.0
 
     @property
     def epochs(self) -> int:

@@ -43,7 +43,8 @@ def _score(run: RunFiles) -> str:
     value, name, record = best
     key = name.removeprefix(AVERAGED)
     weights = " (averaged weights)" if name != key else ""
-    epoch = f" after epoch {record['epoch'] + 1:.0f}" if "epoch" in record else ""
+    length = run.steps_per_epoch
+    epoch = f" after epoch {record['step'] / length:.4g}" if length else f" at step {record['step']:,.0f}"
     return f"{quantity(key).title.split(',')[0]} {quantity(key).written(value)}{weights}{epoch}"
 
 
@@ -96,7 +97,8 @@ def _state(run: RunFiles) -> str:
     resumed = (
         f", resumed at step {', '.join(f'{step:,}' for step in run.resumed_at)}" if run.resumed_at else ""
     )
-    damaged = f"; {run.damaged} damaged lines of metrics.jsonl are left out" if run.damaged else ""
+    lines = "line of metrics.jsonl is" if run.damaged == 1 else "lines of metrics.jsonl are"
+    damaged = f"; {run.damaged} damaged {lines} left out" if run.damaged else ""
     for beginning, state in (("done:", "finished"), ("stopped", "stopped and saved")):
         if run.last_line.startswith(beginning):
             return state + resumed + damaged
