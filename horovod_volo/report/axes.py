@@ -54,7 +54,8 @@ def linear_axis(
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
         return Axis(low, high, _multiples(first, last, step))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return Axis(first * step, last * step, _multiples(first, last, step))
+    multiples = _multiples(first, last, step)
+    return Axis(multiples[0], multiples[-1], multiples)
 
 
 def log_axis(values: Sequence[float], ticks: int) -> Axis:

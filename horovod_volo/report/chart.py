@@ -248,16 +248,16 @@ def _fewer(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def _extremes(points: Sequence[Point], most: int) -> list[Point]:
-    """Return the lowest and the highest point of each part of the points, in their order: spikes remain."""
+    """Return the ends, and the lowest and the highest point of each part in their order: spikes remain."""
     if len(points) <= most:
         return list(points)
     parts = most // 2
     bounds = [round(number * len(points) / parts) for number in range(parts + 1)]
-    kept: list[Point] = []
+    kept = [points[0]]
     for first, last in pairwise(bounds):
         part = points[first:last]
         kept += sorted({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])})
-    return kept
+    return [*kept, points[-1]]
 
 
 def _values(chart: Chart) -> Markup:
