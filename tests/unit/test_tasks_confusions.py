@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from horovod_volo.tasks.confusions import (
     find_confusions,
 )
 from horovod_volo.tasks.predictions import PredictionCollector
+from tests.gpu.synchronisation import RefuseSynchronisation
 
 
 @dataclass
@@ -35,7 +36,6 @@ class NumberedImages:
     classes: tuple[str, ...]
     targets: NDArray[np.int32]
     digest: str = "digest"
-    asked: list[int] = field(default_factory=list)
 
     def name(self, index: int) -> str:
         return f"{self.classes[self.targets[index]]}/{index}"
@@ -103,6 +103,17 @@ def test_predictions_are_collected_by_image(batch: int) -> None:
     found, shares = collector.gather(World.single(), 300)
     assert found.tolist() == np.where(classes == NO_CLASS, NO_CLASS, np.maximum(predictions, 0)).tolist()
     assert shares.tolist() == probabilities.tolist()
+
+
+def test_collecting_does_not_wait_for_the_device() -> None:
+    images, predictions, probabilities = drawn_case(3)
+    collector = PredictionCollector()
+    indices = list(range(300))
+    batch = batch_of(indices, images.targets)
+    predicted, shares = torch.from_numpy(predictions), torch.from_numpy(probabilities)
+    with RefuseSynchronisation():
+        collector.add(batch, predicted, shares)
+    assert collector.done == 300
 
 
 def test_the_better_weights_of_a_step_are_recorded() -> None:
