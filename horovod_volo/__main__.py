@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": "exact metrics of a trained network",
     "predict": "the classes of images, by a trained network",
     "export": "write a trained network for timm, ONNX or mmsegmentation",
+    "report": "write a page about runs: curves, speed, settings, worst classes",
     "labels": "import, generate, verify and show token labels",
     "pack": "pack images, or images with masks, into shards",
     "doctor": "check an installation, its hosts and the network between them",

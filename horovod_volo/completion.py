@@ -23,6 +23,7 @@ DONE, MISTAKE = 0, 2
 _PARSERS = {
     "train": "horovod_volo.config.command_line",
     "doctor": "horovod_volo.doctor.__main__",
+    "report": "horovod_volo.report.__main__",
     **{name: f"horovod_volo.{name}" for name in ("evaluate", "predict", "export", "labels", "pack")},
 }
 

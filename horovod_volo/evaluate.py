@@ -33,8 +33,8 @@ from horovod_volo.core.errors import UserError, escape_controls
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.evaluation.accuracy import EvalRequest, EvalResult
-    from horovod_volo.evaluation.per_class import ClassResult
     from horovod_volo.monitor.progress import ThroughputLine
+    from horovod_volo.tasks.per_class import ClassResult
 
 DONE = 0
 STDOUT = "-"

@@ -53,6 +53,8 @@ def train_epochs(context: TrainContext) -> bool:
                 callback.evaluated(context, metrics)
             for name, picture in context.parts.pictures().items():
                 context.logger.log_picture(context.state.step, name, picture.png, picture[1:])
+            for name, content in context.parts.files(context.state.step).items():
+                context.logger.write_file(name, content)
         if context.state.step == context.derived.total_steps:
             finish_checkpoint(context)
             return True

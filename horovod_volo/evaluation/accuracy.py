@@ -13,16 +13,14 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.cluster.resources import RankResources, rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.run_settings import Run
-from horovod_volo.core.batch import NO_CLASS, EvalBatch
+from horovod_volo.core.batch import EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import DecoderName, image_decoder
 from horovod_volo.data.images.catalog import Catalog
@@ -30,12 +28,13 @@ from horovod_volo.data.images.split_folder import HeldOut, Split, shortened
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
-from horovod_volo.evaluation.per_class import ClassResult, class_results
 from horovod_volo.models.aux_head import Choice
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained, settings_of_run
 from horovod_volo.models.weights import TIMM
 from horovod_volo.tasks.accuracy import EvalCounts, count_correct, sum_counts
+from horovod_volo.tasks.per_class import ClassResult, class_results
+from horovod_volo.tasks.predictions import PredictionCollector
 from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
 
 Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
@@ -88,11 +87,17 @@ def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> 
     fix_convolutions(model.network, request.precision, resources.device)
     crop_pct = request.crop_pct or model.crop_pct
     loader = _build_loader(request, catalog, model, crop_pct, resources, world)
-    collector = PredictionCollector(len(range(world.rank, len(catalog), world.size)), progress)
+    own = len(range(world.rank, len(catalog), world.size))
+    collector = PredictionCollector()
+
+    def on_batch(batch: EvalBatch, predictions: Tensor, probabilities: Tensor) -> None:
+        collector.add(batch, predictions, probabilities)
+        progress(collector.done, own)
+
     with closing(loader), torch.inference_mode(), autocast(request.precision, resources.device):
-        rank_counts = count_correct(model.network, loader, resources.device, collector.add)
+        rank_counts = count_correct(model.network, loader, resources.device, on_batch)
     counts = world.run_on_all_ranks(partial(sum_counts, rank_counts, catalog, world))
-    predictions = collector.gather(world, len(catalog))
+    predictions, _ = collector.gather(world, len(catalog))
     return EvalResult(
         model=model,
         crop_pct=crop_pct,
@@ -102,33 +107,6 @@ def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> 
         classes=class_results(catalog.classes, catalog.targets, predictions),
         bad_samples=list(chain(*world.allgather_object(loader.bad_samples.new_messages()))),
     )
-
-
-class PredictionCollector:
-    """Collects the predicted classes of this rank's images on the device, without synchronising with it."""
-
-    def __init__(self, images: int, progress: Progress) -> None:
-        self._images = images
-        self._done = 0
-        self._progress = progress
-        self._indices: list[NDArray[np.int64]] = []
-        self._predictions: list[Tensor] = []
-
-    def add(self, batch: EvalBatch, predictions: Tensor) -> None:
-        """Add the predicted classes of a batch (batch,); damaged images get NO_CLASS."""
-        self._indices.append(batch.indices)
-        self._predictions.append(torch.where(batch.classes == NO_CLASS, NO_CLASS, predictions))
-        self._done += len(batch.indices)
-        self._progress(self._done, self._images)
-
-    def gather(self, world: World, images: int) -> NDArray[np.int64]:
-        """Return the predicted class of every image of the catalog (images,). Collective."""
-        indices = np.concatenate(self._indices) if self._indices else np.empty(0, np.int64)
-        own = torch.cat(self._predictions).cpu().numpy() if self._predictions else np.empty(0, np.int64)
-        predictions = np.full(images, NO_CLASS)
-        for rank_indices, rank_predictions in world.allgather_object((indices, own)):
-            predictions[rank_indices] = rank_predictions
-        return predictions
 
 
 def check_writable(file: str) -> None:

@@ -53,7 +53,7 @@ def _figure(prediction: Prediction) -> str:
         for name, share in prediction.classes
     ]
     name = html.escape(prediction.file.name)
-    source = f"data:image/jpeg;base64,{_thumbnail(prediction.file)}"
+    source = _thumbnail(prediction.file)
     return (
         f'<figure><img loading="lazy" src="{source}" alt="{name}"><figcaption>{name}</figcaption>'
         f"<ol>{''.join(rows)}</ol></figure>"
@@ -64,6 +64,11 @@ def _thumbnail(file: Path) -> str:
     with Image.open(file) as image:
         small = image.convert("RGB")
     small.thumbnail(_THUMBNAIL)
+    return inlined_jpeg(small)
+
+
+def inlined_jpeg(image: Image.Image) -> str:
+    """Return an image as the address of a picture that is inside the page."""
     encoded = io.BytesIO()
-    small.save(encoded, "JPEG", quality=85)
-    return base64.b64encode(encoded.getvalue()).decode()
+    image.save(encoded, "JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(encoded.getvalue()).decode()}"

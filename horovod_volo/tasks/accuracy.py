@@ -14,9 +14,12 @@ from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import EvalLoader
+from horovod_volo.tasks.confusions import ConfusionRecorder
+from horovod_volo.tasks.predictions import PredictionCollector
 from horovod_volo.tasks.task import Beat, Metrics
 
-OnBatch = Callable[[EvalBatch, Tensor], object]  # given a batch and its predicted classes (batch,)
+# Given a batch, its predicted classes (batch,) and their probabilities (batch,).
+OnBatch = Callable[[EvalBatch, Tensor, Tensor], object]
 
 
 class EvalCounts(NamedTuple):
@@ -48,18 +51,27 @@ def measure_model(
     world: World,
     device: torch.device,
     arithmetic: torch.autocast,
+    confusions: ConfusionRecorder,
 ) -> Metrics:
     """Return a model's metrics on the validation images. Collective: every rank calls this."""
+    collector = PredictionCollector()
+
+    def on_batch(batch: EvalBatch, predictions: Tensor, probabilities: Tensor) -> None:
+        collector.add(batch, predictions, probabilities)
+        beat(len(batch.indices))
+
     with torch.inference_mode(), arithmetic:
-        counts = count_correct(model, loader, device, lambda batch, _: beat(len(batch.indices)))
-    return sum_counts(counts, catalog, world).metrics()
+        rank_counts = count_correct(model, loader, device, on_batch)
+    counts = sum_counts(rank_counts, catalog, world)
+    confusions.add(*collector.gather(world, len(catalog)))
+    return counts.metrics()
 
 
 def count_correct(
     model: nn.Module,
     loader: EvalLoader,
     device: torch.device,
-    on_batch: OnBatch = lambda batch, predictions: None,  # noqa: ARG005
+    on_batch: OnBatch = lambda batch, predictions, probabilities: None,  # noqa: ARG005
 ) -> Tensor:
     """Return this rank's sums in the order of EvalCounts (5,); they stay on the device."""
     counts = torch.zeros(5, dtype=torch.float64, device=device)
@@ -70,7 +82,7 @@ def count_correct(
         loss = F.cross_entropy(logits, batch.classes, reduction="sum", ignore_index=NO_CLASS)
         bad = (batch.classes == NO_CLASS).sum()
         counts += torch.stack([correct[:, 0].sum(), correct.any(dim=1).sum(), loss, len(logits) - bad, bad])
-        on_batch(batch, best[:, 0])
+        on_batch(batch, best[:, 0], logits.softmax(dim=1).amax(dim=1))
     return counts
 
 

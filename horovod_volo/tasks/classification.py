@@ -43,6 +43,7 @@ from horovod_volo.tasks.classification_losses import (
     labels_line,
     token_size_warnings,
 )
+from horovod_volo.tasks.confusions import ConfusionRecorder
 from horovod_volo.tasks.open_settings import choose_settings, device_facts, fit_to_model
 from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
@@ -138,6 +139,8 @@ class Classification:
             rank=world.rank,
         )
 
+        confusions = ConfusionRecorder(data.held_out if world.is_rank_zero else None)
+
         def close() -> None:
             eval_loader.close()
             data.close()
@@ -153,9 +156,12 @@ class Classification:
                 world=world,
                 device=resources.device,
                 arithmetic=arithmetic,
+                confusions=confusions,
             ),
             bad_held_out=eval_loader.bad_samples,
             close=close,
+            pictures=confusions.pictures,
+            files=confusions.files,
         )
 
     def warnings(self, config: Config, data: Images | None = None) -> list[str]:

@@ -101,6 +101,11 @@ def _encoded(parts: list[NDArray[np.uint8]]) -> Picture:
     image = Image.fromarray(np.concatenate(parts, axis=1))
     if image.height > _HIGHEST:
         image = image.resize((image.width * _HIGHEST // image.height, _HIGHEST))
+    return encoded_picture(image)
+
+
+def encoded_picture(image: Image.Image) -> Picture:
+    """Return an image as PNG."""
     file = io.BytesIO()
     image.save(file, format="PNG")
     return Picture(file.getvalue(), image.width, image.height)

@@ -105,6 +105,8 @@ class TaskRun:
     bad_held_out: BadSampleTracker
     close: Callable[[], None]
     pictures: Callable[[], Mapping[str, Picture]] = dict  # of the last evaluation, by name
+    # Text files for the run folder, by name, of the last evaluation, which was at this step.
+    files: Callable[[int], Mapping[str, str]] = lambda step: {}  # noqa: ARG005
 
 
 class Task(Protocol):

@@ -30,6 +30,7 @@ LAYERS = (
         "pack",
         "completion",
         "build_horovod",
+        "report",
     },
     {"__main__"},
 )

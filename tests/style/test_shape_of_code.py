@@ -30,6 +30,7 @@ MAY_PRINT = (
     "pack.py",
     "completion.py",
     "config/command_line.py",
+    "report",
 )
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 

@@ -21,7 +21,7 @@ from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.evaluate import build_parser
 from horovod_volo.evaluation.accuracy import held_out_by
 from horovod_volo.evaluation.imagenet import count_real, list_numbered, numbered_catalog, read_real
-from horovod_volo.evaluation.per_class import ClassResult, class_results
+from horovod_volo.tasks.per_class import ClassResult, class_results
 
 CLASSES = 6
 

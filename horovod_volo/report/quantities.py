@@ -1,0 +1,92 @@
+"""What the numbers in metrics.jsonl are called in a report, and how they are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from horovod_volo.report.axes import short
+
+Form = Literal["number", "percent", "fraction", "count", "rate"]
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """The name of a number, its unit, and how it is drawn."""
+
+    title: str
+    form: Form = "number"
+    unit: str = ""
+    from_zero: bool = False  # the axis begins at 0
+    may_be_log: bool = False  # the axis is logarithmic where the values differ by orders of magnitude
+    zero: str = ""  # what is said if it is 0 throughout
+
+    def scaled(self, value: float) -> float:
+        """Return a value in the unit of the axis."""
+        return 100 * value if self.form == "fraction" else value
+
+    def written(self, value: float) -> str:
+        """Return a value, as it is recorded, with its unit."""
+        if self.form in ("percent", "fraction"):
+            return f"{self.scaled(value):.2f} %"
+        if self.form == "rate":
+            text = short(value)
+        elif self.form == "count" or value == int(value):
+            text = f"{value:,.0f}"
+        else:
+            text = f"{value:,.1f}" if abs(value) >= 1000 else f"{value:#.4g}"
+        return f"{text} {self.unit}".rstrip()
+
+
+def _percent(title: str) -> Quantity:
+    return Quantity(title, "percent", "%")
+
+
+QUANTITIES = {
+    "loss": Quantity("Loss"),
+    "lr": Quantity("Learning rate", "rate", may_be_log=True),
+    "gradient_norm": Quantity("Norm of the gradient", may_be_log=True),
+    "loss_scale": Quantity("Loss scale", "count", may_be_log=True),
+    "skipped_steps": Quantity("Skipped steps", "count", from_zero=True, zero="no step was skipped"),
+    "bad_samples": Quantity(
+        "Damaged samples replaced", "count", from_zero=True, zero="no damaged sample was met in training"
+    ),
+    "images_per_second": Quantity("Images per second", "count", "images/s", from_zero=True),
+    "data_wait": Quantity("Waiting for data", "fraction", "% of the time", from_zero=True),
+    "mfu": Quantity("Model FLOP utilisation (MFU)", "fraction", "% of the peak", from_zero=True),
+    "host_memory_gib": Quantity("Memory of the host", "number", "GiB", from_zero=True),
+    "device_memory_gib": Quantity("Memory of the device", "number", "GiB", from_zero=True),
+    "hours": Quantity("Hours", "number", "h"),
+    "top1": _percent("Top-1 accuracy"),
+    "top5": _percent("Top-5 accuracy"),
+    "miou": _percent("Mean IoU"),
+    "pixel_accuracy": _percent("Accuracy of pixels"),
+    "class_accuracy": _percent("Accuracy of classes"),
+    "ap": _percent("AP, the mean over IoU 0.50 to 0.95"),
+    "ap50": _percent("AP at IoU 0.50"),
+    "ap75": _percent("AP at IoU 0.75"),
+    "ap_small": _percent("AP of small boxes"),
+    "ap_medium": _percent("AP of medium boxes"),
+    "ap_large": _percent("AP of large boxes"),
+    "ar1": _percent("Recall with 1 box an image"),
+    "ar10": _percent("Recall with 10 boxes an image"),
+    "ar100": _percent("Recall with 100 boxes an image"),
+    "ar_small": _percent("Recall of small boxes"),
+    "ar_medium": _percent("Recall of medium boxes"),
+    "ar_large": _percent("Recall of large boxes"),
+}
+TIME_PARTS = {
+    "time_compute": "computing",
+    "time_exchange": "exchange that is not hidden",
+    "time_data": "waiting for data",
+    "time_checkpoint": "checkpoints",
+}
+SCORES = ("top1", "miou", "ap")  # the main one of each task; a record has one of them
+AVERAGED = "ema_"
+
+
+def quantity(key: str) -> Quantity:
+    """Return what a key of metrics.jsonl is; one that is not known here is called what it is."""
+    if key in TIME_PARTS:
+        return Quantity(f"Time: {TIME_PARTS[key]}", "fraction", "% of the time", from_zero=True)
+    return QUANTITIES.get(key) or Quantity(key.replace("_", " ").capitalize())

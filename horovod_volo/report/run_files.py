@@ -1,0 +1,228 @@
+"""Reads a run folder for its report: settings, environment, metrics, what the log says, confusions.
+
+A line of metrics.jsonl that a killed process wrote in part is left out, and counted. A file without which
+nothing can be said about the run, or that is damaged as a whole, raises UserError.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from horovod_volo.config.values import all_settings, checked
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.ledger import LEDGER, read_ledger
+from horovod_volo.models.pretrained import SETTINGS_OF_RUN
+from horovod_volo.tasks.confusions import CONFUSIONS
+
+Record = dict[str, float]  # numbers by name; "step" is one of them
+
+_OF_TRAINING = "images_per_second"  # is in every record of training, and in no evaluation
+_BANNER = re.compile(r" {,9}([a-z]+)  (\S.*)")
+_LENGTH = re.compile(r"epochs x ([\d,]+) steps")
+_NEXT = "Name the folder of a run, as runs/NAME, which training writes."
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """A start of a run, of its ledger."""
+
+    step: int  # that the run had reached
+    hosts: list[str]  # of each rank
+    steps_per_epoch: int
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What a run folder says."""
+
+    folder: Path
+    name: str  # unique among the runs of a page
+    recipe: str  # the text of its settings
+    settings: dict[str, dict[str, Any]]  # by table and name
+    environment: dict[str, Any]
+    training: list[Record]
+    evaluations: list[Record]
+    confusions: dict[str, Any]  # empty: none
+    starts: list[RunStart]
+    banner: dict[str, str]  # the properties that the log begins with, of the latest start
+    last_line: str  # of the log
+    damaged: int  # lines of metrics.jsonl
+    loss_parts: list[str] = field(default_factory=list)
+
+    @property
+    def task(self) -> str:
+        """Return the task."""
+        return str(self.setting("model", "task") or "classification")
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Return the steps of an epoch; 0: nothing says it."""
+        if self.starts:
+            return float(self.starts[0].steps_per_epoch)
+        found = _LENGTH.search(self.banner.get("length", ""))
+        return float(found[1].replace(",", "")) if found else 0.0
+
+    @property
+    def epochs(self) -> int:
+        """Return the epochs of the whole run."""
+        update = self.settings.get("update", {})
+        prefix = update.get("warmup_epochs", 0) if update.get("warmup_prefix") else 0
+        return int(update.get("epochs", 0)) + int(update.get("cooldown_epochs", 0)) + int(prefix)
+
+    @property
+    def hosts(self) -> list[str]:
+        """Return the host of each rank."""
+        hosts = self.environment.get("hosts")
+        return list(map(str, hosts)) if isinstance(hosts, list) else []
+
+    @property
+    def resumed_at(self) -> list[int]:
+        """Return the steps at which the run was started again."""
+        return [start.step for start in self.starts if start.step]
+
+    def setting(self, table: str, name: str) -> Any:
+        """Return a setting, or None."""
+        return self.settings.get(table, {}).get(name)
+
+    def hosts_at(self, step: float) -> list[str]:
+        """Return the host of each rank at a step; an elastic run changes them."""
+        hosts = self.hosts
+        for start in self.starts:
+            if start.step < step:
+                hosts = start.hosts
+        return hosts
+
+
+def read_runs(folders: Sequence[str]) -> list[RunFiles]:
+    """Read runs; raise UserError for the first that cannot be read."""
+    paths = [Path(folder) for folder in folders]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UserError("a run is named twice. Name each run once.")
+    return [read_run(path, name) for path, name in zip(paths, _distinct_names(paths), strict=True)]
+
+
+def read_run(folder: Path, name: str) -> RunFiles:
+    """Read a run folder; raise UserError if it is none, is empty, or its files are damaged."""
+    if not folder.is_dir():
+        raise UserError(f"there is no run folder {folder}. {_NEXT}")
+    records, damaged = _read_metrics(folder / "metrics.jsonl")
+    training = [record for record in records if _OF_TRAINING in record]
+    evaluations = [record for record in records if _OF_TRAINING not in record]
+    log = _read_text(folder / "log.txt").splitlines()
+    return RunFiles(
+        folder=folder,
+        name=name,
+        recipe=_read_text(folder / SETTINGS_OF_RUN),
+        settings=_read_settings(folder / SETTINGS_OF_RUN),
+        environment=_read_json(folder / "environment.json"),
+        training=training,
+        evaluations=evaluations,
+        confusions=_read_json(folder / CONFUSIONS),
+        starts=_read_starts(folder / LEDGER),
+        banner={found[1]: found[2] for line in log if (found := _BANNER.fullmatch(line))},
+        last_line=log[-1] if log else "",
+        damaged=damaged,
+        loss_parts=_loss_parts(training),
+    )
+
+
+def _distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Return the shortest ends of paths that differ, in whole names."""
+    resolved = [path.resolve() for path in paths]
+    for parts in range(1, max(len(path.parts) for path in resolved) + 1):
+        names = ["/".join(path.parts[-parts:]) for path in resolved]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def _read_metrics(path: Path) -> tuple[list[Record], int]:
+    """Return the records in the order of their steps, and how many lines are damaged."""
+    if not path.is_file():
+        raise UserError(f"{path.parent} has no {path.name}: it is no run folder, or not yet. {_NEXT}")
+    found: dict[tuple[bool, float], Record] = {}
+    damaged = 0
+    for line in _read_text(path).splitlines():
+        record = _numbers_of(line)
+        if "step" in record:
+            found[_OF_TRAINING in record, record["step"]] = (
+                record  # of equal steps, the last was trained last
+            )
+        else:
+            damaged += 1
+    if not found:
+        problem = "is damaged: it has no record" if damaged else "is empty"
+        raise UserError(f"{path} {problem}. Wait for the first log point of the run, or name another run.")
+    return sorted(found.values(), key=lambda record: record["step"]), damaged
+
+
+def _numbers_of(line: str) -> Record:
+    """Return the finite numbers of a record; none, if the line is damaged."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    items = record.items() if isinstance(record, dict) else ()
+    return {key: value for key, value in items if type(value) in (int, float) and math.isfinite(value)}
+
+
+def _read_starts(path: Path) -> list[RunStart]:
+    """Return the starts of a run; lines of the ledger that are none, or damaged, are left out."""
+    starts = []
+    for line in read_ledger(path) if path.is_file() else []:
+        step, hosts, length = (line.get(name) for name in ("step", "hosts", "steps_per_epoch"))
+        if isinstance(step, int) and isinstance(hosts, list) and isinstance(length, int) and length > 0:
+            starts.append(RunStart(step, list(map(str, hosts)), length))
+    return starts
+
+
+def _loss_parts(training: Sequence[Record]) -> list[str]:
+    """Return the names of the terms of the loss: the engine writes them between the loss and `lr`."""
+    names: list[str] = []
+    for record in training[-1:]:
+        keys = list(record)
+        if "loss" in keys and "lr" in keys:
+            names = keys[keys.index("loss") + 1 : keys.index("lr")]
+    return names
+
+
+def _read_settings(path: Path) -> dict[str, dict[str, Any]]:
+    # Not by load_recipe: a run of another version, whose settings have other names, has a report too.
+    if not path.is_file():
+        raise UserError(f"{path.parent} has no {path.name}: it is no run folder, or not a whole one. {_NEXT}")
+    try:
+        tables = tomllib.loads(_read_text(path))
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is damaged: {error}. Restore it, or name another run.") from None
+    kinds = {(setting.group, setting.name): setting for setting in all_settings()}
+    settings = {name: values for name, values in tables.items() if isinstance(values, dict)}
+    for table, values in settings.items():
+        for key in values.keys() & {name for group, name in kinds if group == table}:
+            checked(kinds[table, key], values[key], f"{path}: {table}.{key}")
+    return settings
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(_read_text(path))
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it is no JSON object. Remove it, or restore it.")
+    return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}. Correct its permissions.") from None

@@ -1,0 +1,136 @@
+"""`report` on a real run that was stopped and resumed, and its page in Chromium where there is one."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from horovod_volo.report.__main__ import main
+from horovod_volo.report.browser import BROWSERS
+from tests.ranks.launching import train
+from tests.smoke.conftest import HELD_OUT_IMAGES
+from tests.unit.parsed_page import ParsedPage
+
+SECONDS = 60  # for a browser
+FLAGS = ("--recipe", "demo", "--epochs", "2", "--eval-every", "1", "--log-every", "1", "--name", "run")
+
+
+@pytest.fixture(scope="module")
+def run_folder(demo_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train on a few images, with an interruption."""
+    output = tmp_path_factory.mktemp("runs")
+    settings = (str(demo_set), *FLAGS, "--output", str(output), "--ema-decay", "0.5")
+    stopped = train(*settings, "--stop-at-step", "3", ranks=1, start_with="none")
+    assert stopped.returncode == 75, stopped.stdout
+    done = train(*settings, "--resume", "auto", ranks=1, start_with="none")
+    assert done.returncode == 0, done.stdout
+    return output / "run"
+
+
+def test_the_page_of_a_real_run(run_folder: Path) -> None:
+    assert main([str(run_folder)]) == 0
+    page = ParsedPage((run_folder / "report.html").read_text(encoding="utf-8"))
+    sections = ["At a glance", "Quality on held-out images", "Training", "Speed", "Worst classes"]
+    assert page.texts("h2") == [*sections, "Environment", "Recipe"]
+    records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {f"{each['step'] / 2:g}": each["loss"] for each in records if "lr" in each}
+    shown = page.column("Loss against epochs")
+    assert {epoch: float(loss) for epoch, loss in shown.items()} == pytest.approx(losses, rel=1e-3)
+    latest = records[-1]
+    metrics = page.column("The latest evaluation")
+    assert metrics["Top-1 accuracy"] == f"{latest['top1']:.2f} %"
+    assert metrics["Loss, averaged weights"] == f"{latest['ema_loss']:#.4g}"
+    assert "finished, resumed at step 3" in page.texts("dd")
+    assert "2 of 2" in page.texts("dd")
+    packages = page.column("Versions and hosts")
+    assert packages["torch"] == json.loads((run_folder / "environment.json").read_text())["packages"]["torch"]
+    assert page.column("What differs from the defaults", 2)["update.epochs"] == "2"
+    assert (run_folder / "resolved.toml").read_text() in page.texts("pre")
+
+
+def test_the_worst_classes_have_pictures_while_the_data_is_there(
+    run_folder: Path, demo_set: Path, tmp_path: Path
+) -> None:
+    found = json.loads((run_folder / "confusions.json").read_text())
+    records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    assert found["step"] == records[-1]["step"]
+    assert found["top1"] == max(records[-1]["top1"], records[-1]["ema_top1"])
+    assert found["images"] == HELD_OUT_IMAGES
+    wrong = [each for row in found["worst"] for each in row["wrong"]]
+    assert wrong
+    pages = []
+    for flags in ((), ("--data-dir", str(tmp_path)), ("--data-dir", str(demo_set))):
+        assert main([str(run_folder), "--html", str(tmp_path / "page.html"), *flags]) == 0
+        pages.append(ParsedPage((tmp_path / "page.html").read_text(encoding="utf-8")))
+    for page in (pages[0], pages[2]):
+        pictures = [found for tag, found in page.elements if tag == "img"]
+        assert [picture["title"] for picture in pictures] == [each["location"] for each in wrong]
+        assert all(picture["src"].startswith("data:image/jpeg;base64,") for picture in pictures)
+    assert not any(tag == "img" for tag, _ in pages[1].elements)
+    assert all(each["location"] in pages[1].texts("span") for each in wrong)
+    assert f"there are none in {tmp_path}" in pages[1].text
+
+
+def test_tensorboard_has_the_worst_confusions(run_folder: Path) -> None:
+    board = EventAccumulator(str(run_folder / "tensorboard"))
+    board.Reload()
+    assert board.Tags()["images"] == ["evaluation/worst_confusions"]
+    shown = board.Images("evaluation/worst_confusions")
+    assert [picture.step for picture in shown] == [2, 4]
+    with Image.open(io.BytesIO(shown[-1].encoded_image_string)) as picture:
+        assert picture.size == (shown[-1].width, shown[-1].height)
+
+
+def test_neither_horovod_nor_dali_is_needed(run_folder: Path, tmp_path: Path) -> None:
+    program = (
+        "import runpy, sys; sys.modules.update(dict.fromkeys(['horovod', 'nvidia', 'mpi4py']));"
+        "runpy.run_module('horovod_volo.report', run_name='__main__')"
+    )
+    command = [sys.executable, "-c", program, str(run_folder), "--html", str(tmp_path / "page.html")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "<img" in (tmp_path / "page.html").read_text()
+
+
+# Notes requests of the page, errors of its script, and what its policy forbids.
+WATCH = """<script>
+const problems = [];
+for (const kind of ["error", "securitypolicyviolation"]) addEventListener(kind, () => problems.push(kind));
+addEventListener("load", () => {
+  const names = performance.getEntriesByType("resource").map((entry) => entry.name);
+  document.documentElement.dataset.requests = names.filter((name) => !name.startsWith("data:")).join(" ");
+  document.documentElement.dataset.problems = problems.join(" ");
+});
+</script>"""
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+def test_a_browser_shows_the_page_without_errors_or_requests(run_folder: Path, tmp_path: Path) -> None:
+    page, pdf = tmp_path / "page.html", tmp_path / "page.pdf"
+    assert main([str(run_folder), "--html", str(page), "--pdf", str(pdf)]) == 0
+    assert pdf.read_bytes().startswith(b"%PDF-")
+    watched = tmp_path / "watched.html"
+    watched.write_text(page.read_text().replace("<title>", f"{WATCH}<title>", 1))
+    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += ["--disable-component-update", "--disable-sync", "--no-first-run", "--enable-logging=stderr"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", watched.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr
+    shown = ParsedPage(done.stdout)
+    (root,) = [found for tag, found in shown.elements if tag == "html"]
+    assert root["data-requests"] == ""
+    assert root["data-problems"] == ""
+    (button,) = [found for tag, found in shown.elements if tag == "button"]
+    assert "hidden" not in button
+    kinds = [found.get("class") for _, found in shown.elements]
+    assert kinds.count("tip") == kinds.count("chart") > 5

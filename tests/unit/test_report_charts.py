@@ -1,0 +1,151 @@
+"""Axes and charts of the report: round ticks, points where they belong, labels that can be read, contrast."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from horovod_volo.report.axes import linear_axis, log_axis
+from horovod_volo.report.chart import Chart, Curve, Point, draw
+from tests.unit.parsed_page import ParsedPage
+
+RANGES = [
+    (0.0, 1.0),
+    (4.2, 4.9),
+    (93.1, 93.2),
+    (0.0, 3e-5),
+    (1e-6, 2e-3),
+    (0, 12_345),
+    (-3.0, 7.0),
+    (5.0, 5.0),
+]
+LINE_HEIGHT = 15.0  # of a label, at least
+
+
+@pytest.mark.parametrize("from_zero", [False, True])
+@pytest.mark.parametrize(("low", "high"), RANGES)
+def test_ticks_are_round_and_cover_the_values(low: float, high: float, from_zero: bool) -> None:
+    axis = linear_axis([low, high], 5, from_zero=from_zero)
+    room = 1e-9 * max(abs(low), abs(high))
+    assert axis.low - room <= low
+    assert high <= axis.high + room
+    assert not from_zero or axis.low <= 0
+    assert 3 <= len(axis.ticks) <= 10
+    steps = np.diff(axis.ticks)
+    assert steps == pytest.approx(steps[0])
+    assert float(f"{steps[0]:e}"[:3]) in (1, 2, 5)
+    read = [as_number(label) for label in axis.labels()]
+    assert read == pytest.approx(list(axis.ticks), abs=1e-9 * axis.high)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_logarithmic_ticks_cover_the_values(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    low, high = np.sort(10 ** random.uniform(-7, 6, size=2)).tolist()
+    axis = log_axis([low, high], 5)
+    assert axis.low <= low * 1.001
+    assert high <= axis.high * 1.001
+    assert 2 <= len(axis.ticks) <= 10
+    assert all(float(f"{tick:e}"[:3]) in (1, 2, 5) for tick in axis.ticks)
+    assert [as_number(label) for label in axis.labels()] == pytest.approx(list(axis.ticks))
+    assert axis.place(axis.low) == 0
+    assert axis.place(axis.high) == pytest.approx(1)
+    assert axis.place((axis.low * axis.high) ** 0.5) == pytest.approx(0.5)
+
+
+def as_number(label: str) -> float:
+    """Read a label back; powers of ten have superscripts."""
+    plain = label.replace(",", "").translate(str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789"))
+    if found := re.fullmatch(r"(?:([\d.]+)·)?10(-?\d+)", plain) if plain != label.replace(",", "") else None:
+        return float(found[1] or 1) * 10.0 ** int(found[2])
+    return float(plain)
+
+
+def chart_of(*curves: Curve, is_log: bool = False) -> ParsedPage:
+    """Draw curves and parse the figure."""
+    return ParsedPage(draw(Chart("Title", "units", "epochs", curves, "{:.4f}".format, is_log=is_log)))
+
+
+def grid_of(page: ParsedPage, number: int) -> tuple[float, ...]:
+    """Return left, top, right and bottom of the axes of a drawing."""
+    (_, found) = [each for each in page.elements if "data-box" in each[1]][number]
+    return tuple(map(float, found["data-box"].split()))
+
+
+def places(path: str) -> list[Point]:
+    return [(float(x), float(y)) for x, y in re.findall(r"[ML]([-\d.]+) ([-\d.]+)", path)]
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+def test_points_are_where_the_axes_say(is_log: bool) -> None:
+    random = np.random.default_rng(0)
+    points = list(zip(range(1, 9), (10 ** random.uniform(-2, 1, size=8)).tolist(), strict=True))
+    page = chart_of(Curve("run", points), is_log=is_log)
+    values = [y for _, y in points]
+    axis = log_axis(values, 5) if is_log else linear_axis(values, 5)
+    paths = [found["d"] for tag, found in page.elements if tag == "path"]
+    assert len(paths) == 2
+    for number, path in enumerate(paths):
+        left, top, right, bottom = grid_of(page, number)
+        expected = [
+            (left + (right - left) * x / 8, bottom - (bottom - top) * axis.place(y)) for x, y in points
+        ]
+        assert np.array(places(path)) == pytest.approx(np.array(expected), abs=0.11)
+    (figure,) = [found for tag, found in page.elements if tag == "figure"]
+    (said,) = json.loads(figure["data-points"])["curves"]
+    assert said["y"] == [f"{y:.4f}" for y in values]
+
+
+def test_long_curves_are_thinned_and_keep_their_spikes() -> None:
+    points = [(number / 100, 1.0) for number in range(10_000)]
+    points[3_333] = (33.33, 9.0)
+    page = chart_of(Curve("run", [(x, 1.0) for x, _ in points], raw=points))
+    paths = {found["class"]: places(found["d"]) for tag, found in page.elements if tag == "path"}
+    assert all(len(path) <= 242 for path in paths.values())
+    assert len({y for _, y in paths["raw c0"]}) == 2
+    assert paths["curve c0"][-1][0] == pytest.approx(paths["raw c0"][-1][0], abs=0.2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_labels_do_not_overlap_and_stay_in_the_drawing(count: int) -> None:
+    random = np.random.default_rng(count)
+    ends = (90 + random.uniform(0, 0.5, size=count)).tolist()
+    curves = [
+        Curve(f"a run with a long name {n}", [(0, 1.0), (1, end)], color=n) for n, end in enumerate(ends)
+    ]
+    page = chart_of(*curves)
+    labels = [found for tag, found in page.elements if found.get("class", "").startswith("label")]
+    assert len(labels) == 2 * count
+    for number in range(2):
+        own = labels[number * count : (number + 1) * count]
+        heights = [float(found["y"]) for found in own]
+        assert all(second - first >= LINE_HEIGHT for first, second in pairwise(heights))
+        assert heights[0] > 0
+        assert heights[-1] <= grid_of(page, number)[3] + 5
+        # From top to bottom as the curves end.
+        order = [int(found["class"].removeprefix("label c")) for found in own]
+        assert order == sorted(range(count), key=lambda place: -ends[place])
+
+
+def luminance(color: str) -> float:
+    """Return the relative luminance that WCAG defines."""
+    channels = np.array([int(color[place : place + 2], 16) for place in (1, 3, 5)]) / 255
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_texts_and_curves_have_contrast_in_both_themes(dark: bool) -> None:
+    style = files("horovod_volo.report").joinpath("page.css").read_text()
+    pairs = re.findall(r"--([\w]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\)", style)
+    colors = {name: luminance(of_dark if dark else of_light) for name, of_light, of_dark in pairs}
+    assert {f"c{number}" for number in range(8)} <= colors.keys()
+    for name in ("text", "muted", "link", *(f"c{number}" for number in range(8))):
+        for behind in ("page", "card"):
+            low, high = sorted((colors[name], colors[behind]))
+            assert (high + 0.05) / (low + 0.05) >= 4.5, (name, behind)

@@ -1,0 +1,301 @@
+"""A report of made-up runs: its sections, its numbers, and what it does without."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horovod_volo.report.__main__ import MISTAKE, main
+from horovod_volo.report.browser import BROWSERS
+from tests.unit.parsed_page import ParsedPage
+from tests.unit.run_folders import evaluation_records, training_records, write_run
+
+SECTIONS = ["At a glance", "Quality on held-out images", "Training", "Speed", "Environment", "Recipe"]
+RECORDS = [*training_records(), *evaluation_records()]
+
+
+def page_of(*folders: Path, flags: tuple[str, ...] = ()) -> ParsedPage:
+    """Write the page of runs and parse it."""
+    page = folders[0].parent / "page.html"
+    assert main([*map(str, folders), "--html", str(page), *flags]) == 0
+    return ParsedPage(page.read_text(encoding="utf-8"))
+
+
+def test_a_page_has_every_section_and_requests_nothing(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "a"))
+    assert page.texts("h2") == SECTIONS
+    anchors = {found.get("id") for _, found in page.elements}
+    assert page.addresses
+    assert all(address.startswith("#") and address[1:] in anchors for address in page.addresses)
+    style, script = "".join(page.texts("style")), "".join(page.texts("script"))
+    assert "prefers-color-scheme" in script
+    assert "@media print" in style
+    assert not re.search(r"@import|url\(|https?:", style)
+    assert not re.search(r"fetch|XMLHttpRequest|import\(|https?:(?!//www\.w3\.org/2000/svg)", script)
+    policies = [found["content"] for tag, found in page.elements if "http-equiv" in found and tag == "meta"]
+    assert [policy.split(";")[0] for policy in policies] == ["default-src 'none'"]
+
+
+def test_the_values_are_those_of_the_metrics(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "a"))
+    for key, caption, number, written in (
+        ("top1", "Top-1 accuracy against epochs", 1, "{:.2f} %"),
+        ("ema_top1", "Top-1 accuracy against epochs", 2, "{:.2f} %"),
+        ("ema_loss", "Loss on held-out images against epochs", 2, "{:#.4g}"),
+    ):
+        expected = {
+            f"{record['epoch']:g}": written.format(record[key]) for record in RECORDS if key in record
+        }
+        assert page.column(caption, number) == expected
+    training = [record for record in RECORDS if "lr" in record]
+    for key, caption, number in (
+        ("loss", "Loss against epochs", 1),
+        ("token_loss", "Terms of the loss, before weighting against epochs", 2),
+        ("gradient_norm", "Norm of the gradient against epochs", 1),
+    ):
+        found = {epoch: float(value) for epoch, value in page.column(caption, number).items()}
+        expected = {f"{record['epoch']:g}": pytest.approx(record[key], rel=1e-3) for record in training}
+        assert found == expected
+    waits = page.column("Waiting for data against epochs")
+    assert waits["3"] == "15.50 %"
+    assert page.column("The latest evaluation")["Top-1 accuracy, averaged weights"] == "71.75 %"
+    assert "Top-1 accuracy 71.75 % (averaged weights) after epoch 3" in page.texts("dd")
+    assert "117 images/s, 58 a rank" in page.texts("dd")
+
+
+def test_what_does_not_change_is_said_in_words(tmp_path: Path) -> None:
+    made = {"loss_scale": 65536.0, "skipped_steps": 0, "mfu": 0.5, "device_memory_gib": None}
+    page = page_of(write_run(tmp_path / "a", records=[*training_records(**made), *evaluation_records(1)]))
+    said = page.texts("p")
+    assert "Loss scale: 65,536 throughout." in said
+    assert "No step was skipped." in said
+    assert "No damaged sample was met in training." in said
+    assert "Model FLOP utilisation (MFU): 50.00 % throughout." in said
+    assert "Top-1 accuracy: raw 35.75 % (epoch 1), averaged 36.25 % (epoch 1)." in said
+    assert not any("Top-1" in caption or "Loss scale" in caption for caption in page.tables)
+    assert "device" not in page.text.lower()
+
+
+def test_hours_time_and_memory_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
+    times = {"time_data": 0.05, "time_compute": 0.75, "time_exchange": 0.1, "time_checkpoint": 0.02}
+    made = {"hours": lambda step: step / 4, "mfu": lambda step: 0.3 + step / 1000, **times}
+    made["host_memory_gib"] = lambda step: 10 + step / 2
+    page = page_of(write_run(tmp_path / "a", records=[*training_records(**made), *evaluation_records()]))
+    assert page.column("Top-1 accuracy against hours") == {
+        "2.5": "35.75 %",
+        "5": "51.25 %",
+        "7.5": "66.75 %",
+    }
+    assert page.column("Memory of the host against epochs")["3"] == "25 GiB"
+    shares = [text for text in page.texts("li") if text.endswith("%")]
+    assert shares == [
+        "computing 75.0 %",
+        "exchange that is not hidden 10.0 %",
+        "waiting for data 5.0 %",
+        "checkpoints 2.0 %",
+        "the rest 8.0 %",
+    ]
+    assert "7.5 h" in page.texts("dd")
+
+
+def test_several_runs_are_beside_each_other(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "a" / "run", settings={"update": {"weight_decay": 0.1}, "run": {"seed": 1}})
+    second = write_run(
+        tmp_path / "b" / "run",
+        records=[*training_records(20), *evaluation_records(2)],
+        settings={"update": {"weight_decay": 0.2}, "run": {"seed": 1}},
+    )
+    page = page_of(first, second)
+    assert page.texts("h1") == ["2 runs: a/run, b/run"]
+    assert page.tables["What differs between the runs"] == [["update.weight_decay", "0.05", "0.1", "0.2"]]
+    alike = page.tables["What differs from the defaults, alike in all runs"]
+    assert ["run.seed", "42", "1", "1"] in alike
+    glance = page.tables["The runs beside each other"]
+    assert ["Epochs", "3 of 3", "2 of 3"] in glance
+    # Each run's raw weights, then its averaged ones; the second run is shorter.
+    rows = page.tables["Top-1 accuracy against epochs"]
+    assert rows[1] == ["2", "51.25 %", "54.00 %", "51.25 %", "54.00 %"]
+    assert rows[2] == ["3", "66.75 %", "71.75 %", "", ""]
+
+
+def test_names_are_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>\"'&"
+    wrong = {"index": 0, "name": f"{evil}/a.jpg", "location": evil, "taken_for": evil, "probability": 0.5}
+    row = {"name": evil, "images": 4, "right": 1, "mistaken_for": evil, "mistaken": 3, "wrong": [wrong]}
+    confusions = {"step": 30, "top1": 1.0, "images": 4, "classes": 2, "image_list": "x", "worst": [row]}
+    folder = write_run(
+        tmp_path / "<script>alert(2)<!--",
+        confusions=confusions,
+        hosts=(evil,),
+        settings={"data": {"data_dir": evil}, evil: {"key": evil}},
+        records=[{**record, evil: record["step"]} for record in RECORDS],
+    )
+    page = page_of(folder)
+    assert [tag for tag, _ in page.elements].count("script") == 1
+    assert page.texts("h3") == [evil]
+    assert "Worst classes" in page.texts("h2")
+    assert not any(name.startswith("on") for _, found in page.elements for name in found)
+    assert page.text.count("alert(1)") > 10
+
+
+def test_a_resumed_run_and_damaged_lines_are_said(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "a", starts=[{"step": 12}], last_line="stopped at step 30 and saved; resume"
+    )
+    with (folder / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 30, "epo')
+    page = page_of(folder)
+    (state,) = [text for text in page.texts("dd") if "stopped" in text]
+    assert state == "stopped and saved, resumed at step 12; 1 damaged line of metrics.jsonl is left out"
+
+
+def test_scaling_is_of_runs_on_different_numbers_of_ranks(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "one", hosts=["n1"] * 4)
+    two = write_run(
+        tmp_path / "two",
+        hosts=["n1"] * 4 + ["n2"] * 4,
+        records=training_records(images_per_second=lambda step: 1.5 * (100.0 + step)),
+    )
+    caption = next(name for name in page_of(one, two).tables if name.startswith("Scaling of volo_d1, 224 px"))
+    assert page_of(one, two).tables[caption] == [
+        ["one", "4", "1", "117", "29.2", "100.0 %"],
+        ["two", "8", "2", "176", "21.9", "75.0 %"],
+    ]
+    assert "Scaling" not in page_of(one).texts("h2")
+
+
+def test_an_elastic_run_has_a_speed_for_each_number_of_ranks(tmp_path: Path) -> None:
+    speeds = {"images_per_second": lambda step: 100.0 if step <= 16 else 190.0}
+    hosts = ["n1", "n1", "n2", "n2"]
+    run = write_run(
+        tmp_path / "run", records=training_records(**speeds), starts=[{"step": 16, "hosts": hosts}]
+    )
+    (caption,) = [name for name in page_of(run).tables if name.startswith("Scaling of")]
+    assert page_of(run).tables[caption] == [
+        ["run", "2", "1", "100", "50.0", "100.0 %"],
+        ["run", "4", "2", "190", "47.5", "95.0 %"],
+    ]
+
+
+def test_volo_d5_is_compared_with_the_published_speed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", hosts=["n"] * 8, settings={"model": {"model": "volo_d5"}})
+    (caption,) = [name for name in page_of(run).tables if name.startswith("Scaling of volo_d5")]
+    assert page_of(run).tables[caption][1:] == [
+        ["published, A100", "8", "1", "500", "62.5", "100.0 %"],
+        ["published, A100", "40", "5", "2,100", "52.5", "84.0 %"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "title"),
+    [
+        ({"miou": 40.5, "pixel_accuracy": 80.25, "class_accuracy": 50.0}, "Mean IoU 40.50 %"),
+        ({"ap": 20.5, "ap50": 41.25, "ap_small": 3.5, "ar100": 30.0}, "AP 20.50 %"),
+    ],
+)
+def test_the_metrics_of_other_tasks_are_shown(tmp_path: Path, metrics: dict[str, float], title: str) -> None:
+    records = [{"step": 10, "epoch": 1, **metrics, "images": 9, "bad_samples": 0}]
+    page = page_of(write_run(tmp_path / "a", records=[*training_records(), *records]))
+    assert f"{title} after epoch 1" in page.texts("dd")
+    values = [row[1] for row in page.tables["The latest evaluation"]]
+    assert values == [*(f"{value:.2f} %" for value in metrics.values()), "9", "0"]
+
+
+def emptied(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text("")
+
+
+def without_records(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text("[1]\nnull\n{'step'\n" + '{"step": NaN}\n')
+
+
+def cut_settings(folder: Path) -> None:
+    (folder / "resolved.toml").write_text('[model]\nmodel = "volo')
+
+
+def wrong_setting(folder: Path) -> None:
+    (folder / "resolved.toml").write_text('[update]\nepochs = "three"')
+
+
+def cut_environment(folder: Path) -> None:
+    (folder / "environment.json").write_text('{"hosts": [')
+
+
+def other_confusions(folder: Path) -> None:
+    (folder / "confusions.json").write_text('{"worst": [{"name": 1}]}')
+
+
+def without_settings(folder: Path) -> None:
+    (folder / "resolved.toml").unlink()
+
+
+def without_metrics(folder: Path) -> None:
+    (folder / "metrics.jsonl").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (emptied, "metrics.jsonl is empty. Wait"),
+        (without_records, "metrics.jsonl is damaged: it has no record. Wait"),
+        (without_metrics, "has no metrics.jsonl: it is no run folder"),
+        (without_settings, "has no resolved.toml"),
+        (cut_settings, "resolved.toml is damaged"),
+        (wrong_setting, "update.epochs takes a whole number, not 'three'"),
+        (cut_environment, "environment.json is damaged: it is no JSON object. Remove it"),
+        (other_confusions, "confusions.json is damaged. Remove it"),
+    ],
+)
+def test_a_damaged_folder_is_one_error(
+    tmp_path: Path, damage: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "a")
+    damage(folder)
+    assert mistake(capsys, str(folder)).count(message) == 1
+    assert not (folder / "report.html").exists()
+
+
+def mistake(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Return the one line of a command that is refused."""
+    capsys.readouterr()
+    assert main(list(arguments)) == MISTAKE
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_other_mistakes_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(write_run(tmp_path / "a"))
+    assert f"there is no run folder {tmp_path}/b" in mistake(capsys, str(tmp_path / "b"))
+    assert "a run is named twice" in mistake(capsys, folder, folder)
+    assert "--html cannot write" in mistake(capsys, folder, "--html", str(tmp_path / "no" / "page.html"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    message = mistake(capsys, folder, "--pdf", str(tmp_path / "page.pdf"))
+    assert all(name in message for name in BROWSERS)
+    assert "apt-get install chromium" in message
+
+
+def test_only_settings_are_needed_beside_metrics(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    for name in ("environment.json", "log.txt", "ledger.jsonl"):
+        (folder / name).unlink()
+    page = page_of(folder)
+    assert page.column("Top-1 accuracy against steps")["20"] == "51.25 %"
+    assert "The run folder does not say in which environment the run was." in page.texts("p")
+
+
+def test_ledger_lines_that_are_no_starts_are_left_out(tmp_path: Path) -> None:
+    lines: list[Any] = [{"hosts": 3, "step": 0}, {"hosts": ["a"], "step": "x"}, [1], {"steps": [1, 2]}]
+    folder = write_run(tmp_path / "a")
+    with (folder / "ledger.jsonl").open("a") as ledger:
+        ledger.writelines(f"{json.dumps(line)}\n" for line in lines)
+    assert "3 of 3" in page_of(folder).texts("dd")

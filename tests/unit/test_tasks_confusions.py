@@ -1,0 +1,161 @@
+"""The worst classes of an evaluation: against a slow count, over batches and ranks, and as a picture."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from horovod_volo.cluster.world import World
+from horovod_volo.core.batch import NO_CLASS, EvalBatch
+from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.data.images.catalog import Catalog, build_catalog
+from horovod_volo.tasks.confusions import (
+    WORST_CLASSES,
+    WRONG_IMAGES,
+    ConfusionRecorder,
+    draw_confusions,
+    find_confusions,
+)
+from horovod_volo.tasks.predictions import PredictionCollector
+from tests.gpu.synchronisation import RefuseSynchronisation
+
+
+@dataclass
+class NumberedImages:
+    """Images that are only numbers."""
+
+    classes: tuple[str, ...]
+    targets: NDArray[np.int32]
+    digest: str = "digest"
+
+    def name(self, index: int) -> str:
+        return f"{self.classes[self.targets[index]]}/{index}"
+
+    def location(self, index: int) -> str:
+        return f"/data/{index}"
+
+    def read(self, index: int) -> NDArray[np.uint8]:
+        raise NotImplementedError
+
+
+def drawn_case(seed: int) -> tuple[NumberedImages, NDArray[np.int64], NDArray[np.float32]]:
+    random = np.random.default_rng(seed)
+    classes = tuple(f"class {number}" for number in range(random.integers(2, 40)))
+    targets = random.integers(0, len(classes), size=300).astype(np.int32)
+    predictions = np.where(
+        random.random(300) < 0.5, targets, random.integers(NO_CLASS, len(classes), size=300)
+    )
+    # Few values, so that many are equal.
+    return NumberedImages(classes, targets), predictions, random.integers(0, 20, 300).astype(np.float32) / 20
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_confusions_equal_a_slow_count(seed: int) -> None:
+    images, predictions, probabilities = drawn_case(seed)
+    found = find_confusions(images, predictions, probabilities)
+    seen = [index for index in range(300) if predictions[index] != NO_CLASS]
+    wrong = [index for index in seen if predictions[index] != images.targets[index]]
+    assert found["images"] == len(seen)
+    assert found["top1"] == pytest.approx(100 * (1 - len(wrong) / len(seen)))
+    accuracies = {}
+    for number, name in enumerate(images.classes):
+        own = [index for index in seen if images.targets[index] == number]
+        if any(index in wrong for index in own):
+            accuracies[name] = 1 - sum(index in wrong for index in own) / len(own)
+    names = sorted(accuracies, key=lambda name: accuracies[name])[:WORST_CLASSES]
+    assert sorted(accuracies[row["name"]] for row in found["worst"]) == sorted(accuracies[n] for n in names)
+    for row in found["worst"]:
+        number = images.classes.index(row["name"])
+        own = [index for index in wrong if images.targets[index] == number]
+        own.sort(key=lambda index: (-probabilities[index], index))
+        assert [each["index"] for each in row["wrong"]] == own[:WRONG_IMAGES]
+        for each in row["wrong"]:
+            index = each["index"]
+            assert each["taken_for"] == images.classes[predictions[index]]
+            assert each["location"] == f"/data/{index}"
+            assert each["probability"] == pytest.approx(probabilities[index])
+    assert json.loads(json.dumps(found)) == found
+
+
+def batch_of(indices: list[int], classes: NDArray[Any]) -> EvalBatch:
+    return EvalBatch(torch.empty(0), torch.from_numpy(classes[indices].astype(np.int64)), np.array(indices))
+
+
+@pytest.mark.parametrize("batch", [1, 7, 300])
+def test_predictions_are_collected_by_image(batch: int) -> None:
+    images, predictions, probabilities = drawn_case(3)
+    classes = np.where(np.arange(300) % 50 == 0, NO_CLASS, images.targets)  # every fiftieth is damaged
+    collector = PredictionCollector()
+    for first in range(0, 300, batch):
+        indices = list(range(300))[::-1][first : first + batch]
+        predicted = torch.from_numpy(np.maximum(predictions[indices], 0))
+        collector.add(batch_of(indices, classes), predicted, torch.from_numpy(probabilities[indices]))
+    assert collector.done == 300
+    found, shares = collector.gather(World.single(), 300)
+    assert found.tolist() == np.where(classes == NO_CLASS, NO_CLASS, np.maximum(predictions, 0)).tolist()
+    assert shares.tolist() == probabilities.tolist()
+
+
+def test_collecting_does_not_wait_for_the_device() -> None:
+    images, predictions, probabilities = drawn_case(3)
+    collector = PredictionCollector()
+    indices = list(range(300))
+    batch = batch_of(indices, images.targets)
+    predicted, shares = torch.from_numpy(predictions), torch.from_numpy(probabilities)
+    with RefuseSynchronisation():
+        collector.add(batch, predicted, shares)
+    assert collector.done == 300
+
+
+def test_the_better_weights_of_a_step_are_recorded() -> None:
+    images = NumberedImages(("a", "b"), np.array([0, 0, 1, 1], np.int32))
+    recorder = ConfusionRecorder(images)
+    assert recorder.files(0) == {}
+    shares = np.ones(4, np.float32)
+    half, most, none = (np.array(each) for each in ([0, 1, 1, 0], [0, 0, 1, 0], [1, 1, 0, 0]))
+    for predictions in (half, most, half):
+        recorder.add(predictions, shares)
+    assert json.loads(recorder.files(5)["confusions.json"])["top1"] == 75
+    recorder.add(none, shares)  # a later step, which is worse
+    found = json.loads(recorder.files(6)["confusions.json"])
+    assert (found["step"], found["top1"]) == (6, 0)
+    silent = ConfusionRecorder(None)
+    silent.add(half, shares)
+    assert (silent.files(5), silent.pictures()) == ({}, {})
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Catalog:
+    folder = tmp_path_factory.mktemp("data")
+    make_demo_set(folder, train=10, val=40)
+    return build_catalog(str(folder), "val", None)
+
+
+def test_the_picture_leaves_out_what_cannot_be_read(drawn: Catalog) -> None:
+    predictions = (drawn.targets.astype(np.int64) + 1) % 10
+    confusions = find_confusions(drawn, predictions, np.linspace(0, 1, 40, dtype=np.float32))
+    sheet = draw_confusions(drawn, confusions)
+    assert sheet is not None
+    with Image.open(io.BytesIO(sheet.png)) as shown:
+        assert shown.size == (sheet.width, sheet.height)
+        assert len(np.unique(np.asarray(shown).reshape(-1, 3), axis=0)) > 1000
+    first, second = confusions["worst"][:2]
+    for each in first["wrong"]:
+        Path(each["location"]).unlink()
+    Path(second["wrong"][0]["location"]).write_bytes(b"not an image")
+    smaller = draw_confusions(drawn, confusions)
+    assert smaller is not None
+    assert smaller.height < sheet.height
+    assert draw_confusions(drawn, confusions | {"worst": [first]}) is None
+    right = find_confusions(drawn, drawn.targets.astype(np.int64), np.ones(40, np.float32))
+    assert right["worst"] == []
+    assert draw_confusions(drawn, right) is None
