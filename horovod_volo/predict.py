@@ -79,6 +79,8 @@ def _predict(options: argparse.Namespace) -> int:
         image_side=options.img_size,
         use_ema=options.use_ema,
         aux_head=options.aux_head,
+        mean=options.mean,
+        std=options.std,
     )
     list_problems(trained.messages)
     request = PredictRequest(options.top, options.crop_pct, options.batch_size, options.precision)

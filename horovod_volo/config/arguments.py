@@ -10,9 +10,14 @@ from typing import Any, Literal, NoReturn
 
 from horovod_volo.config.foreign_flags import hint_for
 from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import from_text, is_pair, metavar, setting_of_training, shown
+from horovod_volo.config.values import count_of, from_text, metavar, setting_of_training, shown
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
+
+_STATISTIC = (
+    "{} of red, green and blue in training, for pixels from 0 to 1, if the weights do not record it; "
+    "empty: as recorded, else the model's"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -108,7 +113,7 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting, *, required: 
     if setting.kind is bool:
         parser.add_argument(*setting.flags, action=argparse.BooleanOptionalAction, help=help, **options)
     else:
-        nargs = 2 if is_pair(setting) else None
+        nargs = count_of(setting) or None
         parser.add_argument(*setting.flags, action=_Given, setting=setting, nargs=nargs, help=help, **options)
     for flag, value in setting.shorthands.items():
         help = f"the same as {setting.flag} {value}"
@@ -146,4 +151,6 @@ def flags_of_trained_network() -> tuple[Setting, ...]:
         setting_of_training(
             "img_size", default=0, help="side of the square images, pixels; 0: as in training"
         ),
+        setting_of_training("mean", help=_STATISTIC.format("mean")),
+        setting_of_training("std", help=_STATISTIC.format("standard deviation")),
     )

@@ -65,6 +65,13 @@ class Data:
         "pixel", "fill of erased boxes: noise per pixel, one random color, or the mean color"
     )
     recount: int = setting(1, "maximum number of erased boxes per image", at_least=1)
+    mean: tuple[float, ...] = setting(
+        (),
+        "mean of red, green and blue, which is subtracted from pixels from 0 to 1; empty: the model's",
+    )
+    std: tuple[float, ...] = setting(
+        (), "standard deviation of red, green and blue, by which pixels are divided; empty: the model's"
+    )
     crop_pct: float = setting(
         0.0, "evaluation crop: side of the crop over side of the resized image; 0: the model's", at_least=0.0
     )

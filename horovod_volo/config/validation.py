@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from horovod_volo.config import values
+from horovod_volo.config.data_checks import check_data
 from horovod_volo.config.dense_settings import Detection, Segmentation
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.schema import Config
@@ -17,7 +18,7 @@ def check(config: Config) -> None:
     """Raise UserError at the first pair of settings that contradict each other."""
     if ".." in Path(config.run.name).parts or Path(config.run.name).is_absolute():
         raise UserError(f"--name {config.run.name} leaves --output. Give the name of a folder inside it.")
-    _check_image(config)
+    check_data(config.data)
     _check_objective(config)
     _check_schedule(config)
     _check_update(config)
@@ -31,25 +32,6 @@ def check_flags(flags: Mapping[str, Any], config: Config) -> None:
             f"--accumulation follows from --global-batch {config.data.global_batch}, the ranks and "
             "--batch-size. Leave it out, or add --global-batch 0."
         )
-
-
-def _check_image(config: Config) -> None:
-    for name, (low, high) in (("scale", config.data.scale), ("ratio", config.data.ratio)):
-        if not 0 < low <= high:
-            raise UserError(f"--{name} takes two numbers above 0 in ascending order, not {low:g} {high:g}.")
-    if config.data.val_share >= 1:
-        raise UserError(f"--val-share is a share of the images, below 1, not {config.data.val_share:g}.")
-    if config.data.scale[1] > 1:
-        raise UserError(
-            f"--scale is a fraction of the image's area, at most 1, not {config.data.scale[1]:g}."
-        )
-    for name, probability in (
-        ("hflip", config.data.hflip),
-        ("vflip", config.data.vflip),
-        ("reprob", config.data.reprob),
-    ):
-        if probability > 1:
-            raise UserError(f"--{name} is a probability, at most 1, not {probability:g}.")
 
 
 def _check_objective(config: Config) -> None:

@@ -50,6 +50,8 @@ class EvalRequest:
     use_ema: bool  # the averaged weights, where the source holds raw and averaged ones
     aux_head: Choice  # whether the auxiliary head's logits are added
     img_size: int  # 0: the one of training
+    mean: tuple[float, ...]  # of training pixels, if the weights do not record it; empty: the model's
+    std: tuple[float, ...]  # likewise
     crop_pct: float  # 0: the model's own
     batch_size: int  # per rank
     workers: int  # 0: one per core of the rank
@@ -158,6 +160,8 @@ def _load_model(request: EvalRequest, catalog: Catalog) -> PretrainedModel:
         image_side=request.img_size,
         use_ema=request.use_ema,
         aux_head=request.aux_head,
+        mean=request.mean,
+        std=request.std,
     )
     if model.class_names and not request.v2 and not request.weights.startswith(TIMM):
         _number_by_name(catalog, model.class_names, request.weights)

@@ -33,6 +33,7 @@ from horovod_volo.models.build import (
     training_forward,
 )
 from horovod_volo.models.dense.sync_batch_norm import connect_norms, synchronize_norms
+from horovod_volo.models.normalization import finetune_warnings, statistics_of_run
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.objective.loss import LOSSES, LossParts, build_loss
@@ -115,7 +116,8 @@ class Classification:
         mismatches = load_weights(
             network, our_name(settings.model), weights, source, allowed=settings.allow_mismatch
         )
-        return [*which, *mismatches]
+        colors = finetune_warnings(source, config.data, settings.model)
+        return [*which, *mismatches, *colors]
 
     def training_forward(self, network: nn.Module) -> Callable[[Tensor], Any]:
         forward = training_forward(network)
@@ -221,7 +223,7 @@ def build_loaders(
     """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
     threads = config.data.workers or resources.threads
     spec = spec_of(config.model.model)
-    normalization = Normalization(spec.mean, spec.std)
+    normalization = Normalization(*statistics_of_run(config.data, config.model.model))
     train_loader = TrainLoader(
         images.train,
         images.label_maps,

@@ -121,6 +121,11 @@ def test_a_recipe_of_bytes_that_are_no_text(tmp_path: Path) -> None:
         (["--scale", "0.5", "0.2"], "--scale takes two numbers above 0 in ascending order, not 0.5 0.2."),
         (["--scale", "0", "1"], "--scale takes two numbers above 0"),
         (["--scale", "0.5", "1.5"], "--scale is a fraction of the image's area, at most 1, not 1.5."),
+        (
+            ["--mean", "124", "116", "104"],
+            "--mean is for pixels from 0 to 1, so its numbers are from 0 to 1, not",
+        ),
+        (["--std", "0.5", "0", "0.5"], "its numbers are from above 0 to 1, not 0.5 0 0.5. Divide those of"),
         (["--ratio", "2", "1"], "--ratio takes two numbers above 0 in ascending order, not 2 1."),
         (["--hflip", "1.5"], "--hflip is a probability, at most 1, not 1.5."),
         (["--vflip", "2"], "--vflip is a probability"),

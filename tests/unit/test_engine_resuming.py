@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.values import assemble
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.engine import loop
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run import setup
+from horovod_volo.models.pretrained import load_pretrained
 
 Start = Callable[..., tuple[TrainContext, list[str]]]
 
@@ -55,6 +58,28 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_named(start: Start) -> None
         f"{checkpoints / 'step_00000003'} is damaged: model.safetensors does not match its checksum; "
         "step_00000002 is resumed"
     )
+
+
+def test_mean_and_std_travel_with_the_weights(start: Start, tmp_path: Path) -> None:
+    own = {"mean": (0.5, 0.4, 0.3), "std": (0.25, 0.5, 1.0)}
+    model: Any = {"name": "volo_demo", "image_side": 32}
+    context, _ = start(checkpoint_every=3, **own)
+    assert loop.fit(context)
+    loaded = load_pretrained(str(context.folder), **model)
+    assert (loaded.mean, loaded.std) == tuple(own.values())
+    weights = next((context.folder / "checkpoints").glob("step_*/model.safetensors"))
+    alone = tmp_path / "alone.safetensors"  # without the settings of its run
+    shutil.copy(weights, alone)
+    assert load_pretrained(str(alone), **model, std=own["std"]).mean == own["mean"]
+    with pytest.raises(UserError, match=r"was trained with --mean 0\.5 0\.4 0\.3 --std"):
+        load_pretrained(str(context.folder), **model, mean=(0.5, 0.5, 0.5))
+    with pytest.raises(AllRanksError, match=r"has mean and std --mean 0\.5 0\.4 0\.3 .* this run has of the"):
+        start(resume="auto")
+    with pytest.raises(AllRanksError, match=r"--std 0\.25 0\.5 0\.5, .* Give --mean 0\.5 0\.4 0\.3"):
+        start(resume="auto", mean=own["mean"], std=(0.25, 0.5, 0.5))
+    start(resume="auto", **own)
+    _, warnings = start(name="other", finetune=str(alone))
+    assert any("trained with --mean 0.5 0.4 0.3" in text for text in warnings), warnings
 
 
 @pytest.mark.parametrize("content", [b"", b'{"top1": 3', b"[3]", b"{}", b'{"top1": "high"}', b"[" * 100_000])

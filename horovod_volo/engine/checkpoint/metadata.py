@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
+from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.tasks.task import Samples, Task
+
+_OF_THE_MODEL = "of the model"
 
 
 def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -> dict[str, Any]:
@@ -28,14 +32,23 @@ def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -
         "ema_warmup": config.update.ema_warmup,
         "optimizer": config.update.opt,
         "task": config.model.task,
+        "mean and std": _statistics(config),
         **task.metadata(config),
     }
+
+
+def _statistics(config: Config) -> str:
+    """Return the mean and std of the run's pixels."""
+    statistics = statistics_of_run(config.data, config.model.model)
+    own = statistics == statistics_of_run(Data(), config.model.model)
+    return _OF_THE_MODEL if own else statistics.describe()
 
 
 def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path, ranks: int) -> None:
     """Raise UserError if the run that saved `checkpoint` had other settings than the current one."""
     # Earlier versions did not save these: averages always had a warm-up, models always an auxiliary head.
     earlier = {"ema_warmup": saved.get("averaged", False), "task": "classification"}
+    earlier["mean and std"] = _OF_THE_MODEL
     saved = earlier | {"aux_head": current.get("aux_head")} | saved
     for name, value in current.items():
         if saved.get(name) != value:
@@ -55,6 +68,8 @@ def _remedy(name: str, saved: Any, ranks: int) -> str:
         )
     if name == "global_batch":
         return f"Start a number of ranks that divides {saved}."
+    if name == "mean and std":
+        return "Drop --mean and --std." if saved == _OF_THE_MODEL else f"Give {saved}."
     if name == "ema_warmup":
         return "Give --ema-warmup." if saved else "Drop --ema-warmup."
     if name == "aux_head":
