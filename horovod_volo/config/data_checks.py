@@ -22,6 +22,8 @@ def check_data(settings: Data) -> None:
     ):
         if probability > 1:
             raise UserError(f"--{name} is a probability, at most 1, not {probability:g}.")
+    if settings.aa.startswith("augmix") and settings.randaugment_on == "image":
+        raise UserError("AugMix works on crops. Drop --randaugment-on image, or use another --aa.")
     check_statistics(settings.mean, settings.std)
 
 

@@ -49,16 +49,19 @@ class Data:
     )
     aa: str = setting(
         "rand-m9-mstd0.5-inc1",
-        "RandAugment in timm's notation: m magnitude, n operations, p probability, mstd and mmax standard "
-        "deviation and maximum of the magnitude, inc1 severity increases with it; empty: none",
+        "augmentation in timm's notation: RandAugment (m magnitude, n operations, p probability, mstd and "
+        "mmax deviation and maximum of m, inc1 severity increases with m), AutoAugment (original, originalr, "
+        "v0, v0r), 3-Augment (3a) or AugMix (augmix-m3-w3); empty: none",
     )
     randaugment_on: Literal["crop", "image"] = setting(
         "crop",
-        "apply RandAugment or --color-jitter to the crop, as timm does, or to the image before the crop, "
+        "apply --aa or --color-jitter to the crop, as timm does, or to the image before the crop, "
         "as published for token labels",
     )
     color_jitter: float = setting(
-        0.4, "strength of brightness, contrast and saturation jitter; without RandAugment only", at_least=0.0
+        0.4,
+        "strength of brightness, contrast and saturation jitter, with --aa 3a or without --aa",
+        at_least=0.0,
     )
     reprob: float = setting(0.25, "probability of random erasing", at_least=0.0)
     remode: Literal["pixel", "rand", "const"] = setting(

@@ -40,6 +40,11 @@ def _check_objective(config: Config) -> None:
         raise UserError(
             "--token-label-data needs --token-label. Add --token-label, or drop --token-label-data."
         )
+    if objective.token_label_data and config.data.aa.startswith("augmix"):
+        raise UserError(
+            "AugMix mixes images that were rotated and moved differently, and no label map describes that. "
+            "Use another --aa, or drop --token-label-data."
+        )
     if objective.ground_truth and not objective.token_label_data:
         raise UserError(
             "--ground-truth blends the class into label maps. Add --token-label-data, or drop --ground-truth."
@@ -211,7 +216,9 @@ _IDLE = (
         "with --label-geometry reference, which reads every map as the whole image",
     ),
     _Idle(("remode", "recount"), lambda c, _: not c.data.reprob, "with --reprob 0"),
-    _Idle(("color_jitter",), lambda c, _: c.data.aa, "with RandAugment (--aa)"),
+    _Idle(
+        ("color_jitter",), lambda c, _: c.data.aa and not c.data.aa.startswith("3a"), "with --aa {data.aa}"
+    ),
     _Idle(
         ("randaugment_on",),
         lambda c, _: not (c.data.aa or c.data.color_jitter),

@@ -20,7 +20,7 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch, LabelMaps, Labels, TrainBatch, copy_async
 from horovod_volo.data.augmentation.crop_flip import draw_crops, relative_boxes
 from horovod_volo.data.augmentation.label_map_ops import covered_after_warp, warp_maps
-from horovod_volo.data.augmentation.rand_augment import draw_operations
+from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.augmentation.whole_image import parts_needed
 from horovod_volo.data.bad_samples import BadSampleTracker

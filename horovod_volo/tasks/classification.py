@@ -17,7 +17,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.augmentation.rand_augment import parse
+from horovod_volo.data.augmentation.policy import parse_policy
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
@@ -74,7 +74,7 @@ class Classification:
             raise UserError("--sync-bn heads is for segmentation and detection. Use --sync-bn all, or none.")
         LOSSES.find(config.objective.loss)
         if config.data.aa:
-            parse(config.data.aa)
+            parse_policy(config.data.aa)
         _map_geometry(config)
 
     def fit_to_model(self, config: Config) -> Config:

@@ -126,6 +126,14 @@ def test_a_recipe_of_bytes_that_are_no_text(tmp_path: Path) -> None:
             "--mean is for pixels from 0 to 1, so its numbers are from 0 to 1, not",
         ),
         (["--std", "0.5", "0", "0.5"], "its numbers are from above 0 to 1, not 0.5 0 0.5. Divide those of"),
+        (
+            ["--aa", "augmix", "--randaugment-on", "image"],
+            "AugMix works on crops. Drop --randaugment-on image",
+        ),
+        (
+            ["--aa", "augmix-m5", "--token-label", "--token-label-data", "maps"],
+            "no label map describes that.",
+        ),
         (["--ratio", "2", "1"], "--ratio takes two numbers above 0 in ascending order, not 2 1."),
         (["--hflip", "1.5"], "--hflip is a probability, at most 1, not 1.5."),
         (["--vflip", "2"], "--vflip is a probability"),
@@ -174,7 +182,7 @@ WITHOUT_EFFECT = [
     (["--label-geometry", "reference"], "without --token-label-data", MAPS),
     (["--remode", "rand"], "with --reprob 0", ["--reprob", "0.5"]),
     (["--recount", "2"], "with --reprob 0", ["--reprob", "0.5"]),
-    (["--color-jitter", "0.3"], "with RandAugment (--aa)", ["--aa", ""]),
+    (["--color-jitter", "0.3"], "with --aa rand-m9-mstd0.5-inc1", ["--aa", ""]),
     (["--randaugment-on", "image"], "without --aa or --color-jitter", ["--color-jitter", "0.4"]),
     (["--shuffle-window", "32"], "without --block-shuffle", ["--block-shuffle", "100"]),
     (["--bad-samples-limit", "3"], "with --bad-samples fail", ["--bad-samples", "skip"]),
