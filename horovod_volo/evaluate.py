@@ -21,6 +21,7 @@ from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import (
     Parser,
+    add_crops_flag,
     add_flags,
     flags_of,
     flags_of_trained_network,
@@ -40,7 +41,7 @@ ALL_CLASSES = sys.maxsize
 WORST_CLASSES = 20
 _FLAGS_OF_TASKS = {
     **dict.fromkeys(("model", "img_size", "aux_head", "mean", "std"), ("classification",)),
-    **dict.fromkeys(("crop_pct", "real", "v2"), ("classification",)),
+    **dict.fromkeys(("crop_pct", "crops", "real", "v2"), ("classification",)),
     **dict.fromkeys(("test_mode", "scales", "flip"), ("segmentation",)),
     "predictions": ("segmentation", "detection"),
 }
@@ -83,6 +84,7 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
         mean=options.mean,
         std=options.std,
         crop_pct=options.crop_pct,
+        crops=options.crops,
         batch_size=options.batch_size,
         workers=options.workers,
         precision=options.precision,
@@ -182,6 +184,7 @@ def build_parser() -> Parser:
         setting_of_training("workers"),
         setting_of_training("precision", help="arithmetic of the forward pass"),
     )
+    add_crops_flag(parser)
     images = parser.add_mutually_exclusive_group()
     split = Setting(name="split", kind=Literal["train", "val"], default="val", help="split of DATA_DIR")
     add_flags(images, split)

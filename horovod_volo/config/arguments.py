@@ -128,6 +128,19 @@ def add_flags(parser: argparse._ActionsContainer, *settings: Setting) -> None:
         parser.set_defaults(**{setting.name: setting.default})
 
 
+def add_crops_flag(parser: argparse._ActionsContainer) -> None:
+    """Add the flag for several crops of each evaluated image."""
+    parser.add_argument(
+        "--crops",
+        type=whole_number(1),
+        choices=(1, 5, 10),
+        default=1,
+        metavar="{1,5,10}",
+        help="crops of each image, whose probabilities are averaged: 5 are the centre and the corners, 10 "
+        "these and their mirror images (default: 1)",
+    )
+
+
 def flags_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return the values of parsed options by flag."""
     return {f"--{name.replace('_', '-')}": value for name, value in vars(options).items()}

@@ -50,8 +50,8 @@ class Data:
     aa: str = setting(
         "rand-m9-mstd0.5-inc1",
         "augmentation in timm's notation: RandAugment (m magnitude, n operations, p probability, mstd and "
-        "mmax deviation and maximum of m, inc1 severity increases with m), AutoAugment (original, originalr, "
-        "v0, v0r), 3-Augment (3a) or AugMix (augmix-m3-w3); empty: none",
+        "mmax deviation and maximum of m, inc1 severity increases with m), AutoAugment (original, v0), "
+        "3-Augment (3a), AugMix (augmix-m3); empty: none",
     )
     randaugment_on: Literal["crop", "image"] = setting(
         "crop",

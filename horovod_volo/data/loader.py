@@ -181,8 +181,12 @@ class EvalBatches:
         threads: int,
         normalization: Normalization = IMAGENET_NORMALIZATION,
         interpolation: str = "bicubic",
+        crops: int = 1,
     ) -> None:
-        """`resize` maps stored heights and widths (batch, 2) to those before the centre crop."""
+        """`resize` maps stored heights and widths (batch, 2) to those before the crops.
+
+        With several `crops` of each image, images are (batch, crops, 3, image_size, image_size).
+        """
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
         self.batch_size = settings.eval_batch_size or settings.batch_size
         self._indices = np.arange(rank, count, size, dtype=np.int64)
@@ -194,6 +198,7 @@ class EvalBatches:
             readers=self._readers,
             resize=resize,
             image_size=image_size,
+            crops=crops,
         )
         self._prefetcher = BatchPrefetcher[PendingEvalBatch](
             partial(
@@ -204,6 +209,7 @@ class EvalBatches:
                 device=device,
                 threads=threads,
                 normalization=normalization,
+                crops=crops,
             ),
             device,
             settings.prefetch,

@@ -31,6 +31,7 @@ from horovod_volo.data.pipeline import Normalization
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.evaluation.per_class import ClassResult, class_results
 from horovod_volo.models.aux_head import Choice
+from horovod_volo.models.crop_average import CropAverage
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained, settings_of_run
 from horovod_volo.models.weights import TIMM
@@ -53,6 +54,7 @@ class EvalRequest:
     mean: tuple[float, ...]  # of training pixels, if the weights do not record it; empty: the model's
     std: tuple[float, ...]  # likewise
     crop_pct: float  # 0: the model's own
+    crops: int  # of each image, whose probabilities are averaged
     batch_size: int  # per rank
     workers: int  # 0: one per core of the rank
     precision: str
@@ -88,8 +90,9 @@ def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> 
     crop_pct = request.crop_pct or model.crop_pct
     loader = _build_loader(request, catalog, model, crop_pct, resources, world)
     collector = PredictionCollector(len(range(world.rank, len(catalog), world.size)), progress)
+    network = model.network if request.crops == 1 else CropAverage(model.network)
     with closing(loader), torch.inference_mode(), autocast(request.precision, resources.device):
-        rank_counts = count_correct(model.network, loader, resources.device, collector.add)
+        rank_counts = count_correct(network, loader, resources.device, collector.add)
     counts = world.run_on_all_ranks(partial(sum_counts, rank_counts, catalog, world))
     predictions = collector.gather(world, len(catalog))
     return EvalResult(
@@ -212,4 +215,5 @@ def _build_loader(
         threads=request.workers or resources.threads,
         normalization=Normalization(model.mean, model.std),
         interpolation=model.interpolation,
+        crops=request.crops,
     )

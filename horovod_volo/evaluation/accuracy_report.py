@@ -13,9 +13,10 @@ from horovod_volo.evaluation.per_class import ClassResult
 def text_of(request: EvalRequest, result: EvalResult, rows: Sequence[ClassResult]) -> list[str]:
     """Return the lines that are printed; `rows` are the classes to list."""
     counts, metrics, model = result.counts, result.counts.metrics(), result.model
+    crops = "crop" if request.crops == 1 else f"{request.crops} crops"
     properties = [
         ("weights", request.weights),
-        ("model", f"{model.name}, {model.image_side} px, crop {result.crop_pct:g}, {request.precision}"),
+        ("model", f"{model.name}, {model.image_side} px, {crops} {result.crop_pct:g}, {request.precision}"),
         *(("", warning) for warning in model.messages),
         ("images", f"{counts.images:,} of {result.data}; {counts.bad_samples:,} damaged ones left out"),
         ("top-1", f"{metrics['top1']:.3f} %, {counts.top1:,} images"),
@@ -52,6 +53,7 @@ def json_record(
         "aux_head": model.has_aux_head,
         "img_size": model.image_side,
         "crop_pct": result.crop_pct,
+        "crops": request.crops,
         "mean": model.mean,
         "std": model.std,
         "precision": request.precision,
