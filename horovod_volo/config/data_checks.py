@@ -22,6 +22,13 @@ def check_data(settings: Data) -> None:
     ):
         if probability > 1:
             raise UserError(f"--{name} is a probability, at most 1, not {probability:g}.")
+    if settings.balance > 1:
+        raise UserError(f"--balance is at most 1, all classes equally often, not {settings.balance:g}.")
+    if settings.balance and settings.block_shuffle:
+        raise UserError(
+            "--balance draws images of rare classes several times, and --block-shuffle reads each once. Drop "
+            "one of them."
+        )
     if settings.aa.startswith("augmix") and settings.randaugment_on == "image":
         raise UserError("AugMix works on crops. Drop --randaugment-on image, or use another --aa.")
     check_statistics(settings.mean, settings.std)

@@ -84,6 +84,12 @@ class Data:
         "storage that needs long reads; 0: shuffle all images",
         at_least=0,
     )
+    balance: float = setting(
+        0.0,
+        "draw images of rare classes more often: a class of n images gets a part of the epoch in proportion "
+        "to n ** (1 - balance); 0: as many draws as images; 1: as many as every other class",
+        at_least=0.0,
+    )
     shuffle_window: int = setting(64, "number of blocks whose images are shuffled together", at_least=1)
     bad_samples: Literal["skip", "fail"] = setting(
         "skip", "replace a damaged image or label map by another sample, or stop the run"

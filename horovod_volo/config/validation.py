@@ -50,6 +50,14 @@ def _check_objective(config: Config) -> None:
             "--ground-truth blends the class into label maps. Add --token-label-data, or drop --ground-truth."
         )
 
+    if objective.class_weights == "balanced" and config.data.balance:
+        raise UserError(
+            "--balance and --class-weights balanced both make rare classes count more. Drop one of them."
+        )
+    if objective.class_weights and objective.loss != "soft-target":
+        raise UserError(
+            f"--class-weights is for --loss soft-target; --loss {objective.loss} does not read it. Drop it."
+        )
     if objective.map_geometry and not objective.token_label_data:
         raise UserError("--map-geometry is about label maps. Add --token-label-data, or drop --map-geometry.")
     if objective.label_geometry == "reference" and objective.map_geometry not in ("", "whole"):
@@ -130,7 +138,7 @@ class _Idle(NamedTuple):
 _WITH_TASK = "with --task {model.task}"
 _OF_CLASSIFICATION = (  # settings of the group data
     *("scale", "ratio", "hflip", "vflip", "train_interpolation", "aa", "randaugment_on", "color_jitter"),
-    *("reprob", "remode", "recount", "crop_pct", "val_split", "val_share"),
+    *("reprob", "remode", "recount", "crop_pct", "val_split", "val_share", "balance"),
 )
 _IDLE = (
     _Idle(tuple(Segmentation.__dataclass_fields__), lambda c, _: c.model.task != "segmentation", _WITH_TASK),

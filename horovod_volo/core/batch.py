@@ -49,7 +49,10 @@ class TrainBatch:
     images: Tensor  # (batch, 3, image_size, image_size) float32, normalised
     labels: Labels
     indices: NDArray[np.int64]  # (batch,) positions in the catalog
-    drawn: NDArray[np.int64]  # likewise, of the images that the epoch's order has here: damaged ones differ
+    drawn: NDArray[
+        np.int64
+    ]  # numbers that the epoch's order has here: positions, of which damaged ones differ,
+    # or with --balance the numbers of data/balanced_order.py
 
 
 @dataclass(frozen=True, eq=False)

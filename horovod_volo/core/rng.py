@@ -28,6 +28,7 @@ class Purpose(IntEnum):
     """Every use of random numbers in training and packing; the values are arbitrary and distinct."""
 
     SAMPLE_ORDER = 0x6F72646572  # counters: seed, epoch
+    BALANCED_ORDER = 0x62616C616E6365  # seed, epoch
     CROP_FLIP = 0x706C616E  # seed, epoch, sample
     RAND_AUGMENT = 0x6F7065726174  # seed, epoch, sample
     AUTO_AUGMENT = 0x6175746F  # seed, epoch, sample

@@ -24,6 +24,7 @@ from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.augmentation.whole_image import parts_needed
 from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.data.balanced_order import balanced_order
 from horovod_volo.data.center_crop import resized_shapes
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import MapGeometry
@@ -108,8 +109,15 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
     def _batch(self, pending: PendingTrainBatch, images: Tensor) -> TrainBatch:
         return TrainBatch(images, pending.labels.to(self._device), pending.indices, pending.drawn)
 
+    def _order(self, epoch: int) -> NDArray[Any]:
+        balance = self._settings.balance
+        if not balance:
+            return super()._order(epoch)
+        return balanced_order(self._seed, epoch, self._catalog.targets, balance)
+
     def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingTrainBatch:
-        read = self._readers.map(self._read_usable, drawn.tolist())
+        # With --balance the numbers of further draws of an image are larger by multiples of all images.
+        read = self._readers.map(self._read_usable, (drawn % len(self._catalog)).tolist())
         indices = np.array([index for index, _ in read], dtype=np.int64)
         samples = [sample for _, sample in read]
         sizes = np.array([sample.size for sample in samples], dtype=np.int64)

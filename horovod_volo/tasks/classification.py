@@ -36,11 +36,14 @@ from horovod_volo.models.dense.sync_batch_norm import connect_norms, synchronize
 from horovod_volo.models.normalization import finetune_warnings, statistics_of_run
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights import load_weights, read_weights
+from horovod_volo.objective.class_weights import ClassWeights, read_class_weights
 from horovod_volo.objective.loss import LOSSES, LossParts, build_loss
 from horovod_volo.tasks.accuracy import measure_model
 from horovod_volo.tasks.classification_losses import (
     ClassificationLosses,
+    balance_warnings,
     build_mix,
+    class_counts,
     labels_line,
     token_size_warnings,
 )
@@ -56,6 +59,7 @@ class Images:
     train: Catalog
     held_out: Catalog
     label_maps: LabelSource | None
+    class_weights: ClassWeights | None = None
 
     def close(self) -> None:
         """Close all files."""
@@ -90,7 +94,9 @@ class Classification:
             for split in ("train", "val")
         )
         label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
-        return Images(train, held_out, label_maps)
+        given = config.objective.class_weights
+        read = partial(read_class_weights, given, train.classes, train.targets)
+        return Images(train, held_out, label_maps, world.run_on_all_ranks(read))
 
     def heads(self, config: Config) -> tuple[str, ...]:
         return spec_of(config.model.model).heads
@@ -133,7 +139,7 @@ class Classification:
         arithmetic = autocast(config.model.precision, resources.device)
         losses = ClassificationLosses(
             forward=training_forward(network),
-            loss=build_loss(config.objective, len(data.train.classes), side),
+            loss=build_loss(config.objective, len(data.train.classes), side, data.class_weights),
             mix=build_mix(config, world),
             autocast=arithmetic,
             seed=config.run.seed,
@@ -158,10 +164,13 @@ class Classification:
             ),
             bad_held_out=eval_loader.bad_samples,
             close=close,
+            classes=data.train.targets if config.data.balance else None,
         )
 
     def warnings(self, config: Config, data: Images | None = None) -> list[str]:
         found = token_size_warnings(config)
+        if data is not None:
+            found += balance_warnings(config, data.train)
         if data is not None and data.label_maps is not None:
             found += geometry_warnings(config.objective.token_label_data, data.label_maps)
         return found
@@ -172,7 +181,7 @@ class Classification:
         where = f"{100 * config.data.val_share:g} % of each class" if is_share else Path(source).name
         return (
             f"{len(data.train):,} training and {len(data.held_out):,} held-out images ({where}), "
-            f"{len(data.train.classes):,} classes; {labels_line(config, data.label_maps)}"
+            f"{class_counts(config, data.train)}; {labels_line(config, data.label_maps)}"
         )
 
     def count(self, config: Config) -> tuple[int, int] | None:

@@ -55,6 +55,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "lr_changes": ("epoch", "step"),
     "layer_decay": (0.75, 0.5),
     "label_geometry": ("reference", "corrected"),
+    "class_weights": ("balanced", "weights.txt"),
     "map_geometry": ("whole", "centre-crop:576:576"),
 }
 # Settings that a setting requires.

@@ -25,6 +25,7 @@ def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -
         "classes": len(train.classes),
         "image_list": train.digest[:12],
         "block_shuffle": config.data.block_shuffle,
+        "balance": config.data.balance,
         "shuffle_window": config.data.shuffle_window,
         "global_batch": derived.global_batch,
         "precision": config.model.precision,
@@ -48,7 +49,7 @@ def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: P
     """Raise UserError if the run that saved `checkpoint` had other settings than the current one."""
     # Earlier versions did not save these: averages always had a warm-up, models always an auxiliary head.
     earlier = {"ema_warmup": saved.get("averaged", False), "task": "classification"}
-    earlier["mean and std"] = _OF_THE_MODEL
+    earlier |= {"mean and std": _OF_THE_MODEL, "balance": 0.0}
     saved = earlier | {"aux_head": current.get("aux_head")} | saved
     for name, value in current.items():
         if saved.get(name) != value:
