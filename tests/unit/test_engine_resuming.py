@@ -13,6 +13,7 @@ from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.doctor.ledger import check_ledger
 from horovod_volo.engine import loop
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
@@ -80,6 +81,32 @@ def test_mean_and_std_travel_with_the_weights(start: Start, tmp_path: Path) -> N
     start(resume="auto", **own)
     _, warnings = start(name="other", finetune=str(alone))
     assert any("trained with --mean 0.5 0.4 0.3" in text for text in warnings), warnings
+
+
+def test_a_balanced_run_resumes_its_plan_and_proves_it(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "weights.txt"
+    classes = sorted(path.name for path in (tmp_path / "images" / "train").iterdir())
+    file.write_text("".join(f"{name} {0.5 + number}\n" for number, name in enumerate(classes)))
+    context, warnings = start(balance=1.0, class_weights=str(file), stop_at_step=2)
+    assert not any("no effect" in text for text in warnings)
+    context.ledger.begin(0, ["host"])
+    assert not loop.fit(context)
+    with pytest.raises(AllRanksError, match=r"has balance 1\.0, this run has 0\.0"):
+        start(resume="auto")
+    context, _ = start(resume="auto", balance=1.0, class_weights=str(file))
+    context.ledger.begin(2, ["host"])
+    assert loop.fit(context)
+    proved = check_ledger(context.folder)
+    assert "each of 12 draws was taken once" in proved
+    assert "With --balance 1 images are repeated by plan: an epoch draws each of the 12 images" in proved
+
+
+def test_balancing_equal_classes_is_named(start: Start, tmp_path: Path) -> None:
+    make_demo_set(tmp_path / "equal", train=20, val=10)
+    _, warnings = start(balance=0.5, data_dir=str(tmp_path / "equal"))
+    assert "--balance has no effect: all classes have equally many images" in warnings
+    _, warnings = start(class_weights="balanced", data_dir=str(tmp_path / "equal"))
+    assert "--class-weights balanced has no effect: all classes have equally many images" in warnings
 
 
 @pytest.mark.parametrize("content", [b"", b'{"top1": 3', b"[3]", b"{}", b'{"top1": "high"}', b"[" * 100_000])
