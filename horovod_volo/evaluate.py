@@ -21,6 +21,7 @@ from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import (
     Parser,
+    add_crops_flag,
     add_flags,
     flags_of,
     flags_of_trained_network,
@@ -32,16 +33,15 @@ from horovod_volo.core.errors import UserError, escape_controls
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
-    from horovod_volo.evaluation.accuracy import EvalRequest, EvalResult
     from horovod_volo.monitor.progress import ThroughputLine
-    from horovod_volo.tasks.per_class import ClassResult
 
 DONE = 0
 STDOUT = "-"
 ALL_CLASSES = sys.maxsize
 WORST_CLASSES = 20
 _FLAGS_OF_TASKS = {
-    **dict.fromkeys(("model", "img_size", "aux_head", "crop_pct", "real", "v2"), ("classification",)),
+    **dict.fromkeys(("model", "img_size", "aux_head", "mean", "std"), ("classification",)),
+    **dict.fromkeys(("crop_pct", "crops", "real", "v2"), ("classification",)),
     **dict.fromkeys(("test_mode", "scales", "flip"), ("segmentation",)),
     "predictions": ("segmentation", "detection"),
     "image_decoder": ("classification", "detection"),
@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 def _evaluate(options: argparse.Namespace, world: World) -> int:
     """Evaluate, print and write the result. Collective: every rank calls this."""
     from horovod_volo.evaluation.accuracy import EvalRequest, check_writable, measure_accuracy
+    from horovod_volo.evaluation.accuracy_report import json_record, text_of
     from horovod_volo.models.pretrained import task_of
     from horovod_volo.plugins import load_plugins
 
@@ -77,8 +78,8 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
     request = EvalRequest(**{name: getattr(options, name) for name in EvalRequest.__dataclass_fields__})
     result = measure_accuracy(request, world, _progress(world))
     rows = result.classes[: options.per_class]
-    record = _json_record(request, result, world.size, rows)
-    _report(options, world, result.bad_samples, _format_text(request, result, rows), record)
+    record = json_record(request, result, world.size, rows)
+    _report(options, world, result.bad_samples, text_of(request, result, rows), record)
     return DONE
 
 
@@ -134,69 +135,6 @@ def _report(
     world.run_on_rank_zero(lambda: _write(options.json, json.dumps(record, indent=2)))
 
 
-def _format_text(request: EvalRequest, result: EvalResult, rows: Sequence[ClassResult]) -> list[str]:
-    from horovod_volo.data.image_decoder import decoder_messages
-
-    counts, metrics, model = result.counts, result.counts.metrics(), result.model
-    properties = [
-        ("weights", request.weights),
-        ("model", f"{model.name}, {model.image_side} px, crop {result.crop_pct:g}, {request.precision}"),
-        *(("", warning) for warning in model.messages),
-        *(("decoder", message) for message in decoder_messages(request.image_decoder)),
-        ("images", f"{counts.images:,} of {result.data}; {counts.bad_samples:,} damaged ones left out"),
-        ("top-1", f"{metrics['top1']:.3f} %, {counts.top1:,} images"),
-        ("top-5", f"{metrics['top5']:.3f} %, {counts.top5:,} images"),
-        ("loss", f"{metrics['loss']:.5f}"),
-    ]
-    if result.real is not None:
-        real = f"{result.real.accuracy:.3f} %, {result.real.right:,} of {result.real.images:,} images"
-        properties.append(("ReaL", real))
-    lines = [f"{name:<10}{value}" for name, value in properties]
-    return [*lines, "", *_format_table(rows)] if rows else lines
-
-
-def _format_table(rows: Sequence[ClassResult]) -> list[str]:
-    names = [escape_controls(row.name) for row in rows]
-    width = max(len("class"), *map(len, names))
-    lines = [f"{'class':<{width}}  images   right      %  most often taken for"]
-    for name, row in zip(names, rows, strict=True):
-        mistaken = f"{row.mistaken_for} ({row.mistaken})" if row.mistaken else "-"
-        lines.append(f"{name:<{width}}  {row.images:>6}  {row.right:>6}  {row.top1:>5.1f}  {mistaken}")
-    return lines
-
-
-def _json_record(
-    request: EvalRequest, result: EvalResult, ranks: int, rows: Sequence[ClassResult]
-) -> dict[str, Any]:
-    from horovod_volo.data.image_decoder import image_decoder
-
-    counts, model = result.counts, result.model
-    record: dict[str, Any] = {
-        "weights": request.weights,
-        "model": model.name,
-        "data": result.data,
-        "use_ema": request.use_ema,
-        "aux_head": model.has_aux_head,
-        "img_size": model.image_side,
-        "crop_pct": result.crop_pct,
-        "mean": model.mean,
-        "std": model.std,
-        "precision": request.precision,
-        "batch_size": request.batch_size,
-        "image_decoder": image_decoder(request.image_decoder).name,
-        "ranks": ranks,
-        **counts.metrics(),
-        "top1_right": counts.top1,
-        "top5_right": counts.top5,
-    }
-    if result.real is not None:
-        accuracy = {"accuracy": result.real.accuracy, **result.real._asdict()}
-        record["real"] = {"file": request.real, **accuracy}
-    if rows:
-        record["classes"] = [{**row._asdict(), "top1": row.top1} for row in rows]
-    return record
-
-
 def _write(file: str, text: str) -> None:
     from horovod_volo.core.atomic_file import atomic_write
 
@@ -230,6 +168,7 @@ def build_parser() -> Parser:
         setting_of_training("image_decoder"),
         setting_of_training("precision", help="arithmetic of the forward pass"),
     )
+    add_crops_flag(parser)
     images = parser.add_mutually_exclusive_group()
     split = Setting(name="split", kind=Literal["train", "val"], default="val", help="split of DATA_DIR")
     add_flags(images, split)

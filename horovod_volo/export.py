@@ -119,6 +119,8 @@ def _export(options: argparse.Namespace) -> None:
         image_side=options.img_size,
         use_ema=options.use_ema,
         aux_head=options.aux_head,
+        mean=options.mean,
+        std=options.std,
     )
     _print_messages(trained)
     with timm_export.atomic_folder(options.folder, replace=options.force) as exported:
@@ -136,8 +138,10 @@ def _export_dense(options: argparse.Namespace) -> None:
     from horovod_volo.evaluation.exported import load_dense, reloaded_difference, write_dense
     from horovod_volo.models import timm_export
 
-    if options.model or options.aux_head != "auto":
-        raise UserError("--model and --aux-head are for networks of classification. Drop them.")
+    if options.model or options.aux_head != "auto" or options.mean or options.std:
+        raise UserError(
+            "--model, --aux-head, --mean and --std are for networks of classification. Drop them."
+        )
     trained = load_dense(options.source, image_side=options.img_size, use_ema=options.use_ema)
     _print_messages(trained)
     side = trained.image_side
@@ -190,7 +194,7 @@ def _write_onnx(
         opset=options.opset,
         outputs=outputs,
         sides=sides,
-        class_names=trained.class_names,
+        properties={"classes": trained.class_names, "mean": trained.mean, "std": trained.std},
     )
     batches = [batch] if batch else [1, 3]
     others = [(batch or 2, *size) for size in _OTHER_SIZES] if sides == "dynamic" else []

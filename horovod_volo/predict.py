@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from horovod_volo.cluster.stop_signals import run_until_signal
-from horovod_volo.config.arguments import Parser, add_flags, flags_of_trained_network, whole_number
+from horovod_volo.config.arguments import (
+    Parser,
+    add_crops_flag,
+    add_flags,
+    flags_of_trained_network,
+    whole_number,
+)
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error
@@ -62,6 +68,7 @@ def build_parser() -> Parser:
         setting_of_training("batch_size", help="images per batch"),
         setting_of_training("precision", help="arithmetic of the forward pass"),
     )
+    add_crops_flag(parser)
     return parser
 
 
@@ -79,9 +86,13 @@ def _predict(options: argparse.Namespace) -> int:
         image_side=options.img_size,
         use_ema=options.use_ema,
         aux_head=options.aux_head,
+        mean=options.mean,
+        std=options.std,
     )
     list_problems(trained.messages)
-    request = PredictRequest(options.top, options.crop_pct, options.batch_size, options.precision)
+    request = PredictRequest(
+        options.top, options.crop_pct, options.batch_size, options.precision, options.crops
+    )
     predictions, bad = [], list[str]()
     for each in predict(trained, files, request, bad):
         predictions.append(each)

@@ -10,9 +10,14 @@ from typing import Any, Literal, NoReturn
 
 from horovod_volo.config.foreign_flags import hint_for
 from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import from_text, is_pair, metavar, setting_of_training, shown
+from horovod_volo.config.values import count_of, from_text, metavar, setting_of_training, shown
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
+
+_STATISTIC = (
+    "{} of red, green and blue in training, for pixels from 0 to 1, if the weights do not record it; "
+    "empty: as recorded, else the model's"
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -108,7 +113,7 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting, *, required: 
     if setting.kind is bool:
         parser.add_argument(*setting.flags, action=argparse.BooleanOptionalAction, help=help, **options)
     else:
-        nargs = 2 if is_pair(setting) else None
+        nargs = count_of(setting) or None
         parser.add_argument(*setting.flags, action=_Given, setting=setting, nargs=nargs, help=help, **options)
     for flag, value in setting.shorthands.items():
         help = f"the same as {setting.flag} {value}"
@@ -121,6 +126,19 @@ def add_flags(parser: argparse._ActionsContainer, *settings: Setting) -> None:
         add_flag(parser, setting)
         # Not as the flag's own default: argparse would show it a second time in the help of a switch.
         parser.set_defaults(**{setting.name: setting.default})
+
+
+def add_crops_flag(parser: argparse._ActionsContainer) -> None:
+    """Add the flag for several crops of each evaluated image."""
+    parser.add_argument(
+        "--crops",
+        type=whole_number(1),
+        choices=(1, 5, 10),
+        default=1,
+        metavar="{1,5,10}",
+        help="crops of each image, whose probabilities are averaged: 5 are the centre and the corners, 10 "
+        "these and their mirror images (default: 1)",
+    )
 
 
 def flags_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -146,4 +164,6 @@ def flags_of_trained_network() -> tuple[Setting, ...]:
         setting_of_training(
             "img_size", default=0, help="side of the square images, pixels; 0: as in training"
         ),
+        setting_of_training("mean", help=_STATISTIC.format("mean")),
+        setting_of_training("std", help=_STATISTIC.format("standard deviation")),
     )

@@ -52,22 +52,32 @@ class Data:
     )
     aa: str = setting(
         "rand-m9-mstd0.5-inc1",
-        "RandAugment in timm's notation: m magnitude, n operations, p probability, mstd and mmax standard "
-        "deviation and maximum of the magnitude, inc1 severity increases with it; empty: none",
+        "augmentation in timm's notation: RandAugment (m magnitude, n operations, p probability, mstd and "
+        "mmax deviation and maximum of m, inc1 severity increases with m), AutoAugment (original, v0), "
+        "3-Augment (3a), AugMix (augmix-m3); empty: none",
     )
     randaugment_on: Literal["crop", "image"] = setting(
         "crop",
-        "apply RandAugment or --color-jitter to the crop, as timm does, or to the image before the crop, "
+        "apply --aa or --color-jitter to the crop, as timm does, or to the image before the crop, "
         "as published for token labels",
     )
     color_jitter: float = setting(
-        0.4, "strength of brightness, contrast and saturation jitter; without RandAugment only", at_least=0.0
+        0.4,
+        "strength of brightness, contrast and saturation jitter, with --aa 3a or without --aa",
+        at_least=0.0,
     )
     reprob: float = setting(0.25, "probability of random erasing", at_least=0.0)
     remode: Literal["pixel", "rand", "const"] = setting(
         "pixel", "fill of erased boxes: noise per pixel, one random color, or the mean color"
     )
     recount: int = setting(1, "maximum number of erased boxes per image", at_least=1)
+    mean: tuple[float, ...] = setting(
+        (),
+        "mean of red, green and blue, which is subtracted from pixels from 0 to 1; empty: the model's",
+    )
+    std: tuple[float, ...] = setting(
+        (), "standard deviation of red, green and blue, by which pixels are divided; empty: the model's"
+    )
     crop_pct: float = setting(
         0.0, "evaluation crop: side of the crop over side of the resized image; 0: the model's", at_least=0.0
     )
@@ -76,6 +86,12 @@ class Data:
         "shuffle blocks of this many neighbouring images, then images within --shuffle-window blocks, for "
         "storage that needs long reads; 0: shuffle all images",
         at_least=0,
+    )
+    balance: float = setting(
+        0.0,
+        "draw images of rare classes more often: a class of n images gets a part of the epoch in proportion "
+        "to n ** (1 - balance); 0: as many draws as images; 1: as many as every other class",
+        at_least=0.0,
     )
     shuffle_window: int = setting(64, "number of blocks whose images are shuffled together", at_least=1)
     bad_samples: Literal["skip", "fail"] = setting(

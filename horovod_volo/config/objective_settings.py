@@ -29,6 +29,11 @@ class Objective:
     ground_truth: bool = setting(False, "blend the true class into the class target of the label map")
     cls_weight: float = setting(1.0, "weight of the class loss", at_least=0.0)
     dense_weight: float = setting(0.5, "weight of the token loss", at_least=0.0)
+    class_weights: str = setting(
+        "",
+        "weights of classes in the loss: balanced, inverse to their numbers of images, or a file with lines "
+        "CLASS WEIGHT; empty: all 1",
+    )
     smoothing: float = setting(0.1, "label smoothing", at_least=0.0, below=1.0)
     mix_token: bool = setting(True, "MixToken: swap a box of tokens between pairs of images")
     mixup: float = setting(0.0, "Mixup: alpha of the Beta distribution; 0: off", at_least=0.0)

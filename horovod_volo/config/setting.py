@@ -20,7 +20,7 @@ class Setting:
     positional: bool = False
     repeatable: bool = False  # a comma-separated list, whose flag may be given several times
     name: str = ""
-    kind: Any = None  # bool, int, float, str, tuple[float, float] or a Literal
+    kind: Any = None  # bool, int, float, str, tuple[float, float], tuple[float, ...] or a Literal
     group: str = ""
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from horovod_volo.config import values
+from horovod_volo.config.data_checks import check_data
 from horovod_volo.config.dense_settings import Detection, Segmentation
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.schema import Config
@@ -17,7 +18,7 @@ def check(config: Config) -> None:
     """Raise UserError at the first pair of settings that contradict each other."""
     if ".." in Path(config.run.name).parts or Path(config.run.name).is_absolute():
         raise UserError(f"--name {config.run.name} leaves --output. Give the name of a folder inside it.")
-    _check_image(config)
+    check_data(config.data)
     _check_objective(config)
     _check_schedule(config)
     _check_update(config)
@@ -33,36 +34,30 @@ def check_flags(flags: Mapping[str, Any], config: Config) -> None:
         )
 
 
-def _check_image(config: Config) -> None:
-    for name, (low, high) in (("scale", config.data.scale), ("ratio", config.data.ratio)):
-        if not 0 < low <= high:
-            raise UserError(f"--{name} takes two numbers above 0 in ascending order, not {low:g} {high:g}.")
-    if config.data.val_share >= 1:
-        raise UserError(f"--val-share is a share of the images, below 1, not {config.data.val_share:g}.")
-    if config.data.scale[1] > 1:
-        raise UserError(
-            f"--scale is a fraction of the image's area, at most 1, not {config.data.scale[1]:g}."
-        )
-    for name, probability in (
-        ("hflip", config.data.hflip),
-        ("vflip", config.data.vflip),
-        ("reprob", config.data.reprob),
-    ):
-        if probability > 1:
-            raise UserError(f"--{name} is a probability, at most 1, not {probability:g}.")
-
-
 def _check_objective(config: Config) -> None:
     objective = config.objective
     if objective.token_label_data and not objective.token_label:
         raise UserError(
             "--token-label-data needs --token-label. Add --token-label, or drop --token-label-data."
         )
+    if objective.token_label_data and config.data.aa.startswith("augmix"):
+        raise UserError(
+            "AugMix mixes images that were rotated and moved differently, and no label map describes that. "
+            "Use another --aa, or drop --token-label-data."
+        )
     if objective.ground_truth and not objective.token_label_data:
         raise UserError(
             "--ground-truth blends the class into label maps. Add --token-label-data, or drop --ground-truth."
         )
 
+    if objective.class_weights == "balanced" and config.data.balance:
+        raise UserError(
+            "--balance and --class-weights balanced both make rare classes count more. Drop one of them."
+        )
+    if objective.class_weights and objective.loss != "soft-target":
+        raise UserError(
+            f"--class-weights is for --loss soft-target; --loss {objective.loss} does not read it. Drop it."
+        )
     if objective.map_geometry and not objective.token_label_data:
         raise UserError("--map-geometry is about label maps. Add --token-label-data, or drop --map-geometry.")
     if objective.label_geometry == "reference" and objective.map_geometry not in ("", "whole"):
@@ -143,7 +138,7 @@ class _Idle(NamedTuple):
 _WITH_TASK = "with --task {model.task}"
 _OF_CLASSIFICATION = (  # settings of the group data
     *("scale", "ratio", "hflip", "vflip", "train_interpolation", "aa", "randaugment_on", "color_jitter"),
-    *("reprob", "remode", "recount", "crop_pct", "val_split", "val_share"),
+    *("reprob", "remode", "recount", "crop_pct", "val_split", "val_share", "balance"),
 )
 _IDLE = (
     _Idle(tuple(Segmentation.__dataclass_fields__), lambda c, _: c.model.task != "segmentation", _WITH_TASK),
@@ -229,7 +224,9 @@ _IDLE = (
         "with --label-geometry reference, which reads every map as the whole image",
     ),
     _Idle(("remode", "recount"), lambda c, _: not c.data.reprob, "with --reprob 0"),
-    _Idle(("color_jitter",), lambda c, _: c.data.aa, "with RandAugment (--aa)"),
+    _Idle(
+        ("color_jitter",), lambda c, _: c.data.aa and not c.data.aa.startswith("3a"), "with --aa {data.aa}"
+    ),
     _Idle(
         ("randaugment_on",),
         lambda c, _: not (c.data.aa or c.data.color_jitter),

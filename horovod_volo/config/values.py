@@ -15,6 +15,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_PAIR, _CHANNELS = 2, 3  # tuple[float, float]: low and high; tuple[float, ...]: red, green and blue, or none
 
 
 def group_types() -> dict[str, type]:
@@ -46,9 +47,9 @@ def setting_of_training(name: str, **changes: Any) -> Setting:
 
 
 def from_text(setting: Setting, given: str | list[str]) -> Any:
-    """Convert and check a command-line value; that of a pair is a list of texts."""
+    """Convert and check a command-line value; that of several numbers is a list of texts."""
     value: Any = given
-    if is_pair(setting):
+    if count_of(setting):
         value = [_number(float, text, setting.flag) for text in given]
     elif setting.kind in (int, float):
         value = _number(setting.kind, str(given), setting.flag)
@@ -68,15 +69,16 @@ def checked(setting: Setting, value: Any, where: str) -> Any:
         value = float(value)
     if problem := _problem(setting, value):
         raise UserError(f"{where} {problem}")
-    return tuple(map(float, value)) if is_pair(setting) else value
+    return tuple(map(float, value)) if count_of(setting) else value
 
 
 def _problem(setting: Setting, value: Any) -> str:
     """Return what the value must be instead, or an empty string."""
-    if is_pair(setting):
+    if count := count_of(setting):
         numbers = isinstance(value, list | tuple) and [type(part) in (int, float) for part in value]
-        fits = numbers == [True, True] and all(map(math.isfinite, value))
-        return "" if fits else f"takes two numbers, not {value!r}."
+        fits = numbers == [True] * count and all(map(math.isfinite, value))
+        fits = fits or (numbers == [] and setting.default == ())
+        return "" if fits else f"takes {'two' if count == _PAIR else 'three'} numbers, not {value!r}."
     if get_origin(setting.kind) is Literal:
         choices = get_args(setting.kind)
         hint = nearest(str(value), choices)
@@ -112,7 +114,7 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
-        return " ".join(map(shown, value))
+        return " ".join(map(shown, value)) or "empty"
     return f"{value:g}" if isinstance(value, float) else str(value) or "empty"
 
 
@@ -122,11 +124,13 @@ def metavar(setting: Setting) -> str | tuple[str, ...]:
         return setting.flag
     if get_origin(setting.kind) is Literal:
         return "{" + ",".join(get_args(setting.kind)) + "}"
-    if is_pair(setting):
-        return ("LOW", "HIGH")
+    if count := count_of(setting):
+        return ("LOW", "HIGH") if count == _PAIR else ("RED", "GREEN", "BLUE")
     return {int: "N", float: "X"}.get(setting.kind, "TEXT")
 
 
-def is_pair(setting: Setting) -> bool:
-    """Return whether the setting is a pair of numbers."""
-    return get_origin(setting.kind) is tuple
+def count_of(setting: Setting) -> int:
+    """Return how many numbers the setting is: two or three; 0: it is none of these."""
+    if get_origin(setting.kind) is not tuple:
+        return 0
+    return _CHANNELS if Ellipsis in get_args(setting.kind) else _PAIR

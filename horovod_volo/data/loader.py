@@ -20,10 +20,11 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch, LabelMaps, Labels, TrainBatch, copy_async
 from horovod_volo.data.augmentation.crop_flip import draw_crops, relative_boxes
 from horovod_volo.data.augmentation.label_map_ops import covered_after_warp, warp_maps
-from horovod_volo.data.augmentation.rand_augment import draw_operations
+from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.augmentation.whole_image import parts_needed
 from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.data.balanced_order import balanced_order
 from horovod_volo.data.center_crop import resized_shapes
 from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.data.images.catalog import Catalog
@@ -110,8 +111,15 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
     def _batch(self, pending: PendingTrainBatch, images: Tensor) -> TrainBatch:
         return TrainBatch(images, pending.labels.to(self._device), pending.indices, pending.drawn)
 
+    def _order(self, epoch: int) -> NDArray[Any]:
+        balance = self._settings.balance
+        if not balance:
+            return super()._order(epoch)
+        return balanced_order(self._seed, epoch, self._catalog.targets, balance)
+
     def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingTrainBatch:
-        read = self._readers.map(self._read_usable, drawn.tolist())
+        # With --balance the numbers of further draws of an image are larger by multiples of all images.
+        read = self._readers.map(self._read_usable, (drawn % len(self._catalog)).tolist())
         indices = np.array([index for index, _ in read], dtype=np.int64)
         samples = [sample for _, sample in read]
         sizes = np.array([sample.size for sample in samples], dtype=np.int64)
@@ -183,8 +191,12 @@ class EvalBatches:
         threads: int,
         normalization: Normalization = IMAGENET_NORMALIZATION,
         interpolation: str = "bicubic",
+        crops: int = 1,
     ) -> None:
-        """`resize` maps stored heights and widths (batch, 2) to those before the centre crop."""
+        """`resize` maps stored heights and widths (batch, 2) to those before the crops.
+
+        With several `crops` of each image, images are (batch, crops, 3, image_size, image_size).
+        """
         decoder = image_decoder(settings.image_decoder)
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
         self.batch_size = settings.eval_batch_size or settings.batch_size
@@ -197,6 +209,7 @@ class EvalBatches:
             readers=self._readers,
             resize=resize,
             image_size=image_size,
+            crops=crops,
         )
         self._prefetcher = BatchPrefetcher[PendingEvalBatch](
             partial(
@@ -207,6 +220,7 @@ class EvalBatches:
                 device=device,
                 threads=threads,
                 normalization=normalization,
+                crops=crops,
             ),
             device,
             settings.prefetch,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from time import perf_counter
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,11 +81,13 @@ class OrderedBatches(ABC, Generic[Pending, Result]):
     def _batch(self, pending: Pending, images: Tensor) -> Result:
         """Return the micro-batch of decoded images."""
 
+    def _order(self, epoch: int) -> NDArray[Any]:
+        """Return the numbers of an epoch's draws, in their order."""
+        block, window = self._settings.block_shuffle, self._settings.shuffle_window
+        return epoch_order(self._seed, epoch, self._samples, block=block, window=window)
+
     def _reads(self, epoch: int, first_step: int) -> Iterator[Callable[[], Pending]]:
-        settings = self._settings
-        order = epoch_order(
-            self._seed, epoch, self._samples, block=settings.block_shuffle, window=settings.shuffle_window
-        )
+        order = self._order(epoch)
         for step in range(first_step, self.steps):
             for indices in self._rank_indices(order, step):
                 yield partial(self._read_batch, epoch, indices)

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from horovod_volo.data.center_crop import is_mirrored
+
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 BATCHES_DECODED_AHEAD = 2
@@ -111,8 +113,12 @@ def build_eval_pipeline(
     threads: int,
     normalization: Normalization = IMAGENET_NORMALIZATION,
     interpolation: str = "bicubic",
+    crops: int = 1,
 ) -> Any:
-    """Build the evaluation pipeline; inputs: encoded images, shapes after resizing, crop corners."""
+    """Build the evaluation pipeline; inputs: encoded images, shapes after resizing, crop corners.
+
+    Its images are (3, image_size, image_size), or with several crops (crops, 3, image_size, image_size).
+    """
     dali = _dali()
     pipeline = _empty_pipeline(batch, device, threads)
     with pipeline:
@@ -126,15 +132,23 @@ def build_eval_pipeline(
             adjust_orientation=False,
             jpeg_fancy_upsampling=True,  # the GPU decoder's default is faster, but differs from PIL
         )
-        images = dali.fn.slice(
-            _resized(images, sizes, interpolation),
-            start=corners,
-            shape=[image_size, image_size],
-            axis_names="HW",
-            out_of_bounds_policy="pad",
-            fill_values=0,  # black before normalisation, as torchvision pads
-        )
-        pipeline.set_outputs(_normalised(images, normalization))
+        resized = _resized(images, sizes, interpolation)
+        views = [
+            _normalised(
+                dali.fn.slice(
+                    resized,
+                    start=corners[2 * crop : 2 * crop + 2] if crops > 1 else corners,
+                    shape=[image_size, image_size],
+                    axis_names="HW",
+                    out_of_bounds_policy="pad",
+                    fill_values=0,  # black before normalisation, as torchvision pads
+                ),
+                normalization,
+                mirrored=is_mirrored(crop),
+            )
+            for crop in range(crops)
+        ]
+        pipeline.set_outputs(dali.fn.stack(*views) if crops > 1 else views[0])
     pipeline.build()
     return pipeline
 
@@ -212,12 +226,13 @@ def _resized(images: Any, size: Any, interpolation: str) -> Any:
     return dali.fn.resize(images, size=size, interp_type=filtering, antialias=True)
 
 
-def _normalised(images: Any, normalization: Normalization) -> Any:
+def _normalised(images: Any, normalization: Normalization, *, mirrored: bool) -> Any:
     dali = _dali()
     return dali.fn.crop_mirror_normalize(
         images,
         dtype=dali.types.FLOAT,
         output_layout="CHW",
+        mirror=int(mirrored),
         mean=[255 * value for value in normalization.mean],
         std=[255 * value for value in normalization.std],
     )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
-from horovod_volo.data.center_crop import crop_corners
+from horovod_volo.data.center_crop import view_corners
 from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.thread_pool import ImageThreadPool
 
@@ -92,10 +92,11 @@ def read_eval_batch(
     readers: ImageThreadPool,
     resize: Callable[[NDArray[np.int64]], NDArray[np.int64]],
     image_size: int,
+    crops: int = 1,
 ) -> PendingEvalBatch:
     """Read the inputs of the evaluation pipeline for one batch.
 
-    `resize` maps stored heights and widths (batch, 2) to those before the centre crop.
+    `resize` maps stored heights and widths (batch, 2) to those before the crops.
     """
 
     def read(index: int) -> tuple[Encoded, tuple[int, int]] | None:
@@ -107,7 +108,7 @@ def read_eval_batch(
     samples = readers.map(read, indices.tolist())
     encoded, sizes = zip(*(sample or (_BLACK_PIXEL, (1, 1)) for sample in samples), strict=True)
     resized = resize(np.array(sizes, dtype=np.int64))
-    corners = crop_corners(resized, image_size)
+    corners = view_corners(resized, image_size, crops).reshape(len(resized), -1)
     inputs = (list(encoded), list(resized.astype(np.float32)), list(corners.astype(np.int32)))
     return PendingEvalBatch(indices, inputs, np.array([sample is None for sample in samples]))
 

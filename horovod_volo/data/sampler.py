@@ -6,6 +6,8 @@ images a step sees depends on the global batch, never on the number of ranks.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,8 +22,8 @@ def epoch_order(seed: int, epoch: int, length: int, *, block: int = 0, window: i
     """
     source = philox(Purpose.SAMPLE_ORDER, seed, epoch)
     if not block:
-        return _permutation(source, length)
-    blocks = _permutation(source, -(-length // block))
+        return permutation(source, length)
+    blocks = permutation(source, -(-length // block))
     firsts = blocks * np.uint32(block)
     images: NDArray[np.uint32] = np.add.outer(firsts, np.arange(block, dtype=np.uint32)).ravel()
     inside = images < length  # the last block may be shorter
@@ -32,11 +34,11 @@ def epoch_order(seed: int, epoch: int, length: int, *, block: int = 0, window: i
 
 def packing_order(seed: int, length: int) -> NDArray[np.uint32]:
     """Return the permutation of range(length) in which images are packed into shards."""
-    return _permutation(philox(Purpose.PACKING_ORDER, seed), length)
+    return permutation(philox(Purpose.PACKING_ORDER, seed), length)
 
 
 def rank_indices(
-    order: NDArray[np.uint32],
+    order: NDArray[Any],
     step_in_epoch: int,
     *,
     rank: int,
@@ -52,7 +54,8 @@ def rank_indices(
     return np.array_split(of_step[rank::size].astype(np.int64), accumulation)
 
 
-def _permutation(source: np.random.BitGenerator, length: int) -> NDArray[np.uint32]:
+def permutation(source: np.random.BitGenerator, length: int) -> NDArray[np.uint32]:
+    """Return a random permutation of range(length)."""
     # Sorts raw words instead of calling Generator.permutation: numpy guarantees that raw words do not change
     # between versions. The low half of each word is replaced by its position, so that an in-place sort is
     # enough and memory stays at 12 bytes an image. Equal high halves stay in order.

@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.balanced_order import balanced_order, draws_of_classes
 from horovod_volo.data.sampler import epoch_order
-from horovod_volo.engine.ledger import LEDGER, LedgerStart, checksums, read_ledger
+from horovod_volo.engine.ledger import CLASSES, LEDGER, LedgerStart, checksums, read_ledger
 
 
 def check_ledger(run: Path) -> str:
@@ -37,6 +38,7 @@ class _LedgerCheck:
         self._path = path
         self._start: LedgerStart | None = None
         self._starts = self._step = self._repeated = 0
+        self._classes: NDArray[np.int32] | None = None
         self._epoch, self._sums = -1, np.zeros((0, 2), dtype=np.int64)
 
     def check(self, records: list[dict[str, Any]]) -> str:
@@ -50,15 +52,17 @@ class _LedgerCheck:
         start, epochs, over = self._start, *divmod(self._step, self._start.steps_per_epoch)
         in_epoch = start.steps_per_epoch * start.global_batch
         left = start.images - in_epoch
-        text = f"{epochs} epochs are complete: each of {in_epoch:,} images was taken once in each of them"
+        what = "draws" if start.balance else "images"
+        text = f"{epochs} epochs are complete: each of {in_epoch:,} {what} was taken once in each of them"
         if left:
             text += f" (the other {left:,} do not fill a step, and differ from epoch to epoch)"
         if over:
-            text += f"; of the next epoch {over * start.global_batch:,} images, each once"
+            text += f"; of the next epoch {over * start.global_batch:,} {what}, each once"
+        text += self._repetitions(start)
         again = f"; {self._repeated} steps were trained again after a restart" if self._repeated else ""
         return f"{self._path}: {text}. {self._step} steps in {self._starts} starts or re-formations{again}."
 
-    def _begin(self, *, step: int, hosts: list[str], **settings: int) -> None:
+    def _begin(self, *, step: int, hosts: list[str], **settings: Any) -> None:
         del hosts
         start = LedgerStart(**settings)
         if self._start is not None and any(
@@ -99,9 +103,7 @@ class _LedgerCheck:
             return self._sums
         assert self._start is not None
         start = self._start
-        order = epoch_order(
-            start.seed, epoch, start.images, block=start.block_shuffle, window=start.shuffle_window
-        )
+        order = self._order(start, epoch)
         of_steps = order[: start.steps_per_epoch * start.global_batch].reshape(start.steps_per_epoch, -1)
         sums = np.zeros((start.steps_per_epoch, 2), dtype=np.int64)
         for rank in range(start.ranks):
@@ -109,6 +111,28 @@ class _LedgerCheck:
             sums += np.stack([first, second], axis=1).astype(np.int64)
         self._epoch, self._sums = epoch, sums
         return sums
+
+    def _order(self, start: LedgerStart, epoch: int) -> NDArray[Any]:
+        if not start.balance:
+            block, window = start.block_shuffle, start.shuffle_window
+            return epoch_order(start.seed, epoch, start.images, block=block, window=window)
+        if self._classes is None:
+            self._classes = np.load(self._path.with_name(CLASSES))
+        if len(self._classes) != start.images:
+            raise self._mistake(f"{CLASSES} beside it is of {len(self._classes)} images, not {start.images}")
+        return balanced_order(start.seed, epoch, self._classes, start.balance)
+
+    def _repetitions(self, start: LedgerStart) -> str:
+        """Say how often an epoch with --balance has the same image."""
+        if self._classes is None:
+            return ""
+        counts = np.bincount(self._classes)
+        draws = draws_of_classes(counts, start.balance) / np.maximum(counts, 1)
+        most, least = int(np.ceil(draws.max())), int(np.floor(draws[counts > 0].min()))
+        return (
+            f". With --balance {start.balance:g} images are repeated by plan: an epoch draws each of the "
+            f"{start.images:,} images {least} to {most} times"
+        )
 
     def _mistake(self, what: str) -> UserError:
         return UserError(f"{self._path} does not prove that each image was taken once: {what}.")

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.cluster.resources import RankResources
@@ -17,7 +19,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.ledger import LEDGER, Ledger, LedgerStart
+from horovod_volo.engine.ledger import LEDGER, Ledger, LedgerStart, write_classes
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState
 from horovod_volo.monitor.meters import LossMeter
@@ -113,11 +115,13 @@ def build_context(
         lr=build_schedule(config, derived),
         stop=stop,
         logger=logger,
-        ledger=_build_ledger(config, world, data, derived),
+        ledger=_build_ledger(config, world, data, derived, parts.classes),
     )
 
 
-def _build_ledger(config: Config, world: World, data: TaskData, derived: Derived) -> Ledger:
+def _build_ledger(
+    config: Config, world: World, data: TaskData, derived: Derived, classes: NDArray[np.int32] | None
+) -> Ledger:
     start = LedgerStart(
         seed=config.run.seed,
         images=len(data.train),
@@ -126,7 +130,10 @@ def _build_ledger(config: Config, world: World, data: TaskData, derived: Derived
         global_batch=derived.global_batch,
         steps_per_epoch=derived.steps_per_epoch,
         ranks=world.size,
+        balance=0.0 if classes is None else config.data.balance,
     )
+    if classes is not None and world.is_rank_zero:
+        write_classes(run_folder(config), classes)
     return Ledger(run_folder(config) / LEDGER if world.is_rank_zero else None, start)
 
 

@@ -21,10 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.cluster.step_statistics import CHECKSUM_BITS
+from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.rng import Purpose, bits_of_samples
 from horovod_volo.monitor.run_logger import AppendedFile
 
 LEDGER = "ledger.jsonl"
+CLASSES = "ledger_classes.npy"
 _WRITES_KEPT = 2
 
 
@@ -39,6 +41,7 @@ class LedgerStart:
     global_batch: int
     steps_per_epoch: int
     ranks: int
+    balance: float = 0.0  # above 0 the order also follows from the classes of the images, in CLASSES
 
 
 class LedgerStep(NamedTuple):
@@ -111,6 +114,12 @@ class Ledger:
         if self._file is not None:
             with contextlib.suppress(OSError):  # it is kept; the logger says that the disk is full
                 self._file.append(text.encode())
+
+
+def write_classes(folder: Path, classes: NDArray[np.int32]) -> None:
+    """Write the class of each training image beside the ledger; a full disk is no error here."""
+    with contextlib.suppress(OSError), atomic_write(folder / CLASSES) as file:
+        np.save(file, classes)
 
 
 def _ends_with_line(path: Path) -> bool:

@@ -29,6 +29,7 @@ from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.models.aux_head import Choice
+from horovod_volo.models.crop_average import CropAverage
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained, settings_of_run
 from horovod_volo.models.weights import TIMM
@@ -50,7 +51,10 @@ class EvalRequest:
     use_ema: bool  # the averaged weights, where the source holds raw and averaged ones
     aux_head: Choice  # whether the auxiliary head's logits are added
     img_size: int  # 0: the one of training
+    mean: tuple[float, ...]  # of training pixels, if the weights do not record it; empty: the model's
+    std: tuple[float, ...]  # likewise
     crop_pct: float  # 0: the model's own
+    crops: int  # of each image, whose probabilities are averaged
     batch_size: int  # per rank
     workers: int  # 0: one per core of the rank
     image_decoder: DecoderName
@@ -87,6 +91,7 @@ def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> 
     fix_convolutions(model.network, request.precision, resources.device)
     crop_pct = request.crop_pct or model.crop_pct
     loader = _build_loader(request, catalog, model, crop_pct, resources, world)
+    network = model.network if request.crops == 1 else CropAverage(model.network)
     own = len(range(world.rank, len(catalog), world.size))
     collector = PredictionCollector()
 
@@ -95,7 +100,7 @@ def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> 
         progress(collector.done, own)
 
     with closing(loader), torch.inference_mode(), autocast(request.precision, resources.device):
-        rank_counts = count_correct(model.network, loader, resources.device, on_batch)
+        rank_counts = count_correct(network, loader, resources.device, on_batch)
     counts = world.run_on_all_ranks(partial(sum_counts, rank_counts, catalog, world))
     predictions, _ = collector.gather(world, len(catalog))
     return EvalResult(
@@ -139,6 +144,8 @@ def _load_model(request: EvalRequest, catalog: Catalog) -> PretrainedModel:
         image_side=request.img_size,
         use_ema=request.use_ema,
         aux_head=request.aux_head,
+        mean=request.mean,
+        std=request.std,
     )
     if model.class_names and not request.v2 and not request.weights.startswith(TIMM):
         _number_by_name(catalog, model.class_names, request.weights)
@@ -194,4 +201,5 @@ def _build_loader(
         threads=request.workers or resources.threads,
         normalization=Normalization(model.mean, model.std),
         interpolation=model.interpolation,
+        crops=request.crops,
     )

@@ -21,7 +21,7 @@ from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import DecoderName
 from horovod_volo.data.pipeline import Normalization
-from horovod_volo.models.build import spec_of
+from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import settings_of_run
 from horovod_volo.models.weights import read_weights
@@ -108,11 +108,10 @@ def open_network(request: DenseRequest, config: Config, samples: Samples, world:
     network.eval().requires_grad_(False).to(resources.device)
     set_tf32(request.precision)
     fix_convolutions(network, request.precision, resources.device)
-    spec = spec_of(config.model.model)
     return TrainedNetwork(
         network,
         messages,
-        Normalization(spec.mean, spec.std),
+        Normalization(*statistics_of_run(config.data, config.model.model)),
         # No number of damaged images ends the evaluation: the result names and counts them.
         Data(
             batch_size=request.batch_size,

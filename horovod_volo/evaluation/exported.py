@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from horovod_volo.config.schema import Config
 from horovod_volo.evaluation.dense import DENSE_TASKS, settings_of_weights
-from horovod_volo.models.build import spec_of
 from horovod_volo.models.class_names import read_class_names
+from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.timm_export import CONFIG, STATE_DICT
 from horovod_volo.models.weights import read_weights
 from horovod_volo.objective.anchors import anchor_rule, build_anchors, decode
@@ -38,6 +38,16 @@ class TrainedDense:
     def image_side(self) -> int:
         """Return the side of the images in training."""
         return self.config.model.img_size
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Return the mean of each channel of training pixels from 0 to 1."""
+        return statistics_of_run(self.config.data, self.config.model.model).mean
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Return the standard deviation of each channel of training pixels from 0 to 1."""
+        return statistics_of_run(self.config.data, self.config.model.model).std
 
     @property
     def takes_any_size(self) -> bool:
@@ -96,14 +106,14 @@ def load_dense(source: str, *, image_side: int, use_ema: bool) -> TrainedDense:
 
 def write_dense(trained: TrainedDense, folder: Path) -> None:
     """Write the weights as mmsegmentation reads them, and what is needed to use them."""
-    model, spec = trained.config.model, spec_of(trained.config.model.model)
+    model = trained.config.model
     about: dict[str, Any] = {
         "task": model.task,
         "architecture": model.model,
         "num_classes": trained.num_classes,
         "img_size": model.img_size,
-        "mean": spec.mean,
-        "std": spec.std,
+        "mean": trained.mean,
+        "std": trained.std,
     }
     meta = about
     if trained.class_names:

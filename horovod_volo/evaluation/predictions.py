@@ -1,6 +1,6 @@
 """Predicts the classes of image files in one process. Pillow reads and resizes; DALI is not needed.
 
-Invariant: the pixels are those of an evaluation up to rounding: the same resizing, centre crop and mean.
+Invariant: the pixels are those of an evaluation up to rounding: the same resizing, crops and mean.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from PIL import Image
 from torch import Tensor
 
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.center_crop import crop_corners, resized_shapes
-from horovod_volo.data.pillow_pipeline import center_cropped
+from horovod_volo.data.center_crop import resized_shapes, view_corners
+from horovod_volo.data.pillow_pipeline import cropped_views
 from horovod_volo.data.reading import Encoded, decode_rgb
+from horovod_volo.models.crop_average import CropAverage
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel
 from horovod_volo.models.timm_api import described
@@ -32,6 +33,7 @@ class PredictRequest:
     crop_pct: float  # 0: the model's own
     batch_size: int
     precision: str
+    crops: int = 1  # of each image, whose probabilities are averaged
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def predict(
     trained.network.to(device)
     set_tf32(request.precision)
     fix_convolutions(trained.network, request.precision, device)
+    averaged = CropAverage(trained.network)  # the same as the network, if there is one crop
     names = described(trained.class_names) or [f"class {number}" for number in range(trained.num_classes)]
     mean, std = (torch.tensor(each, device=device)[:, None, None] for each in (trained.mean, trained.std))
     images = _Files(files)
@@ -75,15 +78,15 @@ def predict(
         pixels, shown = [], []
         for number in range(first, min(first + request.batch_size, len(files))):
             try:
-                pixels.append(_cropped(decode_rgb(images, number), trained, request.crop_pct))
+                pixels.append(_cropped(decode_rgb(images, number), trained, request))
                 shown.append(files[number])
             except BadSampleError as error:
                 bad.append(str(error))
         if not shown:
             continue
-        batch = torch.from_numpy(np.stack(pixels)).to(device).permute(0, 3, 1, 2)
+        batch = torch.from_numpy(np.stack(pixels)).to(device).movedim(-1, -3)
         with torch.inference_mode(), autocast(request.precision, device):
-            logits = trained.network((batch / 255 - mean) / std)
+            logits = averaged((batch / 255 - mean) / std)
         shares, classes = _top(logits, request.top)
         for file, own_shares, own_classes in zip(shown, shares.tolist(), classes.tolist(), strict=True):
             yield Prediction(file, [(names[c], s) for c, s in zip(own_classes, own_shares, strict=True)])
@@ -93,9 +96,11 @@ def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return logits.float().softmax(dim=1).topk(min(count, logits.shape[1]), dim=1)
 
 
-def _cropped(pixels: NDArray[np.uint8], trained: PretrainedModel, crop_pct: float) -> NDArray[np.uint8]:
-    """Return the centre crop (side, side, 3) that an evaluation takes; black where it exceeds the image."""
+def _cropped(
+    pixels: NDArray[np.uint8], trained: PretrainedModel, request: PredictRequest
+) -> NDArray[np.uint8]:
+    """Return the crops (crops, side, side, 3) that an evaluation takes."""
     side = trained.image_side
-    shape = resized_shapes(np.array([pixels.shape[:2]]), side, crop_pct or trained.crop_pct)
-    corner = crop_corners(shape, side)
-    return center_cropped(Image.fromarray(pixels), shape[0], corner[0], side, trained.interpolation)
+    shape = resized_shapes(np.array([pixels.shape[:2]]), side, request.crop_pct or trained.crop_pct)
+    corners = view_corners(shape, side, request.crops)[0]
+    return cropped_views(Image.fromarray(pixels), shape[0], corners, side, trained.interpolation)

@@ -26,12 +26,22 @@ def read_class_names(source: str) -> tuple[str, ...]:
     """Return the names that are with the weights at `source`; none, if they are of an earlier version."""
     if source.startswith(TIMM):
         return imagenet_classes(source.removeprefix(TIMM))
+    try:
+        names = json.loads(read_header(source).get(_KEY, "[]"))
+    except ValueError:
+        return ()
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
+def read_header(source: str) -> dict[str, str]:
+    """Return the header of the safetensors file at `source`; nothing, if there is no such file."""
+    if source.startswith(TIMM):
+        return {}
     file = weights_file(Path(source))
     if file.suffix != ".safetensors":
-        return ()
+        return {}
     try:
         with safe_open(file, framework="pt") as opened:
-            names = json.loads((opened.metadata() or {}).get(_KEY, "[]"))
-    except (OSError, SafetensorError, ValueError):
-        return ()  # reading the weights explains what is wrong
-    return tuple(map(str, names)) if isinstance(names, list) else ()
+            return opened.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}  # reading the weights explains what is wrong

@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -55,12 +56,12 @@ def write_onnx(
     opset: int,
     outputs: Sequence[str] = (LOGITS,),
     sides: Sides = "fixed",
-    class_names: Sequence[str] = (),
+    properties: Mapping[str, Sequence[Any]] = MappingProxyType({}),
 ) -> None:
     """Write a model for batches of `batch` images; 0: of any size. The model itself is not changed.
 
-    With dynamic sides the images may have any height and width, which the model must allow. Names of classes
-    become the property `classes`, as JSON.
+    With dynamic sides the images may have any height and width, which the model must allow. `properties`
+    become the file's, as JSON; those that are empty are left out.
     """
     dynamic = {} if batch else {0: torch.export.Dim("batch")}
     images = fixed_images(batch or 2, image_side)  # the exporter would make a batch of 1 static
@@ -90,8 +91,9 @@ def write_onnx(
     assert shape is not None
     if any(isinstance(shape[axis], int) for axis in dynamic):
         raise _cannot_write(network, "it can only be traced with fixed sizes", image_side, batch, sides)
-    if class_names:
-        program.model.metadata_props["classes"] = json.dumps(list(class_names))
+    for name, values in properties.items():
+        if values:
+            program.model.metadata_props[name] = json.dumps(list(values))
     program.save(file, external_data=size > _LARGEST_FILE_BYTES)
 
 

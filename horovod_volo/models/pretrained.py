@@ -14,6 +14,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.models.aux_head import AUX_HEAD, Choice, reason_to_leave_out
 from horovod_volo.models.build import build_model, check_model, our_name, spec_of
 from horovod_volo.models.class_names import read_class_names
+from horovod_volo.models.normalization import statistics_of_weights
 from horovod_volo.models.registry import registered_model
 from horovod_volo.models.timm_api import is_model
 from horovod_volo.models.weights import TIMM, load_weights, read_weights, weights_file
@@ -43,12 +44,20 @@ class PretrainedModel:
 
 
 def load_pretrained(
-    source: str, *, name: str = "", image_side: int = 0, use_ema: bool = False, aux_head: Choice = "auto"
+    source: str,
+    *,
+    name: str = "",
+    image_side: int = 0,
+    use_ema: bool = False,
+    aux_head: Choice = "auto",
+    mean: tuple[float, ...] = (),
+    std: tuple[float, ...] = (),
 ) -> PretrainedModel:
     """Build a model and load the weights at `source`: a run, a checkpoint, a file or timm:NAME.
 
     `name` is the model, if the source does not record it; `image_side` 0: the image size it was trained at.
     `use_ema` loads the averaged weights (EMA); `aux_head` chooses whether evaluation adds the token logits.
+    `mean` and `std` are those of training pixels, for weights that do not record them.
     """
     if not source.startswith(TIMM):
         weights_file(Path(source))  # a missing path is the first error
@@ -67,6 +76,7 @@ def load_pretrained(
     name = our_name(name)
     side = image_side or int(run.get("img_size", 0)) or published.img_size
     check_model(name, img_size=side, tokens=False)
+    statistics = statistics_of_weights(source, name, run, mean, std)
     state, messages = read_weights(source, use_ema=use_ema)
     without = reason_to_leave_out(state, run, aux_head, source) if spec_of(name).stride else ""
     if without:
@@ -83,8 +93,8 @@ def load_pretrained(
         side,
         classes,
         crop_pct,
-        published.mean,
-        published.std,
+        statistics.mean,
+        statistics.std,
         published.interpolation,
         messages,
         read_class_names(source),

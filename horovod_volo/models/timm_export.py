@@ -21,6 +21,7 @@ from horovod_volo.core.atomic_file import flush
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import spec_of
 from horovod_volo.models.class_names import header_of
+from horovod_volo.models.normalization import PixelStatistics
 from horovod_volo.models.pretrained import PretrainedModel
 from horovod_volo.models.registry import registered_model
 from horovod_volo.models.timm_api import create_model, get_pretrained_cfg, is_model
@@ -74,7 +75,8 @@ def write_timm_folder(trained: PretrainedModel, folder: Path) -> None:
     """Write the weights and config.json of a model."""
     # Copies, as safetensors does not store tensors that share memory.
     state = {name: tensor.contiguous().clone() for name, tensor in trained.network.state_dict().items()}
-    save_file(state, folder / WEIGHTS, metadata=header_of(trained.class_names))
+    statistics = PixelStatistics(trained.mean, trained.std)
+    save_file(state, folder / WEIGHTS, metadata=header_of(trained.class_names) | statistics.header())
     text = json.dumps(config_of(trained), indent=2)
     (folder / CONFIG).write_text(f"{text}\n", encoding="utf-8")
 

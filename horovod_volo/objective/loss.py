@@ -18,6 +18,7 @@ from torch import Tensor
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.names import Registry
+from horovod_volo.objective.class_weights import ClassWeights
 from horovod_volo.objective.label_map import Geometry, map_targets, most_probable
 from horovod_volo.objective.mixing import Mix
 from horovod_volo.objective.soft_target import (
@@ -55,16 +56,27 @@ LOSSES: Registry[BuildLoss] = Registry("loss", "--loss")
 register_loss = LOSSES.register
 
 
-def build_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
-    """Build the loss that the settings name."""
+def build_loss(
+    settings: Objective, num_classes: int, tokens_per_side: int, class_weights: ClassWeights | None = None
+) -> Loss:
+    """Build the loss that the settings name; only the built-in one takes weights of classes."""
+    if class_weights is not None:
+        return _soft_target_loss(settings, num_classes, tokens_per_side, class_weights)
     return LOSSES.find(settings.loss)(settings, num_classes, tokens_per_side)
 
 
-def _soft_target_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
+def _soft_target_loss(
+    settings: Objective, num_classes: int, tokens_per_side: int, class_weights: ClassWeights | None = None
+) -> Loss:
     """Build the cross-entropy with soft targets of the class and, with token labels, of the tokens."""
+
+    def weighted(target: SoftTarget) -> SoftTarget:
+        return target if class_weights is None else class_weights.applied(target, settings.smoothing)
+
     if not settings.token_label:
         return ClassLoss(
-            lambda labels: one_hot(labels.classes, num_classes, settings.smoothing), settings.cls_weight
+            lambda labels: weighted(one_hot(labels.classes, num_classes, settings.smoothing)),
+            settings.cls_weight,
         )
     targets: Callable[[Labels], Targets]
     if not settings.token_label_data:
@@ -73,8 +85,12 @@ def _soft_target_loss(settings: Objective, num_classes: int, tokens_per_side: in
         teacher = LabelMapTargets(num_classes, tokens_per_side, settings.smoothing, settings.label_geometry)
         targets = LabelMapAndClassTargets(teacher) if settings.ground_truth else teacher
     if not settings.dense_weight:  # the model then has no auxiliary head
-        return ClassLoss(lambda labels: targets(labels).classes, settings.cls_weight)
-    return TokenLabelLoss(targets, settings.cls_weight, settings.dense_weight)
+        return ClassLoss(lambda labels: weighted(targets(labels).classes), settings.cls_weight)
+    if class_weights is None:
+        return TokenLabelLoss(targets, settings.cls_weight, settings.dense_weight)
+    return TokenLabelLoss(
+        lambda labels: Targets(*map(weighted, targets(labels))), settings.cls_weight, settings.dense_weight
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.augmentation.rand_augment import parse
+from horovod_volo.data.augmentation.policy import parse_policy
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
@@ -33,13 +33,17 @@ from horovod_volo.models.build import (
     training_forward,
 )
 from horovod_volo.models.dense.sync_batch_norm import connect_norms, synchronize_norms
+from horovod_volo.models.normalization import finetune_warnings, statistics_of_run
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights import load_weights, read_weights
+from horovod_volo.objective.class_weights import ClassWeights, read_class_weights
 from horovod_volo.objective.loss import LOSSES, LossParts, build_loss
 from horovod_volo.tasks.accuracy import measure_model
 from horovod_volo.tasks.classification_losses import (
     ClassificationLosses,
+    balance_warnings,
     build_mix,
+    class_counts,
     labels_line,
     token_size_warnings,
 )
@@ -56,6 +60,7 @@ class Images:
     train: Catalog
     held_out: Catalog
     label_maps: LabelSource | None
+    class_weights: ClassWeights | None = None
 
     def close(self) -> None:
         """Close all files."""
@@ -74,7 +79,7 @@ class Classification:
             raise UserError("--sync-bn heads is for segmentation and detection. Use --sync-bn all, or none.")
         LOSSES.find(config.objective.loss)
         if config.data.aa:
-            parse(config.data.aa)
+            parse_policy(config.data.aa)
         _map_geometry(config)
 
     def fit_to_model(self, config: Config) -> Config:
@@ -90,7 +95,9 @@ class Classification:
             for split in ("train", "val")
         )
         label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
-        return Images(train, held_out, label_maps)
+        given = config.objective.class_weights
+        read = partial(read_class_weights, given, train.classes, train.targets)
+        return Images(train, held_out, label_maps, world.run_on_all_ranks(read))
 
     def heads(self, config: Config) -> tuple[str, ...]:
         return spec_of(config.model.model).heads
@@ -116,7 +123,8 @@ class Classification:
         mismatches = load_weights(
             network, our_name(settings.model), weights, source, allowed=settings.allow_mismatch
         )
-        return [*which, *mismatches]
+        colors = finetune_warnings(source, config.data, settings.model)
+        return [*which, *mismatches, *colors]
 
     def training_forward(self, network: nn.Module) -> Callable[[Tensor], Any]:
         forward = training_forward(network)
@@ -132,7 +140,7 @@ class Classification:
         arithmetic = autocast(config.model.precision, resources.device)
         losses = ClassificationLosses(
             forward=training_forward(network),
-            loss=build_loss(config.objective, len(data.train.classes), side),
+            loss=build_loss(config.objective, len(data.train.classes), side, data.class_weights),
             mix=build_mix(config, world),
             autocast=arithmetic,
             seed=config.run.seed,
@@ -162,10 +170,13 @@ class Classification:
             close=close,
             pictures=confusions.pictures,
             files=confusions.files,
+            classes=data.train.targets if config.data.balance else None,
         )
 
     def warnings(self, config: Config, data: Images | None = None) -> list[str]:
         found = token_size_warnings(config)
+        if data is not None:
+            found += balance_warnings(config, data.train)
         if data is not None and data.label_maps is not None:
             found += geometry_warnings(config.objective.token_label_data, data.label_maps)
         return found
@@ -176,7 +187,7 @@ class Classification:
         where = f"{100 * config.data.val_share:g} % of each class" if is_share else Path(source).name
         return (
             f"{len(data.train):,} training and {len(data.held_out):,} held-out images ({where}), "
-            f"{len(data.train.classes):,} classes; {labels_line(config, data.label_maps)}"
+            f"{class_counts(config, data.train)}; {labels_line(config, data.label_maps)}"
         )
 
     def count(self, config: Config) -> tuple[int, int] | None:
@@ -227,7 +238,7 @@ def build_loaders(
     """Build this rank's loaders; images are normalised, and resized for evaluation, as the model expects."""
     threads = config.data.workers or resources.threads
     spec = spec_of(config.model.model)
-    normalization = Normalization(spec.mean, spec.std)
+    normalization = Normalization(*statistics_of_run(config.data, config.model.model))
     train_loader = TrainLoader(
         images.train,
         images.label_maps,

@@ -1,5 +1,5 @@
 """The losses of a micro-batch of classification: its mixing, its forward pass, and what the log says of its
-labels.
+classes and labels.
 """
 
 from __future__ import annotations
@@ -7,13 +7,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
+from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.models.build import Forward, tokens_per_side
+from horovod_volo.objective.class_weights import BALANCED
 from horovod_volo.objective.loss import Loss, LossParts
 from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
 from horovod_volo.tasks.task import drop_path_seed
@@ -73,3 +76,20 @@ def token_size_warnings(config: Config) -> list[str]:
         f"--token-label-size {given} does not fit --img-size {config.model.img_size}: "
         f"the network has {side} x {side} tokens, so {side} is used"
     ]
+
+
+def balance_warnings(config: Config, train: Catalog) -> list[str]:
+    """Return a warning if classes are to be balanced that have equally many images."""
+    is_balanced = len(set(np.bincount(train.targets).tolist())) == 1
+    flags = ["--balance"] * bool(config.data.balance)
+    flags += ["--class-weights balanced"] * (config.objective.class_weights == BALANCED)
+    return [f"{flag} has no effect: all classes have equally many images" for flag in flags if is_balanced]
+
+
+def class_counts(config: Config, train: Catalog) -> str:
+    """Return the number of classes and, if some are to count more, how rare the rarest is."""
+    counts = np.bincount(train.targets)
+    rare = f" of {counts[counts > 0].min():,} to {counts.max():,} images"
+    return (
+        f"{len(train.classes):,} classes{rare * bool(config.data.balance or config.objective.class_weights)}"
+    )

@@ -21,8 +21,9 @@ from horovod_volo.data.boxes.box_list import BoxList, Split, find_boxes, list_bo
 from horovod_volo.data.boxes.box_loader import BoxTrainLoader
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
-from horovod_volo.models.build import check_model, spec_of
+from horovod_volo.models.build import check_model
 from horovod_volo.models.dense.sync_batch_norm import connect_norms, synchronize_norms
+from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.ssd import HEADS, SSD, build_ssd, fitted_weights
 from horovod_volo.models.weights import load_fitted, read_weights
@@ -135,8 +136,8 @@ class DetectionTask:
         assert isinstance(network, SSD)
         if config.model.sync_bn != "none":
             connect_norms(network, WorldSums(world))
-        spec, device = spec_of(config.model.model), resources.device
-        normalization = Normalization(spec.mean, spec.std)
+        device = resources.device
+        normalization = Normalization(*statistics_of_run(config.data, config.model.model))
         threads = config.data.workers or resources.threads
         anchors = build_anchors(anchor_rule(config.model.img_size), device)
         train_loader = BoxTrainLoader(

@@ -22,9 +22,10 @@ from horovod_volo.data.pipeline import Normalization
 from horovod_volo.data.scenes.scene_list import SceneList
 from horovod_volo.data.scenes.scene_loader import SceneEvalLoader, SceneTrainLoader
 from horovod_volo.data.scenes.scene_shards import open_scenes
-from horovod_volo.models.build import check_model, spec_of
+from horovod_volo.models.build import check_model
 from horovod_volo.models.dense.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.dense.upernet import HEADS, UperNet, fitted_weights
+from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights import load_fitted, read_weights
 from horovod_volo.objective.pixel_loss import PixelLosses, pixel_losses
@@ -134,8 +135,8 @@ class SegmentationTask:
         assert isinstance(network, UperNet)
         if config.model.sync_bn != "none":
             connect_norms(network, WorldSums(world))
-        spec, device = spec_of(config.model.model), resources.device
-        normalization = Normalization(spec.mean, spec.std)
+        device = resources.device
+        normalization = Normalization(*statistics_of_run(config.data, config.model.model))
         threads = config.data.workers or resources.threads
         train_loader = SceneTrainLoader(
             data.train,

@@ -104,6 +104,7 @@ class TaskRun:
     evaluate: Callable[[nn.Module, Beat], Metrics]
     bad_held_out: BadSampleTracker
     close: Callable[[], None]
+    classes: NDArray[np.int32] | None = None  # of the training samples, if --balance orders by them
     pictures: Callable[[], Mapping[str, Picture]] = dict  # of the last evaluation, by name
     # Text files for the run folder, by name, of the last evaluation, which was at this step.
     files: Callable[[int], Mapping[str, str]] = lambda step: {}  # noqa: ARG005

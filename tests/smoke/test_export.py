@@ -16,6 +16,7 @@ from horovod_volo import export
 from horovod_volo.models import onnx_export, timm_export
 from horovod_volo.models.build import build_model
 from horovod_volo.models.class_names import header_of, read_class_names
+from horovod_volo.models.normalization import read_statistics
 from tests.ranks.launching import run
 
 ROOT = Path(__file__).parents[2]
@@ -79,7 +80,13 @@ def test_the_commands_wrote_their_exports(folder: Path) -> None:
     assert read_class_names(str(folder / "export")) == tuple(NAMES)
     assert json.loads((folder / "export" / "config.json").read_text())["label_names"] == NAMES
     properties = onnx.load(folder / "export" / "model.onnx").metadata_props
-    assert {each.key: json.loads(each.value) for each in properties} == {"classes": NAMES}
+    mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+    assert {each.key: json.loads(each.value) for each in properties} == {
+        "classes": NAMES,
+        "mean": mean,
+        "std": std,
+    }
+    assert read_statistics(str(folder / "export")) == (tuple(mean), tuple(std))
     best = load_file(folder / "export" / "model.safetensors")["fc.weight"]
     assert torch.equal(load_file(folder / "averaged" / "model.safetensors")["fc.weight"], 2 * best)
 

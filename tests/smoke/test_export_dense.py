@@ -144,7 +144,7 @@ def test_wrong_exports_write_nothing(
 ) -> None:
     folder = tmp_path / "export"
     assert export.main([str(trained), str(folder), "--model", "volo_d1"]) == 2
-    assert "--model and --aux-head are for networks of classification" in capsys.readouterr().err
+    assert "--mean and --std are for networks of classification" in capsys.readouterr().err
     assert export.main([str(trained), str(folder), "--img-size", "72"]) == 2
     assert "must be a multiple of 16" in capsys.readouterr().err
     monkeypatch.setattr("horovod_volo.evaluation.exported.reloaded_difference", lambda *_: float("nan"))

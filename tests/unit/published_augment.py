@@ -30,6 +30,7 @@ NAMES = {
     ops.SHEAR_Y: "ShearY",
     ops.TRANSLATE_X: "TranslateXRel",
     ops.TRANSLATE_Y: "TranslateYRel",
+    ops.GAUSSIAN_BLUR: "GaussianBlur",
 }
 FILL = (124, 116, 104)
 

@@ -37,6 +37,8 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "test_mode": ("slide", "whole"),
     "img_size": (64, 96),
     "epochs": (30, 40),
+    "mean": ((0.5, 0.25, 0.0), (0.5, 0.5, 0.5)),
+    "std": ((0.5, 0.25, 1.0), (0.5, 0.5, 0.5)),
     "ratio": ((0.9, 1.1), (0.5, 2.0)),
     "train_interpolation": ("bilinear", "bicubic"),
     "randaugment_on": ("image", "crop"),
@@ -53,6 +55,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "lr_changes": ("epoch", "step"),
     "layer_decay": (0.75, 0.5),
     "label_geometry": ("reference", "corrected"),
+    "class_weights": ("balanced", "weights.txt"),
     "map_geometry": ("whole", "centre-crop:576:576"),
 }
 # Settings that a setting requires.

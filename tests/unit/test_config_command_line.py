@@ -61,7 +61,7 @@ def typed(shown: str, default: Any) -> Any:
     if isinstance(default, bool):
         return {"on": True, "off": False}[shown]
     if isinstance(default, tuple):
-        return tuple(map(float, shown.split()))
+        return tuple(map(float, shown.split())) if shown != "empty" else ()
     return "" if shown == "empty" else type(default)(shown)
 
 

@@ -77,3 +77,16 @@ def test_a_run_shows_its_networks_colours(folder: Path, model: str, half: bool) 
     colours = Normalization((0.5,) * 3, (0.5,) * 3) if half else IMAGENET_NORMALIZATION
     assert torch.equal(evaluated.images, batch_of(folder, "val", normalization=colours))
     assert torch.equal(trained.images, batch_of(folder, "train", normalization=colours))
+
+
+def test_a_run_may_have_a_mean_and_std_of_its_own(folder: Path) -> None:
+    images = Images(*(build_catalog(str(folder), split, None) for split in ("train", "val")), None)
+    own = {"mean": OTHERS.mean, "std": OTHERS.std}
+    settings = Data(batch_size=4, crop_pct=0.9, **own, **PLAIN)
+    config = Config(model=Model(model="volo_demo", img_size=SIDE), data=settings)
+    train, held_out = build_loaders(config, World.single(), images, RankResources(CPU, 1, 1))
+    (trained,), (evaluated,) = train.batches(0, 0), held_out
+    train.close()
+    held_out.close()
+    assert torch.equal(evaluated.images, batch_of(folder, "val", normalization=OTHERS))
+    assert torch.equal(trained.images, batch_of(folder, "train", normalization=OTHERS))

@@ -14,7 +14,7 @@ from PIL import Image
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import Labels
 from horovod_volo.data.augmentation.crop_flip import draw_crops
-from horovod_volo.data.augmentation.rand_augment import draw_operations
+from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.pipeline import build_train_pipeline, resizing_inputs
 from horovod_volo.data.prefetcher import BatchPrefetcher

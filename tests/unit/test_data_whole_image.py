@@ -5,6 +5,7 @@ The batches come from TrainLoader, with DALI; each crop shows another part of it
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from horovod_volo.data import loader as loader_module
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.rand_augment import Operations, draw_operations
+from horovod_volo.data.augmentation.policy import draw_operations
+from horovod_volo.data.augmentation.rand_augment import Operations
 from horovod_volo.data.augmentation.whole_image import Parts, augment_part, parts_needed
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 
@@ -134,9 +136,11 @@ def test_the_decoded_part_is_inside_the_image_and_no_larger_than_needed() -> Non
     assert cut < decoded < 0.75
 
 
-def test_pixels_that_are_not_decoded_do_not_matter() -> None:
+@pytest.mark.parametrize("policy", [SETTINGS.aa, "v0", "3a"])
+def test_pixels_that_are_not_decoded_do_not_matter(policy: str) -> None:
     """Each crop is computed from its decoded part, and cut from the whole image after its operations."""
-    crops, sizes, operations = random_crops(60)
+    crops, sizes, _ = random_crops(60)
+    operations = draw_operations(SEED, EPOCH, np.arange(60), replace(SETTINGS, aa=policy))
     image = torch.from_numpy(np.asarray(smooth(500, 375, seed=1)).copy()).permute(2, 0, 1)[None]
     parts = parts_needed(crops, sizes, operations)
     whole_parts = parts_needed(
@@ -147,7 +151,8 @@ def test_pixels_that_are_not_decoded_do_not_matter() -> None:
         ours = augment_part(part_of(image, parts, position), alone, parts.of(position))
         whole = augment_part(part_of(image, whole_parts, position), alone, whole_parts.of(position))
         expected = whole[..., top : top + height, left : left + width]
-        assert (ours.int() - expected.int()).abs().float().mean() < 0.02
+        # A rounding before SolarizeAdd, which v0 has, is a large difference of a few pixels.
+        assert (ours.int() - expected.int()).abs().float().mean() < (0.05 if policy == "v0" else 0.02)
 
 
 def part_of(image: torch.Tensor, parts: Parts, position: int) -> torch.Tensor:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.values import assemble
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.doctor.ledger import check_ledger
 from horovod_volo.engine import loop
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run import setup
+from horovod_volo.models.pretrained import load_pretrained
 
 Start = Callable[..., tuple[TrainContext, list[str]]]
 
@@ -55,6 +59,54 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_named(start: Start) -> None
         f"{checkpoints / 'step_00000003'} is damaged: model.safetensors does not match its checksum; "
         "step_00000002 is resumed"
     )
+
+
+def test_mean_and_std_travel_with_the_weights(start: Start, tmp_path: Path) -> None:
+    own = {"mean": (0.5, 0.4, 0.3), "std": (0.25, 0.5, 1.0)}
+    model: Any = {"name": "volo_demo", "image_side": 32}
+    context, _ = start(checkpoint_every=3, **own)
+    assert loop.fit(context)
+    loaded = load_pretrained(str(context.folder), **model)
+    assert (loaded.mean, loaded.std) == tuple(own.values())
+    weights = next((context.folder / "checkpoints").glob("step_*/model.safetensors"))
+    alone = tmp_path / "alone.safetensors"  # without the settings of its run
+    shutil.copy(weights, alone)
+    assert load_pretrained(str(alone), **model, std=own["std"]).mean == own["mean"]
+    with pytest.raises(UserError, match=r"was trained with --mean 0\.5 0\.4 0\.3 --std"):
+        load_pretrained(str(context.folder), **model, mean=(0.5, 0.5, 0.5))
+    with pytest.raises(AllRanksError, match=r"has mean and std --mean 0\.5 0\.4 0\.3 .* this run has of the"):
+        start(resume="auto")
+    with pytest.raises(AllRanksError, match=r"--std 0\.25 0\.5 0\.5, .* Give --mean 0\.5 0\.4 0\.3"):
+        start(resume="auto", mean=own["mean"], std=(0.25, 0.5, 0.5))
+    start(resume="auto", **own)
+    _, warnings = start(name="other", finetune=str(alone))
+    assert any("trained with --mean 0.5 0.4 0.3" in text for text in warnings), warnings
+
+
+def test_a_balanced_run_resumes_its_plan_and_proves_it(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "weights.txt"
+    classes = sorted(path.name for path in (tmp_path / "images" / "train").iterdir())
+    file.write_text("".join(f"{name} {0.5 + number}\n" for number, name in enumerate(classes)))
+    context, warnings = start(balance=1.0, class_weights=str(file), stop_at_step=2)
+    assert not any("no effect" in text for text in warnings)
+    context.ledger.begin(0, ["host"])
+    assert not loop.fit(context)
+    with pytest.raises(AllRanksError, match=r"has balance 1\.0, this run has 0\.0"):
+        start(resume="auto")
+    context, _ = start(resume="auto", balance=1.0, class_weights=str(file))
+    context.ledger.begin(2, ["host"])
+    assert loop.fit(context)
+    proved = check_ledger(context.folder)
+    assert "each of 12 draws was taken once" in proved
+    assert "With --balance 1 images are repeated by plan: an epoch draws each of the 12 images" in proved
+
+
+def test_balancing_equal_classes_is_named(start: Start, tmp_path: Path) -> None:
+    make_demo_set(tmp_path / "equal", train=20, val=10)
+    _, warnings = start(balance=0.5, data_dir=str(tmp_path / "equal"))
+    assert "--balance has no effect: all classes have equally many images" in warnings
+    _, warnings = start(class_weights="balanced", data_dir=str(tmp_path / "equal"))
+    assert "--class-weights balanced has no effect: all classes have equally many images" in warnings
 
 
 @pytest.mark.parametrize("content", [b"", b'{"top1": 3', b"[3]", b"{}", b'{"top1": "high"}', b"[" * 100_000])

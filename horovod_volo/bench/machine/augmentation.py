@@ -23,7 +23,7 @@ from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
-from horovod_volo.data.augmentation.rand_augment import draw_operations
+from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
 
 _SHAPE = (75, 100)  # height and width: the filled fraction is the same in larger images

@@ -122,6 +122,15 @@ TRANSLATE_Y = Operation(
     matrices=geometric_ops.translations_y,
 )
 
+GAUSSIAN_BLUR = Operation(
+    16,
+    "GaussianBlur",
+    Kind.COLOR,
+    _no_argument,  # no list that draws by level has it
+    color_ops.gaussian_blur,
+    neighbors=color_ops.BLUR_REACH,
+)
+
 # RandAugment as timm has it and as the published runs used it. Draws are indices into this list.
 RAND_V1 = (
     AUTO_CONTRAST,
@@ -140,15 +149,16 @@ RAND_V1 = (
     TRANSLATE_X,
     TRANSLATE_Y,
 )
-OPERATIONS: dict[int, Operation] = {int(operation): operation for operation in RAND_V1}  # by number
+OPERATIONS: dict[int, Operation] = {int(each): each for each in (*RAND_V1, GAUSSIAN_BLUR)}  # by number
 # By the first word of --aa. Plugins may add sets, which draw from operations of color and histogram kinds.
 RAND_AUGMENT_SETS: dict[str, tuple[Operation, ...]] = {"rand": RAND_V1}
+OTHER_POLICIES = ("original", "originalr", "v0", "v0r", "augmix")  # first words of --aa that draw otherwise
 _FIRST_OF_PLUGINS = 1000
 
 
 def register_rand_augment(name: str, operations: Sequence[Operation]) -> None:
     """Let `--aa NAME-m9-...` draw from these operations: entries of this module, or new ones of a plugin."""
-    if name in RAND_AUGMENT_SETS or not name.isidentifier():
+    if name in RAND_AUGMENT_SETS or name in OTHER_POLICIES or not name.isidentifier():
         raise UserError(f"A RandAugment set cannot be named {name!r}. Choose an unused name of one word.")
     for operation in operations:
         if OPERATIONS.get(operation) is operation:

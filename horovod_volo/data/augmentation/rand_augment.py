@@ -1,4 +1,4 @@
-"""Draws the operations of RandAugment, or of color jitter, and their arguments for each image.
+"""Draws the operations of RandAugment and their arguments for each image.
 
 The syntax of `--aa`, the operations and their magnitudes are timm's, so that published settings mean the same
 here. Draws are pure functions of (seed, epoch, sample index).
@@ -14,15 +14,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, uniforms_of_samples
 from horovod_volo.data.augmentation import operations as ops
-from horovod_volo.data.augmentation.operations import RAND_AUGMENT_SETS, RAND_V1, Operation
+from horovod_volo.data.augmentation.operations import RAND_AUGMENT_SETS, RAND_V1, Floats, Operation
 
 DRAWS_PER_LAYER = 6
 HIGHEST_LEVEL = 10.0
 UNIFORM_FROM_MSTD = 100.0  # a larger mstd means a uniform magnitude up to m, as in timm
+UNIFORM = math.inf
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,24 @@ class RandAugment:
 
 
 @dataclass(frozen=True, eq=False)
+class Mixing:
+    """How the results of chains of operations are mixed with each other, and then with the image."""
+
+    weights: NDArray[np.float32]  # (batch, chains), of sum 1
+    shares: NDArray[np.float32]  # (batch,) of the mixture; the rest is the image's
+
+
+@dataclass(frozen=True, eq=False)
 class Operations:
-    """The operations drawn for a batch, in the order of application."""
+    """The operations drawn for a batch, in the order of application.
+
+    With `mixing` they are those of chains of equal length, each of which starts from the image.
+    """
 
     kinds: NDArray[np.int64]  # (batch, layers) numbers of operations, or NONE
     arguments: NDArray[np.float32]  # (batch, layers)
     bicubic: NDArray[np.bool_]  # (batch, layers) interpolation of a geometric operation; else bilinear
+    mixing: Mixing | None = None
 
     @property
     def geometric(self) -> NDArray[np.bool_]:
@@ -53,15 +65,34 @@ class Operations:
 
     def of(self, position: int) -> Operations:
         """Return those of one image of the batch."""
-        one = slice(position, position + 1)
-        return Operations(self.kinds[one], self.arguments[one], self.bicubic[one])
+        one, mixing = slice(position, position + 1), self.mixing
+        mixed = mixing and Mixing(mixing.weights[one], mixing.shares[one])
+        return Operations(self.kinds[one], self.arguments[one], self.bicubic[one], mixed)
+
+    def chains(self) -> list[Operations]:
+        """Return those of each chain, of operations with `mixing`."""
+        assert self.mixing is not None
+        count = self.mixing.weights.shape[1]
+        parts = [np.split(each, count, axis=1) for each in (self.kinds, self.arguments, self.bicubic)]
+        return [Operations(*chain) for chain in zip(*parts, strict=True)]
+
+    def followed_by(self, others: Operations) -> Operations:
+        """Return these operations, and then the others."""
+        return Operations(
+            np.concatenate([self.kinds, others.kinds], axis=1),
+            np.concatenate([self.arguments, others.arguments], axis=1),
+            np.concatenate([self.bicubic, others.bicubic], axis=1),
+        )
 
 
 def parse(policy: str) -> RandAugment:
     """Parse timm's syntax; raise UserError where it is not understood."""
     first, *rest = policy.split("-")
     if first not in RAND_AUGMENT_SETS:
-        raise UserError(f"--aa {policy} is not known. Write RandAugment as rand-m9-mstd0.5-inc1.")
+        raise UserError(
+            f"--aa {policy} is not known. Write RandAugment as rand-m9-mstd0.5-inc1, AutoAugment as "
+            "original, originalr, v0 or v0r, 3-Augment as 3a, or AugMix as augmix-m3-w3."
+        )
     parsed = RandAugment(RAND_AUGMENT_SETS[first])
     for part in rest:
         match = re.fullmatch(r"(mstd|mmax|inc|m|n|p)(\d+(?:\.\d+)?)", part)
@@ -90,16 +121,6 @@ def _with(parsed: RandAugment, key: str, value: float) -> RandAugment:
             return replace(parsed, increasing=bool(value))
 
 
-def draw_operations(seed: int, epoch: int, indices: NDArray[np.int64], settings: Data) -> Operations:
-    """Draw the operations of each image."""
-    if settings.aa:
-        return draw_rand_augment(seed, epoch, indices, parse(settings.aa), settings.train_interpolation)
-    if settings.color_jitter:
-        return _draw_color_jitter(seed, epoch, indices, settings.color_jitter)
-    nothing = np.zeros((len(indices), 0))
-    return Operations(nothing.astype(np.int64), nothing.astype(np.float32), nothing.astype(np.bool_))
-
-
 def draw_rand_augment(
     seed: int,
     epoch: int,
@@ -114,28 +135,40 @@ def draw_rand_augment(
         len(indices), policy.layers, DRAWS_PER_LAYER
     ).transpose(2, 0, 1)  # (batch, layers) each
     kinds = np.array(choices, dtype=np.int64)[np.floor(chosen * len(choices)).astype(np.int64)]
-    if policy.magnitude_std > UNIFORM_FROM_MSTD:
-        magnitude = policy.magnitude * radius
+    deviation = UNIFORM if policy.magnitude_std > UNIFORM_FROM_MSTD else policy.magnitude_std
+    level = levels(policy.magnitude, deviation, angle, radius, policy.max_magnitude)
+    arguments = select_arguments(choices, kinds, level, signs(sign), increasing=policy.increasing)
+    kinds = np.where(applied < policy.probability, kinds, ops.NONE)
+    return Operations(kinds, arguments.astype(np.float32), interpolations(filtering, interpolation))
+
+
+def levels(
+    magnitude: float, std: float, angle: Floats, radius: Floats, largest: float = HIGHEST_LEVEL
+) -> Floats:
+    """Return levels from two uniform numbers: normal about the magnitude; with UNIFORM uniform up to it."""
+    if std == UNIFORM:
+        drawn = magnitude * radius
     else:  # Box-Muller: a normal number from two uniform ones
         normal = np.sqrt(-2 * np.log1p(-radius)) * np.cos(2 * math.pi * angle)
-        magnitude = policy.magnitude + policy.magnitude_std * normal
-    level = magnitude.clip(0, policy.max_magnitude) / HIGHEST_LEVEL
-    signs = np.where(sign < 0.5, -1.0, 1.0)
-    arguments = np.select(
+        drawn = magnitude + std * normal
+    return drawn.clip(0, largest) / HIGHEST_LEVEL
+
+
+def signs(draws: Floats) -> Floats:
+    """Return -1 or 1 for each uniform number."""
+    return np.where(draws < 0.5, -1.0, 1.0)
+
+
+def select_arguments(
+    choices: Sequence[Operation], kinds: NDArray[np.int64], level: Floats, sign: Floats, *, increasing: bool
+) -> Floats:
+    """Return the argument of each operation, one of the choices, at its level."""
+    return np.select(
         [kinds == choice for choice in choices],
-        [choice.argument(level, signs, policy.increasing) for choice in choices],
+        [choice.argument(level, sign, increasing) for choice in choices],
     )
-    kinds = np.where(applied < policy.probability, kinds, ops.NONE)
-    always = np.full(kinds.shape, interpolation == "bicubic")
-    bicubic = filtering < 0.5 if interpolation == "random" else always
-    return Operations(kinds, arguments.astype(np.float32), bicubic)
 
 
-def _draw_color_jitter(seed: int, epoch: int, indices: NDArray[np.int64], strength: float) -> Operations:
-    """Draw factors for brightness, contrast and saturation, and their order."""
-    draws = uniforms_of_samples(6, Purpose.COLOR_JITTER, seed, epoch, indices)  # (batch, 6)
-    order = draws[:, :3].argsort(axis=1)
-    kinds = np.array([ops.BRIGHTNESS, ops.CONTRAST, ops.COLOR], dtype=np.int64)[order]  # (batch, 3)
-    low, high = max(0.0, 1 - strength), 1 + strength
-    factors = low + (high - low) * draws[:, 3:]
-    return Operations(kinds, factors.astype(np.float32), np.zeros(kinds.shape, dtype=np.bool_))
+def interpolations(draws: Floats, interpolation: str) -> NDArray[np.bool_]:
+    """Return which operations interpolate bicubically: as the setting says, or by uniform numbers."""
+    return draws < 0.5 if interpolation == "random" else np.full(draws.shape, interpolation == "bicubic")

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from safetensors import SafetensorError
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from horovod_volo.core.atomic_file import file_sha256, flush
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.class_names import header_of
 
 StateDicts = Mapping[str, Mapping[str, Tensor]]  # tensors by file and by name
 FORMAT = 1
@@ -36,7 +36,7 @@ def write_checkpoint(
     metadata: dict[str, Any],
     may_write: Callable[[], object] = lambda: None,
     *,
-    class_names: Sequence[str] = (),
+    header: Mapping[str, str] = MappingProxyType({"format": "pt"}),
 ) -> Path:
     """Write the checkpoint of `step` into `folder` and update the link `last`; return its path.
 
@@ -50,9 +50,9 @@ def write_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         _clean_up(folder)
         partial.mkdir()
-        header = header_of(class_names)
         checksums = {
-            name: _write_tensors(partial / f"{name}.safetensors", tensors[name], header) for name in tensors
+            name: _write_tensors(partial / f"{name}.safetensors", tensors[name], dict(header))
+            for name in tensors
         }
         state = {"format": FORMAT, "step": step, **metadata, "sha256": checksums}
         content = json.dumps(state | {"checksum": _checksum_of_metadata(state)}, indent=2)

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import image_decoder
+from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.tasks.task import Samples, Task
+
+_OF_THE_MODEL = "of the model"
 
 
 def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -> dict[str, Any]:
@@ -22,6 +26,7 @@ def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -
         "classes": len(train.classes),
         "image_list": train.digest[:12],
         "block_shuffle": config.data.block_shuffle,
+        "balance": config.data.balance,
         "shuffle_window": config.data.shuffle_window,
         "global_batch": derived.global_batch,
         "image_decoder": image_decoder(config.data.image_decoder).name,
@@ -30,8 +35,16 @@ def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -
         "ema_warmup": config.update.ema_warmup,
         "optimizer": config.update.opt,
         "task": config.model.task,
+        "mean and std": _statistics(config),
         **task.metadata(config),
     }
+
+
+def _statistics(config: Config) -> str:
+    """Return the mean and std of the run's pixels."""
+    statistics = statistics_of_run(config.data, config.model.model)
+    own = statistics == statistics_of_run(Data(), config.model.model)
+    return _OF_THE_MODEL if own else statistics.describe()
 
 
 def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path, ranks: int) -> None:
@@ -39,6 +52,7 @@ def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: P
     # Earlier versions did not save these: averages always had a warm-up, models always an auxiliary head.
     # Only DALI decoded images.
     earlier = {"ema_warmup": saved.get("averaged", False), "task": "classification", "image_decoder": "dali"}
+    earlier |= {"mean and std": _OF_THE_MODEL, "balance": 0.0}
     saved = earlier | {"aux_head": current.get("aux_head")} | saved
     for name, value in current.items():
         if saved.get(name) != value:
@@ -58,6 +72,8 @@ def _remedy(name: str, saved: Any, ranks: int) -> str:
         )
     if name == "global_batch":
         return f"Start a number of ranks that divides {saved}."
+    if name == "mean and std":
+        return "Drop --mean and --std." if saved == _OF_THE_MODEL else f"Give {saved}."
     if name == "ema_warmup":
         return "Give --ema-warmup." if saved else "Drop --ema-warmup."
     if name == "aux_head":

@@ -25,6 +25,8 @@ from horovod_volo.engine.checkpoint.files import (
 )
 from horovod_volo.engine.checkpoint.metadata import run_metadata
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.models.class_names import header_of
+from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.tasks.task import Metrics
 
 _EVALUATION = "evaluation.json"
@@ -91,12 +93,14 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], None]:
     lock = context.lock
     metadata = run_metadata(context.config, context.derived, context.task, context.data.train)
     metadata["scaler"] = context.state.scaler.state_dict()
-    names = context.data.train.classes
+    config = context.config
+    statistics = statistics_of_run(config.data, config.model.model)
+    header = header_of(context.data.train.classes) | statistics.header()
 
     def write(tensors: StateDicts) -> None:
         _check_tensors(tensors, step)
         may_write = lock.check if lock is not None else lambda: None
-        saved = write_checkpoint(folder, step, tensors, metadata, may_write, class_names=names)
+        saved = write_checkpoint(folder, step, tensors, metadata, may_write, header=header)
         delete_old_checkpoints(saved, keep)
 
     return write

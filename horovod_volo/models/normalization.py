@@ -1,0 +1,78 @@
+"""The mean and standard deviation of pixels with which a network is trained and used.
+
+They are the model's own, unless the settings of its run say otherwise. Checkpoints and exports have them in
+the header of their safetensors files, beside the names of classes, so they travel with the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from horovod_volo.config.data_checks import check_statistics
+from horovod_volo.config.data_settings import Data
+from horovod_volo.core.errors import UserError
+from horovod_volo.models.build import spec_of
+from horovod_volo.models.class_names import read_header
+
+_MEAN, _STD = "mean", "std"
+
+
+class PixelStatistics(NamedTuple):
+    """Mean and standard deviation of each channel, for pixels from 0 to 1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def header(self) -> dict[str, str]:
+        """Return their entries in the header of a safetensors file."""
+        return {_MEAN: json.dumps(self.mean), _STD: json.dumps(self.std)}
+
+    def describe(self) -> str:
+        """Return them as flags."""
+        mean, std = (" ".join(map(repr, values)) for values in self)
+        return f"--mean {mean} --std {std}"
+
+
+def statistics_of_run(settings: Data, model: str) -> PixelStatistics:
+    """Return the statistics that a run uses: its settings', else its model's."""
+    spec = spec_of(model)
+    return PixelStatistics(settings.mean or spec.mean, settings.std or spec.std)
+
+
+def statistics_of_weights(
+    source: str, model: str, run: Mapping[str, Any], mean: tuple[float, ...], std: tuple[float, ...]
+) -> PixelStatistics:
+    """Return the statistics that weights were trained with; raise UserError if a flag contradicts them.
+
+    `run` are the settings of the run that the weights are in, if any; `mean` and `std` are those of flags, or
+    empty.
+    """
+    check_statistics(mean, std)
+    own = read_statistics(source)
+    if own is None and (run.get(_MEAN) or run.get(_STD)):
+        own = statistics_of_run(Data(mean=run.get(_MEAN, ()), std=run.get(_STD, ())), model)
+    if own is None:
+        return statistics_of_run(Data(mean=mean, std=std), model)
+    if PixelStatistics(mean or own.mean, std or own.std) != own:
+        raise UserError(f"{source} was trained with {own.describe()}. Drop these flags, or give the same.")
+    return own
+
+
+def read_statistics(source: str) -> PixelStatistics | None:
+    """Return the statistics that are with the weights at `source`, or None if they hold none."""
+    header = read_header(source)
+    try:
+        mean, std = (tuple(map(float, json.loads(header[key]))) for key in (_MEAN, _STD))
+    except (KeyError, ValueError, TypeError):
+        return None
+    return PixelStatistics(mean, std)
+
+
+def finetune_warnings(source: str, settings: Data, model: str) -> list[str]:
+    """Return a warning if weights to start from were trained with other statistics than a run uses."""
+    before, now = read_statistics(source), statistics_of_run(settings, model)
+    if before is None or before == now:
+        return []
+    return [f"the weights in {source} were trained with {before.describe()}, this run uses {now.describe()}"]

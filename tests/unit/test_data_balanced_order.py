@@ -1,0 +1,159 @@
+"""With --balance rare classes are drawn more often, by a plan that ranks, restarts and the ledger share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from coded_images import smooth, write_images
+
+from horovod_volo.config.data_settings import Data
+from horovod_volo.core.batch import TrainBatch
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.balanced_order import balanced_order, draws_of_classes
+from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.data.loader import TrainLoader
+from horovod_volo.data.sampler import rank_indices
+from horovod_volo.doctor.ledger import check_ledger
+from horovod_volo.engine.ledger import CLASSES, LEDGER, Ledger, LedgerStart, checksums, write_classes
+
+COUNTS = np.array([900, 90, 9, 0, 1])
+TARGETS = np.random.default_rng(0).permutation(np.repeat(np.arange(5), COUNTS)).astype(np.int32)
+IMAGES = len(TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("balance", "expected"), [(0.0, COUNTS), (1.0, [250, 250, 250, 0, 250]), (0.5, [690, 218, 69, 0, 23])]
+)
+def test_classes_get_their_part_of_an_epoch(balance: float, expected: list[int]) -> None:
+    roots = COUNTS.astype(float) ** (1 - balance) * (COUNTS > 0)
+    draws = draws_of_classes(COUNTS, balance)
+    assert draws.sum() == IMAGES
+    assert np.abs(draws - IMAGES * roots / roots.sum()).max() < 1
+    assert draws.tolist() == list(expected)
+
+
+@pytest.mark.parametrize("balance", [0.5, 1.0])
+def test_an_epoch_has_the_planned_draws(balance: float) -> None:
+    order = balanced_order(3, 4, TARGETS, balance)
+    assert len(order) == len(set(order.tolist())) == IMAGES
+    images, copies = order % IMAGES, order // IMAGES
+    drawn = np.bincount(TARGETS[images], minlength=5)
+    assert (drawn == draws_of_classes(COUNTS, balance)).all()
+    times = np.bincount(images, minlength=IMAGES)
+    for number in (0, 1, 2, 4):
+        of_class = times[number == TARGETS]
+        assert of_class.max() - of_class.min() <= 1
+    assert all(set(copies[images == image]) == set(range(times[image])) for image in range(IMAGES))
+    assert (order == balanced_order(3, 4, TARGETS, balance)).all()
+    for other in (balanced_order(3, 5, TARGETS, balance), balanced_order(4, 4, TARGETS, balance)):
+        assert (order == other).mean() < 0.05
+        assert set(other.tolist()) != set(order.tolist())  # other images of the frequent class
+    first = np.flatnonzero(TARGETS == 4)[0]
+    places = np.flatnonzero(images == first)
+    assert places.std() > IMAGES / 5  # not in one place
+
+
+def test_without_balance_it_is_a_permutation() -> None:
+    assert sorted(balanced_order(0, 0, TARGETS, 0.0).tolist()) == list(range(IMAGES))
+
+
+def test_every_image_of_a_frequent_class_comes_in_some_epoch() -> None:
+    seen = set()
+    for epoch in range(30):
+        seen |= set((balanced_order(0, epoch, TARGETS, 1.0) % IMAGES).tolist())
+    assert len(seen) == IMAGES
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return images of two classes, 2 and 14 of them."""
+    names = [f"train/{'a' if number < 2 else 'b'}/{number:02d}.png" for number in range(16)]
+    return write_images(
+        tmp_path / "images", {name: smooth(60, 50, seed=number) for number, name in enumerate(names)}
+    )
+
+
+def batches_of(
+    folder: Path, first_step: int = 0, *, rank: int = 0, size: int = 1, epoch: int = 1
+) -> list[TrainBatch]:
+    loader = TrainLoader(
+        build_catalog(str(folder), "train", None),
+        None,
+        Data(batch_size=8 // size, balance=1.0),
+        image_size=32,
+        seed=5,
+        rank=rank,
+        size=size,
+        accumulation=1,
+        device=torch.device("cpu"),
+        threads=1,
+    )
+    found = list(loader.batches(epoch, first_step))
+    loader.close()
+    return found
+
+
+def test_ranks_and_restarts_see_the_same_draws_each_augmented_differently(folder: Path) -> None:
+    alone = batches_of(folder)
+    pixels = {
+        number: image
+        for batch in alone
+        for number, image in zip(batch.drawn.tolist(), batch.images, strict=True)
+    }
+    assert len(pixels) == 16
+    assert Counter(number % 16 // 2 > 0 for number in pixels) == {False: 8, True: 8}
+    copies = [pixels[number] for number in pixels if number % 16 == 0]
+    assert len(copies) == 4
+    assert not any(torch.equal(copies[0], other) for other in copies[1:])
+    (resumed,) = batches_of(folder, 1)
+    assert torch.equal(resumed.images, alone[1].images)
+    for rank in range(2):
+        for whole, part in zip(alone, batches_of(folder, rank=rank, size=2), strict=True):
+            assert (part.drawn == whole.drawn[rank::2]).all()
+            assert torch.equal(part.images, whole.images[rank::2])
+            assert (part.indices == part.drawn % 16).all()
+
+
+def test_a_damaged_image_is_replaced_in_all_its_draws(folder: Path) -> None:
+    whole = batches_of(folder)
+    (folder / "train" / "a" / "00.png").write_bytes(b"damaged")
+    for before, after in zip(whole, batches_of(folder), strict=True):
+        assert (before.drawn == after.drawn).all()
+        damaged = before.indices == 0
+        assert (after.indices[damaged] != 0).all()
+        assert torch.equal(before.images[~damaged], after.images[~damaged])
+
+
+def test_the_ledger_checks_the_planned_draws(tmp_path: Path) -> None:
+    start = LedgerStart(7, IMAGES, 0, 64, global_batch=90, steps_per_epoch=11, ranks=2, balance=0.5)
+    write_classes(tmp_path, TARGETS)
+    ledger = Ledger(tmp_path / LEDGER, start)
+    ledger.begin(0, ["host"] * 2)
+    for step in range(1, 15):
+        epoch, in_epoch = divmod(step - 1, 11)
+        order = balanced_order(7, epoch, TARGETS, 0.5)
+        sums = np.zeros(2, dtype=np.int64)
+        for rank in range(2):
+            (part,) = rank_indices(order, in_epoch, rank=rank, size=2, global_batch=90, accumulation=1)
+            sums += np.array(checksums(7, epoch, part), dtype=np.int64)
+        ledger.note(step, (int(sums[0]), int(sums[1])))
+    ledger.write()
+    text = check_ledger(tmp_path)
+    assert "1 epochs are complete: each of 990 draws was taken once in each of them" in text
+    assert (
+        "With --balance 0.5 images are repeated by plan: an epoch draws each of the 1,000 images 0 to 23 t"
+        in text
+    )
+    np.save(tmp_path / CLASSES, np.sort(TARGETS))
+    with pytest.raises(UserError, match="did not take the images that the order has there"):
+        check_ledger(tmp_path)
+    np.save(tmp_path / CLASSES, TARGETS[1:])
+    with pytest.raises(UserError, match="is of 999 images, not 1000"):
+        check_ledger(tmp_path)
+    (tmp_path / CLASSES).unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        check_ledger(tmp_path)
