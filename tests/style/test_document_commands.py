@@ -67,7 +67,9 @@ def test_a_block_without_a_mark_is_found() -> None:
 def accept(name: str, arguments: list[str]) -> None:
     """Parse the arguments of a command as the command does; a mistake is an error."""
     assert name in COMMANDS, name
-    if "--help" in arguments or (name == "bench" and not [word for word in arguments if word[0] != "-"]):
+    if {"--help", "--help-all"} & set(arguments) or (
+        name == "bench" and not [word for word in arguments if word[0] != "-"]
+    ):
         return  # tools/bench without a name runs all
     if name == "train":
         parse_train(arguments)
