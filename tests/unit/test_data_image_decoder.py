@@ -15,8 +15,8 @@ from coded_images import PLAIN, smooth, write_images
 from PIL import Image
 from torch import Tensor
 
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection, Segmentation
-from horovod_volo.config.schema import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data import image_decoder as decoders
 from horovod_volo.data.boxes.box_list import find_boxes, list_boxes
@@ -101,10 +101,11 @@ def evaluated(folder: Path, decoder: DecoderName, **changes: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
-@pytest.mark.parametrize("crop_pct", [0.9, 1.15])
-def test_evaluation_images(folder: Path, interpolation: str, crop_pct: float) -> None:
+@pytest.mark.parametrize(("crop_pct", "crops"), [(0.9, 1), (1.15, 1), (0.8, 10)])
+def test_evaluation_images(folder: Path, interpolation: str, crop_pct: float, crops: int) -> None:
     dali, pillow = (
-        evaluated(folder, name, interpolation=interpolation, crop_pct=crop_pct) for name in ("dali", "pillow")
+        evaluated(folder, name, interpolation=interpolation, crop_pct=crop_pct, crops=crops)
+        for name in ("dali", "pillow")
     )
     difference = levels(pillow, dali)
     assert float(difference.mean()) < 0.2  # measured: 0.11 to 0.16 levels of 255
