@@ -17,7 +17,7 @@ from horovod_volo.__main__ import COMMANDS
 from horovod_volo.bench.__main__ import MACHINE, REPORTS, SCALING_STUDY
 from horovod_volo.config.command_line import build_parser as parser_of_training
 from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import all_settings, group_types, is_pair, metavar, shown
+from horovod_volo.config.values import all_settings, count_of, group_types, metavar, shown
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 _GENERATED = (
@@ -75,8 +75,8 @@ def _takes(setting: Setting) -> str:
     kinds = {int: "a whole number", float: "a number", bool: "on or off", str: "text"}
     if get_origin(setting.kind) is Literal:
         kind = "one of " + ", ".join(f"`{choice}`" for choice in get_args(setting.kind))
-    elif is_pair(setting):
-        kind = "two numbers"
+    elif count := count_of(setting):
+        kind = {2: "two numbers", 3: "three numbers"}[count]
     else:
         kind = kinds[setting.kind]
     bounds = []
@@ -88,7 +88,7 @@ def _takes(setting: Setting) -> str:
         kind += f", {' and '.join(bounds)}"
     if setting.repeatable:
         kind += "; may be repeated"
-    default = "empty" if setting.default == "" else f"`{shown(setting.default)}`"
+    default = "empty" if setting.default in ("", ()) else f"`{shown(setting.default)}`"
     return f"*Takes* {kind}. *Default:* {default}."
 
 
