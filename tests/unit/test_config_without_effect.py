@@ -13,8 +13,9 @@ from horovod_volo.config.command_line import parse
 from horovod_volo.config.dense_settings import Detection, Segmentation
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.validation import _IDLE, _OF_CLASSIFICATION, NOTHING_KNOWN, RunFacts, config_warnings
+from horovod_volo.config.validation import config_warnings
 from horovod_volo.config.values import all_settings
+from horovod_volo.config.without_effect import _IDLE, _OF_CLASSIFICATION, NOTHING_KNOWN, RunFacts
 from horovod_volo.dry_run import dry_run
 from horovod_volo.optim.build import OPTIMIZERS
 
