@@ -11,6 +11,7 @@ from typing import Any
 
 from horovod_volo.config import values
 from horovod_volo.config.schema import Config
+from horovod_volo.config.update_settings import milestones, warmup_epochs
 from horovod_volo.config.without_effect import NOTHING_KNOWN, RunFacts, settings_without_effect
 from horovod_volo.core.errors import UserError
 
@@ -90,7 +91,7 @@ def _check_objective(config: Config) -> None:
 
 def _check_schedule(config: Config) -> None:
     update = config.update
-    if update.warmup_epochs > update.epochs and not update.warmup_prefix:
+    if warmup_epochs(update) > update.epochs and not update.warmup_prefix:
         raise UserError(
             f"--warmup-epochs {update.warmup_epochs} is longer than --epochs {update.epochs}, which contain "
             f"it. Use --warmup-epochs {update.epochs // 10}, or --warmup-prefix."
@@ -98,6 +99,12 @@ def _check_schedule(config: Config) -> None:
     if not update.lr and not update.lr_base:
         raise UserError(
             "The learning rate is 0. Set --lr, or --lr-base for a global batch of --lr-base-size."
+        )
+    milestones(update)
+    if update.cycle_up > 0.5:
+        raise UserError(
+            f"--cycle-up {update.cycle_up:g} leaves too few epochs to come down again: it is at most 0.5, "
+            "and below 0.5 some are left to reach --min-lr."
         )
 
 

@@ -87,6 +87,18 @@ _IDLE = (
         lambda c, _: c.update.sched == "constant" and not c.update.cooldown_epochs,
         "with --sched {update.sched} and --cooldown-epochs 0",
     ),
+    _Idle(("decay_milestones", "decay_rate"), lambda c, _: c.update.sched != "step", "without --sched step"),
+    _Idle(("poly_power",), lambda c, _: c.update.sched != "poly", "without --sched poly"),
+    _Idle(
+        ("cycle_up", "cycle_start"),
+        lambda c, _: c.update.sched != "one-cycle",
+        "without --sched one-cycle",
+    ),
+    _Idle(
+        ("warmup_epochs", "warmup_lr", "warmup_prefix"),
+        lambda c, _: c.update.sched == "one-cycle",
+        "with --sched one-cycle, which rises by itself (--cycle-up, --cycle-start)",
+    ),
     _Idle(("warmup_lr", "warmup_prefix"), lambda c, _: not c.update.warmup_epochs, "with --warmup-epochs 0"),
     _Idle(("grad_checkpoint_stages",), lambda c, _: not c.model.grad_checkpoint, "without --grad-checkpoint"),
     _Idle(("clip_mode",), lambda c, _: not c.update.clip_grad, "without --clip-grad"),

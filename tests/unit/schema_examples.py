@@ -37,6 +37,8 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "test_mode": ("slide", "whole"),
     "img_size": (64, 96),
     "epochs": (30, 40),
+    "decay_milestones": ("5,20", "30"),
+    "cycle_up": (0.25, 0.4),
     "ratio": ((0.9, 1.1), (0.5, 2.0)),
     "train_interpolation": ("bilinear", "bicubic"),
     "randaugment_on": ("image", "crop"),
