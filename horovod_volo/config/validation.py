@@ -66,6 +66,11 @@ def _check_objective(config: Config) -> None:
             "--ground-truth blends the class into label maps. Add --token-label-data, or drop --ground-truth."
         )
 
+    if objective.bce_target_threshold and objective.token_label_data:
+        raise UserError(
+            "--bce-target-threshold is for the targets of mixed images, and label maps are no such targets. "
+            "Drop it, or --token-label-data."
+        )
     if objective.map_geometry and not objective.token_label_data:
         raise UserError("--map-geometry is about label maps. Add --token-label-data, or drop --map-geometry.")
     if objective.label_geometry == "reference" and objective.map_geometry not in ("", "whole"):

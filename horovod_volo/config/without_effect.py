@@ -39,6 +39,7 @@ _OF_CLASSIFICATION = (  # settings of the group data
     *("scale", "ratio", "hflip", "vflip", "train_interpolation", "aa", "randaugment_on", "color_jitter"),
     *("reprob", "remode", "recount", "crop_pct", "val_split", "val_share"),
 )
+_OUR_LOSSES = ("soft-target", "bce")
 _IDLE = (
     _Idle(tuple(Segmentation.__dataclass_fields__), lambda c, _: c.model.task != "segmentation", _WITH_TASK),
     _Idle(tuple(Detection.__dataclass_fields__), lambda c, _: c.model.task != "detection", _WITH_TASK),
@@ -120,14 +121,15 @@ _IDLE = (
     ),
     _Idle(
         ("cls_weight", "smoothing", "ground_truth"),
-        lambda c, _: c.objective.loss != "soft-target",
+        lambda c, _: c.objective.loss not in _OUR_LOSSES,
         "unless the plugin's --loss {objective.loss} reads it",
     ),
     _Idle(
         ("dense_weight",),  # 0 leaves out the auxiliary head, whatever the loss is
-        lambda c, _: c.objective.loss != "soft-target" and c.objective.dense_weight,
+        lambda c, _: c.objective.loss not in _OUR_LOSSES and c.objective.dense_weight,
         "unless the plugin's --loss {objective.loss} reads it",
     ),
+    _Idle(("bce_target_threshold",), lambda c, _: c.objective.loss != "bce", "without --loss bce"),
     _Idle(("label_geometry",), lambda c, _: not c.objective.token_label_data, "without --token-label-data"),
     _Idle(
         ("map_geometry",),

@@ -19,6 +19,7 @@ FIELDS = [
 ]
 NAMES = [name for _, name, _ in FIELDS]
 FURTHER_FLAGS = {
+    "bce_target_threshold": ["--bce-target-thresh"],
     "batch_size": ["-b"],
     "workers": ["-j"],
     "lr": ["--learning-rate"],

@@ -13,6 +13,8 @@ from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.errors import UserError
 
+MAPS = ["--token-label", "--token-label-data", "maps"]
+
 
 def refusal(*argv: str) -> str:
     with pytest.raises(UserError) as raised:
@@ -135,6 +137,10 @@ def test_a_recipe_of_bytes_that_are_no_text(tmp_path: Path) -> None:
         (["--decay-milestones", "30,300"], "such as 30,60,80, not '30,300'."),
         (["--decay-milestones", "30,,60"], "not '30,,60'."),
         (["--decay-milestones", "0"], "not '0'."),
+        (
+            [*MAPS, "--bce-target-threshold", "0.2"],
+            "label maps are no such targets. Drop it, or --token-label",
+        ),
         (["--cycle-up", "0.6"], "--cycle-up 0.6 leaves too few epochs to come down again: it is at most 0.5"),
     ],
 )
@@ -158,7 +164,6 @@ def test_the_edge_of_a_rule_is_allowed(argv: list[str]) -> None:
 
 
 # Settings that the others leave without effect: what is stated, why it is idle, and what gives it an effect.
-MAPS = ["--token-label", "--token-label-data", "maps"]
 ONE_CYCLE = "with --sched one-cycle, which rises by itself (--cycle-up, --cycle-start)"
 WITHOUT_EFFECT = [
     (["--momentum", "0.8"], "with --opt adamw", ["--opt", "lars"]),
@@ -183,6 +188,7 @@ WITHOUT_EFFECT = [
     (["--warmup-prefix"], ONE_CYCLE, ["--sched", "cosine"]),
     (["--dense-weight", "2"], "without --token-label", ["--token-label"]),
     (["--token-label-size", "14"], "without --token-label", ["--token-label"]),
+    (["--bce-target-threshold", "0.2"], "without --loss bce", ["--loss", "bce"]),
     (["--label-geometry", "reference"], "without --token-label-data", MAPS),
     (["--remode", "rand"], "with --reprob 0", ["--reprob", "0.5"]),
     (["--recount", "2"], "with --reprob 0", ["--reprob", "0.5"]),
