@@ -29,8 +29,10 @@ from horovod_volo.engine.banner import (
     length_line,
     lr_line,
     precision_line,
+    training_line,
 )
 from horovod_volo.models.build import hidden_matrices
+from horovod_volo.models.freezing import freeze, start_training
 from horovod_volo.models.weights import TIMM
 from horovod_volo.optim.build import OPTIMIZERS
 from horovod_volo.plugins import check_names, load_plugins
@@ -68,6 +70,11 @@ class Workload:
         """Return the number of scalars in all parameters."""
         return sum(parameter.numel() for parameter in self.parameters.values())
 
+    @property
+    def trained_count(self) -> int:
+        """Return the number of scalars in parameters that are not frozen."""
+        return sum(parameter.numel() for parameter in self.parameters.values() if parameter.requires_grad)
+
 
 def dry_run(config: Config, ranks: int) -> str:
     """Return the text of a dry run on this many ranks."""
@@ -91,6 +98,8 @@ def measure_workload(config: Config) -> Workload:
     with torch.device("meta"):
         model = task.build_network(config, config.model.num_classes or classes)
     parameters, heads = dict(model.named_parameters()), task.heads(config)
+    freeze(model, config.model.freeze, heads)
+    start_training(model)
     return Workload(
         images=images,
         classes=classes,
@@ -117,13 +126,14 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     )
     sent_bytes = sum(message_bytes(bucket, config.exchange) for bucket in buckets)
     # The second half of a ring allreduce gathers sums; a sharded optimizer gathers new parameters instead.
-    gathered_bytes = workload.parameter_count * _FP32 if config.update.shard_optimizer else sent_bytes
+    gathered_bytes = workload.trained_count * _FP32 if config.update.shard_optimizer else sent_bytes
     if OPTIMIZERS.find(config.update.opt).matrix_state_keys:
         gathered_bytes += workload.matrix_elements * _BF16  # the updates of matrices, each of one rank
     properties = {
         "ranks": f"{ranks}",
         **({"chosen": config.chosen} if config.chosen else {}),
         "model": f"{config.model.model}, {workload.parameter_count:,} parameters, {config.model.img_size} px",
+        **training_line(config, workload.parameters.values(), buckets, ranks),
         "images": f"{workload.images:,} of {workload.classes:,} classes",
         "batch": batch_line(config, derived),
         "lr": lr_line(config, derived),
@@ -157,13 +167,13 @@ def state_bytes(config: Config, ranks: int, workload: Workload) -> float:
     # "step" is one scalar for a whole tensor.
     moments = [key for key in spec.state_keys if key != "step"]
     matrices = workload.matrix_elements if spec.matrix_state_keys else 0
-    others = workload.parameter_count - matrices
+    others = workload.trained_count - matrices
     optimizer: float = _FP32 * (len(moments) * others + len(spec.matrix_state_keys) * matrices)
     if update.shard_optimizer:
         # With a copy of the gradients of this rank's shard.
-        optimizer = (optimizer + _FP32 * workload.parameter_count) / ranks
-    copies = 3 if update.ema_decay else 2  # weights, gradients and averaged weights
-    return copies * _FP32 * workload.parameter_count + optimizer
+        optimizer = (optimizer + _FP32 * workload.trained_count) / ranks
+    copies = 2 if update.ema_decay else 1  # weights and averaged weights
+    return _FP32 * (copies * workload.parameter_count + workload.trained_count) + optimizer
 
 
 def _count_images(config: Config) -> tuple[int, int, list[str]]:

@@ -167,6 +167,8 @@ def config_warnings(config: Config, run: RunFacts = NOTHING_KNOWN) -> list[str]:
         listed = " and ".join(part for part in (", ".join(missing[:-1]), missing[-1]) if part)
         top1 = f"{config.published.top1:.1f} % top-1" if config.published.top1 else "accuracy"
         found.append(f"published with {listed}, which this run lacks: do not expect the published {top1}")
+    if config.model.freeze and not (config.model.finetune or run.first_step):
+        found.append("--freeze without --finetune: the frozen weights are random, and stay so")
     if config.model.compile:
         found.append("blocks are compiled at the first step, which takes minutes")
     return found

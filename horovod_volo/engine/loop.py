@@ -23,6 +23,7 @@ from horovod_volo.engine.checkpoint.saving import (
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import go_back, note_step, note_value, train_again
 from horovod_volo.engine.step import train_step
+from horovod_volo.models.freezing import start_training
 from horovod_volo.monitor.stragglers import OwnTime
 from horovod_volo.tasks.task import Metrics
 
@@ -110,7 +111,7 @@ def evaluate(context: TrainContext) -> Metrics:
             for key, value in context.parts.evaluate(model.eval(), beat).items()
             if key not in ("images", "bad_samples")
         }
-    context.state.model.train()
+    start_training(context.state.model)
     context.logger.evaluating(total, total)
     return metrics
 

@@ -187,7 +187,7 @@ def hidden_matrices(model: nn.Module, heads: Collection[str]) -> set[str]:
     """Return the names of the weights that map features to features.
 
     They are those of linear layers and of convolutions over all channels. Those of `heads`, which compute
-    logits, are not hidden, nor are filters over the three channels of an image.
+    logits, are not hidden, nor are filters over the three channels of an image. Frozen ones are left out.
     """
     prefixes = tuple(f"{head}." for head in heads)
     found = set()
@@ -197,7 +197,7 @@ def hidden_matrices(model: nn.Module, heads: Collection[str]) -> set[str]:
             continue
         weight = module.weight
         reads_image = is_filter and module.in_channels == _IMAGE_CHANNELS
-        if not reads_image and min(len(weight), weight[0].numel()) > 1:
+        if weight.requires_grad and not reads_image and min(len(weight), weight[0].numel()) > 1:
             found.add(f"{name}.weight")
     return found
 
@@ -207,7 +207,8 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     match = getattr(model, "group_matcher", None)
     if not callable(match):
         raise UserError(
-            f"{type(model).__name__} has no group_matcher to number its layers. Drop --layer-decay."
+            f"{type(model).__name__} has no group_matcher to number its layers. Drop --layer-decay, "
+            "and give --freeze prefixes of parameter names."
         )
     numbers: dict[str, int] = group_parameters(model, match(coarse=False), reverse=True)
     return numbers

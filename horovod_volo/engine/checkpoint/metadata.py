@@ -30,6 +30,7 @@ def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -
         "ema_warmup": config.update.ema_warmup,
         "optimizer": config.update.opt,
         "task": config.model.task,
+        "freeze": config.model.freeze,
         **task.metadata(config),
     }
 
@@ -37,8 +38,13 @@ def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -
 def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path, ranks: int) -> None:
     """Raise UserError if the run that saved `checkpoint` had other settings than the current one."""
     # Earlier versions did not save these: averages always had a warm-up, models always an auxiliary head.
-    # Only DALI decoded images.
-    earlier = {"ema_warmup": saved.get("averaged", False), "task": "classification", "image_decoder": "dali"}
+    # Only DALI decoded images, and nothing was frozen.
+    earlier = {
+        "ema_warmup": saved.get("averaged", False),
+        "task": "classification",
+        "image_decoder": "dali",
+        "freeze": "",
+    }
     saved = earlier | {"aux_head": current.get("aux_head")} | saved
     for name, value in current.items():
         if saved.get(name) != value:
@@ -60,6 +66,9 @@ def _remedy(name: str, saved: Any, ranks: int) -> str:
         return f"Start a number of ranks that divides {saved}."
     if name == "ema_warmup":
         return "Give --ema-warmup." if saved else "Drop --ema-warmup."
+    if name == "freeze":
+        same = f"Give --freeze {saved}" if saved else "Drop --freeze"
+        return f"{same}, or start a new run with --finetune."
     if name == "aux_head":
         labels = "--token-label, and --dense-weight above 0" if saved else "--no-token-label"
         return f"Give {labels}, or start a new run with --finetune."
