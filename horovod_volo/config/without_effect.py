@@ -12,6 +12,7 @@ from horovod_volo.config import values
 from horovod_volo.config.dense_settings import Detection, Segmentation
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.schema import Config
+from horovod_volo.config.update_settings import warmup_epochs
 
 
 class RunFacts(NamedTuple):
@@ -71,6 +72,11 @@ _IDLE = (
         ("stop_at_step",),
         lambda c, run: run.first_step >= c.run.stop_at_step or 0 < run.total_steps < c.run.stop_at_step,
         "outside of the steps that this run makes",
+    ),
+    _Idle(
+        ("early_stop",),
+        lambda c, _: c.run.early_stop > _evaluations(c) - 2,  # after the first one, and not at the last
+        "with so few evaluations (--epochs, --eval-every)",
     ),
     _Idle(
         ("momentum",),
@@ -147,6 +153,13 @@ _IDLE = (
     _Idle(("bad_samples_limit",), lambda c, _: c.data.bad_samples == "fail", "with --bad-samples fail"),
     _Idle(("test_stride",), lambda c, _: c.segmentation.test_mode == "whole", "with --test-mode whole"),
 )
+
+
+def _evaluations(config: Config) -> int:
+    """Return how often a run is evaluated, with that at its end."""
+    update = config.update
+    prefix = warmup_epochs(update) if update.warmup_prefix else 0
+    return -(-(prefix + update.epochs + update.cooldown_epochs) // config.run.eval_every)
 
 
 def settings_without_effect(config: Config, run: RunFacts) -> list[str]:

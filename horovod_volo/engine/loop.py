@@ -19,6 +19,7 @@ from horovod_volo.engine.checkpoint.saving import (
     has_evaluation,
     save_checkpoint,
     save_evaluation,
+    stops_early,
 )
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import go_back, note_step, note_value, train_again
@@ -31,7 +32,7 @@ from horovod_volo.tasks.task import Metrics
 def fit(context: TrainContext) -> bool:
     """Train to the last step and return True; after a stop request return False. Collective.
 
-    In either case the state is saved in a checkpoint.
+    An early stop counts as the last step. In any case the state is saved in a checkpoint.
     """
     with garbage_collected_at_log_points():
         while True:
@@ -54,7 +55,7 @@ def train_epochs(context: TrainContext) -> bool:
                 callback.evaluated(context, metrics)
             for name, picture in context.parts.pictures().items():
                 context.logger.log_picture(context.state.step, name, picture.png, picture[1:])
-        if context.state.step == context.derived.total_steps:
+        if context.state.step == context.derived.total_steps or stops_early(context):
             finish_checkpoint(context)
             return True
         if evaluated and asked_to_stop(context):

@@ -78,6 +78,12 @@ BESIDE_OTHERS = [
         ["--test-mode", "slide"],
     ),
     (
+        ["--early-stop", "3"],
+        "with so few evaluations (--epochs, --eval-every)",
+        ["--epochs", "30", "--eval-every", "10"],  # 4, with the cool-down
+        ["--epochs", "40", "--eval-every", "10"],
+    ),
+    (
         ["--min-lr", "2e-6"],
         "with --sched constant and --cooldown-epochs 0",
         ["--sched", "constant", "--cooldown-epochs", "0"],
