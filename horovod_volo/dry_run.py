@@ -47,8 +47,9 @@ _COCO = ("COCO 2017", 117_266, 80)
 _FP32, _BF16 = 4, 2  # bytes
 _MIN_BATCH = 2  # batch norm needs more than one value per channel
 _GIB, _MIB = 2**30, 2**20
-# The GiB that the driver reports of a GPU, by the GB in its name: A100, A100 or H100, H200.
-_GPU_GIB = {40: 39.4, 80: 79.1, 141: 139.8}
+# The GiB that the driver reports of a GPU, by the GB in its name: RTX 3060, T4, RTX 3090, A100, A100 or H100,
+# H200.
+_GPU_GIB = {12: 11.7, 16: 14.6, 24: 23.6, 40: 39.4, 80: 79.1, 141: 139.8}
 # An assumption: CUDA's context, workspaces, DALI and NCCL take 3 GiB, and fragmentation a tenth of the rest.
 _RESERVED_GIB, _FRAGMENTED = 3, 0.1
 
