@@ -101,13 +101,14 @@ def measure_workload(config: Config) -> Workload:
     parameters, heads = dict(model.named_parameters()), task.heads(config)
     freeze(model, config.model.freeze, heads)
     start_training(model)
+    matrices = [parameters[name] for name in hidden_matrices(model, heads)]
     return Workload(
         images=images,
         classes=classes,
         parameters=parameters,
         activation_bytes=_activation_bytes(task.training_forward(model), model, config),
         heads=heads,
-        matrix_elements=sum(parameters[name].numel() for name in hidden_matrices(model, heads)),
+        matrix_elements=sum(matrix.numel() for matrix in matrices if matrix.requires_grad),
         warnings=[*task.warnings(config), *warnings],
     )
 

@@ -127,9 +127,12 @@ def _hidden_matrices(config: Config, model: nn.Module, heads: tuple[str, ...]) -
     name = config.update.opt
     if not OPTIMIZERS.find(name).matrix_state_keys:
         return set()
-    matrices = hidden_matrices(model, heads)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = hidden_matrices(model, heads) & trained
     if not matrices:
-        raise UserError(f"{config.model.model} has no hidden matrices for --opt {name}. Use --opt adamw.")
+        raise UserError(
+            f"{config.model.model} has no hidden matrices for --opt {name}. Use --opt adamw."
+        )
     return matrices
 
 

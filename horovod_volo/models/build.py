@@ -187,7 +187,7 @@ def hidden_matrices(model: nn.Module, heads: Collection[str]) -> set[str]:
     """Return the names of the weights that map features to features.
 
     They are those of linear layers and of convolutions over all channels. Those of `heads`, which compute
-    logits, are not hidden, nor are filters over the three channels of an image. Frozen ones are left out.
+    logits, are not hidden, nor are filters over the three channels of an image.
     """
     prefixes = tuple(f"{head}." for head in heads)
     found = set()
@@ -197,7 +197,7 @@ def hidden_matrices(model: nn.Module, heads: Collection[str]) -> set[str]:
             continue
         weight = module.weight
         reads_image = is_filter and module.in_channels == _IMAGE_CHANNELS
-        if weight.requires_grad and not reads_image and min(len(weight), weight[0].numel()) > 1:
+        if not reads_image and min(len(weight), weight[0].numel()) > 1:
             found.add(f"{name}.weight")
     return found
 
