@@ -61,6 +61,11 @@ class Model:
         "prefixes of parameter names, separated by commas, that may be missing from --finetune or differ in "
         "shape; heads of another number of classes are always replaced",
     )
+    freeze: str = setting(
+        "",
+        "parts whose weights stay as they are, separated by commas: backbone (all but the heads), stem, "
+        "blocks:N (the stem and the N layers behind it), or prefixes of parameter names; empty: none",
+    )
     use_ema: bool = setting(False, "fine-tune from the EMA weights of --finetune instead of the raw ones")
 
 

@@ -26,7 +26,7 @@ from horovod_volo.monitor.meters import LossMeter
 from horovod_volo.monitor.run_logger import Logger
 from horovod_volo.monitor.stragglers import StepTimer, StragglerFinder
 from horovod_volo.optim.clip import Clip, build_clip, gradient_norm
-from horovod_volo.optim.schedule import SCHEDULES, lr_at
+from horovod_volo.optim.schedule import find_decay, lr_at
 from horovod_volo.tasks.task import Task, TaskData, TaskRun
 
 
@@ -152,7 +152,7 @@ def build_schedule(config: Config, derived: Derived) -> Callable[[int], float]:
     """Return the learning rate as a function of the step."""
     return partial(
         lr_at,
-        decay=SCHEDULES.find(config.update.sched),
+        decay=find_decay(config.update),
         peak=derived.peak_lr,
         start=derived.warmup_lr,
         floor=derived.min_lr,

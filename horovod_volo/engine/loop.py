@@ -19,10 +19,12 @@ from horovod_volo.engine.checkpoint.saving import (
     has_evaluation,
     save_checkpoint,
     save_evaluation,
+    stops_early,
 )
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import go_back, note_step, note_value, train_again
 from horovod_volo.engine.step import train_step
+from horovod_volo.models.freezing import start_training
 from horovod_volo.monitor.stragglers import OwnTime
 from horovod_volo.tasks.task import Metrics
 
@@ -30,7 +32,7 @@ from horovod_volo.tasks.task import Metrics
 def fit(context: TrainContext) -> bool:
     """Train to the last step and return True; after a stop request return False. Collective.
 
-    In either case the state is saved in a checkpoint.
+    An early stop counts as the last step. In any case the state is saved in a checkpoint.
     """
     with garbage_collected_at_log_points():
         while True:
@@ -55,7 +57,7 @@ def train_epochs(context: TrainContext) -> bool:
                 context.logger.log_picture(context.state.step, name, picture.png, picture[1:])
             for name, content in context.parts.files(context.state.step).items():
                 context.logger.write_file(name, content)
-        if context.state.step == context.derived.total_steps:
+        if context.state.step == context.derived.total_steps or stops_early(context):
             finish_checkpoint(context)
             return True
         if evaluated and asked_to_stop(context):
@@ -112,7 +114,7 @@ def evaluate(context: TrainContext) -> Metrics:
             for key, value in context.parts.evaluate(model.eval(), beat).items()
             if key not in ("images", "bad_samples")
         }
-    context.state.model.train()
+    start_training(context.state.model)
     context.logger.evaluating(total, total)
     return metrics
 

@@ -19,7 +19,8 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import RunFacts, config_warnings
+from horovod_volo.config.validation import config_warnings
+from horovod_volo.config.without_effect import RunFacts
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.banner import batch_warnings, format_banner
@@ -200,6 +201,11 @@ def log_start(context: TrainContext, warnings: list[str], elastic: ElasticRun | 
 
 def end_message(context: TrainContext, finished: bool) -> str:
     """Return the last line of the log; the scripts in jobs/ look for its first words."""
+    step, total = context.state.step, context.derived.total_steps
     if finished:
-        return f"done: {context.state.step} steps; best weights in {context.folder / CHECKPOINTS / 'best'}"
+        patience = context.config.run.early_stop
+        none_better = f"{patience} evaluations in a row were no better than the best (--early-stop)"
+        why = f" of {total}, because {none_better}"
+        best = context.folder / CHECKPOINTS / "best"
+        return f"done: {step} steps{why if step < total else ''}; best weights in {best}"
     return f"stopped at step {context.state.step} and saved; resume with --resume auto"

@@ -37,7 +37,7 @@ from horovod_volo.models.normalization import finetune_warnings, statistics_of_r
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.objective.class_weights import ClassWeights, read_class_weights
-from horovod_volo.objective.loss import LOSSES, LossParts, build_loss
+from horovod_volo.objective.loss import LOSSES, LossParts, build_loss, check_threshold
 from horovod_volo.tasks.accuracy import measure_model
 from horovod_volo.tasks.classification_losses import (
     ClassificationLosses,
@@ -226,6 +226,7 @@ def _open_label_maps(config: Config, train: Catalog, held_out: Catalog) -> Label
     """Check the classes of the images against each other and the settings; open the label maps, if any."""
     check_same_classes(train, held_out)
     check_classes(config, train, train.source)
+    check_threshold(config.objective, len(train.classes))
     if not config.objective.token_label_data:
         return None
     cache = train.path.parent if train.path else None

@@ -140,6 +140,27 @@ def has_evaluation(context: TrainContext) -> bool:
     return bool(context.world.broadcast_object(evaluated))
 
 
+def stops_early(context: TrainContext) -> bool:
+    """Return whether --early-stop evaluations in a row were no better than the best. Collective.
+
+    It follows from the step of `best` and the current one, so a run that resumes stops where it would have.
+    """
+    patience = context.config.run.early_stop
+    if not patience:
+        return False
+    return context.world.run_on_rank_zero(lambda: _evaluations_since_best(context)) >= patience
+
+
+def _evaluations_since_best(context: TrainContext) -> int:
+    """Return the number of evaluations after that of `best`, as --eval-every has them."""
+    best = _folder(context) / "best"
+    if not best.exists():  # the checkpoint of another run was resumed, and none has been evaluated since
+        return 0
+    best_step = int(best.resolve().name.removeprefix("step_"))
+    (first, _), (last, _) = map(context.derived.epoch_of, (best_step, context.state.step))
+    return sum(epoch % context.config.run.eval_every == 0 for epoch in range(first + 1, last + 1))
+
+
 def _score(checkpoint: Path, context: TrainContext) -> float:
     """Return the better score of raw and averaged weights; -1 if there is no intact evaluation."""
     file = checkpoint / _EVALUATION
