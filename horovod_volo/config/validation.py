@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from horovod_volo.config import values
 from horovod_volo.config.data_checks import check_data
 from horovod_volo.config.dense_settings import Detection, Segmentation
+from horovod_volo.config.logging_settings import check_loggers
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
@@ -23,6 +24,7 @@ def check(config: Config) -> None:
     _check_schedule(config)
     _check_update(config)
     _check_elastic(config)
+    check_loggers(config.logging)
 
 
 def check_flags(flags: Mapping[str, Any], config: Config) -> None:
