@@ -34,7 +34,7 @@ Connect = Callable[[Path, str, Mapping[str, HparamValue], str], ServiceRun]
 
 
 class WandbRun:
-    """A run of Weights & Biases. Its charts have the metric `step` as their horizontal axis."""
+    """A run of Weights & Biases, whose steps are those of training: they never decrease."""
 
     def __init__(self, folder: Path, name: str, hparams: Mapping[str, HparamValue], run_id: str) -> None:
         import wandb
@@ -49,10 +49,9 @@ class WandbRun:
             settings=wandb.Settings(console="off", silent=True, login_timeout=_LOGIN_SECONDS),
         )
         self.id = str(self._run.id)
-        self._run.define_metric("*", step_metric="step")
 
     def send(self, step: int, values: Mapping[str, float], seconds: float) -> None:  # noqa: ARG002
-        self._run.log({"step": step, **values})
+        self._run.log(dict(values), step=step)
 
     def close(self, *, finished: bool) -> None:  # noqa: ARG002
         self._run.finish()

@@ -51,8 +51,12 @@ def last_state(output: Path):
 def metrics(output: Path):
     lines = (output / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    measured = ("images_per_second", "data_wait")
-    return [{key: value for key, value in record.items() if key not in measured} for record in records]
+    measured = ("images_per_second", "data_wait", "hours", "model_tflops", "host_memory_gib", "slowest_rank")
+    groups = ("time_", "step_seconds_")
+    return [
+        {key: value for key, value in record.items() if key not in measured and not key.startswith(groups)}
+        for record in records
+    ]
 
 
 def test_a_run_that_continues_another_one_at_the_end_of_an_epoch_is_evaluated(images, tmp_path):
