@@ -16,7 +16,7 @@ from horovod_volo.monitor.logger import RunDescription
 # table from one of them.
 _COMPARED = (
     *("model", "img_size", "finetune", "drop_path", "precision", "batch_size", "epochs", "warmup_epochs"),
-    *("opt", "weight_decay", "clip_grad", "ema_decay", "sched", "aa", "reprob", "mixup", "cutmix"),
+    *("opt", "weight_decay", "ema_decay", "sched", "aa", "reprob", "mixup"),
     *("token_label", "mix_token", "smoothing", "seed"),
 )
 

@@ -130,9 +130,9 @@ def layout(scores: Sequence[str]) -> dict[str, list[Curves]]:
     of_scores = f"(ema_)?{scores[0]}$"
     return {
         "accuracy": [
-            Curves("by epoch", [f"{BY_EPOCH}/{of_scores}"]),
-            Curves("by hour (thousandths)", [f"{BY_HOUR}/{of_scores}"]),
-            Curves("by step", [f"^{EVALUATION}/{of_scores}"]),
+            Curves(f"{scores[0]} by epoch", [f"{BY_EPOCH}/{of_scores}"]),
+            Curves(f"{scores[0]} by hour, in thousandths", [f"{BY_HOUR}/{of_scores}"]),
+            Curves(f"{scores[0]} by step", [f"^{EVALUATION}/{of_scores}"]),
         ],
         "loss": [
             Curves("training, and its running mean", [r"^train/loss(_smoothed)?$"]),

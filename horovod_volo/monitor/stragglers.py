@@ -33,7 +33,7 @@ class StepTimer:
     def reset(self) -> None:
         """Forget all steps."""
         self._seconds, self._steps = 0.0, 0
-        self._exchange_seconds = 0.0
+        self._exchange_seconds, self._ended = 0.0, time.monotonic()
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._exchanges: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -61,9 +61,6 @@ class StepTimer:
             after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             after.record()
             self._exchanges.append((self._last, after))
-
-    def exchanged(self) -> None:
-        """Note that the gradients of all ranks are there."""
 
     def seconds_per_step(self) -> float:
         """Return the mean time of a step: the host's or the device's, whichever is longer.

@@ -42,18 +42,18 @@ def test_the_cost_of_a_network_is_that_of_its_blocks() -> None:
 
 
 def test_operations_that_cannot_be_counted_are_not_invented() -> None:
-    class Host(torch.nn.Linear):
+    class HostComputation(torch.nn.Linear):
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return torch.tensor([float(images.sum())])
 
-    class HostTask:
+    class TaskOfHost:
         def build_network(self, *_: object) -> torch.nn.Module:
-            return Host(3, 3)
+            return HostComputation(3, 3)
 
         def training_forward(self, network: torch.nn.Module) -> torch.nn.Module:
             return network
 
-    cost = count_cost(assemble({}, fallback_name=""), HostTask(), 3)  # type: ignore[arg-type]
+    cost = count_cost(assemble({}, fallback_name=""), TaskOfHost(), 3)  # type: ignore[arg-type]
     assert (cost.forward_flops, cost.parameters) == (0.0, 12)
     assert cost.problem
 
