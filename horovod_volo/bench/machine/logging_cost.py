@@ -7,6 +7,7 @@ Processor time counts all threads, so that it also has what does not hold the lo
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import tempfile
@@ -30,6 +31,7 @@ from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.log_point import log_point
+from horovod_volo.engine.loop import garbage_collected_at_log_points
 from horovod_volo.engine.model_cost import count_cost
 from horovod_volo.engine.run import setup
 from horovod_volo.engine.run_texts import describe_run
@@ -68,14 +70,16 @@ def measure(
             silent.logger = NullLogger()
             every = logging.config.run.log_every
             intervals = images / logging.derived.global_batch / every
-            sides = [_Side(logging, partial(log_point, logging)), _Side(silent, lambda: None)]
+            # The loop collects garbage at each log point, whether or not it logs anything.
+            sides = [_TrainedSide(logging, partial(log_point, logging)), _TrainedSide(silent, gc.collect)]
             seconds = np.empty((2, 2, pairs))  # (side, wall or processor, pair)
             for side in sides:
-                side.interval()  # the first one compiles and fills caches
-            for pair in range(pairs):
-                for number in (0, 1) if pair % 2 == 0 else (1, 0):
-                    seconds[number, :, pair] = sides[number].interval()
-            once = _once_per_epoch(sides[0])
+                side.interval()  # the first one fills caches
+            with garbage_collected_at_log_points():
+                for pair in range(pairs):
+                    for number in (0, 1) if pair % 2 == 0 else (1, 0):
+                        seconds[number, :, pair] = sides[number].interval()
+                once = _once_per_epoch(sides[0])
     steps = f"{every} steps"
     figures = [
         Figure.of_seconds(f"{steps}, everything logged", seconds[0, 0]),
@@ -103,10 +107,10 @@ def _context(folder: Path, name: str) -> TrainContext:
     return context
 
 
-class _Side:
+class _TrainedSide:
     """One of the two runs, which is trained for an interval at a time."""
 
-    def __init__(self, context: TrainContext, at_log_point: Callable[[], None]) -> None:
+    def __init__(self, context: TrainContext, at_log_point: Callable[[], object]) -> None:
         self.context, self._at_log_point = context, at_log_point
         self.batches = self._batches()
 
@@ -127,13 +131,13 @@ class _Side:
         return perf_counter() - wall, process_time() - processor
 
 
-def _once_per_epoch(side: _Side) -> Seconds:
+def _once_per_epoch(side: _TrainedSide) -> Seconds:
     """Return wall and processor time (2, repeats) of what is logged once in an epoch."""
     seconds = np.array([_seconds_once(side) for _ in range(_REPEATS + 1)])
     return seconds[1:].T  # the first time, fonts are loaded
 
 
-def _seconds_once(side: _Side) -> tuple[float, float]:
+def _seconds_once(side: _TrainedSide) -> tuple[float, float]:
     context, batch, step = side.context, next(side.batches), side.context.state.step
     for parameter in context.state.reducer.local_parameters.values():
         parameter.grad = parameter.detach().clone()
