@@ -72,7 +72,7 @@ def measure(
             intervals = images / logging.derived.global_batch / every
             # The loop collects garbage at each log point, whether or not it logs anything.
             sides = [_TrainedSide(logging, partial(log_point, logging)), _TrainedSide(silent, gc.collect)]
-            seconds = np.empty((2, 2, pairs))  # (side, wall or processor, pair)
+            seconds = np.empty((2, 4, pairs))  # (side, columns of an interval, pair)
             for side in sides:
                 side.interval()  # the first one fills caches
             with garbage_collected_at_log_points():
@@ -86,10 +86,19 @@ def measure(
         Figure.of_seconds(f"{steps}, nothing logged", seconds[1, 0]),
         Figure.of_seconds("pictures, histograms and evaluation, once in an epoch", once[0]),
     ]
+    at_log_points = seconds[0, 2:] - seconds[1, 2:]  # without the collection of garbage
+    figures.append(Figure.of_seconds("a log point, processor time", at_log_points[1]))
+    for number, clock in enumerate(("wall", "processor")):
+        share = at_log_points[number] / seconds[1, number]
+        share += np.median(once[number]) / (intervals * seconds[1, number])
+        label = f"log points and what is logged once, of the {clock} time of an epoch"
+        figures.append(Figure.of(label, 100 * share, "%"))
     for number, clock in enumerate(("wall", "processor")):
         all_logged, nothing = seconds[:, number]
         share = (all_logged - nothing) / nothing + np.median(once[number]) / (intervals * nothing)
-        figures.append(Figure.of(f"logging, of the {clock} time of an epoch", 100 * share, "%"))
+        figures.append(
+            Figure.of(f"whole intervals, paired: of the {clock} time of an epoch", 100 * share, "%")
+        )
     title = f"all logging of the demo, {images:,} images an epoch, one rank, cpu"
     return Result("logging", title, figures)
 
@@ -118,8 +127,8 @@ class _TrainedSide:
         for epoch in itertools.count():
             yield from self.context.parts.train_loader.batches(epoch, 0)
 
-    def interval(self) -> tuple[float, float]:
-        """Train to the next log point; return the seconds of wall and of processor time."""
+    def interval(self) -> tuple[float, float, float, float]:
+        """Train to the next log point; return wall and processor time, and those of the log point in them."""
         context = self.context
         context.meter.reset()
         context.timer.reset()
@@ -127,8 +136,15 @@ class _TrainedSide:
         for _ in range(context.config.run.log_every):
             train_step(context, self.batches)
             context.logger.step_done(context.state.step)
+        wall_before, processor_before = perf_counter(), process_time()
         self._at_log_point()
-        return perf_counter() - wall, process_time() - processor
+        wall_after, processor_after = perf_counter(), process_time()
+        return (
+            wall_after - wall,
+            processor_after - processor,
+            wall_after - wall_before,
+            processor_after - processor_before,
+        )
 
 
 def _once_per_epoch(side: _TrainedSide) -> Seconds:
