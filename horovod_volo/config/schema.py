@@ -11,6 +11,7 @@ from typing import Literal
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection, Segmentation
+from horovod_volo.config.logging_settings import Logging
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.run_settings import Launch, Run
 from horovod_volo.config.setting import setting
@@ -91,6 +92,7 @@ class Config:
     detection: Detection = field(default_factory=Detection)
     update: Update = field(default_factory=Update)
     exchange: Exchange = field(default_factory=Exchange)
+    logging: Logging = field(default_factory=Logging)
     published: Published = field(default_factory=Published)
     # Not part of a recipe: warnings to print at the start, the names of the settings that a flag or the
     # recipe set, and of those that they set to another value than their default; whether the model and what

@@ -11,6 +11,7 @@ from typing import Any
 
 from horovod_volo.config import values
 from horovod_volo.config.data_checks import check_data
+from horovod_volo.config.logging_settings import check_loggers
 from horovod_volo.config.schema import Config
 from horovod_volo.config.update_settings import milestones, warmup_epochs
 from horovod_volo.config.without_effect import NOTHING_KNOWN, RunFacts, settings_without_effect
@@ -26,6 +27,7 @@ def check(config: Config) -> None:
     _check_schedule(config)
     _check_update(config)
     _check_elastic(config)
+    check_loggers(config.logging)
 
 
 def check_flags(flags: Mapping[str, Any], config: Config) -> None:

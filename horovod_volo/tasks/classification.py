@@ -51,6 +51,7 @@ from horovod_volo.tasks.confusions import ConfusionRecorder
 from horovod_volo.tasks.open_settings import choose_settings, device_facts, fit_to_model
 from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
+from horovod_volo.tasks.training_pictures import TrainingPictures
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Images:
 
 class Classification:
     """The task of the published training."""
+
+    scores = ("top1", "top5")
 
     def check(self, config: Config) -> None:
         check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
@@ -171,6 +174,7 @@ class Classification:
             pictures=confusions.pictures,
             files=confusions.files,
             classes=data.train.targets if config.data.balance else None,
+            training_pictures=TrainingPictures(network, losses, data.train.classes, config.model),
         )
 
     def warnings(self, config: Config, data: Images | None = None) -> list[str]:

@@ -48,6 +48,8 @@ ONLY_IMPORTER = {
     "onnxruntime": "models",
     "onnxscript": "models",
     "tensorboard": "monitor",
+    "wandb": "monitor",
+    "mlflow": "monitor",
     "tensorboardX": "monitor",
     "torch.utils.tensorboard": "monitor",
     "torch.distributed": None,

@@ -80,8 +80,8 @@ BESIDE_OTHERS = [
     (
         ["--early-stop", "3"],
         "with so few evaluations (--epochs, --eval-every)",
-        ["--epochs", "30", "--eval-every", "10"],  # 4, with the cool-down
-        ["--epochs", "40", "--eval-every", "10"],
+        ["--epochs", "31", "--eval-every", "10"],  # 4
+        ["--epochs", "41", "--eval-every", "10"],
     ),
     (
         ["--min-lr", "2e-6"],

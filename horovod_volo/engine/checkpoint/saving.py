@@ -51,13 +51,14 @@ def save_checkpoint(context: TrainContext) -> None:
         return
     if context.returns_in_vain:
         raise divergence(context)
-    if different := context.world.different_ranks(context.state.replicated_tensors()):
-        raise CorruptedError(different)
-    context.ledger.write()  # so that it is never behind a checkpoint
-    tensors = context.state.full_state_dict()
-    finish_checkpoint(context)
-    if context.world.is_rank_zero:
-        context.checkpoints.begin(tensors, _checkpoint_writer(context))
+    with context.clock.saving():
+        if different := context.world.different_ranks(context.state.replicated_tensors()):
+            raise CorruptedError(different)
+        context.ledger.write()  # so that it is never behind a checkpoint
+        tensors = context.state.full_state_dict()
+        finish_checkpoint(context)
+        if context.world.is_rank_zero:
+            context.checkpoints.begin(tensors, _checkpoint_writer(context))
     context.checkpoints.step = context.state.step
 
 
@@ -65,10 +66,11 @@ def finish_checkpoint(context: TrainContext) -> None:
     """Wait until the checkpoint is on disk; raise if it cannot be written. Collective."""
     # A slow disk is no hang, unless it takes very long.
     limit = time.monotonic() + _LONGEST_WRITE_SECONDS
-    while context.world.broadcast_object(not context.checkpoints.done_within(_BEAT_SECONDS)):
-        if time.monotonic() < limit:
-            context.heartbeat.beat(context.state.step)
-    context.world.run_on_rank_zero(context.checkpoints.wait)
+    with context.clock.saving():
+        while context.world.broadcast_object(not context.checkpoints.done_within(_BEAT_SECONDS)):
+            if time.monotonic() < limit:
+                context.heartbeat.beat(context.state.step)
+        context.world.run_on_rank_zero(context.checkpoints.wait)
 
 
 def divergence(context: TrainContext) -> AllRanksError:
@@ -111,9 +113,12 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
     finish_checkpoint(context)
     step = context.state.step
     epochs_done, _ = context.derived.epoch_of(step)
-    context.logger.log_evaluation(
-        step, {"epoch": epochs_done, "images_seen": step * context.derived.global_batch, **metrics}
-    )
+    reached = {
+        "epoch": epochs_done,
+        "images_seen": step * context.derived.global_batch,
+        "hours": round(context.clock.hours, 6),
+    }
+    context.logger.log_evaluation(step, reached | metrics)
     after = f"after epoch {epochs_done} of {context.derived.epochs}"
     context.logger.log(f"{after}: {context.task.summary(metrics)}")
     context.world.run_on_rank_zero(lambda: _write_evaluation(context, metrics))
