@@ -27,7 +27,7 @@ from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.balanced_order import balanced_order
 from horovod_volo.data.center_crop import resized_shapes
 from horovod_volo.data.image_decoder import image_decoder
-from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.labels.geometry import MapGeometry
 from horovod_volo.data.labels.published_maps import flipped
 from horovod_volo.data.labels.source import LabelSource
@@ -56,7 +56,7 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
 
     def __init__(
         self,
-        catalog: Catalog,
+        catalog: ImageList,
         label_maps: LabelSource | None,
         settings: Data,
         *,
@@ -247,7 +247,7 @@ class EvalLoader(EvalBatches):
     """This rank's evaluation batches for classification."""
 
     def __init__(
-        self, catalog: Catalog, settings: Data, *, image_size: int, crop_pct: float, **common: Any
+        self, catalog: ImageList, settings: Data, *, image_size: int, crop_pct: float, **common: Any
     ) -> None:
         """`common` are further arguments of EvalBatches."""
         resize = partial(resized_shapes, image_size=image_size, crop_pct=crop_pct)

@@ -49,8 +49,7 @@ def train_epochs(context: TrainContext) -> bool:
             metrics = evaluate(context)
             log_bad_samples(context, context.parts.bad_held_out)
             save_evaluation(context, metrics)
-            for callback in context.callbacks:
-                callback.evaluated(context, metrics)
+            context.callbacks.evaluated(context, metrics)
             for name, picture in context.parts.pictures().items():
                 context.logger.log_picture(context.state.step, name, picture.png, picture[1:])
             for name, content in context.parts.files(context.state.step).items():
@@ -77,8 +76,7 @@ def train_epoch(context: TrainContext) -> bool:
     for _ in range(first_step, context.derived.steps_per_epoch):
         note_step(context, train_step(context, batches))
         context.logger.step_done(state.step)
-        for callback in context.callbacks:
-            callback.step_done(context)
+        context.callbacks.step_done(context)
         if state.step % run.log_every == 0:
             log_point(context)
         if state.reducer.statistics.hosts_changed:
@@ -160,8 +158,7 @@ def log_point(context: TrainContext) -> None:
     if finite:
         context.logger.log_training(step, values)
         note_value(context, "loss", values["loss"])
-        for callback in context.callbacks:
-            callback.logged(context, values)
+        context.callbacks.logged(context, values)
     if context.stragglers is not None:
         log_own_times(context, [own for _, own in by_rank])
     if not context.config.run.hang_timeout:

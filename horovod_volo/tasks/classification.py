@@ -19,6 +19,7 @@ from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation.policy import parse_policy
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes
+from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.data.labels.source import LabelSource, geometry_warnings, open_labels
@@ -48,6 +49,7 @@ from horovod_volo.tasks.classification_losses import (
     token_size_warnings,
 )
 from horovod_volo.tasks.confusions import ConfusionRecorder
+from horovod_volo.tasks.given_data import GivenData
 from horovod_volo.tasks.open_settings import choose_settings, device_facts, fit_to_model
 from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
@@ -57,8 +59,8 @@ from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classe
 class Images:
     """The lists of training and validation images, and the label maps of the training images."""
 
-    train: Catalog
-    held_out: Catalog
+    train: ImageList
+    held_out: ImageList
     label_maps: LabelSource | None
     class_weights: ClassWeights | None = None
 
@@ -71,7 +73,10 @@ class Images:
 
 
 class Classification:
-    """The task of the published training."""
+    """The task of the published training, on the data sets of a program or on those of the data folder."""
+
+    def __init__(self, given: GivenData | None = None) -> None:
+        self._given = given
 
     def check(self, config: Config) -> None:
         check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
@@ -89,6 +94,8 @@ class Classification:
         return choose_settings(config, images, ranks, device_facts(device))
 
     def read(self, config: Config, world: World) -> Images:
+        if self._given is not None:
+            return Images(*self._given.lists(config, world), None)
         folder = catalog_folder(config.data.catalog_dir, config.run.output, world)
         train, held_out = (
             shared_catalog(config.data.data_dir, split, folder, world, _held_out(config))

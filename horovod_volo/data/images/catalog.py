@@ -77,6 +77,9 @@ class Catalog:
             raise BadSampleError(f"{self.location(index)} is empty")
         return np.frombuffer(encoded, dtype=np.uint8)
 
+    def read_ahead(self, indices: NDArray[np.int64]) -> None:
+        """Do nothing: the operating system reads files and shards ahead."""
+
     def number_as(self, classes: tuple[str, ...]) -> None:
         """Number the classes by their positions among `classes`, which has all of them."""
         number_of = {name: number for number, name in enumerate(classes)}
