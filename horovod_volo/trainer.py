@@ -155,6 +155,8 @@ class Trainer:
             img_size=0,
             crop_pct=settings.data.crop_pct,
             catalog_dir=settings.data.catalog_dir,
+            cache_dir=settings.data.cache_dir,
+            cache_gib=settings.data.cache_gib,
             real="",
             v2=False,
             images=images,

@@ -27,6 +27,7 @@ from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.split_folder import HeldOut, Split, shortened
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import Normalization
+from horovod_volo.data.remote.remote_catalog import CacheSettings
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.models.aux_head import Choice
 from horovod_volo.models.crop_average import CropAverage
@@ -63,6 +64,8 @@ class EvalRequest:
     catalog_dir: str  # empty: inside the default --output, if there are several ranks
     real: str  # ImageNet-ReaL's file; empty: none
     v2: bool  # the images are ImageNet-V2's
+    cache_dir: str = ""  # for blocks of shards on a server
+    cache_gib: float = 0.0
     images: Callable[[World], ImageList] | None = None  # those of a program, instead of the data folder's
 
 
@@ -129,7 +132,8 @@ def _list_images(request: EvalRequest, world: World) -> ImageList:
         return numbered_catalog(request.data_dir, world)
     folder = catalog_folder(request.catalog_dir, Run().output, world)
     held_out = world.run_on_rank_zero(lambda: held_out_by(request.weights, request.data_dir))
-    return shared_catalog(request.data_dir, request.split, folder, world, held_out)
+    cache = CacheSettings(request.cache_dir, request.cache_gib)
+    return shared_catalog(request.data_dir, request.split, folder, world, held_out, cache)
 
 
 def held_out_by(weights: str, data_dir: str) -> HeldOut:

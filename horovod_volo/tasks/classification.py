@@ -51,7 +51,7 @@ from horovod_volo.tasks.classification_losses import (
 from horovod_volo.tasks.confusions import ConfusionRecorder
 from horovod_volo.tasks.given_data import GivenData
 from horovod_volo.tasks.open_settings import choose_settings, device_facts, fit_to_model
-from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
+from horovod_volo.tasks.shared_catalog import cache_settings, cache_warnings, catalog_folder, shared_catalog
 from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
 
 
@@ -94,17 +94,21 @@ class Classification:
         return choose_settings(config, images, ranks, device_facts(device))
 
     def read(self, config: Config, world: World) -> Images:
+        train, held_out, label_maps = self._lists(config, world)
+        read = partial(read_class_weights, config.objective.class_weights, train.classes, train.targets)
+        return Images(train, held_out, label_maps, world.run_on_all_ranks(read))
+
+    def _lists(self, config: Config, world: World) -> tuple[ImageList, ImageList, LabelSource | None]:
         if self._given is not None:
-            return Images(*self._given.lists(config, world), None)
+            return (*self._given.lists(config, world), None)
         folder = catalog_folder(config.data.catalog_dir, config.run.output, world)
         train, held_out = (
-            shared_catalog(config.data.data_dir, split, folder, world, _held_out(config))
+            shared_catalog(
+                config.data.data_dir, split, folder, world, _held_out(config), cache_settings(config.data)
+            )
             for split in ("train", "val")
         )
-        label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
-        given = config.objective.class_weights
-        read = partial(read_class_weights, given, train.classes, train.targets)
-        return Images(train, held_out, label_maps, world.run_on_all_ranks(read))
+        return train, held_out, world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
 
     def heads(self, config: Config) -> tuple[str, ...]:
         return spec_of(config.model.model).heads
@@ -184,6 +188,7 @@ class Classification:
         found = token_size_warnings(config)
         if data is not None:
             found += balance_warnings(config, data.train)
+            found += cache_warnings(config.data, data.train)
         if data is not None and data.label_maps is not None:
             found += geometry_warnings(config.objective.token_label_data, data.label_maps)
         return found

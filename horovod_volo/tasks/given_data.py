@@ -124,7 +124,7 @@ def _samples(dataset: Any, source: str) -> SampleSequence:
 
 def _matched(given: LabelledSamples, numbering: Numbering) -> Numbering:
     """Return the numbers that the labels of a data set have in training: by name, if it names its classes."""
-    if given.classes is None or given.classes == numbering.classes:
+    if given.classes is None:
         return numbering
     if unknown := sorted(set(given.classes) - set(numbering.classes)):
         raise UserError(
