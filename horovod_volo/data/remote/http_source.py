@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.remote.ranges import MissingError, FilePart, TemporaryError
+from horovod_volo.data.remote.ranges import FilePart, MissingError, TemporaryError
 
 _TIMEOUT_SECONDS = 60.0
 _REDIRECTS, _MOST_REDIRECTS = (301, 302, 303, 307, 308), 5

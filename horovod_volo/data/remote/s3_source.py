@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.remote.ranges import MissingError, FilePart, TemporaryError
+from horovod_volo.data.remote.ranges import FilePart, MissingError, TemporaryError
 
 _TEMPORARY = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "500", "502", "503", "504")
 _CONNECTIONS = 64
