@@ -1,12 +1,15 @@
 """Train through the Python interface on this rank: callbacks, one of which fails, and a data set."""
 
+import hashlib
 import sys
 from pathlib import Path
 
 import torch
 
 from horovod_volo import Callback, TrainContext, Trainer, UserError
-from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.cluster.entry import connect_once
+from horovod_volo.data.remote.remote_catalog import CacheSettings
+from horovod_volo.tasks.shared_catalog import shared_catalog
 
 SETTINGS = {"recipe": "demo", "token_label": False, "img_size": 32, "batch_size": 4, "epochs": 2}
 SETTINGS |= {"warmup_epochs": 0, "log_every": 5, "eval_every": 1, "binding": "none"}
@@ -59,7 +62,7 @@ class EncodedImages:
 
 
 def main() -> None:
-    out, images = Path(sys.argv[1]), Path(sys.argv[2])
+    out, images, address = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     noted = NotedPoints()
     by_folder = Trainer(images, name="folder", output=out, callbacks=[noted], **SETTINGS)
     first = by_folder.fit()
@@ -72,6 +75,12 @@ def main() -> None:
     )
     second = given.fit()
     failing = Trainer(images, name="failing", output=out, callbacks=[FailsOnRank(1, 2)], **SETTINGS)
+    world = connect_once(given.config)
+    cache = CacheSettings(str(out / "cache"), 1.0)
+    catalog = shared_catalog(address, "train", out / "catalogs", world, cache=cache)
+    own = range(world.rank, len(catalog), world.size)
+    shards = [(index, hashlib.sha256(catalog.read(index)).hexdigest()) for index in own]
+    catalog.close()
     message, cause = "", ""
     try:
         failing.fit()
@@ -84,11 +93,13 @@ def main() -> None:
             "first": first.last,
             "second": second.last,
             "evaluated": given.evaluate(),
+            "digest": catalog.digest,
+            "shards": shards,
             "message": message,
             "cause": cause,
             "saved": sorted(path.name for path in (failing.folder / "checkpoints").glob("step_*")),
         },
-        out / f"rank_{read_launch_env().rank}.pt",
+        out / f"rank_{world.rank}.pt",
     )
 
 

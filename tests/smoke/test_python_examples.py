@@ -15,6 +15,8 @@ SMALLER = {
     'model="volo_d1", epochs=30, warmup_epochs=3, cooldown_epochs=0': (
         'recipe="demo", token_label=False, epochs=1, warmup_epochs=0, name="first"'
     ),
+    'recipe="demo"': 'recipe="demo", img_size=32',
+    '"recipe": "demo"': '"recipe": "demo", "img_size": 32',
 }
 
 
@@ -43,7 +45,7 @@ def test_every_example_is_run_here() -> None:
 def test_the_first_example(demo_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_example(example_with("result.best"), demo_set, tmp_path, monkeypatch)
     assert found["result"].finished
-    assert found["trainer"].evaluate() == {**found["trainer"].evaluate()}
+    assert found["result"].best["images"] == 20
 
 
 def test_a_recipe_and_a_config(demo_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from cache_process import BLOCK, read_all, used_bytes
-from range_server import FolderServer, serving
 from shard_writers import picture, write_tar
 
 from horovod_volo.cluster.world import World
@@ -29,6 +28,7 @@ from horovod_volo.data.remote.ranges import RemoteFile
 from horovod_volo.data.remote.remote_catalog import CacheSettings, RemoteCatalog
 from horovod_volo.pack import main
 from horovod_volo.tasks.shared_catalog import cache_warnings, shared_catalog
+from tests.range_server import FolderServer, serving
 
 ALONE = World.single()
 

@@ -29,6 +29,17 @@ FLAGS = (
 )
 
 
+PLUGIN = """
+from horovod_volo import Callback
+from horovod_volo.plugins import register_callback
+
+@register_callback
+class LogsItsEnd(Callback):
+    def ended(self, run, *, finished):
+        run.log(f"seen by a plugin at step {run.step}")
+"""
+
+
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images") / "set"
@@ -94,8 +105,21 @@ def test_a_mistake_in_the_settings_is_an_error(arguments: list[str], settings: A
 
 
 @pytest.mark.usefixtures("default_handlers")
-def test_a_trainer_does_what_the_command_does(images: Path, tmp_path: Path) -> None:
-    where = ["--output", str(tmp_path), "--name", "command", "--binding", "none"]
+def test_a_trainer_does_what_the_command_does(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logging_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    where = [
+        "--output",
+        str(tmp_path),
+        "--name",
+        "command",
+        "--binding",
+        "none",
+        "--plugin",
+        "logging_plugin",
+    ]
     assert main([str(images), *FLAGS.split(), "--log-every", "5", *where]) == 0
     trainer = Trainer(images, name="python", output=tmp_path, **SETTINGS)
     result = trainer.fit()
@@ -106,6 +130,8 @@ def test_a_trainer_does_what_the_command_does(images: Path, tmp_path: Path) -> N
     command, python = map(load_file, weights)
     assert command.keys() == python.keys()
     assert all(command[name].equal(python[name]) for name in command)
+    logs = [(tmp_path / name / "log.txt").read_text() for name in ("command", "python")]
+    assert ["seen by a plugin at step 10\n" in log for log in logs] == [True, False]
     assert (result.finished, result.step, result.folder) == (True, 10, tmp_path / "python")
     assert result.last["images"] == 20
     assert result.best["top1"] >= result.last["top1"]
