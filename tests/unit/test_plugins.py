@@ -210,23 +210,15 @@ def test_callbacks_are_built_for_the_runs_of_their_plugin(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "body", "message"),
     [
-        (
-            "object",
-            "pass",
-            "The plugin of_callbacks registered Broken, which is no callback. Derive its class",
-        ),
-        (
-            "Callback",
-            "1 / 0",
-            "A callback of the plugin of_callbacks failed in its constructor: ZeroDivisionErr",
-        ),
+        ("object", "pass", "registered Broken, which is no callback. Derive its class from"),
+        ("Callback", "1 / 0", "failed in its constructor: ZeroDivisionError: division by zero ("),
     ],
 )
 def test_a_callback_that_cannot_be_built_is_one_message(
     base: str, body: str, message: str, folder: Path
 ) -> None:
-    (folder / "of_callbacks.py").write_text(CALLBACK.format(name="Broken", base=base, body=body))
-    load_plugins("of_callbacks")
-    with pytest.raises(UserError) as raised:
-        build_plugin_callbacks("of_callbacks")
-    assert str(raised.value).startswith(message)
+    plugin = f"broken_{base.lower()}_plugin"
+    (folder / f"{plugin}.py").write_text(CALLBACK.format(name="Broken", base=base, body=body))
+    load_plugins(plugin)
+    with pytest.raises(UserError, match=re.escape(message)):
+        build_plugin_callbacks(plugin)
