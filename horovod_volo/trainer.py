@@ -80,6 +80,8 @@ class Trainer:
             )
         if config is None:
             given = {"data_dir": data, **settings} if data else settings
+            if train is not None and not (recipe or {"name", "model"} & settings.keys()):
+                given = {"name": data_id or "data", **given}  # the model is chosen at the start
             config = build_config(recipe, checked_by_name(given))
         check(config)
         _check_data(config, train, val)
@@ -87,7 +89,7 @@ class Trainer:
         self._data = (train, val, data_id)
         self._given_data: GivenData | None = None
         self._callbacks = list(callbacks)
-        self._began = False
+        self._ran = config  # with what the start of a run chooses
 
     @property
     def folder(self) -> Path:
@@ -102,7 +104,7 @@ class Trainer:
         from horovod_volo.tasks.classification import Classification
 
         config = self.config
-        if self._began:
+        if self._ran is not config:
             config = replace(config, run=replace(config.run, resume="auto"))
         given = self._given()
         end = _run_end()
@@ -112,7 +114,7 @@ class Trainer:
             try:
                 finished = run(config, world, stop, watchdog, callbacks=[end, *self._callbacks], task=task)
             finally:
-                self._began |= end.began
+                self._ran = end.config or self._ran
         return world.run_on_rank_zero(lambda: _read_result(self.folder, finished, end.step))
 
     def evaluate(
@@ -129,7 +131,7 @@ class Trainer:
         """
         from horovod_volo.evaluation.accuracy import EvalRequest, measure_accuracy
 
-        settings = self.config
+        settings = self._ran
         world = connect_once(settings)
         source = world.run_on_rank_zero(lambda: str(self._weights(weights)))
         folder = data if isinstance(data, str | Path) else settings.data.data_dir
@@ -140,6 +142,7 @@ class Trainer:
             "use_ema": use_ema,
             "batch_size": batch,
             "workers": settings.data.workers,
+            "image_decoder": settings.data.image_decoder,
             "precision": settings.model.precision,
             "split": split,
         }
@@ -177,7 +180,7 @@ class Trainer:
         if isinstance(images, str | bytes | Path) or not hasattr(images, "__len__"):
             raise UserError(f"predict takes a list of images, not a {type(images).__name__}.")
         trained = load_pretrained(str(self._weights(weights)), use_ema=use_ema)
-        settings = self.config
+        settings = self._ran
         batch = settings.data.eval_batch_size or settings.data.batch_size
         request = PredictRequest(top, settings.data.crop_pct, batch, settings.model.precision)
         bad: list[str] = []
@@ -253,15 +256,16 @@ def _check_data(config: Config, train: Any, val: Any) -> None:
 
 
 def _run_end() -> Any:
-    """Return a callback that notes whether a run has begun, and the step at which it ends."""
+    """Return a callback that notes the settings of a run that has begun, and the step at which it ends."""
     from horovod_volo.engine.callbacks import Callback
     from horovod_volo.engine.context import TrainContext
 
     class _End(Callback):
-        began, step = False, 0
+        step = 0
+        config: Config | None = None
 
-        def started(self, run: TrainContext) -> None:  # noqa: ARG002
-            self.began = True
+        def started(self, run: TrainContext) -> None:
+            self.config = run.config
 
         def ended(self, run: TrainContext, *, finished: bool) -> None:  # noqa: ARG002
             self.step = run.step
