@@ -89,7 +89,7 @@ class Trainer:
         self._data = (train, val, data_id)
         self._given_data: GivenData | None = None
         self._callbacks = list(callbacks)
-        self._ran = config  # with what the start of a run chooses
+        self._ran, self._began = config, False  # the settings with what the start of a run chose
 
     @property
     def folder(self) -> Path:
@@ -104,7 +104,7 @@ class Trainer:
         from horovod_volo.tasks.classification import Classification
 
         config = self.config
-        if self._ran is not config:
+        if self._began:
             config = replace(config, run=replace(config.run, resume="auto"))
         given = self._given()
         end = _run_end()
@@ -114,7 +114,7 @@ class Trainer:
             try:
                 finished = run(config, world, stop, watchdog, callbacks=[end, *self._callbacks], task=task)
             finally:
-                self._ran = end.config or self._ran
+                self._ran, self._began = end.config or self._ran, self._began or end.config is not None
         return world.run_on_rank_zero(lambda: _read_result(self.folder, finished, end.step))
 
     def evaluate(

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.M | re.S)
 # Smaller images.
 SMALLER = {
+    "epochs=3": "epochs=1, img_size=32, batch_size=8",
     'recipe="demo"': 'recipe="demo", img_size=32',
     '"recipe": "demo"': '"recipe": "demo", "img_size": 32',
 }

@@ -34,8 +34,8 @@ def png(image: np.ndarray[Any, Any]) -> bytes:
     return stream.getvalue()
 
 
-class Samples:
-    """Samples with further attributes, such as the names of the classes."""
+class LabelledPictures:
+    """LabelledPictures with further attributes, such as the names of the classes."""
 
     def __init__(self, samples: list[tuple[Any, Any]], **attributes: Any) -> None:
         self.samples, self.reads = samples, 0
@@ -88,15 +88,17 @@ def test_labels_are_numbers_or_names() -> None:
     numbered, _ = lists([(image, np.int64(7)), (image, 11), (image, torch.tensor(3))], [(image, 7)])
     assert (numbered.classes, numbered.targets.tolist()) == (("03", "07", "11"), [1, 2, 0])
     # The same classes in another order are matched by name.
-    train = Samples([(image, 0), (image, 1)], classes=["ant", "bee"])
-    other = Samples([(image, 0), (image, 1), (image, 0)], classes=["bee", "ant"])
+    train = LabelledPictures([(image, 0), (image, 1)], classes=["ant", "bee"])
+    other = LabelledPictures([(image, 0), (image, 1), (image, 0)], classes=["bee", "ant"])
     images, held_out = lists(train, other)
     assert (images.classes, images.targets.tolist()) == (("ant", "bee"), [0, 1])
     assert (held_out.classes, held_out.targets.tolist()) == (("ant", "bee"), [1, 0, 1])
 
 
 def test_targets_save_reading_every_sample() -> None:
-    samples = Samples([(pixels(), number % 2) for number in range(20)], targets=[n % 2 for n in range(20)])
+    samples = LabelledPictures(
+        [(pixels(), number % 2) for number in range(20)], targets=[n % 2 for n in range(20)]
+    )
     train, held_out = lists(samples)
     assert samples.reads == 2  # the first of each part
     assert train.targets.tolist().count(1) == 9
@@ -126,7 +128,7 @@ def test_the_digest_tells_data_sets_apart() -> None:
 
 
 def test_damaged_samples_are_replaced_and_other_errors_end_the_run() -> None:
-    class Fails(Samples):
+    class Fails(LabelledPictures):
         def __getitem__(self, index: int) -> tuple[Any, Any]:
             if index == 3:
                 raise self.error
@@ -165,7 +167,11 @@ def test_damaged_samples_are_replaced_and_other_errors_end_the_run() -> None:
         ([(pixels(), -1)], None, "not the number of a class"),
         ([(pixels(), 0), (pixels(), "a")], None, "has numbers and names as labels"),
         ([(pixels(), 0)], [(pixels(), 1)], "the held-out data set (list) has labels of no class: 1."),
-        ([(pixels(), 0)], Samples([(pixels(), 0)], classes=["z"]), "has classes that training lacks: z."),
+        (
+            [(pixels(), 0)],
+            LabelledPictures([(pixels(), 0)], classes=["z"]),
+            "has classes that training lacks: z.",
+        ),
         (
             [(pixels().astype(float), 0)],
             [(pixels(), 0)],
@@ -177,13 +183,17 @@ def test_damaged_samples_are_replaced_and_other_errors_end_the_run() -> None:
             "is ndarray of shape (3, 12, 14) and uint8, not",
         ),
         (
-            Samples([{"image": 1}], targets=[0]),
+            LabelledPictures([{"image": 1}], targets=[0]),
             [(pixels(), 0)],
             "is dict {'image': 1}, not a pair (image, lab",
         ),
-        (Samples([(pixels(), 0)], targets=[0, 1]), None, "has 1 samples, but 2 `targets`"),
-        (Samples([(pixels(), 0)], classes=["a", "a"]), None, "name a class twice"),
-        (Samples([(pixels(), 2)], classes=["a", "b"]), [(pixels(), 0)], "has labels of no class: 2."),
+        (LabelledPictures([(pixels(), 0)], targets=[0, 1]), None, "has 1 samples, but 2 `targets`"),
+        (LabelledPictures([(pixels(), 0)], classes=["a", "a"]), None, "name a class twice"),
+        (
+            LabelledPictures([(pixels(), 2)], classes=["a", "b"]),
+            [(pixels(), 0)],
+            "has labels of no class: 2.",
+        ),
     ],
 )
 def test_what_does_not_fit_is_an_error(train: Any, val: Any, message: str) -> None:

@@ -88,7 +88,7 @@ def test_importing_the_package_imports_no_heavy_module() -> None:
         (["data"], {"opt": "sgd", "scale": (0.5, 0.1)}, "--scale takes two numbers above 0 in ascending"),
         (["data"], {"mixup": 0.2}, "--mixup and MixToken both mix images."),
         (["data"], {"config": Config()}, "A Trainer takes a config, or a data folder"),
-        (["data"], {"elastic": True, "global_batch": 8}, "Elastic runs are started by"),
+        (["data"], {"elastic": True, "global_batch": 8, "model": "volo_d1"}, "Elastic runs are started by"),
         (["data"], {"train": [(b"", 0)]}, "Both a data folder and train are given."),
         ([], {"val": [(b"", 0)]}, "val is given without train."),
         ([], {"train": [(b"", 0)], "task": "detection"}, "train and val are for classification."),
