@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from horovod_volo.tasks.task import Metrics
 
 Weights = Literal["best", "last"]
+_AS_TRAINED: dict[str, Any] = {"model": "", "aux_head": "auto", "img_size": 0, "mean": (), "std": ()}
+_AS_TRAINED |= {"crops": 1, "real": "", "v2": False}
 
 # Heavy modules are imported where they are used, so that a mistake in a setting is reported at once.
 
@@ -153,15 +155,11 @@ class Trainer:
             images = partial(self._list, data, source, split)
         request = EvalRequest(
             **common,
-            model="",
-            aux_head="auto",
-            img_size=0,
+            **_AS_TRAINED,
             crop_pct=settings.data.crop_pct,
             catalog_dir=settings.data.catalog_dir,
             cache_dir=settings.data.cache_dir,
             cache_gib=settings.data.cache_gib,
-            real="",
-            v2=False,
             images=images,
         )
         return measure_accuracy(request, world, _ignore).counts.metrics()
