@@ -47,6 +47,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute on one thread: sums of several may be rounded differently while the machine is busy."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture
 def default_handlers() -> Iterator[None]:
     """Have signals do by default what they do in a notebook; the command and other tests leave handlers."""
