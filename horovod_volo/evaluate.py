@@ -41,7 +41,7 @@ ALL_CLASSES = sys.maxsize
 WORST_CLASSES = 20
 _FLAGS_OF_TASKS = {
     **dict.fromkeys(("model", "img_size", "aux_head", "mean", "std"), ("classification",)),
-    **dict.fromkeys(("crop_pct", "crops", "real", "v2"), ("classification",)),
+    **dict.fromkeys(("crop_pct", "crops", "real", "v2", "cache_dir"), ("classification",)),
     **dict.fromkeys(("test_mode", "scales", "flip"), ("segmentation",)),
     "predictions": ("segmentation", "detection"),
     "image_decoder": ("classification", "detection"),
@@ -75,7 +75,8 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
     world.run_on_all_ranks(partial(_refuse_flags_of_others, options, task))
     if task != "classification":
         return _evaluate_dense(options, task, world)
-    request = EvalRequest(**{name: getattr(options, name) for name in EvalRequest.__dataclass_fields__})
+    names = EvalRequest.__dataclass_fields__.keys() & vars(options).keys()
+    request = EvalRequest(**{name: getattr(options, name) for name in names})
     result = measure_accuracy(request, world, _progress(world))
     rows = result.classes[: options.per_class]
     record = json_record(request, result, world.size, rows)
@@ -193,6 +194,8 @@ def build_parser() -> Parser:
         parser,
         setting_of_training("binding"),
         setting_of_training("catalog_dir", help=f"{catalog}share the list"),
+        setting_of_training("cache_dir"),
+        setting_of_training("cache_gib"),
     )
     return parser
 

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     """Export one network; return the exit status."""
     try:
         options = build_parser().parse_args(arguments)
-        _export(options)
+        export(options)
     except UserError as problem:
         print_error(f"error: {problem}")
         return MISTAKE
@@ -101,7 +101,8 @@ def _opset(text: str) -> int:
     return int(text)
 
 
-def _export(options: argparse.Namespace) -> None:
+def export(options: argparse.Namespace) -> None:
+    """Export the network that the parsed options name; raise DifferentLogitsError if the result differs."""
     from horovod_volo.models import onnx_export, timm_export
     from horovod_volo.models.pretrained import load_pretrained, task_of
     from horovod_volo.plugins import load_plugins

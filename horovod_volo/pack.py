@@ -3,6 +3,7 @@
     tools/pack /path/to/imagenet /path/to/packed
     tools/pack /path/to/imagenet /path/to/packed256 --resize 256
     tools/pack /path/to/packed --verify
+    tools/pack /path/to/shards --catalog
 
 OUT_DIR is a data folder for training: train/ and val/ with NAME-000000.tar, their indexes, classes.txt and
 manifest.json. Images with masks are packed for segmentation, unchanged and in order, each beside its mask.
@@ -18,6 +19,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags
@@ -26,8 +28,11 @@ from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, list_problems, print_error
 from horovod_volo.monitor.progress import ThroughputLine
 
+if TYPE_CHECKING:
+    from horovod_volo.data.images.split_folder import Split
+
 DONE, DAMAGED, MISTAKE = 0, 1, 2
-SPLITS = ("train", "val")
+SPLITS: tuple[Split, ...] = ("train", "val")
 _MB = 10**6
 
 # Each command imports its modules itself, so that --help answers at once.
@@ -39,10 +44,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         args = parser.parse_args(arguments)
         folders = args.folders
-        if len(folders) > 2 or (len(folders) < 2 and not args.verify):
-            parser.error("give DATA_DIR and OUT_DIR, or only a packed folder with --verify")
+        if len(folders) > 2 or (len(folders) < 2 and not (args.verify or args.catalog)):
+            parser.error("give DATA_DIR and OUT_DIR, or only a packed folder with --verify or --catalog")
         workers = args.workers or len(os.sched_getaffinity(0))
         status = DONE if len(folders) == 1 else _pack(folders[0], folders[1], args, workers)
+        if args.catalog:
+            _publish_catalogs(folders[-1])
         return max(status, _verify(folders[-1], workers)) if args.verify else status
     except UserError as problem:
         print_error(f"error: {problem}")
@@ -91,6 +98,7 @@ def build_parser() -> Parser:
         ),
     )
     add("--no-shuffle", action="store_true", help="keep the order of the images, class by class")
+    add("--catalog", action="store_true", help="list the images of shards, to read these from a server")
     add("--verify", action="store_true", help="read all shards and compare their checksums")
     return parser
 
@@ -144,6 +152,17 @@ def _pack_scenes(data_dir: Path, out: Path, args: argparse.Namespace, workers: i
 
 def _progress(split: str) -> ThroughputLine:
     return ThroughputLine(f"images of {split}")
+
+
+def _publish_catalogs(folder: Path) -> None:
+    from horovod_volo.data.images.listing import publish_catalog
+
+    for split in SPLITS:
+        try:
+            shards = publish_catalog(str(folder), split)
+        except OSError as error:
+            raise UserError(f"cannot list the images of {folder}: {error}. Correct this.") from error
+        print(f"{folder}: the images of {shards:,} shards of {split} are listed")
 
 
 def _verify(out: Path, workers: int) -> int:

@@ -1,17 +1,19 @@
-"""Plugins: models, losses, optimizers, schedules and augmentation of your own. They import from here.
+"""Plugins: models, losses, optimizers, schedules, augmentation and callbacks of your own import from here.
 
 A plugin is a Python module that calls `register_model`, `register_loss`, `register_optimizer`,
-`register_schedule` or `register_rand_augment` when it is imported. Plugins are imported before the settings'
-names are looked up (docs/plugins.md).
+`register_schedule`, `register_rand_augment` or `register_callback` when it is imported. Plugins are imported
+before the settings' names are looked up (docs/plugins.md).
 """
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import TypeVar
 
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
@@ -28,9 +30,11 @@ __all__ = [
     "ModelSpec",
     "Operation",
     "TimmExport",
+    "callbacks_of_plugins",
     "check_names",
     "load_plugins",
     "operations",
+    "register_callback",
     "register_loss",
     "register_model",
     "register_optimizer",
@@ -39,14 +43,43 @@ __all__ = [
 ]
 
 ENTRY_POINTS = "horovod_volo.plugins"
+BuildCallback = TypeVar("BuildCallback", bound=Callable[[], object])
+
+_callbacks: list[tuple[str, Callable[[], object]]] = []  # with the modules that registered them
 
 
 def load_plugins(modules: str) -> None:
     """Import the comma-separated modules and the installed entry points of group `horovod_volo.plugins`."""
-    for name in filter(None, (part.strip() for part in modules.split(","))):
+    for name in _names(modules):
         _load(f"--plugin {name}", name, partial(import_module, name))
     for point in entry_points(group=ENTRY_POINTS):
         _load(f"The installed plugin {point.name} ({point.value})", point.module, point.load)
+
+
+def register_callback(build: BuildCallback) -> BuildCallback:
+    """Have each run with this plugin call a callback: `build`, such as its class, makes one for each run.
+
+    It may be used as the decorator of the class.
+    """
+    _callbacks.append((sys._getframe(1).f_globals["__name__"], build))
+    return build
+
+
+def callbacks_of_plugins(modules: str) -> list[tuple[str, Callable[[], object]]]:
+    """Return what the comma-separated modules, and installed plugins, registered, with the module of each.
+
+    Other modules of this process may be plugins of other runs.
+    """
+    plugins = [*_names(modules), *(point.module for point in entry_points(group=ENTRY_POINTS))]
+    return [
+        (module, build)
+        for module, build in _callbacks
+        if any(f"{module}.".startswith(f"{plugin}.") for plugin in plugins)
+    ]
+
+
+def _names(modules: str) -> list[str]:
+    return [name for part in modules.split(",") if (name := part.strip())]
 
 
 def check_names(config: Config) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.config.schema import Config
+from horovod_volo.config.values import by_flag
 from horovod_volo.core.environment import code_digest, package_versions
 from horovod_volo.core.errors import UserError, print_error
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 FAILED, MISTAKE, LOST = 1, 2, -1
 _OF_ONE_RANK = {"--binding", "--workers"}  # settings that may differ from rank to rank
 _SHOWN = 3
+
+_connected: dict[str, Any] = {}  # the world of this process, and the settings that it was connected with
 
 
 def run_on_ranks(
@@ -49,6 +53,32 @@ def run_on_ranks(
     except RankLostError as error:
         print_error(f"rank {rank} {'goes on without it' if elastic else 'stops'}: {error}")
         return LOST if elastic else FAILED
+
+
+def connect_once(config: Config) -> World:
+    """Bind this process and connect it to its launcher's ranks, at the first call. Collective.
+
+    Raise UserError if the ranks' settings differ, or this process was connected with other ones.
+    """
+    from horovod_volo.cluster.env_vars import HorovodOptions
+    from horovod_volo.cluster.pinning import bind
+    from horovod_volo.cluster.world import World
+
+    launch = config.launch
+    if not _connected:
+        # A process alone, such as a notebook, keeps its cores unless a binding was asked for.
+        is_bound = read_launch_env().size > 1 or "binding" in config.stated
+        options = HorovodOptions(launch.horovod_autotune, launch.horovod_timeline)
+        binding = bind(launch.binding if is_bound else "none", options)
+        _connected.update(world=World.connect(binding), launch=launch)
+    if _connected["launch"] != launch:
+        raise UserError(
+            "binding, horovod_autotune or horovod_timeline differ from those of the first Trainer of this "
+            "process, with which it was bound and Horovod was started. Give the same, or start another."
+        )
+    world: World = _connected["world"]
+    check_same_start(world, by_flag(config))
+    return world
 
 
 def refuse(error: UserError) -> int:

@@ -81,3 +81,24 @@ class Watchdog:
         self._process.wait()
         faulthandler.unregister(watchdog_process.DUMP)
         os.close(self._stacks)
+
+
+class NoWatchdog(Watchdog):
+    """Watches nothing: a rank alone waits for no other, and may be a notebook, which must not be killed."""
+
+    def __init__(self) -> None:
+        self.heartbeat = Heartbeat()
+
+    def watch_steps(self, rank: int, hosts: Sequence[str], folder: Path) -> None:
+        """Watch nothing."""
+
+    def pause(self) -> None:
+        """Watch nothing."""
+
+    def close(self) -> None:
+        """End nothing."""
+
+
+def watchdog_for(limit: float) -> Watchdog:
+    """Return a watchdog with this limit in seconds; one rank alone has none if the limit is 0."""
+    return Watchdog(limit) if limit or read_launch_env().size > 1 else NoWatchdog()

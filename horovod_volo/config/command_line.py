@@ -110,6 +110,12 @@ def parse(argv: list[str]) -> Request:
         raise UserError(
             "--ranks goes with --dry-run. A real run gets its ranks from `horovodrun -np` or `mpirun -np`."
         )
+    return Request(build_config(recipe_name, flags), dry_run, ranks)
+
+
+def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
+    """Build the configuration of a recipe, or of none, and the checked values that override it."""
+    flags = dict(chosen)
     is_open = not recipe_name and "model" not in flags and flags.get("task", Model.task) == Model.task
     recipe = load_recipe(recipe_name) if recipe_name else {}
     if is_open and "data_dir" in flags:
@@ -128,7 +134,7 @@ def parse(argv: list[str]) -> Request:
     )
     check(config)
     check_flags(flags, config)
-    return Request(config, dry_run, ranks)
+    return config
 
 
 def _settings_of_run(flags: Mapping[str, Any]) -> dict[str, Any]:

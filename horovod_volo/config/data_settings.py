@@ -14,8 +14,9 @@ class Data:
 
     data_dir: str = setting(
         "",
-        "folder with train/CLASS/IMAGE and val/CLASS/IMAGE; for segmentation with images/ and masks/, or of "
-        "ADE20K or Cityscapes; for detection with images/ and boxes/, or of COCO",
+        "folder with train/CLASS/IMAGE and val/CLASS/IMAGE, or with shards, also at https:// or s3://; for "
+        "segmentation with images/ and masks/, or of ADE20K or Cityscapes; for detection with images/ and "
+        "boxes/, or of COCO",
         positional=True,
     )
     val_split: str = setting(
@@ -102,4 +103,11 @@ class Data:
     )
     catalog_dir: str = setting(
         "", "folder for the list of images, on storage that all hosts share; empty: inside --output"
+    )
+    cache_dir: str = setting(
+        "",
+        "folder on a local disk for blocks of shards at https:// or s3://; empty: each image is one request",
+    )
+    cache_gib: float = setting(
+        50.0, "most GiB of blocks in --cache-dir, of all ranks of a host", at_least=0.1
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
@@ -70,6 +71,16 @@ def checked(setting: Setting, value: Any, where: str) -> Any:
     if problem := _problem(setting, value):
         raise UserError(f"{where} {problem}")
     return tuple(map(float, value)) if count_of(setting) else value
+
+
+def checked_by_name(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by the names of their settings, checked; raise UserError for a name that there is not."""
+    settings = {setting.name: setting for setting in all_settings()}
+    for name in given:
+        if name not in settings:
+            raise UserError(f"There is no setting {name!r}.{nearest(name, settings)}")
+    plain = {name: os.fspath(each) if isinstance(each, os.PathLike) else each for name, each in given.items()}
+    return {name: checked(settings[name], value, name) for name, value in plain.items()}
 
 
 def _problem(setting: Setting, value: Any) -> str:

@@ -151,6 +151,10 @@ _IDLE = (
         lambda c, _: not (c.data.aa or c.data.color_jitter),
         "without --aa or --color-jitter",
     ),
+    _Idle(
+        ("cache_dir", "cache_gib"), lambda c, _: "://" not in c.data.data_dir, "without shards on a server"
+    ),
+    _Idle(("cache_gib",), lambda c, _: not c.data.cache_dir, "without --cache-dir"),
     _Idle(("shuffle_window",), lambda c, _: not c.data.block_shuffle, "without --block-shuffle"),
     _Idle(("bad_samples_limit",), lambda c, _: c.data.bad_samples == "fail", "with --bad-samples fail"),
     _Idle(("test_stride",), lambda c, _: c.segmentation.test_mode == "whole", "with --test-mode whole"),

@@ -27,11 +27,11 @@ from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.balanced_order import balanced_order
 from horovod_volo.data.center_crop import resized_shapes
 from horovod_volo.data.image_decoder import image_decoder
-from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.labels.geometry import MapGeometry
 from horovod_volo.data.labels.published_maps import flipped
 from horovod_volo.data.labels.source import LabelSource
-from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
+from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank, announced
 from horovod_volo.data.pipeline import (
     IMAGENET_NORMALIZATION,
     Normalization,
@@ -56,7 +56,7 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
 
     def __init__(
         self,
-        catalog: Catalog,
+        catalog: ImageList,
         label_maps: LabelSource | None,
         settings: Data,
         *,
@@ -139,6 +139,9 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         source = self._label_maps
         maps = None if source is None else _augmented_maps(samples, sizes, params, source.geometry)
         return PendingTrainBatch(indices, inputs, Labels(classes, maps), params, drawn)
+
+    def _read_ahead(self, indices: NDArray[np.int64]) -> None:
+        self._catalog.read_ahead(indices)
 
     def _read_usable(self, index: int) -> tuple[int, Sample]:
         return self.bad_samples.read_or_replace(index, len(self._catalog), self._read)
@@ -239,20 +242,28 @@ class EvalBatches:
         self._readers.close()
 
     def _reads(self) -> Iterator[Callable[[], PendingEvalBatch]]:
-        for first in range(0, len(self._indices), self.batch_size):
-            yield partial(self._read_batch, self._indices[first : first + self.batch_size])
+        firsts = range(0, len(self._indices), self.batch_size)
+        batches = (self._indices[first : first + self.batch_size] for first in firsts)
+        for indices in announced(batches, self._read_ahead):
+            yield partial(self._read_batch, indices)
+
+    def _read_ahead(self, indices: NDArray[np.int64]) -> None:
+        """Begin to read the images of a batch, where that saves time."""
 
 
 class EvalLoader(EvalBatches):
     """This rank's evaluation batches for classification."""
 
     def __init__(
-        self, catalog: Catalog, settings: Data, *, image_size: int, crop_pct: float, **common: Any
+        self, catalog: ImageList, settings: Data, *, image_size: int, crop_pct: float, **common: Any
     ) -> None:
         """`common` are further arguments of EvalBatches."""
         resize = partial(resized_shapes, image_size=image_size, crop_pct=crop_pct)
         super().__init__(catalog, len(catalog), settings, image_size=image_size, resize=resize, **common)
         self._catalog, self._device = catalog, common["device"]
+
+    def _read_ahead(self, indices: NDArray[np.int64]) -> None:
+        self._catalog.read_ahead(indices)
 
     def __iter__(self) -> Iterator[EvalBatch]:
         """Yield all batches in the catalog's order; the last one may be shorter."""

@@ -6,6 +6,7 @@ A loader of a task says how a batch is read, decoded and put together.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -21,6 +22,8 @@ from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
 from horovod_volo.data.sampler import epoch_order, rank_indices
 from horovod_volo.data.thread_pool import ImageThreadPool
+
+BATCHES_ANNOUNCED = 2
 
 Pending = TypeVar("Pending", bound=PendingBatch)
 Result = TypeVar("Result")
@@ -88,6 +91,23 @@ class OrderedBatches(ABC, Generic[Pending, Result]):
 
     def _reads(self, epoch: int, first_step: int) -> Iterator[Callable[[], Pending]]:
         order = self._order(epoch)
-        for step in range(first_step, self.steps):
-            for indices in self._rank_indices(order, step):
-                yield partial(self._read_batch, epoch, indices)
+        steps = range(first_step, self.steps)
+        batches = (indices for step in steps for indices in self._rank_indices(order, step))
+        for indices in announced(batches, self._read_ahead):
+            yield partial(self._read_batch, epoch, indices)
+
+    def _read_ahead(self, indices: NDArray[np.int64]) -> None:
+        """Begin to read the samples of a micro-batch, where that saves time."""
+
+
+def announced(
+    batches: Iterator[NDArray[np.int64]], announce: Callable[[NDArray[np.int64]], object]
+) -> Iterator[NDArray[np.int64]]:
+    """Yield batches of samples, each announced BATCHES_ANNOUNCED before it is read."""
+    waiting: deque[NDArray[np.int64]] = deque()
+    for batch in batches:
+        announce(batch)
+        waiting.append(batch)
+        if len(waiting) > BATCHES_ANNOUNCED:
+            yield waiting.popleft()
+    yield from waiting

@@ -58,7 +58,7 @@ def read_image(catalog: ImageFiles, index: int) -> tuple[Encoded, tuple[int, int
             if image.width * image.height > _MOST_PIXELS:
                 raise _too_large(catalog, index)
             if not _is_plain(image, encoded):
-                encoded = _to_ppm(image)
+                encoded = to_ppm(image)
             return encoded, (image.height, image.width)
     except Image.DecompressionBombError:
         raise _too_large(catalog, index) from None
@@ -121,6 +121,6 @@ def _is_plain(image: Image.Image, encoded: Encoded) -> bool:
     return end_marker in encoded[-_TAIL_BYTES:].tobytes()
 
 
-def _to_ppm(image: Image.Image) -> Encoded:
+def to_ppm(image: Image.Image) -> Encoded:
     header = f"P6\n{image.width} {image.height}\n255\n".encode()
     return np.frombuffer(header + image.convert("RGB").tobytes(), dtype=np.uint8)

@@ -2,26 +2,38 @@
 
 The engine calls the same points on all ranks, so a callback may use collectives. It may not wait for the
 device at every step: that would stop the device from computing ahead.
+
+Invariant: an error in a callback is not exchanged where it occurs, which would cost a collective at every
+step. It asks all ranks to stop, and is raised on all of them when they have saved and stopped.
 """
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+from horovod_volo.cluster.collectives import RankLostError
+from horovod_volo.cluster.elastic import HostsChangedError
+from horovod_volo.cluster.world import World
+from horovod_volo.core.errors import UserError
+from horovod_volo.plugins import callbacks_of_plugins
 
 if TYPE_CHECKING:
     from horovod_volo.engine.context import TrainContext
+    from horovod_volo.engine.interrupts import StopRequest
     from horovod_volo.monitor.progress import Values
     from horovod_volo.tasks.task import Metrics
 
 
 class Callback:
-    """Base class of callbacks: does nothing at any point."""
+    """Base class of callbacks: does nothing at any point. docs/python.md says what of a run is public."""
 
     def started(self, run: TrainContext) -> None:
-        """Follow the set-up of a run, before its first step; after a resume `run.state.step` is above 0."""
+        """Follow the set-up of a run, before its first step; after a resume `run.step` is above 0."""
 
     def step_done(self, run: TrainContext) -> None:
-        """Follow a step, which `run.state.step` counts already."""
+        """Follow a step, which `run.step` counts already."""
 
     def logged(self, run: TrainContext, values: Values) -> None:
         """Follow a log point, given the metrics of training since the last one."""
@@ -31,3 +43,91 @@ class Callback:
 
     def ended(self, run: TrainContext, *, finished: bool) -> None:
         """Follow the last step, or a stop on request (not `finished`); not called after an error."""
+
+
+class Callbacks:
+    """The callbacks of a run on one rank. After the first error of one, none is called any more.
+
+    Those of the engine, `built_in`, are called all the same: they call collectives.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback] = (),
+        stop: StopRequest | None = None,
+        built_in: Sequence[Callback] = (),
+    ) -> None:
+        self._callbacks, self._stop, self._built_in = callbacks, stop, built_in
+        self._failed: UserError | None = None
+
+    def started(self, run: TrainContext) -> None:
+        """Call this point of each callback."""
+        self._call("started", lambda each: each.started(run))
+
+    def step_done(self, run: TrainContext) -> None:
+        """Call this point of each callback."""
+        self._call("step_done", lambda each: each.step_done(run))
+
+    def logged(self, run: TrainContext, values: Values) -> None:
+        """Call this point of each callback."""
+        self._call("logged", lambda each: each.logged(run, values))
+
+    def evaluated(self, run: TrainContext, metrics: Metrics) -> None:
+        """Call this point of each callback."""
+        self._call("evaluated", lambda each: each.evaluated(run, metrics))
+
+    def ended(self, run: TrainContext, *, finished: bool) -> None:
+        """Call this point of each callback."""
+        self._call("ended", lambda each: each.ended(run, finished=finished))
+
+    def raise_on_all_ranks(self, world: World) -> None:
+        """Raise the error of a callback on any rank on every rank. Collective: every rank calls this."""
+        try:
+            world.raise_on_all_ranks(self._failed)
+        except UserError as error:
+            # On the rank of the callback, the traceback shows where it failed.
+            raise error from (None if self._failed is None else self._failed.__cause__)
+
+    def _call(self, point: str, call: Callable[[Callback], object]) -> None:
+        for callback in self._built_in:
+            call(callback)
+        for callback in self._callbacks:
+            if self._failed is not None:
+                return
+            try:
+                call(callback)
+            except (RankLostError, HostsChangedError):
+                raise
+            except Exception as error:  # a callback may raise anything
+                self._failed = _failure(f"The callback {type(callback).__name__}", point, error)
+                if self._stop is not None:
+                    self._stop.received = True
+
+
+def build_plugin_callbacks(modules: str) -> list[Callback]:
+    """Build the callbacks that the plugins have registered; raise UserError if one cannot be built."""
+    return [_built(plugin, build) for plugin, build in callbacks_of_plugins(modules)]
+
+
+def _built(plugin: str, build: Callable[[], object]) -> Callback:
+    try:
+        callback = build()
+    except Exception as error:  # a plugin may raise anything
+        raise _failure(f"A callback of the plugin {plugin}", "its constructor", error) from error
+    if not isinstance(callback, Callback):
+        raise UserError(
+            f"The plugin {plugin} registered {type(callback).__name__}, which is no callback. Derive its "
+            "class from horovod_volo.Callback."
+        )
+    return callback
+
+
+def _failure(name: str, where: str, error: Exception) -> UserError:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())[:300]
+    failed = UserError(
+        f"{name} failed in {where}: {type(error).__name__}: {text} ({frame.filename}, line {frame.lineno}). "
+        "Correct it, or leave it out."
+    )
+    failed.__cause__ = error
+    return failed

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.watchdog_process import Heartbeat
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive
 from horovod_volo.config.schema import Config
-from horovod_volo.engine.callbacks import Callback
+from horovod_volo.engine.callbacks import Callbacks
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.ledger import LEDGER, Ledger, LedgerStart, write_classes
@@ -35,7 +35,10 @@ from horovod_volo.tasks.task import Task, TaskData, TaskRun
 
 @dataclass
 class TrainContext:
-    """One training run on one rank: the loop, the step and the checkpoints use it."""
+    """One training run on one rank: the loop, the step and the checkpoints use it.
+
+    Callbacks are given it. For them `config`, `world`, and what is documented below the fields are public.
+    """
 
     config: Config
     world: World
@@ -70,12 +73,40 @@ class TrainContext:
     hosts_changed: Callable[[], bool] = lambda: False  # whether an elastic job has other hosts now
     stragglers: StragglerFinder | None = None  # on rank 0 of several
     logged_bad_samples: set[str] = field(default_factory=set)
-    callbacks: list[Callback] = field(default_factory=list)
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     @property
     def folder(self) -> Path:
         """Return the run folder."""
         return run_folder(self.config)
+
+    @property
+    def step(self) -> int:
+        """Return the number of steps taken since the start of the run, earlier processes included."""
+        return self.state.step
+
+    @property
+    def total_steps(self) -> int:
+        """Return the number of steps of the whole run."""
+        return self.derived.total_steps
+
+    @property
+    def epoch(self) -> float:
+        """Return the number of epochs done, such as 0.5."""
+        return self.state.step / self.derived.steps_per_epoch
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the network that is trained. Its parameters are the same on all ranks after each step."""
+        return self.state.model
+
+    def log(self, *lines: str) -> None:
+        """Print lines and append them to log.txt, on rank 0."""
+        self.logger.log(*lines)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to save a checkpoint after the next step, or after this evaluation, and to stop."""
+        self.stop.received = True
 
     def close(self) -> None:
         """Finish the checkpoint under way, stop the data threads and close all files."""

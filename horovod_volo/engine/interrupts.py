@@ -10,7 +10,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from horovod_volo.cluster.launch_env import LaunchEnv, read_launch_env
 
@@ -24,6 +28,30 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.received = False
+        self._next: dict[int, Any] = {}  # handlers of a second request; without one, the system's default
+
+    @classmethod
+    @contextmanager
+    def while_training(cls) -> Iterator[StopRequest]:
+        """Install the signal handlers, and restore those of before at the end. A second request goes to them.
+
+        Only the main thread can; in another one, signals do what they did.
+        """
+        request = cls()
+        if threading.current_thread() is not threading.main_thread():
+            yield request
+            return
+        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        # A handler of None was not installed by Python, which could not restore it.
+        request._next = {number: each for number, each in handlers.items() if each is not None}
+        try:
+            for number, handler in request._next.items():
+                if handler is not signal.SIG_IGN:
+                    signal.signal(number, request._receive)
+            yield request
+        finally:
+            for number, handler in request._next.items():
+                signal.signal(number, handler)
 
     @classmethod
     def listening(cls) -> StopRequest:
@@ -50,7 +78,7 @@ class StopRequest:
             os.write(_STDERR, f"{_answer(signal.Signals(number), launch)}\n".encode())
         self.received = True
         if number not in _REPEATABLE:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, self._next.get(number, signal.SIG_DFL))
 
 
 def _answer(number: signal.Signals, launch: LaunchEnv) -> str:

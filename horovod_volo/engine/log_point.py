@@ -70,8 +70,7 @@ def log_point(context: TrainContext) -> None:
     if finite:
         context.logger.log_training(step, values)
         note_value(context, "loss", values["loss"])
-        for callback in context.callbacks:
-            callback.logged(context, values)
+        context.callbacks.logged(context, values)
     if context.stragglers is not None:
         log_own_times(context, [report.own for report in reports])
     if not context.config.run.hang_timeout:

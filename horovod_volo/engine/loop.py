@@ -50,8 +50,7 @@ def train_epochs(context: TrainContext) -> bool:
             metrics = evaluate(context)
             log_bad_samples(context, context.parts.bad_held_out)
             save_evaluation(context, metrics)
-            for callback in context.callbacks:
-                callback.evaluated(context, metrics)
+            context.callbacks.evaluated(context, metrics)
             context.logger.log_pictures(context.state.step, "evaluation", context.parts.pictures)
             for name, content in context.parts.files(context.state.step).items():
                 context.logger.write_file(name, content)
@@ -79,8 +78,7 @@ def train_epoch(context: TrainContext) -> bool:
     for _ in range(first_step, context.derived.steps_per_epoch):
         note_step(context, train_step(context, batches))
         context.logger.step_done(state.step)
-        for callback in context.callbacks:
-            callback.step_done(context)
+        context.callbacks.step_done(context)
         if state.step % run.log_every == 0:
             log_point(context)
         if state.reducer.statistics.hosts_changed:

@@ -27,7 +27,7 @@ from horovod_volo.config.without_effect import RunFacts
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.banner import batch_warnings, format_banner
-from horovod_volo.engine.callbacks import Callback
+from horovod_volo.engine.callbacks import Callback, Callbacks, build_plugin_callbacks
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.context import TrainContext, build_context, run_folder
@@ -62,26 +62,32 @@ def run(
     watchdog: Watchdog,
     elastic: ElasticRun | None = None,
     callbacks: Sequence[Callback] = (),
+    task: Task | None = None,
 ) -> bool:
-    """Train; return False if a stop was requested before the last step. Collective: every rank calls this."""
+    """Train; return False if a stop was requested before the last step. Collective: every rank calls this.
+
+    `task` takes the place of the one that the settings name.
+    """
     watchdog.pause()
-    context, warnings = setup(config, world, stop, elastic)
+    context, warnings = setup(config, world, stop, elastic, task)
     profiled = [StepProfiler(parse_steps(config.run.profile))] if config.run.profile else []
-    context.callbacks = [*callbacks, *profiled]
     try:
+        of_plugins = world.run_on_all_ranks(partial(build_plugin_callbacks, config.run.plugin))
+        context.callbacks = Callbacks([*callbacks, *of_plugins], stop, profiled)
         hosts = log_start(context, warnings, elastic)
         _watch_steps(context, watchdog, hosts)
         if elastic is not None:
             elastic.forget()  # not before: a rank may be lost while the run is set up
-        for callback in context.callbacks:
-            callback.started(context)
+        context.callbacks.started(context)
+        context.callbacks.raise_on_all_ranks(world)
         before = world.run_on_rank_zero(lambda: progress_so_far(context.folder / METRICS))
         context.skipped.total, context.clock = before.skipped_steps, TrainingClock(before.hours)
         finished = fit(context)
         if finished:
             context.logger.finish(context.state.step)
-        for callback in context.callbacks:
-            callback.ended(context, finished=finished)
+        context.callbacks.raise_on_all_ranks(world)
+        context.callbacks.ended(context, finished=finished)
+        context.callbacks.raise_on_all_ranks(world)
         context.logger.log(end_message(context, finished))
         return finished
     except (RankLostError, HostsChangedError):
@@ -102,13 +108,19 @@ def _watch_steps(context: TrainContext, watchdog: Watchdog, hosts: list[str]) ->
 
 
 def setup(
-    config: Config, world: World, stop: StopRequest, elastic: ElasticRun | None = None
+    config: Config,
+    world: World,
+    stop: StopRequest,
+    elastic: ElasticRun | None = None,
+    task: Task | None = None,
 ) -> tuple[TrainContext, list[str]]:
     """Check the settings and build the run; return it with warnings. Collective: every rank calls this."""
     newest = elastic.find_newest(world) if elastic is not None else None
     resources = rank_resources(world)
     world.run_on_all_ranks(partial(load_plugins, config.run.plugin))
-    task = find_task(config.model.task)
+    if task is None:
+        world.run_on_all_ranks(partial(_check_data_folder, config))
+        task = find_task(config.model.task)
     as_given = config = world.run_on_all_ranks(partial(task.fit_to_model, config))
     config = world.run_on_all_ranks(partial(resolve, config, world.size))
     world.run_on_all_ranks(partial(_check_horovod_files, config))
@@ -168,9 +180,12 @@ def _check_horovod_files(config: Config) -> None:
             )
 
 
-def _check(config: Config, task: Task) -> None:
+def _check_data_folder(config: Config) -> None:
     if not config.data.data_dir:
         raise UserError("The data folder is missing: python -m horovod_volo.train DATA_DIR ...")
+
+
+def _check(config: Config, task: Task) -> None:
     task.check(config)
     check_names(config)
     if config.run.profile:

@@ -23,10 +23,11 @@ from horovod_volo.config.run_settings import Run
 from horovod_volo.core.batch import EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import DecoderName, image_decoder
-from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.split_folder import HeldOut, Split, shortened
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import Normalization
+from horovod_volo.data.remote.remote_catalog import CacheSettings
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.models.aux_head import Choice
 from horovod_volo.models.crop_average import CropAverage
@@ -63,6 +64,9 @@ class EvalRequest:
     catalog_dir: str  # empty: inside the default --output, if there are several ranks
     real: str  # ImageNet-ReaL's file; empty: none
     v2: bool  # the images are ImageNet-V2's
+    cache_dir: str = ""  # for blocks of shards on a server
+    cache_gib: float = 0.0
+    images: Callable[[World], ImageList] | None = None  # those of a program, instead of the data folder's
 
 
 @dataclass(frozen=True)
@@ -121,12 +125,15 @@ def check_writable(file: str) -> None:
         raise UserError(f"--json cannot write {file}. Name a file in an existing, writable folder.")
 
 
-def _list_images(request: EvalRequest, world: World) -> Catalog:
+def _list_images(request: EvalRequest, world: World) -> ImageList:
+    if request.images is not None:
+        return request.images(world)
     if request.v2:
         return numbered_catalog(request.data_dir, world)
     folder = catalog_folder(request.catalog_dir, Run().output, world)
     held_out = world.run_on_rank_zero(lambda: held_out_by(request.weights, request.data_dir))
-    return shared_catalog(request.data_dir, request.split, folder, world, held_out)
+    cache = CacheSettings(request.cache_dir, request.cache_gib)
+    return shared_catalog(request.data_dir, request.split, folder, world, held_out, cache)
 
 
 def held_out_by(weights: str, data_dir: str) -> HeldOut:
@@ -137,7 +144,7 @@ def held_out_by(weights: str, data_dir: str) -> HeldOut:
     return HeldOut(run.get("val_split", ""), run.get("val_share", 0.0), run.get("seed", 0))
 
 
-def _load_model(request: EvalRequest, catalog: Catalog) -> PretrainedModel:
+def _load_model(request: EvalRequest, catalog: ImageList) -> PretrainedModel:
     model = load_pretrained(
         request.weights,
         name=request.model,
@@ -158,7 +165,7 @@ def _load_model(request: EvalRequest, catalog: Catalog) -> PretrainedModel:
     return model
 
 
-def _number_by_name(catalog: Catalog, names: tuple[str, ...], weights: str) -> None:
+def _number_by_name(catalog: ImageList, names: tuple[str, ...], weights: str) -> None:
     """Give each class the number that it had in training; raise UserError if it was not in training."""
     known = set(names)
     unknown = [name for name in catalog.classes if name not in known]
@@ -172,13 +179,13 @@ def _number_by_name(catalog: Catalog, names: tuple[str, ...], weights: str) -> N
         catalog.number_as(names)
 
 
-def _read_real(request: EvalRequest, catalog: Catalog, model: PretrainedModel) -> list[frozenset[int]]:
+def _read_real(request: EvalRequest, catalog: ImageList, model: PretrainedModel) -> list[frozenset[int]]:
     return read_real(request.real, catalog, model.num_classes)
 
 
 def _build_loader(
     request: EvalRequest,
-    catalog: Catalog,
+    catalog: ImageList,
     model: PretrainedModel,
     crop_pct: float,
     resources: RankResources,

@@ -23,6 +23,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.listing import list_images
 from horovod_volo.data.images.open_files import OpenFile
 from horovod_volo.data.images.split_folder import SplitFolder, shortened
@@ -42,7 +43,7 @@ class RealCounts(NamedTuple):
         return 100 * self.right / max(1, self.images)
 
 
-def read_real(file: str, catalog: Catalog, num_classes: int) -> list[frozenset[int]]:
+def read_real(file: str, catalog: ImageList, num_classes: int) -> list[frozenset[int]]:
     """Return the classes of each image of a catalog; raise UserError if the file does not fit the images."""
     lists = _read_lists(file)
     real = [lists[_row(catalog.name(index), len(lists), file)] for index in range(len(catalog))]

@@ -18,11 +18,13 @@ from torch import Tensor
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.center_crop import resized_shapes, view_corners
 from horovod_volo.data.pillow_pipeline import cropped_views
-from horovod_volo.data.reading import Encoded, decode_rgb
+from horovod_volo.data.reading import Encoded, ImageFiles, decode_rgb
 from horovod_volo.models.crop_average import CropAverage
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel
 from horovod_volo.models.timm_api import described
+
+Classes = list[tuple[str, float]]  # names and probabilities, the most probable first
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Prediction:
     """The most probable classes of an image, with their probabilities."""
 
     file: Path
-    classes: list[tuple[str, float]]
+    classes: Classes
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,14 @@ def predict(
     trained: PretrainedModel, files: Sequence[Path], request: PredictRequest, bad: list[str]
 ) -> Iterator[Prediction]:
     """Yield a prediction for each image, in order; a message on each that is left out goes to `bad`."""
+    for number, classes in predict_images(trained, _Files(files), len(files), request, bad):
+        yield Prediction(files[number], classes)
+
+
+def predict_images(
+    trained: PretrainedModel, images: ImageFiles, count: int, request: PredictRequest, bad: list[str]
+) -> Iterator[tuple[int, Classes]]:
+    """Yield the number and the most probable classes of each of `count` images that can be read."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained.network.to(device)
     set_tf32(request.precision)
@@ -73,13 +83,12 @@ def predict(
     averaged = CropAverage(trained.network)  # the same as the network, if there is one crop
     names = described(trained.class_names) or [f"class {number}" for number in range(trained.num_classes)]
     mean, std = (torch.tensor(each, device=device)[:, None, None] for each in (trained.mean, trained.std))
-    images = _Files(files)
-    for first in range(0, len(files), request.batch_size):
+    for first in range(0, count, request.batch_size):
         pixels, shown = [], []
-        for number in range(first, min(first + request.batch_size, len(files))):
+        for number in range(first, min(first + request.batch_size, count)):
             try:
                 pixels.append(_cropped(decode_rgb(images, number), trained, request))
-                shown.append(files[number])
+                shown.append(number)
             except BadSampleError as error:
                 bad.append(str(error))
         if not shown:
@@ -88,8 +97,8 @@ def predict(
         with torch.inference_mode(), autocast(request.precision, device):
             logits = averaged((batch / 255 - mean) / std)
         shares, classes = _top(logits, request.top)
-        for file, own_shares, own_classes in zip(shown, shares.tolist(), classes.tolist(), strict=True):
-            yield Prediction(file, [(names[c], s) for c, s in zip(own_classes, own_shares, strict=True)])
+        for number, own_shares, own_classes in zip(shown, shares.tolist(), classes.tolist(), strict=True):
+            yield number, [(names[c], s) for c, s in zip(own_classes, own_shares, strict=True)]
 
 
 def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

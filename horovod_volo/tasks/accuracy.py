@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.tasks.confusions import ConfusionRecorder
 from horovod_volo.tasks.predictions import PredictionCollector
@@ -47,7 +47,7 @@ def measure_model(
     beat: Beat,
     *,
     loader: EvalLoader,
-    catalog: Catalog,
+    catalog: ImageList,
     world: World,
     device: torch.device,
     arithmetic: torch.autocast,
@@ -86,7 +86,7 @@ def count_correct(
     return counts
 
 
-def sum_counts(counts: Tensor, catalog: Catalog, world: World) -> EvalCounts:
+def sum_counts(counts: Tensor, catalog: ImageList, world: World) -> EvalCounts:
     """Sum the ranks' counts; raise RuntimeError unless they cover the catalog exactly. Collective."""
     top1, top5, loss_sum, images, bad_samples = world.sum_over_ranks(*counts.tolist())
     if images + bad_samples != len(catalog):

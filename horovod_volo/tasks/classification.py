@@ -19,6 +19,7 @@ from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation.policy import parse_policy
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes
+from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.data.labels.source import LabelSource, geometry_warnings, open_labels
@@ -48,8 +49,9 @@ from horovod_volo.tasks.classification_losses import (
     token_size_warnings,
 )
 from horovod_volo.tasks.confusions import ConfusionRecorder
+from horovod_volo.tasks.given_data import GivenData
 from horovod_volo.tasks.open_settings import choose_settings, device_facts, fit_to_model
-from horovod_volo.tasks.shared_catalog import catalog_folder, shared_catalog
+from horovod_volo.tasks.shared_catalog import cache_settings, cache_warnings, catalog_folder, shared_catalog
 from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
 from horovod_volo.tasks.training_pictures import TrainingPictures
 
@@ -58,8 +60,8 @@ from horovod_volo.tasks.training_pictures import TrainingPictures
 class Images:
     """The lists of training and validation images, and the label maps of the training images."""
 
-    train: Catalog
-    held_out: Catalog
+    train: ImageList
+    held_out: ImageList
     label_maps: LabelSource | None
     class_weights: ClassWeights | None = None
 
@@ -72,7 +74,10 @@ class Images:
 
 
 class Classification:
-    """The task of the published training."""
+    """The task of the published training, on the data sets of a program or on those of the data folder."""
+
+    def __init__(self, given: GivenData | None = None) -> None:
+        self._given = given
 
     scores = ("top1", "top5")
 
@@ -92,15 +97,21 @@ class Classification:
         return choose_settings(config, images, ranks, device_facts(device))
 
     def read(self, config: Config, world: World) -> Images:
+        train, held_out, label_maps = self._lists(config, world)
+        read = partial(read_class_weights, config.objective.class_weights, train.classes, train.targets)
+        return Images(train, held_out, label_maps, world.run_on_all_ranks(read))
+
+    def _lists(self, config: Config, world: World) -> tuple[ImageList, ImageList, LabelSource | None]:
+        if self._given is not None:
+            return (*self._given.lists(config, world), None)
         folder = catalog_folder(config.data.catalog_dir, config.run.output, world)
         train, held_out = (
-            shared_catalog(config.data.data_dir, split, folder, world, _held_out(config))
+            shared_catalog(
+                config.data.data_dir, split, folder, world, _held_out(config), cache_settings(config.data)
+            )
             for split in ("train", "val")
         )
-        label_maps = world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
-        given = config.objective.class_weights
-        read = partial(read_class_weights, given, train.classes, train.targets)
-        return Images(train, held_out, label_maps, world.run_on_all_ranks(read))
+        return train, held_out, world.run_on_all_ranks(partial(_open_label_maps, config, train, held_out))
 
     def heads(self, config: Config) -> tuple[str, ...]:
         return spec_of(config.model.model).heads
@@ -181,6 +192,7 @@ class Classification:
         found = token_size_warnings(config)
         if data is not None:
             found += balance_warnings(config, data.train)
+            found += cache_warnings(config.data, data.train)
         if data is not None and data.label_maps is not None:
             found += geometry_warnings(config.objective.token_label_data, data.label_maps)
         return found

@@ -13,7 +13,7 @@ import torch
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
-from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.models.build import Forward, tokens_per_side
 from horovod_volo.objective.class_weights import BALANCED
@@ -78,7 +78,7 @@ def token_size_warnings(config: Config) -> list[str]:
     ]
 
 
-def balance_warnings(config: Config, train: Catalog) -> list[str]:
+def balance_warnings(config: Config, train: ImageList) -> list[str]:
     """Return a warning if classes are to be balanced that have equally many images."""
     is_balanced = len(set(np.bincount(train.targets).tolist())) == 1
     flags = ["--balance"] * bool(config.data.balance)
@@ -86,7 +86,7 @@ def balance_warnings(config: Config, train: Catalog) -> list[str]:
     return [f"{flag} has no effect: all classes have equally many images" for flag in flags if is_balanced]
 
 
-def class_counts(config: Config, train: Catalog) -> str:
+def class_counts(config: Config, train: ImageList) -> str:
     """Return the number of classes and, if some are to count more, how rare the rarest is."""
     counts = np.bincount(train.targets)
     rare = f" of {counts[counts > 0].min():,} to {counts.max():,} images"

@@ -32,7 +32,9 @@ LAYERS = (
         "build_horovod",
         "report",
     },
-    {"__main__"},
+    # The Python interface exports as the command does; the package's names are imported on first use.
+    {"__main__", "trainer"},
+    {"__init__"},
 )
 
 # The only package that may import each heavy dependency. None imports torch.distributed: Horovod is used.
@@ -43,6 +45,9 @@ ONLY_IMPORTER = {
     "apex": "optim",
     "amp_C": "optim",
     "timm": "models",
+    "datasets": "data",
+    "boto3": "data",
+    "botocore": "data",
     "triton": "kernels",
     "onnx": "models",
     "onnxruntime": "models",

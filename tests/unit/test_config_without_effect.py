@@ -48,7 +48,11 @@ IN_SOME_RUNS = [
 ]
 
 # What is stated, why it has no effect, the flags with which this is so, and those with which it has one.
+REMOTE = ["https://host/shards"]
 BESIDE_OTHERS = [
+    (["--cache-dir", "blocks"], "without shards on a server", [], REMOTE),
+    (["--cache-gib", "8"], "without shards on a server", ["--cache-dir", "x"], [*REMOTE, "--cache-dir", "x"]),
+    (["--cache-gib", "8"], "without --cache-dir", REMOTE, [*REMOTE, "--cache-dir", "x"]),
     (["--momentum", "0.8"], "unless the plugin's --opt mine reads it", ["--opt", "mine"], ["--opt", "sgd"]),
     (["--cls-weight", "2"], "unless the plugin's --loss mine reads it", ["--loss", "mine"], []),
     (["--smoothing", "0.2"], "unless the plugin's --loss mine reads it", ["--loss", "mine"], []),

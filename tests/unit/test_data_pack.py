@@ -70,6 +70,7 @@ def test_images_and_names_are_unchanged(images, packed):
     assert sorted(path.name for path in packed.iterdir()) == ["train", "val"]
     assert sorted(path.name for path in (packed / "train").iterdir()) == [
         "classes.txt",
+        "images.catalog",
         "manifest.json",
         *(f"train-00000{number}.{ending}" for number in range(3) for ending in ("idx", "tar")),
     ]

@@ -16,6 +16,7 @@ from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
+from horovod_volo.engine.callbacks import build_plugin_callbacks
 from horovod_volo.models.build import build_model, check_model, tokens_per_side, training_forward
 from horovod_volo.models.registry import MODELS, registered_models
 from horovod_volo.objective.loss import LOSSES, build_loss
@@ -179,3 +180,45 @@ def test_a_model_with_tokens_has_a_stride() -> None:
     model = build_model("patches", img_size=40, num_classes=3, drop_path=0.0)
     class_logits, token_logits = training_forward(model)(torch.zeros(2, 3, 40, 40), lambda tokens: tokens, 0)
     assert (class_logits.shape, token_logits.shape) == ((2, 3), (2, 25, 3))
+
+
+CALLBACK = """
+from horovod_volo import Callback
+from horovod_volo.plugins import register_callback
+
+@register_callback
+class {name}({base}):
+    def __init__(self):
+        {body}
+"""
+
+
+def test_callbacks_are_built_for_the_runs_of_their_plugin(folder: Path) -> None:
+    for name in ("one", "two"):
+        package = folder / f"package_{name}"
+        package.mkdir()
+        (package / "__init__.py").write_text(f"from package_{name} import inner")
+        source = CALLBACK.format(name=name.title(), base="Callback", body="pass")
+        (package / "inner.py").write_text(source)
+    load_plugins("package_one,package_two")
+    load_plugins("package_one")
+    built = [build_plugin_callbacks(modules) for modules in ("", "package_one", "package_two, package_one")]
+    assert [[type(each).__name__ for each in found] for found in built] == [[], ["One"], ["One", "Two"]]
+    assert build_plugin_callbacks("package_one")[0] is not built[1][0]
+
+
+@pytest.mark.parametrize(
+    ("base", "body", "message"),
+    [
+        ("object", "pass", "registered Broken, which is no callback. Derive its class from"),
+        ("Callback", "1 / 0", "failed in its constructor: ZeroDivisionError: division by zero ("),
+    ],
+)
+def test_a_callback_that_cannot_be_built_is_one_message(
+    base: str, body: str, message: str, folder: Path
+) -> None:
+    plugin = f"broken_{base.lower()}_plugin"
+    (folder / f"{plugin}.py").write_text(CALLBACK.format(name="Broken", base=base, body=body))
+    load_plugins(plugin)
+    with pytest.raises(UserError, match=re.escape(message)):
+        build_plugin_callbacks(plugin)

@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.images.catalog_file import Form, map_targets, read_header, read_metadata, read_record
+from horovod_volo.data.images.catalog_file import (
+    CatalogEntry,
+    Form,
+    map_targets,
+    read_header,
+    read_metadata,
+    read_record,
+)
 from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
 from horovod_volo.data.images.listing import list_images
 from horovod_volo.data.images.open_files import OpenFile, OpenFiles
@@ -61,7 +68,7 @@ class Catalog:
         if record.form == Form.FILE:
             return str(Path(self.source) / self.name(index))
         last = record.offset + record.length - 1
-        return f"{self._shards[record.shard]}, bytes {record.offset} to {last} ({self.name(index)})"
+        return f"{self._shard_name(record.shard)}, bytes {record.offset} to {last} ({self.name(index)})"
 
     def read(self, index: int) -> NDArray[np.uint8]:
         """Return the encoded image; raise BadSampleError if it cannot be read. Thread-safe."""
@@ -76,6 +83,9 @@ class Catalog:
         if not encoded:
             raise BadSampleError(f"{self.location(index)} is empty")
         return np.frombuffer(encoded, dtype=np.uint8)
+
+    def read_ahead(self, indices: NDArray[np.int64]) -> None:
+        """Do nothing: the operating system reads files and shards ahead."""
 
     def number_as(self, classes: tuple[str, ...]) -> None:
         """Number the classes by their positions among `classes`, which has all of them."""
@@ -93,7 +103,7 @@ class Catalog:
             # A string, because Path interns every name in the interpreter's table.
             with open(f"{self.source}/{self.name(index)}", "rb", buffering=0) as file:  # noqa: PTH123
                 return file.read()
-        encoded = self._open_shards.get(self._shards[record.shard]).read(record.offset, record.length)
+        encoded = self._range_of_shard(record)
         if len(encoded) < record.length:
             raise ValueError("cannot be read: the shard has been cut short")
         if record.form == Form.PARTS:
@@ -101,6 +111,12 @@ class Catalog:
         if encoded and not ending_of(encoded[:START_BYTES]):
             raise ValueError("does not begin as an image: the shard is damaged or has changed")
         return encoded
+
+    def _shard_name(self, shard: int) -> str:
+        return str(self._shards[shard])
+
+    def _range_of_shard(self, record: CatalogEntry) -> bytes:
+        return self._open_shards.get(self._shards[record.shard]).read(record.offset, record.length)
 
 
 def build_catalog(

@@ -5,7 +5,7 @@
     names     the name of each image, terminated by a zero byte
     records   one RECORD for each image
     targets   one int32 for each image, aligned for memory-mapping
-    metadata  JSON: class names, shards, source folder
+    metadata  JSON: class names, shards, source folder; sizes of the shards, in a published list
 
 Invariant: the header is written last, so an incomplete file is never taken for a catalog. Every change of the
 layout increments the version inside MAGIC; files of older versions are then written again.
@@ -30,6 +30,7 @@ from horovod_volo.data.images.open_files import read_at
 
 MAGIC = b"HVVCAT02"
 HEADER = struct.Struct("<8s6Q32s32s")
+STATE_BYTES = 32
 START = HEADER.size + 32  # of the sections after the checksum
 RECORD = struct.Struct("<QQIIHH")
 RECORD_FIELDS = np.dtype(
@@ -117,9 +118,18 @@ class CatalogWriter:
         self._write(b"".join(name + b"\0" for name in names), digested=True)
 
     def finish(
-        self, classes: Sequence[str], numbers: Sequence[int], shards: Sequence[str], source: str, state: str
+        self,
+        classes: Sequence[str],
+        numbers: Sequence[int],
+        shards: Sequence[str],
+        source: str,
+        state: str,
+        sizes: Sequence[int] = (),
     ) -> None:
-        """Write the other sections and the header; images of label i have class numbers[i]."""
+        """Write the other sections and the header; images of label i have class numbers[i].
+
+        `sizes` are the bytes of the shards, in a list that is published beside them.
+        """
         images = sum(map(len, self._records))
         records_at = self._position
         for records in self._records:
@@ -131,7 +141,8 @@ class CatalogWriter:
             self._write(lookup[labels].tobytes(), digested=True)
         metadata_at = self._position
         self._digest.update(json.dumps(classes).encode())
-        metadata = {"classes": list(classes), "shards": list(shards), "source": source}
+        metadata: dict[str, Any] = {"classes": list(classes), "shards": list(shards), "source": source}
+        metadata |= {"sizes": list(sizes)} if sizes else {}
         self._write(json.dumps(metadata).encode(), digested=False)
         sections = (images, START, records_at, targets_at, metadata_at, self._position)
         header = HEADER.pack(MAGIC, *sections, self._digest.digest(), bytes.fromhex(state))

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
+from horovod_volo.data.images.catalog_file import STATE_BYTES, CatalogWriter, Rows
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
 from horovod_volo.data.images.recordio import recordio_samples
 from horovod_volo.data.images.shard_sample import Label, ShardSample
-from horovod_volo.data.images.split_folder import CLASSES_FILE, Format, Part, SplitFolder, shortened
+from horovod_volo.data.images.split_folder import (
+    CLASSES_FILE,
+    PUBLISHED_CATALOG,
+    Format,
+    Part,
+    Split,
+    SplitFolder,
+    find_split,
+    shortened,
+)
 from horovod_volo.data.images.tar_shards import tar_samples
 from horovod_volo.data.images.tfrecord import tfrecord_samples
 
@@ -27,8 +37,24 @@ _READERS: dict[Format, Callable[[Path], Iterator[ShardSample]]] = {
 }
 
 
-def list_images(images: SplitFolder, descriptor: int) -> None:
-    """Write the catalog of a split into an open, empty file."""
+def publish_catalog(data_dir: str, split: Split) -> int:
+    """Write the list of a split's images beside its shards, for a server; return the number of shards.
+
+    It is the same for the same shards, wherever they are.
+    """
+    images = find_split(data_dir, split)
+    if images.format == "folder":
+        raise UserError(
+            f"{images.root} holds no shards, and only shards are read from a server. Pack it first."
+        )
+    sizes = [(images.root / shard).stat().st_size for shard in images.parts]
+    with atomic_write(images.root / PUBLISHED_CATALOG) as file:
+        list_images(images, file.fileno(), sizes)
+    return len(sizes)
+
+
+def list_images(images: SplitFolder, descriptor: int, sizes: Sequence[int] = ()) -> None:
+    """Write the catalog of a split into an open, empty file; with `sizes` of its shards, to be published."""
     writer = CatalogWriter(descriptor)
     if images.format == "folder":
         list_folders(images.root, images.parts, writer.add, images.part)
@@ -38,7 +64,10 @@ def list_images(images: SplitFolder, descriptor: int) -> None:
         labels = _list_shards(images, class_names, writer)
         classes, numbers = _numbered(labels, class_names, images.root)
         shards = images.parts
-    writer.finish(classes, numbers, shards, str(images.root), images.state)
+    if sizes:
+        writer.finish(classes, numbers, shards, "", "00" * STATE_BYTES, sizes)
+    else:
+        writer.finish(classes, numbers, shards, str(images.root), images.state)
 
 
 def _list_shards(images: SplitFolder, class_names: tuple[str, ...], writer: CatalogWriter) -> list[Label]:

@@ -26,6 +26,7 @@ FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
     "val": ("val", "validation", "valid", "test"),
 }
 CLASSES_FILE = "classes.txt"  # beside tar shards: one class name a line
+PUBLISHED_CATALOG = "images.catalog"  # beside shards: the list of their images, for reading from a server
 NAMES_SHOWN = 8
 _SHARD_NAMES: dict[Format, re.Pattern[str]] = {
     "tar": re.compile(r".*\.tar"),

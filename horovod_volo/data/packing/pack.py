@@ -18,6 +18,7 @@ from PIL import Image
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS, START_BYTES, ending_of
+from horovod_volo.data.images.listing import publish_catalog
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, Split
 from horovod_volo.data.packing.packed_split import (
     WORK,
@@ -77,6 +78,7 @@ def pack(
         )
         left_out += pack_split(content, out, split, workers=workers, progress=progress(split))
         catalog.close()
+        publish_catalog(str(out), split)
     shutil.rmtree(work)
     return left_out
 

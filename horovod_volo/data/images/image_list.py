@@ -1,0 +1,54 @@
+"""What training and evaluation need of a list of images, and what a data set of one's own looks like.
+
+A `Catalog` of files or shards and `GivenImages` of a data set in memory are both an `ImageList`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class ImageList(Protocol):
+    """The images of a split, in a fixed order, with their classes."""
+
+    classes: tuple[str, ...]
+    targets: NDArray[np.int32]  # (images,) positions in `classes`
+    digest: str  # identifies the images and their order: a resumed run must share it
+    source: str  # where the images are, for messages
+
+    def __len__(self) -> int: ...
+
+    def name(self, index: int) -> str:
+        """Return "CLASS/NAME", which is unique."""
+
+    def location(self, index: int) -> str:
+        """Return where an image is, for messages."""
+
+    def read(self, index: int) -> NDArray[np.uint8]:
+        """Return the encoded image; raise BadSampleError if it cannot be read. Thread-safe."""
+
+    def read_ahead(self, indices: NDArray[np.int64]) -> None:
+        """Begin to read images that are needed soon, if that saves time."""
+
+    def number_as(self, classes: tuple[str, ...]) -> None:
+        """Number the classes by their positions among `classes`, which has all of them."""
+
+    def close(self) -> None:
+        """Close all files."""
+
+
+class SampleSequence(Protocol):
+    """A data set of yours: anything with a length that gives (image, label) for a position.
+
+    The image is the bytes of an image file, a path, a PIL image, or an array (height, width, 3) or (height,
+    width) of uint8. The label is the number of a class, or its name. Two attributes are used if they are
+    there: `classes`, the names of the classes, and `targets`, the labels of all samples; without `targets`,
+    the start reads every sample once for its label. Samples are read by several threads.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Any, Any]: ...

@@ -1,0 +1,298 @@
+"""The Python interface: a run of one process in a notebook, or of several ranks in a script, alike.
+
+    from horovod_volo import Trainer
+
+    trainer = Trainer("/path/to/images", model="volo_d1", epochs=30)
+    result = trainer.fit()
+
+Errors are exceptions. While `fit` trains, Ctrl-C asks it to save and to return; afterwards all signals do
+what they did before. Invariant: every rank creates the same trainers and calls the same methods in order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from horovod_volo.cluster.entry import connect_once
+from horovod_volo.config.command_line import build_config
+from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import check
+from horovod_volo.config.values import checked_by_name
+from horovod_volo.core.errors import UserError
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from horovod_volo.cluster.world import World
+    from horovod_volo.engine.callbacks import Callback
+    from horovod_volo.evaluation.predictions import Classes
+    from horovod_volo.tasks.given_data import GivenData
+    from horovod_volo.tasks.task import Metrics
+
+Weights = Literal["best", "last"]
+_AS_TRAINED: dict[str, Any] = {"model": "", "aux_head": "auto", "img_size": 0, "mean": (), "std": ()}
+_AS_TRAINED |= {"crops": 1, "real": "", "v2": False}
+
+# Heavy modules are imported where they are used, so that a mistake in a setting is reported at once.
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a call of `fit` ended; the same on all ranks."""
+
+    finished: bool  # False: a stop was requested before the last step, and the state is saved
+    step: int  # steps taken since the start of the run
+    last: Metrics  # of the last evaluation; empty before the first one
+    best: Metrics  # of the evaluation of the best weights
+    folder: Path  # the run folder
+
+
+class Trainer:
+    """Trains, evaluates and exports one network; alone, or on all ranks that a launcher has started."""
+
+    def __init__(
+        self,
+        data: str | PathLike[str] = "",
+        *,
+        recipe: str = "",
+        config: Config | None = None,
+        train: Any = None,
+        val: Any = None,
+        data_id: str = "",
+        callbacks: Sequence[Callback] = (),
+        **settings: Any,
+    ) -> None:
+        """Check the settings; raise UserError for a mistake.
+
+        `data` is the data folder. `settings` are those of the command line by name, such as `batch_size=64`;
+        they override the `recipe`, a name or a TOML file. A `config` takes the place of both.
+        `train` and `val` are data sets (SampleSequence, or of Hugging Face's `datasets`) in the place of
+        `data`; without `val`, a share of `train` is held out. A resumed run must have the same labels and
+        `data_id`. `callbacks` are called at fixed points of the run.
+        """
+        if config is not None and (data or recipe or settings):
+            raise UserError(
+                "A Trainer takes a config, or a data folder, a recipe and settings. Drop one of them."
+            )
+        if config is None:
+            given = {"data_dir": data, **settings} if data else settings
+            if train is not None and not (recipe or {"name", "model"} & settings.keys()):
+                given = {"name": data_id or "data", **given}  # the model is chosen at the start
+            config = build_config(recipe, checked_by_name(given))
+        check(config)
+        _check_data(config, train, val)
+        self.config = config
+        self._data = (train, val, data_id)
+        self._given_data: GivenData | None = None
+        self._callbacks = list(callbacks)
+        self._ran, self._began = config, False  # the settings with what the start of a run chose
+
+    @property
+    def folder(self) -> Path:
+        """Return the run folder."""
+        return Path(self.config.run.output) / self.config.run.name
+
+    def fit(self) -> TrainResult:
+        """Train to the end, or until a stop is requested; the next call resumes. Collective."""
+        from horovod_volo.cluster.watchdog import watchdog_for
+        from horovod_volo.engine.interrupts import StopRequest
+        from horovod_volo.engine.run import run
+        from horovod_volo.tasks.classification import Classification
+
+        config = self.config
+        if self._began:
+            config = replace(config, run=replace(config.run, resume="auto"))
+        given = self._given()
+        end = _run_end()
+        task = None if given is None else Classification(given)
+        with closing(watchdog_for(config.run.hang_timeout)) as watchdog, StopRequest.while_training() as stop:
+            world = connect_once(config)
+            try:
+                finished = run(config, world, stop, watchdog, callbacks=[end, *self._callbacks], task=task)
+            finally:
+                self._ran, self._began = end.config or self._ran, self._began or end.config is not None
+        return world.run_on_rank_zero(lambda: _read_result(self.folder, finished, end.step))
+
+    def evaluate(
+        self,
+        data: Any = None,
+        *,
+        weights: Weights = "best",
+        use_ema: bool = False,
+        split: Literal["train", "val"] = "val",
+    ) -> Metrics:
+        """Return the metrics of the run's weights on its held-out images, or on `data`. Collective.
+
+        `data` is a folder, or a data set like `val`. Every image counts once, whatever the number of ranks.
+        """
+        from horovod_volo.evaluation.accuracy import EvalRequest, measure_accuracy
+
+        settings = self._ran
+        world = connect_once(settings)
+        source = world.run_on_rank_zero(lambda: str(self._weights(weights)))
+        folder = data if isinstance(data, str | Path) else settings.data.data_dir
+        batch = settings.data.eval_batch_size or settings.data.batch_size
+        common: dict[str, Any] = {
+            "data_dir": str(folder),
+            "weights": source,
+            "use_ema": use_ema,
+            "batch_size": batch,
+            "workers": settings.data.workers,
+            "image_decoder": settings.data.image_decoder,
+            "precision": settings.model.precision,
+            "split": split,
+        }
+        if settings.model.task != "classification":
+            return _evaluate_dense(settings.model.task, common, world)
+        images = None
+        if not isinstance(data, str | Path) and (data is not None or self._data[0] is not None):
+            images = partial(self._list, data, source, split)
+        request = EvalRequest(
+            **common,
+            **_AS_TRAINED,
+            crop_pct=settings.data.crop_pct,
+            catalog_dir=settings.data.catalog_dir,
+            cache_dir=settings.data.cache_dir,
+            cache_gib=settings.data.cache_gib,
+            images=images,
+        )
+        return measure_accuracy(request, world, _ignore).counts.metrics()
+
+    def predict(
+        self, images: Any, *, top: int = 5, weights: Weights = "best", use_ema: bool = False
+    ) -> list[Classes]:
+        """Return the `top` most probable classes of each image, with their probabilities.
+
+        `images` is a list of paths, bytes of image files, PIL images or arrays (height, width, 3) of uint8.
+        """
+        from horovod_volo.data.images.given_images import LooseImages
+        from horovod_volo.evaluation.predictions import PredictRequest, predict_images
+        from horovod_volo.models.pretrained import load_pretrained
+
+        if isinstance(images, str | bytes | Path) or not hasattr(images, "__len__"):
+            raise UserError(f"predict takes a list of images, not a {type(images).__name__}.")
+        trained = load_pretrained(str(self._weights(weights)), use_ema=use_ema)
+        settings = self._ran
+        batch = settings.data.eval_batch_size or settings.data.batch_size
+        request = PredictRequest(top, settings.data.crop_pct, batch, settings.model.precision)
+        bad: list[str] = []
+        found = dict(predict_images(trained, LooseImages(images), len(images), request, bad))
+        if bad:
+            raise UserError(f"{bad[0]}. Leave it out.")
+        return [found[number] for number in range(len(images))]
+
+    def export(
+        self,
+        folder: str | PathLike[str],
+        *,
+        onnx: bool = False,
+        weights: Weights = "best",
+        use_ema: bool = False,
+        force: bool = False,
+    ) -> Path:
+        """Export the network as `horovod-volo export` does; return the folder. Collective."""
+        from horovod_volo import export
+
+        source = str(self._weights(weights))
+        switches = {"--onnx": onnx, "--use-ema": use_ema, "--force": force}
+        flags = [flag for flag, is_on in switches.items() if is_on]
+        options = export.build_parser().parse_args([source, str(folder), *flags])
+        connect_once(self.config).run_on_rank_zero(lambda: export.export(options))
+        return Path(folder)
+
+    def _given(self) -> GivenData | None:
+        """Return the data sets that were given, with what is known of them."""
+        from horovod_volo.tasks.given_data import GivenData
+
+        if self._data[0] is not None and self._given_data is None:
+            self._given_data = GivenData(*self._data)
+        return self._given_data
+
+    def _list(self, data: Any, source: str, split: str, world: World) -> Any:
+        """Return the list of a data set's images, with the numbers that the classes had in training."""
+        from horovod_volo.models.class_names import read_class_names
+        from horovod_volo.tasks.given_data import GivenData
+
+        given = self._given() or GivenData(None)
+        if data is not None:
+            return given.list_of(data, read_class_names(source), world)
+        return given.lists(self.config, world)[0 if split == "train" else 1]
+
+    def _weights(self, chosen: Weights) -> Path:
+        checkpoints = self.folder / "checkpoints"
+        path = checkpoints / chosen
+        if chosen == "best" and not path.exists():  # nothing was evaluated yet
+            path = checkpoints / "last"
+        if not path.exists():
+            raise UserError(f"{self.folder} holds no weights. Call fit() first.")
+        return path
+
+
+def _check_data(config: Config, train: Any, val: Any) -> None:
+    """Raise UserError for settings of data that contradict each other, or that only a command can have."""
+    if config.launch.elastic:
+        raise UserError("Elastic runs are started by `python -m horovod_volo.train`. Drop elastic.")
+    if val is not None and train is None:
+        raise UserError("val is given without train. Give train too, or a data folder.")
+    if train is None:
+        return
+    if config.data.data_dir:
+        raise UserError("Both a data folder and train are given. Drop one of them.")
+    if config.model.task != "classification":
+        raise UserError(f"train and val are for classification. Give a data folder for {config.model.task}.")
+    if config.objective.token_label_data:
+        raise UserError(
+            "token_label_data is found by the names of image files, which a data set does not have. Drop it, "
+            "or give a data folder."
+        )
+
+
+def _run_end() -> Any:
+    """Return a callback that notes the settings of a run that has begun, and the step at which it ends."""
+    from horovod_volo.engine.callbacks import Callback
+    from horovod_volo.engine.context import TrainContext
+
+    class _End(Callback):
+        step = 0
+        config: Config | None = None
+
+        def started(self, run: TrainContext) -> None:
+            self.config = run.config
+
+        def ended(self, run: TrainContext, *, finished: bool) -> None:  # noqa: ARG002
+            self.step = run.step
+
+    return _End()
+
+
+def _read_result(folder: Path, finished: bool, step: int) -> TrainResult:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [record for record in records if "lr" not in record]
+    best = folder / "checkpoints" / "best" / "evaluation.json"
+    return TrainResult(
+        finished=finished,
+        step=step,
+        last=evaluations[-1] if evaluations else {},
+        best=json.loads(best.read_text()) if best.exists() else {},
+        folder=folder,
+    )
+
+
+def _ignore(done: int, images: int) -> None:
+    """Show no progress."""
+
+
+def _evaluate_dense(task: str, common: dict[str, Any], world: World) -> Metrics:
+    from horovod_volo.evaluation import boxes, scenes
+    from horovod_volo.evaluation.dense import DenseRequest
+
+    if task == "detection":
+        return boxes.measure_found(DenseRequest(**common, predictions=""), world, _ignore).found.as_metrics()
+    request = scenes.SceneRequest(**common, predictions="", test_mode="run", scales=(1.0,), flip=False)
+    return scenes.measure_scenes(request, world, _ignore).counts.metrics()

@@ -1,0 +1,93 @@
+"""An HTTP server of a folder that answers range requests, and fails as a test says. Written for the tests."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+class FolderServer(ThreadingHTTPServer):
+    """The server; what it is asked for is noted, and `failures` are the answers to the next requests."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), RangeRequest)
+        self.folder = folder
+        self.requests: list[tuple[str, int, int]] = []  # path, first byte, number of bytes
+        self.connections = 0
+        self.failures: list[Any] = []  # a status, "cut" or "close", each for one request for a shard
+        self.answers_ranges, self.version, self.redirects = True, "1", ""
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def bytes_of(self, ending: str) -> int:
+        return sum(length for path, _, length in self.requests if path.endswith(ending))
+
+    def get_request(self) -> Any:
+        self.connections += 1
+        return super().get_request()
+
+
+class RangeRequest(BaseHTTPRequestHandler):
+    """One request."""
+
+    protocol_version = "HTTP/1.1"
+    server: FolderServer
+
+    def do_GET(self) -> None:
+        server = self.server
+        if server.redirects and not self.path.startswith(server.redirects):
+            self._answer(302, b"", {"Location": server.redirects + self.path})
+            return
+        file = server.folder / self.path.removeprefix(server.redirects).lstrip("/")
+        if not file.is_file():
+            self._answer(404, b"nothing here", {})
+            return
+        content = file.read_bytes()
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        part = content[first : last + 1]
+        server.requests.append((self.path, first, len(part)))
+        failure = server.failures.pop(0) if server.failures and file.suffix == ".tar" else None
+        if isinstance(failure, int):
+            self._answer(failure, b"", {"Retry-After": "0"})
+        elif failure == "close":
+            self.close_connection = True
+        elif not server.answers_ranges:
+            self._answer(200, content, {})
+        else:
+            last = first + len(part) - 1
+            headers = {"ETag": server.version, "Content-Range": f"bytes {first}-{last}/{len(content)}"}
+            self._answer(206, part, headers, sent=len(part) // 2 if failure == "cut" else None)
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str], sent: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body[:sent])
+        if sent is not None:
+            self.close_connection = True
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[FolderServer]:
+    """Serve a folder from a thread."""
+    server = FolderServer(folder)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

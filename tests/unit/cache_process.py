@@ -1,0 +1,27 @@
+"""A process that reads a file through a cache of blocks, for a test with several; it imports little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from horovod_volo.data.remote import block_cache
+from horovod_volo.data.remote.block_cache import BlockCache
+from horovod_volo.data.remote.http_source import HttpSource
+from horovod_volo.data.remote.ranges import RemoteFile
+
+BLOCK = 4096
+
+
+def used_bytes(cache: Path) -> int:
+    return sum(path.stat().st_size for path in (cache / "blocks").rglob("*") if path.is_file())
+
+
+def read_all(address: str, cache: Path, limit: int, order: list[int]) -> None:
+    """Read a file by parts through a cache; runs in a process of its own."""
+    block_cache.BLOCK_BYTES = BLOCK
+    source = HttpSource()
+    file, blocks = RemoteFile(source, address), BlockCache(cache, limit)
+    for number in order:
+        content = blocks.read(file, number * 1000, 1000)
+        assert content == bytes([number % 251]) * 1000, number
+        assert used_bytes(cache) <= limit

@@ -1,0 +1,277 @@
+"""Shards on a server give the samples of the same shards on a local disk, in the same order, or an error."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cache_process import BLOCK, read_all, used_bytes
+from shard_writers import picture, write_tar
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.data_settings import Data
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.data.images.catalog import Catalog, build_catalog
+from horovod_volo.data.loader import EvalLoader, TrainLoader
+from horovod_volo.data.remote import block_cache, ranges
+from horovod_volo.data.remote.http_source import HttpSource
+from horovod_volo.data.remote.ranges import RemoteFile
+from horovod_volo.data.remote.remote_catalog import CacheSettings, RemoteCatalog
+from horovod_volo.pack import main
+from horovod_volo.tasks.shared_catalog import cache_warnings, shared_catalog
+from tests.range_server import FolderServer, serving
+
+ALONE = World.single()
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    make_demo_set(folder / "images", train=40, val=20, image_side=48)
+    assert (
+        main([str(folder / "images"), str(folder / "shards"), "--workers", "1", "--shard-images", "16"]) == 0
+    )
+    return folder / "shards"
+
+
+@pytest.fixture
+def server(packed: Path, tmp_path: Path) -> Iterator[FolderServer]:
+    shutil.copytree(packed, tmp_path / "served")
+    with serving(tmp_path / "served") as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_and_short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_cache, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(ranges, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(ranges, "LONGEST_PAUSE_SECONDS", 0.01)
+
+
+def remote(
+    server: FolderServer, split: str = "train", cache: Path | None = None, gib: float = 1.0
+) -> RemoteCatalog:
+    settings = CacheSettings("" if cache is None else str(cache), gib)
+    catalog = shared_catalog(server.address, split, None, ALONE, cache=settings)  # type: ignore[arg-type]
+    assert isinstance(catalog, RemoteCatalog)
+    return catalog
+
+
+def content(catalog: Catalog) -> list[tuple[str, int, bytes]]:
+    numbers = range(len(catalog))
+    return [(catalog.name(n), int(catalog.targets[n]), catalog.read(n).tobytes()) for n in numbers]
+
+
+def samples(
+    catalog: Catalog, first_step: int = 0, **settings: object
+) -> list[tuple[list[int], torch.Tensor]]:
+    """Return the indices and the augmented pixels of an epoch's batches."""
+    loader = TrainLoader(
+        catalog,
+        None,
+        Data(batch_size=4, **settings),  # type: ignore[arg-type]
+        image_size=32,
+        seed=3,
+        rank=1,
+        size=2,
+        accumulation=1,
+        device=torch.device("cpu"),
+        threads=2,
+    )
+    with closing(loader):
+        return [(batch.indices.tolist(), batch.images.clone()) for batch in loader.batches(1, first_step)]
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+def test_samples_are_those_of_local_shards(
+    packed: Path, server: FolderServer, tmp_path: Path, has_cache: bool
+) -> None:
+    local = build_catalog(str(packed), "train", None)
+    expected = samples(local, block_shuffle=8)
+    with closing(remote(server, cache=tmp_path / "cache" if has_cache else None)) as catalog:
+        assert (catalog.digest, catalog.classes) == (local.digest, local.classes)
+        assert "classes.txt" not in str(server.requests)
+        assert server.bytes_of(".tar") == 0  # the list needs no shard
+        assert content(catalog) == content(local)
+        for first_step in (0, 3):  # the second as after a restart
+            found = samples(catalog, first_step, block_shuffle=8)
+            assert len(found) == 5 - first_step
+            for (indices, pixels), (own, own_pixels) in zip(expected[first_step:], found, strict=True):
+                assert indices == own
+                assert pixels.equal(own_pixels)
+        assert catalog.location(0).startswith(f"{server.address}/train/train-000000.tar, bytes ")
+    assert server.connections <= 1 + 16 + 2 * 2 * 2  # they are kept open
+
+
+def test_an_evaluation_reads_held_out_shards(packed: Path, server: FolderServer) -> None:
+    def evaluated(catalog: Catalog) -> torch.Tensor:
+        loader = EvalLoader(
+            catalog,
+            Data(batch_size=8),
+            image_size=32,
+            crop_pct=0.9,
+            rank=0,
+            size=1,
+            device=torch.device("cpu"),
+            threads=2,
+        )
+        with closing(loader):
+            return torch.cat([batch.images.clone() for batch in loader])
+
+    with closing(remote(server, "val")) as catalog:
+        assert evaluated(catalog).equal(evaluated(build_catalog(str(packed), "val", None)))
+
+
+def test_without_a_cache_each_image_is_one_range(server: FolderServer) -> None:
+    with closing(remote(server)) as catalog:
+        listed = len(server.requests)
+        encoded = catalog.read(5)
+        assert [length for _, _, length in server.requests[listed:]] == [len(encoded)]
+
+
+def test_blocks_are_kept_for_the_next_process_and_read_once(server: FolderServer, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with closing(remote(server, cache=cache)) as catalog, ThreadPoolExecutor(8) as pool:
+        numbers = [*range(40)] * 3
+        first = list(pool.map(lambda number: catalog.read(number).tobytes(), numbers))
+        shard_bytes = sum(path.stat().st_size for path in (server.folder / "train").glob("*.tar"))
+        probes = 3  # of the version of each shard, a byte
+        assert server.bytes_of(".tar") <= shard_bytes + probes
+    server.requests.clear()
+    with closing(remote(server, cache=cache)) as catalog:
+        assert [catalog.read(number).tobytes() for number in numbers] == first
+        assert server.bytes_of(".tar") == probes
+
+
+def test_a_damaged_block_is_read_again(server: FolderServer, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with closing(remote(server, cache=cache)) as catalog:
+        expected = content(catalog)
+    blocks = sorted(path for path in (cache / "blocks").rglob("*") if path.is_file())
+    blocks[0].write_bytes(bytes(blocks[0].stat().st_size))
+    blocks[1].write_bytes(blocks[1].read_bytes()[:100])
+    blocks[2].write_bytes(b"")
+    with closing(remote(server, cache=cache)) as catalog:
+        assert content(catalog) == expected
+
+
+def test_the_cache_stays_below_its_limit_with_several_processes(tmp_path: Path) -> None:
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "file").write_bytes(
+        b"".join(bytes([number % 251]) * 1000 for number in range(100))
+    )
+    limit = 6 * (BLOCK + 4)
+    with serving(tmp_path / "served") as server:
+        context = multiprocessing.get_context("spawn")
+        orders = [np.random.default_rng(seed).permutation(100).tolist() for seed in range(2)]
+        started = [
+            context.Process(
+                target=read_all, args=(f"{server.address}/file", tmp_path / "cache", limit, order)
+            )
+            for order in orders
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join()
+    assert [process.exitcode for process in started] == [0, 0]
+    assert 0 < used_bytes(tmp_path / "cache") <= limit
+
+
+@pytest.mark.parametrize("failures", [[503, 429], ["cut", "cut"], ["close"], [500, "cut", "close", 502]])
+def test_a_failure_that_passes_is_tried_again(server: FolderServer, failures: list[object]) -> None:
+    with closing(remote(server)) as catalog:
+        expected = catalog.read(7)
+        server.failures = failures
+        assert (catalog.read(7) == expected).all()
+        assert server.failures == []
+
+
+def test_a_failure_that_lasts_ends_the_run(server: FolderServer) -> None:
+    with closing(remote(server)) as catalog:
+        server.failures = [503] * ranges.ATTEMPTS
+        with pytest.raises(
+            UserError, match=r"train-00000\d.tar cannot be read, in 8 attempts; the last: 503"
+        ):
+            catalog.read(7)
+
+
+def test_what_is_wrong_with_a_server_is_said(server: FolderServer, tmp_path: Path) -> None:
+    with closing(remote(server, cache=tmp_path / "cache")) as catalog:
+        catalog.read(0)
+        server.version = "2"
+        with pytest.raises(UserError, match=r"train-00000\d.tar was changed while it was read. Restart"):
+            [catalog.read(number) for number in range(40)]
+    server.version = "1"
+    with closing(remote(server)) as catalog:
+        for shard in (server.folder / "train").glob("*.tar"):
+            shard.write_bytes(shard.read_bytes() + b"more")
+        with pytest.raises(UserError, match=r"bytes, but its list says [\d,]+: it was changed. Upload"):
+            catalog.read(0)
+        for shard in (server.folder / "train").glob("*.tar"):
+            shard.unlink()
+        with pytest.raises(UserError, match=r"the server has no http.*train-00000\d.tar \(404"):
+            catalog.read(1)
+    server.answers_ranges = False
+    with pytest.raises(UserError, match="does not answer range requests"):
+        remote(server)
+    server.answers_ranges = True
+    (server.folder / "train" / "images.catalog").write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"images\.catalog is damaged, or of"):
+        remote(server)
+    (server.folder / "train" / "images.catalog").unlink()
+    with pytest.raises(
+        UserError, match=r"has no train/images.catalog. `tools/pack` writes images.catalog beside"
+    ):
+        remote(server)
+    with pytest.raises(UserError, match="cannot be read, in 8 attempts; the last: ConnectionRefusedError"):
+        RemoteFile(HttpSource(), "http://127.0.0.1:1/x").read(0, 1)
+
+
+def test_a_redirection_is_followed(server: FolderServer) -> None:
+    server.redirects = "/elsewhere"
+    with closing(remote(server)) as catalog:
+        assert len(content(catalog)) == 40
+
+
+def test_a_shard_that_holds_no_image_there_is_a_bad_sample(server: FolderServer) -> None:
+    for shard in (server.folder / "train").glob("*.tar"):
+        shard.write_bytes(bytes(shard.stat().st_size))
+    with (
+        closing(remote(server)) as catalog,
+        pytest.raises(BadSampleError, match="does not begin as an image"),
+    ):
+        catalog.read(0)
+
+
+def test_other_shards_are_listed_too(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        members = [
+            (f"{n}.{kind}", data)
+            for n in range(3)
+            for kind, data in (("jpg", picture(n)), ("cls", b"%d" % n))
+        ]
+        write_tar(tmp_path / split / "a.tar", members)
+    assert main([str(tmp_path), "--catalog"]) == 0
+    with serving(tmp_path) as server, closing(remote(server)) as catalog:
+        assert content(catalog) == content(build_catalog(str(tmp_path), "train", None))
+
+
+def test_a_cache_that_is_too_small_for_a_random_order_is_a_warning(
+    server: FolderServer, tmp_path: Path
+) -> None:
+    with closing(remote(server, cache=tmp_path, gib=1e-5)) as catalog:
+        small = Data(cache_dir="x", cache_gib=1e-5)
+        (warning,) = cache_warnings(small, catalog)
+        assert "holds a part of the 0.0 GiB of the training shards" in warning
+        assert cache_warnings(Data(cache_dir="x", cache_gib=1e-5, block_shuffle=8), catalog) == []
+        assert cache_warnings(Data(cache_dir="x"), catalog) == []

@@ -1,0 +1,244 @@
+"""The Python interface in one process: settings, results, signals, callbacks, and trainers in a row."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.torch import load_file
+
+import horovod_volo
+from horovod_volo import Callback, Config, TrainContext, Trainer, UserError
+from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.train import main
+
+SETTINGS: dict[str, Any] = {"recipe": "demo", "token_label": False, "img_size": 32, "batch_size": 8}
+SETTINGS |= {"epochs": 2, "warmup_epochs": 0, "log_every": 5, "eval_every": 1}
+FLAGS = (
+    "--recipe demo --no-token-label --img-size 32 --batch-size 8 --epochs 2 --warmup-epochs 0 --eval-every 1"
+)
+
+
+PLUGIN = """
+from horovod_volo import Callback
+from horovod_volo.plugins import register_callback
+
+@register_callback
+class LogsItsEnd(Callback):
+    def ended(self, run, *, finished):
+        run.log(f"seen by a plugin at step {run.step}")
+"""
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images") / "set"
+    make_demo_set(folder, train=40, val=20)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute on one thread: sums of several may be rounded differently while the machine is busy."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def default_handlers() -> Iterator[None]:
+    """Have signals do by default what they do in a notebook; the command and other tests leave handlers."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+class AtStep(Callback):
+    """Does something after one step."""
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step, self.action = step, action
+
+    def step_done(self, run: TrainContext) -> None:
+        if run.step == self.step:
+            self.action(run)
+
+
+def test_importing_the_package_imports_no_heavy_module() -> None:
+    code = "import sys, horovod_volo; assert 'Trainer' in dir(horovod_volo); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert all(getattr(horovod_volo, name) for name in horovod_volo.__all__)
+    assert not hasattr(horovod_volo, "Trainers")
+    assert (Path(horovod_volo.__file__).parent / "py.typed").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "message"),
+    [
+        (["data"], {"epoch": 3}, "There is no setting 'epoch'. Did you mean epochs?"),
+        (["data"], {"epochs": "3"}, "epochs takes a whole number, not '3'."),
+        (["data"], {"epochs": 0}, "epochs must be at least 1, not 0."),
+        (["data"], {"opt": "sgd", "scale": (0.5, 0.1)}, "--scale takes two numbers above 0 in ascending"),
+        (["data"], {"mixup": 0.2}, "--mixup and MixToken both mix images."),
+        (["data"], {"config": Config()}, "A Trainer takes a config, or a data folder"),
+        (["data"], {"elastic": True, "global_batch": 8, "model": "volo_d1"}, "Elastic runs are started by"),
+        (["data"], {"train": [(b"", 0)]}, "Both a data folder and train are given."),
+        ([], {"val": [(b"", 0)]}, "val is given without train."),
+        ([], {"train": [(b"", 0)], "task": "detection"}, "train and val are for classification."),
+        (
+            [],
+            {"train": [(b"", 0)], "token_label": True, "token_label_data": "x"},
+            "found by the names of image",
+        ),
+    ],
+)
+def test_a_mistake_in_the_settings_is_an_error(arguments: list[str], settings: Any, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        Trainer(*arguments, **settings)
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_a_trainer_does_what_the_command_does(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logging_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    where = [
+        "--output",
+        str(tmp_path),
+        "--name",
+        "command",
+        "--binding",
+        "none",
+        "--plugin",
+        "logging_plugin",
+    ]
+    assert main([str(images), *FLAGS.split(), "--log-every", "5", *where]) == 0
+    trainer = Trainer(images, name="python", output=tmp_path, **SETTINGS)
+    result = trainer.fit()
+
+    weights = [
+        tmp_path / name / "checkpoints" / "last" / "model.safetensors" for name in ("command", "python")
+    ]
+    command, python = map(load_file, weights)
+    assert command.keys() == python.keys()
+    assert all(command[name].equal(python[name]) for name in command)
+    logs = [(tmp_path / name / "log.txt").read_text() for name in ("command", "python")]
+    assert ["seen by a plugin at step 10\n" in log for log in logs] == [True, False]
+    assert (result.finished, result.step, result.folder) == (True, 10, tmp_path / "python")
+    assert result.last["images"] == 20
+    assert result.best["top1"] >= result.last["top1"]
+    assert trainer.evaluate()["top1"] == result.best["top1"]
+    assert trainer.evaluate(weights="last")["top1"] == result.last["top1"]
+    assert trainer.evaluate(images, split="train")["images"] == 40
+
+    files = sorted((images / "val").rglob("*.jpg"))[:4]
+    kinds = [files[0], files[1].read_bytes(), Image.open(files[2]), np.array(Image.open(files[3]))]
+    mixed, by_path = trainer.predict(kinds, top=3), trainer.predict(files, top=3)
+    assert mixed == by_path
+    assert len(mixed) == 4
+    assert all(len(classes) == 3 and classes[0][1] >= classes[1][1] for classes in mixed)
+    with pytest.raises(UserError, match="is not an image of a known format"):
+        trainer.predict([b"no image"])
+    exported = trainer.export(tmp_path / "exported")
+    own = load_file(trainer.folder / "checkpoints" / "best" / "model.safetensors")
+    assert load_file(exported / "model.safetensors").keys() <= own.keys()
+
+    with pytest.raises(UserError, match="already holds a run"):
+        Trainer(images, name="python", output=tmp_path, **SETTINGS).fit()
+    with pytest.raises(UserError, match="differ from those of the first Trainer"):
+        Trainer(images, name="other", output=tmp_path, binding="core", **SETTINGS).fit()
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_a_run_that_ctrl_c_stops_is_saved_and_the_next_call_resumes(images: Path, tmp_path: Path) -> None:
+    whole = Trainer(images, name="whole", output=tmp_path, **SETTINGS).fit()
+    before = signal.getsignal(signal.SIGINT)
+
+    interrupt = AtStep(3, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    trainer = Trainer(images, name="stopped", output=tmp_path, callbacks=[interrupt], **SETTINGS)
+    first = trainer.fit()
+    assert (first.finished, first.step, first.last) == (False, 4, {})
+    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    resumed = trainer.fit()
+    assert (resumed.finished, resumed.step) == (True, 10)
+    assert (resumed.last, resumed.best) == (whole.last, whole.best)
+
+
+@pytest.mark.usefixtures("default_handlers")
+def test_a_second_ctrl_c_interrupts(images: Path, tmp_path: Path) -> None:
+    def twice(_: TrainContext) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    trainer = Trainer(images, name="run", output=tmp_path, callbacks=[AtStep(1, twice)], **SETTINGS)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert not (trainer.folder / "lock.json").exists()
+
+
+def test_a_thread_trains_and_a_callback_stops_it(images: Path, tmp_path: Path) -> None:
+    """Another thread than the main one cannot handle signals."""
+    stop = AtStep(2, lambda run: run.request_stop())
+    settings = SETTINGS | {"stop_at_step": 8}
+    trainer = Trainer(images, name="run", output=tmp_path, callbacks=[stop], **settings)
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(trainer.fit()))
+    thread.start()
+    thread.join()
+    assert [(result.finished, result.step) for result in results] == [(False, 3)]
+
+
+def test_an_error_in_a_callback_is_one_error_with_its_cause(images: Path, tmp_path: Path) -> None:
+    def fail(_: TrainContext) -> None:
+        raise ZeroDivisionError("by zero")
+
+    class Ends(Callback):
+        """Must not be called."""
+
+        def ended(self, run: TrainContext, *, finished: bool) -> None:
+            raise AssertionError
+
+    trainer = Trainer(images, name="run", output=tmp_path, callbacks=[AtStep(10, fail), Ends()], **SETTINGS)
+    with pytest.raises(
+        UserError, match=r"AtStep failed in step_done: ZeroDivisionError: by zero \(.*py"
+    ) as raised:
+        trainer.fit()
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
+    assert (trainer.folder / "checkpoints" / "step_00000010").is_dir()
+
+
+def test_what_a_callback_sees_of_a_run(images: Path, tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    def look(run: TrainContext) -> None:
+        run.log("seen by a callback")
+        seen.update(epoch=run.epoch, total=run.total_steps, folder=run.folder, rank=run.world.rank)
+        seen.update(parameters=sum(each.numel() for each in run.model.parameters()), name=run.config.run.name)
+
+    settings = SETTINGS | {"stop_at_step": 4}
+    trainer = Trainer(images, name="run", output=tmp_path, callbacks=[AtStep(4, look)], **settings)
+    trainer.fit()
+    assert seen == {
+        "epoch": 0.8,
+        "total": 10,
+        "folder": trainer.folder,
+        "rank": 0,
+        "parameters": 531_484,
+        "name": "run",
+    }
+    assert "seen by a callback\n" in (trainer.folder / "log.txt").read_text()
