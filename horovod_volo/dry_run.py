@@ -19,7 +19,8 @@ from horovod_volo.cluster.reducer import build_gradient_buckets, message_bytes
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import RunFacts, config_warnings
+from horovod_volo.config.validation import config_warnings
+from horovod_volo.config.without_effect import RunFacts
 from horovod_volo.core.errors import escape_controls
 from horovod_volo.engine.banner import (
     batch_line,
@@ -28,8 +29,10 @@ from horovod_volo.engine.banner import (
     length_line,
     lr_line,
     precision_line,
+    training_line,
 )
 from horovod_volo.models.build import hidden_matrices
+from horovod_volo.models.freezing import freeze, start_training
 from horovod_volo.models.weights import TIMM
 from horovod_volo.optim.build import OPTIMIZERS
 from horovod_volo.plugins import check_names, load_plugins
@@ -44,8 +47,9 @@ _COCO = ("COCO 2017", 117_266, 80)
 _FP32, _BF16 = 4, 2  # bytes
 _MIN_BATCH = 2  # batch norm needs more than one value per channel
 _GIB, _MIB = 2**30, 2**20
-# The GiB that the driver reports of a GPU, by the GB in its name: A100, A100 or H100, H200.
-_GPU_GIB = {40: 39.4, 80: 79.1, 141: 139.8}
+# The GiB that the driver reports of a GPU, by the GB in its name: RTX 3060, T4, RTX 3090, A100, A100 or H100,
+# H200.
+_GPU_GIB = {12: 11.7, 16: 14.6, 24: 23.6, 40: 39.4, 80: 79.1, 141: 139.8}
 # An assumption: CUDA's context, workspaces, DALI and NCCL take 3 GiB, and fragmentation a tenth of the rest.
 _RESERVED_GIB, _FRAGMENTED = 3, 0.1
 
@@ -66,6 +70,11 @@ class Workload:
     def parameter_count(self) -> int:
         """Return the number of scalars in all parameters."""
         return sum(parameter.numel() for parameter in self.parameters.values())
+
+    @property
+    def trained_count(self) -> int:
+        """Return the number of scalars in parameters that are not frozen."""
+        return sum(parameter.numel() for parameter in self.parameters.values() if parameter.requires_grad)
 
 
 def dry_run(config: Config, ranks: int) -> str:
@@ -90,13 +99,16 @@ def measure_workload(config: Config) -> Workload:
     with torch.device("meta"):
         model = task.build_network(config, config.model.num_classes or classes)
     parameters, heads = dict(model.named_parameters()), task.heads(config)
+    freeze(model, config.model.freeze, heads)
+    start_training(model)
+    matrices = [parameters[name] for name in hidden_matrices(model, heads)]
     return Workload(
         images=images,
         classes=classes,
         parameters=parameters,
         activation_bytes=_activation_bytes(task.training_forward(model), model, config),
         heads=heads,
-        matrix_elements=sum(parameters[name].numel() for name in hidden_matrices(model, heads)),
+        matrix_elements=sum(matrix.numel() for matrix in matrices if matrix.requires_grad),
         warnings=[*task.warnings(config), *warnings],
     )
 
@@ -116,13 +128,14 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     )
     sent_bytes = sum(message_bytes(bucket, config.exchange) for bucket in buckets)
     # The second half of a ring allreduce gathers sums; a sharded optimizer gathers new parameters instead.
-    gathered_bytes = workload.parameter_count * _FP32 if config.update.shard_optimizer else sent_bytes
+    gathered_bytes = workload.trained_count * _FP32 if config.update.shard_optimizer else sent_bytes
     if OPTIMIZERS.find(config.update.opt).matrix_state_keys:
         gathered_bytes += workload.matrix_elements * _BF16  # the updates of matrices, each of one rank
     properties = {
         "ranks": f"{ranks}",
         **({"chosen": config.chosen} if config.chosen else {}),
         "model": f"{config.model.model}, {workload.parameter_count:,} parameters, {config.model.img_size} px",
+        **training_line(config, workload.parameters.values(), buckets, ranks),
         "images": f"{workload.images:,} of {workload.classes:,} classes",
         "batch": batch_line(config, derived),
         "lr": lr_line(config, derived),
@@ -156,13 +169,13 @@ def state_bytes(config: Config, ranks: int, workload: Workload) -> float:
     # "step" is one scalar for a whole tensor.
     moments = [key for key in spec.state_keys if key != "step"]
     matrices = workload.matrix_elements if spec.matrix_state_keys else 0
-    others = workload.parameter_count - matrices
+    others = workload.trained_count - matrices
     optimizer: float = _FP32 * (len(moments) * others + len(spec.matrix_state_keys) * matrices)
     if update.shard_optimizer:
         # With a copy of the gradients of this rank's shard.
-        optimizer = (optimizer + _FP32 * workload.parameter_count) / ranks
-    copies = 3 if update.ema_decay else 2  # weights, gradients and averaged weights
-    return copies * _FP32 * workload.parameter_count + optimizer
+        optimizer = (optimizer + _FP32 * workload.trained_count) / ranks
+    copies = 2 if update.ema_decay else 1  # weights and averaged weights
+    return _FP32 * (copies * workload.parameter_count + workload.trained_count) + optimizer
 
 
 def _count_images(config: Config) -> tuple[int, int, list[str]]:

@@ -53,6 +53,7 @@ MACHINE = {
     "boxes": "training images with boxes per second against Pillow and DALI's own operators",
     "box_loss": "targets and loss of detection against encoding image by image",
     "catalog": "start-up time and memory of the image catalog against timm's",
+    "logging": "time that logging takes of an epoch of the demo",
     "learning": "accuracy after equal training, against timm's train.py",
     "muon_learning": "accuracy after equal training, Muon against AdamW",
 }
@@ -70,6 +71,7 @@ _ELSEWHERE = {
     "overhead": ("machine.peers", "measure_overhead"),
     "overlap": ("machine.reduce", "measure_overlap"),
     "loader": ("machine.data", "measure_loader"),
+    "logging": ("machine.logging_cost", "measure"),
     "pixel_loss": ("machine.scenes", "measure_loss"),
     "box_loss": ("machine.boxes", "measure_loss"),
     "table": ("results", "table"),

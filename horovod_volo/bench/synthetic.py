@@ -27,7 +27,7 @@ from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
 from horovod_volo.models.build import build_model, spec_of, training_forward
-from horovod_volo.monitor.run_logger import NullLogger
+from horovod_volo.monitor.logger import NullLogger
 from horovod_volo.tasks.classification import Classification, Images
 from horovod_volo.tasks.classification_losses import ClassificationLosses
 

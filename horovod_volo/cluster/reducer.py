@@ -74,8 +74,8 @@ class Reducer:
         heads: Collection[str] = (),
         loss_is_scaled: bool = False,
     ) -> None:
-        """Move the parameters into buckets; each step has `micro_batches` backward passes."""
-        parameters = dict(model.named_parameters())
+        """Move the trained parameters into buckets; each step has `micro_batches` backward passes."""
+        parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         self.buckets = build_gradient_buckets(
             parameters, settings, heads=heads, ranks=world.size, shards=self._shards_per_bucket(world)
         )
@@ -93,8 +93,7 @@ class Reducer:
             # Gradients of a scaled loss fit fp16, and the gradient scaler must see their overflow.
             adaptive=compressed and not loss_is_scaled,
         )
-        buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-        self.statistics = StepStatistics([*buffers, self.scales.maxima], world)
+        self.statistics = StepStatistics([*_moving_buffers(model), self.scales.maxima], world)
         self._reductions = [
             _BucketReduction(bucket, micro_batches, self._compression(bucket, number, compressed))
             for number, bucket in enumerate(self.buckets)
@@ -261,6 +260,20 @@ class _BucketReduction:
         # Gradients of several micro-batches are summed in fp32 before they are compressed.
         one_by_one = self._micro_batches == 1 and not self._copies_at_once
         self._per_gradient = one_by_one and self._compression.compresses_per_gradient
+
+
+def _moving_buffers(model: nn.Module) -> list[Tensor]:
+    """Return the buffers that steps change; a layer in evaluation mode, frozen batch norm, keeps its own.
+
+    Averages of equal numbers over ranks may differ from them by rounding.
+    """
+    return [
+        buffer
+        for module in model.modules()
+        if module.training
+        for buffer in module.buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
 
 
 def _on_cpu(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from horovod_volo.config.schema import Config
-from horovod_volo.config.update_settings import Update
+from horovod_volo.config.update_settings import Update, warmup_epochs
 from horovod_volo.core.errors import UserError
 
 # The global batch of `lr_base` in recipes that do not state `lr_base_size`.
@@ -75,7 +75,8 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
             f"micro-batches = {global_batch} images, but there are {images}. {advice}"
         )
     steps_per_epoch = images // global_batch
-    prefix_epochs = update.warmup_epochs if update.warmup_prefix else 0
+    of_warmup = warmup_epochs(update)
+    prefix_epochs = of_warmup if update.warmup_prefix else 0
     epochs = prefix_epochs + update.epochs + update.cooldown_epochs
     rates = _learning_rates(update, global_batch)
     return Derived(
@@ -85,7 +86,7 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
         epochs=epochs,
         total_steps=steps_per_epoch * epochs,
         decay_steps=steps_per_epoch * update.epochs,
-        warmup_steps=steps_per_epoch * update.warmup_epochs,
+        warmup_steps=steps_per_epoch * of_warmup,
         prefix_steps=steps_per_epoch * prefix_epochs,
         peak_lr=rates.peak,
         min_lr=rates.minimum,
@@ -114,7 +115,7 @@ def _learning_rates(update: Update, global_batch: int) -> LearningRates:
     limit = rates.peak if update.lr or not update.lr_base_size else update.lr_base
     for flag, rate, used in (
         ("--min-lr", rates.minimum, True),
-        ("--warmup-lr", rates.warmup, update.warmup_epochs > 0),
+        ("--warmup-lr", rates.warmup, warmup_epochs(update) > 0),
     ):
         if used and rate > rates.peak:
             raise UserError(

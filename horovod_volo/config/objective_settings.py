@@ -12,7 +12,16 @@ from horovod_volo.config.setting import setting
 class Objective:
     """loss, token labels and mixing"""
 
-    loss: str = setting("soft-target", "loss: soft-target (cross-entropy), or a plugin's")
+    loss: str = setting(
+        "soft-target", "loss: soft-target (cross-entropy), bce (binary cross-entropy), or a plugin's"
+    )
+    bce_target_threshold: float = setting(
+        0.0,
+        "--loss bce: mixed and smoothed targets above this become 1, the others 0; 0: they stay",
+        aliases=("--bce-target-thresh",),
+        at_least=0.0,
+        below=1.0,
+    )
     token_label: bool = setting(False, "train a label for every token besides the class of the image")
     token_label_data: str = setting(
         "", "packed label maps, or a folder of CLASS/IMAGE.pt; empty: the image's class for every token"

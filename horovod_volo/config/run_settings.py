@@ -20,6 +20,11 @@ class Run:
     seed: int = setting(42, "seed of sample order, augmentation and initial weights", at_least=0)
     log_every: int = setting(50, "steps between log lines", at_least=1)
     eval_every: int = setting(1, "epochs between evaluations; the last epoch is always evaluated", at_least=1)
+    early_stop: int = setting(
+        0,
+        "end the run after this many evaluations in a row that are no better than the best one; 0: never",
+        at_least=0,
+    )
     checkpoint_every: int = setting(
         0, "steps between checkpoints inside an epoch; 0: at the end of epochs only", at_least=0
     )

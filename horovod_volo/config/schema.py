@@ -11,6 +11,7 @@ from typing import Literal
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection, Segmentation
+from horovod_volo.config.logging_settings import Logging
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.run_settings import Launch, Run
 from horovod_volo.config.setting import setting
@@ -61,6 +62,11 @@ class Model:
         "prefixes of parameter names, separated by commas, that may be missing from --finetune or differ in "
         "shape; heads of another number of classes are always replaced",
     )
+    freeze: str = setting(
+        "",
+        "parts whose weights stay as they are, separated by commas: backbone (all but the heads), stem, "
+        "blocks:N (the stem and the N layers behind it), or prefixes of parameter names; empty: none",
+    )
     use_ema: bool = setting(False, "fine-tune from the EMA weights of --finetune instead of the raw ones")
 
 
@@ -86,6 +92,7 @@ class Config:
     detection: Detection = field(default_factory=Detection)
     update: Update = field(default_factory=Update)
     exchange: Exchange = field(default_factory=Exchange)
+    logging: Logging = field(default_factory=Logging)
     published: Published = field(default_factory=Published)
     # Not part of a recipe: warnings to print at the start, the names of the settings that a flag or the
     # recipe set, and of those that they set to another value than their default; whether the model and what

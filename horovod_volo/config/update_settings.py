@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from horovod_volo.config.setting import setting
+from horovod_volo.core.errors import UserError
+
+# As published for SSD: before epochs 43 and 54 of 65.
+_SSD_MILESTONES = (43 / 65, 54 / 65)
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,31 @@ class Update:
     min_lr: float = setting(1e-5, "learning rate at the end of the decay and in the cool-down", at_least=0.0)
     sched: str = setting(
         "cosine",
-        "decay of the learning rate: cosine, linear, step (a tenth at 66 and 83 %), constant, or a plugin's",
+        "decay of the learning rate: cosine, linear, poly, step, constant, one-cycle, or a plugin's",
+    )
+    decay_milestones: str = setting(
+        "",
+        "of --sched step: the epochs at which the learning rate is multiplied by --decay-rate, separated by "
+        "commas; empty: at 66 and 83 % of --epochs",
+    )
+    decay_rate: float = setting(
+        0.1, "factor of the learning rate at each milestone of --sched step", at_least=0.0, below=1.0
+    )
+    poly_power: float = setting(
+        0.9, "power of --sched poly: the decay is (1 - its fraction that has passed) to it", at_least=0.01
+    )
+    cycle_up: float = setting(
+        0.45,
+        "--sched one-cycle: fraction of --epochs in which the learning rate rises, and of those in which it "
+        "falls again; the rest leads to --min-lr",
+        at_least=0.01,
+    )
+    cycle_start: float = setting(
+        0.04,
+        "--sched one-cycle: where the learning rate starts and the cycle ends, as a fraction of the way from "
+        "--min-lr to the peak",
+        at_least=0.0,
+        below=1.0,
     )
     warmup_lr: float = setting(1e-6, "learning rate at the first step of the warm-up", at_least=0.0)
     epochs: int = setting(300, "epochs of warm-up and decay", at_least=1)
@@ -76,6 +104,26 @@ class Update:
         "EMA decay rises as (1 + step) / (10 + step) up to --ema-decay; off: constant, as published",
         aliases=("--model-ema-warmup",),
     )
+
+
+def milestones(update: Update) -> tuple[float, ...]:
+    """Return --decay-milestones as fractions of --epochs; raise UserError if they cannot be right."""
+    if not update.decay_milestones:
+        return _SSD_MILESTONES
+    words = update.decay_milestones.split(",")
+    epochs = [int(word) for word in words if word.strip().isdecimal()]
+    ascending = epochs == sorted(set(epochs)) and len(epochs) == len(words)
+    if not ascending or not 0 < epochs[0] <= epochs[-1] < update.epochs:
+        raise UserError(
+            f"--decay-milestones takes ascending epochs from 1 to {update.epochs - 1}, one less than "
+            f"--epochs, separated by commas, such as 30,60,80, not {update.decay_milestones!r}."
+        )
+    return tuple(epoch / update.epochs for epoch in epochs)
+
+
+def warmup_epochs(update: Update) -> int:
+    """Return the epochs of the warm-up; a one-cycle schedule rises by itself, and has none."""
+    return 0 if update.sched == "one-cycle" else update.warmup_epochs
 
 
 @dataclass(frozen=True)

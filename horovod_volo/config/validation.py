@@ -1,16 +1,20 @@
-"""Checks of settings against each other: contradictions are errors, settings without effect are warnings."""
+"""Checks of settings against each other: contradictions are errors, and what a run lacks is a warning.
+
+`without_effect` knows the settings that have no effect beside the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from horovod_volo.config import values
 from horovod_volo.config.data_checks import check_data
-from horovod_volo.config.dense_settings import Detection, Segmentation
-from horovod_volo.config.objective_settings import Objective
+from horovod_volo.config.logging_settings import check_loggers
 from horovod_volo.config.schema import Config
+from horovod_volo.config.update_settings import milestones, warmup_epochs
+from horovod_volo.config.without_effect import NOTHING_KNOWN, RunFacts, settings_without_effect
 from horovod_volo.core.errors import UserError
 
 
@@ -23,6 +27,7 @@ def check(config: Config) -> None:
     _check_schedule(config)
     _check_update(config)
     _check_elastic(config)
+    check_loggers(config.logging)
 
 
 def check_flags(flags: Mapping[str, Any], config: Config) -> None:
@@ -58,6 +63,11 @@ def _check_objective(config: Config) -> None:
         raise UserError(
             f"--class-weights is for --loss soft-target; --loss {objective.loss} does not read it. Drop it."
         )
+    if objective.bce_target_threshold and objective.token_label_data:
+        raise UserError(
+            "--bce-target-threshold is for the targets of mixed images, and label maps are no such targets. "
+            "Drop it, or --token-label-data."
+        )
     if objective.map_geometry and not objective.token_label_data:
         raise UserError("--map-geometry is about label maps. Add --token-label-data, or drop --map-geometry.")
     if objective.label_geometry == "reference" and objective.map_geometry not in ("", "whole"):
@@ -83,7 +93,7 @@ def _check_objective(config: Config) -> None:
 
 def _check_schedule(config: Config) -> None:
     update = config.update
-    if update.warmup_epochs > update.epochs and not update.warmup_prefix:
+    if warmup_epochs(update) > update.epochs and not update.warmup_prefix:
         raise UserError(
             f"--warmup-epochs {update.warmup_epochs} is longer than --epochs {update.epochs}, which contain "
             f"it. Use --warmup-epochs {update.epochs // 10}, or --warmup-prefix."
@@ -91,6 +101,12 @@ def _check_schedule(config: Config) -> None:
     if not update.lr and not update.lr_base:
         raise UserError(
             "The learning rate is 0. Set --lr, or --lr-base for a global batch of --lr-base-size."
+        )
+    milestones(update)
+    if update.cycle_up > 0.5:
+        raise UserError(
+            f"--cycle-up {update.cycle_up:g} leaves too few epochs to come down again: it is at most 0.5, "
+            "and below 0.5 some are left to reach --min-lr."
         )
 
 
@@ -113,144 +129,6 @@ def _check_elastic(config: Config) -> None:
 def uses_tokens(config: Config) -> bool:
     """Return whether the run trains or mixes tokens, which not every model has."""
     return config.objective.token_label or config.objective.mix_token
-
-
-class RunFacts(NamedTuple):
-    """What decides about the effect of settings besides the settings; 0 or empty: not known."""
-
-    ranks: int = 0
-    device_type: str = ""
-    first_step: int = 0  # above 0 in a run that resumes
-    total_steps: int = 0
-
-
-NOTHING_KNOWN = RunFacts()
-
-
-class _Idle(NamedTuple):
-    """Settings that have no effect in a run for which `applies` is true."""
-
-    names: tuple[str, ...]
-    applies: Callable[[Config, RunFacts], object]
-    because: str  # may name settings, as {update.opt}
-
-
-_WITH_TASK = "with --task {model.task}"
-_OF_CLASSIFICATION = (  # settings of the group data
-    *("scale", "ratio", "hflip", "vflip", "train_interpolation", "aa", "randaugment_on", "color_jitter"),
-    *("reprob", "remode", "recount", "crop_pct", "val_split", "val_share", "balance"),
-)
-_IDLE = (
-    _Idle(tuple(Segmentation.__dataclass_fields__), lambda c, _: c.model.task != "segmentation", _WITH_TASK),
-    _Idle(tuple(Detection.__dataclass_fields__), lambda c, _: c.model.task != "detection", _WITH_TASK),
-    _Idle(("catalog_dir",), lambda c, _: c.model.task == "segmentation", _WITH_TASK),
-    _Idle(
-        (*Objective.__dataclass_fields__, *_OF_CLASSIFICATION),
-        lambda c, _: c.model.task != "classification",
-        _WITH_TASK,
-    ),
-    _Idle(
-        (
-            "shard_optimizer",
-            "compression",
-            "bucket_mib",
-            "last_bucket_mib",
-            "horovod_autotune",
-            "horovod_timeline",
-        ),
-        lambda _, run: run.ranks == 1,
-        "with one rank",
-    ),
-    _Idle(("kernels",), lambda _, run: run.device_type == "cpu", "on a CPU"),
-    _Idle(
-        ("finetune", "use_ema", "allow_mismatch"),
-        lambda _, run: run.first_step,
-        "in a run that resumes from a checkpoint",
-    ),
-    _Idle(
-        ("stop_at_step",),
-        lambda c, run: run.first_step >= c.run.stop_at_step or 0 < run.total_steps < c.run.stop_at_step,
-        "outside of the steps that this run makes",
-    ),
-    _Idle(
-        ("momentum",),
-        lambda c, _: c.update.opt in ("adamw", "lamb", "fusedadam", "fusedlamb"),
-        "with --opt {update.opt}",
-    ),
-    _Idle(
-        ("momentum",),
-        lambda c, _: c.update.opt not in ("sgd", "lars", "muon"),
-        "unless the plugin's --opt {update.opt} reads it",
-    ),
-    _Idle(("lr_base", "lr_base_size"), lambda c, _: c.update.lr, "with --lr"),
-    _Idle(
-        ("min_lr",),
-        lambda c, _: c.update.sched == "constant" and not c.update.cooldown_epochs,
-        "with --sched {update.sched} and --cooldown-epochs 0",
-    ),
-    _Idle(("warmup_lr", "warmup_prefix"), lambda c, _: not c.update.warmup_epochs, "with --warmup-epochs 0"),
-    _Idle(("grad_checkpoint_stages",), lambda c, _: not c.model.grad_checkpoint, "without --grad-checkpoint"),
-    _Idle(("clip_mode",), lambda c, _: not c.update.clip_grad, "without --clip-grad"),
-    _Idle(("accumulation",), lambda c, _: c.data.global_batch, "with --global-batch, which sets it"),
-    _Idle(
-        ("mixup_prob",),
-        lambda c, _: not (c.objective.mixup or c.objective.cutmix),
-        "without --mixup or --cutmix",
-    ),
-    _Idle(
-        ("mixup_switch_prob",),
-        lambda c, _: not (c.objective.mixup and c.objective.cutmix),
-        "without both --mixup and --cutmix",
-    ),
-    _Idle(
-        ("dense_weight", "token_label_size"),
-        lambda c, _: not c.objective.token_label,
-        "without --token-label",
-    ),
-    _Idle(
-        ("cls_weight", "smoothing", "ground_truth"),
-        lambda c, _: c.objective.loss != "soft-target",
-        "unless the plugin's --loss {objective.loss} reads it",
-    ),
-    _Idle(
-        ("dense_weight",),  # 0 leaves out the auxiliary head, whatever the loss is
-        lambda c, _: c.objective.loss != "soft-target" and c.objective.dense_weight,
-        "unless the plugin's --loss {objective.loss} reads it",
-    ),
-    _Idle(("label_geometry",), lambda c, _: not c.objective.token_label_data, "without --token-label-data"),
-    _Idle(
-        ("map_geometry",),
-        lambda c, _: c.objective.label_geometry == "reference",
-        "with --label-geometry reference, which reads every map as the whole image",
-    ),
-    _Idle(("remode", "recount"), lambda c, _: not c.data.reprob, "with --reprob 0"),
-    _Idle(
-        ("color_jitter",), lambda c, _: c.data.aa and not c.data.aa.startswith("3a"), "with --aa {data.aa}"
-    ),
-    _Idle(
-        ("randaugment_on",),
-        lambda c, _: not (c.data.aa or c.data.color_jitter),
-        "without --aa or --color-jitter",
-    ),
-    _Idle(
-        ("cache_dir", "cache_gib"), lambda c, _: "://" not in c.data.data_dir, "without shards on a server"
-    ),
-    _Idle(("cache_gib",), lambda c, _: not c.data.cache_dir, "without --cache-dir"),
-    _Idle(("shuffle_window",), lambda c, _: not c.data.block_shuffle, "without --block-shuffle"),
-    _Idle(("bad_samples_limit",), lambda c, _: c.data.bad_samples == "fail", "with --bad-samples fail"),
-    _Idle(("test_stride",), lambda c, _: c.segmentation.test_mode == "whole", "with --test-mode whole"),
-)
-
-
-def settings_without_effect(config: Config, run: RunFacts) -> list[str]:
-    """Return a warning for each of the stated settings that has no effect beside the others."""
-    groups = {name: getattr(config, name) for name in ("update", "data", "objective", "model")}
-    stated = [setting for setting in values.all_settings() if setting.name in config.stated]
-    reasons = {
-        setting.flag: [row.because for row in _IDLE if setting.name in row.names and row.applies(config, run)]
-        for setting in stated
-    }
-    return [f"{flag} has no effect {texts[0].format(**groups)}" for flag, texts in reasons.items() if texts]
 
 
 def trains_aux_head(config: Config) -> bool:
@@ -286,6 +164,8 @@ def config_warnings(config: Config, run: RunFacts = NOTHING_KNOWN) -> list[str]:
         listed = " and ".join(part for part in (", ".join(missing[:-1]), missing[-1]) if part)
         top1 = f"{config.published.top1:.1f} % top-1" if config.published.top1 else "accuracy"
         found.append(f"published with {listed}, which this run lacks: do not expect the published {top1}")
+    if config.model.freeze and not (config.model.finetune or run.first_step):
+        found.append("--freeze without --finetune: the frozen weights are random, and stay so")
     if config.model.compile:
         found.append("blocks are compiled at the first step, which takes minutes")
     return found

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from horovod_volo.cluster.buckets import Bucket
+from horovod_volo.cluster.reducer import message_bytes
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
 from horovod_volo.config.schema import Config, Published
 from horovod_volo.data.image_decoder import describe_decoder
@@ -12,14 +18,16 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
     """Return the lines of the banner of a run, one property a line, given each rank's host name."""
     world = context.world
     model = context.config.model
-    parameters = sum(parameter.numel() for parameter in context.state.model.parameters())
+    parameters = list(context.state.model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
     host_count = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
     properties = {
         "world": f"{world.size} ranks on {host_count}, launcher {world.launcher}, "
         f"{world.controller} controller",
         "binding": f"rank 0: {context.resources}" if world.size > 1 else str(context.resources),
-        "model": f"{model.model}, {parameters:,} parameters, {model.img_size} px",
+        "model": f"{model.model}, {count:,} parameters, {model.img_size} px",
         **({"chosen": context.config.chosen} if context.config.chosen else {}),
+        **training_line(context.config, parameters, context.state.reducer.buckets, world.size),
         "data": context.task.describe(context.config, context.data),
         "decoder": describe_decoder(context.config.data.image_decoder),
         "batch": batch_line(context.config, context.derived),
@@ -33,6 +41,20 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
         epoch = f"epoch {context.state.step / derived.steps_per_epoch:.4g} of {derived.epochs}"
         properties["resumed"] = f"at step {context.state.step:,}: {epoch}"
     return format_lines(properties, warnings)
+
+
+def training_line(
+    config: Config, parameters: Iterable[Tensor], buckets: Iterable[Bucket], ranks: int
+) -> dict[str, str]:
+    """Describe how many parameters train, and what ranks send of them, if some are frozen."""
+    if not config.model.freeze:
+        return {}
+    counts = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
+    trained = sum(count for count, trains in counts if trains)
+    of_all = f"{trained:,} of {sum(count for count, _ in counts):,} parameters; frozen: {config.model.freeze}"
+    sent = sum(message_bytes(bucket, config.exchange) for bucket in buckets) / 2**20
+    exchanged = f"; each rank sends {sent:.2f} MiB of gradients per step" if ranks > 1 else ""
+    return {"training": of_all + exchanged}
 
 
 def format_lines(properties: dict[str, str], warnings: list[str]) -> list[str]:

@@ -20,13 +20,16 @@ from horovod_volo.engine.callbacks import Callbacks
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.ledger import LEDGER, Ledger, LedgerStart, write_classes
+from horovod_volo.engine.model_cost import UNKNOWN_COST, ModelCost
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState
+from horovod_volo.monitor.logger import Logger
 from horovod_volo.monitor.meters import LossMeter
-from horovod_volo.monitor.run_logger import Logger
 from horovod_volo.monitor.stragglers import StepTimer, StragglerFinder
+from horovod_volo.monitor.training_clock import TrainingClock
 from horovod_volo.optim.clip import Clip, build_clip, gradient_norm
-from horovod_volo.optim.schedule import SCHEDULES, lr_at
+from horovod_volo.optim.loss_scale import SkippedSteps
+from horovod_volo.optim.schedule import find_decay, lr_at
 from horovod_volo.tasks.task import Task, TaskData, TaskRun
 
 
@@ -53,11 +56,16 @@ class TrainContext:
     stop: StopRequest
     logger: Logger
     ledger: Ledger
+    skipped: SkippedSteps
+    clock: TrainingClock = field(default_factory=TrainingClock)
+    cost: ModelCost = UNKNOWN_COST  # of the network
+    peak_flops: float = 0.0  # FLOP/s of the devices of all ranks together; 0: not known
     lock: RunLock | None = None  # of the run folder, on rank 0
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
     skipped_in_a_row: int = 0  # steps, because a loss is not finite
     returns: int = 0  # to a checkpoint, because of such steps
+    wants_histograms: bool = False  # of the next step
     logged_norm: Tensor | None = None  # of the gradients, at the step of a log point
     recent: dict[str, list[float]] = field(default_factory=dict)  # values of the last log points, by name
     returns_in_vain: int = 0  # of them, those after which no step had a finite loss
@@ -147,6 +155,7 @@ def build_context(
         stop=stop,
         logger=logger,
         ledger=_build_ledger(config, world, data, derived, parts.classes),
+        skipped=SkippedSteps(state.scaler),
     )
 
 
@@ -183,7 +192,7 @@ def build_schedule(config: Config, derived: Derived) -> Callable[[int], float]:
     """Return the learning rate as a function of the step."""
     return partial(
         lr_at,
-        decay=SCHEDULES.find(config.update.sched),
+        decay=find_decay(config.update),
         peak=derived.peak_lr,
         start=derived.warmup_lr,
         floor=derived.min_lr,

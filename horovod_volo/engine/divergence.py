@@ -34,6 +34,7 @@ def note_step(context: TrainContext, samples: Sequence[int]) -> None:
         context.skipped_in_a_row = context.returns_in_vain = 0
         return
     context.skipped_in_a_row += 1
+    context.skipped.add_not_finite()
     own = None if statistics.own_losses_are_finite() else samples
     for rank, of_rank in enumerate(context.world.allgather_object(own)):
         if of_rank is not None:
@@ -60,6 +61,7 @@ def go_back(context: TrainContext) -> None:
     if checkpoint is None or context.returns == _RETURNS:
         raise divergence(context)
     restore_state(state, checkpoint, context.world)
+    context.skipped.restart()
     state.step = step
     context.skipped_in_a_row = 0
     context.returns, context.returns_in_vain = context.returns + 1, context.returns_in_vain + 1
@@ -81,6 +83,7 @@ def train_again(context: TrainContext, different: Sequence[int]) -> None:
         raise AllRanksError(f"{found}{repaired}. {advice}")
     context.repairs += 1
     restore_state(state, checkpoint, context.world)
+    context.skipped.restart()
     context.checkpoints.step = state.step
     context.skipped_in_a_row = context.returns_in_vain = 0
     context.logger.go_back(state.step)

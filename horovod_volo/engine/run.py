@@ -11,15 +11,19 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from horovod_volo.cluster.collectives import RankLostError
 from horovod_volo.cluster.elastic import HostsChangedError
 from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive, resolve
+from horovod_volo.config.logging_settings import loggers
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import RunFacts, config_warnings
+from horovod_volo.config.validation import config_warnings
+from horovod_volo.config.without_effect import RunFacts
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.banner import batch_warnings, format_banner
@@ -30,14 +34,21 @@ from horovod_volo.engine.context import TrainContext, build_context, run_folder
 from horovod_volo.engine.elastic import ElasticRun
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
+from horovod_volo.engine.model_cost import count_cost
 from horovod_volo.engine.profiling import StepProfiler
 from horovod_volo.engine.run_lock import RunLock
+from horovod_volo.engine.run_texts import describe_run
 from horovod_volo.engine.state import build_state
 from horovod_volo.models.compiled import check_compiler, compile_blocks
 from horovod_volo.models.precision import precision_warnings
-from horovod_volo.monitor.run_logger import Logger, NullLogger, RunLogger
+from horovod_volo.monitor.further_loggers import check_packages
+from horovod_volo.monitor.hardware import peak_flops
+from horovod_volo.monitor.logger import Logger, NullLogger
+from horovod_volo.monitor.metrics_file import METRICS, progress_so_far
+from horovod_volo.monitor.run_logger import RunLogger
 from horovod_volo.monitor.step_ranges import parse_steps
 from horovod_volo.monitor.stragglers import StragglerFinder
+from horovod_volo.monitor.training_clock import TrainingClock
 from horovod_volo.monitor.training_progress import RunLength
 from horovod_volo.plugins import check_names, load_plugins
 from horovod_volo.tasks.names import find_task
@@ -69,8 +80,12 @@ def run(
             elastic.forget()  # not before: a rank may be lost while the run is set up
         context.callbacks.started(context)
         context.callbacks.raise_on_all_ranks(world)
+        before = world.run_on_rank_zero(lambda: progress_so_far(context.folder / METRICS))
+        context.skipped.total, context.clock = before.skipped_steps, TrainingClock(before.hours)
         finished = fit(context)
         context.callbacks.raise_on_all_ranks(world)
+        if finished:
+            context.logger.finish(context.state.step)
         context.callbacks.ended(context, finished=finished)
         context.callbacks.raise_on_all_ranks(world)
         context.logger.log(end_message(context, finished))
@@ -175,6 +190,7 @@ def _check(config: Config, task: Task) -> None:
     check_names(config)
     if config.run.profile:
         parse_steps(config.run.profile)
+    check_packages(loggers(config.logging))
     if config.model.compile:
         check_compiler()
 
@@ -190,7 +206,7 @@ def _open_run_folder(
         live = world.launcher == "none"
         lock = RunLock(folder, job)
         length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
-        return RunLogger(folder, length, live=live), lock
+        return RunLogger(folder, length, live=live, settings=config.logging), lock
     except OSError as error:
         raise UserError(
             f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."
@@ -206,6 +222,8 @@ def log_start(context: TrainContext, warnings: list[str], elastic: ElasticRun | 
         context.logger.log(elastic.describe(context.state.step, hosts))
     else:
         context.logger.log(*format_banner(context, hosts, [*binding_warnings, *warnings]))
+    _count_operations(context)
+    context.logger.describe(context.state.step, partial(describe_run, context, hosts, bindings))
     context.ledger.begin(context.state.step, hosts, elastic.unwritten() if elastic else ())
     context.logger.write_file("resolved.toml", dump(context.config))
     environment = collect_environment() | {"hosts": hosts, "bindings": bindings}
@@ -213,8 +231,31 @@ def log_start(context: TrainContext, warnings: list[str], elastic: ElasticRun | 
     return hosts
 
 
+def _count_operations(context: TrainContext) -> None:
+    """Count what the network costs, and note the peak of the devices. Collective: every rank calls this."""
+    world, device, precision = context.world, context.resources.device, context.config.model.precision
+    classes = len(context.data.train.classes)
+    context.cost = world.run_on_rank_zero(partial(count_cost, context.config, context.task, classes))
+    if context.cost.problem:
+        context.logger.log(f"the operations of the network are not counted: {context.cost.problem}")
+    if device.type != "cuda":
+        return
+    gpu = torch.cuda.get_device_name(device)
+    peaks = dict(world.allgather_object((f"{world.rank} {gpu}", peak_flops(gpu, precision))))
+    if all(peaks.values()):
+        context.peak_flops = sum(peaks.values())
+    else:
+        gpus = " and ".join(sorted({name.partition(" ")[2] for name, peak in peaks.items() if not peak}))
+        context.logger.log(f"the peak of {gpus} in {precision} is not known: MFU is not logged")
+
+
 def end_message(context: TrainContext, finished: bool) -> str:
     """Return the last line of the log; the scripts in jobs/ look for its first words."""
+    step, total = context.state.step, context.derived.total_steps
     if finished:
-        return f"done: {context.state.step} steps; best weights in {context.folder / CHECKPOINTS / 'best'}"
+        patience = context.config.run.early_stop
+        none_better = f"{patience} evaluations in a row were no better than the best (--early-stop)"
+        why = f" of {total}, because {none_better}"
+        best = context.folder / CHECKPOINTS / "best"
+        return f"done: {step} steps{why if step < total else ''}; best weights in {best}"
     return f"stopped at step {context.state.step} and saved; resume with --resume auto"

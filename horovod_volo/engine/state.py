@@ -18,6 +18,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.kernels import use_fused_kernels
 from horovod_volo.models.build import exempt_from_decay, hidden_matrices, layer_numbers
+from horovod_volo.models.freezing import freeze, start_training
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
@@ -94,10 +95,11 @@ def build_state(
     warnings: list[str] = []
     if finetune:
         warnings = [f"weights from {finetune}", *task.load_weights(model, config, finetune)]
-    model.to(device).train()
+    heads = task.heads(config)
+    freeze(model, settings.freeze, heads)
+    start_training(model.to(device))
     set_tf32(config.model.precision)
     warnings += fix_convolutions(model, config.model.precision, device)
-    heads = task.heads(config)
     reducer = _reducer(config, world, model, heads)
     groups = parameter_groups(
         dict(model.named_parameters()),
@@ -125,7 +127,8 @@ def _hidden_matrices(config: Config, model: nn.Module, heads: tuple[str, ...]) -
     name = config.update.opt
     if not OPTIMIZERS.find(name).matrix_state_keys:
         return set()
-    matrices = hidden_matrices(model, heads)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    matrices = hidden_matrices(model, heads) & trained
     if not matrices:
         raise UserError(f"{config.model.model} has no hidden matrices for --opt {name}. Use --opt adamw.")
     return matrices

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.ledger import checksums
+from horovod_volo.engine.showing import log_histograms
 from horovod_volo.optim.build import set_lr
 from horovod_volo.optim.clip import divide
 from horovod_volo.tasks.task import Batch
@@ -57,6 +58,8 @@ def train_step(context: TrainContext, batches: Iterator[Batch]) -> list[int]:
         context.timer.exchanged()
         if state.reducer.statistics.finite or state.scaler.is_enabled():  # the scaler skips the step itself
             state.scaler.unscale_(state.optimizer)
+            if context.wants_histograms:
+                log_histograms(context)
             if (state.step + 1) % context.config.run.log_every == 0:
                 context.logged_norm = context.gradient_norm()
             divide(state.optimizer, context.clip())

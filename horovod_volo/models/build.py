@@ -207,7 +207,8 @@ def layer_numbers(model: nn.Module) -> dict[str, int]:
     match = getattr(model, "group_matcher", None)
     if not callable(match):
         raise UserError(
-            f"{type(model).__name__} has no group_matcher to number its layers. Drop --layer-decay."
+            f"{type(model).__name__} has no group_matcher to number its layers. Drop --layer-decay, "
+            "and give --freeze prefixes of parameter names."
         )
     numbers: dict[str, int] = group_parameters(model, match(coarse=False), reverse=True)
     return numbers

@@ -1,98 +1,37 @@
-"""Loggers of a run: log.txt, metrics.jsonl (one JSON object per line), TensorBoard and the terminal.
+"""The logger of rank 0: log.txt, metrics.jsonl, TensorBoard, the terminal and the loggers of --log-to.
 
-Invariant: after a resume, no record later than the resumed step remains.
+Invariants: after a resume, no record later than the resumed step remains. Nothing is lost because a disk was
+full for a time.
 """
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import socket
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
-from torch.utils.tensorboard.summary import scalar
+from torch import Tensor
 
+from horovod_volo.config.logging_settings import Logging, loggers
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import escape_controls
+from horovod_volo.monitor import event_records
+from horovod_volo.monitor.appended_file import AppendedFile
+from horovod_volo.monitor.board import (
+    OTHER_AXES,
+    Board,
+    adopt_earlier_events,
+    all_other_axes,
+    description_events,
+    event_file,
+)
+from horovod_volo.monitor.event_records import EncodedPicture
+from horovod_volo.monitor.further_loggers import build_loggers
+from horovod_volo.monitor.logger import RunDescription
+from horovod_volo.monitor.metrics_file import METRICS, drop_records_after, read_metrics
 from horovod_volo.monitor.progress import Values
+from horovod_volo.monitor.tags import EVALUATION, TRAIN
 from horovod_volo.monitor.training_progress import RunLength, TrainingProgress
-
-_RGB = 3  # TensorBoard's number of this color space
-
-
-class Logger(Protocol):
-    """What the engine logs to: a `RunLogger` on rank 0, a `NullLogger` on all other ranks."""
-
-    def log(self, *lines: str) -> None:
-        """Print lines and append them to log.txt. A line break within one, as in a name, is escaped."""
-
-    def write_file(self, name: str, content: str) -> None:
-        """Write a file into the run folder."""
-
-    def step_done(self, step: int) -> None:
-        """Show the progress of training, if it is time; log what the first steps take."""
-
-    def evaluating(self, done: int, total: int) -> None:
-        """Show the progress of an evaluation, if it is time; `done` is 0 when it begins."""
-
-    def log_training(self, step: int, values: Values) -> None:
-        """Log the training metrics of a log point."""
-
-    def log_evaluation(self, step: int, values: Values) -> None:
-        """Log the metrics of an evaluation."""
-
-    def log_picture(self, step: int, name: str, png: bytes, size: tuple[int, int]) -> None:
-        """Log a picture of this width and height to TensorBoard alone."""
-
-    def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
-        """Log times of one rank to TensorBoard alone."""
-
-    def go_back(self, step: int) -> None:
-        """Forget the metrics of steps later than `step`, which will be trained again."""
-
-    def close(self) -> None:
-        """Flush and close files."""
-
-
-class NullLogger:
-    """Logger of the ranks that write nothing."""
-
-    def log(self, *lines: str) -> None:
-        pass
-
-    def write_file(self, name: str, content: str) -> None:
-        pass
-
-    def step_done(self, step: int) -> None:
-        pass
-
-    def evaluating(self, done: int, total: int) -> None:
-        pass
-
-    def log_training(self, step: int, values: Values) -> None:
-        pass
-
-    def log_evaluation(self, step: int, values: Values) -> None:
-        pass
-
-    def log_picture(self, step: int, name: str, png: bytes, size: tuple[int, int]) -> None:
-        pass
-
-    def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
-        pass
-
-    def go_back(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class RunLogger:
@@ -103,18 +42,28 @@ class RunLogger:
     possible.
     """
 
-    def __init__(self, folder: Path, length: RunLength, *, live: bool = True) -> None:
+    def __init__(
+        self, folder: Path, length: RunLength, *, live: bool = True, settings: Logging | None = None
+    ) -> None:
         """Open the files; raise OSError if that is not possible."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        _drop_records_after(folder / "metrics.jsonl", length.first_step)
-        self._metrics = AppendedFile(folder / "metrics.jsonl")
+        drop_records_after(folder / METRICS, length.first_step)
+        adopt_earlier_events(folder)
+        earlier = read_metrics(folder / METRICS)
+        self._board = Board(earlier)
+        self._metrics = AppendedFile(folder / METRICS)
         self._log = AppendedFile(folder / "log.txt")
-        self._events = AppendedFile(_event_file(folder), header=_first_events(length.first_step + 1))
+        self._events = AppendedFile(event_file(folder), event_records.file_start(length.first_step + 1))
+        self._other_axes = AppendedFile(event_file(folder / OTHER_AXES), all_other_axes(earlier))
+        self._files = (self._metrics, self._log, self._events, self._other_axes)
         self._failed = False  # whether the last write did
-        for file in (self._metrics, self._log, self._events):
-            file.append(b"")
+        for file in self._files:
+            if file is not self._other_axes or file.path.parent.exists():
+                file.append(b"")
         self._progress = TrainingProgress(length, live=live)
+        self._further = build_loggers(loggers(settings or Logging()), folder)
+        self._finished = False
 
     def log(self, *lines: str) -> None:
         for line in lines:
@@ -136,34 +85,75 @@ class RunLogger:
         self._progress.evaluating(done, total)
 
     def log_training(self, step: int, values: Values) -> None:
-        self._record("train", step, values)
+        self._record(TRAIN, step, values)
         line = self._progress.format(step, values)
         self._progress.show(line)
         self._append(self._log, f"{line}\n".encode())
 
     def log_evaluation(self, step: int, values: Values) -> None:
-        self._record("evaluation", step, values)
-
-    def log_picture(self, step: int, name: str, png: bytes, size: tuple[int, int]) -> None:
-        image = Summary.Image(width=size[0], height=size[1], colorspace=_RGB, encoded_image_string=png)
-        value = Summary.Value(tag=f"evaluation/{name}", image=image)
-        self._append(self._events, _event(step, summary=Summary(value=[value])))
+        self._record(EVALUATION, step, values)
+        self._append(self._other_axes, self._board.other_axes(values))
 
     def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
-        self._add_scalars(step, {f"rank {name}/{rank:03}_{host}": value for name, value in values.items()})
+        self._append(self._events, self._board.rank_times(step, rank, host, values))
+
+    def log_text(self, step: int, name: str, markdown: str) -> None:
+        self._append(self._events, event_records.text(step, name, markdown))
+
+    def log_pictures(self, step: int, group: str, draw: Callable[[], Mapping[str, EncodedPicture]]) -> None:
+        for name, picture in draw().items():
+            self._append(self._events, event_records.picture(step, f"{group}/{name}", picture))
+
+    def log_histograms(
+        self, step: int, group: str, collect: Callable[[], Mapping[str, Iterable[Tensor]]]
+    ) -> None:
+        for name, tensors in collect().items():
+            self._append(self._events, event_records.histogram(step, f"{group}/{name}", tensors))
+
+    def describe(self, step: int, describe: Callable[[], RunDescription]) -> None:
+        description, name = describe(), self._folder.name
+        self._append(self._events, description_events(step, name, description))
+        for logger in self._further:
+            logger.begin(name, description.hparams)
+
+    def finish(self, step: int) -> None:
+        self._finished = True
+        self._append(self._events, event_records.session_end(step))
 
     def go_back(self, step: int) -> None:
         self._append(self._metrics, b"")
-        _drop_records_after(self._metrics.path, step)
-        self._append(self._events, _session_start(step + 1))
+        drop_records_after(self._metrics.path, step)
+        earlier = read_metrics(self._metrics.path)
+        self._board = Board(earlier)
+        self._append(self._events, event_records.session_start(step + 1))
+        if self._other_axes.path.exists():
+            self._append(self._other_axes, all_other_axes(earlier))
+        for logger in self._further:
+            logger.go_back()
+
+    def close(self) -> None:
+        self._progress.end_line()
+        for logger in self._further:
+            logger.close(finished=self._finished)
+        self._say_problems()
+        for file in self._files:
+            if file is not self._other_axes or file.lacks:
+                self._append(file, b"")
+            if file.lacks:
+                self._print(f"warning: {file.path} lacks its last {file.lacks} bytes")
 
     def _record(self, kind: str, step: int, values: Values) -> None:
         self._append(self._metrics, f"{json.dumps({'step': step, **values})}\n".encode())
-        self._add_scalars(step, {f"{kind}/{name}": value for name, value in values.items()})
+        shown = self._board.select(kind, values)
+        self._append(self._events, self._board.scalars(kind, step, shown))
+        for logger in self._further:
+            logger.write(kind, step, values)
+        self._say_problems()
 
-    def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
-        events = (_scalar(step, name, value) for name, value in values.items())
-        self._append(self._events, b"".join(events))
+    def _say_problems(self) -> None:
+        for logger in self._further:
+            if problem := logger.take_problem():
+                self.log(f"warning: {problem}. Training goes on.")
 
     def _append(self, file: AppendedFile, content: bytes) -> None:
         try:
@@ -173,84 +163,10 @@ class RunLogger:
                 self._failed = True
                 self._print(f"warning: {file.path} cannot be written: {error.strerror}. Training goes on.")
             return
-        if self._failed and not any(each.lacks for each in (self._metrics, self._log, self._events)):
+        if self._failed and not any(each.lacks for each in self._files):
             self._failed = False
             self._print(f"The files in {self._folder} can be written again, and lack nothing.")
 
     def _print(self, text: str) -> None:
         self._progress.end_line()
         print(escape_controls(text), flush=True)
-
-    def close(self) -> None:
-        self._progress.end_line()
-        for file in (self._metrics, self._log, self._events):
-            self._append(file, b"")
-            if file.lacks:
-                self._print(f"warning: {file.path} lacks its last {file.lacks} bytes")
-
-
-class AppendedFile:
-    """A file that is appended to. What cannot be written now is kept, and written with what comes next."""
-
-    def __init__(self, path: Path, header: bytes = b"") -> None:
-        """`header` is what a new file begins with."""
-        self.path, self._header = path, header
-        self._kept = bytearray()
-
-    @property
-    def lacks(self) -> int:
-        """Return the number of bytes that are not in the file yet."""
-        return len(self._kept)
-
-    def append(self, content: bytes) -> None:
-        """Append; raise OSError if that is not possible now. A file that was removed is made again."""
-        self._kept += content
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab", buffering=0) as file:
-            if not file.tell():
-                self._kept[:0] = self._header
-            while self._kept:
-                del self._kept[: file.write(self._kept)]
-
-
-def _event_file(folder: Path) -> Path:
-    name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-    return folder / "tensorboard" / name
-
-
-def _first_events(first_step: int) -> bytes:
-    """Return the first events of a file: its version, and the step from which on earlier files are void."""
-    return _event(0, file_version="brain.Event:2") + _session_start(first_step)
-
-
-def _session_start(first_step: int) -> bytes:
-    """Return the event after which TensorBoard ignores earlier ones from a step on."""
-    return _event(first_step, session_log=SessionLog(status=SessionLog.START))
-
-
-def _scalar(step: int, name: str, value: float) -> bytes:
-    return _event(step, summary=scalar(name, value))  # type: ignore[no-untyped-call]
-
-
-def _event(step: int, **content: Any) -> bytes:
-    """Return an event of TensorBoard as a record of its file."""
-    record = io.BytesIO()
-    RecordWriter(record).write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
-    return record.getvalue()
-
-
-def _drop_records_after(path: Path, step: int) -> None:
-    """Remove the records of steps later than `step`, which will be trained again."""
-    if not path.exists():
-        return
-    lines = path.read_bytes().splitlines()
-    with atomic_write(path) as file:
-        file.write(b"".join(line + b"\n" for line in lines if _step_of(line) <= step))
-
-
-def _step_of(line: bytes) -> float:
-    try:
-        record: Any = json.loads(line)
-        return float(record["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # a line that was written in part, or damaged

@@ -33,7 +33,9 @@ class StepTimer:
     def reset(self) -> None:
         """Forget all steps."""
         self._seconds, self._steps = 0.0, 0
+        self._exchange_seconds, self._ended = 0.0, time.monotonic()
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._exchanges: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def begin(self) -> None:
         """Note that a step begins."""
@@ -45,25 +47,42 @@ class StepTimer:
     def end(self) -> None:
         """Note that the backward of the step, and the wait for its data, are over."""
         self._steps += 1
-        self._seconds += time.monotonic() - self._began
+        self._ended = time.monotonic()
+        self._seconds += self._ended - self._began
         if self._is_cuda:
-            last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            last.record()
-            self._events.append((self._first, last))
+            self._last = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._last.record()
+            self._events.append((self._first, self._last))
 
     def exchanged(self) -> None:
-        """Note that the gradients of all ranks are there."""
+        """Note that the gradients of the step are averaged over ranks."""
+        self._exchange_seconds += time.monotonic() - self._ended
+        if self._is_cuda:
+            after = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            after.record()
+            self._exchanges.append((self._last, after))
 
     def seconds_per_step(self) -> float:
         """Return the mean time of a step: the host's or the device's, whichever is longer.
 
         Waits for the device.
         """
-        on_device = 0.0
-        for first, last in self._events:
-            last.synchronize()
-            on_device += first.elapsed_time(last) / 1e3
-        return max(self._seconds, on_device) / max(self._steps, 1)
+        return max(self._seconds, _elapsed_seconds(self._events)) / max(self._steps, 1)
+
+    def exchange_seconds(self) -> float:
+        """Return for how long steps waited for other ranks after their own part: on a GPU, the device.
+
+        Waits for the device.
+        """
+        return _elapsed_seconds(self._exchanges) if self._is_cuda else self._exchange_seconds
+
+
+def _elapsed_seconds(pairs: Sequence[tuple[torch.cuda.Event, torch.cuda.Event]]) -> float:
+    total = 0.0
+    for first, last in pairs:
+        last.synchronize()
+        total += first.elapsed_time(last) / 1e3
+    return total
 
 
 @dataclass

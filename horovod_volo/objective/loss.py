@@ -1,15 +1,17 @@
 """Losses by name. Given class logits, token logits, labels and the mix of a micro-batch, a loss returns its
 terms and their weighted sum, the scalar from which backward starts.
 
-The built-in loss is the cross-entropy with soft targets of the class and of the tokens. The model swaps
-tokens back before the token head, so token targets need no mixing. The class token has seen both images, so
-its target is mixed. Invariant: what depends on the settings is decided once, in `build_loss`.
+The built-in losses are the cross-entropy, and the binary cross-entropy, with soft targets of the class and
+of the tokens. The model swaps tokens back before the token head, so token targets need no mixing. The class
+token has seen both images, so its target is mixed. Invariant: what depends on the settings is decided once,
+in `build_loss`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +19,9 @@ from torch import Tensor
 
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.core.batch import Labels
+from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
+from horovod_volo.objective.binary_cross_entropy import binary_cross_entropy, binary_cross_entropy_in_place
 from horovod_volo.objective.class_weights import ClassWeights
 from horovod_volo.objective.label_map import Geometry, map_targets, most_probable
 from horovod_volo.objective.mixing import Mix
@@ -46,6 +50,13 @@ class Targets(NamedTuple):
     tokens: SoftTarget  # batch x tokens rows, row-major
 
 
+class RowLosses(NamedTuple):
+    """The loss of each row of logits (rows, classes) with its target, for the two heads; fp32."""
+
+    classes: Callable[[Tensor, SoftTarget], Tensor]
+    tokens: Callable[[Tensor, SoftTarget], Tensor]  # may overwrite the logits
+
+
 # (class logits (batch, classes), token logits (batch, tokens, classes) in unmixed order, labels, mix)
 Loss = Callable[[Tensor, Tensor, Labels, Mix], LossParts]
 
@@ -69,7 +80,27 @@ def _soft_target_loss(
     settings: Objective, num_classes: int, tokens_per_side: int, class_weights: ClassWeights | None = None
 ) -> Loss:
     """Build the cross-entropy with soft targets of the class and, with token labels, of the tokens."""
+    rows = RowLosses(cross_entropy, cross_entropy_in_place)
+    return _build(settings, num_classes, tokens_per_side, rows, class_weights)
 
+
+def _binary_loss(settings: Objective, num_classes: int, tokens_per_side: int) -> Loss:
+    """Build the binary cross-entropy with the same targets."""
+    threshold = settings.bce_target_threshold
+    of_rows = RowLosses(
+        partial(binary_cross_entropy, threshold=threshold),
+        partial(binary_cross_entropy_in_place, threshold=threshold),
+    )
+    return _build(settings, num_classes, tokens_per_side, of_rows)
+
+
+def _build(
+    settings: Objective,
+    num_classes: int,
+    tokens_per_side: int,
+    of_rows: RowLosses,
+    class_weights: ClassWeights | None = None,
+) -> Loss:
     def weighted(target: SoftTarget) -> SoftTarget:
         return target if class_weights is None else class_weights.applied(target, settings.smoothing)
 
@@ -77,6 +108,7 @@ def _soft_target_loss(
         return ClassLoss(
             lambda labels: weighted(one_hot(labels.classes, num_classes, settings.smoothing)),
             settings.cls_weight,
+            of_rows,
         )
     targets: Callable[[Labels], Targets]
     if not settings.token_label_data:
@@ -85,27 +117,32 @@ def _soft_target_loss(
         teacher = LabelMapTargets(num_classes, tokens_per_side, settings.smoothing, settings.label_geometry)
         targets = LabelMapAndClassTargets(teacher) if settings.ground_truth else teacher
     if not settings.dense_weight:  # the model then has no auxiliary head
-        return ClassLoss(lambda labels: weighted(targets(labels).classes), settings.cls_weight)
+        return ClassLoss(lambda labels: weighted(targets(labels).classes), settings.cls_weight, of_rows)
     if class_weights is None:
-        return TokenLabelLoss(targets, settings.cls_weight, settings.dense_weight)
+        return TokenLabelLoss(targets, settings.cls_weight, settings.dense_weight, of_rows)
+    of_labels = targets
     return TokenLabelLoss(
-        lambda labels: Targets(*map(weighted, targets(labels))), settings.cls_weight, settings.dense_weight
+        lambda labels: Targets(*map(weighted, of_labels(labels))),
+        settings.cls_weight,
+        settings.dense_weight,
+        of_rows,
     )
 
 
 @dataclass(frozen=True)
 class TokenLabelLoss:
-    """Cross-entropy of the mixed class target, plus the mean cross-entropy of the token targets."""
+    """Loss of the mixed class target, plus the mean loss of the token targets."""
 
     targets: Callable[[Labels], Targets]
     class_weight: float
     token_weight: float
+    of_rows: RowLosses
 
     def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, mix: Mix) -> LossParts:
         """Return the loss of one micro-batch."""
         targets = self.targets(labels)
-        class_loss = cross_entropy(class_logits, _mixed(targets.classes, mix)).mean()
-        token_loss = cross_entropy_in_place(token_logits.flatten(0, 1), targets.tokens).mean()
+        class_loss = self.of_rows.classes(class_logits, _mixed(targets.classes, mix)).mean()
+        token_loss = self.of_rows.tokens(token_logits.flatten(0, 1), targets.tokens).mean()
         return LossParts(
             self.class_weight * class_loss + self.token_weight * token_loss, class_loss, token_loss
         )
@@ -113,14 +150,15 @@ class TokenLabelLoss:
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """Cross-entropy of the mixed class target; token logits are ignored."""
+    """Loss of the mixed class target; token logits are ignored."""
 
     target: Callable[[Labels], SoftTarget]
     class_weight: float
+    of_rows: RowLosses
 
     def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, mix: Mix) -> LossParts:  # noqa: ARG002
         """Return the loss of one micro-batch."""
-        class_loss = cross_entropy(class_logits, _mixed(self.target(labels), mix)).mean()
+        class_loss = self.of_rows.classes(class_logits, _mixed(self.target(labels), mix)).mean()
         return LossParts(self.class_weight * class_loss, class_loss, torch.zeros_like(class_loss))
 
 
@@ -188,4 +226,16 @@ def _mixed(target: SoftTarget, mix: Mix) -> SoftTarget:
     return blend(target, target.reversed_batch(), mix.lam)
 
 
+def check_threshold(settings: Objective, num_classes: int) -> None:
+    """Raise UserError if every class were a target of an image."""
+    threshold, of_all = settings.bce_target_threshold, settings.smoothing / num_classes
+    if settings.loss == "bce" and 0 < threshold <= of_all:
+        raise UserError(
+            f"--smoothing {settings.smoothing:g} gives each of {num_classes} classes a target of "
+            f"{of_all:.3g}, and --bce-target-threshold {threshold:g} would make it 1. Use a threshold above "
+            "it, or --smoothing 0."
+        )
+
+
 register_loss("soft-target", _soft_target_loss)
+register_loss("bce", _binary_loss)

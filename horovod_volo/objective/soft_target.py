@@ -74,7 +74,7 @@ def cross_entropy(logits: Tensor, target: SoftTarget) -> Tensor:
 
     Only the logits get a gradient, in their dtype.
     """
-    _check_rows(logits, target)
+    check_rows(logits, target)
     loss: Tensor = SparseSoftTargetCE.apply(  # type: ignore[no-untyped-call]
         logits, target.uniform, target.ids, target.weights, False
     )
@@ -87,10 +87,9 @@ def cross_entropy_in_place(logits: Tensor, target: SoftTarget) -> Tensor:
     A leaf, a view of a leaf and logits that need no gradient are not overwritten. If another operation's
     backward needs the logits, or if backward runs twice, autograd raises an error.
     """
-    owner = logits if logits._base is None else logits._base
-    if not (torch.is_grad_enabled() and logits.requires_grad) or owner.is_leaf or not logits.is_contiguous():
+    if not may_overwrite(logits):
         return cross_entropy(logits, target)
-    _check_rows(logits, target)
+    check_rows(logits, target)
     sparse = (target.uniform, target.ids, target.weights)
     loss: Tensor
     if logits.device.type == "cpu" and logits.dtype == torch.float32:
@@ -100,6 +99,14 @@ def cross_entropy_in_place(logits: Tensor, target: SoftTarget) -> Tensor:
     return loss
 
 
-def _check_rows(logits: Tensor, target: SoftTarget) -> None:
+def may_overwrite(logits: Tensor) -> bool:
+    """Return whether the gradient of logits may be written over them."""
+    owner = logits if logits._base is None else logits._base
+    needs_gradient = torch.is_grad_enabled() and logits.requires_grad
+    return needs_gradient and not owner.is_leaf and logits.is_contiguous()
+
+
+def check_rows(logits: Tensor, target: SoftTarget) -> None:
+    """Raise ValueError if the target is of another number of rows."""
     if logits.shape[0] != target.uniform.shape[0]:
         raise ValueError(f"{logits.shape[0]} rows of logits, but {target.uniform.shape[0]} rows of targets")

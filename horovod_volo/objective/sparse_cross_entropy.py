@@ -63,7 +63,7 @@ class InPlaceSparseSoftTargetCE(Function):
         numbers = logits.detach()
         mass = _mass(numbers.shape[1], uniform, weights)
         loss = torch.empty_like(uniform)
-        for rows in _blocks(numbers):
+        for rows in blocks(numbers):
             block = numbers[rows]
             weighted = (weights[rows] * block.gather(1, ids[rows])).sum(dim=1)
             unweighted = uniform[rows] * block.sum(dim=1)
@@ -80,7 +80,7 @@ class InPlaceSparseSoftTargetCE(Function):
         grad, mass, uniform, ids, weights = ctx.saved_tensors
         mass, shift = (mass * grad_loss).unsqueeze(1), (uniform * grad_loss).unsqueeze(1)
         subtracted = weights * -grad_loss.unsqueeze(1)
-        for rows in _blocks(grad):
+        for rows in blocks(grad):
             grad[rows].mul_(mass[rows]).sub_(shift[rows]).scatter_add_(1, ids[rows], subtracted[rows])
         return grad, None, None, None
 
@@ -88,7 +88,7 @@ class InPlaceSparseSoftTargetCE(Function):
 def _loss(logits: Tensor, uniform: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return each row's loss and log sum exp."""
     # The casts are explicit: the result must not depend on an autocast region around the call.
-    lse = torch.cat([logits[rows].float().logsumexp(dim=1) for rows in _blocks(logits)])  # (rows,)
+    lse = torch.cat([logits[rows].float().logsumexp(dim=1) for rows in blocks(logits)])  # (rows,)
     weighted = (weights * logits.gather(1, ids).float()).sum(dim=1)
     sums = logits.sum(dim=1, dtype=torch.float32)
     return _mass(logits.shape[1], uniform, weights) * lse - uniform * sums - weighted, lse
@@ -105,7 +105,7 @@ def _write_gradient(
 ) -> None:
     """Write the gradient into `grad`, which may be the logits."""
     mass = _mass(logits.shape[1], uniform, weights)
-    for rows in _blocks(logits):
+    for rows in blocks(logits):
         # Subtracting the fp32 lse promotes half-precision logits.
         block = (logits[rows] - lse[rows].unsqueeze(1)).exp_()  # (rows of the block, classes) fp32
         block.mul_(mass[rows].unsqueeze(1)).sub_(uniform[rows].unsqueeze(1))
@@ -117,7 +117,7 @@ def _mass(num_classes: int, uniform: Tensor, weights: Tensor) -> Tensor:
     return uniform * num_classes + weights.sum(dim=1)
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def blocks(logits: Tensor) -> Iterator[slice]:
     """Yield slices of rows, each of about _BLOCK numbers."""
     rows, classes = logits.shape
     length = max(1, _BLOCK // classes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from horovod_volo.config.update_settings import Update, milestones
 from horovod_volo.core.names import Registry
 
 # (fraction of the decay that has passed, from 0 to 1) -> fraction of the way from the floor to the peak
@@ -18,9 +19,50 @@ SCHEDULES: Registry[Decay] = Registry("schedule", "--sched")
 register_schedule = SCHEDULES.register
 register_schedule("cosine", lambda passed: 0.5 * (1 + math.cos(math.pi * passed)))
 register_schedule("linear", lambda passed: 1 - passed)
-# As published for SSD: divided by ten before epochs 43 and 54 of 65.
-register_schedule("step", lambda passed: 0.1 ** ((passed >= 43 / 65) + (passed >= 54 / 65)))
 register_schedule("constant", lambda passed: 1.0)  # noqa: ARG005
+
+
+def _step(settings: Update) -> Decay:
+    """Return a decay by a factor at each milestone."""
+    points, factor = milestones(settings), settings.decay_rate
+    return lambda passed: factor ** sum(passed >= point for point in points)
+
+
+def _poly(settings: Update) -> Decay:
+    """Return a polynomial decay."""
+    return lambda passed: (1 - passed) ** settings.poly_power
+
+
+def _one_cycle(settings: Update) -> Decay:
+    """Return Smith's cycle of three straight lines: up to the peak, down again as long, and on to the floor.
+
+    arXiv 1803.09820 makes the last part, in which the learning rate becomes far smaller than at the start,
+    short. Momentum is not changed against it.
+    """
+    up, start = settings.cycle_up, settings.cycle_start
+
+    def decay(passed: float) -> float:
+        if passed < 2 * up:
+            return 1 - (1 - start) * abs(passed - up) / up
+        return start * (1 - passed) / (1 - 2 * up)
+
+    return decay
+
+
+# Those with settings of their own; their names are registered with the default of these.
+_WITH_SETTINGS: dict[str, Callable[[Update], Decay]] = {
+    "step": _step,
+    "poly": _poly,
+    "one-cycle": _one_cycle,
+}
+for _name, _build in _WITH_SETTINGS.items():
+    register_schedule(_name, _build(Update()))
+
+
+def find_decay(settings: Update) -> Decay:
+    """Return the decay that --sched names, with its settings; raise UserError if there is none."""
+    build = _WITH_SETTINGS.get(settings.sched)
+    return build(settings) if build else SCHEDULES.find(settings.sched)
 
 
 def lr_at(

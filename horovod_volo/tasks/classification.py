@@ -38,7 +38,7 @@ from horovod_volo.models.normalization import finetune_warnings, statistics_of_r
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights import load_weights, read_weights
 from horovod_volo.objective.class_weights import ClassWeights, read_class_weights
-from horovod_volo.objective.loss import LOSSES, LossParts, build_loss
+from horovod_volo.objective.loss import LOSSES, LossParts, build_loss, check_threshold
 from horovod_volo.tasks.accuracy import measure_model
 from horovod_volo.tasks.classification_losses import (
     ClassificationLosses,
@@ -53,6 +53,7 @@ from horovod_volo.tasks.given_data import GivenData
 from horovod_volo.tasks.open_settings import choose_settings, device_facts, fit_to_model
 from horovod_volo.tasks.shared_catalog import cache_settings, cache_warnings, catalog_folder, shared_catalog
 from horovod_volo.tasks.task import Metrics, TaskRun, better_value, check_classes
+from horovod_volo.tasks.training_pictures import TrainingPictures
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ class Classification:
 
     def __init__(self, given: GivenData | None = None) -> None:
         self._given = given
+
+    scores = ("top1", "top5")
 
     def check(self, config: Config) -> None:
         check_model(config.model.model, img_size=config.model.img_size, tokens=uses_tokens(config))
@@ -182,6 +185,7 @@ class Classification:
             pictures=confusions.pictures,
             files=confusions.files,
             classes=data.train.targets if config.data.balance else None,
+            training_pictures=TrainingPictures(network, losses, data.train.classes, config.model),
         )
 
     def warnings(self, config: Config, data: Images | None = None) -> list[str]:
@@ -238,6 +242,7 @@ def _open_label_maps(config: Config, train: Catalog, held_out: Catalog) -> Label
     """Check the classes of the images against each other and the settings; open the label maps, if any."""
     check_same_classes(train, held_out)
     check_classes(config, train, train.source)
+    check_threshold(config.objective, len(train.classes))
     if not config.objective.token_label_data:
         return None
     cache = train.path.parent if train.path else None

@@ -69,6 +69,8 @@ class DetectionLosses:
 class DetectionTask:
     """SSD on boxes."""
 
+    scores = ("ap", "ap50")
+
     def check(self, config: Config) -> None:
         check_model(config.model.model, img_size=config.model.img_size, tokens=False)
         settings = config.detection

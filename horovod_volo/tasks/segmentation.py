@@ -71,6 +71,8 @@ class SegmentationLosses:
 class SegmentationTask:
     """UperNet on masks."""
 
+    scores = ("miou", "pixel_accuracy")
+
     def check(self, config: Config) -> None:
         check_model(config.model.model, img_size=config.model.img_size, tokens=False)
         if config.model.img_size % 16:

@@ -92,6 +92,11 @@ class TaskData(Protocol):
         """Close all files."""
 
 
+def no_pictures(batch: Any, step: int) -> Mapping[str, Picture]:  # noqa: ARG001
+    """Return no pictures of a micro-batch."""
+    return {}
+
+
 @dataclass
 class TaskRun:
     """A task's part of a run on one rank."""
@@ -108,10 +113,16 @@ class TaskRun:
     pictures: Callable[[], Mapping[str, Picture]] = dict  # of the last evaluation, by name
     # Text files for the run folder, by name, of the last evaluation, which was at this step.
     files: Callable[[int], Mapping[str, str]] = lambda step: {}  # noqa: ARG005
+    # (micro-batch, step) -> pictures of it by name. Changes nothing, and is called on one rank alone.
+    training_pictures: Callable[[Any, int], Mapping[str, Picture]] = no_pictures
 
 
 class Task(Protocol):
     """What is learned."""
+
+    @property
+    def scores(self) -> Sequence[str]:
+        """Return the metrics of an evaluation that tell how good a network is, the most important first."""
 
     def check(self, config: Config) -> None:
         """Raise UserError for settings that are wrong with any data."""

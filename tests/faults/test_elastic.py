@@ -25,6 +25,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.doctor.ledger import check_ledger
 from tests.faults.elastic_run import on_this_machine
+from tests.ranks.board_reading import check_board
 from tests.ranks.launching import python, run
 
 THREADS_THAT_COME_AND_GO = 2
@@ -46,6 +47,7 @@ def test_a_killed_rank_is_replaced(tmp_path: Path) -> None:
         assert "done: 240 steps" in trial.output
         assert "40 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
         assert sorted(trial.losses()) == list(trial.losses()) == list(range(1, 241))
+    check_board(trial.run.parent, points=list(range(1, 241)), evaluations=[240], more=set(), ranks=2)
 
 
 @pytest.mark.soak

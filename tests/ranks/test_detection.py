@@ -73,7 +73,7 @@ def test_a_stopped_run_resumes_to_the_bit(scenes: Path, whole: Path, tmp_path: P
     assert len(expected) > 200
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-    board = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    board = EventAccumulator(str(tmp_path / "run"))
     board.Reload()
     assert board.Tags()["images"] == [f"evaluation/image {number:05}" for number in (0, 2, 4, 6)]
     (*_, picture) = board.Images("evaluation/image 00002")

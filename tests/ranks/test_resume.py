@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from horovod_volo.data.demo.demo_set import make_demo_set
+from tests.ranks.board_reading import check_board
 from tests.ranks.launching import train
 
 SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2", "--warmup-epochs", "1")
@@ -51,8 +52,12 @@ def last_state(output: Path):
 def metrics(output: Path):
     lines = (output / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    measured = ("images_per_second", "data_wait")
-    return [{key: value for key, value in record.items() if key not in measured} for record in records]
+    measured = ("images_per_second", "data_wait", "hours", "model_tflops", "host_memory_gib", "slowest_rank")
+    groups = ("time_", "step_seconds_")
+    return [
+        {key: value for key, value in record.items() if key not in measured and not key.startswith(groups)}
+        for record in records
+    ]
 
 
 def test_a_run_that_continues_another_one_at_the_end_of_an_epoch_is_evaluated(images, tmp_path):
@@ -88,9 +93,10 @@ def uninterrupted(images, tmp_path_factory):
 
 @pytest.mark.parametrize("stop_at", [STEPS_PER_EPOCH, 3, STEPS_PER_EPOCH + 2])
 def test_a_stopped_and_resumed_run_is_bit_identical(images, uninterrupted, tmp_path, stop_at):
-    stopped = start(images, tmp_path, "--stop-at-step", str(stop_at), start_with="mpi")
+    shown = ("--histograms-every", "1", "--images-every", "1")  # which change nothing
+    stopped = start(images, tmp_path, "--stop-at-step", str(stop_at), *shown, start_with="mpi")
     assert stopped.returncode == 75, stopped.stdout
-    resumed = start(images, tmp_path, "--resume", "auto")
+    resumed = start(images, tmp_path, "--resume", "auto", *shown)
     assert resumed.returncode == 0, resumed.stdout
     assert f"at step {stop_at}" in resumed.stdout
     expected, found = last_state(uninterrupted), last_state(tmp_path)
@@ -104,6 +110,26 @@ def test_a_stopped_and_resumed_run_is_bit_identical(images, uninterrupted, tmp_p
     assert len(ends) == 2
     for record in ends:
         assert record == by_step[record["step"], True]
+    check_shown(tmp_path, stop_at)
+
+
+def check_shown(runs: Path, stop_at: int) -> None:
+    """Assert that TensorBoard shows the resumed run as one, and that its hours count on."""
+    records = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
+    points = [record["step"] for record in records if "lr" in record]
+    assert points == sorted(set(points))
+    more = {"train/token_loss", "train/token_loss_smoothed"}
+    board = check_board(runs, points=points, evaluations=[5, 10], more=more, ranks=2)
+    starts = [0, stop_at]
+    assert board.steps("run", "run/recipe") == starts
+    assert board.steps("run", "training/batch") == board.steps("run", "weights/network.0.0") == [0, 5]
+    assert board.tags("run", "histograms") >= {"weights/head", "gradients/head", "gradients/network.2.0"}
+    hours = [record["hours"] for record in records]
+    assert hours == sorted(hours)
+    assert hours[0] > 0
+    for record in records:
+        parts = [value for name, value in record.items() if name.startswith("time_")]
+        assert not parts or sum(parts) == pytest.approx(1, abs=1e-4)
 
 
 def test_a_resumed_run_with_fp16_compression_is_bit_identical(images, tmp_path):

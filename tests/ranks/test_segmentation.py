@@ -65,7 +65,7 @@ def test_a_stopped_run_resumes_to_the_bit(scenes, tmp_path):
     assert len(expected) > 300
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-    board = EventAccumulator(str(tmp_path / "cut" / "run" / "tensorboard"))
+    board = EventAccumulator(str(tmp_path / "cut" / "run"))
     board.Reload()
     assert board.Tags()["images"] == [f"evaluation/image {number:05}" for number in (0, 2, 4, 6)]
     (*_, picture) = board.Images("evaluation/image 00002")

@@ -119,7 +119,7 @@ def test_extras_are_added_to_an_installed_package(clean: Path, tmp_path: Path) -
     assert "horovod==" not in after
     versions = call(tmp_path, clean / "horovod-volo", "--version")
     assert re.search(r"nvidia-dali-cuda120 \d", versions)
-    make_demo_set(tmp_path / "images", train=16, val=8)
+    make_demo_set(tmp_path / "images", train=20, val=10)
     assert "images read by DALI" in call(tmp_path, clean / "horovod-volo", "train", "images", *TRAINED)
     call(tmp_path, clean / "horovod-volo", "export", "runs/run", "exported", "--onnx")
     assert (tmp_path / "exported/model.onnx").exists()

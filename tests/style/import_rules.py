@@ -53,6 +53,8 @@ ONLY_IMPORTER = {
     "onnxruntime": "models",
     "onnxscript": "models",
     "tensorboard": "monitor",
+    "wandb": "monitor",
+    "mlflow": "monitor",
     "tensorboardX": "monitor",
     "torch.utils.tensorboard": "monitor",
     "torch.distributed": None,

@@ -17,6 +17,10 @@ SMALL_MODULES_WITH_ONE_IMPORTER = {
     "kernels.gelu_kernels",
     # Losses between log points belong to `monitor`, their importer to `engine`.
     "monitor.meters",
+    # What a scaler has skipped follows from optimization, its importer belongs to `engine`.
+    "optim.loss_scale",
+    # The network computes what `tasks` draws.
+    "models.outlook_attention",
 }
 
 

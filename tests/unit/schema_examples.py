@@ -19,6 +19,7 @@ FIELDS = [
 ]
 NAMES = [name for _, name, _ in FIELDS]
 FURTHER_FLAGS = {
+    "bce_target_threshold": ["--bce-target-thresh"],
     "batch_size": ["-b"],
     "workers": ["-j"],
     "lr": ["--learning-rate"],
@@ -39,6 +40,8 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "epochs": (30, 40),
     "mean": ((0.5, 0.25, 0.0), (0.5, 0.5, 0.5)),
     "std": ((0.5, 0.25, 1.0), (0.5, 0.5, 0.5)),
+    "decay_milestones": ("5,20", "30"),
+    "cycle_up": (0.25, 0.4),
     "ratio": ((0.9, 1.1), (0.5, 2.0)),
     "train_interpolation": ("bilinear", "bicubic"),
     "randaugment_on": ("image", "crop"),

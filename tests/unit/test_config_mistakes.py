@@ -13,6 +13,8 @@ from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.errors import UserError
 
+MAPS = ["--token-label", "--token-label-data", "maps"]
+
 
 def refusal(*argv: str) -> str:
     with pytest.raises(UserError) as raised:
@@ -145,6 +147,18 @@ def test_a_recipe_of_bytes_that_are_no_text(tmp_path: Path) -> None:
         (["--token-label", "--ground-truth"], "Add --token-label-data, or drop --ground-truth."),
         (["--epochs", "10", "--warmup-epochs", "20"], "--warmup-epochs 20 is longer than --epochs 10"),
         (["--lr-base", "0"], "The learning rate is 0. Set --lr, or --lr-base"),
+        (
+            ["--decay-milestones", "60,30"],
+            "takes ascending epochs from 1 to 299, one less than --epochs,",
+        ),
+        (["--decay-milestones", "30,300"], "such as 30,60,80, not '30,300'."),
+        (["--decay-milestones", "30,,60"], "not '30,,60'."),
+        (["--decay-milestones", "0"], "not '0'."),
+        (
+            [*MAPS, "--bce-target-threshold", "0.2"],
+            "label maps are no such targets. Drop it, or --token-label",
+        ),
+        (["--cycle-up", "0.6"], "--cycle-up 0.6 leaves too few epochs to come down again: it is at most 0.5"),
     ],
 )
 def test_settings_that_contradict_each_other(argv: list[str], said: str) -> None:
@@ -167,7 +181,7 @@ def test_the_edge_of_a_rule_is_allowed(argv: list[str]) -> None:
 
 
 # Settings that the others leave without effect: what is stated, why it is idle, and what gives it an effect.
-MAPS = ["--token-label", "--token-label-data", "maps"]
+ONE_CYCLE = "with --sched one-cycle, which rises by itself (--cycle-up, --cycle-start)"
 WITHOUT_EFFECT = [
     (["--momentum", "0.8"], "with --opt adamw", ["--opt", "lars"]),
     (["--lr-base", "1e-3"], "with --lr", ["--lr", "0"]),
@@ -181,8 +195,17 @@ WITHOUT_EFFECT = [
         "without both --mixup and --cutmix",
         ["--mixup", "1", "--cutmix", "1", "--no-mix-token"],
     ),
+    (["--decay-milestones", "30"], "without --sched step", ["--sched", "step"]),
+    (["--decay-rate", "0.2"], "without --sched step", ["--sched", "step"]),
+    (["--poly-power", "2"], "without --sched poly", ["--sched", "poly"]),
+    (["--cycle-up", "0.3"], "without --sched one-cycle", ["--sched", "one-cycle"]),
+    (["--cycle-start", "0.1"], "without --sched one-cycle", ["--sched", "one-cycle"]),
+    (["--warmup-epochs", "5"], ONE_CYCLE, ["--sched", "cosine"]),
+    (["--warmup-lr", "2e-6"], ONE_CYCLE, ["--sched", "cosine"]),
+    (["--warmup-prefix"], ONE_CYCLE, ["--sched", "cosine"]),
     (["--dense-weight", "2"], "without --token-label", ["--token-label"]),
     (["--token-label-size", "14"], "without --token-label", ["--token-label"]),
+    (["--bce-target-threshold", "0.2"], "without --loss bce", ["--loss", "bce"]),
     (["--label-geometry", "reference"], "without --token-label-data", MAPS),
     (["--remode", "rand"], "with --reprob 0", ["--reprob", "0.5"]),
     (["--recount", "2"], "with --reprob 0", ["--reprob", "0.5"]),
@@ -194,6 +217,7 @@ WITHOUT_EFFECT = [
 # What takes the effect away where the defaults do not.
 IDLE_BY = {
     "with --lr": ["--lr", "1e-3"],
+    ONE_CYCLE: ["--sched", "one-cycle"],
     "with --warmup-epochs 0": ["--warmup-epochs", "0"],
     "with --reprob 0": ["--reprob", "0"],
     "without --aa or --color-jitter": ["--aa", "", "--color-jitter", "0"],

@@ -13,8 +13,9 @@ from horovod_volo.config.command_line import parse
 from horovod_volo.config.dense_settings import Detection, Segmentation
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.validation import _IDLE, _OF_CLASSIFICATION, NOTHING_KNOWN, RunFacts, config_warnings
+from horovod_volo.config.validation import config_warnings
 from horovod_volo.config.values import all_settings
+from horovod_volo.config.without_effect import _IDLE, _OF_CLASSIFICATION, NOTHING_KNOWN, RunFacts
 from horovod_volo.dry_run import dry_run
 from horovod_volo.optim.build import OPTIMIZERS
 
@@ -79,6 +80,12 @@ BESIDE_OTHERS = [
         "with --test-mode whole",
         ["--epochs", "30"],
         ["--test-mode", "slide"],
+    ),
+    (
+        ["--early-stop", "3"],
+        "with so few evaluations (--epochs, --eval-every)",
+        ["--epochs", "31", "--eval-every", "10"],  # 4
+        ["--epochs", "41", "--eval-every", "10"],
     ),
     (
         ["--min-lr", "2e-6"],

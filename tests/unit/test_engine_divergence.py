@@ -6,7 +6,7 @@ from contextlib import closing
 
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config
 from horovod_volo.engine.divergence import note_value
-from horovod_volo.monitor.run_logger import NullLogger
+from horovod_volo.monitor.logger import NullLogger
 
 
 class LinesLogger(NullLogger):

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.optim.lr_scheduler import LRScheduler, MultiStepLR, OneCycleLR, PolynomialLR
 
+from horovod_volo.config.update_settings import Update
 from horovod_volo.core.errors import UserError
-from horovod_volo.optim.schedule import SCHEDULES, lr_at, register_schedule
+from horovod_volo.optim.schedule import SCHEDULES, find_decay, lr_at, register_schedule
 
 PUBLISHED: dict[str, Any] = {"peak": 1.6e-3, "start": 1e-6, "floor": 1e-5, "warmup": 20, "decay_steps": 300}
 PUBLISHED["decay"] = SCHEDULES.find("cosine")
@@ -87,6 +90,63 @@ def test_other_decays(name: str, rates: list[float], monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(SCHEDULES, "half", lambda _: 0.5)
     sizes = {"peak": 2.5, "start": 0.0, "floor": 0.5, "warmup": 2, "decay_steps": 5}
     assert [lr_at(step, decay=SCHEDULES.find(name), **sizes) for step in range(7)] == pytest.approx(rates)
+
+
+STEPS = 40  # of the decay
+
+
+def our_rates(settings: Update, *, floor: float) -> list[float]:
+    sizes = {"peak": 0.5, "start": 0.0, "floor": floor, "warmup": 0, "decay_steps": STEPS}
+    return [lr_at(step, decay=find_decay(settings), **sizes) for step in range(STEPS + 1)]
+
+
+def rates_of(build: type[LRScheduler], **settings: Any) -> list[float]:
+    """Return the learning rates of torch's scheduler for the same steps."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    scheduler = build(optimizer, **settings)
+    rates = []
+    for _ in range(STEPS + 1):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("power", [0.9, 2.0])
+def test_poly_is_torchs(power: float) -> None:
+    expected = rates_of(PolynomialLR, total_iters=STEPS, power=power)
+    assert our_rates(Update(sched="poly", poly_power=power), floor=0.0) == pytest.approx(expected, abs=1e-12)
+    above_floor = [0.1 + 0.4 * rate / 0.5 for rate in expected]
+    found = our_rates(Update(sched="poly", poly_power=power), floor=0.1)
+    assert found == pytest.approx(above_floor, abs=1e-12)
+
+
+def test_step_is_torchs_with_milestones_in_epochs() -> None:
+    settings = Update(sched="step", epochs=20, decay_milestones="5, 15", decay_rate=0.3)
+    expected = rates_of(MultiStepLR, milestones=[10, 30], gamma=0.3)  # two steps in an epoch
+    assert our_rates(settings, floor=0.0)[:STEPS] == pytest.approx(expected[:STEPS])
+
+
+@pytest.mark.parametrize(("up", "start"), [(0.45, 0.04), (0.25, 0.2), (0.4, 0.5)])
+def test_one_cycle_is_torchs_of_three_straight_lines(up: float, start: float) -> None:
+    floor = 1e-4
+    # Its start, and its last phase from there to the floor.
+    initial = floor + start * (0.5 - floor)
+    expected = rates_of(
+        OneCycleLR,
+        max_lr=0.5,
+        total_steps=STEPS + 1,
+        pct_start=(up * STEPS + 1) / (STEPS + 1),
+        div_factor=0.5 / initial,
+        final_div_factor=initial / floor,
+        anneal_strategy="linear",
+        three_phase=True,
+        cycle_momentum=False,
+    )
+    settings = Update(sched="one-cycle", cycle_up=up, cycle_start=start)
+    found = our_rates(settings, floor=floor)
+    assert found == pytest.approx(expected)
+    assert max(found) == found[round(up * STEPS)] == pytest.approx(0.5)
 
 
 def test_unknown_and_repeated_names_are_refused() -> None:

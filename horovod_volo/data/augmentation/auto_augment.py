@@ -195,4 +195,6 @@ def draw_auto_augment(
             level = levels(step.magnitude, policy.magnitude_std, angle[rows, layer], radius[rows, layer])
             kinds[rows, layer] = np.where(applied[rows, layer] < step.probability, operation, ops.NONE)
             arguments[rows, layer] = argument(level, draw[rows, layer])
+    # Magnitude 0 moves nothing. Pillow returns such an image as it is; resampling it would round.
+    kinds[np.isin(kinds, ops.GEOMETRIC) & (arguments == 0)] = ops.NONE
     return Operations(kinds, arguments.astype(np.float32), interpolations(filtering, interpolation))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -211,6 +212,7 @@ def _percent(fraction: float) -> str:
     return f"{100 * fraction:.0f} %"
 
 
+@cache
 def load_font(size: int) -> ImageFont.FreeTypeFont:
     """Return the font that is built into Pillow."""
     font = ImageFont.load_default(size)

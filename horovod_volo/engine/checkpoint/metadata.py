@@ -36,6 +36,7 @@ def run_metadata(config: Config, derived: Derived, task: Task, train: Samples) -
         "optimizer": config.update.opt,
         "task": config.model.task,
         "mean and std": _statistics(config),
+        "freeze": config.model.freeze,
         **task.metadata(config),
     }
 
@@ -50,9 +51,15 @@ def _statistics(config: Config) -> str:
 def check_metadata(saved: dict[str, Any], current: dict[str, Any], checkpoint: Path, ranks: int) -> None:
     """Raise UserError if the run that saved `checkpoint` had other settings than the current one."""
     # Earlier versions did not save these: averages always had a warm-up, models always an auxiliary head.
-    # Only DALI decoded images.
-    earlier = {"ema_warmup": saved.get("averaged", False), "task": "classification", "image_decoder": "dali"}
-    earlier |= {"mean and std": _OF_THE_MODEL, "balance": 0.0}
+    # Only DALI decoded images, with the model's mean and std; nothing was frozen, nor drawn more often.
+    earlier = {
+        "ema_warmup": saved.get("averaged", False),
+        "task": "classification",
+        "image_decoder": "dali",
+        "mean and std": _OF_THE_MODEL,
+        "balance": 0.0,
+        "freeze": "",
+    }
     saved = earlier | {"aux_head": current.get("aux_head")} | saved
     for name, value in current.items():
         if saved.get(name) != value:
@@ -76,6 +83,9 @@ def _remedy(name: str, saved: Any, ranks: int) -> str:
         return "Drop --mean and --std." if saved == _OF_THE_MODEL else f"Give {saved}."
     if name == "ema_warmup":
         return "Give --ema-warmup." if saved else "Drop --ema-warmup."
+    if name == "freeze":
+        same = f"Give --freeze {saved}" if saved else "Drop --freeze"
+        return f"{same}, or start a new run with --finetune."
     if name == "aux_head":
         labels = "--token-label, and --dense-weight above 0" if saved else "--no-token-label"
         return f"Give {labels}, or start a new run with --finetune."

@@ -51,13 +51,14 @@ def save_checkpoint(context: TrainContext) -> None:
         return
     if context.returns_in_vain:
         raise divergence(context)
-    if different := context.world.different_ranks(context.state.replicated_tensors()):
-        raise CorruptedError(different)
-    context.ledger.write()  # so that it is never behind a checkpoint
-    tensors = context.state.full_state_dict()
-    finish_checkpoint(context)
-    if context.world.is_rank_zero:
-        context.checkpoints.begin(tensors, _checkpoint_writer(context))
+    with context.clock.saving():
+        if different := context.world.different_ranks(context.state.replicated_tensors()):
+            raise CorruptedError(different)
+        context.ledger.write()  # so that it is never behind a checkpoint
+        tensors = context.state.full_state_dict()
+        finish_checkpoint(context)
+        if context.world.is_rank_zero:
+            context.checkpoints.begin(tensors, _checkpoint_writer(context))
     context.checkpoints.step = context.state.step
 
 
@@ -65,10 +66,11 @@ def finish_checkpoint(context: TrainContext) -> None:
     """Wait until the checkpoint is on disk; raise if it cannot be written. Collective."""
     # A slow disk is no hang, unless it takes very long.
     limit = time.monotonic() + _LONGEST_WRITE_SECONDS
-    while context.world.broadcast_object(not context.checkpoints.done_within(_BEAT_SECONDS)):
-        if time.monotonic() < limit:
-            context.heartbeat.beat(context.state.step)
-    context.world.run_on_rank_zero(context.checkpoints.wait)
+    with context.clock.saving():
+        while context.world.broadcast_object(not context.checkpoints.done_within(_BEAT_SECONDS)):
+            if time.monotonic() < limit:
+                context.heartbeat.beat(context.state.step)
+        context.world.run_on_rank_zero(context.checkpoints.wait)
 
 
 def divergence(context: TrainContext) -> AllRanksError:
@@ -111,9 +113,12 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
     finish_checkpoint(context)
     step = context.state.step
     epochs_done, _ = context.derived.epoch_of(step)
-    context.logger.log_evaluation(
-        step, {"epoch": epochs_done, "images_seen": step * context.derived.global_batch, **metrics}
-    )
+    reached = {
+        "epoch": epochs_done,
+        "images_seen": step * context.derived.global_batch,
+        "hours": round(context.clock.hours, 6),
+    }
+    context.logger.log_evaluation(step, reached | metrics)
     after = f"after epoch {epochs_done} of {context.derived.epochs}"
     context.logger.log(f"{after}: {context.task.summary(metrics)}")
     context.world.run_on_rank_zero(lambda: _write_evaluation(context, metrics))
@@ -138,6 +143,27 @@ def has_evaluation(context: TrainContext) -> bool:
     # While a checkpoint is written, one of the same step may exist that this run has replaced.
     evaluated = not context.checkpoints.is_writing and (_current_checkpoint(context) / _EVALUATION).exists()
     return bool(context.world.broadcast_object(evaluated))
+
+
+def stops_early(context: TrainContext) -> bool:
+    """Return whether --early-stop evaluations in a row were no better than the best. Collective.
+
+    It follows from the step of `best` and the current one, so a run that resumes stops where it would have.
+    """
+    patience = context.config.run.early_stop
+    if not patience:
+        return False
+    return context.world.run_on_rank_zero(lambda: _evaluations_since_best(context)) >= patience
+
+
+def _evaluations_since_best(context: TrainContext) -> int:
+    """Return the number of evaluations after that of `best`, as --eval-every has them."""
+    best = _folder(context) / "best"
+    if not best.exists():  # the checkpoint of another run was resumed, and none has been evaluated since
+        return 0
+    best_step = int(best.resolve().name.removeprefix("step_"))
+    (first, _), (last, _) = map(context.derived.epoch_of, (best_step, context.state.step))
+    return sum(epoch % context.config.run.eval_every == 0 for epoch in range(first + 1, last + 1))
 
 
 def _score(checkpoint: Path, context: TrainContext) -> float:

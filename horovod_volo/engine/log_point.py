@@ -1,0 +1,195 @@
+"""What is logged every --log-every steps: losses, speed, shares of time, memory, the spread over ranks."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from statistics import median_low
+from typing import NamedTuple
+
+from horovod_volo.cluster.watchdog import learned_limit
+from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.engine.checkpoint.saving import finish_checkpoint
+from horovod_volo.engine.context import TrainContext
+from horovod_volo.engine.divergence import go_back, note_value
+from horovod_volo.engine.model_cost import PASSES
+from horovod_volo.monitor.hardware import device_memory_gib, host_memory_gib
+from horovod_volo.monitor.progress import Values
+from horovod_volo.monitor.stragglers import OwnTime
+
+_DIGITS = 6  # of fractions and hours
+
+
+class RankReport(NamedTuple):
+    """What one rank has measured since the last log point."""
+
+    sums: list[float]  # of losses
+    seconds: float  # of training
+    waited: float  # of them, for data
+    exchanged: float  # of them, for other ranks
+    saved: float  # for checkpoints
+    outside: float  # of these, those that are not among the seconds of training
+    bad_samples: int
+    failed: bool  # whether a checkpoint could not be written
+    own: OwnTime
+    hours: float
+    host_memory: float
+    device_memory: tuple[float, float]  # now, and at most
+
+
+def log_point(context: TrainContext) -> None:
+    """Log losses and speed since the last log point. Collective: every rank calls this."""
+    meter, world, step = context.meter, context.world, context.state.step
+    steps = meter.micro_batches / context.config.update.accumulation
+    names = meter.sums().keys()
+    context.skipped.count(round(steps))
+    reports: list[RankReport] = world.allgather_object(_report(context, steps))
+    if any(report.failed for report in reports):
+        finish_checkpoint(context)
+    log_bad_samples(context, context.parts.train_loader.bad_samples)
+    losses = [sum(values) for values in zip(*(report.sums for report in reports), strict=True)]
+    finite = losses[-1]  # micro-batches
+    if not finite and not context.state.reducer.statistics.looks:
+        go_back(context)
+    means = {name: value / max(finite, 1) for name, value in zip(names, losses, strict=True)}
+    values: Values = {
+        "epoch": round(step / context.derived.steps_per_epoch, 4),
+        "images_seen": step * context.derived.global_batch,
+        "loss": means.pop("total"),
+        **{name: mean for name, mean in means.items() if name != "finite"},
+        "lr": context.lr(step - 1),
+        **_speed(context, reports, steps),
+        **_memory(reports),
+    }
+    norm, context.logged_norm = context.logged_norm, None  # none at an epoch's end between log points
+    if norm is not None and norm.isfinite():
+        values["gradient_norm"] = float(norm)
+        note_value(context, "gradient norm", float(norm))
+    if world.size > 1:
+        values |= _spread([report.own for report in reports])
+    if finite:
+        context.logger.log_training(step, values)
+        note_value(context, "loss", values["loss"])
+        context.callbacks.logged(context, values)
+    if context.stragglers is not None:
+        log_own_times(context, [report.own for report in reports])
+    if not context.config.run.hang_timeout:
+        mean_seconds = sum(report.seconds for report in reports) / world.size
+        context.heartbeat.watch(learned_limit(mean_seconds / steps))
+    context.ledger.write()
+    gc.collect()  # on all ranks at once: they have just synchronised in allgather_object
+    meter.reset()
+    context.timer.reset()
+
+
+def _report(context: TrainContext, steps: float) -> RankReport:
+    meter, device = context.meter, context.resources.device
+    sums = list(meter.sums().values())
+    own_seconds, exchanged = context.timer.seconds_per_step(), context.timer.exchange_seconds()
+    waited = meter.data_wait_seconds
+    saved, outside = context.clock.take_checkpoint_seconds()
+    return RankReport(
+        sums=sums,
+        seconds=meter.seconds,
+        waited=waited,
+        exchanged=exchanged if context.world.size > 1 else 0.0,
+        saved=saved,
+        outside=outside,
+        bad_samples=context.parts.train_loader.bad_samples.skipped,
+        failed=context.checkpoints.failed,
+        own=OwnTime(own_seconds, waited / steps),
+        hours=context.clock.hours,
+        host_memory=host_memory_gib(),
+        device_memory=device_memory_gib(device),
+    )
+
+
+def _speed(context: TrainContext, reports: Sequence[RankReport], steps: float) -> Values:
+    """Return images per second, what part of wall time was spent on what, and what was skipped."""
+    seconds, waited = (sum(getattr(report, name) for report in reports) for name in ("seconds", "waited"))
+    images_per_second = steps * context.derived.global_batch * len(reports) / seconds
+    wall = seconds + sum(report.outside for report in reports)
+    data, exchange = waited / wall, sum(report.exchanged for report in reports) / wall
+    checkpoint = sum(report.saved for report in reports) / wall
+    values: Values = {
+        "images_per_second": images_per_second,
+        "data_wait": waited / seconds,
+        "bad_samples": sum(report.bad_samples for report in reports),
+        "skipped_steps": context.skipped.total,
+        "hours": round(reports[0].hours, _DIGITS),
+        "time_data": round(data, _DIGITS),
+        # On a GPU, the host may wait for data while the device still exchanges.
+        "time_compute": round(max(0.0, 1 - data - exchange - checkpoint), _DIGITS),
+        "time_exchange": round(exchange, _DIGITS),
+        "time_checkpoint": round(checkpoint, _DIGITS),
+    }
+    if context.state.scaler.is_enabled():
+        values["loss_scale"] = context.state.scaler.get_scale()
+    if context.cost.forward_flops:
+        flops = PASSES * context.cost.forward_flops * images_per_second
+        values["model_tflops"] = flops / len(reports) / 1e12
+        if context.peak_flops:
+            values["mfu"] = round(flops / context.peak_flops, _DIGITS)
+    return values
+
+
+def _memory(reports: Sequence[RankReport]) -> Values:
+    """Return the memory of the ranks that use most."""
+    values: Values = {"host_memory_gib": round(max(report.host_memory for report in reports), 3)}
+    now, most = (max(report.device_memory[kind] for report in reports) for kind in (0, 1))
+    if most:
+        values |= {"device_memory_gib": round(most, 3), "device_allocated_gib": round(now, 3)}
+    return values
+
+
+def _spread(times: Sequence[OwnTime]) -> Values:
+    """Return the times of the fastest, the median and the slowest rank for their part of a step."""
+    seconds = [own.seconds for own in times]
+    return {
+        "step_seconds_min": min(seconds),
+        "step_seconds_median": median_low(seconds),
+        "step_seconds_max": max(seconds),
+        "slowest_rank": seconds.index(max(seconds)),
+    }
+
+
+def log_own_times(context: TrainContext, times: Sequence[OwnTime]) -> None:
+    """Log the time of each rank's own part of a step, and name a rank that the others wait for."""
+    assert context.stragglers is not None
+    step, hosts = context.state.step, context.stragglers.hosts
+    for rank, (own, host) in enumerate(zip(times, hosts, strict=True)):
+        context.logger.log_rank(step, rank, host, own._asdict())
+    if step % context.derived.steps_per_epoch == 0:
+        context.logger.log_text(step, "ranks/spread", spread_table(times, hosts))
+    if message := context.stragglers.find(times):
+        context.logger.log(message)
+
+
+def spread_table(times: Sequence[OwnTime], hosts: Sequence[str]) -> str:
+    """Return which ranks are the fastest, the median and the slowest, as a table in Markdown."""
+    order = sorted(range(len(times)), key=lambda rank: times[rank].seconds)
+    chosen = {"slowest": order[-1], "median": order[(len(order) - 1) // 2], "fastest": order[0]}
+    rows = [
+        f"| {name} | {rank} | {hosts[rank]} | {1e3 * own.seconds:.1f} | {1e3 * own.data:.1f} |"
+        for name, rank in chosen.items()
+        for own in (times[rank],)
+    ]
+    head = [
+        "| | rank | host | its part of a step, ms | of it, waiting for data, ms |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *rows])
+
+
+def log_bad_samples(context: TrainContext, tracker: BadSampleTracker) -> None:
+    """Log the samples that any rank has skipped since the last call. Collective: every rank calls this."""
+    skipped = tracker.new_messages()
+    (on_all_ranks,) = context.world.sum_over_ranks(len(skipped))
+    if not on_all_ranks:
+        return
+    for messages in context.world.allgather_object(skipped):
+        for message in messages:
+            # Another rank may have read, and logged, this sample in an earlier epoch.
+            if message not in context.logged_bad_samples:
+                context.logged_bad_samples.add(message)
+                context.logger.log(f"left out: {message}")

@@ -1,0 +1,166 @@
+"""TensorBoard's events as the bytes of their records: scalars, text, pictures, histograms, hparams, a layout.
+
+The bytes are appended to a file of events. Invariant: after `session_start`, TensorBoard ignores earlier
+events of its step and later ones, whatever they show.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as layout_metadata
+from tensorboard.plugins.histogram import metadata as histogram_metadata
+from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
+from tensorboard.plugins.hparams import metadata as hparams_metadata
+from tensorboard.plugins.scalar import metadata as scalar_metadata
+from tensorboard.plugins.text import metadata as text_metadata
+from tensorboard.summary.writer.record_writer import RecordWriter
+from tensorboard.util.tensor_util import make_tensor_proto
+from torch import Tensor
+
+LAYOUT_TAG: str = layout_metadata.CONFIG_SUMMARY_TAG
+_RGB = 3  # TensorBoard's number of this color space
+_BINS = 48
+
+HparamValue = bool | float | str
+EncodedPicture = tuple[bytes, int, int]  # PNG, width, height
+
+
+class Curves(NamedTuple):
+    """A chart of several metrics, or of one between a lower and an upper one."""
+
+    title: str
+    tags: Sequence[str]  # regular expressions; of a band: the metric, its lower and its upper bound
+    is_band: bool = False
+
+
+def file_start(first_step: int) -> bytes:
+    """Return the first events of a file: its version, and the step from which on earlier files are void."""
+    return event(0, file_version="brain.Event:2") + session_start(first_step)
+
+
+def session_start(first_step: int) -> bytes:
+    """Return the event after which TensorBoard ignores earlier ones from a step on."""
+    return event(first_step, session_log=SessionLog(status=SessionLog.START))
+
+
+def scalar(step: int, tag: str, value: float, description: str = "") -> bytes:
+    """Return a point of a curve."""
+    metadata = scalar_metadata.create_summary_metadata(display_name=None, description=description)
+    return _summary(step, tag=tag, simple_value=value, metadata=metadata)
+
+
+def text(step: int, tag: str, markdown: str) -> bytes:
+    """Return a text."""
+    metadata = text_metadata.create_summary_metadata(display_name=None, description=None)
+    tensor = make_tensor_proto(markdown, dtype=np.object_)
+    return _summary(step, tag=tag, tensor=tensor, metadata=metadata)
+
+
+def picture(step: int, tag: str, encoded: EncodedPicture) -> bytes:
+    """Return a picture."""
+    png, width, height = encoded
+    image = Summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=png)
+    return _summary(step, tag=tag, image=image)
+
+
+def histogram(step: int, tag: str, tensors: Iterable[Tensor]) -> bytes:
+    """Return a histogram of the finite elements of tensors, which are counted on their device."""
+    values = torch.cat([tensor.detach().flatten().float() for tensor in tensors])
+    values = values[values.isfinite()]
+    rows = np.zeros((0, 3))
+    if len(values):
+        low, high = (float(edge) for edge in torch.aminmax(values))
+        if low == high:
+            low, high = low - 0.5, high + 0.5
+        counts = torch.histc(values, _BINS, low, high).cpu().numpy()
+        edges = np.linspace(low, high, _BINS + 1)
+        rows = np.stack([edges[:-1], edges[1:], counts], axis=1)  # left, right, count
+    metadata = histogram_metadata.create_summary_metadata(display_name=None, description=None)
+    tensor = make_tensor_proto(rows, dtype=np.float64)
+    return _summary(step, tag=tag, tensor=tensor, metadata=metadata)
+
+
+def hparams(step: int, group: str, values: Mapping[str, HparamValue], metrics: Sequence[str]) -> bytes:
+    """Return the hyperparameters of a run and the tags of its metrics, for TensorBoard's plugin."""
+    infos = [api_pb2.HParamInfo(name=name, type=_hparam_type(value)) for name, value in values.items()]
+    scores = [
+        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=tag.rpartition("/")[2])
+        for tag in metrics
+    ]
+    experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=scores)
+    start = plugin_data_pb2.SessionStartInfo(group_name=group, start_time_secs=time.time())
+    for name, value in values.items():
+        setattr(start.hparams[name], f"{_KINDS[_kind(value)]}_value", value)
+    return _hparams_event(step, hparams_metadata.EXPERIMENT_TAG, experiment=experiment) + _hparams_event(
+        step, hparams_metadata.SESSION_START_INFO_TAG, session_start_info=start
+    )
+
+
+def session_end(step: int) -> bytes:
+    """Return that the run is finished, for the plugin of hyperparameters."""
+    end = plugin_data_pb2.SessionEndInfo(
+        status=api_pb2.Status.Value("STATUS_SUCCESS"), end_time_secs=time.time()
+    )
+    return _hparams_event(step, hparams_metadata.SESSION_END_INFO_TAG, session_end_info=end)
+
+
+def layout(step: int, categories: Mapping[str, Sequence[Curves]]) -> bytes:
+    """Return the charts of the tab of custom scalars, by category."""
+    found = layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(title=title, chart=[_chart(curves) for curves in charts])
+            for title, charts in categories.items()
+        ]
+    )
+    tensor = make_tensor_proto(found.SerializeToString(), dtype=np.object_)
+    return _summary(step, tag=LAYOUT_TAG, tensor=tensor, metadata=layout_metadata.create_summary_metadata())
+
+
+def event(step: int, **content: Any) -> bytes:
+    """Return an event of TensorBoard as a record of its file."""
+    record = io.BytesIO()
+    RecordWriter(record).write(Event(wall_time=time.time(), step=step, **content).SerializeToString())
+    return record.getvalue()
+
+
+_KINDS = {bool: "bool", float: "number", str: "string"}
+_DATA_TYPES = {bool: "DATA_TYPE_BOOL", float: "DATA_TYPE_FLOAT64", str: "DATA_TYPE_STRING"}
+
+
+def _kind(value: HparamValue) -> type:
+    if isinstance(value, bool | str):
+        return type(value)
+    return float
+
+
+def _hparam_type(value: HparamValue) -> Any:
+    return api_pb2.DataType.Value(_DATA_TYPES[_kind(value)])
+
+
+def _hparams_event(step: int, tag: str, **content: Any) -> bytes:
+    data = plugin_data_pb2.HParamsPluginData(**content)
+    metadata = hparams_metadata.create_summary_metadata(data)
+    return _summary(step, tag=tag, tensor=hparams_metadata.NULL_TENSOR, metadata=metadata)
+
+
+def _chart(curves: Curves) -> Any:
+    if not curves.is_band:
+        return layout_pb2.Chart(
+            title=curves.title, multiline=layout_pb2.MultilineChartContent(tag=list(curves.tags))
+        )
+    value, lower, upper = curves.tags
+    series = layout_pb2.MarginChartContent.Series(value=value, lower=lower, upper=upper)
+    return layout_pb2.Chart(title=curves.title, margin=layout_pb2.MarginChartContent(series=[series]))
+
+
+def _summary(step: int, **content: Any) -> bytes:
+    return event(step, summary=Summary(value=[Summary.Value(**content)]))

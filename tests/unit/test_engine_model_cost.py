@@ -1,0 +1,75 @@
+"""Parameters and operations of a network by block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from horovod_volo.bench.synthetic import forward_flops
+from horovod_volo.config.values import assemble
+from horovod_volo.engine.model_cost import block_of, count_cost
+from horovod_volo.monitor.hardware import peak_flops
+from horovod_volo.tasks.names import find_task
+
+
+@pytest.mark.parametrize(
+    ("parameter", "block"),
+    [
+        ("network.0.0.attn.v.weight", "network.0.0"),
+        ("network.2.10.mlp.fc1.bias", "network.2.10"),
+        ("pos_embed", "pos_embed"),
+        ("head.weight", "head"),
+        ("layers.0.blocks.1.attn.qkv.weight", "layers.0.blocks.1"),
+    ],
+)
+def test_blocks_follow_from_names(parameter: str, block: str) -> None:
+    assert block_of(parameter) == block
+
+
+def test_the_cost_of_a_network_is_that_of_its_blocks() -> None:
+    settings = {"model": "volo_demo", "img_size": 64, "num_classes": 10, "token_label": True}
+    config = assemble(settings, fallback_name="")
+    before = torch.get_rng_state()
+    cost = count_cost(config, find_task("classification"), 10)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert cost.parameters == 533_606
+    assert cost.forward_flops == forward_flops("volo_demo", 64, 10)
+    by_name = {block.name: block for block in cost.blocks}
+    # (16 tokens x 96 channels) times (96 x 10 classes), at two operations
+    assert by_name["aux_head"].flops == 2 * 16 * 96 * 10
+    assert by_name["pos_embed"].kind == ""
+    assert sum(block.flops for block in cost.blocks) == pytest.approx(cost.forward_flops, rel=0.01)
+
+
+def test_operations_that_cannot_be_counted_are_not_invented() -> None:
+    class HostComputation(torch.nn.Linear):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return torch.tensor([float(images.sum())])
+
+    class TaskOfHost:
+        def build_network(self, *_: object) -> torch.nn.Module:
+            return HostComputation(3, 3)
+
+        def training_forward(self, network: torch.nn.Module) -> torch.nn.Module:
+            return network
+
+    cost = count_cost(assemble({}, fallback_name=""), TaskOfHost(), 3)  # type: ignore[arg-type]
+    assert (cost.forward_flops, cost.parameters) == (0.0, 12)
+    assert cost.problem
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precision", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "fp16", 756),
+        ("NVIDIA A100-SXM4-40GB", "tf32", 156),
+        ("Tesla V100-SXM2-16GB", "fp16", 125),
+        ("Tesla V100-SXM2-16GB", "bf16", 0),
+        ("NVIDIA A1000", "bf16", 0),
+        ("NVIDIA GeForce RTX 4090 D", "bf16", 0),
+        ("A GPU of the future", "bf16", 0),
+    ],
+)
+def test_peaks_are_those_of_known_gpus(gpu: str, precision: str, tflops: float) -> None:
+    assert peak_flops(gpu, precision) == tflops * 1e12

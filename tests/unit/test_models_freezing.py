@@ -1,0 +1,133 @@
+"""Frozen parts: which parameters they are, and what they cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.world import World
+from horovod_volo.config.command_line import parse
+from horovod_volo.config.update_settings import Exchange
+from horovod_volo.config.validation import config_warnings
+from horovod_volo.config.without_effect import RunFacts
+from horovod_volo.core.errors import UserError
+from horovod_volo.dry_run import dry_run
+from horovod_volo.models.build import build_model
+from horovod_volo.models.freezing import freeze, start_training
+
+HEADS = ("head", "aux_head")
+
+
+def demo() -> nn.Module:
+    torch.manual_seed(0)
+    return build_model("volo_demo", img_size=32, num_classes=10, drop_path=0.0)
+
+
+def trained(parts: str) -> list[str]:
+    network = demo()
+    freeze(network, parts, HEADS)
+    return [name for name, parameter in network.named_parameters() if parameter.requires_grad]
+
+
+def test_the_backbone_is_all_but_the_heads() -> None:
+    assert trained("backbone") == ["aux_head.weight", "aux_head.bias", "head.weight", "head.bias"]
+
+
+def test_blocks_are_counted_from_the_stem() -> None:
+    everything = trained("")
+    stem = set(everything) - set(trained("stem"))
+    assert "pos_embed" in stem
+    assert all(name.startswith(("pos_embed", "cls_token", "patch_embed.")) for name in stem)
+    assert trained("blocks:0") == trained("stem")
+    # The first outlooker, and then the downsampling.
+    one, two = (set(trained("stem")) - set(trained(f"blocks:{count}")) for count in (1, 2))
+    assert {name.split(".")[1] for name in one} == {"0"}
+    assert two - one == {"network.1.proj.weight", "network.1.proj.bias"}
+    assert trained("blocks:7") == trained("backbone")
+
+
+def test_parts_and_prefixes_add_up() -> None:
+    parts = trained("patch_embed, network.2.0.attn")
+    assert set(trained("")) - set(parts) == {
+        name for name in trained("") if name.startswith(("patch_embed", "network.2.0.attn"))
+    }
+
+
+def test_of_a_network_with_a_backbone_only_that_is_meant() -> None:
+    network = nn.ModuleDict({"backbone": nn.Linear(2, 2), "neck": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+    freeze(network, "backbone", ("head",))
+    assert [name for name, each in network.named_parameters() if not each.requires_grad] == [
+        "backbone.weight",
+        "backbone.bias",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            "patch_embd",
+            "--freeze patch_embd: no parameter has a name that begins so. Did you mean patch_embed?",
+        ),
+        (
+            "blocks:8",
+            "--freeze blocks:8: give blocks:N with N from 0, the stem alone, to 7, all but the heads.",
+        ),
+        ("blocks:x", "--freeze blocks:x: give blocks:N"),
+        ("backbone,head,aux_head", "--freeze backbone,head,aux_head leaves no parameter to train."),
+    ],
+)
+def test_mistakes(parts: str, said: str) -> None:
+    with pytest.raises(UserError) as raised:
+        trained(parts)
+    assert said in str(raised.value)
+
+
+def test_frozen_batch_norm_keeps_its_statistics_and_others_move_theirs() -> None:
+    network = demo()
+    freeze(network, "patch_embed.conv.1", HEADS)
+    start_training(network.eval())
+    frozen, other = network.patch_embed.conv[1], network.patch_embed.conv[4]  # type: ignore[index, union-attr]
+    images = torch.randn(4, 3, 32, 32)
+    network(images)
+    assert torch.equal(frozen.running_mean, torch.zeros_like(frozen.running_mean))
+    assert int(frozen.num_batches_tracked) == 0
+    assert other.running_mean.abs().sum() > 0
+    assert network.training
+    assert network.network[0].training  # type: ignore[index, union-attr]
+
+
+def test_frozen_parameters_are_in_no_bucket_and_their_statistics_are_not_averaged() -> None:
+    network = demo()
+    freeze(network, "blocks:3", HEADS)
+    start_training(network)
+    reducer = Reducer(network, World.single(), Exchange(compression="none"), micro_batches=1)
+    names = {name for name, each in network.named_parameters() if each.requires_grad}
+    assert {name for bucket in reducer.buckets for name in bucket.parameters} == names
+    assert reducer.local_parameters.keys() == names
+    averaged = reducer.statistics._averaged
+    assert averaged.numel() < 100  # no batch norm is left that moves
+    network(torch.randn(2, 3, 32, 32)).sum().backward()
+    with reducer.synchronized_gradients():
+        assert all((each.grad is not None) == each.requires_grad for each in network.parameters())
+
+
+def test_a_dry_run_counts_what_trains_and_what_is_sent() -> None:
+    flags = ["--recipe", "volo_d1", "--no-token-label", "--num-classes", "10", "--freeze", "backbone"]
+    config = parse(flags).config
+    text, whole = dry_run(config, 8), dry_run(parse(flags[:-2]).config, 8)
+    assert "training  3,850 of 25," in text
+    assert "parameters; frozen: backbone; each rank sends 0.01 MiB of gradients per step" in text
+    assert "training  " not in whole
+    assert "about 0.1 GiB of state and 0.0 GiB of activations" in text
+    assert "about 0.4 GiB of state" in whole
+
+
+def test_random_weights_that_stay_are_warned_of() -> None:
+    warning = "--freeze without --finetune: the frozen weights are random, and stay so"
+    config = parse(["--freeze", "backbone"]).config
+    assert warning in config_warnings(config)
+    assert warning not in config_warnings(config, RunFacts(first_step=5, total_steps=10))
+    assert warning not in config_warnings(parse(["--freeze", "stem", "--finetune", "run"]).config)
