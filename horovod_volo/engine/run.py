@@ -83,9 +83,9 @@ def run(
         before = world.run_on_rank_zero(lambda: progress_so_far(context.folder / METRICS))
         context.skipped.total, context.clock = before.skipped_steps, TrainingClock(before.hours)
         finished = fit(context)
+        context.callbacks.raise_on_all_ranks(world)
         if finished:
             context.logger.finish(context.state.step)
-        context.callbacks.raise_on_all_ranks(world)
         context.callbacks.ended(context, finished=finished)
         context.callbacks.raise_on_all_ranks(world)
         context.logger.log(end_message(context, finished))
