@@ -130,9 +130,7 @@ def _hidden_matrices(config: Config, model: nn.Module, heads: tuple[str, ...]) -
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     matrices = hidden_matrices(model, heads) & trained
     if not matrices:
-        raise UserError(
-            f"{config.model.model} has no hidden matrices for --opt {name}. Use --opt adamw."
-        )
+        raise UserError(f"{config.model.model} has no hidden matrices for --opt {name}. Use --opt adamw.")
     return matrices
 
 
