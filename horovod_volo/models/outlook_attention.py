@@ -22,7 +22,7 @@ def received_attention(network: nn.Module, images: Tensor) -> Tensor | None:
     """
     if not isinstance(network, Volo):
         return None
-    was_training = network.training
+    modes = {module: module.training for module in network.modules()}  # frozen batch norm does not train
     network.eval()
     try:
         tokens = network.stem(images)
@@ -31,7 +31,8 @@ def received_attention(network: nn.Module, images: Tensor) -> Tensor | None:
             tokens = block(tokens)
         return _received(last.attn, last.norm1(tokens))
     finally:
-        network.train(was_training)
+        for module, is_training in modes.items():
+            module.training = is_training
 
 
 def _received(attention: Outlook, tokens: Tensor) -> Tensor:

@@ -49,8 +49,9 @@ def test_a_run_logs_them_escaped(images: Path, tmp_path: Path, ranks: int, start
         left_out = [line for line in text.splitlines() if "left out: " in line]
         assert len(left_out) == 2
         assert all(named in line for line in left_out)
-    banner = [line.split()[0] for line in log.splitlines()[:9]]
-    assert banner == ["world", "binding", "model", "data", "batch", "lr", "length", "precision", "results"]
+    banner = [line.split()[0] for line in log.splitlines()[:10]]
+    assert banner[:5] == ["world", "binding", "model", "data", "decoder"]
+    assert banner[5:] == ["batch", "lr", "length", "precision", "results"]
 
 
 @pytest.mark.parametrize(("ranks", "start_with"), [(1, "none"), (2, "mpi")])
