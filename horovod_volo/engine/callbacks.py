@@ -46,10 +46,18 @@ class Callback:
 
 
 class Callbacks:
-    """The callbacks of a run on one rank. After the first error of one, none is called any more."""
+    """The callbacks of a run on one rank. After the first error of one, none is called any more.
 
-    def __init__(self, callbacks: Sequence[Callback] = (), stop: StopRequest | None = None) -> None:
-        self._callbacks, self._stop = callbacks, stop
+    Those of the engine, `built_in`, are called all the same: they call collectives.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback] = (),
+        stop: StopRequest | None = None,
+        built_in: Sequence[Callback] = (),
+    ) -> None:
+        self._callbacks, self._stop, self._built_in = callbacks, stop, built_in
         self._failed: UserError | None = None
 
     def started(self, run: TrainContext) -> None:
@@ -81,6 +89,8 @@ class Callbacks:
             raise error from (None if self._failed is None else self._failed.__cause__)
 
     def _call(self, point: str, call: Callable[[Callback], object]) -> None:
+        for callback in self._built_in:
+            call(callback)
         for callback in self._callbacks:
             if self._failed is not None:
                 return

@@ -73,7 +73,7 @@ def run(
     profiled = [StepProfiler(parse_steps(config.run.profile))] if config.run.profile else []
     try:
         of_plugins = world.run_on_all_ranks(partial(build_plugin_callbacks, config.run.plugin))
-        context.callbacks = Callbacks([*callbacks, *of_plugins, *profiled], stop)
+        context.callbacks = Callbacks([*callbacks, *of_plugins], stop, profiled)
         hosts = log_start(context, warnings, elastic)
         _watch_steps(context, watchdog, hosts)
         if elastic is not None:

@@ -53,7 +53,7 @@ def main() -> None:
     with closing(loader):
         metrics = measure_detections(
             network,
-            lambda: None,
+            lambda images: None,
             loader=loader,
             images=images,
             # Fresh weights find boxes everywhere, some of them right.

@@ -39,7 +39,7 @@ def main() -> None:
     loader = SceneEvalLoader(scenes, Data(), rank=world.rank, size=world.size, threads=2)
     metrics = measure_iou(
         network,
-        lambda: None,
+        lambda images: None,
         loader=loader,
         scenes=scenes,
         predictor=ScenePredictor(settings, 64, IMAGENET_NORMALIZATION, device, batch=4),
