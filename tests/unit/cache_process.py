@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from horovod_volo.data.remote import block_cache
@@ -13,7 +14,12 @@ BLOCK = 4096
 
 
 def used_bytes(cache: Path) -> int:
-    return sum(path.stat().st_size for path in (cache / "blocks").rglob("*") if path.is_file())
+    """Return the bytes of all files; those that another process deletes meanwhile do not count."""
+    total = 0
+    for path in (cache / "blocks").rglob("*"):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def read_all(address: str, cache: Path, limit: int, order: list[int]) -> None:

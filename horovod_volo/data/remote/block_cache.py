@@ -91,9 +91,9 @@ class BlockCache:
         unfinished = path.with_name(f".{path.name}.{os.getpid()}.partial")  # its lock is held
         path.parent.mkdir(exist_ok=True)
         try:
-            unfinished.write_bytes(block + _checksum(block))
             with self._locked(self._folder / "usage.lock"):
-                self._make_room(len(block) + _CHECKSUM_BYTES)
+                self._make_room(len(block) + _CHECKSUM_BYTES)  # before it is written: the limit always holds
+                unfinished.write_bytes(block + _checksum(block))
                 unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
