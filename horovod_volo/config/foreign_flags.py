@@ -73,7 +73,6 @@ HINTS: dict[str, str] = {
     "--lr-cycle-limit": "The learning rate decays once, over --epochs: --sched.",
     "--lr-noise": "The learning rate is a function of the step: --sched; --plugin registers your own.",
     "--decay-epochs": "The learning rate decays as --sched says.",
-    "--decay-rate": "The learning rate decays as --sched says.",
     "--patience-epochs": "The learning rate is a function of the step: --sched.",
     "--lr-base-scale": "Learning rates are proportional to the global batch: --lr-base, --lr-base-size.",
     "--gp": "The pooling is the model's own.",

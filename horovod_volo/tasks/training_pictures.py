@@ -168,7 +168,7 @@ def _mixed(pixels: Pixels, partner: Pixels, mix: Mix) -> Image.Image | None:
 def _heated(pixels: Pixels, levels: NDArray[np.floating]) -> Image.Image:
     """Return an image under a heat map of levels from 0, blue, to 1, red (rows, columns)."""
     heat = np.stack([levels, 1 - 2 * np.abs(levels - 0.5), 1 - levels], axis=2)
-    colors = Image.fromarray((255 * np.clip(heat, 0, 1)).astype(np.uint8))
+    colors = Image.fromarray((255 * np.nan_to_num(heat).clip(0, 1)).astype(np.uint8))  # of a diverged network
     overlay = colors.resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
     return Image.blend(_shown(pixels).convert("L").convert("RGB"), overlay, _TINT)
 

@@ -16,7 +16,8 @@ TEACHER = "--teacher dm_nfnet_f6 --teacher-pretrained"
 
 
 def commands() -> list[str]:
-    blocks = re.findall(r"```sh\n(.*?)```", (ROOT / "docs" / "data.md").read_text(), flags=re.S)
+    text = (ROOT / "docs" / "data.md").read_text()
+    blocks = re.findall(r"(?<!-->\n)```sh\n(.*?)```", text, flags=re.S)  # those that need nothing else
     return [line for block in blocks for line in block.splitlines() if line.strip()]
 
 

@@ -80,9 +80,9 @@ def test_the_worst_classes_have_pictures_while_the_data_is_there(
 
 
 def test_tensorboard_has_the_worst_confusions(run_folder: Path) -> None:
-    board = EventAccumulator(str(run_folder / "tensorboard"))
+    board = EventAccumulator(str(run_folder))
     board.Reload()
-    assert board.Tags()["images"] == ["evaluation/worst_confusions"]
+    assert "evaluation/worst_confusions" in board.Tags()["images"]
     shown = board.Images("evaluation/worst_confusions")
     assert [picture.step for picture in shown] == [2, 4]
     with Image.open(io.BytesIO(shown[-1].encoded_image_string)) as picture:

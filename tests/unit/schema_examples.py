@@ -58,6 +58,8 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "lr_changes": ("epoch", "step"),
     "layer_decay": (0.75, 0.5),
     "label_geometry": ("reference", "corrected"),
+    "image_decoder": ("pillow", "dali"),
+    "log_to": ("csv", "wandb"),
     "class_weights": ("balanced", "weights.txt"),
     "map_geometry": ("whole", "centre-crop:576:576"),
 }

@@ -115,7 +115,11 @@ def test_one_argument_too_many(command: str, known: str, capsys: pytest.CaptureF
         ("pack", "--bad-samples ignore", "--bad-samples takes skip or fail, not 'ignore'."),
         ("pack", "--quality 101", "--quality must be below 101, not 101."),
         ("pack", "--shard-images 3 --shard-size-mb 256", "--shard-size-mb: not allowed with argument"),
-        ("pack", "more", "Give DATA_DIR and OUT_DIR, or only a packed folder with --verify. `tools/pack"),
+        (
+            "pack",
+            "more",
+            "Give DATA_DIR and OUT_DIR, or only a packed folder with --verify or --catalog. `tools/pack",
+        ),
         (
             "doctor",
             "--binding core2",
