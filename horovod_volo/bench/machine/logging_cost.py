@@ -1,8 +1,9 @@
 """Time that logging takes of an epoch of the demo: everything that can be logged, against nothing.
 
-Both sides train in one process, in turn, for as many steps as there are between two log points. What is
-logged once in an epoch, which are pictures, histograms and an evaluation, is timed by itself and added.
-Processor time counts all threads, so that it also has what does not hold the loop up.
+One run trains for as many steps as there are between two log points, in turn with its logger and with one
+that does nothing: two runs would differ by where their tensors lie in memory. What is logged once in an
+epoch, which are pictures, histograms and an evaluation, is timed by itself and added. Processor time counts
+all threads, so that it also has what does not hold the loop up.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import gc
 import io
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -65,21 +66,18 @@ def measure(
     with tempfile.TemporaryDirectory() as name, redirect_stdout(io.StringIO()), one_thread():
         folder = Path(name)
         make_demo_set(folder / "data", train=read_images, val=10)
-        with closing(_context(folder, "all")) as logging, closing(_context(folder, "none")) as silent:
-            silent.logger.close()
-            silent.logger = NullLogger()
-            every = logging.config.run.log_every
-            intervals = images / logging.derived.global_batch / every
-            # The loop collects garbage at each log point, whether or not it logs anything.
-            sides = [_TrainedSide(logging, partial(log_point, logging)), _TrainedSide(silent, gc.collect)]
+        with closing(_context(folder)) as context:
+            every = context.config.run.log_every
+            intervals = images / context.derived.global_batch / every
+            run = _Run(context)
             seconds = np.empty((2, 4, pairs))  # (side, columns of an interval, pair)
-            for side in sides:
-                side.interval()  # the first one fills caches
             with garbage_collected_at_log_points():
+                for logs in (True, False):
+                    run.interval(logs=logs)  # the first one fills caches
                 for pair in range(pairs):
                     for number in (0, 1) if pair % 2 == 0 else (1, 0):
-                        seconds[number, :, pair] = sides[number].interval()
-                once = _once_per_epoch(sides[0])
+                        seconds[number, :, pair] = run.interval(logs=number == 0)
+                once = _once_per_epoch(run)
     steps = f"{every} steps"
     figures = [
         Figure.of_seconds(f"{steps}, everything logged", seconds[0, 0]),
@@ -103,11 +101,11 @@ def measure(
     return Result("logging", title, figures)
 
 
-def _context(folder: Path, name: str) -> TrainContext:
+def _context(folder: Path) -> TrainContext:
     """Build a run of the demo that logs everything."""
     labels = ["--token-label-data", str(folder / "data" / "token_labels"), "--ground-truth"]
     logged = ["--log-to", "csv", "--histograms-every", "1", "--images-every", "1", "--ema-decay", "0.99"]
-    where = ["--output", str(folder / "runs"), "--name", name, "--epochs", _EPOCHS]
+    where = ["--output", str(folder / "runs"), "--name", "all", "--epochs", _EPOCHS]
     config = parse([str(folder / "data"), "--recipe", "demo", *labels, *logged, *where]).config
     context, _ = setup(config, World.single(), StopRequest())
     torch.set_num_threads(1)  # on a busy machine, threads that wait for each other would hide the difference
@@ -116,20 +114,22 @@ def _context(folder: Path, name: str) -> TrainContext:
     return context
 
 
-class _TrainedSide:
-    """One of the two runs, which is trained for an interval at a time."""
+class _Run:
+    """A run that is trained for an interval at a time, with its logger or without one."""
 
-    def __init__(self, context: TrainContext, at_log_point: Callable[[], object]) -> None:
-        self.context, self._at_log_point = context, at_log_point
+    def __init__(self, context: TrainContext) -> None:
+        self.context = context
+        self._loggers = {True: context.logger, False: NullLogger()}
         self.batches = self._batches()
 
     def _batches(self) -> Iterator[Batch]:
         for epoch in itertools.count():
             yield from self.context.parts.train_loader.batches(epoch, 0)
 
-    def interval(self) -> tuple[float, float, float, float]:
+    def interval(self, *, logs: bool) -> tuple[float, float, float, float]:
         """Train to the next log point; return wall and processor time, and those of the log point in them."""
         context = self.context
+        context.logger = self._loggers[logs]
         context.meter.reset()
         context.timer.reset()
         wall, processor = perf_counter(), process_time()
@@ -137,8 +137,12 @@ class _TrainedSide:
             train_step(context, self.batches)
             context.logger.step_done(context.state.step)
         wall_before, processor_before = perf_counter(), process_time()
-        self._at_log_point()
+        if logs:
+            log_point(context)
+        else:
+            gc.collect()  # the loop does so at each log point, whether or not it logs anything
         wall_after, processor_after = perf_counter(), process_time()
+        context.logger = self._loggers[True]
         return (
             wall_after - wall,
             processor_after - processor,
@@ -147,14 +151,14 @@ class _TrainedSide:
         )
 
 
-def _once_per_epoch(side: _TrainedSide) -> Seconds:
+def _once_per_epoch(run: _Run) -> Seconds:
     """Return wall and processor time (2, repeats) of what is logged once in an epoch."""
-    seconds = np.array([_seconds_once(side) for _ in range(_REPEATS + 1)])
+    seconds = np.array([_seconds_once(run) for _ in range(_REPEATS + 1)])
     return seconds[1:].T  # the first time, fonts are loaded
 
 
-def _seconds_once(side: _TrainedSide) -> tuple[float, float]:
-    context, batch, step = side.context, next(side.batches), side.context.state.step
+def _seconds_once(run: _Run) -> tuple[float, float]:
+    context, batch, step = run.context, next(run.batches), run.context.state.step
     for parameter in context.state.reducer.local_parameters.values():
         parameter.grad = parameter.detach().clone()
     wall, processor = perf_counter(), process_time()
