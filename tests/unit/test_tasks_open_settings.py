@@ -129,6 +129,7 @@ def test_a_model_without_tokens_is_trained_without_mixtoken() -> None:
         ("--epochs 300", 300, 20, 10),  # the published ones
         ("--epochs 30 --warmup-epochs 5", 30, 5, 10),  # a published command line
         ("--epochs 30 --cooldown-epochs 3", 30, 2, 3),
+        ("--epochs 30 --sched one-cycle", 30, 20, 0),  # which has no warm-up
         ("--recipe demo --epochs 4", 4, 1, 0),
         ("--recipe volo_d1_384 --epochs 30", 30, 5, 10),  # as in the recipe
         ("--recipe volo_d1_384 --epochs 12", 12, 2, 0),
