@@ -92,7 +92,10 @@ def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
     (run / "resolved.toml").write_text(dump(chosen(images=1000)))
     output = ("--output", str(run.parent))
     assert parse(["flowers", *output]).config.is_open  # a new run
-    for resume in ("auto", str(run)):
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step_00000100").mkdir(parents=True)
+    (checkpoints / "last").symlink_to("step_00000100")
+    for resume in ("auto", str(run), str(checkpoints / "step_00000100"), str(checkpoints / "last")):
         config = parse(["flowers", *output, "--resume", resume]).config
         assert not config.is_open
         assert (config.model.model, config.update.epochs) == ("volo_demo", 60)
