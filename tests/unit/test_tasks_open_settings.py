@@ -11,6 +11,7 @@ from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
+from horovod_volo.dry_run import dry_run
 from horovod_volo.tasks.open_settings import DeviceFacts, choose_settings, fit_to_model
 
 CPU, SMALL, LARGE, OLD = (
@@ -99,6 +100,13 @@ def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
         config = parse(["flowers", *output, "--resume", resume]).config
         assert not config.is_open
         assert (config.model.model, config.update.epochs) == ("volo_demo", 60)
+
+
+def test_a_dry_run_without_the_images_says_that_it_shows_the_defaults(tmp_path: Path) -> None:
+    warning = "a run without --model and --recipe chooses them for its images, which are not known here"
+    elsewhere = str(tmp_path / "elsewhere")
+    assert warning in dry_run(parse([elsewhere]).config, 1)
+    assert warning not in dry_run(parse([elsewhere, "--model", "volo_d1"]).config, 1)
 
 
 def test_what_names_a_model_or_a_recipe_is_not_open() -> None:
