@@ -44,7 +44,7 @@ HINTS: dict[str, str] = {
     **dict.fromkeys(("--drop", "--drop-block"), _NO_DROPOUT),
     **dict.fromkeys(("--jsd", "--jsd-loss", "--aug-splits"), _NO_JSD),
     "--device": "A rank takes a GPU, or the CPU where there is none; CUDA_VISIBLE_DEVICES limits the GPUs.",
-    "--max-restarts": "A job started again goes on with --resume auto; a run that may lose hosts is --elastic.",
+    "--max-restarts": "A job started again goes on with --resume auto; an --elastic run may lose hosts.",
     "--dist-bn": _DIST_NORM,
     "--save-images": "Pictures of training images are in TensorBoard: --images-every EPOCHS.",
     "--log-wandb": "Metrics go to Weights & Biases too with --log-to wandb.",
