@@ -53,7 +53,7 @@ def script(shell: str) -> str:
     for flags, _ in words.values():
         for flag, values in flags.items():
             choices.setdefault(flag, values)
-    commands = " ".join([*words, "bench", "completion"])
+    commands = " ".join([*words, "build_horovod", "bench", "completion"])
     cases = [
         f'        {name}) flags="{" ".join([*flags, *others])}" ;;' for name, (flags, others) in words.items()
     ]

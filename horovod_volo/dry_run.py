@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,10 @@ _IMAGENET_22K = ("ImageNet-22K", 14_197_122, 21_841)
 _ADE20K = ("ADE20K", 20_210, 150)
 _COCO = ("COCO 2017", 117_266, 80)
 
+_NOT_CHOSEN = (
+    "a run without --model and --recipe chooses them for its images, which are not known here; these are the "
+    "defaults"
+)
 _FP32, _BF16 = 4, 2  # bytes
 _MIN_BATCH = 2  # batch norm needs more than one value per channel
 _GIB, _MIB = 2**30, 2**20
@@ -86,6 +90,8 @@ def dry_run(config: Config, ranks: int) -> str:
     if counted is not None:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         config = task.choose(config, counted[0], ranks, device)
+    elif config.is_open:
+        config = replace(config, warnings=(*config.warnings, _NOT_CHOSEN))
     return describe(config, ranks, measure_workload(config))
 
 

@@ -199,11 +199,13 @@ class Trainer:
         """Export the network as `horovod-volo export` does; return the folder. Collective."""
         from horovod_volo import export
 
-        source = str(self._weights(weights))
-        switches = {"--onnx": onnx, "--use-ema": use_ema, "--force": force}
-        flags = [flag for flag, is_on in switches.items() if is_on]
-        options = export.build_parser().parse_args([source, str(folder), *flags])
-        connect_once(self.config).run_on_rank_zero(lambda: export.export(options))
+        flags = ["--onnx"] * onnx + ["--use-ema"] * use_ema + ["--force"] * force
+
+        def write() -> None:
+            words = [str(self._weights(weights)), str(folder), *flags]
+            export.export(export.build_parser().parse_args(words))
+
+        connect_once(self.config).run_on_rank_zero(write)
         return Path(folder)
 
     def _given(self) -> GivenData | None:

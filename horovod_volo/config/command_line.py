@@ -141,8 +141,9 @@ def _settings_of_run(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of the run that is resumed; nothing if none is, or it has none."""
     resume = flags.get("resume", "")
     folder = Path(flags.get("output", Run.output)) / flags["name"] if resume == "auto" else Path(resume)
-    resolved = folder / "resolved.toml"
-    return load_recipe(str(resolved)) if resume and resolved.is_file() else {}
+    of_checkpoint = folder.resolve().parent.parent  # RUN/checkpoints/STEP
+    files = (each / "resolved.toml" for each in (folder, of_checkpoint) if resume)
+    return next((load_recipe(str(file)) for file in files if file.is_file()), {})
 
 
 def _fitted_schedule(flags: Mapping[str, Any], below: Mapping[str, Any]) -> dict[str, int]:
@@ -155,6 +156,9 @@ def _fitted_schedule(flags: Mapping[str, Any], below: Mapping[str, Any]) -> dict
     stated = {"warmup_epochs", "warmup_prefix"} & flags.keys()
     if epochs == usual or stated or below.get("warmup_prefix", Update.warmup_prefix):
         return {}
+    cooldown = {"cooldown_epochs": flags.get("cooldown_epochs", 0)}
+    if flags.get("sched", below.get("sched")) == "one-cycle":  # it has no warm-up
+        return cooldown
     warmup = below.get("warmup_epochs", Update.warmup_epochs)
     shorter = min(warmup, -(-warmup * epochs // usual)) if epochs > 1 else 0
-    return {"warmup_epochs": shorter, "cooldown_epochs": flags.get("cooldown_epochs", 0)}
+    return {"warmup_epochs": shorter, **cooldown}

@@ -7,24 +7,27 @@ from __future__ import annotations
 
 _LAUNCHER = "The launcher says how many ranks there are and where: horovodrun -np RANKS -H HOST:GPUS,..."
 _PRECISION = "Arithmetic is --precision bf16 or fp16."
-_TORCH_NORM = "Batch norm over all ranks is --sync-bn all; checkpoints hold the average of its statistics."
+_DIST_NORM = "Batch norm over all ranks is --sync-bn all; checkpoints hold the average of its statistics."
+_OWN_NORM = "The constants of batch norm are the model's own."
 _OWN_OPTIMIZER = "The optimizers' other constants are the published ones; --plugin registers your own."
 _NOT_NEEDED = "It is not needed here."
+_FOLDER = "The data folder is the first argument, without a flag."
+_NO_DROPOUT = "Dropout and DropBlock are not part of these networks; stochastic depth is --drop-path."
+_NO_JSD = "There is no loss between augmentations; AugMix is --aa augmix-m3."
 _SPLITS = "The data folder has train/ and val/; --val-split names another folder of held-out images."
 _RESULTS = "Results are in --output, in the folder --name; `best` is of the highest accuracy."
 
 HINTS: dict[str, str] = {
     **dict.fromkeys(
         (
-            *("--nproc-per-node", "--nproc_per_node", "--nnodes", "--node-rank", "--node_rank"),
-            *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master_addr"),
-            *("--master-port", "--master_port", "--local-rank", "--local_rank", "--world-size"),
-            *("--dist-url", "--dist-backend", "--max-restarts", "--standalone", "--device"),
+            *("--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend", "--rdzv-endpoint"),
+            *("--rdzv-id", "--master-addr", "--master-port", "--local-rank", "--world-size"),
+            *("--dist-url", "--dist-backend", "--standalone"),
         ),
         _LAUNCHER,
     ),
     **dict.fromkeys(("--amp-dtype", "--amp-impl", "--model-dtype", "--fp16", "--bf16"), _PRECISION),
-    **dict.fromkeys(("--dist-bn", "--split-bn", "--bn-momentum", "--bn-eps", "--bn-tf"), _TORCH_NORM),
+    **dict.fromkeys(("--split-bn", "--bn-momentum", "--bn-eps", "--bn-tf"), _OWN_NORM),
     **dict.fromkeys(
         ("--opt-eps", "--opt-betas", "--opt-kwargs", "--opt-args", "--opt-foreach"), _OWN_OPTIMIZER
     ),
@@ -36,9 +39,16 @@ HINTS: dict[str, str] = {
         _NOT_NEEDED,
     ),
     **dict.fromkeys(("--train-split", "--class-map", "--dataset", "--dataset-download"), _SPLITS),
-    **dict.fromkeys(("--experiment", "--eval-metric", "--save-images"), _RESULTS),
-    "--data": "The data folder is the first argument, without a flag.",
-    "--data-path": "The data folder is the first argument, without a flag.",
+    **dict.fromkeys(("--experiment", "--eval-metric"), _RESULTS),
+    **dict.fromkeys(("--data", "--data-dir", "--data-path"), _FOLDER),
+    **dict.fromkeys(("--drop", "--drop-block"), _NO_DROPOUT),
+    **dict.fromkeys(("--jsd", "--jsd-loss", "--aug-splits"), _NO_JSD),
+    "--device": "A rank takes a GPU, or the CPU where there is none; CUDA_VISIBLE_DEVICES limits the GPUs.",
+    "--max-restarts": "A job started again goes on with --resume auto; an --elastic run may lose hosts.",
+    "--dist-bn": _DIST_NORM,
+    "--save-images": "Pictures of training images are in TensorBoard: --images-every EPOCHS.",
+    "--log-wandb": "Metrics go to Weights & Biases too with --log-to wandb.",
+    "--bce-loss": "The binary cross-entropy is --loss bce.",
     "--config": "A file of settings is --recipe FILE.toml; a run writes its own, resolved.toml.",
     "-c": "A file of settings is --recipe FILE.toml; a run writes its own, resolved.toml.",
     "--pretrained": "Start from the published weights with --finetune timm:NAME.",
@@ -59,12 +69,10 @@ HINTS: dict[str, str] = {
     "--model-ema-decay": "Averaged weights: --ema-decay 0.9999.",
     "--model-ema-force-cpu": "Averaged weights are kept on the device: --ema-decay 0.9999.",
     "--input-size": "The side of images is --img-size.",
-    "--drop": "Dropout is not part of these networks; stochastic depth is --drop-path.",
     "--drop-connect": "Stochastic depth is --drop-path.",
-    "--drop-block": "Stochastic depth is --drop-path.",
     "--num-workers": "Data threads per rank: --workers.",
     "--color-jitter-prob": "The strength is --color-jitter.",
-    "--no-aug": "Without augmentation: --aa '' --color-jitter 0 --reprob 0 --scale 1 1 --hflip 0.",
+    "--no-aug": "No augmentation: --aa '' --color-jitter 0 --reprob 0 --scale 1 1 --ratio 1 1 --hflip 0.",
     "--resplit": "Random erasing applies to every image: --reprob.",
     "--mixup-mode": "Mixup and CutMix mix pairs of a batch: --mixup, --cutmix, --mixup-switch-prob.",
     "--mixup-off-epoch": "Mixup applies to all epochs: --mixup, --cutmix.",
@@ -72,15 +80,12 @@ HINTS: dict[str, str] = {
     "--lr-cycle-mul": "The learning rate decays once, over --epochs: --sched.",
     "--lr-cycle-limit": "The learning rate decays once, over --epochs: --sched.",
     "--lr-noise": "The learning rate is a function of the step: --sched; --plugin registers your own.",
-    "--decay-epochs": "The learning rate decays as --sched says.",
+    "--decay-epochs": "The epochs at which --sched step changes the learning rate: --decay-milestones.",
     "--patience-epochs": "The learning rate is a function of the step: --sched.",
     "--lr-base-scale": "Learning rates are proportional to the global batch: --lr-base, --lr-base-size.",
     "--gp": "The pooling is the model's own.",
     "--head-init-scale": "The head starts as published.",
-    "--jsd": "There is no loss between augmentations; token labels are --token-label.",
-    "--jsd-loss": "There is no loss between augmentations; token labels are --token-label.",
-    "--aug-splits": "There is no loss between augmentations; token labels are --token-label.",
-    "--tta": "The accuracy of trained weights: python -m horovod_volo.evaluate.",
+    "--tta": "python -m horovod_volo.evaluate averages several crops of each image.",
     "--evaluate": "The accuracy of trained weights: python -m horovod_volo.evaluate.",
     "--token-label-score": "Label maps are --token-label-data.",
 }
@@ -88,4 +93,5 @@ HINTS: dict[str, str] = {
 
 def hint_for(flag: str) -> str:
     """Return " " and what takes the place of another trainer's flag; an empty string for other flags."""
+    flag = flag.replace("_", "-")  # torchrun has both spellings
     return f" {HINTS[flag]}" if flag in HINTS else ""

@@ -49,19 +49,16 @@ class TrainBatch:
     images: Tensor  # (batch, 3, image_size, image_size) float32, normalised
     labels: Labels
     indices: NDArray[np.int64]  # (batch,) positions in the catalog
-    drawn: NDArray[
-        np.int64
-    ]  # numbers that the epoch's order has here: positions, of which damaged ones differ,
-    # or with --balance the numbers of data/balanced_order.py
+    # (batch,) numbers that the epoch's order has here: positions, which differ from `indices` where an image
+    # is damaged, or with --balance the numbers of data/balanced_order.py
+    drawn: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class EvalBatch:
     """One batch of evaluation images; the tensors are on the rank's device, the indices on the host."""
 
-    images: (
-        Tensor  # (batch, 3, image_size, image_size) float32, normalised; with crops (batch, crops, 3, ...)
-    )
+    images: Tensor  # (batch, 3, image_size, image_size) fp32, normalised; with crops (batch, crops, 3, ...)
     classes: Tensor  # (batch,) int64; NO_CLASS where the image is damaged
     indices: NDArray[np.int64]  # (batch,) positions in the catalog
 

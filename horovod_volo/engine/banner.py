@@ -79,7 +79,8 @@ def lr_line(config: Config, derived: Derived) -> str:
     if update.lr:
         return f"peak {derived.peak_lr:.3g}, as given by --lr"
     base_batch = update.lr_base_size or REFERENCE_BATCH
-    ends = f"; warm-up from {derived.warmup_lr:.3g}, decay to {derived.min_lr:.3g}, scaled likewise"
+    warmup = f"warm-up from {derived.warmup_lr:.3g}, " if derived.warmup_steps else ""
+    ends = f"; {warmup}decay to {derived.min_lr:.3g}, scaled likewise"
     peak = f"peak {derived.peak_lr:.3g} = {update.lr_base:.3g} x {batch} / {base_batch}"
     return peak + ends if update.lr_base_size and batch != base_batch else peak
 

@@ -52,7 +52,8 @@ def statistics_of_weights(
     check_statistics(mean, std)
     own = read_statistics(source)
     if own is None and (run.get(_MEAN) or run.get(_STD)):
-        own = statistics_of_run(Data(mean=run.get(_MEAN, ()), std=run.get(_STD, ())), model)
+        mean_of_run, std_of_run = (tuple(run.get(key, ())) for key in (_MEAN, _STD))  # lists in TOML
+        own = statistics_of_run(Data(mean=mean_of_run, std=std_of_run), model)
     if own is None:
         return statistics_of_run(Data(mean=mean, std=std), model)
     if PixelStatistics(mean or own.mean, std or own.std) != own:

@@ -17,6 +17,8 @@ from torch import Tensor
 # In return the results are not 1, but between 0.68 and 1.13.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
+# Matrices of a smaller norm get smaller results: the norm sums squares, which would vanish in fp32.
+_SMALLEST_NORM = 1e-15
 
 
 class Shape(NamedTuple):
@@ -50,7 +52,7 @@ def arithmetic(tensor: Tensor) -> torch.dtype:
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Return a batch (count, rows, columns) with rows <= columns, each matrix orthogonalised; 0 stays 0."""
     norms = torch.linalg.matrix_norm(matrices, keepdim=True)
-    matrices = (matrices / norms.clamp(min=torch.finfo(matrices.dtype).tiny)).to(arithmetic(matrices))
+    matrices = (matrices / norms.clamp(min=_SMALLEST_NORM)).to(arithmetic(matrices))
     linear, cubic, quintic = COEFFICIENTS
     for _ in range(STEPS):
         gram = matrices @ matrices.mT  # (count, rows, rows)

@@ -98,8 +98,12 @@ class Classification:
 
     def read(self, config: Config, world: World) -> Images:
         train, held_out, label_maps = self._lists(config, world)
-        read = partial(read_class_weights, config.objective.class_weights, train.classes, train.targets)
-        return Images(train, held_out, label_maps, world.run_on_all_ranks(read))
+
+        def read_weights_of_classes() -> ClassWeights | None:
+            check_threshold(config.objective, len(train.classes))
+            return read_class_weights(config.objective.class_weights, train.classes, train.targets)
+
+        return Images(train, held_out, label_maps, world.run_on_all_ranks(read_weights_of_classes))
 
     def _lists(self, config: Config, world: World) -> tuple[ImageList, ImageList, LabelSource | None]:
         if self._given is not None:
@@ -242,7 +246,6 @@ def _open_label_maps(config: Config, train: Catalog, held_out: Catalog) -> Label
     """Check the classes of the images against each other and the settings; open the label maps, if any."""
     check_same_classes(train, held_out)
     check_classes(config, train, train.source)
-    check_threshold(config.objective, len(train.classes))
     if not config.objective.token_label_data:
         return None
     cache = train.path.parent if train.path else None

@@ -104,6 +104,12 @@ def test_every_flag_of_ours_is_parsed(section: str) -> None:
     assert count > (3 if section == SECTIONS[0] else 50)
 
 
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_flag_that_there_is_is_not_listed_as_missing(section: str) -> None:
+    missing = [theirs for theirs, here, _ in rows(section) if here == "none"]
+    assert [flag for theirs in missing for flag in flags_in(theirs) if flag in OURS] == []
+
+
 def test_every_flag_of_torchrun_is_listed() -> None:
     listed = {flag for theirs, *_ in rows("From torchrun") for flag in flags_in(theirs)}
     parser = torch.distributed.run.get_args_parser()

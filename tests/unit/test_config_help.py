@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from horovod_volo.__main__ import COMMANDS
 from horovod_volo.completion import script
 from horovod_volo.config.command_line import build_parser, parse
-from horovod_volo.config.foreign_flags import HINTS
+from horovod_volo.config.foreign_flags import HINTS, hint_for
 from horovod_volo.config.recipe import load_recipe, recipe_names
 from horovod_volo.core.errors import UserError
 
@@ -42,6 +43,10 @@ def test_a_hint_names_flags_that_there_are_for_one_that_there_is_not(flag: str) 
         parse(["images", flag])
 
 
+def test_torchruns_flags_are_known_in_both_spellings() -> None:
+    assert hint_for("--rdzv_backend") == hint_for("--rdzv-backend") == f" {HINTS['--rdzv-backend']}"
+
+
 @pytest.mark.parametrize("ending", ["yaml", "yml", "json"])
 def test_recipes_in_other_formats_are_refused_by_name(ending: str) -> None:
     with pytest.raises(UserError, match=f"TOML, not {ending.upper()}: args.{ending}. `--dry-run`"):
@@ -70,6 +75,11 @@ def test_bash_completes_commands_flags_values_and_files(tmp_path: Path) -> None:
     }
     assert completed("horovod-volo labels gen", tmp_path) == ["generate"]
     assert completed("horovod-volo predict ev", tmp_path) == ["evening.jpg"]
+
+
+def test_every_command_is_completed(tmp_path: Path) -> None:
+    offered = completed("horovod-volo ", tmp_path)
+    assert sorted(offered) == sorted([*COMMANDS, "--help", "--version"])
 
 
 def test_every_flag_of_training_is_completed(tmp_path: Path) -> None:

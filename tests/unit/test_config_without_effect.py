@@ -143,6 +143,10 @@ def test_a_setting_that_has_its_default_is_not_named() -> None:
     assert config_warnings(config, RunFacts(ranks=1, device_type="cpu")) == []
 
 
+def test_a_warm_up_that_nobody_stated_is_not_named() -> None:
+    assert config_warnings(parse(["--sched", "one-cycle", "--epochs", "30"]).config) == []
+
+
 def test_without_token_labels_the_weight_of_their_loss_gets_one_warning() -> None:
     config = parse(["--dense-weight", "2", "--loss", "mine"]).config
     assert config_warnings(config) == ["--dense-weight has no effect without --token-label"]

@@ -14,9 +14,11 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.run_settings import Run
 from horovod_volo.config.schema import Config, Model
+from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION, Normalization
+from horovod_volo.models.normalization import statistics_of_weights
 from horovod_volo.tasks.classification import Images, build_loaders
 
 SIDE = 32
@@ -90,3 +92,11 @@ def test_a_run_may_have_a_mean_and_std_of_its_own(folder: Path) -> None:
     held_out.close()
     assert torch.equal(evaluated.images, batch_of(folder, "val", normalization=OTHERS))
     assert torch.equal(trained.images, batch_of(folder, "train", normalization=OTHERS))
+
+
+def test_the_statistics_of_a_run_are_those_of_flags_that_repeat_them() -> None:
+    run = {"mean": [0.5, 0.5, 0.5], "std": [0.2, 0.2, 0.3]}  # as resolved.toml gives them
+    mean, std = (0.5, 0.5, 0.5), (0.2, 0.2, 0.3)
+    assert statistics_of_weights("timm:volo_d1", "volo_d1", run, mean, std) == (mean, std)
+    with pytest.raises(UserError, match="was trained with --mean"):
+        statistics_of_weights("timm:volo_d1", "volo_d1", run, std, std)

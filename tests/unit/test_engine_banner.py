@@ -33,6 +33,10 @@ def peak_line(**chosen: Any) -> str:
             {"lr_base": 5e-6, "lr_base_size": 512, "batch_size": 40, "min_lr": 4e-6},
             "peak 3.13e-06 = 5e-06 x 320 / 512; warm-up from 6.25e-07, decay to 2.5e-06, scaled likewise",
         ),
+        (  # without a warm-up
+            {"lr_base": 2e-3, "batch_size": 64, "sched": "one-cycle"},
+            "peak 0.001 = 0.002 x 512 / 1024; decay to 5e-06, scaled likewise",
+        ),
         # --lr-base-size 0 scales the peak alone.
         ({"lr_base": 2e-3, "lr_base_size": 0, "batch_size": 64}, "peak 0.001 = 0.002 x 512 / 1024"),
     ],

@@ -64,6 +64,13 @@ def test_iterations_act_on_singular_values(
     assert not found[2].any()
 
 
+@pytest.mark.parametrize("size", [1e-15, 1e-19, 1e-22, 1e-25, 1e-30, 1e-42])
+def test_a_momentum_that_fades_away_gives_no_update_that_is_too_large(size: float) -> None:
+    """As that of a layer that no longer gets gradients: the squares of its elements are 0 in fp32."""
+    found = orthogonalize(size * random_matrices(2, 64, 128))
+    assert torch.linalg.svdvals(found).max() < 1.14
+
+
 @pytest.mark.parametrize(
     ("dtype", "slack"), [(torch.float64, 0.0), (torch.float32, 1e-3), (torch.bfloat16, 0.05)]
 )

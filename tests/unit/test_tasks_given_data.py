@@ -18,6 +18,7 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.loader import EvalLoader, TrainLoader
+from horovod_volo.tasks.classification import Classification
 from horovod_volo.tasks.given_data import GivenData
 
 ALONE, CONFIG = World.single(), build_config("", {})
@@ -200,6 +201,13 @@ def test_what_does_not_fit_is_an_error(train: Any, val: Any, message: str) -> No
     with pytest.raises(UserError) as raised:
         lists(train, val)
     assert message in str(raised.value)
+
+
+def test_settings_are_checked_against_the_number_of_classes() -> None:
+    samples = [(pixels(), 0), (pixels(), 1)]
+    config = build_config("", {"loss": "bce", "bce_target_threshold": 0.05})
+    with pytest.raises(UserError, match=r"gives each of 2 classes a target of 0\.05"):
+        Classification(GivenData(samples, samples)).read(config, ALONE)
 
 
 def test_an_empty_image_is_a_bad_sample() -> None:

@@ -11,6 +11,7 @@ from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
+from horovod_volo.dry_run import dry_run
 from horovod_volo.tasks.open_settings import DeviceFacts, choose_settings, fit_to_model
 
 CPU, SMALL, LARGE, OLD = (
@@ -92,10 +93,20 @@ def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
     (run / "resolved.toml").write_text(dump(chosen(images=1000)))
     output = ("--output", str(run.parent))
     assert parse(["flowers", *output]).config.is_open  # a new run
-    for resume in ("auto", str(run)):
+    checkpoints = run / "checkpoints"
+    (checkpoints / "step_00000100").mkdir(parents=True)
+    (checkpoints / "last").symlink_to("step_00000100")
+    for resume in ("auto", str(run), str(checkpoints / "step_00000100"), str(checkpoints / "last")):
         config = parse(["flowers", *output, "--resume", resume]).config
         assert not config.is_open
         assert (config.model.model, config.update.epochs) == ("volo_demo", 60)
+
+
+def test_a_dry_run_without_the_images_says_that_it_shows_the_defaults(tmp_path: Path) -> None:
+    warning = "a run without --model and --recipe chooses them for its images, which are not known here"
+    elsewhere = str(tmp_path / "elsewhere")
+    assert warning in dry_run(parse([elsewhere]).config, 1)
+    assert warning not in dry_run(parse([elsewhere, "--model", "volo_d1"]).config, 1)
 
 
 def test_what_names_a_model_or_a_recipe_is_not_open() -> None:
@@ -129,6 +140,7 @@ def test_a_model_without_tokens_is_trained_without_mixtoken() -> None:
         ("--epochs 300", 300, 20, 10),  # the published ones
         ("--epochs 30 --warmup-epochs 5", 30, 5, 10),  # a published command line
         ("--epochs 30 --cooldown-epochs 3", 30, 2, 3),
+        ("--epochs 30 --sched one-cycle", 30, 20, 0),  # which has no warm-up
         ("--recipe demo --epochs 4", 4, 1, 0),
         ("--recipe volo_d1_384 --epochs 30", 30, 5, 10),  # as in the recipe
         ("--recipe volo_d1_384 --epochs 12", 12, 2, 0),
