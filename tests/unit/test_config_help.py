@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from horovod_volo.__main__ import COMMANDS
 from horovod_volo.completion import script
 from horovod_volo.config.command_line import build_parser, parse
 from horovod_volo.config.foreign_flags import HINTS
@@ -70,6 +71,12 @@ def test_bash_completes_commands_flags_values_and_files(tmp_path: Path) -> None:
     }
     assert completed("horovod-volo labels gen", tmp_path) == ["generate"]
     assert completed("horovod-volo predict ev", tmp_path) == ["evening.jpg"]
+    assert set(completed("horovod-volo ", tmp_path)) == {*COMMANDS, "--help", "--version"}
+
+
+def test_a_flag_of_several_commands_has_the_values_of_its_own(tmp_path: Path) -> None:
+    assert completed("horovod-volo evaluate --test-mode r", tmp_path) == ["run"]
+    assert completed("horovod-volo train --test-mode r", tmp_path) == []
 
 
 def test_every_flag_of_training_is_completed(tmp_path: Path) -> None:
