@@ -24,7 +24,10 @@ _PARSERS = {
     "train": "horovod_volo.config.command_line",
     "doctor": "horovod_volo.doctor.__main__",
     "report": "horovod_volo.report.__main__",
-    **{name: f"horovod_volo.{name}" for name in ("evaluate", "predict", "export", "labels", "pack")},
+    **{
+        name: f"horovod_volo.{name}"
+        for name in ("evaluate", "predict", "export", "labels", "pack", "build_horovod")
+    },
 }
 
 
@@ -49,11 +52,14 @@ def build_parser() -> Parser:
 def script(shell: str) -> str:
     """Return the script for a shell."""
     words = {name: _words(import_module(module).build_parser()) for name, module in _PARSERS.items()}
-    choices = {"--recipe": " ".join(recipe_names())}
-    for flags, _ in words.values():
-        for flag, values in flags.items():
-            choices.setdefault(flag, values)
-    commands = " ".join([*words, "build_horovod", "bench", "completion"])
+    recipes = {"--recipe": " ".join(recipe_names())}
+    # By command too: a flag of the same name may take other values in another command.
+    choices = {
+        f'"{name} {flag}"': recipes.get(flag, values)
+        for name, (flags, _) in words.items()
+        for flag, values in flags.items()
+    }
+    commands = " ".join([*words, "bench", "completion"])
     cases = [
         f'        {name}) flags="{" ".join([*flags, *others])}" ;;' for name, (flags, others) in words.items()
     ]
@@ -64,7 +70,7 @@ def script(shell: str) -> str:
         "    if [[ $COMP_CWORD == 1 ]]; then",
         f'        COMPREPLY=($(compgen -W "{commands} --help --version" -- "$word")); return',
         "    fi",
-        '    case "$before" in',
+        '    case "${COMP_WORDS[1]} $before" in',
         *(
             f'        {flag}) COMPREPLY=($(compgen -W "{values}" -- "$word")); return ;;'
             for flag, values in sorted(choices.items())

@@ -1,6 +1,6 @@
 """Write docs/reference/: every setting, from the schema, and the flags of other commands, from their parsers.
 
-The pages are generated and never edited; tests/style/test_docs_reference.py compares them with the code.
+The pages are generated and never edited; tests/style/test_docs_site.py compares them with the code.
 `./tools/docs generate` calls this file.
 """
 

@@ -38,7 +38,8 @@ def find_browser() -> str:
 
 def print_page(browser: str, page: Path, pdf: Path) -> None:
     """Write a page as PDF; raise UserError if that is not possible."""
-    with tempfile.TemporaryDirectory() as profile:
+    # A process of the browser that ends later may still write into its profile.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         partial = Path(profile) / "page.pdf"
         # Chromium's sandbox does not work for root. It opens only this page, which can request nothing.
         sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []

@@ -13,7 +13,7 @@ from typing import Literal
 
 from horovod_volo.report.chart import Chart, Curve, Point, draw, smoothed
 from horovod_volo.report.markup import Markup, element, joined
-from horovod_volo.report.quantities import AVERAGED, Quantity, quantity
+from horovod_volo.report.quantities import AVERAGED, TIME_PARTS, Quantity, quantity
 from horovod_volo.report.run_files import Record, RunFiles
 
 Across = Literal["epochs", "steps", "hours"]
@@ -21,7 +21,17 @@ Kind = Literal["training", "evaluations"]
 
 _SMOOTHED_FROM = 60  # points
 _LOG_RATIO, _LOG_RATIO_OF_PEAKS = 50, 5
-_NOT_SMOOTHED = ("lr", "loss_scale", "skipped_steps", "bad_samples", "host_memory_gib", "device_memory_gib")
+_NOT_SMOOTHED = (
+    "lr",
+    "loss_scale",
+    "skipped_steps",
+    "bad_samples",
+    "host_memory_gib",
+    "device_memory_gib",
+    "device_allocated_gib",
+    "slowest_rank",
+)
+_LEAST_WAIT = 1e-4  # as a fraction of the time; a smaller one is rounded too coarsely in metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -73,15 +83,14 @@ class Charts:
             title = "Loss on held-out images"
         return self._drawn(lines, quantity(key), title, across, kind)
 
-    def of_parts(self, keys: Sequence[str]) -> Markup:
+    def of_parts(self, keys: Sequence[str]) -> list[Markup]:
         """Return the terms of the loss: in one chart for one run, else a chart for each."""
         if len(self.runs) > 1:
-            return joined(map(self.of_key, keys))
+            return [self.of_key(key) for key in keys]
         named = [(key, quantity(key).title.lower()) for key in keys]
         lines = self._lines(named, "training", self.epochs)
-        return self._drawn(
-            lines, quantity("loss"), "Terms of the loss, before weighting", self.epochs, "training"
-        )
+        title = "Terms of the loss, before weighting"
+        return [self._drawn(lines, quantity("loss"), title, self.epochs, "training")]
 
     def _label_of(self, key: str, keys: Sequence[str]) -> str:
         """Return how a key is told from its sibling; nothing, if no run has both."""
@@ -156,10 +165,21 @@ def weights_of(run: RunFiles) -> list[tuple[Record, float]]:
 
 
 def mean_over_time(run: RunFiles, key: str) -> float | None:
-    """Return the mean of a key over the time of training; None without it."""
-    found = [(record[key], seconds) for record, seconds in weights_of(run) if key in record]
+    """Return the mean of a key over the time of training, of TIME_PARTS over wall time; None without it."""
+    found = [
+        (record[key], seconds * (_wall_ratio(record) if key in TIME_PARTS else 1.0))
+        for record, seconds in weights_of(run)
+        if key in record
+    ]
     total = sum(seconds for _, seconds in found)
     return sum(value * seconds for value, seconds in found) / total if total else None
+
+
+def _wall_ratio(record: Record) -> float:
+    """Return wall time, which includes checkpoints between epochs, over the seconds of training."""
+    # The same wait for data is recorded as a fraction of each of the two.
+    of_wall = record.get("time_data", 0.0)
+    return max(1.0, record.get("data_wait", 0.0) / of_wall) if of_wall >= _LEAST_WAIT else 1.0
 
 
 def _across(run: RunFiles, record: Record, across: Across) -> float | None:

@@ -73,7 +73,10 @@ class RunFiles:
     def epochs(self) -> int:
         """Return the epochs of the whole run."""
         update = self.settings.get("update", {})
-        prefix = update.get("warmup_epochs", 0) if update.get("warmup_prefix") else 0
+        has_prefix = (
+            update.get("warmup_prefix") and update.get("sched") != "one-cycle"
+        )  # which has no warm-up
+        prefix = update.get("warmup_epochs", 0) if has_prefix else 0
         return int(update.get("epochs", 0)) + int(update.get("cooldown_epochs", 0)) + int(prefix)
 
     @property
@@ -167,10 +170,10 @@ def _numbers_of(line: str) -> Record:
     """Return the finite numbers of a record; none, if the line is damaged."""
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError):
+        items = record.items() if isinstance(record, dict) else ()
+        return {key: value for key, value in items if type(value) in (int, float) and math.isfinite(value)}
+    except (ValueError, RecursionError, OverflowError):  # the last: a whole number beyond those of float
         return {}
-    items = record.items() if isinstance(record, dict) else ()
-    return {key: value for key, value in items if type(value) in (int, float) and math.isfinite(value)}
 
 
 def _read_starts(path: Path) -> list[RunStart]:

@@ -51,7 +51,7 @@ def speed_points(run: RunFiles) -> list[SpeedPoint]:
     for record in run.training:
         hosts = run.hosts_at(record["step"])
         found.setdefault((len(hosts), len(set(hosts))), []).append(record["images_per_second"])
-    # The first log point of a start contains the warm-up of kernels and caches.
+    # The first log point contains the warm-up of kernels and caches.
     return [
         SpeedPoint(run, ranks, nodes, median(values[1:] or values))
         for (ranks, nodes), values in found.items()

@@ -13,7 +13,19 @@ _PLACES = ("step", "epoch", "images_seen", "images", "hours")
 _MAIN_METRICS = ("top1", "top5", "loss", "miou", "pixel_accuracy", "class_accuracy", "ap", "ap50", "ap75")
 _LEAST_REST = 0.0005  # of the time
 _TRAINING = ("gradient_norm", "loss_scale", "skipped_steps", "bad_samples")
-_SPEED = ("images_per_second", "data_wait", "mfu", "device_memory_gib", "host_memory_gib", *TIME_PARTS)
+_SPEED = (
+    "images_per_second",
+    "data_wait",
+    "mfu",
+    "model_tflops",
+    "device_memory_gib",
+    "device_allocated_gib",
+    "host_memory_gib",
+    "step_seconds_min",
+    "step_seconds_median",
+    "step_seconds_max",
+    "slowest_rank",
+)
 
 
 def quality(charts: Charts) -> Markup:
@@ -42,29 +54,16 @@ def training(charts: Charts) -> Markup:
     shown = [charts.of_key("loss")]
     if charts.has_hours:
         shown.append(charts.of_key("loss", across="hours"))
-    shown += [charts.of_parts(parts) if parts else Markup(), charts.of_key("lr")]
+    shown += [*charts.of_parts(parts), charts.of_key("lr")]
     shown += map(charts.of_key, _TRAINING)
-    known = [*_PLACES, *_TRAINING, *_SPEED, *parts, "loss", "lr"]
+    known = [*_PLACES, *_TRAINING, *_SPEED, *TIME_PARTS, *parts, "loss", "lr"]
     shown += map(charts.of_key, further_keys(records, known))
-    return charts.group(*_split(shown))
+    return charts.group(*shown)
 
 
 def speed(charts: Charts) -> Markup:
     """Return the throughput, where the time went, and memory."""
-    keys = [key for key in _SPEED if key not in TIME_PARTS]
-    shown = [charts.of_key(key) for key in keys]
-    return joined([charts.group(*shown), _time_shares(charts.runs)])
-
-
-def _split(shown: Sequence[Markup]) -> list[Markup]:
-    """Return each figure of markup that may hold several as a part of its own."""
-    parts = []
-    for markup in shown:
-        if markup.startswith("<figure"):
-            parts += [Markup(f"<figure{each}") for each in markup.split("<figure")[1:]]
-        else:
-            parts.append(markup)
-    return parts
+    return joined([charts.group(*map(charts.of_key, _SPEED)), _time_shares(charts.runs)])
 
 
 def _latest(runs: Sequence[RunFiles], keys: Sequence[str]) -> Markup:

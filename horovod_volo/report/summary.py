@@ -57,10 +57,12 @@ def _progress(run: RunFiles) -> str:
 
 
 def _speed_of(run: RunFiles) -> str:
-    points = speed_points(run)
-    if not points:
-        return ""
-    return f"{points[-1].images_per_second:,.0f} images/s, {points[-1].of_rank:,.0f} a rank"
+    """Return the speed on the ranks that the run had last; an elastic run may have had others before."""
+    last = run.hosts_at(run.training[-1]["step"]) if run.training else []
+    for point in speed_points(run):
+        if (point.ranks, point.nodes) == (len(last), len(set(last))):
+            return f"{point.images_per_second:,.0f} images/s, {point.of_rank:,.0f} a rank"
+    return ""
 
 
 def _time_of(run: RunFiles) -> str:

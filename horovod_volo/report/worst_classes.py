@@ -37,7 +37,7 @@ def _of_run(run: RunFiles, data_dir: str, most: int, *, named: bool) -> Markup:
     try:
         rows = [_checked(row) for row in run.confusions["worst"]]
         about = _about(run)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise UserError(
             f"{run.folder / CONFUSIONS} is damaged. Remove it: the next evaluation writes it again."
         ) from None

@@ -77,6 +77,11 @@ def test_bash_completes_commands_flags_values_and_files(tmp_path: Path) -> None:
     assert completed("horovod-volo predict ev", tmp_path) == ["evening.jpg"]
 
 
+def test_a_flag_of_several_commands_has_the_values_of_its_own(tmp_path: Path) -> None:
+    assert completed("horovod-volo evaluate --test-mode r", tmp_path) == ["run"]
+    assert completed("horovod-volo train --test-mode r", tmp_path) == []
+
+
 def test_every_command_is_completed(tmp_path: Path) -> None:
     offered = completed("horovod-volo ", tmp_path)
     assert sorted(offered) == sorted([*COMMANDS, "--help", "--version"])

@@ -103,6 +103,27 @@ def test_hours_time_and_memory_are_shown_where_they_are_recorded(tmp_path: Path)
     assert "7.5 h" in page.texts("dd")
 
 
+def test_shares_of_time_are_those_of_wall_time_with_checkpoints_between_epochs(tmp_path: Path) -> None:
+    """Ten log points of 10 s of training each; before three of them, a checkpoint of 10, 20 and 40 s."""
+    saved = {4: 10.0, 10: 20.0, 20: 40.0}
+    made = {
+        "images_per_second": 12.8,
+        "data_wait": 0.1,
+        "time_data": lambda step: round(1 / (10 + saved.get(step, 0)), 6),
+        "time_compute": lambda step: round(9 / (10 + saved.get(step, 0)), 6),
+        "time_checkpoint": lambda step: round(saved.get(step, 0) / (10 + saved.get(step, 0)), 6),
+    }
+    page = page_of(write_run(tmp_path / "a", records=training_records(20, **made)))
+    shares = [text for text in page.texts("li") if text.endswith("%")]
+    wall = 100 + 70
+    assert shares == [
+        f"computing {100 * 90 / wall:.1f} %",
+        f"waiting for data {100 * 10 / wall:.1f} %",
+        f"checkpoints {100 * 70 / wall:.1f} %",
+    ]
+    assert "10.00 %" in page.texts("dd")  # waiting for data, of the seconds of training
+
+
 def test_several_runs_are_beside_each_other(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a" / "run", settings={"update": {"weight_decay": 0.1}, "run": {"seed": 1}})
     second = write_run(
@@ -182,6 +203,55 @@ def test_an_elastic_run_has_a_speed_for_each_number_of_ranks(tmp_path: Path) -> 
     ]
 
 
+def test_the_speed_at_a_glance_is_that_of_the_last_ranks(tmp_path: Path) -> None:
+    """An elastic run that lost a host and got it back."""
+    speeds = {"images_per_second": lambda step: 100.0 if 10 < step <= 20 else 190.0}
+    four, two = ["n1", "n1", "n2", "n2"], ["n1", "n1"]
+    starts = [{"step": 10, "hosts": two}, {"step": 20, "hosts": four}]
+    run = write_run(tmp_path / "run", hosts=four, records=training_records(**speeds), starts=starts)
+    facts = page_of(run).texts("dd")
+    assert "190 images/s, 48 a rank" in facts
+    assert "4 ranks on 2 hosts" in facts
+
+
+@pytest.mark.parametrize(("schedule", "epochs"), [("cosine", 8), ("one-cycle", 3)])
+def test_epochs_are_those_that_the_run_has(schedule: str, epochs: int, tmp_path: Path) -> None:
+    update = {"sched": schedule, "warmup_epochs": 5, "warmup_prefix": True}
+    assert f"3 of {epochs}" in page_of(write_run(tmp_path / "run", settings={"update": update})).texts("dd")
+
+
+def test_terms_of_the_loss_of_several_runs_are_charts_or_sentences(tmp_path: Path) -> None:
+    """A constant term first: its sentence stands behind the charts, and the others stay among them."""
+    records = training_records(class_loss=1.5)
+    page = page_of(*(write_run(tmp_path / name, records=records) for name in "ab"))
+    assert "Class loss: 1.500 throughout." in page.texts("p")
+    order = [found.get("class") for _, found in page.elements]
+    sentence = page.elements.index(("p", {"class": "constant"}))
+    captions = page.texts("figcaption")
+    assert "Token loss" in captions
+    place = [place for place, each in enumerate(order) if each == "chart"][captions.index("Token loss")]
+    assert place < sentence
+
+
+def test_measures_of_ranks_and_devices_are_among_those_of_speed(tmp_path: Path) -> None:
+    """The number of the slowest rank is not averaged over log points."""
+    made = {
+        "model_tflops": lambda step: 10.0 + step,
+        "device_allocated_gib": lambda step: 3.0 + step,
+        "step_seconds_max": lambda step: 0.25 + step,
+        "slowest_rank": lambda step: step // 2 % 2,
+    }
+    page = page_of(write_run(tmp_path / "run", records=training_records(140, **made)))
+    headings = [text for tag, text in page.words if tag in ("h2", "figcaption")]
+    speed = headings[headings.index("Speed") : headings.index("Environment")]
+    assert {"Model TFLOP/s of a rank", "Own part of a step, slowest rank", "Slowest rank"} <= set(speed)
+    assert "Memory of the device at log points" in speed
+    points = [found["data-points"] for _, found in page.elements if "data-points" in found]
+    figures = [text for tag, text in page.words if tag == "figcaption"]
+    said = json.loads(points[figures.index("Slowest rank")])["curves"][0]["y"]
+    assert set(said) == {"0", "1"}
+
+
 def test_volo_d5_is_compared_with_the_published_speed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", hosts=["n"] * 8, settings={"model": {"model": "volo_d5"}})
     (caption,) = [name for name in page_of(run).tables if name.startswith("Scaling of volo_d5")]
@@ -238,6 +308,14 @@ def without_metrics(folder: Path) -> None:
     (folder / "metrics.jsonl").unlink()
 
 
+def huge_numbers(folder: Path) -> None:
+    (folder / "metrics.jsonl").write_text(f'{{"step": 1{"0" * 400}}}\n')
+
+
+def infinite_confusions(folder: Path) -> None:
+    (folder / "confusions.json").write_text('{"step": Infinity, "top1": 1, "worst": []}')
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -249,6 +327,8 @@ def without_metrics(folder: Path) -> None:
         (wrong_setting, "update.epochs takes a whole number, not 'three'"),
         (cut_environment, "environment.json is damaged: it is no JSON object. Remove it"),
         (other_confusions, "confusions.json is damaged. Remove it"),
+        (huge_numbers, "metrics.jsonl is damaged: it has no record. Wait"),
+        (infinite_confusions, "confusions.json is damaged. Remove it"),
     ],
 )
 def test_a_damaged_folder_is_one_error(
