@@ -14,12 +14,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 
 import horovod_volo
 from horovod_volo import Callback, Config, TrainContext, Trainer, UserError
 from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.objective.loss import LOSSES
+from horovod_volo.plugins import register_loss
 from horovod_volo.train import main
 
 SETTINGS: dict[str, Any] = {"recipe": "demo", "token_label": False, "img_size": 32, "batch_size": 8}
@@ -220,6 +223,51 @@ def test_an_error_in_a_callback_is_one_error_with_its_cause(images: Path, tmp_pa
         trainer.fit()
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert (trainer.folder / "checkpoints" / "step_00000010").is_dir()
+
+
+def test_a_run_that_could_not_be_built_leaves_its_folder_free(images: Path, tmp_path: Path) -> None:
+    """As in a notebook, where the loss of a plugin is corrected and `fit` is called again."""
+    build, mistakes = LOSSES.find(Config().objective.loss), [ValueError("a mistake")]
+
+    def build_at_second_try(*settings: Any) -> Any:
+        if mistakes:
+            raise mistakes.pop()
+        return build(*settings)
+
+    register_loss("built_at_second_try", build_at_second_try)
+    settings = SETTINGS | {"loss": "built_at_second_try", "stop_at_step": 1}
+    trainer = Trainer(images, name="run", output=tmp_path, **settings)
+    with pytest.raises(ValueError, match="a mistake"):
+        trainer.fit()
+    assert not (trainer.folder / "lock.json").exists()
+    assert trainer.fit().step == 1
+
+
+def test_a_profile_ends_with_the_run(images: Path, tmp_path: Path) -> None:
+    """After an error nothing is recorded any more; a run that is shorter has the profile of its steps."""
+
+    def fail(_: TrainContext) -> None:
+        raise ValueError
+
+    settings = SETTINGS | {"stop_at_step": 3, "profile": "2:9"}
+    failing = Trainer(images, name="failing", output=tmp_path, callbacks=[AtStep(2, fail)], **settings)
+    with pytest.raises(UserError, match="AtStep failed in step_done"):
+        failing.fit()
+    assert not torch.autograd._profiler_enabled()
+    assert not (failing.folder / "profile").exists()
+
+    shorter = Trainer(images, name="shorter", output=tmp_path, **settings)
+    assert not shorter.fit().finished
+    assert [folder.name for folder in (shorter.folder / "profile").iterdir()] == ["steps_2-3"]
+    assert "on rank 0 (steps 2 to 3): " in (shorter.folder / "log.txt").read_text()
+
+
+def test_a_profile_of_no_steps_is_left_out(images: Path, tmp_path: Path) -> None:
+    """As that of a run that resumes at its end."""
+    trainer = Trainer(images, name="run", output=tmp_path, **SETTINGS | {"profile": "11:12"})
+    assert trainer.fit().finished
+    assert trainer.fit().finished
+    assert not (trainer.folder / "profile").exists()
 
 
 def test_what_a_callback_sees_of_a_run(images: Path, tmp_path: Path) -> None:
