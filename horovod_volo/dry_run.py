@@ -92,16 +92,15 @@ def dry_run(config: Config, ranks: int) -> str:
         config = task.choose(config, counted[0], ranks, device)
     elif config.is_open:
         config = replace(config, warnings=(*config.warnings, _NOT_CHOSEN))
-    return describe(config, ranks, measure_workload(config))
+    return describe(config, ranks, measure_workload(config, counted))
 
 
-def measure_workload(config: Config) -> Workload:
-    """Count the images, and measure the model on the meta device."""
-    load_plugins(config.run.plugin)
+def measure_workload(config: Config, counted: tuple[int, int] | None = None) -> Workload:
+    """Count the images, unless that was done, and measure the model on the meta device."""
     task = find_task(config.model.task)
     task.check(config)
     check_names(config)
-    images, classes, warnings = _count_images(config)
+    images, classes, warnings = _images_and_classes(config, counted)
     with torch.device("meta"):
         model = task.build_network(config, config.model.num_classes or classes)
     parameters, heads = dict(model.named_parameters()), task.heads(config)
@@ -184,12 +183,13 @@ def state_bytes(config: Config, ranks: int, workload: Workload) -> float:
     return _FP32 * (copies * workload.parameter_count + workload.trained_count) + optimizer
 
 
-def _count_images(config: Config) -> tuple[int, int, list[str]]:
+def _images_and_classes(config: Config, counted: tuple[int, int] | None) -> tuple[int, int, list[str]]:
     """Return images, classes and warnings; those of a usual data set if the data is on another machine."""
     sources = [config.data.data_dir, config.objective.token_label_data, config.model.finetune]
     paths = [source for source in sources if source and not source.startswith(TIMM)]
     warnings = [f"{path} is not on this machine" for path in paths if not Path(path).exists()]
-    counted = find_task(config.model.task).count(config) if config.data.data_dir else None
+    if counted is None and config.data.data_dir:
+        counted = find_task(config.model.task).count(config)
     if counted is not None:
         return (*counted, warnings)
     assumed = _IMAGENET_22K if config.model.num_classes == _IMAGENET_22K[2] else _IMAGENET_1K

@@ -101,6 +101,7 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Train to the end, or until a stop is requested; the next call resumes. Collective."""
         from horovod_volo.cluster.watchdog import watchdog_for
+        from horovod_volo.engine.callbacks import StartAndEnd
         from horovod_volo.engine.interrupts import StopRequest
         from horovod_volo.engine.run import run
         from horovod_volo.tasks.classification import Classification
@@ -109,15 +110,15 @@ class Trainer:
         if self._began:
             config = replace(config, run=replace(config.run, resume="auto"))
         given = self._given()
-        end = _run_end()
+        noted = StartAndEnd()
         task = None if given is None else Classification(given)
         with closing(watchdog_for(config.run.hang_timeout)) as watchdog, StopRequest.while_training() as stop:
             world = connect_once(config)
             try:
-                finished = run(config, world, stop, watchdog, callbacks=[end, *self._callbacks], task=task)
+                finished = run(config, world, stop, watchdog, callbacks=[noted, *self._callbacks], task=task)
             finally:
-                self._ran, self._began = end.config or self._ran, self._began or end.config is not None
-        return world.run_on_rank_zero(lambda: _read_result(self.folder, finished, end.step))
+                self._ran, self._began = noted.config or self._ran, self._began or noted.config is not None
+        return world.run_on_rank_zero(lambda: _read_result(self.folder, finished, noted.step))
 
     def evaluate(
         self,
@@ -132,14 +133,21 @@ class Trainer:
         `data` is a folder, or a data set like `val`. Every image counts once, whatever the number of ranks.
         """
         from horovod_volo.evaluation.accuracy import EvalRequest, measure_accuracy
+        from horovod_volo.plugins import load_plugins
+        from horovod_volo.tasks.shared_catalog import catalog_folder
 
         settings = self._ran
+        task, given = settings.model.task, data is not None and not isinstance(data, str | Path)
+        if given and task != "classification":
+            raise UserError(
+                f"evaluate takes a data set for classification only, not for {task}. Give a folder."
+            )
         world = connect_once(settings)
+        world.run_on_all_ranks(partial(load_plugins, settings.run.plugin))
         source = world.run_on_rank_zero(lambda: str(self._weights(weights)))
-        folder = data if isinstance(data, str | Path) else settings.data.data_dir
         batch = settings.data.eval_batch_size or settings.data.batch_size
         common: dict[str, Any] = {
-            "data_dir": str(folder),
+            "data_dir": settings.data.data_dir if data is None or given else str(data),
             "weights": source,
             "use_ema": use_ema,
             "batch_size": batch,
@@ -148,16 +156,16 @@ class Trainer:
             "precision": settings.model.precision,
             "split": split,
         }
-        if settings.model.task != "classification":
-            return _evaluate_dense(settings.model.task, common, world)
+        if task != "classification":
+            return _evaluate_dense(task, common, world)
         images = None
-        if not isinstance(data, str | Path) and (data is not None or self._data[0] is not None):
+        if given or (data is None and self._data[0] is not None):
             images = partial(self._list, data, source, split)
         request = EvalRequest(
             **common,
             **_AS_TRAINED,
             crop_pct=settings.data.crop_pct,
-            catalog_dir=settings.data.catalog_dir,
+            catalog_dir=str(catalog_folder(settings.data.catalog_dir, settings.run.output, world) or ""),
             cache_dir=settings.data.cache_dir,
             cache_gib=settings.data.cache_gib,
             images=images,
@@ -174,11 +182,13 @@ class Trainer:
         from horovod_volo.data.images.given_images import LooseImages
         from horovod_volo.evaluation.predictions import PredictRequest, predict_images
         from horovod_volo.models.pretrained import load_pretrained
+        from horovod_volo.plugins import load_plugins
 
         if isinstance(images, str | bytes | Path) or not hasattr(images, "__len__"):
             raise UserError(f"predict takes a list of images, not a {type(images).__name__}.")
-        trained = load_pretrained(str(self._weights(weights)), use_ema=use_ema)
         settings = self._ran
+        load_plugins(settings.run.plugin)
+        trained = load_pretrained(str(self._weights(weights)), use_ema=use_ema)
         batch = settings.data.eval_batch_size or settings.data.batch_size
         request = PredictRequest(top, settings.data.crop_pct, batch, settings.model.precision)
         bad: list[str] = []
@@ -199,13 +209,14 @@ class Trainer:
         """Export the network as `horovod-volo export` does; return the folder. Collective."""
         from horovod_volo import export
 
-        flags = ["--onnx"] * onnx + ["--use-ema"] * use_ema + ["--force"] * force
-
-        def write() -> None:
-            words = [str(self._weights(weights)), str(folder), *flags]
-            export.export(export.build_parser().parse_args(words))
-
-        connect_once(self.config).run_on_rank_zero(write)
+        world = connect_once(self.config)
+        source = world.run_on_rank_zero(lambda: str(self._weights(weights)))
+        switches = {"--onnx": onnx, "--use-ema": use_ema, "--force": force}
+        flags = [flag for flag, is_on in switches.items() if is_on]
+        if self.config.run.plugin:
+            flags += ["--plugin", self.config.run.plugin]
+        options = export.build_parser().parse_args([source, str(folder), *flags])
+        world.run_on_rank_zero(lambda: export.export(options))
         return Path(folder)
 
     def _given(self) -> GivenData | None:
@@ -253,24 +264,6 @@ def _check_data(config: Config, train: Any, val: Any) -> None:
             "token_label_data is found by the names of image files, which a data set does not have. Drop it, "
             "or give a data folder."
         )
-
-
-def _run_end() -> Any:
-    """Return a callback that notes the settings of a run that has begun, and the step at which it ends."""
-    from horovod_volo.engine.callbacks import Callback
-    from horovod_volo.engine.context import TrainContext
-
-    class _End(Callback):
-        step = 0
-        config: Config | None = None
-
-        def started(self, run: TrainContext) -> None:
-            self.config = run.config
-
-        def ended(self, run: TrainContext, *, finished: bool) -> None:  # noqa: ARG002
-            self.step = run.step
-
-    return _End()
 
 
 def _read_result(folder: Path, finished: bool, step: int) -> TrainResult:

@@ -20,6 +20,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.plugins import callbacks_of_plugins
 
 if TYPE_CHECKING:
+    from horovod_volo.config.schema import Config
     from horovod_volo.engine.context import TrainContext
     from horovod_volo.engine.interrupts import StopRequest
     from horovod_volo.monitor.progress import Values
@@ -43,6 +44,19 @@ class Callback:
 
     def ended(self, run: TrainContext, *, finished: bool) -> None:
         """Follow the last step, or a stop on request (not `finished`); not called after an error."""
+
+
+class StartAndEnd(Callback):
+    """Notes the settings of a run that has begun, and the step at which it ends."""
+
+    step = 0
+    config: Config | None = None
+
+    def started(self, run: TrainContext) -> None:
+        self.config = run.config
+
+    def ended(self, run: TrainContext, *, finished: bool) -> None:  # noqa: ARG002
+        self.step = run.step
 
 
 class Callbacks:

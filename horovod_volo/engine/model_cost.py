@@ -41,32 +41,27 @@ class ModelCost:
     forward_flops: float  # of one image; 0: not known
     problem: str = ""  # why it is not
 
-    @property
-    def parameters(self) -> int:
-        """Return the number of all parameters."""
-        return sum(block.parameters for block in self.blocks)
-
 
 UNKNOWN_COST = ModelCost((), 0.0)
 
 
 def count_cost(config: Config, task: Task, num_classes: int) -> ModelCost:
     """Build the network of a run on the meta device, and count what one image costs."""
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        network = task.build_network(config, num_classes)
-        blocks = _blocks(network)
-        side = config.model.img_size
-        images = torch.empty(_BATCH, 3, side, side)
-        try:
-            with (
-                torch.no_grad(),
-                FlopCounterMode(display=False) as counter,
-                _Counted(network, blocks, counter),
-            ):
+    blocks: dict[str, BlockCost] = {}
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
+            network = task.build_network(config, num_classes)
+            blocks = _blocks(network)
+            side = config.model.img_size
+            images = torch.empty(_BATCH, 3, side, side)
+            with FlopCounterMode(display=False) as counter, _Counted(network, blocks, counter):
                 task.training_forward(network)(images)
-        # Networks of plugins and of timm may do what the meta device cannot.
-        except (RuntimeError, TypeError, ValueError) as error:
-            return ModelCost(tuple(blocks.values()), 0.0, str(error).partition("\n")[0])
+    # Networks of plugins and of timm may do what the meta device cannot, and may raise anything.
+    except Exception as error:
+        for block in blocks.values():
+            block.flops = 0.0  # of a part of the forward
+        problem = str(error).partition("\n")[0] or type(error).__name__
+        return ModelCost(tuple(blocks.values()), 0.0, problem)
     for block in blocks.values():
         block.flops /= _BATCH
     return ModelCost(tuple(blocks.values()), counter.get_total_flops() / _BATCH)

@@ -26,12 +26,17 @@ FOLDER = "profile"  # in the run folder
 
 
 class StepProfiler(Callback):
-    """Profiles the given steps, once."""
+    """Profiles the given steps, or those of them that the run takes."""
 
     def __init__(self, steps: range) -> None:
         self._steps = steps
         self._profiler: profile | None = None
         self._undo = ExitStack()
+
+    def close(self) -> None:
+        """Stop to record, and drop what was recorded: the process may go on without this run."""
+        if self._profiler is not None:
+            self._stop(self._profiler)
 
     def started(self, run: TrainContext) -> None:
         self._begin_before(run)
@@ -49,6 +54,7 @@ class StepProfiler(Callback):
         """Begin to record if the next step is the first one."""
         if run.state.step + 1 != self._steps[0]:
             return
+        self.close()  # the run has gone back to a checkpoint before them
         device = run.resources.device
         on_gpu = device.type == "cuda"
         self._recorder = RangeRecorder(device)
@@ -64,11 +70,12 @@ class StepProfiler(Callback):
     def _end(self, run: TrainContext) -> None:
         """Write the traces, and log the paragraph. Collective."""
         assert self._profiler is not None
-        profiler, self._profiler = self._profiler, None
-        self._recorder.pop_all()
-        profiler.stop()
-        self._undo.close()
+        profiler = self._profiler
+        self._stop(profiler)
         run.timer.reset()
+        taken = range(self._steps[0], run.state.step + 1)
+        if not taken:
+            return
         world, device = run.world, run.resources.device
         times = times_of(self._recorder.ranges, run.parts.train_loader.waited_seconds - self._waited_before)
         gathered = world.allgather_object((times, self._recorder.ranges))
@@ -77,8 +84,8 @@ class StepProfiler(Callback):
         hosts = run.stragglers.hosts if run.stragglers is not None else ["this host"]
         operators = _operators(profiler, on_gpu=device.type == "cuda")
         all_times, all_ranges = zip(*gathered, strict=True)
-        text = describe(self._steps, all_times, hosts, operators, on_gpu=device.type == "cuda")
-        folder = run.folder / FOLDER / f"steps_{self._steps[0]}-{self._steps[-1]}"
+        text = describe(taken, all_times, hosts, operators, on_gpu=device.type == "cuda")
+        folder = run.folder / FOLDER / f"steps_{taken[0]}-{taken[-1]}"
         timeline = _timeline(run.config.launch.horovod_timeline)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -87,9 +94,16 @@ class StepProfiler(Callback):
                 file.write(gzip.compress(merged_trace(all_ranges, hosts, timeline).encode()))
             with atomic_write(folder / "summary.txt") as file:
                 file.write(f"{text}\n".encode())
+            where = f"profile: traces in {folder} (open them at ui.perfetto.dev)"
         except OSError as error:
-            run.logger.log(f"warning: the profile cannot be written to {folder}: {error.strerror}")
-        run.logger.log(f"profile: {text}", f"profile: traces in {folder} (open them at ui.perfetto.dev)")
+            where = f"warning: the profile cannot be written to {folder}: {error.strerror}"
+        run.logger.log(f"profile: {text}", where)
+
+    def _stop(self, profiler: profile) -> None:
+        self._profiler = None
+        self._recorder.pop_all()
+        profiler.stop()
+        self._undo.close()
 
 
 def _record_forward(block: nn.Module, name: str, recorder: RangeRecorder) -> Callable[[], None]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -97,6 +98,8 @@ def run(
     finally:
         world.collectives.heartbeat = None
         watchdog.pause()
+        for profiler in profiled:
+            profiler.close()
         context.close()
 
 
@@ -150,15 +153,15 @@ def setup(
     job = elastic.job.name if elastic is not None else ""
     opened = partial(_open_run_folder, config, world, state.step, derived, job)
     logger, lock = world.run_on_all_ranks(opened)
-    context = build_context(config, world, task, data, resources, state, logger, stop)
+    with _released_after_error(logger, lock):
+        context = build_context(config, world, task, data, resources, state, logger, stop)
     context.lock = lock
     if checkpoint and checkpoint.resolve().parent == (context.folder / CHECKPOINTS).resolve():
         context.checkpoints.step = state.step  # it need not be saved again
     if elastic is not None:
         context.hosts_changed = lambda: elastic.job.hosts_changed
     hosts = world.hosts()
-    if world.is_rank_zero and world.size > 1:
-        context.stragglers = StragglerFinder(hosts)
+    context.stragglers = StragglerFinder(hosts) if world.is_rank_zero and world.size > 1 else None
     facts = RunFacts(world.size, resources.device.type, state.step, derived.total_steps)
     warnings = [
         *config_warnings(config, facts),
@@ -211,6 +214,18 @@ def _open_run_folder(
         raise UserError(
             f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."
         ) from None
+
+
+@contextmanager
+def _released_after_error(logger: Logger, lock: RunLock | None) -> Iterator[None]:
+    """Release the run folder after an error: a notebook may train into it when the mistake is corrected."""
+    try:
+        yield
+    except BaseException:
+        logger.close()
+        if lock is not None:
+            lock.close()
+        raise
 
 
 def log_start(context: TrainContext, warnings: list[str], elastic: ElasticRun | None = None) -> list[str]:

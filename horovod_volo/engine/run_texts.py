@@ -26,7 +26,7 @@ def describe_run(context: TrainContext, hosts: Sequence[str], bindings: Sequence
     return RunDescription(
         texts={
             "recipe": recipe_text(context.config),
-            "model": model_text(context.config.model.model, context.cost),
+            "model": model_text(context.config.model.model, _parameters(context), context.cost),
             "ranks": ranks_text(hosts, bindings),
         },
         hparams=hyperparameters(context),
@@ -53,9 +53,9 @@ def recipe_text(config: Config) -> str:
     return "\n\n".join([titles[0], differing, titles[1], _code(dump(config))])
 
 
-def model_text(name: str, cost: ModelCost) -> str:
+def model_text(name: str, parameters: int, cost: ModelCost) -> str:
     """Return the blocks of the network, their parameters and their operations in Markdown."""
-    total = f"**{name}**: {cost.parameters:,} parameters"
+    total = f"**{name}**: {parameters:,} parameters"
     if cost.forward_flops:
         total += f", {cost.forward_flops / 1e9:.3g} GFLOPs in the forward of one image"
     elif cost.problem:
@@ -89,9 +89,13 @@ def hyperparameters(context: TrainContext) -> dict[str, HparamValue]:
         "ranks": context.world.size,
         "global_batch": context.derived.global_batch,
         "peak_lr": context.derived.peak_lr,
-        "parameters": context.cost.parameters,
+        "parameters": _parameters(context),
     }
     return found | derived
+
+
+def _parameters(context: TrainContext) -> int:
+    return sum(parameter.numel() for parameter in context.model.parameters())
 
 
 def _code(text: str) -> str:

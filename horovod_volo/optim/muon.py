@@ -9,7 +9,8 @@ The root mean square of the elements of an orthogonal matrix is 1 / sqrt(max(row
 update is 0.2 lr, about as large as AdamW's: both take the same learning rate and the same weight decay.
 
 Invariants: every rank keeps all momenta, so that the state is the same on all ranks and does not depend on
-their number; and all ranks apply the same bytes of each update.
+their number; all ranks apply the same bytes of each update; and nothing changes before these have arrived, so
+that an elastic run which loses a rank meanwhile goes on from the whole state before the step.
 """
 
 from __future__ import annotations
@@ -75,10 +76,10 @@ class Muon(AdamW):
         if not self._matrices.weights:
             super().step()
             return
+        updates = self.ranks.concatenate_async(self._own_updates(), _MESSAGE)()
         torch._foreach_lerp_(self._momenta, self._gradients(), 1 - self._momentum)
-        wait_for_updates = self.ranks.concatenate_async(self._own_updates(), _MESSAGE)
-        super().step()  # meanwhile
-        self._apply(wait_for_updates())
+        super().step()
+        self._apply(updates)
 
     @cached_property
     def _matrices(self) -> _SharedMatrices:
@@ -98,7 +99,9 @@ class Muon(AdamW):
         shared, gradients = self._matrices, self._gradients()
         updates = dict[int, Tensor]()
         for numbers in shared.own_batches:
-            directions = [gradients[each].lerp(self._momenta[each], self._momentum) for each in numbers]
+            own = [gradients[each] for each in numbers]
+            momenta = torch._foreach_lerp([self._momenta[each] for each in numbers], own, 1 - self._momentum)
+            directions = torch._foreach_lerp(own, momenta, self._momentum)
             shapes = [shared.shapes[each] for each in numbers]
             batch = torch.stack([_wide(*pair) for pair in zip(directions, shapes, strict=True)])
             batch = orthogonalize(batch).mul_(_RMS * max(shapes[0]) ** 0.5)

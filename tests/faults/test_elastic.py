@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
@@ -48,6 +49,32 @@ def test_a_killed_rank_is_replaced(tmp_path: Path) -> None:
         assert "40 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
         assert sorted(trial.losses()) == list(trial.losses()) == list(range(1, 241))
     check_board(trial.run.parent, points=list(range(1, 241)), evaluations=[240], more=set(), ranks=2)
+
+
+def test_ranks_that_are_formed_again_stop_early_and_keep_frozen_weights(tmp_path: Path) -> None:
+    """So small a learning rate changes no prediction: the first evaluation stays the best."""
+    images = tmp_path / "images"
+    make_demo_set(images, train=60, val=10)
+    still = ("--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0", "--freeze", "blocks:1,head")
+    flags = ("--global-batch", "10", "--epochs", "60", "--eval-every", "10", "--early-stop", "3", *still)
+    with on_this_machine(tmp_path, images, "localhost:1,127.0.0.1:1", *flags) as trial:
+        trial.train_on(2)
+        trial.change_hosts("localhost:1")
+        trial.train_on(1, formations=2)
+        assert trial.process.wait(120) == 0, trial.output
+        assert trial.formations() == [2, 1]
+        assert "done: 240 steps of 360, because 3 evaluations in a row were no better" in trial.output
+        assert "40 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
+    checkpoints = trial.run / "checkpoints"
+    assert (checkpoints / "best").resolve().name == "step_00000060"
+    best, last = (load_file(checkpoints / name / "model.safetensors") for name in ("best", "last"))
+    statistics = [name for name in best if name.endswith("running_mean")]  # of batch norm, which is frozen
+    assert statistics
+    assert all(torch.equal(best[name], last[name]) for name in statistics)
+    trained = load_file(checkpoints / "last" / "optimizer.safetensors")
+    assert "network.0.0.mlp.fc1.weight/exp_avg" not in trained
+    assert "head.weight/exp_avg" not in trained
+    assert "aux_head.weight/exp_avg" in trained
 
 
 @pytest.mark.soak

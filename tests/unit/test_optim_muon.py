@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from horovod_volo.cluster.collectives import RankLostError
 from horovod_volo.cluster.world import World
 from horovod_volo.config.command_line import parse
 from horovod_volo.core.errors import UserError
@@ -21,7 +23,7 @@ from horovod_volo.engine.state import build_state
 from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, spec_of
 from horovod_volo.optim.build import build_optimizer, check_optimizer, parameter_groups, set_lr, state_tensors
 from horovod_volo.optim.clip import divide
-from horovod_volo.optim.muon import Muon
+from horovod_volo.optim.muon import Muon, OneRank, share_matrices
 from horovod_volo.optim.orthogonal import STEPS, Shape, assign_matrices, orthogonalize
 from horovod_volo.tasks.classification import Classification
 
@@ -259,6 +261,33 @@ def test_a_clipped_gradient_is_divided_before_it_enters_the_momentum() -> None:
         optimizer.step()
         network.momentum = optimizer.state[network.tall.weight]["momentum_buffer"]
     assert torch.equal(model.momentum, other.momentum)
+
+
+class LostRank(OneRank):
+    """A rank whose message does not arrive."""
+
+    def concatenate_async(self, part: Tensor, name: str) -> Callable[[], Tensor]:
+        def wait() -> Tensor:
+            raise RankLostError("rank 1 is lost")
+
+        return wait
+
+
+def test_a_step_in_which_a_rank_is_lost_changes_nothing() -> None:
+    """An elastic run keeps the state after the last complete step, and takes this one again."""
+    model = OddShapes()
+    optimizer = build_optimizer("muon", groups(model), momentum=MOMENTUM)
+    set_lr(optimizer, 1e-3)
+    set_gradients(model, 0)
+    optimizer.step()
+    parameters = dict(model.named_parameters())
+    live = {**parameters, **state_tensors(optimizer, parameters)}
+    before = {name: tensor.detach().clone() for name, tensor in live.items()}
+    share_matrices(optimizer, LostRank())
+    set_gradients(model, 1)
+    with pytest.raises(RankLostError):
+        optimizer.step()
+    assert [name for name, tensor in live.items() if not torch.equal(tensor, before[name])] == []
 
 
 def test_frozen_matrices_stay() -> None:

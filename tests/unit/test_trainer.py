@@ -14,12 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from safetensors.torch import load_file
 
 import horovod_volo
 from horovod_volo import Callback, Config, TrainContext, Trainer, UserError
 from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.data.demo.scene_set import make_scene_set
+from horovod_volo.models.registry import MODELS
+from horovod_volo.objective.loss import LOSSES
 from horovod_volo.train import main
 
 SETTINGS: dict[str, Any] = {"recipe": "demo", "token_label": False, "img_size": 32, "batch_size": 8}
@@ -37,6 +41,26 @@ from horovod_volo.plugins import register_callback
 class LogsItsEnd(Callback):
     def ended(self, run, *, finished):
         run.log(f"seen by a plugin at step {run.step}")
+"""
+
+
+MODEL_PLUGIN = """
+from torch import nn
+from horovod_volo.plugins import ModelSpec, register_model
+
+class TinyPool(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 4, 4, stride=4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        self.head = nn.Linear(4, num_classes)
+
+    def forward(self, images):
+        return self.head(self.features(images))
+
+def build(*, img_size, num_classes, drop_path, aux_head):
+    return TinyPool(num_classes)
+
+register_model(ModelSpec(name="tiny_pool", build=build))
 """
 
 
@@ -220,6 +244,99 @@ def test_an_error_in_a_callback_is_one_error_with_its_cause(images: Path, tmp_pa
         trainer.fit()
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert (trainer.folder / "checkpoints" / "step_00000010").is_dir()
+
+
+def test_a_run_that_could_not_be_built_leaves_its_folder_free(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook, where the loss of a plugin is corrected and `fit` is called again."""
+    build, mistakes = LOSSES.find(Config().objective.loss), [ValueError("a mistake")]
+
+    def build_at_second_try(*settings: Any) -> Any:
+        if mistakes:
+            raise mistakes.pop()
+        return build(*settings)
+
+    monkeypatch.setitem(LOSSES, "built_at_second_try", build_at_second_try)
+    settings = SETTINGS | {"loss": "built_at_second_try", "stop_at_step": 1}
+    trainer = Trainer(images, name="run", output=tmp_path, **settings)
+    with pytest.raises(ValueError, match="a mistake"):
+        trainer.fit()
+    assert not (trainer.folder / "lock.json").exists()
+    assert trainer.fit().step == 1
+
+
+@pytest.mark.parametrize(("task", "score"), [("segmentation", "miou"), ("detection", "ap50")])
+def test_networks_for_pixels_and_boxes_are_evaluated_as_in_training(
+    task: str, score: str, tmp_path: Path
+) -> None:
+    make_scene_set(tmp_path / "scenes", train=8, val=5, side=64)
+    settings = {"recipe": f"{task}_demo", "img_size": 64, "batch_size": 4, "epochs": 1, "warmup_epochs": 0}
+    if task == "segmentation":
+        settings["scene_size"] = (192, 64)
+    trainer = Trainer(tmp_path / "scenes", name=task, output=tmp_path, **settings)
+    last = trainer.fit().last
+    found = trainer.evaluate()
+    assert found["images"] == last["images"] == 5
+    assert found[score] == pytest.approx(last[score], abs=1e-6)
+    assert trainer.evaluate(tmp_path / "scenes", split="train")["images"] == 8
+    with pytest.raises(UserError, match=f"evaluate takes a data set for classification only, not for {task}"):
+        trainer.evaluate([(b"", 0)])
+    with pytest.raises(UserError, match=f"is a network for {task}"):
+        trainer.predict([])
+
+
+def test_every_method_imports_the_plugin_of_the_model(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a new process, where `fit` is not called."""
+
+    def forget_plugin() -> None:
+        MODELS.pop("tiny_pool", None)
+        sys.modules.pop("model_plugin", None)
+
+    (tmp_path / "model_plugin.py").write_text(MODEL_PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    where = {"name": "plugin", "output": tmp_path, "plugin": "model_plugin", "model": "tiny_pool"}
+    settings = SETTINGS | where | {"stop_at_step": 1, "mix_token": False}
+    try:
+        assert not Trainer(images, **settings).fit().finished
+        trainer = Trainer(images, **settings)
+        forget_plugin()
+        assert trainer.evaluate()["images"] == 20
+        forget_plugin()
+        assert len(trainer.predict([next((images / "val").rglob("*.jpg"))], top=3)[0]) == 3
+        forget_plugin()
+        assert (trainer.export(tmp_path / "exported") / "model.safetensors").exists()
+    finally:
+        forget_plugin()
+
+
+def test_a_profile_ends_with_the_run(images: Path, tmp_path: Path) -> None:
+    """After an error nothing is recorded any more; a run that is shorter has the profile of its steps."""
+
+    def fail(_: TrainContext) -> None:
+        raise ValueError
+
+    settings = SETTINGS | {"stop_at_step": 3, "profile": "2:9"}
+    failing = Trainer(images, name="failing", output=tmp_path, callbacks=[AtStep(2, fail)], **settings)
+    with pytest.raises(UserError, match="AtStep failed in step_done"):
+        failing.fit()
+    assert not torch.autograd._profiler_enabled()
+    assert not (failing.folder / "profile").exists()
+
+    shorter = Trainer(images, name="shorter", output=tmp_path, **settings)
+    assert not shorter.fit().finished
+    assert [folder.name for folder in (shorter.folder / "profile").iterdir()] == ["steps_2-3"]
+    assert "on rank 0 (steps 2 to 3): " in (shorter.folder / "log.txt").read_text()
+
+
+def test_a_profile_of_no_steps_is_left_out(images: Path, tmp_path: Path) -> None:
+    """As that of a run that resumes at its end."""
+    trainer = Trainer(images, name="run", output=tmp_path, **SETTINGS | {"profile": "11:12"})
+    assert trainer.fit().finished
+    assert trainer.fit().finished
+    assert not (trainer.folder / "profile").exists()
 
 
 def test_what_a_callback_sees_of_a_run(images: Path, tmp_path: Path) -> None:
