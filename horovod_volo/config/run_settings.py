@@ -13,7 +13,10 @@ class Run:
     """run folder, checkpoints and logging"""
 
     output: str = setting("runs", "folder of the run folders")
-    name: str = setting("", "run folder inside --output; empty: the recipe's name, else the model's")
+    name: str = setting(
+        "",
+        "run folder inside --output; empty: named after the recipe, else the model, else the data folder",
+    )
     resume: str = setting(
         "", "resume from this checkpoint or run folder; auto: from this run's latest, if there is one"
     )
@@ -44,7 +47,8 @@ class Run:
     )
     plugin: str = setting(
         "",
-        "Python module to import, which registers models, losses or optimizers; may be repeated",
+        "Python module to import, which registers models, losses, optimizers, schedules, augmentation or "
+        "callbacks; may be repeated",
         repeatable=True,
     )
 

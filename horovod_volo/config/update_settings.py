@@ -48,14 +48,19 @@ class Update:
     )
     decay_milestones: str = setting(
         "",
-        "of --sched step: the epochs at which the learning rate is multiplied by --decay-rate, separated by "
-        "commas; empty: at 66 and 83 % of --epochs",
+        "--sched step: epochs, separated by commas, at which the learning rate's distance to --min-lr is "
+        "multiplied by --decay-rate; empty: 66 and 83 % of --epochs",
     )
     decay_rate: float = setting(
-        0.1, "factor of the learning rate at each milestone of --sched step", at_least=0.0, below=1.0
+        0.1,
+        "--sched step: factor of the learning rate's distance to --min-lr at each milestone",
+        at_least=0.0,
+        below=1.0,
     )
     poly_power: float = setting(
-        0.9, "power of --sched poly: the decay is (1 - its fraction that has passed) to it", at_least=0.01
+        0.9,
+        "--sched poly: power to which (1 - the fraction of the decay that has passed) is raised",
+        at_least=0.01,
     )
     cycle_up: float = setting(
         0.45,
