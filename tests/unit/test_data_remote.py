@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cache_process import BLOCK, read_all, used_bytes
+from numpy.typing import NDArray
 from shard_writers import picture, write_tar
 
 from horovod_volo.cluster.world import World
@@ -264,6 +265,35 @@ def test_other_shards_are_listed_too(tmp_path: Path) -> None:
     assert main([str(tmp_path), "--catalog"]) == 0
     with serving(tmp_path) as server, closing(remote(server)) as catalog:
         assert content(catalog) == content(build_catalog(str(tmp_path), "train", None))
+
+
+def test_repeated_draws_of_rare_classes_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = [
+        (f"{n}.{kind}", data)
+        for n in range(24)
+        for kind, data in (("jpg", picture(n)), ("cls", b"%d" % (n > 1)))
+    ]
+    for split in ("train", "val"):
+        write_tar(tmp_path / split / "a.tar", members)
+    assert main([str(tmp_path), "--catalog"]) == 0
+    local = build_catalog(str(tmp_path), "train", None)
+    expected = samples(local, balance=1.0)
+    with serving(tmp_path) as server, closing(remote(server)) as catalog:
+        announced = list[int]()
+
+        def read_ahead(indices: NDArray[np.int64]) -> None:
+            announced.extend(indices.tolist())
+            RemoteCatalog.read_ahead(catalog, indices)
+
+        monkeypatch.setattr(catalog, "read_ahead", read_ahead)
+        found = samples(catalog, balance=1.0)
+    for (indices, pixels), (own, own_pixels) in zip(expected, found, strict=True):
+        assert indices == own
+        assert pixels.equal(own_pixels)
+    assert announced == [index for indices, _ in found for index in indices]
+    assert len(announced) > len(set(announced))
 
 
 def test_a_cache_that_is_too_small_for_a_random_order_is_a_warning(
