@@ -165,6 +165,15 @@ def test_a_damaged_block_is_read_again(server: FolderServer, tmp_path: Path) -> 
         assert content(catalog) == expected
 
 
+def test_a_fault_of_the_cache_is_no_damage_of_samples(server: FolderServer, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with closing(remote(server, cache=cache)) as catalog:
+        catalog.read(0)
+        shutil.rmtree(cache / "locks")
+        with pytest.raises(UserError, match=r"the cache in .*cache cannot be used: No such file"):
+            [catalog.read(number) for number in range(40)]
+
+
 def test_the_cache_stays_below_its_limit_with_several_processes(tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "file").write_bytes(
