@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -26,7 +27,7 @@ from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.remote import block_cache, ranges
 from horovod_volo.data.remote.http_source import HttpSource
 from horovod_volo.data.remote.ranges import RemoteFile
-from horovod_volo.data.remote.remote_catalog import CacheSettings, RemoteCatalog
+from horovod_volo.data.remote.remote_catalog import CacheSettings, ReadAhead, RemoteCatalog
 from horovod_volo.pack import main
 from horovod_volo.tasks.shared_catalog import cache_warnings, shared_catalog
 from tests.range_server import FolderServer, serving
@@ -111,6 +112,33 @@ def test_samples_are_those_of_local_shards(
                 assert pixels.equal(own_pixels)
         assert catalog.location(0).startswith(f"{server.address}/train/train-000000.tar, bytes ")
     assert server.connections <= 1 + 16 + 2 * 2 * 2  # they are kept open
+
+
+def test_each_image_that_is_announced_is_read_once_and_none_is_kept_for_ever() -> None:
+    reads = list[int]()
+
+    def read(index: int) -> bytes:
+        reads.append(index)
+        return b"%d" % index
+
+    batches = np.arange(3000).reshape(6, 500)
+    ahead = ReadAhead(read)
+    with closing(ahead), ThreadPoolExecutor(4) as pool:
+        for batch in batches:
+            ahead.expect(batch)
+        for batch in batches:
+            taken = list(pool.map(ahead.take, batch.tolist()))
+            assert taken == [b"%d" % index for index in batch]
+        assert sorted(reads) == list(range(3000))
+        # An epoch that is left in the middle: its images are dropped when the next epoch begins.
+        ahead.expect(np.arange(100))
+        ahead.expect(np.arange(200, 300))
+        while len(reads) < 3200:
+            time.sleep(0.001)
+        ahead.take(200)
+        ahead.take(7)
+    assert reads.count(200) == 2
+    assert reads.count(7) == 3
 
 
 def test_an_evaluation_reads_held_out_shards(packed: Path, server: FolderServer) -> None:

@@ -145,8 +145,8 @@ class BlockCache:
 
     def _unusable(self, error: OSError) -> UserError:
         return UserError(
-            f"the cache in {self._folder} cannot be used: {error.strerror}. Name a folder of yours on a local "
-            "disk with --cache-dir, or lower --cache-gib."
+            f"the cache in {self._folder} cannot be used: {error.strerror}. Name a folder on a local disk "
+            "with --cache-dir, or lower --cache-gib."
         )
 
 

@@ -32,7 +32,6 @@ from horovod_volo.data.remote.s3_source import S3Source
 
 _SCHEMES = ("http://", "https://", "s3://")
 _THREADS = 16  # that wait for the server
-_LEAST_AHEAD = 1024  # images; what is announced and never read is dropped beyond that
 _GIB = 2**30
 
 
@@ -43,29 +42,45 @@ class CacheSettings(NamedTuple):
     gib: float = 0.0
 
 
+class _Announced(NamedTuple):
+    batch: int  # its number among those announced
+    content: Future[bytes]
+
+
 class ReadAhead:
-    """Reads what is announced by threads of its own, until it is taken."""
+    """Reads what is announced by threads of its own, until it is taken.
+
+    Batches are taken in the order in which they are announced: with the first image of a later batch, what is
+    left of earlier ones is dropped. It is of an epoch that was not finished.
+    """
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="remote-reader")
-        self._pending: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._pending: OrderedDict[int, _Announced] = OrderedDict()
+        self._batches = 0
         self._lock = threading.Lock()
 
     def expect(self, indices: NDArray[np.int64]) -> None:
-        """Begin to read these images."""
+        """Begin to read the images of a batch."""
         with self._lock:
+            self._batches += 1
             for index in indices.tolist():
                 if index not in self._pending:
-                    self._pending[index] = self._pool.submit(self._read, index)
-            while len(self._pending) > max(_LEAST_AHEAD, 4 * len(indices)):
-                self._pending.popitem(last=False)[1].cancel()
+                    self._pending[index] = _Announced(self._batches, self._pool.submit(self._read, index))
 
     def take(self, index: int) -> bytes:
         """Return an image, which is read now if it was not announced."""
         with self._lock:
-            future = self._pending.pop(index, None)
-        return self._read(index) if future is None else future.result()
+            announced = self._pending.pop(index, None)
+            if announced is not None:
+                self._drop_before(announced.batch)
+        return self._read(index) if announced is None else announced.content.result()
+
+    def _drop_before(self, batch: int) -> None:
+        """Drop what was announced in earlier batches. The caller has the lock."""
+        while self._pending and next(iter(self._pending.values())).batch < batch:
+            self._pending.popitem(last=False)[1].content.cancel()
 
     def close(self) -> None:
         """End the threads."""
