@@ -275,6 +275,19 @@ def test_what_is_wrong_with_a_server_is_said(server: FolderServer, tmp_path: Pat
         RemoteFile(HttpSource(), "http://127.0.0.1:1/x").read(0, 1)
 
 
+def test_a_file_that_grows_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "_PART_BYTES", 1000)
+    (tmp_path / "file").write_bytes(bytes(range(250)) * 10)
+    with serving(tmp_path) as server, closing(HttpSource()) as source:
+        file = RemoteFile(source, f"{server.address}/file")
+        assert file.read_all() == bytes(range(250)) * 10
+        (tmp_path / "file").write_bytes(bytes(range(250)) * 11)
+        with pytest.raises(UserError, match="file was changed while it was read"):
+            file.read_all()
+
+
 def test_a_redirection_is_followed(server: FolderServer) -> None:
     server.redirects = "/elsewhere"
     with closing(remote(server)) as catalog:
