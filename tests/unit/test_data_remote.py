@@ -294,6 +294,23 @@ def test_a_redirection_is_followed(server: FolderServer) -> None:
         assert len(content(catalog)) == 40
 
 
+def test_an_answer_of_another_server_that_is_not_wanted_is_not_read_as_the_next_one(
+    server: FolderServer, tmp_path: Path
+) -> None:
+    (tmp_path / "front").mkdir()
+    with serving(tmp_path / "front") as front, closing(HttpSource()) as source:
+        front.redirects, front.elsewhere, server.redirects = "/there", server.address, "/there"
+        server.answers_ranges = False
+        shard = RemoteFile(source, f"{front.address}/train/train-000000.tar")
+        with pytest.raises(UserError, match=r"the server of http.*tar does not answer range requests"):
+            shard.read(0, 8)
+        server.answers_ranges = True
+        before = server.connections
+        assert shard.read(0, 8) == (server.folder / "train" / "train-000000.tar").read_bytes()[:8]
+        assert server.connections == before + 1  # the connection with the rest of the answer was closed
+        assert len(server.requests) == 2
+
+
 def test_a_shard_that_holds_no_image_there_is_a_bad_sample(server: FolderServer) -> None:
     for shard in (server.folder / "train").glob("*.tar"):
         shard.write_bytes(bytes(shard.stat().st_size))
