@@ -328,7 +328,7 @@ def test_other_shards_are_listed_too(tmp_path: Path) -> None:
             for n in range(3)
             for kind, data in (("jpg", picture(n)), ("cls", b"%d" % n))
         ]
-        write_tar(tmp_path / split / "a.tar", members)
+        write_tar(tmp_path / split / "a shard#1, ä.tar", members)
     assert main([str(tmp_path), "--catalog"]) == 0
     with serving(tmp_path) as server, closing(remote(server)) as catalog:
         assert content(catalog) == content(build_catalog(str(tmp_path), "train", None))

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.images.catalog_file import CatalogEntry, read_header, read_metadata
+from horovod_volo.data.images.catalog_file import CatalogEntry, read_metadata
 from horovod_volo.data.images.open_files import OpenFile
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, PUBLISHED_CATALOG, HeldOut, Split
 from horovod_volo.data.remote.block_cache import BlockCache
@@ -93,15 +94,14 @@ class RemoteCatalog(Catalog):
     def __init__(self, file: OpenFile, path: Path | None, url: str, cache: CacheSettings) -> None:
         """Take the list in an open file; `url` is the folder of the shards."""
         super().__init__(file, path)
-        header = read_header(file.descriptor)
-        metadata = {} if header is None else read_metadata(file.descriptor, header)
+        metadata = read_metadata(file.descriptor, self._header)
         if not metadata.get("sizes"):
             raise UserError(f"{url}/{PUBLISHED_CATALOG} is not a list of shards. {_REMEDY}")
         self.source = url
         self.total_bytes: int = sum(metadata["sizes"])
         self._source = source_of(url)
         self._files = [
-            RemoteFile(self._source, f"{url}/{name}", size)
+            RemoteFile(self._source, _url_of_shard(url, name), size)
             for name, size in zip(metadata["shards"], metadata["sizes"], strict=True)
         ]
         self._cache = BlockCache(Path(cache.folder), int(cache.gib * _GIB)) if cache.folder else None
@@ -144,6 +144,11 @@ def is_remote(data_dir: str) -> bool:
 def source_of(url: str) -> RangeSource:
     """Return what reads files at this address."""
     return S3Source() if url.startswith("s3://") else HttpSource()
+
+
+def _url_of_shard(folder: str, name: str) -> str:
+    """Return the address of a shard. Keys of S3 are written as they are; in HTTP, `#` or a space is not."""
+    return f"{folder}/{name if folder.startswith('s3://') else quote(name)}"
 
 
 def download_catalog(
