@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cache_process import BLOCK, read_all, used_bytes
+from image_loaders import evaluated_images, train_loader
 from numpy.typing import NDArray
 from shard_writers import picture, write_tar
 
@@ -23,7 +24,6 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.remote import block_cache, ranges
 from horovod_volo.data.remote.http_source import HttpSource
 from horovod_volo.data.remote.ranges import RemoteFile
@@ -77,19 +77,7 @@ def samples(
     catalog: Catalog, first_step: int = 0, **settings: object
 ) -> list[tuple[list[int], torch.Tensor]]:
     """Return the indices and the augmented pixels of an epoch's batches."""
-    loader = TrainLoader(
-        catalog,
-        None,
-        Data(batch_size=4, **settings),  # type: ignore[arg-type]
-        image_size=32,
-        seed=3,
-        rank=1,
-        size=2,
-        accumulation=1,
-        device=torch.device("cpu"),
-        threads=2,
-    )
-    with closing(loader):
+    with closing(train_loader(catalog, Data(batch_size=4, **settings), rank=1, size=2)) as loader:  # type: ignore[arg-type]
         return [(batch.indices.tolist(), batch.images.clone()) for batch in loader.batches(1, first_step)]
 
 
@@ -142,22 +130,12 @@ def test_each_image_that_is_announced_is_read_once_and_none_is_kept_for_ever() -
 
 
 def test_an_evaluation_reads_held_out_shards(packed: Path, server: FolderServer) -> None:
-    def evaluated(catalog: Catalog) -> torch.Tensor:
-        loader = EvalLoader(
-            catalog,
-            Data(batch_size=8),
-            image_size=32,
-            crop_pct=0.9,
-            rank=0,
-            size=1,
-            device=torch.device("cpu"),
-            threads=2,
-        )
-        with closing(loader):
-            return torch.cat([batch.images.clone() for batch in loader])
-
     with closing(remote(server, "val")) as catalog:
-        assert evaluated(catalog).equal(evaluated(build_catalog(str(packed), "val", None)))
+        found, expected = (
+            evaluated_images(images, Data(batch_size=8))
+            for images in (catalog, build_catalog(str(packed), "val", None))
+        )
+        assert found.equal(expected)
 
 
 def test_without_a_cache_each_image_is_one_range(server: FolderServer) -> None:
