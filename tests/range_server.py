@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 
 class FolderServer(ThreadingHTTPServer):
@@ -22,6 +23,7 @@ class FolderServer(ThreadingHTTPServer):
         self.connections = 0
         self.failures: list[Any] = []  # a status, "cut" or "close", each for one request for a shard
         self.answers_ranges, self.version, self.redirects = True, "1", ""
+        self.elsewhere = ""  # the server to which `redirects` leads; empty: this one
 
     @property
     def address(self) -> str:
@@ -44,9 +46,9 @@ class RangeRequest(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = self.server
         if server.redirects and not self.path.startswith(server.redirects):
-            self._answer(302, b"", {"Location": server.redirects + self.path})
+            self._answer(302, b"", {"Location": server.elsewhere + server.redirects + self.path})
             return
-        file = server.folder / self.path.removeprefix(server.redirects).lstrip("/")
+        file = server.folder / unquote(urlsplit(self.path).path.removeprefix(server.redirects)).lstrip("/")
         if not file.is_file():
             self._answer(404, b"nothing here", {})
             return

@@ -118,8 +118,7 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         return balanced_order(self._seed, epoch, self._catalog.targets, balance)
 
     def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingTrainBatch:
-        # With --balance the numbers of further draws of an image are larger by multiples of all images.
-        read = self._readers.map(self._read_usable, (drawn % len(self._catalog)).tolist())
+        read = self._readers.map(self._read_usable, self._positions(drawn).tolist())
         indices = np.array([index for index, _ in read], dtype=np.int64)
         samples = [sample for _, sample in read]
         sizes = np.array([sample.size for sample in samples], dtype=np.int64)
@@ -141,7 +140,11 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         return PendingTrainBatch(indices, inputs, Labels(classes, maps), params, drawn)
 
     def _read_ahead(self, indices: NDArray[np.int64]) -> None:
-        self._catalog.read_ahead(indices)
+        self._catalog.read_ahead(self._positions(indices))
+
+    def _positions(self, drawn: NDArray[np.int64]) -> NDArray[np.int64]:
+        # With --balance the numbers of further draws of an image are larger by multiples of all images.
+        return drawn % len(self._catalog)
 
     def _read_usable(self, index: int) -> tuple[int, Sample]:
         return self.bad_samples.read_or_replace(index, len(self._catalog), self._read)

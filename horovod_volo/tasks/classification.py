@@ -189,7 +189,7 @@ class Classification:
             pictures=confusions.pictures,
             files=confusions.files,
             classes=data.train.targets if config.data.balance else None,
-            training_pictures=TrainingPictures(network, losses, data.train.classes, config.model),
+            training_pictures=TrainingPictures(network, losses, data.train.classes, config),
         )
 
     def warnings(self, config: Config, data: Images | None = None) -> list[str]:

@@ -6,6 +6,7 @@ same.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,10 +90,8 @@ class GivenData:
             images = GivenImages(
                 given.samples, chosen, given.labels, numbering, source=given.source, identity=self.identity
             )
-            try:
+            with suppress(BadSampleError):  # it is replaced like any other
                 images.read(0)
-            except BadSampleError:  # it is replaced like any other
-                return images
             return images
 
         return world.run_on_all_ranks(build)

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
-from horovod_volo.config.schema import Model
+from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data.labels.figure import GREY, PALETTE, SECONDARY_TEXT, TEXT, load_font
 from horovod_volo.data.pipeline import Normalization
-from horovod_volo.models.build import spec_of
+from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.outlook_attention import received_attention
 from horovod_volo.models.precision import autocast
 from horovod_volo.objective.label_map import most_probable
@@ -60,13 +60,12 @@ class TrainingPictures:
     network: nn.Module
     losses: MixedLoss
     classes: Sequence[str]
-    model: Model
+    config: Config
 
     @torch.no_grad()
     def __call__(self, batch: TrainBatch, step: int) -> dict[str, Picture]:
         """Return pictures of the first images of a micro-batch, the first of a step."""
-        spec = spec_of(self.model.model)
-        normalization = Normalization(spec.mean, spec.std)
+        normalization = Normalization(*statistics_of_run(self.config.data, self.config.model.model))
         images = _pixels(batch.images[:_MOST], normalization)
         mix: Mix = self.losses.mix(step, 0)
         partners = _pixels(batch.images.flip(0)[:_MOST], normalization)
@@ -102,7 +101,7 @@ class TrainingPictures:
         return f"{own} {100 * mix.lam:.0f} %, {partner} {100 - 100 * mix.lam:.0f} %"
 
     def _attention(self, images: Tensor, pixels: Sequence[Pixels]) -> dict[str, Picture]:
-        with autocast(self.model.precision, images.device):
+        with autocast(self.config.model.precision, images.device):
             received = received_attention(self.network, images)
         if received is None:
             return {}

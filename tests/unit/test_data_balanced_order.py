@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from coded_images import smooth, write_images
+from image_loaders import train_loader
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.balanced_order import balanced_order, draws_of_classes
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.loader import TrainLoader
 from horovod_volo.data.sampler import rank_indices
 from horovod_volo.doctor.ledger import check_ledger
 from horovod_volo.engine.ledger import CLASSES, LEDGER, Ledger, LedgerStart, checksums, write_classes
@@ -80,21 +81,11 @@ def folder(tmp_path: Path) -> Path:
 def batches_of(
     folder: Path, first_step: int = 0, *, rank: int = 0, size: int = 1, epoch: int = 1
 ) -> list[TrainBatch]:
-    loader = TrainLoader(
-        build_catalog(str(folder), "train", None),
-        None,
-        Data(batch_size=8 // size, balance=1.0),
-        image_size=32,
-        seed=5,
-        rank=rank,
-        size=size,
-        accumulation=1,
-        device=torch.device("cpu"),
-        threads=1,
-    )
-    found = list(loader.batches(epoch, first_step))
-    loader.close()
-    return found
+    catalog = build_catalog(str(folder), "train", None)
+    with closing(
+        train_loader(catalog, Data(batch_size=8 // size, balance=1.0), rank=rank, size=size)
+    ) as loader:
+        return list(loader.batches(epoch, first_step))
 
 
 def test_ranks_and_restarts_see_the_same_draws_each_augmented_differently(folder: Path) -> None:

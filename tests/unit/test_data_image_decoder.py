@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from coded_images import PLAIN, smooth, write_images
+from image_loaders import evaluated_images, train_loader
 from PIL import Image
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from horovod_volo.data.boxes.box_loader import BoxTrainLoader
 from horovod_volo.data.demo.scene_set import make_scene_set
 from horovod_volo.data.image_decoder import DecoderName, describe_decoder, image_decoder
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.loader import EvalLoader, TrainLoader
+from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.data.scenes.scene_list import find_layout, list_scenes
@@ -60,19 +61,9 @@ def levels(ours: Tensor, theirs: Tensor) -> Tensor:
 
 
 def train_images(folder: Path, decoder: DecoderName, **settings: Any) -> Tensor:
-    loader = TrainLoader(
-        build_catalog(str(folder), "train", None),
-        None,
-        Data(batch_size=4, image_decoder=decoder, **settings),
-        image_size=SIDE,
-        seed=5,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=CPU,
-        threads=2,
-    )
-    with closing(loader):
+    catalog = build_catalog(str(folder), "train", None)
+    data = Data(batch_size=4, image_decoder=decoder, **settings)
+    with closing(train_loader(catalog, data, image_size=SIDE)) as loader:
         return torch.cat([batch.images for batch in loader.batches(1, 0)])
 
 
@@ -91,13 +82,9 @@ def test_training_images(folder: Path, on: str) -> None:
 
 
 def evaluated(folder: Path, decoder: DecoderName, **changes: Any) -> Tensor:
-    loader = EvalLoader(
-        build_catalog(str(folder), "val", None),
-        Data(batch_size=5, image_decoder=decoder),
-        **{"image_size": SIDE, "crop_pct": 0.9, "rank": 0, "size": 1, "device": CPU, "threads": 2} | changes,
-    )
-    with closing(loader):
-        return torch.cat([batch.images for batch in loader])
+    catalog = build_catalog(str(folder), "val", None)
+    data = Data(batch_size=5, image_decoder=decoder)
+    return evaluated_images(catalog, data, image_size=SIDE, **changes)
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])

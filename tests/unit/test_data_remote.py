@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from cache_process import BLOCK, read_all, used_bytes
+from image_loaders import evaluated_images, train_loader
+from numpy.typing import NDArray
 from shard_writers import picture, write_tar
 
 from horovod_volo.cluster.world import World
@@ -21,11 +24,10 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.remote import block_cache, ranges
 from horovod_volo.data.remote.http_source import HttpSource
 from horovod_volo.data.remote.ranges import RemoteFile
-from horovod_volo.data.remote.remote_catalog import CacheSettings, RemoteCatalog
+from horovod_volo.data.remote.remote_catalog import CacheSettings, ReadAhead, RemoteCatalog
 from horovod_volo.pack import main
 from horovod_volo.tasks.shared_catalog import cache_warnings, shared_catalog
 from tests.range_server import FolderServer, serving
@@ -75,19 +77,7 @@ def samples(
     catalog: Catalog, first_step: int = 0, **settings: object
 ) -> list[tuple[list[int], torch.Tensor]]:
     """Return the indices and the augmented pixels of an epoch's batches."""
-    loader = TrainLoader(
-        catalog,
-        None,
-        Data(batch_size=4, **settings),  # type: ignore[arg-type]
-        image_size=32,
-        seed=3,
-        rank=1,
-        size=2,
-        accumulation=1,
-        device=torch.device("cpu"),
-        threads=2,
-    )
-    with closing(loader):
+    with closing(train_loader(catalog, Data(batch_size=4, **settings), rank=1, size=2)) as loader:  # type: ignore[arg-type]
         return [(batch.indices.tolist(), batch.images.clone()) for batch in loader.batches(1, first_step)]
 
 
@@ -112,23 +102,40 @@ def test_samples_are_those_of_local_shards(
     assert server.connections <= 1 + 16 + 2 * 2 * 2  # they are kept open
 
 
-def test_an_evaluation_reads_held_out_shards(packed: Path, server: FolderServer) -> None:
-    def evaluated(catalog: Catalog) -> torch.Tensor:
-        loader = EvalLoader(
-            catalog,
-            Data(batch_size=8),
-            image_size=32,
-            crop_pct=0.9,
-            rank=0,
-            size=1,
-            device=torch.device("cpu"),
-            threads=2,
-        )
-        with closing(loader):
-            return torch.cat([batch.images.clone() for batch in loader])
+def test_each_image_that_is_announced_is_read_once_and_none_is_kept_for_ever() -> None:
+    reads = list[int]()
 
+    def read(index: int) -> bytes:
+        reads.append(index)
+        return b"%d" % index
+
+    batches = np.arange(3000).reshape(6, 500)
+    ahead = ReadAhead(read)
+    with closing(ahead), ThreadPoolExecutor(4) as pool:
+        for batch in batches:
+            ahead.expect(batch)
+        for batch in batches:
+            taken = list(pool.map(ahead.take, batch.tolist()))
+            assert taken == [b"%d" % index for index in batch]
+        assert sorted(reads) == list(range(3000))
+        # An epoch that is left in the middle: its images are dropped when the next epoch begins.
+        ahead.expect(np.arange(100))
+        ahead.expect(np.arange(200, 300))
+        while len(reads) < 3200:
+            time.sleep(0.001)
+        ahead.take(200)
+        ahead.take(7)
+    assert reads.count(200) == 2
+    assert reads.count(7) == 3
+
+
+def test_an_evaluation_reads_held_out_shards(packed: Path, server: FolderServer) -> None:
     with closing(remote(server, "val")) as catalog:
-        assert evaluated(catalog).equal(evaluated(build_catalog(str(packed), "val", None)))
+        found, expected = (
+            evaluated_images(images, Data(batch_size=8))
+            for images in (catalog, build_catalog(str(packed), "val", None))
+        )
+        assert found.equal(expected)
 
 
 def test_without_a_cache_each_image_is_one_range(server: FolderServer) -> None:
@@ -162,6 +169,15 @@ def test_a_damaged_block_is_read_again(server: FolderServer, tmp_path: Path) -> 
     blocks[2].write_bytes(b"")
     with closing(remote(server, cache=cache)) as catalog:
         assert content(catalog) == expected
+
+
+def test_a_fault_of_the_cache_is_no_damage_of_samples(server: FolderServer, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    with closing(remote(server, cache=cache)) as catalog:
+        catalog.read(0)
+        shutil.rmtree(cache / "locks")
+        with pytest.raises(UserError, match=r"the cache in .*cache cannot be used: No such file"):
+            [catalog.read(number) for number in range(40)]
 
 
 def test_the_cache_stays_below_its_limit_with_several_processes(tmp_path: Path) -> None:
@@ -237,10 +253,40 @@ def test_what_is_wrong_with_a_server_is_said(server: FolderServer, tmp_path: Pat
         RemoteFile(HttpSource(), "http://127.0.0.1:1/x").read(0, 1)
 
 
+def test_a_file_that_grows_while_it_is_read_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "_PART_BYTES", 1000)
+    (tmp_path / "file").write_bytes(bytes(range(250)) * 10)
+    with serving(tmp_path) as server, closing(HttpSource()) as source:
+        file = RemoteFile(source, f"{server.address}/file")
+        assert file.read_all() == bytes(range(250)) * 10
+        (tmp_path / "file").write_bytes(bytes(range(250)) * 11)
+        with pytest.raises(UserError, match="file was changed while it was read"):
+            file.read_all()
+
+
 def test_a_redirection_is_followed(server: FolderServer) -> None:
     server.redirects = "/elsewhere"
     with closing(remote(server)) as catalog:
         assert len(content(catalog)) == 40
+
+
+def test_an_answer_of_another_server_that_is_not_wanted_is_not_read_as_the_next_one(
+    server: FolderServer, tmp_path: Path
+) -> None:
+    (tmp_path / "front").mkdir()
+    with serving(tmp_path / "front") as front, closing(HttpSource()) as source:
+        front.redirects, front.elsewhere, server.redirects = "/there", server.address, "/there"
+        server.answers_ranges = False
+        shard = RemoteFile(source, f"{front.address}/train/train-000000.tar")
+        with pytest.raises(UserError, match=r"the server of http.*tar does not answer range requests"):
+            shard.read(0, 8)
+        server.answers_ranges = True
+        before = server.connections
+        assert shard.read(0, 8) == (server.folder / "train" / "train-000000.tar").read_bytes()[:8]
+        assert server.connections == before + 1  # the connection with the rest of the answer was closed
+        assert len(server.requests) == 2
 
 
 def test_a_shard_that_holds_no_image_there_is_a_bad_sample(server: FolderServer) -> None:
@@ -260,10 +306,39 @@ def test_other_shards_are_listed_too(tmp_path: Path) -> None:
             for n in range(3)
             for kind, data in (("jpg", picture(n)), ("cls", b"%d" % n))
         ]
-        write_tar(tmp_path / split / "a.tar", members)
+        write_tar(tmp_path / split / "a shard#1, ä.tar", members)
     assert main([str(tmp_path), "--catalog"]) == 0
     with serving(tmp_path) as server, closing(remote(server)) as catalog:
         assert content(catalog) == content(build_catalog(str(tmp_path), "train", None))
+
+
+def test_repeated_draws_of_rare_classes_are_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = [
+        (f"{n}.{kind}", data)
+        for n in range(24)
+        for kind, data in (("jpg", picture(n)), ("cls", b"%d" % (n > 1)))
+    ]
+    for split in ("train", "val"):
+        write_tar(tmp_path / split / "a.tar", members)
+    assert main([str(tmp_path), "--catalog"]) == 0
+    local = build_catalog(str(tmp_path), "train", None)
+    expected = samples(local, balance=1.0)
+    with serving(tmp_path) as server, closing(remote(server)) as catalog:
+        announced = list[int]()
+
+        def read_ahead(indices: NDArray[np.int64]) -> None:
+            announced.extend(indices.tolist())
+            RemoteCatalog.read_ahead(catalog, indices)
+
+        monkeypatch.setattr(catalog, "read_ahead", read_ahead)
+        found = samples(catalog, balance=1.0)
+    for (indices, pixels), (own, own_pixels) in zip(expected, found, strict=True):
+        assert indices == own
+        assert pixels.equal(own_pixels)
+    assert announced == [index for indices, _ in found for index in indices]
+    assert len(announced) > len(set(announced))
 
 
 def test_a_cache_that_is_too_small_for_a_random_order_is_a_warning(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_loaders import evaluated_images, train_loader
 from PIL import Image
 
 from horovod_volo.cluster.world import World
@@ -17,7 +18,6 @@ from horovod_volo.config.command_line import build_config
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.tasks.classification import Classification
 from horovod_volo.tasks.given_data import GivenData
 
@@ -54,30 +54,16 @@ def lists(train: Any, val: Any = None, identity: str = "", **settings: Any) -> A
     return GivenData(train, val, identity).lists(build_config("", settings), ALONE)
 
 
-def decoded(images: Any) -> torch.Tensor:
-    loader = EvalLoader(
-        images,
-        Data(batch_size=4),
-        image_size=32,
-        crop_pct=1.0,
-        rank=0,
-        size=1,
-        device=torch.device("cpu"),
-        threads=2,
-    )
-    with closing(loader):
-        return torch.cat([batch.images.clone() for batch in loader])
-
-
 def test_every_kind_of_an_image_gives_its_pixels(tmp_path: Path) -> None:
     image, gray = pixels(), pixels()[..., 0]
     (tmp_path / "image.png").write_bytes(png(image))
     kinds = [png(image), tmp_path / "image.png", str(tmp_path / "image.png"), Image.fromarray(image), image]
     kinds += [memoryview(png(image)), image[::-1][::-1], torch.from_numpy(image)]
     train, _ = lists([(each, 0) for each in kinds], [(image, 0)])
-    batch = decoded(train)
+    batch = evaluated_images(train, Data(batch_size=4))
     assert all(each.equal(batch[0]) for each in batch)
-    of_gray = decoded(lists([(gray, 0), (gray[..., None], 0), (png(gray), 0)], [(gray, 0)])[0])
+    grays, _ = lists([(gray, 0), (gray[..., None], 0), (png(gray), 0)], [(gray, 0)])
+    of_gray = evaluated_images(grays, Data(batch_size=4))
     assert all(each.equal(of_gray[0]) for each in of_gray)
 
 
@@ -138,9 +124,7 @@ def test_damaged_samples_are_replaced_and_other_errors_end_the_run() -> None:
     def batches(error: Exception) -> list[list[int]]:
         samples = [(pixels(), 0) for _ in range(8)]
         images, _ = lists(Fails(samples, targets=[0] * 8, error=error), samples)
-        settings = {"image_size": 32, "seed": 1, "rank": 0, "size": 1, "accumulation": 1, "threads": 2}
-        loader = TrainLoader(images, None, Data(batch_size=4), device=torch.device("cpu"), **settings)
-        with closing(loader):
+        with closing(train_loader(images, Data(batch_size=4))) as loader:
             found = [batch.indices.tolist() for batch in loader.batches(0, 0)]
         assert loader.bad_samples.new_messages() == [
             "sample 3 of the training data set (Fails) cannot be read: torn"

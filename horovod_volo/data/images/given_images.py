@@ -188,9 +188,8 @@ def number_labels(labels: Sequence[Label], classes: Sequence[str] | None, source
     if len(kinds) > 1:
         raise UserError(f"the {source} has numbers and names as labels. Use one of them.")
     ordered = sorted(set(labels))
-    digits = (
-        len(str(ordered[-1])) if kinds == {int} else 0
-    )  # zero-padded: the text order is the numeric order
+    # Padded with zeros, so that the order of the names is that of the numbers.
+    digits = len(str(ordered[-1])) if kinds == {int} else 0
     return Numbering(
         tuple(f"{label:0{digits}d}" if isinstance(label, int) else label for label in ordered),
         {label: number for number, label in enumerate(ordered)},

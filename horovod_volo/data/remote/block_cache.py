@@ -36,10 +36,19 @@ class BlockCache:
             for each in (self._blocks, self._locks):
                 each.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self._unusable(error) from error
 
     def read(self, file: RemoteFile, offset: int, length: int) -> bytes:
-        """Return bytes of a file, of which whole blocks are read and kept."""
+        """Return bytes of a file, of which whole blocks are read and kept.
+
+        A fault of the folder is a UserError: the samples are not damaged.
+        """
+        try:
+            return self._read(file, offset, length)
+        except OSError as error:
+            raise self._unusable(error) from error
+
+    def _read(self, file: RemoteFile, offset: int, length: int) -> bytes:
         folder = self._blocks / hashlib.sha256(file.identity().encode()).hexdigest()[:32]
         first, last = offset // BLOCK_BYTES, (offset + length - 1) // BLOCK_BYTES
         parts = []
@@ -61,10 +70,7 @@ class BlockCache:
             if part is not None:
                 return part
             block = fetch()
-            try:
-                self._keep(path, block)
-            except OSError as error:
-                raise self._unwritable(error) from error
+            self._keep(path, block)
             return block[start:end]
 
     def _kept(self, path: Path, start: int, end: int) -> bytes | None:
@@ -137,9 +143,9 @@ class BlockCache:
         finally:
             os.close(descriptor)
 
-    def _unwritable(self, error: OSError) -> UserError:
+    def _unusable(self, error: OSError) -> UserError:
         return UserError(
-            f"the cache in {self._folder} cannot be written: {error.strerror}. Name a folder on a local disk "
+            f"the cache in {self._folder} cannot be used: {error.strerror}. Name a folder on a local disk "
             "with --cache-dir, or lower --cache-gib."
         )
 

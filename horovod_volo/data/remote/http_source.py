@@ -38,7 +38,7 @@ class HttpSource:
             try:
                 response = self._get(parts, start, length)
                 if response.status not in _REDIRECTS:
-                    return self._part(response, url, start)
+                    return self._part(response, url, start, parts)
                 response.read()
             except (OSError, HTTPException) as error:
                 self._drop(parts)
@@ -53,7 +53,8 @@ class HttpSource:
         for connection in connections:
             connection.close()
 
-    def _part(self, response: HTTPResponse, url: str, start: int) -> FilePart:
+    def _part(self, response: HTTPResponse, url: str, start: int, asked: SplitResult) -> FilePart:
+        """Return what an answer holds, or raise what it says; `asked` is the address after redirections."""
         status, headers = response.status, response.headers
         found = _RANGE.fullmatch(headers.get("Content-Range", ""))
         version = headers.get("ETag") or headers.get("Last-Modified") or ""
@@ -64,7 +65,7 @@ class HttpSource:
             response.read()
             return FilePart(b"", int(ended[1]), version)
         response.close()  # the rest of the answer is not wanted, so neither is the connection
-        self._drop(urlsplit(url))
+        self._drop(asked)
         if status in _TEMPORARY:
             after = headers.get("Retry-After", "")
             raise TemporaryError(f"{status} {response.reason}", float(after) if after.isdecimal() else 0.0)

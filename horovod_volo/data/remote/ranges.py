@@ -55,44 +55,47 @@ class RemoteFile:
     """A file on a server, read at any offset by any thread."""
 
     def __init__(self, source: RangeSource, url: str, size: int | None = None) -> None:
-        """`size` is what the file must have."""
+        """`size` is what the file must have, if a list says so."""
         self.url = url
-        self._source, self._size = source, size
-        self._version: str | None = None  # not known yet
+        self._source, self._listed_size = source, size
+        self._first: tuple[int, str] | None = None  # size and version in the first answer
         self._lock = threading.Lock()
 
     def read(self, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`; fewer only at the end of the file."""
         part = self._attempted(offset, length)
+        if self._listed_size not in (None, part.size):
+            raise UserError(
+                f"{self.url} has {part.size:,} bytes, but its list says {self._listed_size:,}: it was "
+                "changed. Upload the shards again, with the list that belongs to them."
+            )
         with self._lock:
-            if self._size is None:
-                self._size = part.size
-            if part.size != self._size:
-                raise UserError(
-                    f"{self.url} has {part.size:,} bytes, but its list says {self._size:,}: it was changed. "
-                    "Upload the shards again, with the list that belongs to them."
-                )
-            if self._version is None:
-                self._version = part.version
-            if part.version != self._version:
-                raise UserError(
-                    f"{self.url} was changed while it was read. Restart with --resume auto, when it is the "
-                    "file that the run began with."
-                )
+            self._first = self._first or (part.size, part.version)
+        if self._first != (part.size, part.version):
+            raise UserError(
+                f"{self.url} was changed while it was read. Restart with --resume auto, when it is the "
+                "file that the run began with."
+            )
         return part.data
 
     def identity(self) -> str:
         """Return what identifies the file and its version; ask the server if it is not known yet."""
-        if self._version is None:
-            self.read(0, 1)
-        return f"{self.url} {self._size} {self._version}"
+        size, version = self._facts()
+        return f"{self.url} {size} {version}"
 
     def read_all(self) -> bytes:
         """Return the whole file."""
-        parts = [self.read(0, _PART_BYTES)]
-        while self._size is not None and (done := sum(map(len, parts))) < self._size:
-            parts.append(self.read(done, _PART_BYTES))
-        return b"".join(parts)
+        first = self.read(0, _PART_BYTES)
+        size, _ = self._facts()
+        rest = (self.read(start, _PART_BYTES) for start in range(_PART_BYTES, size, _PART_BYTES))
+        return b"".join([first, *rest])
+
+    def _facts(self) -> tuple[int, str]:
+        """Return the size and the version of the file."""
+        if self._first is None:
+            self.read(0, 1)
+        assert self._first is not None
+        return self._first
 
     def _attempted(self, offset: int, length: int) -> FilePart:
         pause = FIRST_PAUSE_SECONDS

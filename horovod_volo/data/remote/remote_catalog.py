@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.images.catalog_file import CatalogEntry, read_header, read_metadata
+from horovod_volo.data.images.catalog_file import CatalogEntry, read_metadata
 from horovod_volo.data.images.open_files import OpenFile
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, PUBLISHED_CATALOG, HeldOut, Split
 from horovod_volo.data.remote.block_cache import BlockCache
@@ -32,7 +33,6 @@ from horovod_volo.data.remote.s3_source import S3Source
 
 _SCHEMES = ("http://", "https://", "s3://")
 _THREADS = 16  # that wait for the server
-_LEAST_AHEAD = 1024  # images; what is announced and never read is dropped beyond that
 _GIB = 2**30
 
 
@@ -43,29 +43,45 @@ class CacheSettings(NamedTuple):
     gib: float = 0.0
 
 
+class _Announced(NamedTuple):
+    batch: int  # its number among those announced
+    content: Future[bytes]
+
+
 class ReadAhead:
-    """Reads what is announced by threads of its own, until it is taken."""
+    """Reads what is announced by threads of its own, until it is taken.
+
+    Batches are taken in the order in which they are announced: with the first image of a later batch, what is
+    left of earlier ones is dropped. It is of an epoch that was not finished.
+    """
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="remote-reader")
-        self._pending: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._pending: OrderedDict[int, _Announced] = OrderedDict()
+        self._batches = 0
         self._lock = threading.Lock()
 
     def expect(self, indices: NDArray[np.int64]) -> None:
-        """Begin to read these images."""
+        """Begin to read the images of a batch."""
         with self._lock:
+            self._batches += 1
             for index in indices.tolist():
                 if index not in self._pending:
-                    self._pending[index] = self._pool.submit(self._read, index)
-            while len(self._pending) > max(_LEAST_AHEAD, 4 * len(indices)):
-                self._pending.popitem(last=False)[1].cancel()
+                    self._pending[index] = _Announced(self._batches, self._pool.submit(self._read, index))
 
     def take(self, index: int) -> bytes:
         """Return an image, which is read now if it was not announced."""
         with self._lock:
-            future = self._pending.pop(index, None)
-        return self._read(index) if future is None else future.result()
+            announced = self._pending.pop(index, None)
+            if announced is not None:
+                self._drop_before(announced.batch)
+        return self._read(index) if announced is None else announced.content.result()
+
+    def _drop_before(self, batch: int) -> None:
+        """Drop what was announced in earlier batches. The caller has the lock."""
+        while self._pending and next(iter(self._pending.values())).batch < batch:
+            self._pending.popitem(last=False)[1].content.cancel()
 
     def close(self) -> None:
         """End the threads."""
@@ -78,15 +94,14 @@ class RemoteCatalog(Catalog):
     def __init__(self, file: OpenFile, path: Path | None, url: str, cache: CacheSettings) -> None:
         """Take the list in an open file; `url` is the folder of the shards."""
         super().__init__(file, path)
-        header = read_header(file.descriptor)
-        metadata = {} if header is None else read_metadata(file.descriptor, header)
+        metadata = read_metadata(file.descriptor, self._header)
         if not metadata.get("sizes"):
             raise UserError(f"{url}/{PUBLISHED_CATALOG} is not a list of shards. {_REMEDY}")
         self.source = url
         self.total_bytes: int = sum(metadata["sizes"])
         self._source = source_of(url)
         self._files = [
-            RemoteFile(self._source, f"{url}/{name}", size)
+            RemoteFile(self._source, _url_of_shard(url, name), size)
             for name, size in zip(metadata["shards"], metadata["sizes"], strict=True)
         ]
         self._cache = BlockCache(Path(cache.folder), int(cache.gib * _GIB)) if cache.folder else None
@@ -129,6 +144,11 @@ def is_remote(data_dir: str) -> bool:
 def source_of(url: str) -> RangeSource:
     """Return what reads files at this address."""
     return S3Source() if url.startswith("s3://") else HttpSource()
+
+
+def _url_of_shard(folder: str, name: str) -> str:
+    """Return the address of a shard. Keys of S3 are written as they are; in HTTP, `#` or a space is not."""
+    return f"{folder}/{name if folder.startswith('s3://') else quote(name)}"
 
 
 def download_catalog(

@@ -1,0 +1,46 @@
+"""Pictures of training batches show the pixels that the network was given."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from horovod_volo.config.command_line import build_config
+from horovod_volo.core.batch import Labels, TrainBatch
+from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
+from horovod_volo.objective.loss import Loss, build_loss
+from horovod_volo.objective.mixing import NO_BOX, Mix
+from horovod_volo.tasks.training_pictures import TrainingPictures
+
+
+class UnmixedLoss(NamedTuple):
+    """A loss of class labels, without mixing."""
+
+    loss: Loss
+    mix: Callable[[int, int], Mix]
+
+
+@pytest.mark.parametrize("statistics", [{}, {"mean": (0.2, 0.3, 0.4), "std": (0.5, 0.4, 0.3)}])
+def test_colors_are_those_of_the_images_whatever_the_statistics(
+    statistics: dict[str, tuple[float, ...]],
+) -> None:
+    config = build_config("", {"token_label": False, "mix_token": False, **statistics})
+    mean, std = (
+        torch.tensor(statistics.get(name, own)).view(3, 1, 1)
+        for name, own in IMAGENET_NORMALIZATION._asdict().items()
+    )
+    color = (200, 120, 40)
+    pixels = torch.tensor(color).view(3, 1, 1).expand(2, 3, 32, 32) / 255
+    indices = np.arange(2)
+    batch = TrainBatch((pixels - mean) / std, Labels(torch.tensor([0, 1])), indices, indices)
+    losses = UnmixedLoss(build_loss(config.objective, 2, 4), lambda step, number: NO_BOX)
+    (picture,) = TrainingPictures(nn.Identity(), losses, ("ant", "bee"), config)(batch, 0).values()
+    sheet = Image.open(io.BytesIO(picture.png)).convert("RGB")
+    assert np.abs(np.array(sheet.getpixel((60, 60))) - color).max() <= 2
