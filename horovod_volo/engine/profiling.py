@@ -61,7 +61,7 @@ class StepProfiler(Callback):
         names = {module: name for name, module in run.state.model.named_modules()}
         for block in find_blocks(run.state.model):
             self._undo.callback(_record_forward(block, names[block], self._recorder))
-        usual_timer, run.timer = run.timer, RecordingTimer(device, self._recorder)
+        usual_timer, run.timer = run.timer, RecordingTimer(run.timer, self._recorder)
         self._undo.callback(partial(setattr, run, "timer", usual_timer))
         self._waited_before = run.parts.train_loader.waited_seconds
         self._profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
@@ -72,7 +72,6 @@ class StepProfiler(Callback):
         assert self._profiler is not None
         profiler = self._profiler
         self._stop(profiler)
-        run.timer.reset()
         taken = range(self._steps[0], run.state.step + 1)
         if not taken:
             return

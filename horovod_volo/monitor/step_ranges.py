@@ -66,27 +66,35 @@ class RangeRecorder:
 
 
 class RecordingTimer(StepTimer):
-    """The timer of steps, which also records their phases."""
+    """A timer of steps, which also records their phases. A log point meanwhile reads the timer's own sums."""
 
-    def __init__(self, device: torch.device, recorder: RangeRecorder) -> None:
-        self._recorder = recorder
-        super().__init__(device)
+    def __init__(self, timer: StepTimer, recorder: RangeRecorder) -> None:
+        self._timer, self._recorder = timer, recorder
+
+    def reset(self) -> None:
+        self._timer.reset()
 
     def begin(self) -> None:
         self._recorder.pop_all()  # the step before ends here, with what was done after its update
         self._recorder.push(STEP)
         self._recorder.push(OWN_PART)
-        super().begin()
+        self._timer.begin()
 
     def end(self) -> None:
-        super().end()
+        self._timer.end()
         self._recorder.pop()
         self._recorder.push(EXCHANGE)
 
     def exchanged(self) -> None:
-        super().exchanged()
+        self._timer.exchanged()
         self._recorder.pop()
         self._recorder.push(UPDATE)
+
+    def seconds_per_step(self) -> float:
+        return self._timer.seconds_per_step()
+
+    def exchange_seconds(self) -> float:
+        return self._timer.exchange_seconds()
 
 
 def merged_trace(

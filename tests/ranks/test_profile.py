@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from horovod_volo.data.demo.demo_set import make_demo_set
 from tests.ranks.launching import train
 
-SMALL = "--recipe demo --img-size 32 --batch-size 4 --epochs 2 --warmup-epochs 0 --no-token-label"
+SMALL = (
+    "--recipe demo --img-size 32 --batch-size 4 --epochs 2 --warmup-epochs 0 --no-token-label --log-every 1"
+)
 STOP = ("--stop-at-step", "4")
 
 
@@ -39,6 +41,10 @@ def test_steps_of_two_ranks_are_profiled(tmp_path: Path) -> None:
     assert {"aten::mm", "network.0.0 Block", "forward and backward"} <= operators
     summary = (folder / "summary.txt").read_text()
     assert summary.strip() in profiled.stdout
+
+    # A log point has the times of its steps, also where a profile begins or ends.
+    lines = (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step_seconds_min"] > 0 for line in lines] == [True] * 4
 
     plain = train(*where, "--name", "two", *STOP, ranks=2, start_with="gloo")
     assert plain.returncode, plain.stdout  # stopped

@@ -17,6 +17,7 @@ from horovod_volo.monitor.step_ranges import (
     parse_steps,
     read_timeline,
 )
+from horovod_volo.monitor.stragglers import StepTimer
 
 CPU = torch.device("cpu")
 # As Horovod 0.28.1 writes it; the last event is cut off.
@@ -37,7 +38,7 @@ def test_the_steps_are_read() -> None:
 
 def test_a_step_is_divided_into_its_phases() -> None:
     recorder = RangeRecorder(CPU)
-    timer = RecordingTimer(CPU, recorder)
+    timer = RecordingTimer(StepTimer(CPU), recorder)
     for _ in range(2):
         timer.begin()
         recorder.push("block")
