@@ -69,7 +69,7 @@ def measure(
         with closing(_context(folder)) as context:
             every = context.config.run.log_every
             intervals = images / context.derived.global_batch / every
-            run = _TrainedRun(context)
+            run = _MeasuredRun(context)
             seconds = np.empty((2, 4, pairs))  # (side, columns of an interval, pair)
             with garbage_collected_at_log_points():
                 for logs in (True, False):
@@ -114,7 +114,7 @@ def _context(folder: Path) -> TrainContext:
     return context
 
 
-class _TrainedRun:
+class _MeasuredRun:
     """A run that is trained for an interval at a time, with its logger or without one."""
 
     def __init__(self, context: TrainContext) -> None:
@@ -151,13 +151,13 @@ class _TrainedRun:
         )
 
 
-def _once_per_epoch(run: _TrainedRun) -> Seconds:
+def _once_per_epoch(run: _MeasuredRun) -> Seconds:
     """Return wall and processor time (2, repeats) of what is logged once in an epoch."""
     seconds = np.array([_seconds_once(run) for _ in range(_REPEATS + 1)])
     return seconds[1:].T  # the first time, fonts are loaded
 
 
-def _seconds_once(run: _TrainedRun) -> tuple[float, float]:
+def _seconds_once(run: _MeasuredRun) -> tuple[float, float]:
     context, batch, step = run.context, next(run.batches), run.context.state.step
     for parameter in context.state.reducer.local_parameters.values():
         parameter.grad = parameter.detach().clone()
