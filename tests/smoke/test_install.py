@@ -22,12 +22,26 @@ pytestmark = pytest.mark.install
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
 EXTRAS = ("dali", "export", "horovod", "bench")
+EACH_EXTRA = {  # what each one alone adds, and what is trained with it
+    "dali": (("nvidia.dali",), ()),
+    "horovod": (("cloudpickle", "cffi", "psutil", "yaml"), ()),
+    "export": (("onnx", "onnxscript", "onnxruntime"), ()),
+    "bench": (("matplotlib",), ()),
+    "wandb": (("wandb",), ("--log-to", "wandb")),
+    "mlflow": (("mlflow",), ("--log-to", "mlflow")),
+    "datasets": (("datasets",), ()),
+    "s3": (("boto3",), ()),
+    "test": (("pytest", "xdist", "triton"), ()),
+    "dev": (("mypy",), ()),
+    "docs": (("mkdocs", "material"), ()),
+}
 TRAINED = ("--model", "volo_demo", "--img-size", "64", "-b", "8", "--epochs", "1", "--name", "run")
 
 
 def call(folder: Path, *command: object, status: int = 0) -> str:
     """Run a command in a folder, without this process's PYTHONPATH; return what it prints."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables |= {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri()}
     done = subprocess.run(
         list(map(str, command)),
         cwd=folder,
@@ -105,6 +119,28 @@ def test_core_packages_are_enough_for_every_command(clean: Path, tmp_path: Path)
     refused = call(tmp_path, command, "export", "runs/run", "with_onnx", "--onnx", status=2)
     assert "pip install 'horovod_volo[export]'" in refused
     assert "one rank needs none" in call(tmp_path, command, "doctor")
+
+
+@pytest.mark.parametrize("extra", EACH_EXTRA)
+def test_each_extra_alone_adds_what_it_is_for(
+    clean: Path, archives: Path, tmp_path: Path, extra: str
+) -> None:
+    """In an environment of its own, which sees the core packages of the clean one."""
+    modules, logged = EACH_EXTRA[extra]
+    call(tmp_path, sys.executable, "-m", "venv", "venv")
+    (packages,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    (core,) = (clean.parent / "lib").glob("python*/site-packages")
+    (packages / "core.pth").write_text(f"{core}\n")
+    python = tmp_path / "venv/bin/python"
+    (wheel,) = archives.glob("*.whl")
+    call(tmp_path, python, "-m", "pip", "install", "-q", "-c", CONSTRAINTS, f"{wheel}[{extra}]")
+    call(tmp_path, python, "-m", "pip", "check")
+    call(tmp_path, python, "-c", f"import torch; import {', '.join(modules)}")
+    make_demo_set(tmp_path / "images", train=20, val=10)
+    trained = call(tmp_path, python, "-m", "horovod_volo.train", "images", *TRAINED, *logged)
+    reader = "DALI" if extra in ("dali", "test", "dev") else "Pillow"
+    assert f"images read by {reader}" in trained
+    assert "Training goes on" not in trained  # what the line of a logger that fails says
 
 
 def test_extras_are_added_to_an_installed_package(clean: Path, tmp_path: Path) -> None:

@@ -7,9 +7,17 @@ import sys
 from pathlib import Path
 
 TESTS = """
+import pytest
 import tests.standstill as standstill
 
-runs = []
+standstill._QUIET = 0.1
+runs, made = [], []
+
+@pytest.fixture(scope="module")
+def made_in_a_standstill():
+    made.append(1)
+    standstill.lateness[0] = 70.0
+    assert len(made) > 1
 
 def fails_first():
     runs.append(1)
@@ -25,6 +33,9 @@ def test_fails():
 
 def test_passes():
     assert runs == [1]
+
+def test_of_a_fixture(made_in_a_standstill):
+    assert made == [1, 1]
 """
 
 
@@ -39,10 +50,10 @@ def test_only_a_test_that_failed_in_a_standstill_is_run_again(tmp_path: Path) ->
         check=False,
         cwd=Path(__file__).parents[2],
     )
-    assert "1 failed, 2 passed" in done.stdout, done.stdout
+    assert "1 failed, 3 passed" in done.stdout, done.stdout
     lines = done.stdout.splitlines()
     (failed,) = (line for line in lines if line.startswith("FAILED"))
     assert "::test_fails" in failed
-    (again,) = (line for line in lines if line.startswith("run again"))
-    assert "for 60 s" in again
-    assert again.endswith("::test_in_a_standstill")
+    again = [line for line in lines if line.startswith("run again")]
+    assert ["for 60 s" in line for line in again] == [True, False]
+    assert [line.rpartition("::")[2] for line in again] == ["test_in_a_standstill", "test_of_a_fixture"]
