@@ -183,7 +183,7 @@ class ServiceLogger:
             self._send_all(name, hparams)
         # Whatever a service's library raises, training goes on.
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
             self._problem = f"{self._name} is sent no more metrics: {reason}"
 
     def _send_all(self, name: str, hparams: Mapping[str, HparamValue]) -> None:

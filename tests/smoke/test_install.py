@@ -42,6 +42,7 @@ def call(folder: Path, *command: object, status: int = 0) -> str:
     """Run a command in a folder, without this process's PYTHONPATH; return what it prints."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     variables |= {"WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri()}
+    variables |= {"MLFLOW_ALLOW_FILE_STORE": "true"}
     done = subprocess.run(
         list(map(str, command)),
         cwd=folder,
