@@ -1,7 +1,7 @@
 """Time that logging takes of an epoch of the demo: everything that can be logged, against nothing.
 
 One run trains for as many steps as there are between two log points, in turn with its logger and with one
-that does nothing: two runs would differ by where their tensors lie in memory. What is logged once in an
+that does nothing: two runs differ even if neither logs anything. What is logged once in an
 epoch, which are pictures, histograms and an evaluation, is timed by itself and added. Processor time counts
 all threads, so that it also has what does not hold the loop up.
 """
