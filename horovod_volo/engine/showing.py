@@ -29,11 +29,16 @@ def with_pictures(context: TrainContext, batches: Iterator[Batch]) -> Iterator[B
     """Yield the micro-batches; if it is time, log pictures of the first before."""
     if is_due(context, context.config.logging.images_every):
         first = next(batches)
-        step = context.state.step
-        draw = partial(context.parts.training_pictures, first, step)
-        context.logger.log_pictures(step, "training", draw)
+        _log_pictures(context, first)
         yield first
+        del first  # its memory is needed for the batches of the epoch
     yield from batches
+
+
+def _log_pictures(context: TrainContext, batch: Batch) -> None:
+    step = context.state.step
+    draw = partial(context.parts.training_pictures, batch, step)
+    context.logger.log_pictures(step, "training", draw)
 
 
 def log_histograms(context: TrainContext) -> None:
