@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 DUMP = signal.SIGUSR2  # makes the rank write its stacks
 _POLL_SECONDS, _STOPPED_SECONDS = 1.0, 5.0
 _GLOO_TIMEOUT_SECONDS = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 30))
-_REPORT_SECONDS = 5.0  # until all ranks have reported: they notice within seconds of each other
+_REPORT_SECONDS = 5.0  # after the last report, until all ranks have read it
+_MISSING_SECONDS = 15.0  # after the last report, for ranks whose heartbeat or disk is slower
 _MESSAGE_SECONDS, _DUMP_SECONDS = 3.0, 2.0
 _WAITS, _WORKS, _STOPPED = "waits for other ranks", "computes or reads data", "is stopped by a signal"
 _STATES = {"T": _STOPPED, "t": _STOPPED, "D": "waits for a disk or a file server"}
@@ -78,6 +79,7 @@ class Watch:
         self._hosts: list[str] = []  # of all ranks, once they are connected
         self._folder = Path()
         self._reported = 0.0  # when the report of this rank was written
+        self._count, self._changed = 0, 0.0  # reports of all ranks, and when this last changed
         self._stopped, self._said = 0.0, False  # seconds for which the rank is stopped
 
     def begin(self, *, rank: int, hosts: list[str], folder: str) -> None:
@@ -100,13 +102,16 @@ class Watch:
             self._say(f"error: {self._own_name} {doing}, for {progress.limit:g} s (--hang-timeout).")
             return self._kill()
         if not self._reported:
-            self._reported = now
+            self._reported, self._count = now, 0
             self._report(progress)
         reports = self._reports()
+        if len(reports) != self._count:
+            self._count, self._changed = len(reports), now
+        quiet = now - self._changed  # the same for all ranks, so that none is killed before its message is out
         culprits = [rank for rank, report in reports.items() if report["state"] != _WAITS]
         # Ranks that have not reported may be at work, on a batch of the evaluation that takes them longer.
-        is_sure = culprits or len(reports) == len(self._hosts) or since > 2 * progress.limit
-        if not is_sure or now - self._reported < _REPORT_SECONDS:
+        is_sure = len(reports) == len(self._hosts) or since > 2 * progress.limit
+        if not is_sure and not (culprits and quiet >= _MISSING_SECONDS) or quiet < _REPORT_SECONDS:
             return False
         if self._rank == min(reports, default=self._rank):
             self._say(self._message(progress.limit, reports))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -51,6 +53,31 @@ def test_the_rank_that_hangs_is_named(
     assert stack in (folder / "rank_1.txt").read_text()
     assert "_wait_for" in (folder / "rank_0.txt").read_text()
     assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
+
+
+_RANK = """
+import sys, time
+from pathlib import Path
+from horovod_volo.cluster.watchdog import Watchdog
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+watchdog = Watchdog(8.0)
+watchdog.watch_steps(rank, ["one", "two"], folder)
+watchdog.heartbeat.beat(3)
+if rank == 0:
+    time.sleep(6)  # a long batch of the evaluation
+    watchdog.heartbeat.beat(3)
+    watchdog.heartbeat.waits(True)
+time.sleep(60)
+"""
+
+
+def test_a_rank_whose_last_beat_is_later_is_not_taken_for_lost(tmp_path: Path) -> None:
+    commands = [[sys.executable, "-c", _RANK, str(rank), str(tmp_path)] for rank in range(2)]
+    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert "rank 1 on two computes or reads data, after step 3; 1 of 2 ranks wait for others" in said[0]
+    assert "gives no report" not in said[0]
+    assert not said[1]
 
 
 def test_a_slow_rank_is_named_within_two_log_points(images: Path, tmp_path: Path) -> None:
