@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest_plugins = ["tests.standstill"]
+pytest_plugins = ["tests.standstill", "tests.yielding"]
 HERE = Path(__file__).parent
 # A shell ignores SIGINT for commands in the background, and nohup SIGHUP: all that they start would, too.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -1,7 +1,8 @@
 """Runs a failed test again if the machine stood still meanwhile, and says so at the end.
 
-On virtual machines a core sometimes does nothing for minutes; then limits of time that are right fail. A
-thread on each core notes when it wakes up late. A test that failed without such a standstill stays failed.
+A kernel that is starved (see tests/yielding.py), or a virtual machine that gets no core, does nothing for
+minutes; then limits of time that are right fail. A thread on each core notes when it wakes up late. A test
+that failed without such a standstill stays failed.
 """
 
 from __future__ import annotations

@@ -107,11 +107,12 @@ class Watch:
         reports = self._reports()
         if len(reports) != self._count:
             self._count, self._changed = len(reports), now
-        quiet = now - self._changed  # the same for all ranks, so that none is killed before its message is out
+        quiet = now - self._changed  # the same for all ranks: none is killed before the message is out
         culprits = [rank for rank, report in reports.items() if report["state"] != _WAITS]
         # Ranks that have not reported may be at work, on a batch of the evaluation that takes them longer.
-        is_sure = len(reports) == len(self._hosts) or since > 2 * progress.limit
-        if not is_sure and not (culprits and quiet >= _MISSING_SECONDS) or quiet < _REPORT_SECONDS:
+        is_complete = len(reports) == len(self._hosts) or since > 2 * progress.limit
+        enough = _MISSING_SECONDS if culprits else math.inf
+        if quiet < (_REPORT_SECONDS if is_complete else enough):
             return False
         if self._rank == min(reports, default=self._rank):
             self._say(self._message(progress.limit, reports))
