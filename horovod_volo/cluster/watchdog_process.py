@@ -102,12 +102,13 @@ class Watch:
             self._say(f"error: {self._own_name} {doing}, for {progress.limit:g} s (--hang-timeout).")
             return self._kill()
         if not self._reported:
-            self._reported, self._count = now, 0
+            self._reported = now
             self._report(progress)
         reports = self._reports()
         if len(reports) != self._count:
             self._count, self._changed = len(reports), now
-        quiet = now - self._changed  # the same for all ranks: none is killed before the message is out
+        # The same for all ranks, so that none is killed before the message is out.
+        quiet = now - max(self._reported, self._changed)
         culprits = [rank for rank, report in reports.items() if report["state"] != _WAITS]
         # Ranks that have not reported may be at work, on a batch of the evaluation that takes them longer.
         is_complete = len(reports) == len(self._hosts) or since > 2 * progress.limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -59,25 +60,32 @@ _RANK = """
 import sys, time
 from pathlib import Path
 from horovod_volo.cluster.watchdog import Watchdog
-rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-watchdog = Watchdog(8.0)
+rank, folder, elastic = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "elastic"
+watchdog = Watchdog(8.0, elastic=elastic)
 watchdog.watch_steps(rank, ["one", "two"], folder)
 watchdog.heartbeat.beat(3)
 if rank == 0:
     time.sleep(6)  # a long batch of the evaluation
     watchdog.heartbeat.beat(3)
     watchdog.heartbeat.waits(True)
-time.sleep(60)
+time.sleep(24)
 """
 
 
 def test_a_rank_whose_last_beat_is_later_is_not_taken_for_lost(tmp_path: Path) -> None:
-    commands = [[sys.executable, "-c", _RANK, str(rank), str(tmp_path)] for rank in range(2)]
+    commands = [
+        [sys.executable, "-c", _RANK, str(rank), str(tmp_path / job), job]
+        for job in ("fixed", "elastic")
+        for rank in range(2)
+    ]
     ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert "rank 1 on two computes or reads data, after step 3; 1 of 2 ranks wait for others" in said[0]
-    assert "gives no report" not in said[0]
-    assert not said[1]
+    for late, hanging in (said[:2], said[2:]):
+        assert late.count("no step has ended") == 1
+        assert "rank 1 on two computes or reads data, after step 3; 1 of 2 ranks wait for others" in late
+        assert "gives no report" not in late
+        assert not hanging
+    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, -signal.SIGKILL, 0, -signal.SIGKILL]
 
 
 def test_a_slow_rank_is_named_within_two_log_points(images: Path, tmp_path: Path) -> None:
