@@ -11,7 +11,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from pathlib import Path
+
+import pytest
 
 MICROSECONDS = 50
 _SOURCE = f"""
@@ -22,24 +23,16 @@ int sched_yield(void) {{
     return 0;
 }}
 """
-_folders: list[Path] = []
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Compile it, and have it loaded before all other libraries; workers of pytest inherit that."""
     compiler = shutil.which("cc")
-    if not compiler or "LD_PRELOAD" in os.environ:
+    if not compiler or os.environ.get("PYTEST_XDIST_WORKER"):
         return
-    _folders.append(Path(tempfile.mkdtemp(prefix="yielding_")))
-    library = _folders[0] / "sched_yield.so"
-    command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    folder = tempfile.TemporaryDirectory(prefix="yielding_")
+    config.add_cleanup(folder.cleanup)
+    library = f"{folder.name}/sched_yield.so"
+    command = [compiler, "-O2", "-shared", "-fPIC", "-x", "c", "-", "-o", library]
     if subprocess.run(command, input=_SOURCE, text=True, check=False).returncode == 0:
-        os.environ["LD_PRELOAD"] = str(library)
-
-
-def pytest_unconfigure() -> None:
-    """Remove the library."""
-    for folder in _folders:
-        os.environ.pop("LD_PRELOAD", None)
-        shutil.rmtree(folder, ignore_errors=True)
-    _folders.clear()
+        os.environ["LD_PRELOAD"] = f"{library} {os.environ.get('LD_PRELOAD', '')}".strip()
