@@ -21,6 +21,7 @@ from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import DecoderName
 from horovod_volo.data.pipeline import Normalization
+from horovod_volo.models.class_names import read_class_names
 from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import settings_of_run
@@ -99,6 +100,13 @@ def open_network(request: DenseRequest, config: Config, samples: Samples, world:
                 f"{request.data_dir} has {len(samples.classes)} classes, but {request.weights} is for "
                 f"{classes}. Give images of the classes that it was trained on."
             )
+        names = read_class_names(request.weights)  # weights of earlier versions have none
+        for number, (name, trained) in enumerate(zip(samples.classes, names, strict=False)):
+            if name != trained:
+                raise UserError(
+                    f"class {number} is {name} in {request.data_dir}, but {trained} in {request.weights}. "
+                    "Give images whose classes have the names and the order of its training."
+                )
         network = task.build_network(config, classes)
         return network, task.load_weights(network, config, request.weights)
 
