@@ -26,7 +26,7 @@ from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.listing import list_images
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.images.split_folder import SplitFolder, shortened
+from horovod_volo.data.images.split_folder import SplitFolder, check_links, shortened, visible
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
@@ -132,12 +132,12 @@ def list_numbered(data_dir: str) -> Catalog:
 def _numbered_folders(root: Path) -> tuple[str, ...]:
     """Return the names of the class folders in the order of their numbers."""
     try:
-        with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        names, files, lost = visible(root)
     except OSError as error:
         raise UserError(
             f"there is no data folder {root}: {error.strerror}. Give ImageNet-V2's folder of class folders."
         ) from None
+    check_links(root, lost, len(names) + len(files))
     others = sorted(name for name in names if not (name.isascii() and name.isdecimal()))
     if others or not names:
         found = f"the folders {shortened(others)}" if others else "no folders"

@@ -161,6 +161,14 @@ def test_a_file_that_is_wrong_is_refused(coco: Path, content: Any, message: str)
         listed(coco)
 
 
+def test_a_link_to_nothing_is_a_missing_image(coco: Path) -> None:
+    image = coco / "train2017" / "000000000009.png"
+    image.unlink()
+    image.symlink_to("gone")
+    with pytest.raises(UserError, match=r"1 of 4 images of .* are not in .*; the first: 000000000009\.png"):
+        listed(coco)
+
+
 def test_a_folder_without_boxes_or_images_is_refused(coco: Path) -> None:
     with pytest.raises(UserError, match="There is no folder"):
         find_boxes(coco / "nowhere", "train")

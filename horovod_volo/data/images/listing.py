@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -23,8 +22,11 @@ from horovod_volo.data.images.split_folder import (
     Part,
     Split,
     SplitFolder,
+    check_links,
     find_split,
+    is_image,
     shortened,
+    visible,
 )
 from horovod_volo.data.images.tar_shards import tar_samples
 from horovod_volo.data.images.tfrecord import tfrecord_samples
@@ -163,28 +165,21 @@ def list_folders(
     root: Path, classes: tuple[str, ...], add: Callable[[Rows], None], part: Part | None = None
 ) -> None:
     """Add the images of all classes in order, each class sorted by name; of a part, those that it has."""
-    empty = []
+    empty, lost, count = [], list[str](), 0
     for number, name in enumerate(classes):
-        files = _image_names(root / name)
+        _, found, links = visible(root / name)
+        files = sorted(filter(is_image, found))
+        lost += [f"{name}/{file}" for file in filter(is_image, links)]
+        count += len(files)
         if files:
             add(Rows(labels=number, names=part.of(name, files) if part else files))
         else:
             empty.append(str(root / name))
+    check_links(root, lost, count)
     if empty:
         inside = sorted(each.name for each in Path(empty[0]).iterdir() if each.is_dir())
         seen = f" The first has folders ({shortened(inside)}): classes are one level deep." if inside else ""
         raise UserError(
             f"no images in {shortened(empty)}.{seen} Add images "
             f"({', '.join(IMAGE_ENDINGS)}) directly inside, or remove the folder."
-        )
-
-
-def _image_names(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return sorted(
-            entry.name
-            for entry in entries
-            if entry.name.lower().endswith(IMAGE_ENDINGS)
-            and not entry.name.startswith(".")  # macOS writes "._name.jpg" beside name.jpg
-            and entry.is_file()
         )
