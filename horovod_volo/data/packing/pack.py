@@ -101,6 +101,7 @@ def _read_image(catalog: Catalog, options: PackOptions, index: int) -> Sample:
         )
     except BadSampleError as error:
         raise BadSampleError(f"{catalog.location(index)} {error}") from error
+    name = name.lstrip("/")  # of a class such as /m/01g317
     folder, _, base = name.rpartition("/")
     return (name, image), (
         f"{folder}/{base.partition('.')[0]}.cls",
