@@ -14,7 +14,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog_file import STATE_BYTES, CatalogWriter, Rows
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
 from horovod_volo.data.images.recordio import recordio_samples
-from horovod_volo.data.images.shard_sample import Label, ShardSample
+from horovod_volo.data.images.shard_sample import Label, ShardSample, check_name
 from horovod_volo.data.images.split_folder import (
     CLASSES_FILE,
     PUBLISHED_CATALOG,
@@ -100,7 +100,9 @@ def _named(images: SplitFolder, shard: str, class_names: tuple[str, ...]) -> Ite
                     f"{len(class_names)} lines, numbered from 0. Mend {CLASSES_FILE}."
                 )
             label = class_names[label]
-        yield sample._replace(label=label, name=sample.name.removeprefix(f"{label}/"))
+        name = sample.name.removeprefix(f"{label}/")
+        check_name(images.root / shard, f"{label}/{name}".lstrip("/"))
+        yield sample._replace(label=label, name=name)
 
 
 def _name(sample: ShardSample) -> str:

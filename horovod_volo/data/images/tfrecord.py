@@ -14,14 +14,7 @@ from pathlib import Path
 
 from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.images.shard_sample import (
-    Label,
-    ShardSample,
-    check_name,
-    damaged,
-    record_ranges,
-    wrong_index,
-)
+from horovod_volo.data.images.shard_sample import Label, ShardSample, damaged, record_ranges, wrong_index
 
 _IMAGE, _LABEL, _CLASS, _NAME = (
     b"image/encoded",
@@ -52,9 +45,7 @@ def tfrecord_samples(shard: Path) -> Iterator[ShardSample]:
             raise damaged(shard, f"has no image with a class at byte {start}: {error}") from error
         if not name:
             name = f"{stem}-{number:06d}{ending_of(file.read(offset, START_BYTES))}"
-        name = name.rpartition("/")[2]
-        check_name(shard, f"{label}/{name}".lstrip("/"))
-        yield ShardSample(label, name, offset, size)
+        yield ShardSample(label, name.rpartition("/")[2], offset, size)
 
 
 def masked_checksum(data: bytes) -> int:

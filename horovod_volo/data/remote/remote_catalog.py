@@ -20,6 +20,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_volo.config.data_checks import check_address
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
@@ -28,7 +29,7 @@ from horovod_volo.data.images.open_files import OpenFile
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, PUBLISHED_CATALOG, HeldOut, Split
 from horovod_volo.data.remote.block_cache import BlockCache
 from horovod_volo.data.remote.http_source import HttpSource
-from horovod_volo.data.remote.ranges import MissingError, RangeSource, RemoteFile
+from horovod_volo.data.remote.ranges import MissingError, RangeSource, RefusedError, RemoteFile
 from horovod_volo.data.remote.s3_source import S3Source
 
 _SCHEMES = ("http://", "https://", "s3://")
@@ -157,17 +158,19 @@ def download_catalog(
     """Download the list of a split into a folder, or into memory; raise UserError if there is none."""
     chosen = split == "val" and held_out.folder
     names = (held_out.folder,) if chosen else FOLDER_NAMES[split]
-    root = data_dir.rstrip("/")
+    root, refused = data_dir.rstrip("/"), None
+    check_address(root)
     for name in names:
         url = f"{root}/{name}"
         with closing(source_of(url)) as source:
             try:
                 content = RemoteFile(source, f"{url}/{PUBLISHED_CATALOG}").read_all()
-            except MissingError:
+            except MissingError as error:
+                refused = refused or (error if isinstance(error, RefusedError) else None)
                 continue
         return _open(content, url, split, folder, cache)
     wanted = " or ".join(f"{name}/{PUBLISHED_CATALOG}" for name in names)
-    raise UserError(f"{root} has no {wanted}. {_REMEDY}")
+    raise refused or UserError(f"{root} has no {wanted}. {_REMEDY}")
 
 
 def open_downloaded(path: Path, digest: str, url: str, cache: CacheSettings) -> RemoteCatalog:
@@ -195,8 +198,9 @@ def _open(content: bytes, url: str, split: Split, folder: Path | None, cache: Ca
             return RemoteCatalog(memory, None, url, cache)
         path = folder / f"{split}-{hashlib.sha256(url.encode()).hexdigest()[:12]}.catalog"
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as file:
-            file.write(content)
+        if not path.exists() or path.read_bytes() != content:  # another run may have it open
+            with atomic_write(path) as file:
+                file.write(content)
         return RemoteCatalog(OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC)), path, url, cache)
     except ValueError:
         raise UserError(f"{url}/{PUBLISHED_CATALOG} is damaged, or of another version. {_REMEDY}") from None
