@@ -43,8 +43,8 @@ def check_address(data_dir: str) -> None:
     _, given, host = address.netloc.rpartition("@")
     if given:
         raise UserError(
-            "The address of the data folder holds a password, and would be in logs and in resolved.toml. "
-            f"Give {address.scheme}://{host}{address.path}, and write `machine {address.hostname} login USER "
+            "The address of the data folder holds a password, which would be printed and recorded. Give "
+            f"{address.scheme}://{host}{address.path}, and write `machine {address.hostname} login USER "
             "password PASSWORD` into ~/.netrc (for s3://, use the settings of AWS tools)."
         )
 

@@ -30,6 +30,7 @@ from horovod_volo.data.remote import block_cache, ranges
 from horovod_volo.data.remote.http_source import HttpSource
 from horovod_volo.data.remote.ranges import RemoteFile
 from horovod_volo.data.remote.remote_catalog import CacheSettings, ReadAhead, RemoteCatalog
+from horovod_volo.data.remote.s3_source import _as_error
 from horovod_volo.pack import main
 from horovod_volo.tasks.shared_catalog import cache_warnings, shared_catalog
 from horovod_volo.train import main as train
@@ -330,6 +331,12 @@ def test_a_proxy_may_want_a_password(server: FolderServer, monkeypatch: pytest.M
         source.read("https://shards.test/train/images.catalog", 0, 1)
     assert server.tunnels == [("shards.test:443", server.login[1])]
     server.login = ("Proxy-Authorization", "")
+    monkeypatch.setenv("http_proxy", "http://jane:p/w@127.0.0.1:1")
+    with pytest.raises(
+        UserError, match=r"the port of the proxy is no number\. Write / in passwords as %2F\."
+    ):
+        shared_catalog("http://shards.test", "train", None, ALONE)
+    monkeypatch.setenv("http_proxy", server.address.replace("://", "://jane:other@"))
     with pytest.raises(
         UserError, match=r"shards\.test/train/images\.catalog cannot be read: 407 Proxy A"
     ) as raised:
@@ -360,6 +367,8 @@ def test_a_store_that_says_403_of_what_is_not_there(server: FolderServer) -> Non
     shutil.rmtree(server.folder / "validation")
     with pytest.raises(UserError, match=r"refuses http.*/val/images\.catalog: 403 Forbidden\. Check"):
         remote(server, "val")
+    for code, kind in (("AccessDenied", ranges.RefusedError), ("ExpiredToken", UserError)):
+        assert type(_as_error("s3://bucket/val/images.catalog", {"Error": {"Code": code}})) is kind
 
 
 def test_a_list_that_another_run_has_open_is_not_replaced(server: FolderServer, tmp_path: Path) -> None:

@@ -26,8 +26,6 @@ _REDIRECTS, _MOST_REDIRECTS = (301, 302, 303, 307, 308), 5
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 _EMPTY_RANGE = re.compile(r"bytes \*/(\d+)")
-
-
 _PASSWORDS = {
     401: "Give a user and a password in ~/.netrc on every host",
     407: "Give the proxy's user and password in https_proxy or http_proxy, as http://USER:PASSWORD@HOST:PORT",
@@ -109,11 +107,11 @@ class HttpSource:
             "User-Agent": "horovod_volo",
         }
         path = quote(f"{url.path or '/'}?{url.query}" if url.query else url.path or "/", string.punctuation)
-        connections = self._connections()
-        is_open = self._key(url) in connections
+        connections, server = self._connections(), url[:2]
+        is_open = server in connections
         for again in (True, False):
-            connection = connections.get(self._key(url)) or self._connect(url)
-            connections[self._key(url)] = connection
+            connection = connections.get(server) or self._connect(url)
+            connections[server] = connection
             with self._lock:
                 self._open.add(connection.http)
             try:
@@ -130,7 +128,12 @@ class HttpSource:
             raise UserError(f"{url.geturl()} names no host. Give http://HOST/FOLDER.")
         proxy = "" if proxy_bypass(url.hostname) else getproxies().get(url.scheme, "")
         server = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else url
-        host, port = server.hostname or "", server.port
+        try:
+            host, port = server.hostname or "", server.port
+        except ValueError:  # its message may hold a part of a password
+            raise UserError(
+                f"the port of the {'proxy' if proxy else 'server'} is no number. Write / in passwords as %2F."
+            ) from None
         headers, of_proxy = _login(url.hostname), dict[str, str]()
         if proxy and server.username is not None:
             login = _basic(unquote(server.username), unquote(server.password or ""))
@@ -146,19 +149,16 @@ class HttpSource:
         return _Connection(HTTPConnection(host, port, timeout=_TIMEOUT_SECONDS), origin, headers | of_proxy)
 
     def _connections(self) -> dict[tuple[str, str], _Connection]:
+        """Return the connections of this thread, by scheme and host."""
         found: dict[tuple[str, str], _Connection] = self._of_thread.__dict__.setdefault("connections", {})
         return found
 
     def _drop(self, url: SplitResult) -> None:
-        connection = self._connections().pop(self._key(url), None)
+        connection = self._connections().pop(url[:2], None)
         if connection is not None:
             connection.http.close()
             with self._lock:
                 self._open.discard(connection.http)
-
-    @staticmethod
-    def _key(url: SplitResult) -> tuple[str, str]:
-        return url.scheme, url.netloc
 
 
 def _login(host: str) -> dict[str, str]:
