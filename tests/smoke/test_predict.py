@@ -130,7 +130,7 @@ def test_images_that_cannot_be_read_are_named(
     (tmp_path / "lost.jpg").symlink_to("gone")
     assert predict.main([weights, str(tmp_path)]) == predict.LEFT_OUT
     printed = capsys.readouterr()
-    assert f"left out: {tmp_path}/lost.jpg cannot be read: No such file or directory" in printed.err
+    assert f"left out: {tmp_path}/lost.jpg cannot be read: " in printed.err
     assert printed.out.startswith(f"{tmp_path}/good.png: ")
     assert printed.out.count("\n") == 1
     assert f"left out: {tmp_path}/bad.jpg is not an image of a known format" in printed.err
