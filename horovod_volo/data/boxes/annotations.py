@@ -67,8 +67,7 @@ def read_annotations(path: Path, cache: Path | None) -> Annotations:
     if cache is None:
         return parse_annotations(path)
     folder = cache / f"boxes-{_key(path)}"
-    found = _map_intact(folder)
-    if found is not None:
+    if found := _map_intact(folder):
         return found
     name = uuid.uuid4().hex
     partial = folder.with_name(f"{folder.name}.partial-{name}")

@@ -153,8 +153,8 @@ def list_boxes(files: BoxFiles, cache: Path | None) -> BoxList:
         raise UserError(f"{files.annotations} lists no images.")
     names = [images.name(index) for index in range(len(images))]
     folders = {(files.images / name).parent for name in names}
-    found = (entry for folder in folders if folder.is_dir() for entry in os.scandir(folder))
-    present = {entry.path for entry in found if entry.is_file()}
+    entries = (entry for folder in folders if folder.is_dir() for entry in os.scandir(folder))
+    present = {entry.path for entry in entries if entry.is_file()}
     missing = [name for name in names if str(files.images / name) not in present]
     if missing:
         raise UserError(

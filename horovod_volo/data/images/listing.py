@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -66,10 +67,8 @@ def list_images(images: SplitFolder, descriptor: int, sizes: Sequence[int] = ())
         labels = _list_shards(images, class_names, writer)
         classes, numbers = _numbered(labels, class_names, images.root)
         shards = images.parts
-    if sizes:
-        writer.finish(classes, numbers, shards, "", "00" * STATE_BYTES, sizes)
-    else:
-        writer.finish(classes, numbers, shards, str(images.root), images.state)
+    source, state = ("", "00" * STATE_BYTES) if sizes else (str(images.root), images.state)
+    writer.finish(classes, numbers, shards, source, state, sizes)
 
 
 def _list_shards(images: SplitFolder, class_names: tuple[str, ...], writer: CatalogWriter) -> list[Label]:
@@ -135,10 +134,7 @@ def _read_class_names(images: SplitFolder) -> tuple[str, ...]:
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text in UTF-8. Save it as such, one class a line.") from None
     names = tuple(line.strip() for line in text.splitlines() if line.strip())
-    repeated = (
-        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    )
-    if repeated:
+    if repeated := sorted(name for name, lines in Counter(names).items() if lines > 1):
         raise UserError(f"{path} names classes twice: {shortened(repeated)}. Give each class another name.")
     return names
 

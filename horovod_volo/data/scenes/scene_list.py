@@ -182,11 +182,8 @@ def list_scenes(root: Path, layout: SceneLayout, split: Split) -> SceneList:
     scenes = SceneList(root, layout, split, tuple(names))
     masks = scenes.folder(layout.masks)
     present = paths_below(masks)
-    missing = [
-        index
-        for index in range(len(names))
-        if not present.get(str(scenes.mask_path(index).relative_to(masks)))
-    ]
+    expected = [str(scenes.mask_path(index).relative_to(masks)) for index in range(len(names))]
+    missing = [index for index, path in enumerate(expected) if not present.get(path)]
     if missing:
         raise UserError(
             f"{len(missing)} of {len(names)} images in {folder} have no mask; the first: there "
