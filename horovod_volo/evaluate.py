@@ -86,24 +86,16 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
 
 def _evaluate_dense(options: argparse.Namespace, task: str, world: World) -> int:
     """Evaluate a network that predicts pixels or boxes. Collective: every rank calls this."""
-    from horovod_volo.evaluation import boxes, scenes
+    from horovod_volo.evaluation.boxes import measure_found
     from horovod_volo.evaluation.dense import DenseRequest
+    from horovod_volo.evaluation.scenes import measure_scenes
 
-    names = DenseRequest.__dataclass_fields__
-    common = {name: getattr(options, name) for name in names}
-    progress = _progress(world)
-    if task == "detection":
-        request = DenseRequest(**common)
-        found = boxes.measure_found(request, world, progress)
-        lines = boxes.text_of(request, found, options.per_class)
-        record, bad = boxes.json_record(request, found, world.size), found.bad_samples
-    else:
-        own = {"test_mode": options.test_mode, "scales": tuple(options.scales), "flip": options.flip}
-        of_scenes = scenes.SceneRequest(**common, **own)
-        result = scenes.measure_scenes(of_scenes, world, progress)
-        lines = scenes.text_of(of_scenes, result, options.per_class)
-        record, bad = scenes.json_record(of_scenes, result, world.size), result.bad_samples
-    _report(options, world, bad, lines, record)
+    given = {name: getattr(options, name) for name in DenseRequest.__dataclass_fields__}
+    request = DenseRequest(**given | {"scales": tuple(options.scales)})
+    measure = measure_found if task == "detection" else measure_scenes
+    result = measure(request, world, _progress(world))
+    lines, record = result.text(request, options.per_class), result.record(request, world.size)
+    _report(options, world, result.bad_samples, lines, record)
     return DONE
 
 

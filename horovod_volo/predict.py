@@ -108,6 +108,7 @@ def _predict(options: argparse.Namespace) -> int:
 def _files(given: Sequence[str]) -> Iterator[Path]:
     """Yield the images that are named; raise UserError if a name is of nothing, or there are no images."""
     from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
+    from horovod_volo.data.images.split_folder import paths_below
 
     lines = sys.stdin.read().splitlines() if _STDIN in given else []
     found = 0
@@ -115,9 +116,9 @@ def _files(given: Sequence[str]) -> Iterator[Path]:
         path = Path(name)
         if not path.exists():
             raise UserError(f"there is no image or folder {name}.")
-        inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+        inside = sorted(path / each for each in paths_below(path)) if path.is_dir() else [path]
         for file in inside:
-            if file == path or (file.suffix.lower() in IMAGE_ENDINGS and file.is_file()):
+            if file == path or (file.suffix.lower() in IMAGE_ENDINGS and not file.is_dir()):
                 found += 1
                 yield file
     if not found:

@@ -284,10 +284,9 @@ def _ignore(done: int, images: int) -> None:
 
 
 def _evaluate_dense(task: str, common: dict[str, Any], world: World) -> Metrics:
-    from horovod_volo.evaluation import boxes, scenes
+    from horovod_volo.evaluation.boxes import measure_found
     from horovod_volo.evaluation.dense import DenseRequest
+    from horovod_volo.evaluation.scenes import measure_scenes
 
-    if task == "detection":
-        return boxes.measure_found(DenseRequest(**common, predictions=""), world, _ignore).found.as_metrics()
-    request = scenes.SceneRequest(**common, predictions="", test_mode="run", scales=(1.0,), flip=False)
-    return scenes.measure_scenes(request, world, _ignore).counts.metrics()
+    measure = measure_found if task == "detection" else measure_scenes
+    return measure(DenseRequest(**common), world, _ignore).metrics

@@ -24,6 +24,11 @@ class FolderServer(ThreadingHTTPServer):
         self.failures: list[Any] = []  # a status, "cut" or "close", each for one request for a shard
         self.answers_ranges, self.version, self.redirects = True, "1", ""
         self.elsewhere = ""  # the server to which `redirects` leads; empty: this one
+        self.absent = (
+            404  # the status for a file that is not there; of a store whose files one may not list: 403
+        )
+        self.login = ("", "")  # the header with a password that requests must have, and its value
+        self.tunnels: list[tuple[str, str]] = []  # hosts that a proxy was asked for, and the header for it
 
     @property
     def address(self) -> str:
@@ -43,14 +48,24 @@ class RangeRequest(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: FolderServer
 
+    def do_CONNECT(self) -> None:
+        self.server.tunnels.append((self.path, self.headers.get("Proxy-Authorization", "")))
+        self._answer(502, b"", {})
+
     def do_GET(self) -> None:
         server = self.server
-        if server.redirects and not self.path.startswith(server.redirects):
-            self._answer(302, b"", {"Location": server.elsewhere + server.redirects + self.path})
+        header, value = server.login
+        if header and self.headers.get(header) != value:
+            self._answer(407 if header.startswith("Proxy") else 401, b"", {})
             return
-        file = server.folder / unquote(urlsplit(self.path).path.removeprefix(server.redirects)).lstrip("/")
+        path = unquote(urlsplit(self.path).path)
+        if server.redirects and not path.startswith(server.redirects):
+            to = (server.elsewhere + server.redirects).encode().decode("latin-1")  # as servers send UTF-8
+            self._answer(302, b"", {"Location": to + self.path})
+            return
+        file = server.folder / path.removeprefix(server.redirects).lstrip("/")
         if not file.is_file():
-            self._answer(404, b"nothing here", {})
+            self._answer(server.absent, b"nothing here", {})
             return
         content = file.read_bytes()
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))

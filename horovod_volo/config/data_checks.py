@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 
 
 def check_data(settings: Data) -> None:
     """Raise UserError at the first setting of images that cannot be right."""
+    check_address(settings.data_dir)
     for name, (low, high) in (("scale", settings.scale), ("ratio", settings.ratio)):
         if not 0 < low <= high:
             raise UserError(f"--{name} takes two numbers above 0 in ascending order, not {low:g} {high:g}.")
@@ -32,6 +35,18 @@ def check_data(settings: Data) -> None:
     if settings.aa.startswith("augmix") and settings.randaugment_on == "image":
         raise UserError("AugMix works on crops. Drop --randaugment-on image, or use another --aa.")
     check_statistics(settings.mean, settings.std)
+
+
+def check_address(data_dir: str) -> None:
+    """Raise UserError if the address of a data folder holds a password: runs print and record it."""
+    address = urlsplit(data_dir)
+    _, given, host = address.netloc.rpartition("@")
+    if given:
+        raise UserError(
+            "The address of the data folder holds a password, which would be printed and recorded. Give "
+            f"{address.scheme}://{host}{address.path}, and write `machine {address.hostname} login USER "
+            "password PASSWORD` into ~/.netrc (for s3://, use the settings of AWS tools)."
+        )
 
 
 def check_statistics(mean: tuple[float, ...], std: tuple[float, ...]) -> None:

@@ -1,4 +1,4 @@
-"""What the evaluations of pixels and of boxes share: a run's settings and its network, on all ranks.
+"""What the evaluations of pixels and of boxes share: a run's settings, its network, and the result.
 
 Whatever can be wrong with the request is checked before the first image is read.
 """
@@ -21,13 +21,14 @@ from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import DecoderName
 from horovod_volo.data.pipeline import Normalization
+from horovod_volo.models.class_names import read_class_names
 from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import settings_of_run
 from horovod_volo.models.weights import read_weights
 from horovod_volo.tasks.detection import DetectionTask
 from horovod_volo.tasks.segmentation import SegmentationTask
-from horovod_volo.tasks.task import Samples
+from horovod_volo.tasks.task import Metrics, Samples
 
 DENSE_TASKS: Mapping[str, SegmentationTask | DetectionTask] = {
     "segmentation": SegmentationTask(),
@@ -48,11 +49,59 @@ class DenseRequest:
     image_decoder: DecoderName
     precision: str
     split: Literal["train", "val"]
-    predictions: str  # folder; empty: none are written
+    predictions: str = ""  # folder; empty: none are written
+    # Of segmentation alone:
+    test_mode: Literal["run", "whole", "slide"] = "run"
+    scales: tuple[float, ...] = (1.0,)
+    flip: bool = False
 
-    def record(self) -> dict[str, Any]:
-        """Return what names the evaluation in JSON."""
-        return {"weights": self.weights, "use_ema": self.use_ema, "precision": self.precision}
+
+@dataclass(frozen=True)
+class EvaluatedDense:
+    """The result of an evaluation, the same on every rank."""
+
+    model: str
+    options: dict[str, Any]  # of segmentation
+    data: str  # the folder of the images
+    metrics: Metrics
+    rows: list[tuple[str, str]]  # the metrics in words
+    classes: dict[str, float]  # the metric of each class in per cent
+    messages: list[str]  # on the weights and the decoder
+    bad_samples: list[str]  # one message for each damaged image
+
+    def text(self, request: DenseRequest, worst: int) -> list[str]:
+        """Return the result as lines, with the classes of lowest value."""
+        images, bad = self.metrics["images"], self.metrics["bad_samples"]
+        scales = " ".join(f"{scale:g}" for scale in request.scales) + ", mirrored too" * request.flip
+        how = f"; {self.options['test_mode']} images at scales {scales}" if self.options else ""
+        properties = [
+            ("weights", request.weights),
+            ("model", f"{self.model}, {request.precision}{how}"),
+            *(("", message) for message in self.messages),
+            ("images", f"{images:,} of {self.data}; {bad:,} damaged ones left out"),
+            *self.rows,
+        ]
+        lowest = sorted(self.classes.items(), key=lambda row: row[1])[:worst]
+        width = max((len(name) for name, _ in lowest), default=0)
+        return [
+            *(f"{name:<10}{value}" for name, value in properties),
+            *([""] if lowest else []),
+            *(f"{name:<{width}}  {value:>6.2f} %" for name, value in lowest),
+        ]
+
+    def record(self, request: DenseRequest, ranks: int) -> dict[str, Any]:
+        """Return the result as plain values."""
+        return {
+            "weights": request.weights,
+            "use_ema": request.use_ema,
+            "precision": request.precision,
+            "model": self.model,
+            "data": self.data,
+            **self.options,
+            "ranks": ranks,
+            **self.metrics,
+            "classes": self.classes,
+        }
 
 
 @dataclass(frozen=True)
@@ -99,6 +148,13 @@ def open_network(request: DenseRequest, config: Config, samples: Samples, world:
                 f"{request.data_dir} has {len(samples.classes)} classes, but {request.weights} is for "
                 f"{classes}. Give images of the classes that it was trained on."
             )
+        names = read_class_names(request.weights)  # weights of earlier versions have none
+        for number, (name, trained) in enumerate(zip(samples.classes, names, strict=False)):
+            if name != trained:
+                raise UserError(
+                    f"class {number} is {name} in {request.data_dir}, but {trained} in {request.weights}. "
+                    "Give images whose classes have the names and the order of its training."
+                )
         network = task.build_network(config, classes)
         return network, task.load_weights(network, config, request.weights)
 
@@ -122,37 +178,3 @@ def open_network(request: DenseRequest, config: Config, samples: Samples, world:
         resources.device,
         request.workers or resources.threads,
     )
-
-
-class CountedProgress:
-    """Tells how many of this rank's images are done."""
-
-    def __init__(self, progress: Progress, world: World, images: int) -> None:
-        self._progress, self._all = progress, len(range(world.rank, images, world.size))
-        self._done = 0
-
-    def one(self) -> None:
-        """Count one image."""
-        self._done += 1
-        self._progress(self._done, self._all)
-
-
-def lines_of(
-    request: DenseRequest, model: str, messages: list[str], images: str, rows: list[tuple[str, str]]
-) -> list[str]:
-    """Return a result as lines: the weights, the model and the images, then `rows`."""
-    properties = [
-        ("weights", request.weights),
-        ("model", model),
-        *(("", message) for message in messages),
-        ("images", images),
-        *rows,
-    ]
-    return [f"{name:<10}{value}" for name, value in properties]
-
-
-def worst_lines(values: Mapping[str, float], worst: int) -> list[str]:
-    """Return the classes of lowest value in per cent as lines, after an empty one."""
-    rows = sorted(values.items(), key=lambda row: row[1])[:worst]
-    width = max((len(name) for name, _ in rows), default=0)
-    return [*([""] if rows else []), *(f"{name:<{width}}  {value:>6.2f} %" for name, value in rows)]

@@ -10,7 +10,6 @@ where "10" is before "2".
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,11 +21,9 @@ from numpy.typing import NDArray
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.images.catalog import Catalog, in_memory
 from horovod_volo.data.images.image_list import ImageList
-from horovod_volo.data.images.listing import list_images
-from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.images.split_folder import SplitFolder, shortened
+from horovod_volo.data.images.split_folder import SplitFolder, check_links, shortened, visible
 
 _NUMBER = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
@@ -121,23 +118,21 @@ def list_numbered(data_dir: str) -> Catalog:
     """List a folder whose class folders are named 0, 1, 2 and so on; raise UserError if they are not."""
     root = Path(data_dir).absolute()
     images = SplitFolder(root, "folder", _numbered_folders(root), state="")
-    memory = OpenFile(os.memfd_create("catalog", os.MFD_CLOEXEC))
     try:
-        list_images(images, memory.descriptor)
+        return in_memory(images)
     except OSError as error:
         raise UserError(f"cannot list the images of {root}: {error}. Fix this file or folder.") from error
-    return Catalog(memory, path=None)
 
 
 def _numbered_folders(root: Path) -> tuple[str, ...]:
     """Return the names of the class folders in the order of their numbers."""
     try:
-        with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+        names, files, lost = visible(root)
     except OSError as error:
         raise UserError(
             f"there is no data folder {root}: {error.strerror}. Give ImageNet-V2's folder of class folders."
         ) from None
+    check_links(root, lost, len(names) + len(files))
     others = sorted(name for name in names if not (name.isascii() and name.isdecimal()))
     if others or not names:
         found = f"the folders {shortened(others)}" if others else "no folders"

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.center_crop import resized_shapes, view_corners
+from horovod_volo.data.images.given_images import LooseImages
 from horovod_volo.data.pillow_pipeline import cropped_views
-from horovod_volo.data.reading import Encoded, ImageFiles, decode_rgb
+from horovod_volo.data.reading import ImageFiles, decode_rgb
 from horovod_volo.models.crop_average import CropAverage
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel
@@ -46,29 +46,11 @@ class Prediction:
     classes: Classes
 
 
-@dataclass(frozen=True)
-class _Files:
-    """Image files, to be read like those of a catalog."""
-
-    paths: Sequence[Path]
-
-    def read(self, index: int) -> Encoded:
-        """Return an encoded image."""
-        try:
-            return np.frombuffer(self.paths[index].read_bytes(), np.uint8)
-        except OSError as error:
-            raise BadSampleError(f"{self.paths[index]} cannot be read: {error.strerror}") from error
-
-    def location(self, index: int) -> str:
-        """Return the file of an image."""
-        return str(self.paths[index])
-
-
 def predict(
     trained: PretrainedModel, files: Sequence[Path], request: PredictRequest, bad: list[str]
 ) -> Iterator[Prediction]:
     """Yield a prediction for each image, in order; a message on each that is left out goes to `bad`."""
-    for number, classes in predict_images(trained, _Files(files), len(files), request, bad):
+    for number, classes in predict_images(trained, LooseImages(files), len(files), request, bad):
         yield Prediction(files[number], classes)
 
 
@@ -96,13 +78,9 @@ def predict_images(
         batch = torch.from_numpy(np.stack(pixels)).to(device).movedim(-1, -3)
         with torch.inference_mode(), autocast(request.precision, device):
             logits = averaged((batch / 255 - mean) / std)
-        shares, classes = _top(logits, request.top)
+        shares, classes = logits.float().softmax(dim=1).topk(min(request.top, logits.shape[1]), dim=1)
         for number, own_shares, own_classes in zip(shown, shares.tolist(), classes.tolist(), strict=True):
             yield number, [(names[c], s) for c, s in zip(own_classes, own_shares, strict=True)]
-
-
-def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    return logits.float().softmax(dim=1).topk(min(count, logits.shape[1]), dim=1)
 
 
 def _cropped(

@@ -6,11 +6,10 @@ Whatever can be wrong with the request is checked before the first image is read
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,42 +24,18 @@ from horovod_volo.data.scenes.scene_list import SceneList
 from horovod_volo.data.scenes.scene_loader import Scene, SceneEvalLoader
 from horovod_volo.data.scenes.scene_shards import open_scenes
 from horovod_volo.evaluation.dense import (
-    CountedProgress,
     DenseRequest,
+    EvaluatedDense,
     Progress,
-    lines_of,
     open_network,
     settings_of,
-    worst_lines,
 )
 from horovod_volo.models.precision import autocast
-from horovod_volo.tasks.mean_iou import SceneCounts, ScenePredictor, count_scenes, ious
+from horovod_volo.tasks.mean_iou import ScenePredictor, count_scenes, ious
 from horovod_volo.tasks.pictures import class_colors
 
 
-@dataclass(frozen=True)
-class SceneRequest(DenseRequest):
-    """The network, the images and the settings of an evaluation of pixels."""
-
-    test_mode: Literal["run", "whole", "slide"]
-    scales: tuple[float, ...]
-    flip: bool
-
-
-@dataclass(frozen=True)
-class EvaluatedScenes:
-    """The result of an evaluation, the same on every rank."""
-
-    model: str
-    test_mode: str
-    classes: tuple[str, ...]
-    data: str  # the folder of the images
-    counts: SceneCounts
-    messages: list[str]  # on the weights
-    bad_samples: list[str]  # one message for each damaged image
-
-
-def measure_scenes(request: SceneRequest, world: World, progress: Progress) -> EvaluatedScenes:
+def measure_scenes(request: DenseRequest, world: World, progress: Progress) -> EvaluatedDense:
     """Evaluate a network on every image once. Collective: every rank calls this."""
     config = world.run_on_all_ranks(partial(_settings, request))
     scenes = world.run_on_rank_zero(partial(open_scenes, Path(request.data_dir), request.split))
@@ -77,21 +52,36 @@ def measure_scenes(request: SceneRequest, world: World, progress: Progress) -> E
     loader = SceneEvalLoader(
         scenes, trained.settings, rank=world.rank, size=world.size, threads=trained.threads
     )
-    counter = CountedProgress(progress, world, len(scenes))
+    own, done = len(range(world.rank, len(scenes), world.size)), count(1)
 
     def on_scene(scene: Scene, predicted: Tensor) -> None:
-        counter.one()
+        progress(next(done), own)
         if request.predictions:
             write_prediction(Path(request.predictions), scenes, scene.number, predicted)
 
     with closing(loader), torch.inference_mode(), autocast(request.precision, trained.device):
         counts = count_scenes(trained.network, loader, scenes, predictor, world, trained.device, on_scene)
     bad = list(chain(*world.allgather_object(loader.bad_samples.new_messages())))
-    mode, classes = config.segmentation.test_mode, tuple(scenes.classes)
-    return EvaluatedScenes(config.model.model, mode, classes, str(scenes.root), counts, trained.messages, bad)
+    metrics, mode = counts.metrics(), config.segmentation.test_mode
+    class_ious = zip(scenes.classes, 100 * ious(counts.confusion), strict=True)
+    return EvaluatedDense(
+        config.model.model,
+        options={"test_mode": mode, "scales": request.scales, "flip": request.flip},
+        data=str(scenes.root),
+        metrics=metrics,
+        rows=[
+            ("mean IoU", f"{metrics['miou']:.3f} %"),
+            ("pixels", f"{metrics['pixel_accuracy']:.3f} % right"),
+            ("classes", f"{metrics['class_accuracy']:.3f} % right on average"),
+        ],
+        # Of the classes that are in the masks or predicted.
+        classes={name: float(iou) for name, iou in class_ious if not np.isnan(iou)},
+        messages=trained.messages,
+        bad_samples=bad,
+    )
 
 
-def _settings(request: SceneRequest) -> Config:
+def _settings(request: DenseRequest) -> Config:
     if any(not scale > 0 for scale in request.scales):
         raise UserError("--scales takes factors above 0.")
     config = settings_of(request)
@@ -109,42 +99,3 @@ def write_prediction(folder: Path, scenes: SceneList, number: int, predicted: Te
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         image.save(file, format="PNG")
-
-
-def text_of(request: SceneRequest, result: EvaluatedScenes, worst: int) -> list[str]:
-    """Return the result as lines, with the classes of lowest IoU."""
-    metrics, counts = result.counts.metrics(), result.counts
-    scales = " ".join(f"{scale:g}" for scale in request.scales) + ", mirrored too" * request.flip
-    lines = lines_of(
-        request,
-        f"{result.model}, {request.precision}; {result.test_mode} images at scales {scales}",
-        result.messages,
-        f"{counts.images:,} of {result.data}; {counts.bad_samples:,} damaged ones left out",
-        [
-            ("mean IoU", f"{metrics['miou']:.3f} %"),
-            ("pixels", f"{metrics['pixel_accuracy']:.3f} % right"),
-            ("classes", f"{metrics['class_accuracy']:.3f} % right on average"),
-        ],
-    )
-    return lines + worst_lines(class_ious(result), worst)
-
-
-def class_ious(result: EvaluatedScenes) -> dict[str, float]:
-    """Return the IoU in per cent of each class that is in the masks or predicted."""
-    pairs = zip(result.classes, 100 * ious(result.counts.confusion), strict=True)
-    return {name: float(iou) for name, iou in pairs if not np.isnan(iou)}
-
-
-def json_record(request: SceneRequest, result: EvaluatedScenes, ranks: int) -> dict[str, Any]:
-    """Return the result as plain values."""
-    return {
-        **request.record(),
-        "model": result.model,
-        "data": result.data,
-        "test_mode": result.test_mode,
-        "scales": request.scales,
-        "flip": request.flip,
-        "ranks": ranks,
-        **result.counts.metrics(),
-        "classes": class_ious(result),
-    }

@@ -178,6 +178,20 @@ def test_evaluating_a_run_gives_its_figures_and_cocos_results(
     assert 100 * measured.ap == pytest.approx(found["ap"], abs=1e-6)
 
 
+def test_weights_for_other_classes_are_refused(
+    scenes: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_scene_set(tmp_path / "scenes", train=24, val=9, side=64)
+    file = tmp_path / "scenes" / "boxes" / "val.json"
+    content = json.loads(file.read_text())
+    first, *_, last = content["categories"]
+    first["name"], last["name"] = last["name"], first["name"]
+    file.write_text(json.dumps(content))
+    assert main([str(tmp_path / "scenes"), "--weights", str(whole / "run")]) == 2
+    shown = capsys.readouterr().err
+    assert f"class 0 is {first['name']} in {tmp_path / 'scenes'}, but {last['name']} in {whole}" in shown
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

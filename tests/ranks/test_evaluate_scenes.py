@@ -124,6 +124,11 @@ def test_weights_for_other_classes_are_refused(scenes: Path, trained: Path, tmp_
     status, output = evaluated(folder, trained)
     assert status == 2
     assert "has 9 classes, but " in output
+    first, second, *others = (scenes / "classes.txt").read_text().splitlines()
+    (folder / "classes.txt").write_text("\n".join([second, first, *others]))
+    status, output = evaluated(folder, trained)
+    assert status == 2
+    assert f"class 0 is {second} in {folder}, but {first} in {trained}" in output
 
 
 def test_ade20ks_server_counts_from_one(tmp_path: Path) -> None:

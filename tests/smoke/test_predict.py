@@ -127,8 +127,10 @@ def test_images_that_cannot_be_read_are_named(
     Image.fromarray(np.zeros((50, 40, 3), np.uint8)).save(tmp_path / "good.png")
     (tmp_path / "bad.jpg").write_text("not an image")
     (tmp_path / "notes.txt").write_text("of no concern")
+    (tmp_path / "lost.jpg").symlink_to("gone")
     assert predict.main([weights, str(tmp_path)]) == predict.LEFT_OUT
     printed = capsys.readouterr()
+    assert f"left out: {tmp_path}/lost.jpg cannot be read: " in printed.err
     assert printed.out.startswith(f"{tmp_path}/good.png: ")
     assert printed.out.count("\n") == 1
     assert f"left out: {tmp_path}/bad.jpg is not an image of a known format" in printed.err

@@ -79,6 +79,34 @@ def test_the_arrays_are_read_from_json_once(
     assert listed(coco, cache).digest == first.digest
 
 
+def test_what_another_run_has_mapped_is_not_deleted(
+    coco: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run that shares the folder may have the arrays mapped, or be about to map them."""
+    cache = tmp_path / "cache"
+    parse = annotations_module.parse_annotations
+    mapped = dict[int, Path]()
+
+    def parse_while_another_run_does(path: Path) -> annotations_module.Annotations:
+        monkeypatch.setattr(annotations_module, "parse_annotations", parse)
+        assert isinstance(listed(coco, cache).annotations.arrays.boxes, np.memmap)
+        mapped.update(files())
+        return parse(path)
+
+    def files() -> dict[int, Path]:
+        return {path.stat().st_ino: path for path in cache.rglob("*.npy")}
+
+    monkeypatch.setattr(annotations_module, "parse_annotations", parse_while_another_run_does)
+    images = listed(coco, cache)
+    assert files() == mapped
+    folder = images.annotations.folder
+    assert folder is not None
+    (folder / "classes.npy").write_bytes(b"")  # damaged, as after a power failure
+    assert listed(coco, cache).digest == images.digest
+    assert files().keys() > mapped.keys()
+    assert not list(cache.glob("*partial*"))
+
+
 def test_own_boxes_lie_beside_the_images(tmp_path: Path) -> None:
     file = write_coco(tmp_path, IMAGES, BOXES, "val")
     (tmp_path / "boxes").mkdir()
@@ -130,6 +158,14 @@ def test_a_file_that_is_wrong_is_refused(coco: Path, content: Any, message: str)
     text = complete if isinstance(complete, str) else json.dumps(complete)
     path.write_text(text)
     with pytest.raises(UserError, match=message):
+        listed(coco)
+
+
+def test_a_link_to_nothing_is_a_missing_image(coco: Path) -> None:
+    image = coco / "train2017" / "000000000009.png"
+    image.unlink()
+    image.symlink_to("gone")
+    with pytest.raises(UserError, match=r"1 of 4 images of .* are not in .*; the first: 000000000009\.png"):
         listed(coco)
 
 

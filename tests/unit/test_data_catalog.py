@@ -55,6 +55,39 @@ def test_follows_linked_class_folders(tmp_path):
     assert names(read_folder(str(tmp_path), "train")) == ("a/1.jpg",)
 
 
+def test_links_to_nothing_are_not_left_out_in_silence(tmp_path):
+    """As in a checkout of git-annex whose files have not been fetched, or where a disk is not mounted."""
+    touch(tmp_path, "train/a/00.jpg", "train/b/00.jpg", "train/b/read.me", "elsewhere/1.jpg")
+    for number in range(1, 10):
+        for name in "ab":
+            (tmp_path / f"train/{name}/{number:02}.jpg").symlink_to("../../.git/annex/objects/gone")
+    (tmp_path / "train/b/notes").symlink_to("gone")  # no image
+    lost = r"18 of 20 entries of .*train are links to nothing, the first: a/01\.jpg\. Fetch"
+    with pytest.raises(UserError, match=lost):
+        read_folder(str(tmp_path), "train")
+    (tmp_path / "train").rename(tmp_path / "data")
+    with pytest.raises(UserError, match=lost.replace("train", "data")):  # classes without `train` above them
+        build_catalog(str(tmp_path / "data"), "train", None, HeldOut(share=0.1))
+    for number in range(1, 10):
+        for name in "ab":
+            (tmp_path / f"data/{name}/{number:02}.jpg").unlink()
+    (tmp_path / "data").rename(tmp_path / "train")
+    assert names(read_folder(str(tmp_path), "train")) == ("a/00.jpg", "b/00.jpg")
+    (tmp_path / "train/c").symlink_to("/mnt/none/c")
+    with pytest.raises(
+        UserError, match=r"1 of 3 entries of .*train are links to nothing, the first: c\. Fetch"
+    ):
+        read_folder(str(tmp_path), "train")
+    (tmp_path / "train/c").unlink()
+    (tmp_path / "val").symlink_to("/mnt/none/val")
+    with pytest.raises(UserError, match=r"the first: val\. "):  # and no share of the training images instead
+        build_catalog(str(tmp_path), "val", None, HeldOut(share=0.1))
+    (tmp_path / "val").unlink()
+    (tmp_path / "train/a/loop.jpg").symlink_to("loop.jpg")
+    with pytest.raises(UserError, match=r"Too many levels of symbolic links: .*loop\.jpg"):
+        read_folder(str(tmp_path), "train")
+
+
 @pytest.mark.parametrize("name", ["val", "validation", "valid", "test"])
 def test_finds_any_name_of_the_validation_folder(tmp_path, name):
     touch(tmp_path, f"{name}/a/1.jpg")

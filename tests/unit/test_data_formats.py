@@ -25,6 +25,7 @@ from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.images.open_files import OpenFiles
 from horovod_volo.data.images.tfrecord import masked_checksum
+from horovod_volo.data.packing.pack import PackOptions, pack
 
 INDEX = pytest.mark.parametrize("index", [False, True], ids=["searched", "indexed"])
 
@@ -134,6 +135,18 @@ def test_tar_shards_of_another_layout_are_refused(tmp_path, members, message):
     write_tar(tmp_path / "train/0.tar", members)
     with pytest.raises(UserError, match=message):
         train(tmp_path)
+
+
+def test_names_that_lead_out_of_a_folder_are_refused(tmp_path):
+    for shard, parent in (("1/train/0.tar", "../n1"), ("2/train/0.tar", "/n1"), ("3/train/0.tar", "n1/..")):
+        write_tar(tmp_path / shard, [(f"{parent}/1.jpg", b"x"), (f"{parent}/1.cls", b"1")])
+    features = {"image/encoded": picture(1), "image/filename": "1.jpg", "image/class/synset": "n1/.."}
+    write_tfrecord(tmp_path / "4/train/0.tfrecord", [example(features)])
+    for number in "1234":
+        with pytest.raises(
+            UserError, match=r"0\.\w+ has '.*/1.jpg', which is no name inside a folder\. Copy"
+        ):
+            train(tmp_path / number)
 
 
 def test_two_images_of_one_name_are_refused(tmp_path):
@@ -296,6 +309,17 @@ def test_tfrecord_shards_without_names(tmp_path):
         ("12/part-000000.jpg", "12", picture(0)),
         ("03/part-000001.jpg", "03", picture(1)),
     ]
+
+
+def test_classes_that_begin_with_a_slash_are_packed(tmp_path):
+    """Those of Open Images do."""
+    for split in ("train", "val"):
+        features = {"image/encoded": picture(1), "image/filename": "1.jpg", "image/class/synset": "/m/01"}
+        write_tfrecord(tmp_path / f"data/{split}/0.tfrecord", [example(features)])
+    assert listed(train(tmp_path / "data")) == [("/m/01/1.jpg", "/m/01", picture(1))]
+    options = {"workers": 1, "progress": lambda split: lambda done, total: None}
+    assert pack(tmp_path / "data", tmp_path / "packed", PackOptions(), **options) == []
+    assert [entry[1:] for entry in listed(train(tmp_path / "packed"))] == [("/m/01", picture(1))]
 
 
 def test_the_checksum_is_crc32c():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import multiprocessing
 import shutil
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -28,8 +30,10 @@ from horovod_volo.data.remote import block_cache, ranges
 from horovod_volo.data.remote.http_source import HttpSource
 from horovod_volo.data.remote.ranges import RemoteFile
 from horovod_volo.data.remote.remote_catalog import CacheSettings, ReadAhead, RemoteCatalog
+from horovod_volo.data.remote.s3_source import _as_error
 from horovod_volo.pack import main
 from horovod_volo.tasks.shared_catalog import cache_warnings, shared_catalog
+from horovod_volo.train import main as train
 from tests.range_server import FolderServer, serving
 
 ALONE = World.single()
@@ -270,6 +274,110 @@ def test_a_redirection_is_followed(server: FolderServer) -> None:
     server.redirects = "/elsewhere"
     with closing(remote(server)) as catalog:
         assert len(content(catalog)) == 40
+
+
+def basic(login: str) -> str:
+    return f"Basic {base64.b64encode(login.encode()).decode()}"
+
+
+def test_an_address_with_a_password_is_refused_and_not_printed(
+    server: FolderServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = server.address.replace("://", "://jane:s3cret@") + "/a"
+    assert train([address, "--dry-run"]) == 2
+    shown = capsys.readouterr()
+    with pytest.raises(UserError) as raised:
+        shared_catalog(address, "train", None, ALONE)
+    for text in (shown.err, str(raised.value)):
+        assert f"Give {server.address}/a, and write `machine 127.0.0.1 login USER password P" in text
+    assert not any(secret in shown.out + shown.err + str(raised.value) for secret in ("jane", "s3cret"))
+    assert server.connections == 0
+
+
+def test_user_and_password_are_those_of_netrc(
+    server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NETRC", raising=False)
+    server.login = ("Authorization", basic("jane:s3cret"))
+    with pytest.raises(
+        UserError, match=r"401 Unauthorized. Give a user and a password in ~/\.netrc on every h"
+    ):
+        remote(server)
+    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login jane password s3cret\n")
+    (tmp_path / ".netrc").chmod(0o644)
+    with pytest.raises(UserError, match=r"netrc cannot be used\..* chmod 600") as raised:
+        remote(server)
+    assert "s3cret" not in str(raised.value)
+    (tmp_path / ".netrc").chmod(0o600)
+    with closing(remote(server)) as catalog:
+        assert len(content(catalog)) == 40
+        assert "s3cret" not in catalog.source + catalog.location(0)
+    (tmp_path / ".netrc").rename(tmp_path / "passwords")
+    monkeypatch.setenv("NETRC", str(tmp_path / "passwords"))
+    with closing(remote(server)) as catalog:
+        assert len(catalog) == 40
+
+
+def test_a_proxy_may_want_a_password(server: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.login = ("Proxy-Authorization", basic("jane:p@ss/wörd"))
+    monkeypatch.setenv("no_proxy", "")
+    for scheme in ("http", "https"):
+        monkeypatch.setenv(f"{scheme}_proxy", server.address.replace("://", "://jane:p%40ss%2Fw%C3%B6rd@"))
+    with closing(shared_catalog("http://shards.test", "train", None, ALONE)) as catalog:
+        assert len(content(catalog)) == 40
+        assert catalog.location(0).startswith("http://shards.test/train/train-000000.tar, bytes ")
+    with closing(HttpSource()) as source, pytest.raises(ranges.TemporaryError, match="502"):
+        source.read("https://shards.test/train/images.catalog", 0, 1)
+    assert server.tunnels == [("shards.test:443", server.login[1])]
+    server.login = ("Proxy-Authorization", "")
+    monkeypatch.setenv("http_proxy", "http://jane:p/w@127.0.0.1:1")
+    with pytest.raises(
+        UserError, match=r"the port of the proxy is no number\. Write / in passwords as %2F\."
+    ):
+        shared_catalog("http://shards.test", "train", None, ALONE)
+    monkeypatch.setenv("http_proxy", server.address.replace("://", "://jane:other@"))
+    with pytest.raises(
+        UserError, match=r"shards\.test/train/images\.catalog cannot be read: 407 Proxy A"
+    ) as raised:
+        shared_catalog("http://shards.test", "train", None, ALONE)
+    assert "jane" not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["my shards", "Straßenbäume", "100%25 #1"])
+def test_names_of_folders_are_quoted(server: FolderServer, name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "served" / unquote(name)
+    folder.mkdir()
+    for split in ("train", "val"):
+        shutil.copytree(server.folder / split, folder / split)
+    address = name.replace("#", "%23")
+    with closing(shared_catalog(f"{server.address}/{address}", "train", None, ALONE)) as catalog:
+        assert len(content(catalog)) == 40
+    server.redirects = "/über uns"
+    with closing(remote(server)) as catalog:
+        assert len(content(catalog)) == 40
+
+
+def test_a_store_that_says_403_of_what_is_not_there(server: FolderServer) -> None:
+    """As S3 does for who may not list its files."""
+    server.absent = 403
+    (server.folder / "val").rename(server.folder / "validation")
+    with closing(remote(server, "val")) as catalog:
+        assert catalog.source == f"{server.address}/validation"
+    shutil.rmtree(server.folder / "validation")
+    with pytest.raises(UserError, match=r"refuses http.*/val/images\.catalog: 403 Forbidden\. Check"):
+        remote(server, "val")
+    for code, kind in (("AccessDenied", ranges.RefusedError), ("ExpiredToken", UserError)):
+        assert type(_as_error("s3://bucket/val/images.catalog", {"Error": {"Code": code}})) is kind
+
+
+def test_a_list_that_another_run_has_open_is_not_replaced(server: FolderServer, tmp_path: Path) -> None:
+    inodes = set()
+    for _ in range(2):
+        with closing(shared_catalog(server.address, "train", tmp_path / "lists", ALONE)) as catalog:
+            assert catalog.path is not None
+            inodes.add(catalog.path.stat().st_ino)
+    assert len(inodes) == 1
 
 
 def test_an_answer_of_another_server_that_is_not_wanted_is_not_read_as_the_next_one(

@@ -70,6 +70,31 @@ def test_ones_own_folder(tmp_path: Path) -> None:
     assert list_scenes(tmp_path, find_layout(tmp_path), "val").digest != other.digest
 
 
+def test_linked_folders_are_listed_and_links_to_nothing_are_refused(tmp_path: Path) -> None:
+    plain(tmp_path)
+    for kind, pixels in (("images", picture()), ("masks", np.minimum(MASK, 2))):
+        write(tmp_path / "other" / kind / "deep" / "two.png", pixels)
+        (tmp_path / kind / "train" / "ulm").symlink_to(tmp_path / "other" / kind)
+    scenes = list_scenes(tmp_path, find_layout(tmp_path), "train")
+    assert scenes.names == ("one.png", "ulm/deep/two.png")
+    assert scenes.read_mask(1, (2, 3)).tolist() == [[0, 1, 2], [2, 2, 2]]
+    mask, image = tmp_path / "masks" / "train" / "three.png", tmp_path / "images" / "train" / "three.png"
+    mask.symlink_to(tmp_path / "gone")
+    write(image, picture())
+    with pytest.raises(UserError, match=r"1 of 3 images .* have no mask; .*masks/train/three\.png"):
+        list_scenes(tmp_path, find_layout(tmp_path), "train")
+    image.unlink()
+    image.symlink_to(tmp_path / "gone")
+    with pytest.raises(
+        UserError, match=r"1 of 3 entries of .*train are links to nothing, the first: three\."
+    ):
+        list_scenes(tmp_path, find_layout(tmp_path), "train")
+    image.unlink()
+    (image.parent / "ulm" / "above").symlink_to(image.parent)
+    with pytest.raises(UserError, match=r"cannot be listed: Too many levels of symbolic links"):
+        list_scenes(tmp_path, find_layout(tmp_path), "train")
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

@@ -1,7 +1,8 @@
 """Boxes and their images as arrays, read from JSON in COCO's form.
 
 COCO's JSON takes tens of seconds and gigabytes to read, so that rank 0 reads it once and writes the arrays
-into a folder; all ranks map them. A later run on the same file finds that folder.
+into a folder; all ranks map them. A later run on the same file finds that folder. Folders are never deleted,
+because another run may use them, and on NFS that would take mapped arrays away: a damaged one is renamed.
 
 Invariant: images ascend with their ids; the boxes of an image are in the order of the file. Classes count
 from 0, in the order of the categories' ids, which may have gaps.
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import uuid
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -65,22 +67,30 @@ def read_annotations(path: Path, cache: Path | None) -> Annotations:
     if cache is None:
         return parse_annotations(path)
     folder = cache / f"boxes-{_key(path)}"
+    if found := _map_intact(folder):
+        return found
+    name = uuid.uuid4().hex
+    partial = folder.with_name(f"{folder.name}.partial-{name}")
     try:
-        found = map_annotations(folder)
-        if found.arrays.digest() == found.digest:
-            return found
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    parsed = parse_annotations(path)
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        _write(parsed, partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.replace(folder)
+        _write(parse_annotations(path), partial)
+        try:
+            partial.rename(folder)
+        except OSError:  # there is one
+            if _map_intact(folder) is None:  # otherwise another run has written it meanwhile
+                folder.rename(folder.with_name(f"{folder.name}.damaged-{name}"))
+                partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return map_annotations(folder)
+
+
+def _map_intact(folder: Path) -> Annotations | None:
+    """Map the arrays in a folder; return None if they are damaged or not there."""
+    try:
+        found = map_annotations(folder)
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        return None
+    return found if found.arrays.digest() == found.digest else None
 
 
 def map_annotations(folder: Path) -> Annotations:

@@ -153,8 +153,9 @@ def list_boxes(files: BoxFiles, cache: Path | None) -> BoxList:
         raise UserError(f"{files.annotations} lists no images.")
     names = [images.name(index) for index in range(len(images))]
     folders = {(files.images / name).parent for name in names}
-    present = {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
-    missing = [name for name in names if files.images / name not in present]
+    entries = (entry for folder in folders if folder.is_dir() for entry in os.scandir(folder))
+    present = {entry.path for entry in entries if entry.is_file()}
+    missing = [name for name in names if str(files.images / name) not in present]
     if missing:
         raise UserError(
             f"{len(missing)} of {len(names)} images of {files.annotations} are not in {files.images}; the "

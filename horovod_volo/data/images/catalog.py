@@ -128,7 +128,7 @@ def build_catalog(
     """
     try:
         images = find_split(data_dir, split, held_out)
-        return _in_memory(images) if folder is None else _in_folder(images, folder, split)
+        return in_memory(images) if folder is None else _in_folder(images, folder, split)
     except OSError as error:
         where = "" if folder is None else f" and keep the list in {folder}"
         raise UserError(
@@ -172,7 +172,8 @@ def check_same_classes(train: Catalog, val: Catalog) -> None:
         )
 
 
-def _in_memory(images: SplitFolder) -> Catalog:
+def in_memory(images: SplitFolder) -> Catalog:
+    """List the images of a split without a file on a disk."""
     memory = OpenFile(os.memfd_create("catalog", os.MFD_CLOEXEC))
     list_images(images, memory.descriptor)
     return Catalog(memory, path=None)
@@ -186,15 +187,16 @@ def _in_folder(images: SplitFolder, folder: Path, split: Split) -> Catalog:
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         list_images(images, file.fileno())
-    return Catalog(_open(path), path)
+    return Catalog(open_list(path), path)
 
 
 def _open_if_valid(path: Path) -> Catalog | None:
     try:
-        return Catalog(_open(path), path)
+        return Catalog(open_list(path), path)
     except (OSError, ValueError):
         return None
 
 
-def _open(path: Path) -> OpenFile:
+def open_list(path: Path) -> OpenFile:
+    """Open the file of a catalog."""
     return OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))

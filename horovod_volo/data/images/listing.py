@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog_file import STATE_BYTES, CatalogWriter, Rows
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
 from horovod_volo.data.images.recordio import recordio_samples
-from horovod_volo.data.images.shard_sample import Label, ShardSample
+from horovod_volo.data.images.shard_sample import Label, ShardSample, check_name
 from horovod_volo.data.images.split_folder import (
     CLASSES_FILE,
     PUBLISHED_CATALOG,
@@ -23,8 +23,11 @@ from horovod_volo.data.images.split_folder import (
     Part,
     Split,
     SplitFolder,
+    check_links,
     find_split,
+    is_image,
     shortened,
+    visible,
 )
 from horovod_volo.data.images.tar_shards import tar_samples
 from horovod_volo.data.images.tfrecord import tfrecord_samples
@@ -64,10 +67,8 @@ def list_images(images: SplitFolder, descriptor: int, sizes: Sequence[int] = ())
         labels = _list_shards(images, class_names, writer)
         classes, numbers = _numbered(labels, class_names, images.root)
         shards = images.parts
-    if sizes:
-        writer.finish(classes, numbers, shards, "", "00" * STATE_BYTES, sizes)
-    else:
-        writer.finish(classes, numbers, shards, str(images.root), images.state)
+    source, state = ("", "00" * STATE_BYTES) if sizes else (str(images.root), images.state)
+    writer.finish(classes, numbers, shards, source, state, sizes)
 
 
 def _list_shards(images: SplitFolder, class_names: tuple[str, ...], writer: CatalogWriter) -> list[Label]:
@@ -98,7 +99,9 @@ def _named(images: SplitFolder, shard: str, class_names: tuple[str, ...]) -> Ite
                     f"{len(class_names)} lines, numbered from 0. Mend {CLASSES_FILE}."
                 )
             label = class_names[label]
-        yield sample._replace(label=label, name=sample.name.removeprefix(f"{label}/"))
+        name = sample.name.removeprefix(f"{label}/")
+        check_name(images.root / shard, f"{label}/{name}".lstrip("/"))
+        yield sample._replace(label=label, name=name)
 
 
 def _name(sample: ShardSample) -> str:
@@ -131,10 +134,7 @@ def _read_class_names(images: SplitFolder) -> tuple[str, ...]:
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text in UTF-8. Save it as such, one class a line.") from None
     names = tuple(line.strip() for line in text.splitlines() if line.strip())
-    repeated = (
-        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    )
-    if repeated:
+    if repeated := sorted(name for name, lines in Counter(names).items() if lines > 1):
         raise UserError(f"{path} names classes twice: {shortened(repeated)}. Give each class another name.")
     return names
 
@@ -163,28 +163,21 @@ def list_folders(
     root: Path, classes: tuple[str, ...], add: Callable[[Rows], None], part: Part | None = None
 ) -> None:
     """Add the images of all classes in order, each class sorted by name; of a part, those that it has."""
-    empty = []
+    empty, lost, count = [], list[str](), 0
     for number, name in enumerate(classes):
-        files = _image_names(root / name)
+        _, found, links = visible(root / name)
+        files = sorted(filter(is_image, found))
+        lost += [f"{name}/{file}" for file in filter(is_image, links)]
+        count += len(files)
         if files:
             add(Rows(labels=number, names=part.of(name, files) if part else files))
         else:
             empty.append(str(root / name))
+    check_links(root, lost, count)
     if empty:
         inside = sorted(each.name for each in Path(empty[0]).iterdir() if each.is_dir())
         seen = f" The first has folders ({shortened(inside)}): classes are one level deep." if inside else ""
         raise UserError(
             f"no images in {shortened(empty)}.{seen} Add images "
             f"({', '.join(IMAGE_ENDINGS)}) directly inside, or remove the folder."
-        )
-
-
-def _image_names(folder: Path) -> list[str]:
-    with os.scandir(folder) as entries:
-        return sorted(
-            entry.name
-            for entry in entries
-            if entry.name.lower().endswith(IMAGE_ENDINGS)
-            and not entry.name.startswith(".")  # macOS writes "._name.jpg" beside name.jpg
-            and entry.is_file()
         )

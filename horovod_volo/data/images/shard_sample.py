@@ -48,6 +48,12 @@ def record_ranges(
         start = end
 
 
+def check_name(shard: Path, name: str) -> None:
+    """Raise UserError for a name by which a file would be written outside the folder that it is meant for."""
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        raise damaged(shard, f"has {name!r}, which is no name inside a folder")
+
+
 def damaged(shard: Path, what: str) -> UserError:
     """Return the error for a damaged shard, with the remedy."""
     return UserError(f"{shard} {what}. Copy this shard again, or make it again.")

@@ -88,7 +88,8 @@ class SplitFolder:
 def find_split(data_dir: str, split: Split, held_out: HeldOut | None = None) -> SplitFolder:
     """Find one split of `data_dir`; raise UserError if it has no images."""
     root, part = _find_root(data_dir, split, held_out or HeldOut())
-    folders, files = _visible(root)
+    folders, files, lost = visible(root)
+    check_links(root, lost, len(folders) + len(files))
     found: dict[Format, list[str]] = {
         form: [name for name in files if pattern.fullmatch(name)] for form, pattern in _SHARD_NAMES.items()
     }
@@ -151,16 +152,16 @@ def _find_root(data_dir: str, split: Split, held_out: HeldOut) -> tuple[Path, Pa
 
 def _what_is_missing(data: Path, split: Split) -> str:
     """Return what was found in a data folder instead of a split, and what to do."""
-    folders, files = (sorted(names) for names in _visible(data))
+    folders, files, _ = map(sorted, visible(data))
     wanted = FOLDER_NAMES[split][0]
-    images = [name for name in files if _is_image(name)]
+    images = [name for name in files if is_image(name)]
     if images and not folders:
         return (
             f"{data} has {len(images):,} images ({shortened(images[:2])}, ...) and no folders. Put each "
             f"image into a folder named after its class: {data}/CLASS/IMAGE."
         )
-    inside = {name: _visible(data / name) for name in folders}
-    with_images = [name for name in folders if any(map(_is_image, inside[name][1]))]
+    inside = {name: visible(data / name) for name in folders}
+    with_images = [name for name in folders if any(map(is_image, inside[name][1]))]
     if len(with_images) == 1 and len(folders) == 1:
         return (
             f"{data} has images of one class only, {folders[0]}. Add folders of other classes beside it, "
@@ -183,34 +184,66 @@ def _what_is_missing(data: Path, split: Split) -> str:
 
 
 def _held_out_folder(data: Path, chosen: str) -> Path | None:
+    folders, files, lost = visible(data)
     if chosen and not (data / chosen).is_dir():
-        found, _ = _visible(data)
-        raise UserError(
-            f"{data} has no folder {chosen}; it has {shortened(sorted(found))}. Mend --val-split."
-        )
+        found = shortened(sorted(folders))
+        raise UserError(f"{data} has no folder {chosen}; it has {found}. Mend --val-split.")
     for name in [chosen] if chosen else FOLDER_NAMES["val"]:
+        check_links(data, [name] if name in lost else [], len(folders) + len(files))
         folder = (data / name).absolute()
         # A folder `test` often holds images without classes.
-        if folder.is_dir() and (chosen or name != "test" or _visible(folder)[0]):
+        if folder.is_dir() and (chosen or name != "test" or visible(folder)[0]):
             return folder
     return None
 
 
 def _holds_classes(folder: Path) -> bool:
     """Return whether two folders or more have images directly inside."""
-    names = sorted(_visible(folder)[0])
-    return sum(any(map(_is_image, _visible(folder / name)[1])) for name in names) > 1
+    names = sorted(visible(folder)[0])
+    return sum(any(map(is_image, visible(folder / name)[1])) for name in names) > 1
 
 
-def _is_image(name: str) -> bool:
+def is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_ENDINGS)
 
 
-def _visible(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the names of the folders and the files that are not hidden."""
+def visible(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """Return the names that are not hidden: of folders, of all else, and of links to nothing among these."""
+    folders, others, lost = list[str](), list[str](), list[str]()
     with os.scandir(folder) as entries:
-        visible = [(entry.name, entry.is_dir()) for entry in entries if not entry.name.startswith(".")]
-    return [name for name, is_dir in visible if is_dir], [name for name, is_dir in visible if not is_dir]
+        for entry in entries:
+            if not entry.name.startswith("."):  # macOS writes "._name.jpg" beside name.jpg
+                (folders if entry.is_dir() else others).append(entry.name)
+                if not (entry.is_dir() or entry.is_file()):
+                    lost.append(entry.name)
+    return folders, others, lost
+
+
+def paths_below(folder: Path) -> dict[str, bool]:
+    """Return all paths below a folder, those in linked folders too, and whether something is there."""
+    found: dict[str, bool] = {}
+    pending = [""]
+    try:
+        while pending:
+            inside = pending.pop()
+            with os.scandir(folder / inside) as entries:
+                for entry in entries:
+                    path = f"{inside}{entry.name}"
+                    if entry.is_dir():  # a link that leads up ends in an error: too many levels
+                        pending.append(f"{path}/")
+                    found[path] = entry.is_dir() or entry.is_file()
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be listed: {error.strerror}. Correct this.") from None
+    return found
+
+
+def check_links(folder: Path, lost: Sequence[str], count: int) -> None:
+    """Raise UserError if some entries of a folder, of `count` in all, are links to nothing."""
+    if lost:
+        raise UserError(
+            f"{len(lost)} of {count} entries of {folder} are links to nothing, the first: {min(lost)}. Fetch "
+            "(git-annex: `git annex get`) or mount what they name, or remove them."
+        )
 
 
 def _state(root: Path, form: Format, names: list[str]) -> str:

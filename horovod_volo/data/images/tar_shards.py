@@ -16,7 +16,7 @@ from typing import NamedTuple
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.images.shard_sample import ShardSample, damaged, wrong_index
+from horovod_volo.data.images.shard_sample import ShardSample, check_name, damaged, wrong_index
 from horovod_volo.data.images.split_folder import index_beside
 
 INDEX_VERSION = "v1.2"
@@ -39,7 +39,9 @@ class Member(NamedTuple):
 def tar_members(shard: Path, file: OpenFile) -> Iterator[Member]:
     """Yield the files of an open shard in order, from its index if it has one."""
     index = index_beside(shard)
-    return _indexed(file, index) if index.is_file() else _searched(file, shard)
+    for member in _indexed(file, index) if index.is_file() else _searched(file, shard):
+        check_name(shard, member.name)
+        yield member
 
 
 def tar_samples(shard: Path) -> Iterator[ShardSample]:

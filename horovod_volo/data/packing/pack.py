@@ -66,6 +66,7 @@ def pack(
     check_same_classes(catalogs["train"], catalogs["val"])
     left_out = []
     for split, catalog in catalogs.items():
+        assert catalog.path is not None  # it was listed into a folder
         images = len(catalog)
         shuffled = packing_order(options.seed, images) if options.shuffle else None
         content = SplitContent(
@@ -74,19 +75,13 @@ def pack(
             shard_images=options.shard_images,
             shard_bytes=options.shard_bytes,
             provenance={**asdict(options), "catalog": catalog.digest, "images": images},
-            open=partial(_open_images, _catalog_file(catalog), catalog.digest, options),
+            open=partial(_open_images, catalog.path, catalog.digest, options),
         )
         left_out += pack_split(content, out, split, workers=workers, progress=progress(split))
         catalog.close()
         publish_catalog(str(out), split)
     shutil.rmtree(work)
     return left_out
-
-
-def _catalog_file(catalog: Catalog) -> Path:
-    if catalog.path is None:
-        raise ValueError("worker processes need a catalog in a file")
-    return catalog.path
 
 
 def _open_images(path: Path, digest: str, options: PackOptions) -> ReadSample:
@@ -101,6 +96,7 @@ def _read_image(catalog: Catalog, options: PackOptions, index: int) -> Sample:
         )
     except BadSampleError as error:
         raise BadSampleError(f"{catalog.location(index)} {error}") from error
+    name = name.lstrip("/")  # of a class such as /m/01g317
     folder, _, base = name.rpartition("/")
     return (name, image), (
         f"{folder}/{base.partition('.')[0]}.cls",

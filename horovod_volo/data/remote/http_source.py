@@ -1,25 +1,43 @@
 """Files over HTTP and HTTPS, by the standard library. Each thread keeps its connections open.
 
-Proxies are those of the environment (`https_proxy`, `no_proxy`).
+Proxies, with their passwords, are those of the environment (`https_proxy`, `no_proxy`). Passwords of servers
+are in ~/.netrc, or in the file that NETRC names: an address is printed and recorded.
 """
 
 from __future__ import annotations
 
+import base64
+import os
 import re
 import ssl
+import string
 import threading
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from urllib.parse import SplitResult, urljoin, urlsplit
+from netrc import NetrcParseError, netrc
+from typing import NamedTuple
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.remote.ranges import FilePart, MissingError, TemporaryError
+from horovod_volo.data.remote.ranges import FilePart, MissingError, RefusedError, TemporaryError
 
 _TIMEOUT_SECONDS = 60.0
 _REDIRECTS, _MOST_REDIRECTS = (301, 302, 303, 307, 308), 5
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 _RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
 _EMPTY_RANGE = re.compile(r"bytes \*/(\d+)")
+_PASSWORDS = {
+    401: "Give a user and a password in ~/.netrc on every host",
+    407: "Give the proxy's user and password in https_proxy or http_proxy, as http://USER:PASSWORD@HOST:PORT",
+}
+
+
+class _Connection(NamedTuple):
+    """An open connection, and what its requests need."""
+
+    http: HTTPConnection
+    origin: str  # before the path, for a proxy
+    headers: dict[str, str]  # with passwords
 
 
 class HttpSource:
@@ -43,7 +61,8 @@ class HttpSource:
             except (OSError, HTTPException) as error:
                 self._drop(parts)
                 raise TemporaryError(f"{type(error).__name__} {error}".strip()) from error
-            asked = urljoin(asked, response.headers.get("Location", ""))
+            location = response.headers.get("Location", "")
+            asked = urljoin(asked, quote(location, string.punctuation, "latin-1"))  # its bytes, as text
         raise UserError(f"{url} redirects without end. Name the folder where the shards are.")
 
     def close(self) -> None:
@@ -71,14 +90,15 @@ class HttpSource:
             raise TemporaryError(f"{status} {response.reason}", float(after) if after.isdecimal() else 0.0)
         if status in (404, 410):
             raise MissingError(f"the server has no {url} ({status} {response.reason}). Correct the address.")
-        if status in (401, 403):
-            raise UserError(f"the server refuses {url}: {status} {response.reason}. Check who may read it.")
+        if status == 403:
+            raise RefusedError(f"the server refuses {url}: 403 {response.reason}. Check who may read it.")
         if status in (200, 206):
             raise UserError(
                 f"the server of {url} does not answer range requests: it sends other bytes than asked "
                 "for. Use one that does, such as nginx, or an object store."
             )
-        raise UserError(f"{url} cannot be read: {status} {response.reason}. Check the server.")
+        remedy = _PASSWORDS.get(status, "Check the server")
+        raise UserError(f"{url} cannot be read: {status} {response.reason}. {remedy}.")
 
     def _get(self, url: SplitResult, start: int, length: int) -> HTTPResponse:
         headers = {
@@ -86,52 +106,74 @@ class HttpSource:
             "Accept-Encoding": "identity",
             "User-Agent": "horovod_volo",
         }
-        path = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
-        connections = self._connections()
-        is_open = self._key(url) in connections
+        path = quote(f"{url.path or '/'}?{url.query}" if url.query else url.path or "/", string.punctuation)
+        connections, server = self._connections(), url[:2]
+        is_open = server in connections
         for again in (True, False):
-            connection, through_proxy = connections.get(self._key(url)) or self._connect(url)
-            connections[self._key(url)] = connection, through_proxy
+            connection = connections.get(server) or self._connect(url)
+            connections[server] = connection
             with self._lock:
-                self._open.add(connection)
-            target = f"http://{url.netloc}{path}" if through_proxy and url.scheme == "http" else path
+                self._open.add(connection.http)
             try:
-                connection.request("GET", target, headers=headers)
-                return connection.getresponse()
+                connection.http.request("GET", connection.origin + path, headers=headers | connection.headers)
+                return connection.http.getresponse()
             except (OSError, HTTPException):
                 self._drop(url)
                 if not (again and is_open):  # the server may have closed an idle connection
                     raise
         raise AssertionError
 
-    def _connect(self, url: SplitResult) -> tuple[HTTPConnection, bool]:
+    def _connect(self, url: SplitResult) -> _Connection:
         if not url.hostname:
             raise UserError(f"{url.geturl()} names no host. Give http://HOST/FOLDER.")
         proxy = "" if proxy_bypass(url.hostname) else getproxies().get(url.scheme, "")
         server = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else url
-        host, port = server.hostname or "", server.port
+        try:
+            host, port = server.hostname or "", server.port
+        except ValueError:  # its message may hold a part of a password
+            raise UserError(
+                f"the port of the {'proxy' if proxy else 'server'} is no number. Write / in passwords as %2F."
+            ) from None
+        headers, of_proxy = _login(url.hostname), dict[str, str]()
+        if proxy and server.username is not None:
+            login = _basic(unquote(server.username), unquote(server.password or ""))
+            of_proxy = {"Proxy-Authorization": login}
         if url.scheme == "https":
             secured = HTTPSConnection(
                 host, port, timeout=_TIMEOUT_SECONDS, context=ssl.create_default_context()
             )
             if proxy:
-                secured.set_tunnel(url.hostname, url.port)
-            return secured, bool(proxy)
-        return HTTPConnection(host, port, timeout=_TIMEOUT_SECONDS), bool(proxy)
+                secured.set_tunnel(url.hostname, url.port, of_proxy)
+            return _Connection(secured, "", headers)
+        origin = f"http://{url.netloc}" if proxy else ""
+        return _Connection(HTTPConnection(host, port, timeout=_TIMEOUT_SECONDS), origin, headers | of_proxy)
 
-    def _connections(self) -> dict[tuple[str, str], tuple[HTTPConnection, bool]]:
-        if not hasattr(self._of_thread, "connections"):
-            self._of_thread.connections = {}
-        found: dict[tuple[str, str], tuple[HTTPConnection, bool]] = self._of_thread.connections
+    def _connections(self) -> dict[tuple[str, str], _Connection]:
+        """Return the connections of this thread, by scheme and host."""
+        found: dict[tuple[str, str], _Connection] = self._of_thread.__dict__.setdefault("connections", {})
         return found
 
     def _drop(self, url: SplitResult) -> None:
-        connection, _ = self._connections().pop(self._key(url), (None, False))
+        connection = self._connections().pop(url[:2], None)
         if connection is not None:
-            connection.close()
+            connection.http.close()
             with self._lock:
-                self._open.discard(connection)
+                self._open.discard(connection.http)
 
-    @staticmethod
-    def _key(url: SplitResult) -> tuple[str, str]:
-        return url.scheme, url.netloc
+
+def _login(host: str) -> dict[str, str]:
+    """Return the header with the user and the password for a host, if a netrc file has them."""
+    file = os.environ.get("NETRC")
+    try:
+        found = netrc(file).authenticators(host)
+    except FileNotFoundError:
+        found = None
+    except (NetrcParseError, OSError):  # its message may hold a password
+        raise UserError(
+            f"{file or '~/.netrc'} cannot be used. Correct it, and let nobody else read it: chmod 600."
+        ) from None
+    return {"Authorization": _basic(found[0], found[2])} if found else {}
+
+
+def _basic(user: str, password: str) -> str:
+    return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"

@@ -38,6 +38,10 @@ class MissingError(UserError):
     """A file that the server does not have."""
 
 
+class RefusedError(MissingError):
+    """A file that the server does not give; one that it does not have, for who may not list its files."""
+
+
 class RangeSource(Protocol):
     """A server of files."""
 

@@ -20,15 +20,16 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_volo.config.data_checks import check_address
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.images.catalog import Catalog, open_catalog, open_list
 from horovod_volo.data.images.catalog_file import CatalogEntry, read_metadata
 from horovod_volo.data.images.open_files import OpenFile
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, PUBLISHED_CATALOG, HeldOut, Split
 from horovod_volo.data.remote.block_cache import BlockCache
 from horovod_volo.data.remote.http_source import HttpSource
-from horovod_volo.data.remote.ranges import MissingError, RangeSource, RemoteFile
+from horovod_volo.data.remote.ranges import MissingError, RangeSource, RefusedError, RemoteFile
 from horovod_volo.data.remote.s3_source import S3Source
 
 _SCHEMES = ("http://", "https://", "s3://")
@@ -157,47 +158,40 @@ def download_catalog(
     """Download the list of a split into a folder, or into memory; raise UserError if there is none."""
     chosen = split == "val" and held_out.folder
     names = (held_out.folder,) if chosen else FOLDER_NAMES[split]
-    root = data_dir.rstrip("/")
+    root, refused = data_dir.rstrip("/"), None
+    check_address(root)
     for name in names:
         url = f"{root}/{name}"
         with closing(source_of(url)) as source:
             try:
                 content = RemoteFile(source, f"{url}/{PUBLISHED_CATALOG}").read_all()
-            except MissingError:
+            except MissingError as error:
+                refused = refused or (error if isinstance(error, RefusedError) else None)
                 continue
         return _open(content, url, split, folder, cache)
     wanted = " or ".join(f"{name}/{PUBLISHED_CATALOG}" for name in names)
-    raise UserError(f"{root} has no {wanted}. {_REMEDY}")
+    raise refused or UserError(f"{root} has no {wanted}. {_REMEDY}")
 
 
 def open_downloaded(path: Path, digest: str, url: str, cache: CacheSettings) -> RemoteCatalog:
     """Open the list of a split that another rank has downloaded."""
-    try:
-        catalog = RemoteCatalog(OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC)), path, url, cache)
-    except (OSError, ValueError):
-        catalog = None
-    if catalog is None or catalog.digest != digest:
-        raise UserError(
-            f"this host does not see the list of images {path} that another rank has downloaded. "
-            "--catalog-dir must name a folder that all hosts share."
-        )
-    return catalog
+    open_catalog(path, digest)  # it is the same list, or an error
+    return RemoteCatalog(open_list(path), path, url, cache)
 
 
 def _open(content: bytes, url: str, split: Split, folder: Path | None, cache: CacheSettings) -> RemoteCatalog:
     try:
         if folder is None:
             memory = OpenFile(os.memfd_create("catalog", os.MFD_CLOEXEC))
-            os.truncate(memory.descriptor, len(content))
-            view = memoryview(content)
-            while view:
-                view = view[os.pwrite(memory.descriptor, view, len(content) - len(view)) :]
+            with os.fdopen(memory.descriptor, "wb", closefd=False) as file:
+                file.write(content)
             return RemoteCatalog(memory, None, url, cache)
         path = folder / f"{split}-{hashlib.sha256(url.encode()).hexdigest()[:12]}.catalog"
         folder.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as file:
-            file.write(content)
-        return RemoteCatalog(OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC)), path, url, cache)
+        if not path.exists() or path.read_bytes() != content:  # another run may have it open
+            with atomic_write(path) as written:
+                written.write(content)
+        return RemoteCatalog(open_list(path), path, url, cache)
     except ValueError:
         raise UserError(f"{url}/{PUBLISHED_CATALOG} is damaged, or of another version. {_REMEDY}") from None
     except OSError as error:

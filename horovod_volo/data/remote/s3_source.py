@@ -6,7 +6,7 @@ import threading
 from typing import Any
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.remote.ranges import FilePart, MissingError, TemporaryError
+from horovod_volo.data.remote.ranges import FilePart, MissingError, RefusedError, TemporaryError
 
 _TEMPORARY = ("SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "500", "502", "503", "504")
 _CONNECTIONS = 64
@@ -67,5 +67,6 @@ def _as_error(url: str, response: Any) -> Exception:
     if code in ("NoSuchKey", "404", "NoSuchBucket"):
         return MissingError(f"the store has no {url} ({code}). Correct the address.")
     if code in ("AccessDenied", "403", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken"):
-        return UserError(f"the store refuses {url}: {code} {text}. Check the credentials.")
+        kind = RefusedError if code in ("AccessDenied", "403") else UserError
+        return kind(f"the store refuses {url}: {code} {text}. Check the credentials.")
     return UserError(f"{url} cannot be read: {code} {text}. Check the store and its settings.")

@@ -20,7 +20,7 @@ from PIL import Image
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.images.split_folder import CLASSES_FILE
+from horovod_volo.data.images.split_folder import CLASSES_FILE, check_links, paths_below
 
 Split = Literal["train", "val"]
 Mask = NDArray[np.uint8]  # (height, width) classes; IGNORED where there is none
@@ -172,19 +172,18 @@ def list_scenes(root: Path, layout: SceneLayout, split: Split) -> SceneList:
     scenes = SceneList(root, layout, split, ())
     folder = scenes.folder(layout.images)
     endings = (layout.image_ending.lower(),) if layout.image_ending else _IMAGES
+    found = paths_below(folder)
     names = sorted(
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.name.lower().endswith(endings) and not path.name.startswith(".")
+        path for path in found if path.lower().endswith(endings) and not Path(path).name.startswith(".")
     )
     if not names:
         raise UserError(f"{folder} has no images. Put the images of the {split} split there.")
+    check_links(folder, [name for name in names if not found[name]], len(names))
     scenes = SceneList(root, layout, split, tuple(names))
     masks = scenes.folder(layout.masks)
-    present = {str(path.relative_to(masks)) for path in masks.rglob(f"*{layout.mask_ending}")}
-    missing = [
-        index for index in range(len(names)) if str(scenes.mask_path(index).relative_to(masks)) not in present
-    ]
+    present = paths_below(masks)
+    expected = [str(scenes.mask_path(index).relative_to(masks)) for index in range(len(names))]
+    missing = [index for index, path in enumerate(expected) if not present.get(path)]
     if missing:
         raise UserError(
             f"{len(missing)} of {len(names)} images in {folder} have no mask; the first: there "
