@@ -39,7 +39,7 @@ from horovod_volo.data.pipeline import (
 )
 from horovod_volo.data.prefetcher import BatchPrefetcher
 from horovod_volo.data.reading import ImageFiles, PendingEvalBatch, read_eval_batch, read_image
-from horovod_volo.data.thread_pool import ImageThreadPool
+from horovod_volo.data.thread_pool import READING_ALONE_SECONDS, ImageThreadPool
 from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
 
 
@@ -118,7 +118,7 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         return balanced_order(self._seed, epoch, self._catalog.targets, balance)
 
     def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingTrainBatch:
-        read = self._readers.map(self._read_usable, self._positions(drawn).tolist())
+        read = self._readers.map(self._read_usable, self._positions(drawn).tolist(), READING_ALONE_SECONDS)
         indices = np.array([index for index, _ in read], dtype=np.int64)
         samples = [sample for _, sample in read]
         sizes = np.array([sample.size for sample in samples], dtype=np.int64)

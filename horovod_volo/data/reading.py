@@ -20,7 +20,7 @@ from PIL import Image, UnidentifiedImageError
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
 from horovod_volo.data.center_crop import view_corners
 from horovod_volo.data.prefetcher import PendingBatch
-from horovod_volo.data.thread_pool import ImageThreadPool
+from horovod_volo.data.thread_pool import READING_ALONE_SECONDS, ImageThreadPool
 
 Encoded = NDArray[np.uint8]
 
@@ -105,7 +105,7 @@ def read_eval_batch(
         except BadSampleError:
             return None
 
-    samples = readers.map(read, indices.tolist())
+    samples = readers.map(read, indices.tolist(), READING_ALONE_SECONDS)
     encoded, sizes = zip(*(sample or (_BLACK_PIXEL, (1, 1)) for sample in samples), strict=True)
     resized = resize(np.array(sizes, dtype=np.int64))
     corners = view_corners(resized, image_size, crops).reshape(len(resized), -1)

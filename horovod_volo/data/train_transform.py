@@ -27,6 +27,10 @@ from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION, Normalization, to
 from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.thread_pool import ImageThreadPool
 
+# Crops with this many pixels are transformed together: for small ones the calls in Python take longer than
+# the pixels, and several threads would wait for Python's lock.
+_CHUNK_PIXELS = 2**18
+
 
 class AugmentParams(NamedTuple):
     """The augmentation drawn for a batch."""
@@ -78,29 +82,50 @@ class TrainTransform:
         images = torch.empty(len(decoded), 3, size, size, device=self._mean.device)
         # Perhaps views of DALI's memory, valid until its next run; decoded.at() would copy.
         crops = [torch.utils.dlpack.from_dlpack(decoded[position]) for position in range(len(decoded))]
-        transform = partial(self._transform_one, images, params)
+        of_crops = params.parts is None
+        transform = partial(
+            self._transform_crops if of_crops else self._transform_whole, images, params, crops
+        )
+        length = max(1, _CHUNK_PIXELS // size**2) if of_crops else 1
+        chunks = [slice(first, min(first + length, len(crops))) for first in range(0, len(crops), length)]
         if images.device.type == "cpu":
-            self._threads.map(transform, list(enumerate(crops)))
+            self._threads.map(transform, chunks)
         else:  # other threads would launch kernels on other streams
-            for numbered in enumerate(crops):
-                transform(numbered)
+            for rows in chunks:
+                transform(rows)
         self._eraser.erase_(images, params.erasures)
         return images
 
-    def _transform_one(self, images: Tensor, params: AugmentParams, numbered: tuple[int, Tensor]) -> None:
-        """Do all work on one image while it is in a core's own cache."""
-        crop_flip, (position, decoded) = params.crop_flip, numbered
-        pixels = decoded.permute(2, 0, 1).unsqueeze(0)  # (1, 3, height, width) uint8
-        flip_height, flip_width = crop_flip.flip_vertical[position], crop_flip.flip_horizontal[position]
-        flipped_dims = [3] * bool(flip_width) + [2] * bool(flip_height)
-        operations, bicubic = params.operations.of(position), bool(crop_flip.bicubic[position])
-        if params.parts is None:
-            pixels = resize_pixels(pixels, self._image_size, bicubic=bicubic).flip(flipped_dims).contiguous()
-            augment_(pixels, operations)
-        else:
-            pixels = augment_part(pixels.flip(flipped_dims), operations, params.parts.of(position))
-            pixels = resize_pixels(pixels, self._image_size, bicubic=bicubic)
-        torch.sub(pixels[0], self._mean, out=images[position]).div_(self._std)
+    def _transform_crops(
+        self, images: Tensor, params: AugmentParams, crops: list[Tensor], rows: slice
+    ) -> None:
+        """Resize, flip, augment and normalise the crops of some images."""
+        pixels = torch.empty_like(images[rows], dtype=torch.uint8)
+        for position, result in enumerate(pixels, rows.start):
+            bicubic = bool(params.crop_flip.bicubic[position])
+            resized = resize_pixels(_planes(crops[position]), self._image_size, bicubic=bicubic)
+            result.copy_(params.crop_flip.flipped(resized, position)[0])
+        augment_(pixels, params.operations.of(rows))
+        self._normalize(pixels, images[rows])
+
+    def _transform_whole(
+        self, images: Tensor, params: AugmentParams, parts: list[Tensor], rows: slice
+    ) -> None:
+        """Flip, augment, crop, resize and normalise one image, given the part that its crop depends on."""
+        assert params.parts is not None
+        position = rows.start
+        pixels = params.crop_flip.flipped(_planes(parts[position]), position)
+        pixels = augment_part(pixels, params.operations.of(rows), params.parts.of(rows))
+        bicubic = bool(params.crop_flip.bicubic[position])
+        self._normalize(resize_pixels(pixels, self._image_size, bicubic=bicubic), images[rows])
+
+    def _normalize(self, pixels: Tensor, result: Tensor) -> None:
+        torch.sub(pixels, self._mean, out=result).div_(self._std)
+
+
+def _planes(pixels: Tensor) -> Tensor:
+    """Return a view (1, 3, height, width) of pixels (height, width, 3)."""
+    return pixels.permute(2, 0, 1).unsqueeze(0)
 
 
 def resize_pixels(pixels: Tensor, image_size: int, *, bicubic: bool) -> Tensor:

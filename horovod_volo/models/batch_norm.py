@@ -34,8 +34,8 @@ def merge_relus(layers: nn.Sequential) -> None:
 
 def stem_input(images: Tensor, *, training: bool) -> Tensor:
     """Return the images in the memory format and dtype that the stem's first convolution reads."""
-    if not (training and runs_kernels(images)):
+    if not (training and (images.device.type == "cpu" or runs_kernels(images))):
         return images
-    # The convolutions of Hopper's library are channels-last; others would be transposed before and after.
+    # The convolutions of CPUs and of Hopper are channels-last; others would be transposed before and after.
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else images.dtype
     return images.to(dtype, memory_format=torch.channels_last)

@@ -102,7 +102,7 @@ def test_images_equal_pillows(policy: str) -> None:
     ours = as_batch(photos)
     augment_(ours, drawn)
     expected = [
-        np.asarray(apply_operations(Image.fromarray(photo), drawn.of(row)))
+        np.asarray(apply_operations(Image.fromarray(photo), drawn.of(slice(row, row + 1))))
         for row, photo in enumerate(photos)
     ]
     difference = (ours.int() - as_batch(expected).int()).abs().float().mean(dim=(1, 2, 3))
@@ -158,12 +158,14 @@ def test_mixtures_equal_timms(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = draw_operations(2, 1, np.arange(images), Data(aa=AUGMIX))
     ours = as_batch(photos)
     augment_(ours, drawn)
-    expected = [timms_mixture(photo, drawn.of(row), monkeypatch) for row, photo in enumerate(photos)]
+    expected = [
+        timms_mixture(photo, drawn.of(slice(row, row + 1)), monkeypatch) for row, photo in enumerate(photos)
+    ]
     difference = (ours.int() - as_batch(expected).int()).abs()
     assert difference.float().mean() < 0.1  # roundings before the mixture, and in it
     assert (ours.int() - as_batch(photos).int()).abs().float().mean() > 5
     alone = as_batch(photos[3:4])
-    augment_(alone, drawn.of(3))
+    augment_(alone, drawn.of(slice(3, 4)))
     assert torch.equal(alone[0], ours[3])
 
 
@@ -184,7 +186,7 @@ def test_mixing_is_drawn_as_timms() -> None:
 @pytest.mark.parametrize("policy", ["v0", "3a", AUGMIX, "augmix"])
 def test_a_draw_does_not_depend_on_the_rest_of_its_batch(policy: str) -> None:
     settings = Data(aa=policy)
-    whole = draw_operations(7, 3, np.arange(50), settings).of(31)
+    whole = draw_operations(7, 3, np.arange(50), settings).of(slice(31, 32))
     alone = draw_operations(7, 3, np.array([31]), settings)
     assert (whole.kinds == alone.kinds).all()
     assert (whole.arguments == alone.arguments).all()

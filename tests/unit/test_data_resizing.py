@@ -13,6 +13,7 @@ from PIL import Image
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import Labels
+from horovod_volo.data import train_transform
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
@@ -67,3 +68,9 @@ def test_dali_and_torch_give_the_same_images() -> None:
     # Operations that use a histogram or discard bits can enlarge differences of rounding in a few images.
     assert float(difference.median()) < 1
     assert float(difference.max()) < 6
+
+
+def test_crops_are_the_same_transformed_together_and_one_by_one(monkeypatch) -> None:
+    together = batch_resized_by(dali=False)
+    monkeypatch.setattr(train_transform, "_CHUNK_PIXELS", 1)
+    assert torch.equal(together, batch_resized_by(dali=False))

@@ -74,15 +74,19 @@ def _apply_groups(images: Tensor, operations: Operations, layer: int, groups: Gr
     """Apply each function to the images for which it was drawn."""
     kinds, arguments = operations.kinds[:, layer], operations.arguments[:, layer]
     shape = (images.shape[-2], images.shape[-1])
+    views = images.unbind()
     for (function, bicubic), rows in groups.items():
-        # On the CPU a batch is one image: a view of it, because indexing would cost as much as some
-        # operations.
-        at = slice(rows[0], rows[0] + 1) if len(rows) == 1 else copy_async(np.array(rows), images.device)
+        # On a CPU, indexing would cost as much as some operations.
+        chosen = (
+            images[rows[0] : rows[0] + 1] if len(rows) == 1 else torch.stack([views[row] for row in rows])
+        )
         if bicubic is None:
-            images[at] = function(images[at], copy_async(arguments[rows], images.device))
+            changed = function(chosen, copy_async(arguments[rows], images.device))
         else:
             matrices = source_matrices(kinds[rows], arguments[rows], np.tile(shape, (len(rows), 1)))
-            images[at] = function(images[at], matrices, shape, bicubic=bicubic)
+            changed = function(chosen, matrices, shape, bicubic=bicubic)
+        for row, image in zip(rows, changed.unbind(), strict=True):
+            views[row].copy_(image)
 
 
 def _augment_by_kernels(images: Tensor, operations: Operations) -> None:

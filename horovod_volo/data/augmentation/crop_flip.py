@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.rng import Purpose, uniforms_of_samples
@@ -30,6 +31,11 @@ class CropFlip:
     flip_horizontal: NDArray[np.bool_]  # (batch,)
     flip_vertical: NDArray[np.bool_]  # (batch,)
     bicubic: NDArray[np.bool_]  # (batch,) interpolation of the crop; else bilinear
+
+    def flipped(self, pixels: Tensor, position: int) -> Tensor:
+        """Flip an image (1, 3, height, width) as the one at this position of the batch."""
+        dims = [3] * bool(self.flip_horizontal[position]) + [2] * bool(self.flip_vertical[position])
+        return pixels.flip(dims) if dims else pixels
 
     def stored(self, boxes: NDArray[np.int32], sizes: NDArray[np.int64]) -> NDArray[np.int32]:
         """Map boxes (batch, 4) in the flipped image to the stored image, which the decoder crops."""

@@ -63,11 +63,10 @@ class Operations:
         """Return which images have a geometric operation, (batch,)."""
         return np.asarray(np.isin(self.kinds, ops.GEOMETRIC).any(axis=1))
 
-    def of(self, position: int) -> Operations:
-        """Return those of one image of the batch."""
-        one, mixing = slice(position, position + 1), self.mixing
-        mixed = mixing and Mixing(mixing.weights[one], mixing.shares[one])
-        return Operations(self.kinds[one], self.arguments[one], self.bicubic[one], mixed)
+    def of(self, rows: slice) -> Operations:
+        """Return those of some images of the batch."""
+        mixing = self.mixing and Mixing(self.mixing.weights[rows], self.mixing.shares[rows])
+        return Operations(self.kinds[rows], self.arguments[rows], self.bicubic[rows], mixing)
 
     def chains(self) -> list[Operations]:
         """Return those of each chain, of operations with `mixing`."""

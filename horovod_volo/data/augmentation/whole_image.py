@@ -35,9 +35,9 @@ class Parts:
         """Return the part to decode, (batch, 4)."""
         return self.boxes[:, 0].astype(np.int32)
 
-    def of(self, position: int) -> Parts:
-        """Return those of one image of the batch."""
-        return Parts(self.sizes[position : position + 1], self.boxes[position : position + 1])
+    def of(self, rows: slice) -> Parts:
+        """Return those of some images of the batch."""
+        return Parts(self.sizes[rows], self.boxes[rows])
 
 
 def parts_needed(crops: NDArray[np.int32], sizes: NDArray[np.int64], operations: Operations) -> Parts:
