@@ -2,7 +2,7 @@
 
 The output at a target pixel is a sum over the windows that cover it and over the source pixels of each
 window: attention weight times value of the source. An embedding bag computes such sums; with targets and
-sources exchanged it computes the gradient of the values. Images are processed one by one, so that
+sources exchanged it computes the gradient of the values. Only so many images are processed at a time that
 intermediate results stay in cache. Invariant: the tables omit pixels outside the image, whose values are 0.
 """
 
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_CHUNK_WEIGHTS = 2**16  # attention weights that stay in cache
 # PyTorch warns once per process, because of the sparse product below.
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
@@ -25,14 +26,14 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta"
 class Bags:
     """For each output row, the attention weights and the input rows whose products it sums."""
 
-    attention: Tensor  # indices into an image's attention weights (sources, windows * heads * targets)
+    attention: Tensor  # indices into attention weights (images, sources, windows * heads * targets)
     rows: Tensor
     starts: Tensor  # offsets of the bags, and the end of the last
 
 
 @dataclass(frozen=True)
 class Tables:
-    """Index tables of one image; a row is one head of one pixel."""
+    """Index tables of some images; a row is one head of one pixel."""
 
     to_targets: Bags
     to_sources: Bags
@@ -43,9 +44,17 @@ class Tables:
 
 @lru_cache(maxsize=32)  # a few MB each at 224 px
 def tables_of(
-    height: int, width: int, rows: int, columns: int, heads: int, kernel: int, padding: int, stride: int
+    images: int,
+    height: int,
+    width: int,
+    rows: int,
+    columns: int,
+    heads: int,
+    kernel: int,
+    padding: int,
+    stride: int,
 ) -> Tables:
-    """Build the tables of an image of height x width pixels with rows x columns windows."""
+    """Build the tables of images of height x width pixels with rows x columns windows."""
     across = torch.arange(kernel) - padding
     down = (torch.arange(rows) * stride)[:, None] + across  # (rows, kernel)
     right = (torch.arange(columns) * stride)[:, None] + across
@@ -59,8 +68,13 @@ def tables_of(
     valid = (inside[:, None] & inside.T[..., None, None]).expand(shape).flatten()
     attention = valid.nonzero().flatten()
     targets, sources, all_rows = targets[valid], sources[valid], height * width * heads
+    # The images follow one another: their attention weights, and their rows.
+    of_image = torch.arange(images)[:, None]
+    attention = (attention + of_image * len(valid)).flatten()
+    targets, sources = ((each + of_image * all_rows).flatten() for each in (targets, sources))
+    all_rows *= images
     names, pair_of = torch.unique(targets * all_rows + sources, return_inverse=True)
-    pairs = torch.full(valid.shape, len(names))
+    pairs = torch.full((images * len(valid),), len(names))
     pairs[attention] = pair_of
     return Tables(
         _bags(attention, targets, sources, all_rows),
@@ -88,17 +102,17 @@ def outlook_gather(
 
     `geometry` is rows and columns of windows, heads, kernel, padding, stride.
     """
-    tables = tables_of(*values.shape[1:3], *geometry)
-    heads, places = geometry[2], geometry[3] ** 2
+    places = geometry[3] ** 2
     values, logits, mixed = values.contiguous(), logits.contiguous(), _like(values)
     attention = _exact(logits.new_empty(0)).new_empty(len(values), places, logits[:1].numel() // places)
-    transposed = attention.new_empty(attention.shape[1:])
-    gathered = attention.new_empty(len(tables.to_targets.attention))
-    for number in range(len(values)):
+    chunks = _chunks(attention)
+    transposed, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
+    for chunk in chunks:
+        tables, weights = tables_of(*values[chunk].shape[:3], *geometry), attention[chunk]
         # The sources come first, as a softmax over an innermost dimension of nine takes three times as long.
-        torch.mul(_exact(logits[number]).view(-1, places).T, scale, out=transposed)
-        torch.softmax(transposed, 0, out=attention[number])
-        mixed[number] = _summed(tables.to_targets, attention[number], values[number], heads, gathered)
+        scaled = _exact(logits[chunk]).view(len(weights), -1, places).mT
+        torch.softmax(torch.mul(scaled, scale, out=transposed[: len(weights)]), 1, out=weights)
+        mixed[chunk] = _summed(tables.to_targets, weights, values[chunk], geometry[2], gathered)
     return mixed, attention
 
 
@@ -107,30 +121,41 @@ def outlook_gather_backward(
     gradient: Tensor, values: Tensor, attention: Tensor, geometry: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the values and of the logits."""
-    tables = tables_of(*values.shape[1:3], *geometry)
     heads, places = geometry[2], geometry[3] ** 2
     gradient, values = gradient.contiguous(), values.contiguous()
     of_values, of_logits = _like(values), _like_logits(values, geometry)
-    of_attention = attention.new_empty(attention.shape[1:])
-    gathered = attention.new_empty(len(tables.to_sources.attention))
-    products = attention.new_empty(len(tables.sources) + 1)  # pairs outside the image read the last, 0
-    rows = len(tables.starts) - 1
-    sampled = torch.sparse_csr_tensor(
-        tables.starts, tables.sources, products[:-1], size=(rows, rows), check_invariants=False
+    chunks = _chunks(attention)
+    of_attention, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
+    products_of_chunk = attention.new_empty(
+        len(tables_of(*values[chunks[0]].shape[:3], *geometry).sources) + 1
     )
-    for number in range(len(values)):
-        targets, sources = _rows(gradient[number], heads), _rows(values[number], heads)
-        of_values[number] = _summed(tables.to_sources, attention[number], gradient[number], heads, gathered)
-        products.zero_()  # with beta=0, a NaN of the previous image would remain
+    for chunk in chunks:
+        tables, weights = tables_of(*values[chunk].shape[:3], *geometry), attention[chunk]
+        of_values[chunk] = _summed(tables.to_sources, weights, gradient[chunk], heads, gathered)
+        # Pairs outside the image read the last, 0. With beta=0, a NaN of earlier images would remain.
+        products = products_of_chunk[: len(tables.sources) + 1].zero_()
+        rows = len(tables.starts) - 1
+        sampled = torch.sparse_csr_tensor(
+            tables.starts, tables.sources, products[:-1], size=(rows, rows), check_invariants=False
+        )
+        targets, sources = _rows(gradient[chunk], heads), _rows(values[chunk], heads)
         torch.sparse.sampled_addmm(sampled, targets, sources.T, beta=0, alpha=scale, out=sampled)
-        torch.index_select(products, 0, tables.pairs, out=of_attention.view(-1))
-        of_softmax = torch._softmax_backward_data(of_attention, attention[number], 0, attention.dtype)
-        of_logits[number].view(-1, places).T.copy_(of_softmax)
+        of_weights = of_attention[: len(weights)]
+        torch.index_select(products, 0, tables.pairs, out=of_weights.view(-1))
+        of_softmax = torch._softmax_backward_data(of_weights, weights, 1, attention.dtype)
+        of_logits[chunk].view(len(weights), -1, places).mT.copy_(of_softmax)
     return of_values, of_logits
+
+
+def _chunks(attention: Tensor) -> list[slice]:
+    """Return the images to process together, as slices."""
+    length = max(1, _CHUNK_WEIGHTS // attention[:1].numel())
+    return [slice(first, first + length) for first in range(0, len(attention), length)]
 
 
 def _summed(bags: Bags, attention: Tensor, image: Tensor, heads: int, gathered: Tensor) -> Tensor:
     """Return the sums of the bags in the shape of the image."""
+    gathered = gathered.view(-1)[: len(bags.attention)]
     torch.index_select(attention.view(-1), 0, bags.attention, out=gathered)
     sums = F.embedding_bag(
         bags.rows,
