@@ -45,9 +45,7 @@ MACHINE = {
     "compression": "error of fp16 gradient compression, tensor by tensor",
     "data": "training images per second against Pillow",
     "loader": "augmented training images per second against timm's loader",
-    "augmentation": "RandAugment on the whole image against RandAugment on the crop",
     "labels": "reading a token-label map against torch.load",
-    "map_geometry": "distance between a token and its label, by how label maps are read",
     "scenes": "crops of images and masks per second against Pillow",
     "pixel_loss": "loss of segmentation against PyTorch's on the whole batch",
     "boxes": "training images with boxes per second against Pillow and DALI's own operators",
@@ -55,7 +53,6 @@ MACHINE = {
     "catalog": "start-up time and memory of the image catalog against timm's",
     "logging": "time that logging takes of an epoch of the demo",
     "learning": "accuracy after equal training, against timm's train.py",
-    "muon_learning": "accuracy after equal training, Muon against AdamW",
 }
 SCALING_STUDY = {
     "scaling": "parameter server against ring all-reduce, and steps of 1, 2 and 4 ranks",

@@ -17,13 +17,11 @@ from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench import comparison
 from horovod_volo.bench.comparison import WrongResultError
 from horovod_volo.bench.machine import (
-    augmentation,
     boxes,
     catalog,
     data,
     labels,
     loss,
-    map_geometry,
     reduce,
     scenes,
     step,
@@ -190,17 +188,6 @@ def test_the_loss_of_boxes_is_that_of_images_one_by_one() -> None:
     assert all(figure.value > 0 for figure in figures)
 
 
-def test_augmentation_reports_both_rates_and_what_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(augmentation, "_DRAWN_IMAGES", 1000)
-    result = augmentation.measure(images=12, img_size=32, batch_size=3, pairs=2)
-    values = {figure.label: figure.value for figure in result.figures}
-    assert values["RandAugment on the whole image"] > 0
-    assert values["RandAugment on the crop"] > 0
-    crop, image = (values[f"on the {name}: of a crop filled"] for name in ("crop", "whole image"))
-    assert 4 < image < crop < 10
-    assert values["on the crop: of an image decoded"] < values["on the whole image: of an image decoded"] < 75
-
-
 def test_labels_reports_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {figure.label: figure.value for figure in labels.measure(maps=20, pairs=2).figures}
     assert list(figures) == ["packed store", "torch.load", "faster than torch.load"]
@@ -208,21 +195,6 @@ def test_labels_reports_both_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(labels, "_load", lambda path: np.zeros((2, 5, 18, 18), np.float16))
     with pytest.raises(WrongResultError, match="is not that of the file"):
         labels.measure(maps=20, pairs=2)
-
-
-def test_centre_crops_read_as_such_are_near_their_pixels() -> None:
-    geometry = "centre-crop:576:576"
-    result = map_geometry.measure(images=200, map_geometry=geometry)
-    figures = {figure.label: figure.value for figure in result.figures}
-    assert figures["read as whole: mean error"] > 5 * figures[f"read as {geometry}: mean error"]
-    off = "tokens off by more than one"
-    assert figures[f"read as {geometry}: {off}"] < figures["tokens beyond the map, which read its edge"]
-    whole = map_geometry.measure(images=200, map_geometry="whole")
-    assert {figure.label: round(figure.value) for figure in whole.figures} == {
-        "read as whole: mean error": 0,
-        f"read as whole: {off}": 0,
-        "tokens beyond the map, which read its edge": 0,
-    }
 
 
 def test_catalog_reports_times_and_memory() -> None:
