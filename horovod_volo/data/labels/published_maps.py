@@ -8,6 +8,7 @@ without it the geometry is assumed.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,8 +27,6 @@ from horovod_volo.data.labels.keys import label_key
 Scores = NDArray[np.float16]  # (k, height, width)
 Ids = NDArray[np.integer[Any]]  # (k, height, width)
 
-# fp16, in which published maps store class numbers, represents every integer up to this one exactly.
-EXACT_IN_FP16 = 2048
 MAPS_PROBED = 64  # for the shape, spread over the images, in case the first ones are damaged
 GEOMETRY_FILE = "map_geometry.txt"
 
@@ -123,10 +122,11 @@ def read_published_map(path: str | Path, classes: int) -> tuple[Scores, Ids]:
             f"the label map {path} names class {ids.max()}, but there are {classes} classes: "
             "it was made for other classes"
         )
-    if isinstance(stored, torch.Tensor) and stored.dtype == torch.half and ids.max() >= EXACT_IN_FP16:
+    exact = 2 / torch.finfo(stored.dtype).eps if stored.is_floating_point() else math.inf
+    if ids.max() >= exact:  # up to this number the type represents every integer
         raise BadSampleError(
-            f"the label map {path} stores class numbers from {EXACT_IN_FP16} on in half precision, which "
-            "rounds them: generate it again"
+            f"the label map {path} stores class numbers from {exact:.0f} on in {stored.dtype}, which rounds "
+            "them: generate it again"
         )
     return scores, ids
 
