@@ -54,6 +54,13 @@ def test_class_numbers_that_the_type_rounds_are_refused(tmp_path, dtype, largest
         read_published_map(tmp_path / f"{largest + 4}.pt", 21841)
 
 
+def test_images_that_share_a_map_are_refused(tmp_path):
+    folder = publish(tmp_path / "maps", catalog_of(tmp_path, "a/1.jpg", "a/2.jpg"))
+    catalog = catalog_of(tmp_path, "a/2.png")
+    with pytest.raises(UserError, match=r"a/2\.jpg and a/2\.png in .* have the same label map, because"):
+        PublishedMaps(folder, catalog)
+
+
 @pytest.mark.parametrize("horizontal", [False, True])
 @pytest.mark.parametrize("vertical", [False, True])
 def test_flips_reverse_rows_and_columns(horizontal, vertical):

@@ -22,7 +22,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import MapGeometry, assumed_geometry
-from horovod_volo.data.labels.keys import label_key
+from horovod_volo.data.labels.keys import check_published_keys, label_key
 
 Scores = NDArray[np.float16]  # (k, height, width)
 Ids = NDArray[np.integer[Any]]  # (k, height, width)
@@ -34,9 +34,12 @@ GEOMETRY_FILE = "map_geometry.txt"
 class PublishedMaps:
     """A folder of published label maps for the images of a catalog."""
 
+    teacher, generated = "unknown", False
+
     def __init__(self, root: str | Path, catalog: Catalog) -> None:
         self._root = Path(root)
         self._catalog = catalog
+        check_published_keys(catalog)
         self._check_classes()
         indices = np.linspace(0, len(catalog) - 1, MAPS_PROBED).round().astype(np.int64).tolist()
         probed = [self._path(index) for index in dict.fromkeys(indices)]
