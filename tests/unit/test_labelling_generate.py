@@ -180,3 +180,81 @@ def earlier_store(folder: Path, store: Path, weights: str) -> Path:
         metadata.pop(field, None)
     (store / "store.json").write_text(json.dumps(metadata))
     return store
+
+
+def verify(folder: Path, store: Path, weights: str) -> int:
+    arguments = ["--teacher", "volo_demo", "--img-size", str(SIDE)]
+    weights = str(folder / f"{weights}.pt")
+    return main(
+        ["verify", str(store), "--data", str(folder / "images"), *arguments, "--teacher-weights", weights]
+    )
+
+
+def test_verify_passes_maps_of_their_own_teacher(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = generate(folder, tmp_path / "s", "bias of -9")
+    assert verify(folder, store, "bias of -9") == 0
+    printed = capsys.readouterr().out
+    assert "logits                 centred: " in printed
+    assert "total variation        0.000 on average of 30 images\n" in printed
+
+
+def test_verify_fails_for_the_map_of_one_other_image_of_the_same_class(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = generate(folder, tmp_path / "s", "centred")
+    catalog = catalog_of(folder / "images")
+    labels = LabelStore(store, catalog, None)
+    scores, ids = (np.stack(parts) for parts in zip(*map(labels.read, range(len(catalog))), strict=True))
+    scores[3], ids[3] = scores[4], ids[4]
+    names = [catalog.name(index) for index in range(len(catalog))]
+    options = {"classes": CLASSES, "generated": True, "teacher": labels.teacher}
+    make_store(tmp_path / "mixed", names, scores, ids, **options)
+    assert verify(folder, tmp_path / "mixed", "centred") == 1
+    assert f"not have the probabilities that this teacher gives, least of all that of {names[3]}" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("weights", ["bias of -9", "binary"])
+def test_verify_fails_for_logits_of_earlier_versions_that_are_not_centred(
+    folder: Path, tmp_path: Path, weights: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unique = {name: "" for name in NAMES if name.endswith("x.png")}
+    for name in unique:
+        (tmp_path / "images" / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "images" / "train" / name).symlink_to(folder / "images" / "train" / name)
+    (tmp_path / f"{weights}.pt").symlink_to(folder / f"{weights}.pt")
+    store = earlier_store(tmp_path, tmp_path / "s", weights)
+    LabelStore(store, catalog_of(tmp_path / "images"), None).read(0)  # it is read as before
+    assert verify(tmp_path, store, weights) == 1
+    output = capsys.readouterr()
+    assert "give --teacher to compare, or generate them again" in output.out
+    assert "not have the probabilities that this teacher gives" in output.err
+
+
+def test_a_store_of_earlier_versions_is_refused_where_images_share_a_key(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, catalog = earlier_store(folder, tmp_path / "s", "centred"), catalog_of(folder / "images")
+    message = (
+        "a/scan.0001.png and a/scan.0002.png in .* have the same label map, .* with tools/labels generate"
+    )
+    with pytest.raises(UserError, match=message):
+        LabelStore(store, catalog, None)
+    assert verify(folder, store, "centred") == 1
+    assert "a/scan.0001.png and a/scan.0002.png in" in capsys.readouterr().err
+
+
+def test_an_image_that_is_held_out_does_not_share_a_published_map(tmp_path: Path) -> None:
+    """The map may be that of the image that is held out."""
+    names = [f"{name}/{file}" for name in "ab" for file in ("scan.1.png", "scan.2.png")]
+    write_images(tmp_path / "images", {f"train/{name}": smooth(9, 9, seed=1) for name in names})
+    for name in "ab":
+        (tmp_path / "maps" / name).mkdir(parents=True)
+        torch.save(torch.zeros(2, 1, 4, 4), tmp_path / "maps" / name / "scan.pt")
+    settings = {"data_dir": str(tmp_path / "images"), "val_share": 0.5, "num_classes": 0}
+    labels = {"token_label": True, "token_label_data": str(tmp_path / "maps")}
+    with pytest.raises(UserError, match=r"/scan\.\d\.png and ./scan\.\d\.png in .* have the same label map"):
+        Classification().read(build_config("", settings | labels), World.single())
