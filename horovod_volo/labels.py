@@ -5,8 +5,8 @@
     tools/labels verify /path/to/store --data /path/to/imagenet --teacher dm_nfnet_f6 --teacher-pretrained
     tools/labels show /path/to/store /path/to/imagenet n01440764/n01440764_10026 picture.png
 
-Exit status: 0 done; 1 maps are damaged, missing or cover another part of their images than is recorded, or
-another failure; 2 a mistake on the command line, explained in one message.
+Exit status: 0 done; 1 maps are damaged, missing, cover another part of their images than is recorded or
+disagree with the teacher, or another failure; 2 a mistake on the command line, explained in one message.
 """
 
 from __future__ import annotations
@@ -125,12 +125,12 @@ def _verify(args: argparse.Namespace) -> int:
         print(_columns(report_rows(report, compared=catalog is not None)))
         list_problems(report.damage)
         damage = report.damage
-    geometry_fits = catalog is None or not args.teacher or _geometry_fits(args, catalog)
-    return DONE if geometry_fits and not damage else FAILED
+    agrees = not damage and (catalog is None or not args.teacher or _agrees(args, catalog))
+    return DONE if agrees else FAILED
 
 
-def _geometry_fits(args: argparse.Namespace, catalog: Catalog) -> bool:
-    """Print the correlation with a teacher for both geometries; return False if the other one fits better."""
+def _agrees(args: argparse.Namespace, catalog: Catalog) -> bool:
+    """Print how the maps agree with a teacher in both geometries; return False if they disagree."""
     from horovod_volo.data.image_decoder import decoder_messages
     from horovod_volo.labelling.map_geometry import GeometryRequest, compare_geometries
     from horovod_volo.plugins import load_plugins
@@ -152,6 +152,7 @@ def _geometry_fits(args: argparse.Namespace, catalog: Catalog) -> bool:
     better = "undecided: increase --images" if result.better is None else f"{result.better}"
     lines = [
         ("compared with", result.teacher),
+        ("total variation", f"{result.distance:.3f} on average of {len(result.distances)} images"),
         ("images compared", f"{len(result.correlations)}"),
         (f"{result.recorded}", f"correlation {recorded:.3f}, as {origin}"),
         (f"{result.other}", f"correlation {other:.3f}"),
@@ -159,13 +160,9 @@ def _geometry_fits(args: argparse.Namespace, catalog: Catalog) -> bool:
         *(("decoder", message) for message in decoder_messages()),
     ]
     print(_columns(lines))
-    if result.better != result.other:
-        return True
-    print_error(
-        f"error: the maps cover {result.other.description}, not {result.recorded.description}. Import them "
-        f"again with --map-geometry {result.other}, or train with it."
-    )
-    return False
+    if result.problem:
+        print_error(f"error: {result.problem}")
+    return not result.problem
 
 
 def _geometry(text: str) -> MapGeometry | None:
@@ -276,7 +273,7 @@ def _add_teacher(parser: argparse.ArgumentParser, *, required: bool) -> None:
     help = (
         f"{teacher}; required"
         if required
-        else f"find with it which part of its image a map covers: {teacher}"
+        else f"compare with it the maps, and which part of its image each covers: {teacher}"
     )
     parser.add_argument("--teacher", required=required, default="", metavar="NAME", help=help)
     parser.add_argument("--teacher-weights", default="", metavar="FILE", help="file of the teacher's weights")

@@ -1,15 +1,16 @@
-"""Verify the geometry of label maps with a teacher: does the recorded or the other geometry fit better?
+"""Verify label maps with a teacher: are they of these images, and in the recorded or the other geometry?
 
 For each geometry the teacher labels the part of each image that the map would cover, and its class
 probabilities are correlated over the cells with those of the stored map. The mean of every class is
-subtracted first, because it is nearly the same for both geometries. Any trained teacher of the same classes
-will do; it need not be the one that made the maps.
+subtracted first, because it is nearly the same for both geometries. Under the recorded geometry the
+probabilities themselves are compared too. Any trained teacher of the same classes will do; the one that made
+the maps has to agree closely.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,14 @@ from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.data.labels.source import LabelSource, open_labels
 from horovod_volo.data.reading import read_image
 from horovod_volo.data.teacher_images import TeacherImages
-from horovod_volo.labelling.generate import denormalize
+from horovod_volo.labelling.generate import centred, denormalize
 from horovod_volo.models.teacher import Teacher, load_teacher
 
 Progress = Callable[[int, int], None]  # images labelled, images in all
 MIN_SHIFT_CELLS = 0.5  # images whose cells move less than this between the geometries are left out
+# Total variation distances of a map from a teacher, averaged over cells. For the teacher that made the map
+# it is due to rounding and other decoders; above the limit for any teacher most of the probability differs.
+SAME_TEACHER_LIMIT, ANY_TEACHER_LIMIT = 0.1, 0.5
 STANDARD_ERRORS = 2.0  # a mean difference below this many standard errors is undecided
 
 
@@ -52,9 +56,11 @@ class GeometryRequest:
 
 @dataclass(frozen=True, eq=False)
 class GeometryResult:
-    """Correlations of maps with a teacher under the recorded and the other geometry."""
+    """Distances of maps from a teacher, and correlations under the recorded and the other geometry."""
 
     teacher: str
+    made_maps: bool  # this teacher made the maps
+    distances: Mapping[str, float]  # total variation, by the image's name
     recorded: MapGeometry
     assumed: bool  # `recorded` is assumed
     other: MapGeometry
@@ -77,11 +83,33 @@ class GeometryResult:
             return None
         return self.recorded if gain.mean() > 0 else self.other
 
+    @property
+    def distance(self) -> float:
+        """Return the mean distance; 0 without images."""
+        return sum(self.distances.values()) / max(1, len(self.distances))
+
+    @property
+    def problem(self) -> str:
+        """Return how the maps disagree with the teacher, and the remedy; empty: they agree."""
+        if self.better == self.other:
+            return (
+                f"the maps cover {self.other.description}, not {self.recorded.description}. Import them "
+                f"again with --map-geometry {self.other}, or train with it."
+            )
+        most, worst = max(((distance, name) for name, distance in self.distances.items()), default=(0, ""))
+        if self.distance <= ANY_TEACHER_LIMIT and not (self.made_maps and most > SAME_TEACHER_LIMIT):
+            return ""
+        return (
+            f"the maps do not have the probabilities that this teacher gives, least of all that of {worst}. "
+            "Generate maps of these images again."
+        )
+
 
 def compare_geometries(request: GeometryRequest, catalog: Catalog, progress: Progress) -> GeometryResult:
-    """Correlate the maps of images spread over a catalog with a teacher, under two geometries.
+    """Compare the maps of images spread over a catalog with a teacher, under two geometries.
 
-    Images without a map, and those for which both geometries are the same, such as square ones, are left out.
+    Images without a map are left out; of the correlations, also those for which both geometries are the same,
+    such as square ones.
     """
     resources = rank_resources(World.single())
     teacher = load_teacher(
@@ -95,9 +123,8 @@ def compare_geometries(request: GeometryRequest, catalog: Catalog, progress: Pro
         recorded = labels.geometry
         other = WHOLE if recorded != WHOLE else PUBLISHED
         spread = np.linspace(0, len(catalog) - 1, request.images).round().astype(np.int64)
-        maps = _informative_maps(np.unique(spread).tolist(), labels, catalog, (recorded, other))
-        assumed = labels.geometry_assumed
-    by_geometry: list[dict[int, float]] = []  # correlation by image index
+        maps = _read_maps(np.unique(spread).tolist(), labels, catalog, (recorded, other))
+    by_geometry: list[dict[int, tuple[float | None, float]]] = []  # correlation and distance by image index
     for number, geometry in enumerate((recorded, other)):
         images = TeacherImages(
             catalog,
@@ -108,22 +135,23 @@ def compare_geometries(request: GeometryRequest, catalog: Catalog, progress: Pro
             geometry=geometry,
         )
         with closing(images):
-            by_geometry.append(_correlations(maps, images, teacher, len(catalog.classes)))
+            by_geometry.append(_compare(maps, images, teacher, labels.generated))
         progress((number + 1) * len(maps), 2 * len(maps))
-    pairs = [
-        (by_geometry[0][index], by_geometry[1][index]) for index in by_geometry[0] if index in by_geometry[1]
-    ]
-    correlations = np.array(pairs, dtype=np.float64).reshape(-1, 2)
-    return GeometryResult(teacher.name, recorded, assumed, other, correlations)
+    of_recorded, of_other = by_geometry
+    pairs = [(of_recorded[index][0], of_other[index][0]) for index in of_recorded if index in of_other]
+    distances = {catalog.name(index): distance for index, (_, distance) in of_recorded.items()}
+    correlations = np.array([pair for pair in pairs if None not in pair], np.float64).reshape(-1, 2)
+    made_maps, assumed = teacher.name == labels.teacher, labels.geometry_assumed
+    return GeometryResult(teacher.name, made_maps, distances, recorded, assumed, other, correlations)
 
 
-def _informative_maps(
+def _read_maps(
     indices: Sequence[int],
     labels: LabelSource,
     catalog: Catalog,
     geometries: tuple[MapGeometry, MapGeometry],
-) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return logits and ids (k, height, width) by index, of images that the geometries cover differently."""
+) -> dict[int, tuple[Tensor, Tensor, bool]]:
+    """Return logits and ids (k, height, width) by index, and whether the geometries differ for this image."""
     maps = {}
     for index in indices:
         try:
@@ -132,23 +160,38 @@ def _informative_maps(
         except BadSampleError:
             continue
         recorded, other = (geometry.covered(size) for geometry in geometries)
-        if np.abs(recorded - other).max() * max(scores.shape[1:]) > MIN_SHIFT_CELLS:
-            maps[index] = torch.from_numpy(scores).float(), torch.from_numpy(ids).long()
+        differs = bool(np.abs(recorded - other).max() * max(scores.shape[1:]) > MIN_SHIFT_CELLS)
+        maps[index] = torch.from_numpy(scores).float(), torch.from_numpy(ids).long(), differs
     return maps
 
 
-def _correlations(
-    maps: dict[int, tuple[Tensor, Tensor]], images: TeacherImages, teacher: Teacher, classes: int
-) -> dict[int, float]:
-    """Return by image index the correlation of its map with the teacher's logits."""
-    correlations = {}
+def _compare(
+    maps: dict[int, tuple[Tensor, Tensor, bool]], images: TeacherImages, teacher: Teacher, generated: bool
+) -> dict[int, tuple[float | None, float]]:
+    """Return by image index the correlation of its map with the teacher, and their distance."""
+    found = {}
     for indices, pixels in images.batches(list(maps)):
-        logits = teacher.label(denormalize(pixels)).float().cpu()  # (images, classes, height, width)
-        for index, image_logits in zip(indices, logits, strict=True):
-            correlation = spatial_correlation(*maps[index], image_logits, classes)
-            if correlation is not None:
-                correlations[index] = correlation
-    return correlations
+        batch = teacher.label(denormalize(pixels)).float().cpu()  # (images, classes, height, width)
+        for index, logits in zip(indices, batch, strict=True):
+            scores, ids, differs = maps[index]
+            if logits.shape[1:] != scores.shape[1:]:
+                logits = interpolate(logits[None], scores.shape[1:], mode="bilinear", antialias=True)[0]
+            if generated:
+                logits = centred(logits[None], len(scores))[0]
+            correlation = spatial_correlation(scores, ids, logits, len(logits)) if differs else None
+            found[index] = correlation, total_variation(scores, ids, logits)
+    return found
+
+
+def total_variation(scores: Tensor, ids: Tensor, logits: Tensor) -> float:
+    """Return the total variation distance of a map from a teacher's softmax, averaged over cells.
+
+    `scores` and `ids` (k, height, width) are the map, `logits` (classes, height, width) the teacher's. The
+    classes outside the map's k count as one, because the map only has the sum of their probabilities.
+    """
+    dense = torch.zeros_like(logits).scatter_(0, ids, scores)  # as in the token loss
+    excess = (dense.softmax(dim=0) - logits.softmax(dim=0)).gather(0, ids)  # (k, height, width)
+    return float((excess.abs().sum(dim=0) + excess.sum(dim=0).abs()).mean() / 2)
 
 
 def spatial_correlation(scores: Tensor, ids: Tensor, logits: Tensor, classes: int) -> float | None:
@@ -157,8 +200,6 @@ def spatial_correlation(scores: Tensor, ids: Tensor, logits: Tensor, classes: in
     `scores` and `ids` (k, height, width) are the map. Of the teacher's `logits` (classes, height, width) the
     k highest are used, as in the map. Return None if either is the same in all cells.
     """
-    if logits.shape[1:] != scores.shape[1:]:
-        logits = interpolate(logits[None], scores.shape[1:], mode="bilinear", antialias=True)[0]
     best = logits.topk(len(scores), dim=0)
     normalized = []
     for values, numbers in ((scores, ids), (best.values, best.indices)):

@@ -22,6 +22,7 @@ from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_
 from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
+from horovod_volo.data.labels.keys import check_published_keys
 from horovod_volo.data.labels.source import LabelSource, geometry_warnings, open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import Normalization
@@ -249,7 +250,10 @@ def _open_label_maps(config: Config, train: Catalog, held_out: Catalog) -> Label
     if not config.objective.token_label_data:
         return None
     cache = train.path.parent if train.path else None
-    return open_labels(config.objective.token_label_data, train, cache, _map_geometry(config))
+    label_maps = open_labels(config.objective.token_label_data, train, cache, _map_geometry(config))
+    if held_out.source == train.source and not label_maps.generated:  # with --val-share
+        check_published_keys(train, held_out)
+    return label_maps
 
 
 def build_loaders(

@@ -55,6 +55,8 @@ def make_store(
     classes: int,
     digest: str = "",
     shard_rows: int = 3,
+    teacher: str = "a test",
+    **options: bool,
 ) -> StoreMetadata:
     """Write a store with these maps."""
     writer = open_writer(
@@ -63,9 +65,10 @@ def make_store(
         classes=classes,
         map_shape=scores.shape[1:],
         geometry="whole",
-        teacher="a test",
+        teacher=teacher,
         catalog=digest,
         shard_rows=shard_rows,
+        **options,
     )
     for number in range(writer.shards):
         own = slice(writer.rows(number).start, writer.rows(number).stop)

@@ -43,11 +43,22 @@ def test_class_numbers_beyond_fp16_are_exact_in_fp32_files(tmp_path):
     assert read_published_map(tmp_path / "1.pt", 40002)[1].tolist() == [[[2049, 21841], [40001, 0]]]
 
 
-def test_class_numbers_that_fp16_rounds_are_refused(tmp_path):
-    stored = torch.stack([torch.zeros(1, 1, 2), torch.tensor([[[2051.0, 3.0]]])]).half()
-    save(stored, tmp_path / "1.pt")
-    with pytest.raises(BadSampleError, match="in half precision, which rounds them"):
-        read_published_map(tmp_path / "1.pt", 21841)
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [(torch.half, 2047), (torch.bfloat16, 255), (torch.float8_e4m3fn, 15)]
+)
+def test_class_numbers_that_the_type_rounds_are_refused(tmp_path, dtype, largest):
+    for number in (largest, largest + 4):
+        save(torch.tensor([0.0, number]).view(2, 1, 1, 1).to(dtype), tmp_path / f"{number}.pt")
+    assert read_published_map(tmp_path / f"{largest}.pt", 21841)[1].item() == largest
+    with pytest.raises(BadSampleError, match=f"from {largest + 1} on in {dtype}, which rounds them"):
+        read_published_map(tmp_path / f"{largest + 4}.pt", 21841)
+
+
+def test_images_that_share_a_map_are_refused(tmp_path):
+    folder = publish(tmp_path / "maps", catalog_of(tmp_path, "a/1.jpg", "a/2.jpg"))
+    catalog = catalog_of(tmp_path, "a/2.png")
+    with pytest.raises(UserError, match=r"a/2\.jpg and a/2\.png in .* have the same label map, because"):
+        PublishedMaps(folder, catalog)
 
 
 @pytest.mark.parametrize("horizontal", [False, True])

@@ -109,3 +109,17 @@ def test_the_command_writes_a_figure(tmp_path):
             assert picture.format == "PNG"
             pictures.append(picture.convert("RGB").tobytes())
     assert pictures[0] == pictures[1] == pictures[2] != pictures[3]
+
+
+def test_an_image_is_found_by_its_full_name(tmp_path, capsys):
+    names = ["a/one.1.png", "a/one.2.png", "b/two.png"]
+    write_images(tmp_path, {f"train/{name}": Image.new("RGB", (9, 9)) for name in names})
+    ids = np.array([0, 1, 0]).reshape(3, 1, 1, 1)
+    make_store(tmp_path / "s", names, np.ones(ids.shape, np.float16), ids, classes=2, generated=True)
+    pictures = {}
+    for image in ("0", "1", *names):
+        assert main(["show", str(tmp_path / "s"), str(tmp_path), image, str(tmp_path / "out.png")]) == 0
+        pictures[image] = (tmp_path / "out.png").read_bytes()
+    assert pictures["a/one.2.png"] == pictures["1"] != pictures["a/one.1.png"] == pictures["0"]
+    assert main(["show", str(tmp_path / "s"), str(tmp_path), "a/one", str(tmp_path / "out.png")]) == 2
+    assert "has several images a/one. Give CLASS/IMAGE, for example a/one.1.png" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """A label store returns the exact map of each image by the image's index, and reports damage."""
 
+import hashlib
+import io
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +45,74 @@ def test_maps_are_read_by_index_from_a_store_in_any_order(tmp_path):
             assert (read_scores == scores[index]).all()
             assert (read_ids == ids[index]).all()
         labels.close()
+
+
+SIMILAR = ("a/scan.0001.png", "a/scan.0002.png", "b/1.jpg", "b/1.png", "c/x.png", "c/y")
+
+
+def test_generated_maps_are_found_by_full_names(tmp_path):
+    random = np.random.default_rng(0)
+    scores = random.normal(size=(6, 2, 3, 4)).astype(np.float16)
+    ids = random.integers(0, 3, scores.shape)
+    make_store(tmp_path / "s", SIMILAR, scores, ids, classes=3, generated=True)
+    added = catalog_of(tmp_path / "added", *SIMILAR[:5], "a/scan.0003.png", "b/1.webp", "c/z.png")
+    # As packing names images that it encodes again.
+    packed = catalog_of(tmp_path / "packed", "a/scan.0001.png.jpg", "b/1.jpg", "b/1.png.jpg", "c/y.png")
+    rows = {name: row for row, name in enumerate(SIMILAR)}
+    rows |= {"a/scan.0001.png.jpg": 0, "b/1.png.jpg": 3, "c/y.png": 5}
+    for catalog in (added, packed):
+        store = LabelStore(tmp_path / "s", catalog, tmp_path / "cache")
+        for index in range(len(catalog)):
+            if catalog.name(index) in rows:
+                assert (store.read(index)[0] == scores[rows[catalog.name(index)]]).all()
+            else:
+                with pytest.raises(BadSampleError, match="has no label map of"):
+                    store.read(index)
+    twice = catalog_of(tmp_path / "twice", "a/scan.0001.png", "a/scan.0001.png.jpg", *SIMILAR[2:5])
+    with pytest.raises(UserError, match=r"a/scan\.0001\.png and a/scan\.0001\.png\.jpg in .* same label map"):
+        LabelStore(tmp_path / "s", twice, None)
+
+
+@pytest.mark.parametrize("digest", ["same", "other"])
+def test_stores_of_earlier_versions_are_read_where_keys_are_unique(tmp_path, digest):
+    catalog = catalog_of(tmp_path, *NAMES)
+    scores, _ = random_store(tmp_path / "s", catalog, digest=catalog.digest if digest == "same" else "")
+    description = tmp_path / "s" / "store.json"
+    metadata = json.loads(description.read_text())
+    for field in ("generated", "checksum"):  # which earlier versions did not write
+        metadata.pop(field, None)
+    description.write_text(json.dumps(metadata))
+    store = LabelStore(tmp_path / "s", catalog, None)
+    assert not store.generated
+    assert all((store.read(index)[0] == scores[index]).all() for index in range(len(catalog)))
+    with_another = catalog_of(tmp_path, "b/3.jpg")
+    with pytest.raises(
+        UserError, match=r"b/3\.jpg and b/3\.png in .* same label map, .* tools/labels generate"
+    ):
+        LabelStore(tmp_path / "s", with_another, None)
+
+
+def test_a_store_in_which_images_share_a_key_is_refused(tmp_path):
+    """Only one of the images may be in the catalog: others are held out."""
+    catalog = catalog_of(tmp_path, *NAMES)
+    keys = [*catalog_keys(catalog), "b/3"]
+    make_store(tmp_path / "s", keys, np.zeros((8, 1, 1, 1), np.float16), np.zeros((8, 1, 1, 1)), classes=3)
+    with pytest.raises(UserError, match=r"keys\.txt has a key twice, .* Generate the store again"):
+        LabelStore(tmp_path / "s", catalog, None)
+
+
+def test_rows_that_were_cached_by_the_earlier_rule_are_not_used(tmp_path):
+    """By that rule the last of equal keys won."""
+    catalog = catalog_of(tmp_path, *SIMILAR[:3], "c/x.png")
+    maps = np.zeros((4, 1, 1, 1), np.float16)
+    metadata = make_store(tmp_path / "s", ["a/scan", "a/scan", "b/1", "c/x"], maps, maps, classes=3)
+    content = io.BytesIO()
+    np.save(content, np.array([1, 1, 2, 3], np.int32))
+    cached = tmp_path / "cache" / f"label_rows_{catalog.digest[:16]}_{metadata.keys[:16]}.npy"
+    cached.parent.mkdir()
+    cached.write_bytes(content.getvalue() + hashlib.sha256(content.getvalue()).digest())
+    with pytest.raises(UserError, match=r"a/scan\.0001\.png and a/scan\.0002\.png in .* same label map"):
+        LabelStore(tmp_path / "s", catalog, tmp_path / "cache")
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_the_right_geometry_fits_better(
     result = compare_geometries(request, catalog, lambda *done: progress.append(done))
     assert str(result.better) == better
     assert (str(result.recorded), len(result.correlations)) == (stated, compared)
-    assert progress[-1] == (2 * compared, 2 * compared)
+    assert progress[-1] == (2 * IMAGES, 2 * IMAGES)
     assert max(result.means) > (0.99 if weights == "teacher.pt" else 0.85)
     assert abs(result.means[0] - result.means[1]) > 0.05
 

@@ -176,36 +176,25 @@ def _draw_legend(
 ) -> None:
     draw = ImageDraw.Draw(canvas)
     left, top = corner
-    for line, (number, color) in enumerate(colors.items()):
+    entries = []  # colour, name and note of each
+    for number, color in colors.items():
         cells = ids == number
+        name = _cut(classes[number], load_font(MEDIUM), LEGEND_WIDTH - 120) or classes[number][:MIN_LETTERS]
+        mean = _percent(float(top_probabilities[cells].mean()))
+        entries.append((color, f"{number}  {name}", f"{_count(int(cells.sum()), 'cell')}, {mean} on average"))
+    others = ids[~np.isin(ids, list(colors))]
+    if len(others):
+        more = _count(len(np.unique(others)), "more class", "es")
+        entries.append((GREY, more, _count(len(others), "cell")))
+    for line, (color, name, note) in enumerate(entries):
         y = top + line * LINE_HEIGHT
         draw.rounded_rectangle((left, y + 2, left + 26, y + 34), 5, fill=color)
-        name = _cut(classes[number], load_font(MEDIUM), LEGEND_WIDTH - 120) or classes[number][:MIN_LETTERS]
-        draw.text((left + 40, y), f"{number}  {name}", TEXT, load_font(MEDIUM))
-        mean = _percent(float(top_probabilities[cells].mean()))
-        draw.text(
-            (left + 40, y + MEDIUM + 4),
-            f"{_count(int(cells.sum()))}, {mean} on average",
-            SECONDARY_TEXT,
-            load_font(SMALL),
-        )
-    others = {
-        number: cells for number, cells in Counter(ids.ravel().tolist()).items() if number not in colors
-    }
-    if others:
-        y = top + len(colors) * LINE_HEIGHT
-        draw.rounded_rectangle((left, y + 2, left + 26, y + 34), 5, fill=GREY)
-        draw.text(
-            (left + 40, y),
-            f"{len(others)} more " + ("class" if len(others) == 1 else "classes"),
-            TEXT,
-            load_font(MEDIUM),
-        )
-        draw.text((left + 40, y + MEDIUM + 4), _count(sum(others.values())), SECONDARY_TEXT, load_font(SMALL))
+        draw.text((left + 40, y), name, TEXT, load_font(MEDIUM))
+        draw.text((left + 40, y + MEDIUM + 4), note, SECONDARY_TEXT, load_font(SMALL))
 
 
-def _count(cells: int) -> str:
-    return f"{cells} cell" if cells == 1 else f"{cells} cells"
+def _count(number: int, singular: str, ending: str = "s") -> str:
+    return f"{number} {singular}{ending * (number != 1)}"
 
 
 def _percent(fraction: float) -> str:

@@ -91,7 +91,11 @@ def import_labels(
         catalog="" if catalog is None else catalog.digest,
         shard_rows=shard_rows,
     )
-    records = _reusable_shards(writer, complete_only=fail_on_bad_samples)
+    records = {  # of finished shards; those with missing maps may have been repaired
+        number: record
+        for number in range(writer.shards)
+        if (record := writer.finished(number)) and not (record.problems and fail_on_bad_samples)
+    }
     done = sum(record.shard.rows for record in records.values())
     progress(done, len(keys))
 
@@ -106,16 +110,6 @@ def import_labels(
     if not (problems and fail_on_bad_samples):
         writer.finish()
     return len(keys), problems
-
-
-def _reusable_shards(writer: LabelStoreWriter, *, complete_only: bool) -> dict[int, ShardRecord]:
-    """Return the records of finished shards; `complete_only` excludes those with missing maps."""
-    records = {number: writer.finished(number) for number in range(writer.shards)}
-    return {
-        number: record
-        for number, record in records.items()
-        if record is not None and not (record.problems and complete_only)
-    }
 
 
 def _import_shards(

@@ -1,15 +1,19 @@
 """Keys of label maps, and the rows of a packed store that belong to the images of a catalog.
 
-The key of an image is "CLASS/STEM", where STEM is its file name up to the first dot, as in the names of the
-published maps. The rows for a pair of catalog and store are computed once and cached beside the catalog.
+Generated maps are found by the full names of their images. Published maps and stores imported from them, or
+written by earlier versions, only have "CLASS/STEM", where STEM is the file name up to the first dot. The rows
+for a pair of catalog and store are computed once and cached beside the catalog.
+
+Invariant: no two images have the same map.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,14 +27,40 @@ _CHECKSUM_BYTES = hashlib.sha256().digest_size  # at the end of a cache, where N
 
 
 def label_key(name: str) -> str:
-    """Return the key of the image that a catalog names "CLASS/FILE"."""
+    """Return the published key of the image that a catalog names "CLASS/FILE"."""
     class_name, _, file = name.rpartition("/")
     return f"{class_name}/{file.partition('.')[0]}"
 
 
+def names_of(*catalogs: Catalog) -> Iterator[str]:
+    """Yield the names of all images, in the catalogs' order."""
+    return (catalog.name(index) for catalog in catalogs for index in range(len(catalog)))
+
+
 def catalog_keys(catalog: Catalog) -> list[str]:
-    """Return the keys of all images, in the catalog's order."""
-    return [label_key(catalog.name(index)) for index in range(len(catalog))]
+    """Return the published keys of all images, in the catalog's order; raise UserError if two are equal."""
+    check_published_keys(catalog)
+    return [label_key(name) for name in names_of(catalog)]
+
+
+def check_published_keys(*catalogs: Catalog) -> None:
+    """Raise UserError if two images have the same published key. Only hashes of the keys are in memory."""
+    hashes = (hash(label_key(name)) for name in names_of(*catalogs))
+    _check_unshared(np.fromiter(hashes, np.int64), *catalogs)
+
+
+def _check_unshared(maps: NDArray[np.integer[Any]], *catalogs: Catalog) -> None:
+    """Raise UserError if two images have the same map; `maps` (images,) has a number for each one's map."""
+    order = np.argsort(maps, kind="stable")
+    ascending = maps[order]
+    shared = np.flatnonzero((ascending[1:] == ascending[:-1]) & (ascending[1:] != NO_ROW))
+    if len(shared):
+        names = list(names_of(*catalogs))
+        first, second = (names[place] for place in order[shared[0] : shared[0] + 2])
+        raise UserError(
+            f"{first} and {second} in {catalogs[0].source} have the same label map, because their names are "
+            "equal up to the first dot. Generate maps of these images with tools/labels generate."
+        )
 
 
 def encode_keys(keys: Sequence[str]) -> bytes:
@@ -46,17 +76,21 @@ def read_keys(path: Path) -> list[str]:
         raise UserError(f"{path} cannot be read: {error}. Copy the store again.") from None
 
 
-def find_rows(catalog: Catalog, keys_file: Path, keys_digest: str, cache: Path | None) -> NDArray[np.int32]:
+def find_rows(
+    catalog: Catalog, keys_file: Path, keys_digest: str, cache: Path | None, *, by_name: bool
+) -> NDArray[np.int32]:
     """Return the store's row for each image (images,), NO_ROW where it has no map.
 
-    With a `cache` folder the rows are written there once and memory-mapped.
+    `by_name`: the store's keys are full names, else published ones. With a `cache` folder the rows are
+    written there once and memory-mapped.
     """
     if cache is None:
-        return _match_keys(catalog, keys_file, keys_digest)
-    cached = cache / f"label_rows_{catalog.digest[:16]}_{keys_digest[:16]}.npy"
+        return _match_keys(catalog, keys_file, keys_digest, by_name)
+    rule = "name" if by_name else "published_key"
+    cached = cache / f"label_rows_by_{rule}_{catalog.digest[:16]}_{keys_digest[:16]}.npy"
     if not _is_intact(cached):
         cache.mkdir(parents=True, exist_ok=True)
-        rows = _match_keys(catalog, keys_file, keys_digest)
+        rows = _match_keys(catalog, keys_file, keys_digest, by_name)
         with atomic_write(cached) as file:
             content = io.BytesIO()
             np.save(content, rows)
@@ -66,13 +100,25 @@ def find_rows(catalog: Catalog, keys_file: Path, keys_digest: str, cache: Path |
     return mapped
 
 
-def _match_keys(catalog: Catalog, keys_file: Path, keys_digest: str) -> NDArray[np.int32]:
+def _match_keys(catalog: Catalog, keys_file: Path, keys_digest: str, by_name: bool) -> NDArray[np.int32]:
     keys = read_keys(keys_file)
     if hashlib.sha256(encode_keys(keys)).hexdigest() != keys_digest:
         raise UserError(f"{keys_file} is damaged: it does not match its checksum. Copy the store again.")
     row_of_key = {key: row for row, key in enumerate(keys)}
-    rows = (row_of_key.get(label_key(catalog.name(index)), NO_ROW) for index in range(len(catalog)))
-    return np.fromiter(rows, dtype=np.int32, count=len(catalog))  # (images,)
+
+    def row(name: str) -> int:
+        if by_name and name not in row_of_key:
+            name = name.rpartition(".")[0]  # packing appends an ending where it encodes an image again
+        return row_of_key.get(name if by_name else label_key(name), NO_ROW)
+
+    rows = np.fromiter(map(row, names_of(catalog)), dtype=np.int32, count=len(catalog))  # (images,)
+    _check_unshared(rows, catalog)
+    if len(row_of_key) < len(keys):
+        raise UserError(
+            f"{keys_file} has a key twice, of images whose names are equal up to the first dot. Generate the "
+            "store again."
+        )
+    return rows
 
 
 def _is_intact(path: Path) -> bool:

@@ -8,6 +8,7 @@ without it the geometry is assumed.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,13 +22,11 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.geometry import MapGeometry, assumed_geometry
-from horovod_volo.data.labels.keys import label_key
+from horovod_volo.data.labels.keys import check_published_keys, label_key
 
 Scores = NDArray[np.float16]  # (k, height, width)
 Ids = NDArray[np.integer[Any]]  # (k, height, width)
 
-# fp16, in which published maps store class numbers, represents every integer up to this one exactly.
-EXACT_IN_FP16 = 2048
 MAPS_PROBED = 64  # for the shape, spread over the images, in case the first ones are damaged
 GEOMETRY_FILE = "map_geometry.txt"
 
@@ -35,9 +34,12 @@ GEOMETRY_FILE = "map_geometry.txt"
 class PublishedMaps:
     """A folder of published label maps for the images of a catalog."""
 
+    teacher, generated = "unknown", False
+
     def __init__(self, root: str | Path, catalog: Catalog) -> None:
         self._root = Path(root)
         self._catalog = catalog
+        check_published_keys(catalog)
         self._check_classes()
         indices = np.linspace(0, len(catalog) - 1, MAPS_PROBED).round().astype(np.int64).tolist()
         probed = [self._path(index) for index in dict.fromkeys(indices)]
@@ -123,10 +125,11 @@ def read_published_map(path: str | Path, classes: int) -> tuple[Scores, Ids]:
             f"the label map {path} names class {ids.max()}, but there are {classes} classes: "
             "it was made for other classes"
         )
-    if isinstance(stored, torch.Tensor) and stored.dtype == torch.half and ids.max() >= EXACT_IN_FP16:
+    exact = 2 / torch.finfo(stored.dtype).eps if stored.is_floating_point() else math.inf
+    if ids.max() >= exact:  # up to this number the type represents every integer
         raise BadSampleError(
-            f"the label map {path} stores class numbers from {EXACT_IN_FP16} on in half precision, which "
-            "rounds them: generate it again"
+            f"the label map {path} stores class numbers from {exact:.0f} on in {stored.dtype}, which rounds "
+            "them: generate it again"
         )
     return scores, ids
 

@@ -23,6 +23,8 @@ class LabelSource(Protocol):
     geometry: MapGeometry  # the part of its image that a map is taken to cover
     geometry_assumed: bool  # neither recorded nor stated
     recorded_geometry: MapGeometry | None  # None: nothing is recorded
+    teacher: str
+    generated: bool  # found by full names, with centred logits; else by published keys, with any logits
 
     def read(self, index: int) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
         """Return logits and class numbers of image `index`. Thread-safe; raises BadSampleError."""

@@ -4,8 +4,8 @@ A store is a folder:
 
     store.json                metadata, with the SHA-256 of every file and of itself; written last, so that a
                               folder with this file is a complete store
-    keys.txt                  the key of every row, one per line
-    maps-00000.safetensors    scores (rows, k, height, width) fp16, the raw logits, and
+    keys.txt                  the key of every row, one per line: its image's full name or published key
+    maps-00000.safetensors    scores (rows, k, height, width) fp16, the logits, and
                               ids (rows, k, height, width) int16 or int32, the class numbers
 
 All shards but the last have `shard_rows` rows. The row of an image without a map is NO_CLASS everywhere.
@@ -72,6 +72,9 @@ class StoreMetadata:
     shard_rows: int
     shards: tuple[Shard, ...]
     geometry_assumed: bool = False  # neither recorded nor stated at import
+    # The keys are full names and the logits centred. False: published keys and the teacher's own logits, of
+    # imported maps and, in earlier versions, of generated ones.
+    generated: bool = False
 
     @property
     def map_shape(self) -> tuple[int, int, int]:
@@ -164,6 +167,7 @@ class LabelStore:
         self.map_shape = self.metadata.map_shape
         self.geometry = MapGeometry.parse(self.metadata.geometry)
         self.geometry_assumed = self.metadata.geometry_assumed
+        self.teacher, self.generated = self.metadata.teacher, self.metadata.generated
         self.recorded_geometry = None if self.geometry_assumed else self.geometry
         _check_class_count(self._folder, self.metadata, catalog)
         self._rows = self._rows_of_images(cache)
@@ -214,9 +218,10 @@ class LabelStore:
         )
 
     def _rows_of_images(self, cache: Path | None) -> NDArray[np.int32] | None:
-        if self.metadata.catalog == self._catalog.digest:
+        if self.generated and self.metadata.catalog == self._catalog.digest:
             return None  # row i is image i
-        rows = find_rows(self._catalog, self._folder / KEYS_FILE, self.metadata.keys, cache)
+        keys_file, digest = self._folder / KEYS_FILE, self.metadata.keys
+        rows = find_rows(self._catalog, keys_file, digest, cache, by_name=self.generated)
         _check_classes(self._folder, rows, self._catalog)
         return rows
 

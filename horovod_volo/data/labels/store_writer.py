@@ -129,6 +129,7 @@ def open_writer(
     catalog: str,
     shard_rows: int = SHARD_ROWS,
     geometry_assumed: bool = False,
+    generated: bool = False,
 ) -> LabelStoreWriter:
     """Start a store with these keys, or resume an unfinished one that is equal; one process calls this."""
     content = encode_keys(keys)
@@ -149,6 +150,7 @@ def open_writer(
         shard_rows=shard_rows,
         shards=(),
         geometry_assumed=geometry_assumed,
+        generated=generated,
     )
     check_new_store(folder)
     if is_unfinished(folder):

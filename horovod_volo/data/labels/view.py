@@ -13,9 +13,8 @@ from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.labels.figure import LabelledImage, draw_labels
 from horovod_volo.data.labels.geometry import describe_coverage
-from horovod_volo.data.labels.keys import label_key
+from horovod_volo.data.labels.keys import label_key, names_of
 from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.labels.store import METADATA_FILE, is_store, read_metadata
 
 PROBABILITY = "Each cell: its most probable class, by a softmax in which logits that are not stored are 0."
 
@@ -43,7 +42,7 @@ def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> Non
             title=f"{catalog.name(index)}  (image {index})",
             captions=(
                 f"Folder: {catalog.classes[catalog.targets[index]]}, class {catalog.targets[index]}",
-                f"Map: {rows} x {columns} cells, {top} classes each. Teacher: {_teacher(Path(labels))}",
+                f"Map: {rows} x {columns} cells, {top} classes each. Teacher: {source.teacher}",
                 f"A map covers {describe_coverage(source.geometry, assumed=source.geometry_assumed)}",
                 PROBABILITY,
             ),
@@ -62,15 +61,11 @@ def _index_of(catalog: Catalog, image: str) -> int:
         if int(image) < len(catalog):
             return int(image)
         raise UserError(f"there is no image {image}: the last index is {len(catalog) - 1}.")
-    key = label_key(image)
-    for index in range(len(catalog)):
-        if label_key(catalog.name(index)) == key:
-            return index
+    names = list(names_of(catalog))
+    found = [index for index, name in enumerate(names) if image in (name, label_key(name))]
+    if image in names or len(found) == 1:
+        return names.index(image) if image in names else found[0]
     raise UserError(
-        f"{catalog.source} has no image {image}. Give CLASS/IMAGE, for example {catalog.name(0)}, or an "
-        f"index from 0 to {len(catalog) - 1}."
+        f"{catalog.source} has {'several images' if found else 'no image'} {image}. Give CLASS/IMAGE, for "
+        f"example {names[found[0] if found else 0]}, or an index from 0 to {len(catalog) - 1}."
     )
-
-
-def _teacher(labels: Path) -> str:
-    return read_metadata(labels / METADATA_FILE).teacher if is_store(labels) else "unknown"

@@ -1,0 +1,260 @@
+"""Generated maps belong to their images by full name, and give training the teacher's own distribution."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from coded_images import smooth, write_images
+from label_samples import make_store
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.command_line import build_config
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.images.catalog import Catalog, build_catalog
+from horovod_volo.data.images.split_folder import HeldOut
+from horovod_volo.data.labels.keys import label_key
+from horovod_volo.data.labels.store import LabelStore
+from horovod_volo.data.packing.pack import PackOptions, pack
+from horovod_volo.data.teacher_images import TeacherImages
+from horovod_volo.labelling.generate import GenerateRequest, centred, denormalize, generate_labels
+from horovod_volo.labels import main
+from horovod_volo.models.build import build_model
+from horovod_volo.models.teacher import Teacher, load_teacher
+from horovod_volo.objective.label_map import map_target
+from horovod_volo.tasks.classification import Classification
+
+SIDE, CLASSES, TOP = 64, 10, 3
+# Pairs of names are equal up to the first dot.
+NAMES = [f"{name}/{file}" for name in "abcdefghij" for file in ("scan.0001.png", "scan.0002.png", "x.png")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with images of ten classes, and the weights of three teachers."""
+    folder = tmp_path_factory.mktemp("generate")
+    for split in ("train", "val"):
+        images = {f"{split}/{name}": smooth(60, 50, seed=number) for number, name in enumerate(NAMES)}
+        write_images(folder / "images", images)
+    torch.manual_seed(0)
+    network = build_model("volo_demo", img_size=SIDE, num_classes=CLASSES, drop_path=0.0)
+    with torch.no_grad():
+        network.aux_head.weight.mul_(12)  # so that it is sure of its answers, which differ between images
+    # Logits of a network that learned binary cross-entropies are below 0, but for the right class.
+    for name, bias in (("centred", 0.01), ("bias of -9", -9.0), ("binary", -4.0)):
+        with torch.no_grad():
+            network.aux_head.bias.fill_(bias)
+        torch.save(network.state_dict(), folder / f"{name}.pt")
+    return folder
+
+
+def catalog_of(folder: Path, held_out: HeldOut | None = None) -> Catalog:
+    return build_catalog(str(folder), "train", None, held_out)
+
+
+def teacher_of(folder: Path, weights: str) -> Teacher:
+    return load_teacher(
+        "volo_demo", weights=str(folder / f"{weights}.pt"), pretrained=False, image_side=SIDE, classes=CLASSES
+    )
+
+
+def logits_by_name(folder: Path, weights: str) -> dict[str, torch.Tensor]:
+    """Return the teacher's logits (classes, rows, columns) of each image, by its full name."""
+    catalog, teacher = catalog_of(folder / "images"), teacher_of(folder, weights)
+    images = TeacherImages(catalog, image_size=SIDE, batch=8, device=torch.device("cpu"), threads=1)
+    with closing(images):
+        return {
+            catalog.name(index): logits
+            for indices, pixels in images.batches(range(len(catalog)))
+            for index, logits in zip(indices, teacher.label(denormalize(pixels)), strict=True)
+        }
+
+
+def generate(folder: Path, store: Path, weights: str, *, top: int = TOP) -> Path:
+    request = GenerateRequest(
+        data_dir=str(folder / "images"),
+        store=store,
+        teacher="volo_demo",
+        weights=str(folder / f"{weights}.pt"),
+        pretrained=False,
+        image_size=SIDE,
+        batch_size=8,
+        top_k=top,
+    )
+    assert generate_labels(request, World.single(), lambda *_: None) == (len(NAMES), [])
+    return store
+
+
+def distance(scores: np.ndarray, ids: np.ndarray, logits: torch.Tensor) -> float:
+    """Return the largest total variation distance of a cell's target in training from the teacher's softmax.
+
+    The target cannot tell apart the classes that are not stored: their probabilities are summed.
+    """
+    whole = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
+    maps = (torch.from_numpy(part)[None] for part in (scores, ids))
+    target = map_target(*maps, whole, side=scores.shape[1], num_classes=CLASSES, geometry="corrected")
+    dense = target.uniform[:, None].repeat(1, CLASSES).scatter_add_(1, target.ids, target.weights)
+    classes = torch.from_numpy(ids).long().flatten(1).T  # (cells, k)
+    found, expected = (
+        torch.cat([stored := rows.gather(1, classes), 1 - stored.sum(dim=1, keepdim=True)], dim=1)
+        for rows in (dense, logits.softmax(dim=0).flatten(1).T)
+    )
+    return float((found - expected).abs().sum(dim=1).max() / 2)
+
+
+@pytest.mark.parametrize("weights", ["centred", "bias of -9", "binary"])
+@pytest.mark.parametrize("top", [1, TOP, CLASSES - 1, CLASSES])
+def test_targets_of_training_are_the_teachers_softmax(
+    folder: Path, tmp_path: Path, weights: str, top: int
+) -> None:
+    store = generate(folder, tmp_path / "s", weights, top=top)
+    labels, logits = LabelStore(store, catalog_of(folder / "images"), None), logits_by_name(folder, weights)
+    found = [distance(*labels.read(index), logits[name]) for index, name in enumerate(sorted(NAMES))]
+    assert max(found) < 0.004  # what rounding to fp16 does
+
+
+def test_each_image_has_its_own_map_in_other_catalogs(folder: Path, tmp_path: Path) -> None:
+    store = generate(folder, tmp_path / "s", "centred")
+    pack(folder / "images", tmp_path / "packed", PackOptions(), workers=1, progress=lambda _: lambda *_: None)
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "train").symlink_to(folder / "images" / "train")
+    for catalog in (
+        catalog_of(tmp_path / "packed"),
+        catalog_of(tmp_path / "shared", HeldOut("", 0.34, 0)),
+    ):
+        labels, logits = LabelStore(store, catalog, None), logits_by_name(folder, "centred")
+        for index in range(len(catalog)):
+            assert distance(*labels.read(index), logits[catalog.name(index)]) < 0.004, catalog.name(index)
+
+
+def test_extreme_logits_stay_finite_and_keep_their_probabilities() -> None:
+    random = torch.Generator().manual_seed(0)
+    ordinary = torch.randn(1, 1000, 2, 2, generator=random)
+    masked = torch.full((1, 1000, 2, 2), -torch.inf)
+    masked[:, 5:8] = torch.tensor([1.0, 0.5, -3.0]).view(3, 1, 1)
+    for logits in (
+        50 * ordinary,
+        ordinary + 1e4,
+        ordinary - 6e4,
+        1e6 * ordinary,
+        masked,
+        masked.clamp(min=-1e9),
+    ):
+        best = centred(logits, 3).topk(3, dim=1)
+        scores = best.values.clamp(min=0).half()
+        assert scores.isfinite().all()
+        stored = torch.zeros_like(logits).scatter_(1, best.indices, scores.float()).softmax(dim=1)
+        difference = stored.gather(1, best.indices) - logits.softmax(dim=1).gather(1, best.indices)
+        assert difference.abs().max() < 0.004
+
+
+def test_logits_that_are_not_finite_are_refused(folder: Path, tmp_path: Path) -> None:
+    weights = torch.load(folder / "centred.pt", weights_only=True)
+    weights["aux_head.bias"][3] = torch.nan
+    torch.save(weights, folder / "not finite.pt")
+    with pytest.raises(UserError, match=r"are not finite\. Check that the weights are complete"):
+        generate(folder, tmp_path / "s", "not finite")
+
+
+def earlier_store(folder: Path, store: Path, weights: str) -> Path:
+    """Write a store as earlier versions did: the teacher's own logits, by published keys."""
+    logits = [each for _, each in sorted(logits_by_name(folder, weights).items())]
+    best = torch.stack(logits).topk(TOP, dim=1)
+    catalog = catalog_of(folder / "images")
+    keys = [label_key(catalog.name(index)) for index in range(len(catalog))]
+    make_store(
+        store,
+        keys,
+        best.values.half().numpy(),
+        best.indices.numpy(),
+        classes=CLASSES,
+        digest=catalog.digest,
+        teacher=teacher_of(folder, weights).name,
+    )
+    metadata = json.loads((store / "store.json").read_text())
+    for field in ("generated", "checksum"):  # which earlier versions did not write
+        metadata.pop(field, None)
+    (store / "store.json").write_text(json.dumps(metadata))
+    return store
+
+
+def verify(folder: Path, store: Path, weights: str) -> int:
+    arguments = ["--teacher", "volo_demo", "--img-size", str(SIDE)]
+    weights = str(folder / f"{weights}.pt")
+    return main(
+        ["verify", str(store), "--data", str(folder / "images"), *arguments, "--teacher-weights", weights]
+    )
+
+
+def test_verify_passes_maps_of_their_own_teacher(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = generate(folder, tmp_path / "s", "bias of -9")
+    assert verify(folder, store, "bias of -9") == 0
+    printed = capsys.readouterr().out
+    assert "logits                 centred: " in printed
+    assert "total variation        0.000 on average of 30 images\n" in printed
+
+
+def test_verify_fails_for_the_map_of_one_other_image_of_the_same_class(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = generate(folder, tmp_path / "s", "centred")
+    catalog = catalog_of(folder / "images")
+    labels = LabelStore(store, catalog, None)
+    scores, ids = (np.stack(parts) for parts in zip(*map(labels.read, range(len(catalog))), strict=True))
+    scores[3], ids[3] = scores[4], ids[4]
+    names = [catalog.name(index) for index in range(len(catalog))]
+    options = {"classes": CLASSES, "generated": True, "teacher": labels.teacher}
+    make_store(tmp_path / "mixed", names, scores, ids, **options)
+    assert verify(folder, tmp_path / "mixed", "centred") == 1
+    assert f"not have the probabilities that this teacher gives, least of all that of {names[3]}" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("weights", ["bias of -9", "binary"])
+def test_verify_fails_for_logits_of_earlier_versions_that_are_not_centred(
+    folder: Path, tmp_path: Path, weights: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unique = {name: "" for name in NAMES if name.endswith("x.png")}
+    for name in unique:
+        (tmp_path / "images" / "train" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "images" / "train" / name).symlink_to(folder / "images" / "train" / name)
+    (tmp_path / f"{weights}.pt").symlink_to(folder / f"{weights}.pt")
+    store = earlier_store(tmp_path, tmp_path / "s", weights)
+    LabelStore(store, catalog_of(tmp_path / "images"), None).read(0)  # it is read as before
+    assert verify(tmp_path, store, weights) == 1
+    output = capsys.readouterr()
+    assert "give --teacher to compare, or generate them again" in output.out
+    assert "not have the probabilities that this teacher gives" in output.err
+
+
+def test_a_store_of_earlier_versions_is_refused_where_images_share_a_key(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store, catalog = earlier_store(folder, tmp_path / "s", "centred"), catalog_of(folder / "images")
+    message = (
+        "a/scan.0001.png and a/scan.0002.png in .* have the same label map, .* with tools/labels generate"
+    )
+    with pytest.raises(UserError, match=message):
+        LabelStore(store, catalog, None)
+    assert verify(folder, store, "centred") == 1
+    assert "a/scan.0001.png and a/scan.0002.png in" in capsys.readouterr().err
+
+
+def test_an_image_that_is_held_out_does_not_share_a_published_map(tmp_path: Path) -> None:
+    """The map may be that of the image that is held out."""
+    names = [f"{name}/{file}" for name in "ab" for file in ("scan.1.png", "scan.2.png")]
+    write_images(tmp_path / "images", {f"train/{name}": smooth(9, 9, seed=1) for name in names})
+    for name in "ab":
+        (tmp_path / "maps" / name).mkdir(parents=True)
+        torch.save(torch.zeros(2, 1, 4, 4), tmp_path / "maps" / name / "scan.pt")
+    settings = {"data_dir": str(tmp_path / "images"), "val_share": 0.5, "num_classes": 0}
+    labels = {"token_label": True, "token_label_data": str(tmp_path / "maps")}
+    with pytest.raises(UserError, match=r"/scan\.\d\.png and ./scan\.\d\.png in .* have the same label map"):
+        Classification().read(build_config("", settings | labels), World.single())
