@@ -156,6 +156,7 @@ def build_context(
         logger=logger,
         ledger=_build_ledger(config, world, data, derived, parts.classes),
         skipped=SkippedSteps(state.scaler),
+        heartbeat=world.collectives.heartbeat,
     )
 
 
