@@ -83,22 +83,22 @@ def run(
         begin_stage("starting callbacks and loggers")
         context.stragglers = StragglerFinder(hosts) if world.is_rank_zero and world.size > 1 else None
         of_plugins = world.run_on_all_ranks(partial(build_plugin_callbacks, config.run.plugin))
-        context.callbacks = Callbacks([*callbacks, *of_plugins], stop, profiled)
+        context.callbacks = Callbacks([*profiled, *callbacks, *of_plugins], stop)
         log_start(context, hosts, state_warnings, elastic)
         if elastic is not None:
             context.hosts_changed = lambda: elastic.job.hosts_changed
             elastic.forget()  # not before: a rank may be lost while the run is set up
         context.callbacks.started(context)
-        context.callbacks.raise_on_all_ranks(world)
+        context.callbacks.raise_on_all_ranks(context)
         before = world.run_on_rank_zero(lambda: progress_so_far(context.folder / METRICS))
         context.skipped.total, context.clock = before.skipped_steps, TrainingClock(before.hours)
         context.heartbeat.beat(context.state.step)
         finished = fit(context)
-        context.callbacks.raise_on_all_ranks(world)
+        context.callbacks.raise_on_all_ranks(context)
         if finished:
             context.logger.finish(context.state.step)
         context.callbacks.ended(context, finished=finished)
-        context.callbacks.raise_on_all_ranks(world)
+        context.callbacks.raise_on_all_ranks(context)
         context.logger.log(end_message(context, finished))
         return finished
     except (RankLostError, HostsChangedError):
