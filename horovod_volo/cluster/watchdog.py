@@ -1,7 +1,7 @@
 """Ends a run that hangs: starts a process beside each rank that watches its heartbeat.
 
-If no step, or stage of the set-up, ends within the limit, each watchdog writes the stacks of its rank into the
-run folder, and kills the rank. One of them names the ranks that the others waited for. In an elastic job only
+If no step, or stage of the set-up, ends within the limit, each watchdog writes its rank's stacks into the run
+folder, and kills the rank. One of them names the ranks that the others waited for. In an elastic job only
 those ranks are killed, and the others go on without them.
 """
 
@@ -62,9 +62,9 @@ class Watchdog:
             "elastic": elastic,
         }
         command = [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(watched)]
-        descriptors = (shared, self._stacks, read_end)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)  # the process inherits the mask
         # A session of its own: signals to the rank's process group, SIGSTOP among them, do not reach it.
+        descriptors = (shared, self._stacks, read_end)
         self._process = subprocess.Popen(command, pass_fds=descriptors, start_new_session=True)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(read_end)
@@ -78,7 +78,7 @@ class Watchdog:
         except BrokenPipeError:
             print_error(f"warning: the watchdog of rank {rank} has ended: nobody notices if this rank hangs")
         self.heartbeat.watch(self._limit)
-        liveness.note_progress = self.heartbeat.go_on
+        liveness.note_progress = self.heartbeat.beat
 
     def close(self) -> None:
         """End the process."""

@@ -15,6 +15,7 @@ import select
 import signal
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ DUMP = signal.SIGUSR2  # makes the rank write its stacks
 _POLL_SECONDS, _STOPPED_SECONDS = 1.0, 5.0
 _GLOO_TIMEOUT_SECONDS = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 30))
 _MISSING_SECONDS = 15.0  # after the last report, for ranks whose heartbeat or disk is slower
-_MESSAGE_SECONDS, _DUMP_SECONDS = 3.0, 2.0
+_MESSAGE_SECONDS, _DUMP_SECONDS, _FOLDER_SECONDS = 3.0, 2.0, 10.0
 _LOOKS_PER_LIMIT = 4  # of a rank at work, for reports of others
 _LOOKS_PER_SECOND = 100  # of all watchdogs together
 _STOPPED = "is stopped by a signal"
@@ -68,13 +69,9 @@ class Heartbeat:
         """Note that a stage begins, such as "listing the data"; `at_least` raises a lower limit for it."""
         self._write(stage=stage.encode(), limit=max(self._limit, at_least))
 
-    def go_on(self) -> None:
-        """Note that a part of the stage has ended."""
-        self._write()
-
-    def beat(self, step: int) -> None:
-        """Note that a step, or a batch of the evaluation after it, has ended."""
-        self._write(step=step, stage=b"", limit=self._limit)
+    def beat(self, step: int | None = None) -> None:
+        """Note that a step, or a batch of the evaluation after it, has ended; None: a part of a stage."""
+        self._write(**({} if step is None else {"step": step, "stage": b"", "limit": self._limit}))
 
     def waits(self, waits: bool) -> None:
         """Note whether this rank waits for others in a collective."""
@@ -160,16 +157,28 @@ class Watch:
             self._say(f"{self._own_name} is stopped by a signal, and other ranks wait for it: {remedy}.")
         return False
 
+    def end_without_folder(self, memory: Heartbeat) -> None:
+        """End a rank that hangs while `check` does too, in a folder whose file server does not answer."""
+        before, polls = (0, 0.0), 0
+        while polls < memory.read().limit + _FOLDER_SECONDS:
+            time.sleep(_POLL_SECONDS)
+            now = (memory.read().beats, self._polled)
+            before, polls = now, polls + 1 if now == before and memory.read().limit else 0
+        self._say(f"error: {self._own_name} hangs {memory.read().doing}, and {self._folder} does not answer.")
+        self._kill()
+        os._exit(1)
+
     def _answer(self, progress: Progress) -> None:
         """Let ranks that wait know, if there are any, that this one is at work."""
-        if self._hosts and (self._state or self._now >= self._next_look):
+        if self._hosts and progress.limit and (self._state or self._now >= self._next_look):
             self._state, self._next_look = "", self._now + progress.limit / _LOOKS_PER_LIMIT
             others = [state for rank, (state, _) in self._look().items() if rank != self._rank]
             self._write_report(_WORKS if {_WAITS, _HANGS}.intersection(others) else "", progress.doing)
 
     def _report_hang(self, progress: Progress) -> None:
         """Write where this rank is, and the stacks of its threads."""
-        stopped, self._next_look = self._stopped_state(), self._now
+        # Ranks look in turn: at 1,000 of them, each would read 1,000 names at the same time.
+        stopped, self._next_look = self._stopped_state(), self._now + self._rank / _LOOKS_PER_SECOND
         self._state = _WAITS if progress.waits and not stopped else _HANGS
         self._write_report(self._state, f"{stopped or 'computes or reads data'}, {progress.doing}")
         stacks = stopped.encode() if stopped == _STOPPED else self._dump()
@@ -178,10 +187,11 @@ class Watch:
 
     def _write_report(self, state: str, doing: str) -> None:
         """Replace the report of this rank; there is none without a state."""
-        earlier, self._count = self._report, self._count + 1
-        self._report = self._folder / f"rank_{self._rank}.{state}.{self._count}"
+        earlier, self._report = self._report, Path()
         try:
             if state:
+                self._count += 1
+                self._report = self._folder / f"rank_{self._rank}.{state}.{self._count}"
                 self._folder.mkdir(parents=True, exist_ok=True)
                 partial = self._folder / f".{self._report.name}"
                 partial.write_text(doing)
@@ -215,14 +225,13 @@ class Watch:
         decided = self._folder / "decided"
         if not (is_complete or is_late or is_clear or decided.exists()):
             return None
-        message = self._message(progress, reports)
         try:
             decided.touch(exist_ok=False)
         except FileExistsError:
             return reports
         except OSError:  # the folder cannot be written: each says it
             pass
-        self._say(message)
+        self._say(self._message(progress, reports))
         return reports
 
     def _message(self, progress: Progress, reports: dict[int, tuple[str, Path]]) -> str:
@@ -235,22 +244,22 @@ class Watch:
                     names.append(f"rank {rank} on {host} {report.read_text()}")
             elif not state:
                 names.append(f"rank {rank} on {host} gives no report: has its host failed?")
-        waiting = sum(state == _WAITS for state, _ in reports.values())
-        ended = "the run goes on without these ranks" if self._elastic and names else "this run is ended"
-        resume = "" if self._elastic and names else " Resume with --resume auto."
+        states = [state for state, _ in reports.values()]
+        goes_on = self._elastic and _HANGS in states
+        ended = "the run goes on without these ranks" if goes_on else "this run is ended"
+        resume = "" if goes_on else " Resume with --resume auto."
         return (
             f"error: no step has ended for {progress.limit:g} s (--hang-timeout), so {ended}: "
-            f"{'; '.join(names) or f'all ranks wait, {progress.doing}'}; {waiting} of {len(self._hosts)} "
-            f"ranks wait for others. Their stacks are in {self._folder}.{resume}"
+            f"{'; '.join(names) or f'all ranks wait, {progress.doing}'}; {states.count(_WAITS)} of "
+            f"{len(self._hosts)} ranks wait for others. Their stacks are in {self._folder}.{resume}"
         )
 
     def _stopped_state(self) -> str:
         """Return why the rank does not run, if the kernel says so."""
-        try:
+        with contextlib.suppress(OSError):
             stat = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-        return _STATES.get(stat.rpartition(") ")[2][:1], "")
+            return _STATES.get(stat.rpartition(") ")[2][:1], "")
+        return ""
 
     def _dump(self) -> bytes:
         """Return the stacks of the rank's threads, which it writes itself."""
@@ -271,7 +280,8 @@ class Watch:
 def main(pid: int, told: int, heartbeat: int, **watched: Any) -> None:
     """Watch the rank until it ends: then nobody holds the other end of the pipe `told`."""
     memory, watch = Heartbeat(heartbeat), Watch(pid=pid, **watched)
-    with os.fdopen(told) as lines:
+    threading.Thread(target=watch.end_without_folder, args=(memory,), daemon=True).start()
+    with os.fdopen(told, "rb", buffering=0) as lines:  # `select` does not see what a buffer holds
         while os.getppid() == pid:
             if select.select([lines], [], [], _POLL_SECONDS)[0]:
                 line = lines.readline()

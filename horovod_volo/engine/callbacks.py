@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partialmethod
+from typing import TYPE_CHECKING, Any
 
 from horovod_volo.cluster.collectives import RankLostError
 from horovod_volo.cluster.elastic import HostsChangedError
@@ -67,26 +68,6 @@ class Callbacks:
         self._callbacks, self._stop = callbacks, stop
         self._failed: UserError | None = None
 
-    def started(self, run: TrainContext) -> None:
-        """Call this point of each callback."""
-        self._call("started", lambda each: each.started(run))
-
-    def step_done(self, run: TrainContext) -> None:
-        """Call this point of each callback."""
-        self._call("step_done", lambda each: each.step_done(run))
-
-    def logged(self, run: TrainContext, values: Values) -> None:
-        """Call this point of each callback."""
-        self._call("logged", lambda each: each.logged(run, values))
-
-    def evaluated(self, run: TrainContext, metrics: Metrics) -> None:
-        """Call this point of each callback."""
-        self._call("evaluated", lambda each: each.evaluated(run, metrics))
-
-    def ended(self, run: TrainContext, *, finished: bool) -> None:
-        """Call this point of each callback."""
-        self._call("ended", lambda each: each.ended(run, finished=finished))
-
     def raise_on_all_ranks(self, run: TrainContext) -> None:
         """Log the error of a callback on any rank, and raise it on every rank. Collective."""
         try:
@@ -96,10 +77,10 @@ class Callbacks:
             # On the rank of the callback, the traceback shows where it failed.
             raise error from (None if self._failed is None else self._failed.__cause__)
 
-    def _call(self, point: str, call: Callable[[Callback], object]) -> None:
+    def _call(self, point: str, run: TrainContext, *values: Any, **facts: Any) -> None:
         for callback in self._callbacks:
             try:
-                call(callback)
+                getattr(callback, point)(run, *values, **facts)
             except (RankLostError, HostsChangedError):
                 raise
             except Exception as error:  # a callback may raise anything
@@ -109,6 +90,11 @@ class Callbacks:
                     traceback.print_exception(error)
                 if self._stop is not None:
                     self._stop.received = True
+
+    # Each calls its point of all callbacks.
+    started, ended = partialmethod(_call, "started"), partialmethod(_call, "ended")
+    step_done, logged = partialmethod(_call, "step_done"), partialmethod(_call, "logged")
+    evaluated = partialmethod(_call, "evaluated")
 
 
 def build_plugin_callbacks(modules: str) -> list[Callback]:

@@ -77,14 +77,14 @@ def run(
     """
     hosts = _watch_ranks(config, world, watchdog)
     begin_stage = watchdog.heartbeat.begin
-    context, state_warnings = setup(config, world, stop, elastic, task)
+    context, warnings = setup(config, world, stop, elastic, task)
     profiled = [StepProfiler(parse_steps(config.run.profile))] if config.run.profile else []
     try:
         begin_stage("starting callbacks and loggers")
         context.stragglers = StragglerFinder(hosts) if world.is_rank_zero and world.size > 1 else None
         of_plugins = world.run_on_all_ranks(partial(build_plugin_callbacks, config.run.plugin))
         context.callbacks = Callbacks([*profiled, *callbacks, *of_plugins], stop)
-        log_start(context, hosts, state_warnings, elastic)
+        log_start(context, hosts, warnings, elastic)
         if elastic is not None:
             context.hosts_changed = lambda: elastic.job.hosts_changed
             elastic.forget()  # not before: a rank may be lost while the run is set up
@@ -128,7 +128,7 @@ def setup(
     elastic: ElasticRun | None = None,
     task: Task | None = None,
 ) -> tuple[TrainContext, list[str]]:
-    """Check the settings; return the run, and warnings about its state. Collective: every rank calls this."""
+    """Check the settings and build the run; return it with warnings. Collective: every rank calls this."""
     begin_stage = world.collectives.heartbeat.begin
     begin_stage("importing plugins")
     newest = elastic.find_newest(world) if elastic is not None else None
@@ -166,8 +166,7 @@ def setup(
         state_warnings += restore_state(state, checkpoint, world)
     begin_stage("opening the run folder", _LOCK_SECONDS)
     job = elastic.job.name if elastic is not None else ""
-    opened = partial(_open_run_folder, config, world, state.step, derived, job)
-    logger, lock = world.run_on_all_ranks(opened)
+    logger, lock = world.run_on_all_ranks(partial(_open_run_folder, config, world, state.step, derived, job))
     begin_stage("starting to read data")
     with ExitStack() as after_error:  # a notebook may train into the folder when the mistake is corrected
         if lock is not None:
@@ -178,7 +177,19 @@ def setup(
     context.lock = lock
     if checkpoint and checkpoint.resolve().parent == (context.folder / CHECKPOINTS).resolve():
         context.checkpoints.step = state.step  # it need not be saved again
-    return context, state_warnings
+    return context, [*_warnings(context), *state_warnings]
+
+
+def _warnings(context: TrainContext) -> list[str]:
+    config, derived, device = context.config, context.derived, context.resources.device
+    return [
+        *config_warnings(
+            config, RunFacts(context.world.size, device.type, context.state.step, derived.total_steps)
+        ),
+        *context.task.warnings(config, context.data),
+        *batch_warnings(config, derived, len(context.data.train)),
+        *precision_warnings(config.model.precision, device),
+    ]
 
 
 def _task_of(config: Config) -> Task:
@@ -224,19 +235,10 @@ def _open_run_folder(
 
 
 def log_start(
-    context: TrainContext, hosts: list[str], state_warnings: list[str], elastic: ElasticRun | None = None
+    context: TrainContext, hosts: list[str], warnings: list[str], elastic: ElasticRun | None = None
 ) -> None:
     """Log the banner, write `resolved.toml` and `environment.json`. Collective: every rank calls this."""
     bindings = context.world.allgather_object(str(context.resources))
-    config, device, derived = context.config, context.resources.device, context.derived
-    facts = RunFacts(context.world.size, device.type, context.state.step, derived.total_steps)
-    warnings = [
-        *config_warnings(config, facts),
-        *context.task.warnings(config, context.data),
-        *batch_warnings(config, derived, len(context.data.train)),
-        *precision_warnings(config.model.precision, device),
-        *state_warnings,
-    ]
     warnings_of_ranks = context.world.allgather_object(context.world.binding.warnings)
     binding_warnings = dict.fromkeys(text for texts in warnings_of_ranks for text in texts)  # each once
     if elastic is not None and elastic.formed:

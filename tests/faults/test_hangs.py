@@ -174,6 +174,16 @@ def test_signals_to_all_processes_of_a_job_leave_the_watchdog(tmp_path: Path) ->
         time.sleep(0.05)
 
 
+def test_a_folder_that_does_not_answer_does_not_keep_the_rank(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        os.mkfifo(tmp_path / f".rank_0.hangs.{number}")  # the watchdog waits for a reader
+    ((rank, _),) = watched(tmp_path, "heartbeat.begin('listing the data'); time.sleep(60)")
+    said = rank.communicate(timeout=30)[1]
+    assert f"hangs while listing the data, and {tmp_path} does not answer." in said
+    assert said.count("\n") == 1
+    assert rank.returncode == -signal.SIGKILL
+
+
 def test_a_watchdog_that_has_ended_does_not_end_the_run(tmp_path: Path) -> None:
     work = "watchdog._process.wait(); watchdog.watch_ranks(rank, ['one'], folder); watchdog.close()"
     ((rank, watchdog),) = watched(tmp_path, work)
@@ -202,7 +212,7 @@ def test_ranks_wait_for_one_that_makes_progress_in_a_long_stage(tmp_path: Path) 
 heartbeat.begin("listing the data")
 for _ in range(11):
     time.sleep(1)
-    heartbeat.go_on()
+    heartbeat.beat()
 if folder.name == "hangs":
     time.sleep(60)
 """
