@@ -46,7 +46,7 @@ def _check_host_name() -> None:
 class Collectives(Protocol):
     """The collective operations in use. An `_async` method returns a function that waits for the result."""
 
-    heartbeat: Heartbeat | None  # notes whether this rank waits for others
+    heartbeat: Heartbeat  # notes whether this rank waits for others
 
     def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
         """Replace `tensor` by `scale` times its sum over ranks."""
@@ -70,7 +70,7 @@ class Collectives(Protocol):
 class LocalCollectives:
     """The collectives of a single rank."""
 
-    heartbeat: Heartbeat | None = None
+    heartbeat = Heartbeat()
 
     def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:  # noqa: ARG002
         if scale != 1.0:
@@ -96,7 +96,7 @@ class LocalCollectives:
 class HorovodCollectives:
     """Horovod's collectives among the ranks that the launcher started."""
 
-    heartbeat: Heartbeat | None = None
+    heartbeat = Heartbeat()
 
     def __init__(self) -> None:
         read_build()  # raises UserError for a Horovod without PyTorch, whose import raises nothing
@@ -143,12 +143,10 @@ class HorovodCollectives:
         return result
 
     def _wait_for(self, handle: int) -> None:
-        if self.heartbeat is not None:
-            self.heartbeat.waits(True)
+        self.heartbeat.waits(True)
         while not self._hvd.poll(handle):
             time.sleep(_POLL_SECONDS)
-        if self.heartbeat is not None:
-            self.heartbeat.waits(False)
+        self.heartbeat.waits(False)
 
     def broadcast_async(self, tensor: Tensor, name: str, root: int = 0) -> Wait:
         # Horovod needs contiguous memory and supports neither bool nor bf16: broadcast the bytes.

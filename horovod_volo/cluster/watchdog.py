@@ -1,6 +1,6 @@
 """Ends a run that hangs: starts a process beside each rank that watches its heartbeat.
 
-If no step ends within the limit, each rank's watchdog writes the stacks of the rank's threads into the run
+If no step, or stage of the set-up, ends within the limit, each watchdog writes its rank's stacks into the run
 folder, and kills the rank. One of them names the ranks that the others waited for. In an elastic job only
 those ranks are killed, and the others go on without them.
 """
@@ -11,6 +11,7 @@ import faulthandler
 import json
 import mmap
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,10 +21,13 @@ from pathlib import Path
 from horovod_volo.cluster import watchdog_process
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.watchdog_process import Heartbeat
-from horovod_volo.core.errors import escape_controls
+from horovod_volo.core import liveness
+from horovod_volo.core.errors import escape_controls, print_error
 
 _FIRST_STEP_SECONDS = 1800.0  # before the first log point: it may compile
 _LEAST_SECONDS, _STEPS = 600.0, 50
+# Slurm may send them to all processes of a job; the watchdog ends with its rank.
+_NOT_FOR_IT = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, watchdog_process.DUMP}
 
 
 def learned_limit(seconds_per_step: float) -> float:
@@ -58,27 +62,29 @@ class Watchdog:
             "elastic": elastic,
         }
         command = [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(watched)]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)  # the process inherits the mask
+        # A session of its own: signals to the rank's process group, SIGSTOP among them, do not reach it.
         descriptors = (shared, self._stacks, read_end)
-        # A session of its own: signals to the rank's process group do not reach it.
         self._process = subprocess.Popen(command, pass_fds=descriptors, start_new_session=True)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(read_end)
         os.close(shared)  # the memory stays
 
-    def watch_steps(self, rank: int, hosts: Sequence[str], folder: Path) -> None:
-        """Watch the steps of a run with ranks on these hosts; they report to `folder`, which they share."""
+    def watch_ranks(self, rank: int, hosts: Sequence[str], folder: Path) -> None:
+        """Watch ranks on these hosts, which share `folder` for reports; without hosts, the connection."""
         told = {"rank": rank, "hosts": list(map(escape_controls, hosts)), "folder": str(folder.absolute())}
-        os.write(self._told, f"{json.dumps(told)}\n".encode())
+        try:
+            os.write(self._told, f"{json.dumps(told)}\n".encode())
+        except BrokenPipeError:
+            print_error(f"warning: the watchdog of rank {rank} has ended: nobody notices if this rank hangs")
         self.heartbeat.watch(self._limit)
-
-    def pause(self) -> None:
-        """Watch nothing until the next call."""
-        self.heartbeat.watch(0.0)
+        liveness.note_progress = self.heartbeat.beat
 
     def close(self) -> None:
         """End the process."""
-        self.pause()
-        os.close(self._told)
+        self._process.kill()
         self._process.wait()
+        os.close(self._told)
         faulthandler.unregister(watchdog_process.DUMP)
         os.close(self._stacks)
 
@@ -89,10 +95,7 @@ class NoWatchdog(Watchdog):
     def __init__(self) -> None:
         self.heartbeat = Heartbeat()
 
-    def watch_steps(self, rank: int, hosts: Sequence[str], folder: Path) -> None:
-        """Watch nothing."""
-
-    def pause(self) -> None:
+    def watch_ranks(self, rank: int, hosts: Sequence[str], folder: Path) -> None:
         """Watch nothing."""
 
     def close(self) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import mmap
 import os
 import select
 import signal
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,22 +23,32 @@ from typing import Any, NamedTuple
 DUMP = signal.SIGUSR2  # makes the rank write its stacks
 _POLL_SECONDS, _STOPPED_SECONDS = 1.0, 5.0
 _GLOO_TIMEOUT_SECONDS = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 30))
-_REPORT_SECONDS = 5.0  # after the last report, until all ranks have read it
 _MISSING_SECONDS = 15.0  # after the last report, for ranks whose heartbeat or disk is slower
-_MESSAGE_SECONDS, _DUMP_SECONDS = 3.0, 2.0
-_WAITS, _WORKS, _STOPPED = "waits for other ranks", "computes or reads data", "is stopped by a signal"
+_MESSAGE_SECONDS, _DUMP_SECONDS, _FOLDER_SECONDS = 3.0, 2.0, 10.0
+_LOOKS_PER_LIMIT = 4  # of a rank at work, for reports of others
+_LOOKS_PER_SECOND = 100  # of all watchdogs together
+_STOPPED = "is stopped by a signal"
 _STATES = {"T": _STOPPED, "t": _STOPPED, "D": "waits for a disk or a file server"}
+# States in the names of reports, rank_RANK.STATE.NUMBER, so that only names need to be read.
+_WAITS, _HANGS, _WORKS = "waits", "hangs", "works"
 
-_FORMAT = struct.Struct("dqd?")
+_FORMAT = struct.Struct("qqd?80s")
 
 
 class Progress(NamedTuple):
     """What a rank has last noted."""
 
-    beat: float = 0.0  # time.monotonic() at the end of the last step or evaluation batch
+    beats: int = 0  # how often it has noted progress
     step: int = 0
     limit: float = 0.0  # seconds without a beat after which the rank hangs; 0: not watched
     waits: bool = False  # whether it waits for other ranks in a collective
+    stage: bytes = b""  # of the set-up; empty: steps
+
+    @property
+    def doing(self) -> str:
+        """Return where in the run the rank is."""
+        stage = self.stage.rstrip(b"\0").decode()
+        return f"while {stage}" if stage else f"after step {self.step}"
 
 
 class Heartbeat:
@@ -48,78 +58,82 @@ class Heartbeat:
         """Share the memory behind a file descriptor; without one, nobody watches."""
         self._memory = mmap.mmap(descriptor, _FORMAT.size)
         self._progress = Progress()
-
-    def beat(self, step: int) -> None:
-        """Note that a step, or a batch of the evaluation after it, has ended."""
-        self._write(beat=time.monotonic(), step=step)
+        self._limit = 0.0
 
     def watch(self, limit: float) -> None:
         """Let the rank count as hanging after `limit` seconds without a beat; 0: never."""
-        self._write(beat=time.monotonic(), limit=limit)
+        self._limit = limit
+        self._write(limit=limit)
+
+    def begin(self, stage: str, at_least: float = 0.0) -> None:
+        """Note that a stage begins, such as "listing the data"; `at_least` raises a lower limit for it."""
+        self._write(stage=stage.encode(), limit=max(self._limit, at_least))
+
+    def beat(self, step: int | None = None) -> None:
+        """Note that a step, or a batch of the evaluation after it, has ended; None: a part of a stage."""
+        self._write(**({} if step is None else {"step": step, "stage": b"", "limit": self._limit}))
 
     def waits(self, waits: bool) -> None:
         """Note whether this rank waits for others in a collective."""
-        self._write(waits=waits)
+        self._write(waits=waits, beats=self._progress.beats)
 
     def read(self) -> Progress:
         """Return what was noted last."""
         return Progress(*_FORMAT.unpack_from(self._memory))
 
     def _write(self, **changes: Any) -> None:
-        self._progress = self._progress._replace(**changes)
+        self._progress = self._progress._replace(**{"beats": self._progress.beats + 1, **changes})
         _FORMAT.pack_into(self._memory, 0, *self._progress)
 
 
 class Watch:
-    """Watches one rank."""
+    """Watches one rank.
+
+    Watchdogs meet in a folder: that of a rank that hangs reports whether it waits for others, and that of a
+    rank at work answers. The first to see that no rank can go on decides for all.
+    """
 
     def __init__(self, *, rank: int, host: str, pid: int, stacks: int, elastic: bool) -> None:
-        self._rank, self._pid, self._stacks, self._elastic = rank, pid, stacks, elastic
-        self._own_name = f"rank {rank} on {host}"
-        self._hosts: list[str] = []  # of all ranks, once they are connected
-        self._folder = Path()
-        self._reported = 0.0  # when the report of this rank was written
-        self._count, self._changed = 0, 0.0  # reports of all ranks, and when this last changed
+        self._host, self._pid, self._stacks, self._elastic = host, pid, stacks, elastic
+        # Seconds in which this process ran: when a job that was suspended wakes, they have not passed.
+        self._now, self._polled = 0.0, time.monotonic()
         self._stopped, self._said = 0.0, False  # seconds for which the rank is stopped
+        self._beats, self._beaten = -1, 0.0  # the last beat, and when it was seen
+        self.begin(rank=rank, hosts=[], folder="")
 
     def begin(self, *, rank: int, hosts: list[str], folder: str) -> None:
-        """Watch the steps of these ranks from now on."""
+        """Watch these ranks from now on; without hosts, the connection to them."""
         self._rank, self._hosts, self._folder = rank, hosts, Path(folder)
-        self._own_name, self._reported = self._name(rank), 0.0
+        self._own_name = f"rank {rank} on {self._host}"
+        self._state = ""  # that this rank has reported since it hangs
+        self._report, self._count = Path(), 0  # of this rank, and how many there were
+        self._seen: dict[Path, float] = {}  # reports of all ranks, and when each was seen first
+        self._next_look = 0.0
 
     def check(self, progress: Progress) -> bool:
-        """Report a rank that hangs; kill it and return True when the others have reported."""
+        """Report a rank that hangs; kill it and return True when no rank can go on."""
+        polled, self._polled = self._polled, time.monotonic()
+        self._now += min(self._polled - polled, 2 * _POLL_SECONDS)
         if self._is_stopped_for_good():
             return self._kill()
-        now, since = time.monotonic(), time.monotonic() - progress.beat
-        if not progress.limit or since < progress.limit:
-            if self._reported:  # it goes on
-                self._file("json").unlink(missing_ok=True)
-                self._reported = 0.0
+        if progress.beats != self._beats:
+            self._beats, self._beaten = progress.beats, self._now
+        silent = self._now - self._beaten
+        if not progress.limit or silent < progress.limit:
+            self._answer(progress)
             return False
         if not self._hosts:
-            doing = self._state() or "does not connect, or waits for one that does not"
+            doing = self._stopped_state() or "does not connect, or waits for one that does not"
             self._say(f"error: {self._own_name} {doing}, for {progress.limit:g} s (--hang-timeout).")
             return self._kill()
-        if not self._reported:
-            self._reported = now
-            self._report(progress)
-        reports = self._reports()
-        if len(reports) != self._count:
-            self._count, self._changed = len(reports), now
-        # The same for all ranks, so that none is killed before the message is out.
-        quiet = now - max(self._reported, self._changed)
-        culprits = [rank for rank, report in reports.items() if report["state"] != _WAITS]
-        # Ranks that have not reported may be at work, on a batch of the evaluation that takes them longer.
-        is_complete = len(reports) == len(self._hosts) or since > 2 * progress.limit
-        enough = _MISSING_SECONDS if culprits else math.inf
-        if quiet < (_REPORT_SECONDS if is_complete else enough):
+        if not self._state:
+            self._report_hang(progress)
+        reports = self._decide(progress, silent) if self._now >= self._next_look else None
+        if reports is None:
             return False
-        if self._rank == min(reports, default=self._rank):
-            self._say(self._message(progress.limit, reports))
         time.sleep(_MESSAGE_SECONDS)
-        if self._elastic and culprits and self._rank not in culprits:
-            self._reported = math.inf  # it goes on without them, and has nothing more to report
+        if self._elastic and self._state == _WAITS and any(state == _HANGS for state, _ in reports.values()):
+            self._next_look = float("inf")  # it goes on without them
             return False
         return self._kill()
 
@@ -130,7 +144,7 @@ class Watch:
 
     def _is_stopped_for_good(self) -> bool:
         """Say that the rank is stopped by a signal; return True if an elastic job has given it up."""
-        self._stopped = self._stopped + _POLL_SECONDS if self._state() == _STOPPED else 0.0
+        self._stopped = self._stopped + _POLL_SECONDS if self._stopped_state() == _STOPPED else 0.0
         if self._elastic and self._stopped >= _GLOO_TIMEOUT_SECONDS:
             self._say(
                 f"{self._own_name} was stopped by a signal for {self._stopped:g} s. The others go on without "
@@ -143,44 +157,109 @@ class Watch:
             self._say(f"{self._own_name} is stopped by a signal, and other ranks wait for it: {remedy}.")
         return False
 
-    def _report(self, progress: Progress) -> None:
-        """Write where this rank is, and the stacks of its threads."""
-        state = self._state() or (_WAITS if progress.waits else _WORKS)
-        stacks = state.encode() if state == _STOPPED else self._dump()
-        partial = self._folder / f".{self._file('json').name}"
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._file("txt").write_bytes(stacks)
-            partial.write_text(json.dumps({"rank": self._rank, "step": progress.step, "state": state}))
-            partial.replace(self._file("json"))
-        except OSError as error:
-            self._say(f"{self._own_name} {state}. Its stacks cannot be saved: {error.strerror}.")
+    def end_without_folder(self, memory: Heartbeat) -> None:
+        """End a rank that hangs while `check` does too, in a folder whose file server does not answer."""
+        before, polls = (0, 0.0), 0
+        while polls < memory.read().limit + _FOLDER_SECONDS:
+            time.sleep(_POLL_SECONDS)
+            now = (memory.read().beats, self._polled)
+            before, polls = now, polls + 1 if now == before and memory.read().limit else 0
+        self._say(f"error: {self._own_name} hangs {memory.read().doing}, and {self._folder} does not answer.")
+        self._kill()
+        os._exit(1)
 
-    def _message(self, limit: float, reports: dict[int, dict[str, Any]]) -> str:
+    def _answer(self, progress: Progress) -> None:
+        """Let ranks that wait know, if there are any, that this one is at work."""
+        if self._hosts and progress.limit and (self._state or self._now >= self._next_look):
+            self._state, self._next_look = "", self._now + progress.limit / _LOOKS_PER_LIMIT
+            others = [state for rank, (state, _) in self._look().items() if rank != self._rank]
+            self._write_report(_WORKS if {_WAITS, _HANGS}.intersection(others) else "", progress.doing)
+
+    def _report_hang(self, progress: Progress) -> None:
+        """Write where this rank is, and the stacks of its threads."""
+        # Ranks look in turn: at 1,000 of them, each would read 1,000 names at the same time.
+        stopped, self._next_look = self._stopped_state(), self._now + self._rank / _LOOKS_PER_SECOND
+        self._state = _WAITS if progress.waits and not stopped else _HANGS
+        self._write_report(self._state, f"{stopped or 'computes or reads data'}, {progress.doing}")
+        stacks = stopped.encode() if stopped == _STOPPED else self._dump()
+        with contextlib.suppress(OSError):
+            (self._folder / f"rank_{self._rank}.txt").write_bytes(stacks)
+
+    def _write_report(self, state: str, doing: str) -> None:
+        """Replace the report of this rank; there is none without a state."""
+        earlier, self._report = self._report, Path()
+        try:
+            if state:
+                self._count += 1
+                self._report = self._folder / f"rank_{self._rank}.{state}.{self._count}"
+                self._folder.mkdir(parents=True, exist_ok=True)
+                partial = self._folder / f".{self._report.name}"
+                partial.write_text(doing)
+                partial.replace(self._report)
+            if earlier.name:
+                earlier.unlink(missing_ok=True)
+        except OSError as error:
+            self._say(f"{self._own_name} {doing}. Its stacks cannot be saved: {error.strerror}.")
+
+    def _look(self, limit: float = float("inf")) -> dict[int, tuple[str, Path]]:
+        """Return each rank's state and report; an answer that is older than the limit is none."""
+        found = self._folder.glob("rank_*.*.*")
+        self._seen = {report: self._seen.get(report, self._now) for report in found}
+        names = {report: report.name.removeprefix("rank_").split(".") for report in self._seen}
+        return {
+            int(rank): (state, report)
+            for report, (rank, state, _) in names.items()
+            if state != _WORKS or self._now - self._seen[report] < limit
+        }
+
+    def _decide(self, progress: Progress, silent: float) -> dict[int, tuple[str, Path]] | None:
+        """Return the reports, if by them no rank can go on; the first watchdog to find so says why."""
+        self._next_look = self._now + max(_POLL_SECONDS, len(self._hosts) / _LOOKS_PER_SECOND)
+        reports = self._look(progress.limit)
+        of_hang = [self._seen[report] for state, report in reports.values() if state != _WORKS]
+        # Ranks that have not reported may be at work, on a batch of the evaluation that takes them longer.
+        is_complete = len(of_hang) == len(self._hosts)
+        is_late = len(of_hang) == len(reports) and silent > 2 * progress.limit
+        is_clear = any(state == _HANGS for state, _ in reports.values())
+        is_clear = is_clear and self._now - max(of_hang) >= _MISSING_SECONDS
+        decided = self._folder / "decided"
+        if not (is_complete or is_late or is_clear or decided.exists()):
+            return None
+        try:
+            decided.touch(exist_ok=False)
+        except FileExistsError:
+            return reports
+        except OSError:  # the folder cannot be written: each says it
+            pass
+        self._say(self._message(progress, reports))
+        return reports
+
+    def _message(self, progress: Progress, reports: dict[int, tuple[str, Path]]) -> str:
         """Name the ranks that the others wait for."""
-        missing = [rank for rank in range(len(self._hosts)) if rank not in reports]
-        names = [f"{self._name(rank)} gives no report: has its host failed?" for rank in missing]
-        waiting = 0
-        for rank, report in reports.items():
-            if report["state"] == _WAITS:
-                waiting += 1
-            else:
-                names.append(f"{self._name(rank)} {report['state']}, after step {report['step']}")
-        ended = "the run goes on without these ranks" if self._elastic and names else "this run is ended"
-        resume = "" if self._elastic and names else " Resume with --resume auto."
+        names = []
+        for rank, host in enumerate(self._hosts):
+            state, report = reports.get(rank, ("", Path()))
+            if state == _HANGS:
+                with contextlib.suppress(OSError):  # it goes on
+                    names.append(f"rank {rank} on {host} {report.read_text()}")
+            elif not state:
+                names.append(f"rank {rank} on {host} gives no report: has its host failed?")
+        states = [state for state, _ in reports.values()]
+        goes_on = self._elastic and _HANGS in states
+        ended = "the run goes on without these ranks" if goes_on else "this run is ended"
+        resume = "" if goes_on else " Resume with --resume auto."
         return (
-            f"error: no step has ended for {limit:g} s (--hang-timeout), so {ended}: "
-            f"{'; '.join(names) or 'all ranks wait'}; {waiting} of {len(self._hosts)} ranks wait for others. "
-            f"Their stacks are in {self._folder}.{resume}"
+            f"error: no step has ended for {progress.limit:g} s (--hang-timeout), so {ended}: "
+            f"{'; '.join(names) or f'all ranks wait, {progress.doing}'}; {states.count(_WAITS)} of "
+            f"{len(self._hosts)} ranks wait for others. Their stacks are in {self._folder}.{resume}"
         )
 
-    def _state(self) -> str:
+    def _stopped_state(self) -> str:
         """Return why the rank does not run, if the kernel says so."""
-        try:
+        with contextlib.suppress(OSError):
             stat = Path(f"/proc/{self._pid}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            return ""
-        return _STATES.get(stat.rpartition(") ")[2][:1], "")
+            return _STATES.get(stat.rpartition(") ")[2][:1], "")
+        return ""
 
     def _dump(self) -> bytes:
         """Return the stacks of the rank's threads, which it writes itself."""
@@ -192,28 +271,17 @@ class Watch:
         time.sleep(0.1)  # until they are complete
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0)
 
-    def _reports(self) -> dict[int, dict[str, Any]]:
-        try:
-            found = [json.loads(path.read_text()) for path in sorted(self._folder.glob("rank_*.json"))]
-        except (OSError, ValueError):
-            return {}
-        return {report["rank"]: report for report in found}
-
-    def _file(self, kind: str) -> Path:
-        return self._folder / f"rank_{self._rank}.{kind}"
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} on {self._hosts[rank]}"
-
     @staticmethod
     def _say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # the launcher may have ended, and must not keep this from killing
+            print(text, file=sys.stderr, flush=True)
 
 
 def main(pid: int, told: int, heartbeat: int, **watched: Any) -> None:
     """Watch the rank until it ends: then nobody holds the other end of the pipe `told`."""
     memory, watch = Heartbeat(heartbeat), Watch(pid=pid, **watched)
-    with os.fdopen(told) as lines:
+    threading.Thread(target=watch.end_without_folder, args=(memory,), daemon=True).start()
+    with os.fdopen(told, "rb", buffering=0) as lines:  # `select` does not see what a buffer holds
         while os.getppid() == pid:
             if select.select([lines], [], [], _POLL_SECONDS)[0]:
                 line = lines.readline()

@@ -81,10 +81,10 @@ def _open_rendezvous(root: Path, address: str, port: int) -> Iterator[Finding]:
     if _is_of_this_host(address) and listens_everywhere(root, port):
         yield warning(
             "rendezvous",
-            f"horovodrun's server at {address}:{port} listens on all interfaces, without authentication: who "
-            "reaches it can read and change the addresses that ranks connect to",
-            "Close the hosts' ports to other networks with a firewall, use hosts whose only interfaces are "
-            "private, or start with mpirun.",
+            f"horovodrun's server at {address}:{port} listens on all interfaces, without authentication; it, "
+            "and ranks that connect through gloo, unpickle what they are sent: who reaches them can run code",
+            "Use a trusted network only: set NETWORK_INTERFACE in jobs/env.sh, or HOROVOD_GLOO_IFACE, to a "
+            "private interface, and close the hosts' ports to other networks; or start with mpirun.",
         )
 
 

@@ -3,20 +3,22 @@
 The engine calls the same points on all ranks, so a callback may use collectives. It may not wait for the
 device at every step: that would stop the device from computing ahead.
 
-Invariant: an error in a callback is not exchanged where it occurs, which would cost a collective at every
-step. It asks all ranks to stop, and is raised on all of them when they have saved and stopped.
+Invariant: an error in a callback is printed where it occurs. It is not exchanged there, which would cost a
+collective at every step: it asks all ranks to stop, and is raised on all of them when they have saved and
+stopped. Until then all callbacks go on being called.
 """
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partialmethod
+from typing import TYPE_CHECKING, Any
 
 from horovod_volo.cluster.collectives import RankLostError
 from horovod_volo.cluster.elastic import HostsChangedError
-from horovod_volo.cluster.world import World
-from horovod_volo.core.errors import UserError
+from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.core.errors import UserError, print_error
 from horovod_volo.plugins import callbacks_of_plugins
 
 if TYPE_CHECKING:
@@ -60,62 +62,39 @@ class StartAndEnd(Callback):
 
 
 class Callbacks:
-    """The callbacks of a run on one rank. After the first error of one, none is called any more.
+    """The callbacks of a run on one rank. One that failed is called too: other ranks may wait for it."""
 
-    Those of the engine, `built_in`, are called all the same: they call collectives.
-    """
-
-    def __init__(
-        self,
-        callbacks: Sequence[Callback] = (),
-        stop: StopRequest | None = None,
-        built_in: Sequence[Callback] = (),
-    ) -> None:
-        self._callbacks, self._stop, self._built_in = callbacks, stop, built_in
+    def __init__(self, callbacks: Sequence[Callback] = (), stop: StopRequest | None = None) -> None:
+        self._callbacks, self._stop = callbacks, stop
         self._failed: UserError | None = None
 
-    def started(self, run: TrainContext) -> None:
-        """Call this point of each callback."""
-        self._call("started", lambda each: each.started(run))
-
-    def step_done(self, run: TrainContext) -> None:
-        """Call this point of each callback."""
-        self._call("step_done", lambda each: each.step_done(run))
-
-    def logged(self, run: TrainContext, values: Values) -> None:
-        """Call this point of each callback."""
-        self._call("logged", lambda each: each.logged(run, values))
-
-    def evaluated(self, run: TrainContext, metrics: Metrics) -> None:
-        """Call this point of each callback."""
-        self._call("evaluated", lambda each: each.evaluated(run, metrics))
-
-    def ended(self, run: TrainContext, *, finished: bool) -> None:
-        """Call this point of each callback."""
-        self._call("ended", lambda each: each.ended(run, finished=finished))
-
-    def raise_on_all_ranks(self, world: World) -> None:
-        """Raise the error of a callback on any rank on every rank. Collective: every rank calls this."""
+    def raise_on_all_ranks(self, run: TrainContext) -> None:
+        """Log the error of a callback on any rank, and raise it on every rank. Collective."""
         try:
-            world.raise_on_all_ranks(self._failed)
+            run.world.raise_on_all_ranks(self._failed)
         except UserError as error:
+            run.log(f"error: {error}")
             # On the rank of the callback, the traceback shows where it failed.
             raise error from (None if self._failed is None else self._failed.__cause__)
 
-    def _call(self, point: str, call: Callable[[Callback], object]) -> None:
-        for callback in self._built_in:
-            call(callback)
+    def _call(self, point: str, run: TrainContext, *values: Any, **facts: Any) -> None:
         for callback in self._callbacks:
-            if self._failed is not None:
-                return
             try:
-                call(callback)
+                getattr(callback, point)(run, *values, **facts)
             except (RankLostError, HostsChangedError):
                 raise
             except Exception as error:  # a callback may raise anything
-                self._failed = _failure(f"The callback {type(callback).__name__}", point, error)
+                if self._failed is None:
+                    self._failed = _failure(f"The callback {type(callback).__name__}", point, error)
+                    print_error(f"error on rank {read_launch_env().rank}: {self._failed}")
+                    traceback.print_exception(error)
                 if self._stop is not None:
                     self._stop.received = True
+
+    # Each calls its point of all callbacks.
+    started, ended = partialmethod(_call, "started"), partialmethod(_call, "ended")
+    step_done, logged = partialmethod(_call, "step_done"), partialmethod(_call, "logged")
+    evaluated = partialmethod(_call, "evaluated")
 
 
 def build_plugin_callbacks(modules: str) -> list[Callback]:

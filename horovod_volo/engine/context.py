@@ -149,13 +149,21 @@ def build_context(
         parts=parts,
         meter=LossMeter(parts.loss_names, resources.device, lambda: loader.waited_seconds),
         timer=StepTimer(resources.device),
-        clip=_build_clip(config, state, task.heads(config)),
+        clip=build_clip(
+            config.update.clip_mode,
+            config.update.clip_grad,
+            state.reducer.local_parameters,
+            flat_gradients=state.reducer.local_gradients,
+            heads=task.heads(config),
+            global_grad_norm=state.reducer.global_grad_norm,
+        ),
         gradient_norm=partial(gradient_norm, state.reducer.local_gradients, state.reducer.global_grad_norm),
         lr=build_schedule(config, derived),
         stop=stop,
         logger=logger,
         ledger=_build_ledger(config, world, data, derived, parts.classes),
         skipped=SkippedSteps(state.scaler),
+        heartbeat=world.collectives.heartbeat,
     )
 
 
@@ -175,17 +183,6 @@ def _build_ledger(
     if classes is not None and world.is_rank_zero:
         write_classes(run_folder(config), classes)
     return Ledger(run_folder(config) / LEDGER if world.is_rank_zero else None, start)
-
-
-def _build_clip(config: Config, state: TrainState, heads: tuple[str, ...]) -> Clip:
-    return build_clip(
-        config.update.clip_mode,
-        config.update.clip_grad,
-        state.reducer.local_parameters,
-        flat_gradients=state.reducer.local_gradients,
-        heads=heads,
-        global_grad_norm=state.reducer.global_grad_norm,
-    )
 
 
 def build_schedule(config: Config, derived: Derived) -> Callable[[int], float]:

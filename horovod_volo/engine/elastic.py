@@ -11,6 +11,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -113,7 +114,7 @@ def train_elastic(
     """Run `work` with the ranks that there are, as often as these change; return the exit status."""
     elastic = ElasticRun(ElasticJob())
     while True:
-        watchdog.pause()  # the driver waits for other hosts as long as it has been told to
+        watchdog.heartbeat.watch(0.0)  # the driver waits for other hosts as long as it has been told to
         try:
             elastic.job.join()
         except RemovedError:
@@ -124,6 +125,7 @@ def train_elastic(
         except DriverLostError as error:
             print_error(f"rank {read_launch_env().rank} stops: {error}")
             return FAILED
+        watchdog.watch_ranks(read_launch_env().rank, [], Path())
         status = run_on_ranks(lambda world: _work(work, world, elastic), bound, by_flag(config), elastic=True)
         if status != LOST:
             return status

@@ -57,7 +57,7 @@ def train_epochs(context: TrainContext) -> bool:
         if context.state.step == context.derived.total_steps or stops_early(context):
             finish_checkpoint(context)
             return True
-        if evaluated and asked_to_stop(context):
+        if evaluated and context.world.sum_over_ranks(context.stop.received) != [0]:  # of any rank
             return False
         finished = train_epoch(context)
         save_checkpoint(context)
@@ -115,12 +115,6 @@ def evaluate(context: TrainContext) -> Metrics:
     start_training(context.state.model)
     context.logger.evaluating(total, total)
     return metrics
-
-
-def asked_to_stop(context: TrainContext) -> bool:
-    """Return whether any rank was asked to stop. Collective: every rank calls this."""
-    (asked,) = context.world.sum_over_ranks(context.stop.received)
-    return asked > 0
 
 
 def evaluation_due(context: TrainContext) -> bool:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 
@@ -31,6 +32,7 @@ from horovod_volo.engine.banner import batch_warnings, format_banner
 from horovod_volo.engine.callbacks import Callback, Callbacks, build_plugin_callbacks
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
+from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.context import TrainContext, build_context, run_folder
 from horovod_volo.engine.elastic import ElasticRun
 from horovod_volo.engine.interrupts import StopRequest
@@ -42,6 +44,7 @@ from horovod_volo.engine.run_texts import describe_run
 from horovod_volo.engine.state import build_state
 from horovod_volo.models.compiled import check_compiler, compile_blocks
 from horovod_volo.models.precision import precision_warnings
+from horovod_volo.models.weights import TIMM
 from horovod_volo.monitor.further_loggers import check_packages
 from horovod_volo.monitor.hardware import peak_flops
 from horovod_volo.monitor.logger import Logger, NullLogger
@@ -54,6 +57,9 @@ from horovod_volo.monitor.training_progress import RunLength
 from horovod_volo.plugins import check_names, load_plugins
 from horovod_volo.tasks.names import find_task
 from horovod_volo.tasks.task import Task
+
+_DOWNLOAD_SECONDS = 1800.0  # of weights that timm publishes
+_LOCK_SECONDS = 120.0  # the lock of another host is watched for a while
 
 
 def run(
@@ -69,26 +75,30 @@ def run(
 
     `task` takes the place of the one that the settings name.
     """
-    watchdog.pause()
+    hosts = _watch_ranks(config, world, watchdog)
+    begin_stage = watchdog.heartbeat.begin
     context, warnings = setup(config, world, stop, elastic, task)
     profiled = [StepProfiler(parse_steps(config.run.profile))] if config.run.profile else []
     try:
+        begin_stage("starting callbacks and loggers")
+        context.stragglers = StragglerFinder(hosts) if world.is_rank_zero and world.size > 1 else None
         of_plugins = world.run_on_all_ranks(partial(build_plugin_callbacks, config.run.plugin))
-        context.callbacks = Callbacks([*callbacks, *of_plugins], stop, profiled)
-        hosts = log_start(context, warnings, elastic)
-        _watch_steps(context, watchdog, hosts)
+        context.callbacks = Callbacks([*profiled, *callbacks, *of_plugins], stop)
+        log_start(context, hosts, warnings, elastic)
         if elastic is not None:
+            context.hosts_changed = lambda: elastic.job.hosts_changed
             elastic.forget()  # not before: a rank may be lost while the run is set up
         context.callbacks.started(context)
-        context.callbacks.raise_on_all_ranks(world)
+        context.callbacks.raise_on_all_ranks(context)
         before = world.run_on_rank_zero(lambda: progress_so_far(context.folder / METRICS))
         context.skipped.total, context.clock = before.skipped_steps, TrainingClock(before.hours)
+        context.heartbeat.beat(context.state.step)
         finished = fit(context)
-        context.callbacks.raise_on_all_ranks(world)
+        context.callbacks.raise_on_all_ranks(context)
         if finished:
             context.logger.finish(context.state.step)
         context.callbacks.ended(context, finished=finished)
-        context.callbacks.raise_on_all_ranks(world)
+        context.callbacks.raise_on_all_ranks(context)
         context.logger.log(end_message(context, finished))
         return finished
     except (RankLostError, HostsChangedError):
@@ -96,18 +106,19 @@ def run(
             elastic.keep(context)
         raise
     finally:
-        world.collectives.heartbeat = None
-        watchdog.pause()
+        begin_stage("closing its files", LONGEST_WRITE_SECONDS)
         for profiler in profiled:
             profiler.close()
         context.close()
 
 
-def _watch_steps(context: TrainContext, watchdog: Watchdog, hosts: list[str]) -> None:
-    """Let the watchdog end the run if a step does not. Collective: every rank calls this."""
-    context.heartbeat = context.world.collectives.heartbeat = watchdog.heartbeat
-    name = context.world.broadcast_object(f"{hosts[0]}-{os.getpid()}-{context.state.step}")
-    watchdog.watch_steps(context.world.rank, hosts, context.folder / "hang" / name)
+def _watch_ranks(config: Config, world: World, watchdog: Watchdog) -> list[str]:
+    """Let the watchdog end the run if a stage or a step does not; return the ranks' hosts. Collective."""
+    world.collectives.heartbeat = watchdog.heartbeat
+    hosts = world.hosts()
+    name = world.broadcast_object(f"{hosts[0]}-{os.getpid()}-{uuid4().hex[:8]}")  # elastic ranks: each time
+    watchdog.watch_ranks(world.rank, hosts, run_folder(config) / "hang" / name)
+    return hosts
 
 
 def setup(
@@ -118,22 +129,24 @@ def setup(
     task: Task | None = None,
 ) -> tuple[TrainContext, list[str]]:
     """Check the settings and build the run; return it with warnings. Collective: every rank calls this."""
+    begin_stage = world.collectives.heartbeat.begin
+    begin_stage("importing plugins")
     newest = elastic.find_newest(world) if elastic is not None else None
     resources = rank_resources(world)
     world.run_on_all_ranks(partial(load_plugins, config.run.plugin))
-    if task is None:
-        world.run_on_all_ranks(partial(_check_data_folder, config))
-        task = find_task(config.model.task)
+    task = task or world.run_on_all_ranks(partial(_task_of, config))
     as_given = config = world.run_on_all_ranks(partial(task.fit_to_model, config))
     config = world.run_on_all_ranks(partial(resolve, config, world.size))
-    world.run_on_all_ranks(partial(_check_horovod_files, config))
     world.run_on_all_ranks(partial(_check, config, task))
+    begin_stage("listing the data")
     data = task.read(config, world)
     if config.is_open:
         chosen = task.choose(as_given, len(data.train), world.size, resources.device)
         config = resolve(world.broadcast_object(chosen), world.size)  # GPUs of ranks may differ
     derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=len(data.train)))
+    begin_stage("looking for a checkpoint")
     checkpoint = None if newest else checkpoint_to_resume(config, world, task, data.train)
+    begin_stage("building the network", _DOWNLOAD_SECONDS if config.model.finetune.startswith(TIMM) else 0.0)
     state, state_warnings = world.run_on_all_ranks(
         lambda: build_state(
             config,
@@ -146,33 +159,46 @@ def setup(
     )
     if config.model.compile:
         world.run_on_all_ranks(partial(compile_blocks, state.model))
+    begin_stage("loading the state and copying it to all ranks")
     if newest and elastic is not None:
         elastic.take_over(state, world)
     else:
         state_warnings += restore_state(state, checkpoint, world)
+    begin_stage("opening the run folder", _LOCK_SECONDS)
     job = elastic.job.name if elastic is not None else ""
-    opened = partial(_open_run_folder, config, world, state.step, derived, job)
-    logger, lock = world.run_on_all_ranks(opened)
-    with _released_after_error(logger, lock):
+    logger, lock = world.run_on_all_ranks(partial(_open_run_folder, config, world, state.step, derived, job))
+    begin_stage("starting to read data")
+    with ExitStack() as after_error:  # a notebook may train into the folder when the mistake is corrected
+        if lock is not None:
+            after_error.callback(lock.close)
+        after_error.callback(logger.close)
         context = build_context(config, world, task, data, resources, state, logger, stop)
+        after_error.pop_all()
     context.lock = lock
     if checkpoint and checkpoint.resolve().parent == (context.folder / CHECKPOINTS).resolve():
         context.checkpoints.step = state.step  # it need not be saved again
-    if elastic is not None:
-        context.hosts_changed = lambda: elastic.job.hosts_changed
-    hosts = world.hosts()
-    context.stragglers = StragglerFinder(hosts) if world.is_rank_zero and world.size > 1 else None
-    facts = RunFacts(world.size, resources.device.type, state.step, derived.total_steps)
-    warnings = [
-        *config_warnings(config, facts),
-        *task.warnings(config, data),
-        *batch_warnings(config, derived, len(data.train)),
-        *precision_warnings(config.model.precision, resources.device),
+    return context, [*_warnings(context), *state_warnings]
+
+
+def _warnings(context: TrainContext) -> list[str]:
+    config, derived, device = context.config, context.derived, context.resources.device
+    return [
+        *config_warnings(
+            config, RunFacts(context.world.size, device.type, context.state.step, derived.total_steps)
+        ),
+        *context.task.warnings(config, context.data),
+        *batch_warnings(config, derived, len(context.data.train)),
+        *precision_warnings(config.model.precision, device),
     ]
-    return context, warnings + state_warnings
 
 
-def _check_horovod_files(config: Config) -> None:
+def _task_of(config: Config) -> Task:
+    if not config.data.data_dir:
+        raise UserError("The data folder is missing: python -m horovod_volo.train DATA_DIR ...")
+    return find_task(config.model.task)
+
+
+def _check(config: Config, task: Task) -> None:
     for flag, file in (
         ("autotune", config.launch.horovod_autotune),
         ("timeline", config.launch.horovod_timeline),
@@ -181,14 +207,6 @@ def _check_horovod_files(config: Config) -> None:
             raise UserError(
                 f"--horovod-{flag} {file}: the folder {Path(file).parent} does not exist. Create it first."
             )
-
-
-def _check_data_folder(config: Config) -> None:
-    if not config.data.data_dir:
-        raise UserError("The data folder is missing: python -m horovod_volo.train DATA_DIR ...")
-
-
-def _check(config: Config, task: Task) -> None:
     task.check(config)
     check_names(config)
     if config.run.profile:
@@ -216,21 +234,11 @@ def _open_run_folder(
         ) from None
 
 
-@contextmanager
-def _released_after_error(logger: Logger, lock: RunLock | None) -> Iterator[None]:
-    """Release the run folder after an error: a notebook may train into it when the mistake is corrected."""
-    try:
-        yield
-    except BaseException:
-        logger.close()
-        if lock is not None:
-            lock.close()
-        raise
-
-
-def log_start(context: TrainContext, warnings: list[str], elastic: ElasticRun | None = None) -> list[str]:
-    """Log the banner, write `resolved.toml` and `environment.json`; return the ranks' hosts. Collective."""
-    hosts, bindings = context.world.hosts(), context.world.allgather_object(str(context.resources))
+def log_start(
+    context: TrainContext, hosts: list[str], warnings: list[str], elastic: ElasticRun | None = None
+) -> None:
+    """Log the banner, write `resolved.toml` and `environment.json`. Collective: every rank calls this."""
+    bindings = context.world.allgather_object(str(context.resources))
     warnings_of_ranks = context.world.allgather_object(context.world.binding.warnings)
     binding_warnings = dict.fromkeys(text for texts in warnings_of_ranks for text in texts)  # each once
     if elastic is not None and elastic.formed:
@@ -243,7 +251,6 @@ def log_start(context: TrainContext, warnings: list[str], elastic: ElasticRun | 
     context.logger.write_file("resolved.toml", dump(context.config))
     environment = collect_environment() | {"hosts": hosts, "bindings": bindings}
     context.logger.write_file("environment.json", json.dumps(environment, indent=2))
-    return hosts
 
 
 def _count_operations(context: TrainContext) -> None:

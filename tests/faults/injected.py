@@ -99,7 +99,9 @@ def _unread(self: Catalog, index: int) -> Any:
     return _read(self, index)
 
 
-if _fault in ("slow", "unread"):
+if _fault == "import" and read_launch_env().rank == int(_rank):  # STEPS is of no account
+    time.sleep(600)
+elif _fault in ("slow", "unread"):
     Catalog.read = _slow if _fault == "slow" else _unread  # type: ignore[method-assign]
 else:
     TrainLoader.batches = _faulty  # type: ignore[method-assign]

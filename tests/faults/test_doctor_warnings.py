@@ -82,7 +82,10 @@ def test_a_server_on_one_interface_is_not_open(tmp_path: Path) -> None:
     ):
         file = "tcp6" if len(address) == 32 else "tcp"
         (tmp_path / "proc/net" / file).write_text(table.format(address, state))
-        assert len(check_exposure(variables, tmp_path, pid=1)) == warnings
+        found = check_exposure(variables, tmp_path, pid=1)
+        assert len(found) == warnings
+        assert all("unpickle what they are sent" in each.text for each in found)
+        assert all("a trusted network only: set NETWORK_INTERFACE" in each.remedy for each in found)
     elsewhere = variables | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "192.0.2.77"}
     assert check_exposure(elsewhere, tmp_path, pid=1) == []
 

@@ -33,12 +33,23 @@ def test_two_ranks_train_with_callbacks_and_data_sets(tmp_path: Path) -> None:
         assert rank["evaluated"]["top1"] == rank["first"]["top1"]
         assert rank["evaluated"]["images"] == 21
 
-        expected = "The callback FailsOnRank failed in step_done: KeyError: 'no such layer' ("
-        assert rank["message"].startswith(expected)
-        assert rank["message"].endswith("Correct it, or leave it out. (seen on rank 1 of 2)")
-        assert rank["saved"] == ["step_00000003"]  # the ranks agree on the stop in the next step
+        # Ranks agree on the stop in the next step, or in the evaluation that comes before it.
+        saved = {"started": [], "step_done": [3], "logged": [5], "evaluated": [5], "ended": [5, 10]}
+        assert rank["failures"].keys() == saved.keys()
+        for point, (message, cause, _, steps) in rank["failures"].items():
+            assert message.startswith(
+                f"The callback FailsOnRank failed in {point}: KeyError: 'no such layer' ("
+            )
+            assert message.endswith("Correct it, or leave it out. (seen on rank 1 of 2)")
+            assert steps == [f"step_{step:08}" for step in saved[point]]
+            assert cause == ("KeyError" if rank is ranks[1] else "NoneType")
+    for point in ranks[1]["failures"]:
+        (_, _, innocent, _), (_, _, guilty, _) = (rank["failures"][point] for rank in ranks)
+        assert innocent == ""
+        assert guilty.startswith(f"error on rank 1: The callback FailsOnRank failed in {point}: KeyError")
+        assert guilty.count("Traceback (most recent call last)") == guilty.count("in _fail") == 1
+        assert "KeyError" in (out / point / "log.txt").read_text()
     local = build_catalog(str(tmp_path / "shards"), "train", None)
     expected_shards = [hashlib.sha256(local.read(index)).hexdigest() for index in range(len(local))]
     assert [rank["digest"] for rank in ranks] == [local.digest] * 2
     assert [text for _, text in sorted(pair for rank in ranks for pair in rank["shards"])] == expected_shards
-    assert [rank["cause"] for rank in ranks] == ["NoneType", "KeyError"]

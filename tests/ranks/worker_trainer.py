@@ -1,6 +1,8 @@
 """Train through the Python interface on this rank: callbacks, one of which fails, and a data set."""
 
+import contextlib
 import hashlib
+import io
 import sys
 from pathlib import Path
 
@@ -38,14 +40,65 @@ class NotedPoints(Callback):
 
 
 class FailsOnRank(Callback):
-    """Fails after a step, on one rank alone."""
+    """Fails at one point of a step, on one rank alone."""
 
-    def __init__(self, rank: int, step: int) -> None:
-        self.rank, self.step = rank, step
+    def __init__(self, rank: int, step: int, point: str) -> None:
+        self.rank, self.step, self.point = rank, step, point
+
+    def _fail(self, run: TrainContext, point: str) -> None:
+        if (run.world.rank, run.step, point) == (self.rank, self.step, self.point):
+            raise KeyError("no such layer")
+
+    def started(self, run: TrainContext) -> None:
+        self._fail(run, "started")
 
     def step_done(self, run: TrainContext) -> None:
-        if (run.world.rank, run.step) == (self.rank, self.step):
-            raise KeyError("no such layer")
+        self._fail(run, "step_done")
+
+    def logged(self, run: TrainContext, values) -> None:
+        self._fail(run, "logged")
+
+    def evaluated(self, run: TrainContext, metrics) -> None:
+        self._fail(run, "evaluated")
+
+    def ended(self, run: TrainContext, *, finished: bool) -> None:
+        self._fail(run, "ended")
+
+
+class ExchangesAlways(Callback):
+    """Calls a collective at every point."""
+
+    def started(self, run: TrainContext) -> None:
+        assert run.world.allgather_object(run.step) == [run.step] * 2
+
+    def step_done(self, run: TrainContext) -> None:
+        self.started(run)
+
+    def logged(self, run: TrainContext, values) -> None:
+        self.started(run)
+
+    def evaluated(self, run: TrainContext, metrics) -> None:
+        self.started(run)
+
+    def ended(self, run: TrainContext, *, finished: bool) -> None:
+        self.started(run)
+
+
+def failures(out: Path, images: Path) -> dict[str, tuple[str, str, str, list[str]]]:
+    """Return the error, its cause, what was printed and what was saved, of a failure at each point."""
+    found = {}
+    for point, step in (("started", 0), ("step_done", 2), ("logged", 5), ("evaluated", 5), ("ended", 10)):
+        fails = [FailsOnRank(1, step, point), ExchangesAlways()]
+        trainer = Trainer(images, name=point, output=out, callbacks=fails, hang_timeout=20, **SETTINGS)
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                trainer.fit()
+        except UserError as error:
+            saved = sorted(path.name for path in (trainer.folder / "checkpoints").glob("step_*"))
+            cause = type(error.__cause__).__name__
+            found[point] = (str(error), cause, said.getvalue(), saved)
+    return found
 
 
 class EncodedImages:
@@ -74,18 +127,12 @@ def main() -> None:
         **SETTINGS,
     )
     second = given.fit()
-    failing = Trainer(images, name="failing", output=out, callbacks=[FailsOnRank(1, 2)], **SETTINGS)
     world = connect_once(given.config)
     cache = CacheSettings(str(out / "cache"), 1.0)
     catalog = shared_catalog(address, "train", out / "catalogs", world, cache=cache)
     own = range(world.rank, len(catalog), world.size)
     shards = [(index, hashlib.sha256(catalog.read(index)).hexdigest()) for index in own]
     catalog.close()
-    message, cause = "", ""
-    try:
-        failing.fit()
-    except UserError as error:
-        message, cause = str(error), type(error.__cause__).__name__
     torch.save(
         {
             "points": noted.points,
@@ -95,9 +142,7 @@ def main() -> None:
             "evaluated": given.evaluate(),
             "digest": catalog.digest,
             "shards": shards,
-            "message": message,
-            "cause": cause,
-            "saved": sorted(path.name for path in (failing.folder / "checkpoints").glob("step_*")),
+            "failures": failures(out, images),
         },
         out / f"rank_{world.rank}.pt",
     )

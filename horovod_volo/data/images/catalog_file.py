@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_volo.core import liveness
 from horovod_volo.data.images.open_files import read_at
 
 MAGIC = b"HVVCAT02"
@@ -104,6 +105,7 @@ class CatalogWriter:
 
     def add(self, rows: Rows) -> None:
         """Write the names of images; their records are written by `finish`."""
+        liveness.note_progress()
         names = [os.fsencode(name) for name in rows.names]
         records = np.zeros(len(names), dtype=RECORD_FIELDS)
         lengths = np.fromiter(map(len, names), dtype=np.int64, count=len(names))

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from horovod_volo.core import liveness
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.image_list import SampleSequence
@@ -173,6 +174,7 @@ def read_labels(samples: SampleSequence, source: str, progress: Callable[[int, i
             raise _failed(f"sample {number} of the {source}", error) from error
         labels.append(_label(target, number, source))
         progress(number + 1, count)
+        liveness.note_progress()
     return labels
 
 

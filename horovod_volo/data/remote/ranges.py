@@ -10,6 +10,7 @@ import threading
 import time
 from typing import NamedTuple, Protocol
 
+from horovod_volo.core import liveness
 from horovod_volo.core.errors import UserError
 
 ATTEMPTS = 8
@@ -89,10 +90,12 @@ class RemoteFile:
 
     def read_all(self) -> bytes:
         """Return the whole file."""
-        first = self.read(0, _PART_BYTES)
+        parts = [self.read(0, _PART_BYTES)]
         size, _ = self._facts()
-        rest = (self.read(start, _PART_BYTES) for start in range(_PART_BYTES, size, _PART_BYTES))
-        return b"".join([first, *rest])
+        for start in range(_PART_BYTES, size, _PART_BYTES):
+            liveness.note_progress()
+            parts.append(self.read(start, _PART_BYTES))
+        return b"".join(parts)
 
     def _facts(self) -> tuple[int, str]:
         """Return the size and the version of the file."""

@@ -30,7 +30,8 @@ from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.tasks.task import Metrics
 
 _EVALUATION = "evaluation.json"
-_BEAT_SECONDS, _LONGEST_WRITE_SECONDS = 5.0, 3600.0
+LONGEST_WRITE_SECONDS = 3600.0  # of a checkpoint, on a slow disk
+_BEAT_SECONDS = 5.0
 _AFTER_DIVERGENCE = "Lower --lr or lengthen --warmup-epochs, and resume from the last checkpoint."
 
 
@@ -65,7 +66,7 @@ def save_checkpoint(context: TrainContext) -> None:
 def finish_checkpoint(context: TrainContext) -> None:
     """Wait until the checkpoint is on disk; raise if it cannot be written. Collective."""
     # A slow disk is no hang, unless it takes very long.
-    limit = time.monotonic() + _LONGEST_WRITE_SECONDS
+    limit = time.monotonic() + LONGEST_WRITE_SECONDS
     with context.clock.saving():
         while context.world.broadcast_object(not context.checkpoints.done_within(_BEAT_SECONDS)):
             if time.monotonic() < limit:
