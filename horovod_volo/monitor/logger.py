@@ -44,8 +44,8 @@ class Logger(Protocol):
     def log_evaluation(self, step: int, values: Values) -> None:
         """Log the metrics of an evaluation."""
 
-    def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
-        """Log times of one rank to TensorBoard alone."""
+    def log_ranks(self, step: int, values: Mapping[str, float]) -> None:
+        """Log times of all ranks, by tag, to TensorBoard alone."""
 
     def log_text(self, step: int, name: str, markdown: str) -> None:
         """Log a text to TensorBoard alone."""
@@ -92,7 +92,7 @@ class NullLogger:
     def log_evaluation(self, step: int, values: Values) -> None:
         pass
 
-    def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
+    def log_ranks(self, step: int, values: Mapping[str, float]) -> None:
         pass
 
     def log_text(self, step: int, name: str, markdown: str) -> None:

@@ -94,8 +94,8 @@ class RunLogger:
         self._record(EVALUATION, step, values)
         self._append(self._other_axes, self._board.other_axes(values))
 
-    def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
-        self._append(self._events, self._board.rank_times(step, rank, host, values))
+    def log_ranks(self, step: int, values: Mapping[str, float]) -> None:
+        self._append(self._events, event_records.scalars(step, values))
 
     def log_text(self, step: int, name: str, markdown: str) -> None:
         self._append(self._events, event_records.text(step, name, markdown))
