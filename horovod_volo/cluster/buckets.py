@@ -46,7 +46,7 @@ class Bucket:
         """Return the view for a parameter in a flat tensor with this bucket's layout."""
         parameter = self.parameters[name]
         # With the parameter's strides: channels-last weights keep channels-last gradients.
-        return flat.as_strided(parameter.size(), parameter.stride(), self.offsets[name])
+        return flat[self.offsets[name] :].as_strided(parameter.size(), parameter.stride())
 
     def register_grad_ready_hook(self, hook: Callable[[Tensor], None]) -> None:
         """Call a method with a parameter whenever backward has accumulated the parameter's gradient.

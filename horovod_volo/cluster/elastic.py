@@ -25,7 +25,13 @@ _ADDRESS, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
 _RANKS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 _QUESTION = "/rank_and_size/"
 _POLL_SECONDS = 0.05
+# Of all ranks together while they wait for each other; the driver's server answers 1,000 to 2,400.
+_REQUESTS_PER_SECOND = 400
 _CONNECT_SECONDS = 30.0
+# What a server with too many connections does with others before it reads a request, and how often that
+# request is sent again: after pauses that double, 26 s in all.
+_RETRIES = 9
+_OVERRUN = (ConnectionRefusedError, ConnectionResetError, BrokenPipeError)
 # The driver waits for hosts for HOROVOD_ELASTIC_TIMEOUT. It waits for ever for a process that neither asks
 # nor ends: one that it does not start again, because its host came back while there were less than --min-np.
 _ANSWER_SECONDS = 60.0 + float(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", 600))
@@ -68,7 +74,8 @@ class ElasticJob:
         self.name = f"{os.environ[_ADDRESS]}:{os.environ[_PORT]}"
         self._driver = (os.environ[_ADDRESS], int(os.environ[_PORT]))
         self._slot = f"{os.environ['HOROVOD_HOSTNAME']}:{os.environ['HOROVOD_LOCAL_RANK']}"
-        self._answer, self._own_id = b"", uuid.uuid4().hex.encode()
+        self.answer = b""  # of the driver, to the question for the rank
+        self._own_id = uuid.uuid4().hex.encode()
         self._is_first = True
         notifications = WorkerNotificationManager()
         notifications.init()
@@ -96,12 +103,19 @@ class ElasticJob:
             if self._all_there():
                 return
 
-    def answer_to_horovod(self, path: str) -> bytes | None:
-        """Return the driver's answer, if `path` asks for the rank."""
-        return self._answer if path.startswith(_QUESTION) else None
-
     def pass_on(self, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         """Send a request to the driver; return status and body. Raise DriverLostError without an answer."""
+        retries = 0
+        while True:
+            try:
+                return self._request(method, path, body)
+            except (OSError, http.client.HTTPException) as error:
+                if type(error) not in _OVERRUN or retries == _RETRIES:
+                    raise DriverLostError(f"horovodrun at {self.name} does not answer: {error}") from error
+            time.sleep(_POLL_SECONDS * 2**retries)
+            retries += 1
+
+    def _request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(*self._driver, timeout=_CONNECT_SECONDS)
         try:
             connection.connect()
@@ -112,19 +126,18 @@ class ElasticJob:
             connection.request(method, path, body)
             response = connection.getresponse()
             return response.status, response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise DriverLostError(f"horovodrun at {self.name} does not answer: {error}") from error
         finally:
             connection.close()
 
     def _ask_for_rank(self) -> None:
+        _wait_for_turn()
         # The driver forgets these values when it gives out new ranks. It has done so without this process if
         # it took it for lost; another one may have its place.
         if self._value(f"/there/{os.environ['HOROVOD_RANK']}") != self._own_id:
             raise RemovedError
         self.hosts_changed = False
-        _, self._answer = self.pass_on("GET", f"{_QUESTION}{self._slot}")
-        numbers = self._answer.decode().split(",")
+        _, self.answer = self.pass_on("GET", f"{_QUESTION}{self._slot}")
+        numbers = self.answer.decode().split(",")
         if int(numbers[0]) < 0:
             raise RemovedError
         os.environ.update({f"HOROVOD_{name}": number for name, number in zip(_RANKS, numbers, strict=True)})
@@ -132,24 +145,32 @@ class ElasticJob:
     def _all_there(self) -> bool:
         """Wait until the processes of all ranks have called this; rank 0 decides whether they have."""
         rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
+        _wait_for_turn()
         self.pass_on("PUT", f"/there/{rank}", self._own_id)
         limit = time.monotonic() + self.start_seconds
         if rank == 0:
-            missing = set(range(1, size))
-            while missing and time.monotonic() < limit:
-                missing = {other for other in missing if self._value(f"/there/{other}") is None}
-                time.sleep(_POLL_SECONDS)
-            self.pass_on("PUT", "/there/all", b"" if missing else b"1")
-            return not missing
+            present = 1
+            while present < size and time.monotonic() < limit:
+                if self._value(f"/there/{present}") is None:
+                    time.sleep(_POLL_SECONDS)
+                else:
+                    present += 1
+            self.pass_on("PUT", "/there/all", b"1" if present == size else b"")
+            return present == size
         while (decision := self._value("/there/all")) is None:
             if time.monotonic() > limit + _CONNECT_SECONDS:
                 return False
-            time.sleep(_POLL_SECONDS)
+            time.sleep(max(_POLL_SECONDS, size / _REQUESTS_PER_SECOND))
         return bool(decision)
 
     def _value(self, path: str) -> bytes | None:
         status, value = self.pass_on("GET", path)
         return value if status == http.client.OK else None
+
+
+def _wait_for_turn() -> None:
+    """Wait so that the ranks send a request one after the other."""
+    time.sleep(int(os.environ["HOROVOD_RANK"]) / _REQUESTS_PER_SECOND)
 
 
 class _Server(ThreadingHTTPServer):
@@ -168,11 +189,10 @@ class _FromHorovod(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        answer = self.server.job.answer_to_horovod(self.path)
-        if answer is None:
-            self._pass_on()
+        if self.path.startswith(_QUESTION):
+            self._reply(http.client.OK, self.server.job.answer)
         else:
-            self._reply(http.client.OK, answer)
+            self._pass_on()
 
     def do_PUT(self) -> None:
         self._pass_on(self.rfile.read(int(self.headers["Content-Length"])))

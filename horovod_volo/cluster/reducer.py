@@ -9,7 +9,7 @@ earlier gradient.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -160,14 +160,14 @@ class Reducer:
         """Return the part of the optimizer state that is the same on all ranks."""
         return state
 
-    def gather_optimizer_state(self, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:  # noqa: ARG002
+    def gather_optimizer_state(self, state: dict[str, Tensor], keys: Sequence[str]) -> dict[str, Tensor]:  # noqa: ARG002
         """Return the full optimizer state by PARAMETER/KEY on rank 0. Collective: every rank calls this."""
         return state
 
     def scatter_optimizer_state(
         self,
         state: dict[str, Tensor],
-        keys: Iterable[str],  # noqa: ARG002
+        keys: Sequence[str],  # noqa: ARG002
         saved: Mapping[str, Tensor],
         root: int = 0,
     ) -> None:

@@ -7,7 +7,7 @@ slice may start or end within a parameter, so this works only for element-wise o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,7 +30,9 @@ class ShardedReducer(Reducer):
 
     def _local_parameters(self, parameters: Mapping[str, Parameter], world: World) -> dict[str, Parameter]:
         self._shards = [OptimizerShard(bucket, world) for bucket in self.buckets]
-        slices = {name: part for shard in self._shards for name, part in shard.parameter_slices.items()}
+        if not any(shard.spans for shard in self._shards):  # an optimizer needs a parameter
+            self._shards[-1].add_padding()
+        slices = {name: part for shard in self._shards for name, part in shard.parameter_slices().items()}
         return {name: slices[name] for name in parameters if name in slices}
 
     def _local_gradients(self) -> list[Tensor]:
@@ -72,49 +74,36 @@ class ShardedReducer(Reducer):
         """Return nothing: no two ranks have the same optimizer state."""
         return {}
 
-    def gather_optimizer_state(self, state: dict[str, Tensor], keys: Iterable[str]) -> dict[str, Tensor]:
+    def gather_optimizer_state(self, state: dict[str, Tensor], keys: Sequence[str]) -> dict[str, Tensor]:
         """Return the full optimizer state by PARAMETER/KEY on rank 0. Collective: every rank calls this.
 
         Rank 0 has it in host memory, because the full state may not fit into a device; others get nothing.
         """
         full_state: dict[str, Tensor] = {}
-        for bucket, name, key in self._state_entries(keys):
-            gathered = self._gather_entry(state.get(f"{name}/{key}"), bucket, name, key)
+        for number, (bucket, shard) in enumerate(zip(self.buckets, self._shards, strict=True)):
+            message, parts = _pack(shard, keys, state)
+            gathered = self._world.collectives.allgather_async(message, f"state.{number}")()
             if self._world.is_rank_zero:
-                full_state[f"{name}/{key}"] = gathered.cpu()
+                lengths = [len(part) for part in parts.values()]
+                rows = torch.split(gathered.cpu().view(self._world.size, -1), lengths, 1)
+                for key, by_rank in zip(keys, rows, strict=True):
+                    # Ranks with a slice of a parameter have counted the same steps of it; others send 0.
+                    full = by_rank.amax(0) if key == STEP_KEY else by_rank.reshape(-1)
+                    full_state |= _views(bucket, key, full)
         return full_state
 
-    def _gather_entry(self, local: Tensor | None, bucket: Bucket, name: str, key: str) -> Tensor:
-        part = bucket.weights.new_empty(0) if local is None else local.to(bucket.weights).reshape(-1)
-        full = self._world.collectives.allgather_async(part, f"state.{key}")()
-        if key == STEP_KEY:
-            return full[0]
-        parameter = bucket.parameters[name]
-        return full.as_strided(parameter.size(), parameter.stride())
-
     def scatter_optimizer_state(
-        self, state: dict[str, Tensor], keys: Iterable[str], saved: Mapping[str, Tensor], root: int = 0
+        self, state: dict[str, Tensor], keys: Sequence[str], saved: Mapping[str, Tensor], root: int = 0
     ) -> None:
         """Load the local part of the state `saved` of rank `root`. Collective: every rank calls this."""
         if not self._world.allgather_object(bool(saved))[root]:
             return  # a new optimizer's state is the same everywhere
-        for bucket, name, key in self._state_entries(keys):
-            if key == STEP_KEY:
-                full = torch.zeros((), device="cpu")
-            else:
-                full = torch.zeros_like(bucket.parameters[name])
-            if f"{name}/{key}" in saved:
-                full.detach().copy_(saved[f"{name}/{key}"])
-            self._world.collectives.broadcast_async(full, f"state.{key}", root)()
-            if f"{name}/{key}" in state:
-                shard = self._shards[self.buckets.index(bucket)]
-                local = full if key == STEP_KEY else shard.slice_of(full.detach(), name)
-                state[f"{name}/{key}"].copy_(local)
-
-    def _state_entries(self, keys: Iterable[str]) -> list[tuple[Bucket, str, str]]:
-        """Return bucket, parameter name and key of each state tensor, in the same order on every rank."""
-        keys = list(keys)
-        return [(bucket, name, key) for bucket in self.buckets for name in bucket.parameters for key in keys]
+        for number, (bucket, shard) in enumerate(zip(self.buckets, self._shards, strict=True)):
+            message, parts = _pack(bucket, keys, saved)
+            self._world.collectives.broadcast_async(message, f"state.{number}", root)()
+            for key, part in parts.items():
+                local = part if key == STEP_KEY else part[shard.start : shard.end]
+                _copy(_views(shard, key, local), state)
 
 
 class OptimizerShard:
@@ -122,26 +111,56 @@ class OptimizerShard:
 
     def __init__(self, bucket: Bucket, world: World) -> None:
         length = len(bucket.weights) // world.size
-        self._bucket = bucket
-        self._start, self._end = world.rank * length, (world.rank + 1) * length
-        self.weights = bucket.weights[self._start : self._end]
+        self.start, self.end = world.rank * length, (world.rank + 1) * length
+        self.weights = bucket.weights[self.start : self.end]
         self.gradients = torch.zeros_like(self.weights)
-        self.parameter_slices: dict[str, Parameter] = {}
-        for name in bucket.parameters:
-            start, end = self._span(name)
+        self.parameters = list(bucket.parameters)  # the names of those of the bucket
+        self.spans: dict[str, slice] = {}  # the slices of parameters in the shard
+        for name, parameter in bucket.parameters.items():
+            offset = bucket.offsets[name] - self.start
+            start, end = max(offset, 0), min(offset + parameter.numel(), length)
             if start < end:
-                part = Parameter(bucket.weights[start:end])
-                part.grad = self.gradients[start - self._start : end - self._start]
-                self.parameter_slices[name] = part
+                self.spans[name] = slice(start, end)
 
-    def _span(self, name: str) -> tuple[int, int]:
-        """Return start and end of this rank's slice of a parameter, as offsets in the bucket."""
-        offset = self._bucket.offsets[name]
-        end = offset + self._bucket.parameters[name].numel()
-        return max(offset, self._start), min(end, self._end)
+    def add_padding(self) -> None:
+        """Take the padding of which the shard consists for a slice of the last parameter. It stays 0."""
+        self.spans[self.parameters[-1]] = slice(None)
 
-    def slice_of(self, full: Tensor, name: str) -> Tensor:
-        """Return this rank's slice of a tensor with the memory layout of a parameter."""
-        offset = self._bucket.offsets[name]
-        start, end = self._span(name)
-        return full.as_strided((full.numel(),), (1,))[start - offset : end - offset]
+    def parameter_slices(self) -> dict[str, Parameter]:
+        """Return this rank's slices of parameters, with their gradients."""
+        slices = {name: Parameter(self.weights[span]) for name, span in self.spans.items()}
+        for name, part in slices.items():
+            part.grad = self.view(self.gradients, name)
+        return slices
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """Return this rank's slice of a parameter, which may be empty, in a flat tensor like the shard."""
+        return flat[self.spans.get(name, slice(0))]
+
+
+def _pack(
+    part: Bucket | OptimizerShard, keys: Sequence[str], state: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a flat tensor with the state of a bucket or shard, and its views: a number per parameter for the
+    key `step`, for the others a tensor like the weights.
+    """
+    lengths = [len(part.parameters if key == STEP_KEY else part.weights) for key in keys]
+    message = part.weights.new_zeros(sum(lengths))
+    parts = dict(zip(keys, torch.split(message, lengths), strict=True))
+    for key, flat in parts.items():
+        _copy(state, _views(part, key, flat))
+    return message, parts
+
+
+def _views(part: Bucket | OptimizerShard, key: str, flat: Tensor) -> dict[str, Tensor]:
+    """Return the view for each parameter, by PARAMETER/KEY, of a tensor that holds the state of a key."""
+    return {
+        f"{name}/{key}": flat[number] if key == STEP_KEY else part.view(flat, name)
+        for number, name in enumerate(part.parameters)
+    }
+
+
+def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+    """Copy the tensors that both have."""
+    for name in source.keys() & target.keys():
+        target[name].copy_(source[name])

@@ -16,10 +16,11 @@ from torch import Tensor
 from horovod_volo.cluster.collectives import Wait
 from horovod_volo.cluster.world import World
 
-# fp32 holds the mean of such numbers over 1,024 ranks so exactly that rounding gives back their sum.
 CHECKSUM_BITS = 12
-_STOP, _HOSTS, _LOSS, _CHECKSUMS = 0, 1, 2, slice(3, 5)
-_NOTES = 5
+# fp32 holds the mean of such numbers over 65,536 ranks so exactly that rounding gives back their sum.
+_NOTE_BITS = CHECKSUM_BITS // 2
+_STOP, _HOSTS, _LOSS, _CHECKSUMS = 0, 1, 2, slice(3, 7)  # upper and lower half of each checksum
+_NOTES = 7
 
 
 class StepStatistics:
@@ -55,8 +56,9 @@ class StepStatistics:
         """Note two checksums of CHECKSUM_BITS bits of this rank's samples of the step."""
         self.checksums = checksums
         if self._world.size > 1:
-            for note, checksum in zip(self._notes[_CHECKSUMS], checksums, strict=True):
-                note.fill_(checksum)
+            halves = [half for checksum in checksums for half in divmod(checksum, 1 << _NOTE_BITS)]
+            for note, half in zip(self._notes[_CHECKSUMS], halves, strict=True):
+                note.fill_(half)
 
     def add_loss(self, loss: Tensor) -> None:
         """Note the loss of a micro-batch."""
@@ -96,8 +98,10 @@ class StepStatistics:
         self.stop_agreed, self.hosts_changed = notes[_STOP] > 0, notes[_HOSTS] > 0
         self.finite = bool(finite)
         if self._world.size > 1:
-            first, second = (round(mean * self._world.size) for mean in notes[_CHECKSUMS])
-            self.checksums = (first, second)
+            first, low_first, second, low_second = (
+                round(mean * self._world.size) for mean in notes[_CHECKSUMS]
+            )
+            self.checksums = ((first << _NOTE_BITS) + low_first, (second << _NOTE_BITS) + low_second)
         if self.finite:
             self._before.copy_(self._averaged)
         else:  # batch-norm statistics would stay non-finite for ever

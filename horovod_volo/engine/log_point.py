@@ -157,8 +157,12 @@ def log_own_times(context: TrainContext, times: Sequence[OwnTime]) -> None:
     """Log the time of each rank's own part of a step, and name a rank that the others wait for."""
     assert context.stragglers is not None
     step, hosts = context.state.step, context.stragglers.hosts
-    for rank, (own, host) in enumerate(zip(times, hosts, strict=True)):
-        context.logger.log_rank(step, rank, host, own._asdict())
+    values = {
+        f"rank {name}/{rank:03}_{host}": value
+        for rank, (own, host) in enumerate(zip(times, hosts, strict=True))
+        for name, value in own._asdict().items()
+    }
+    context.logger.log_ranks(step, values)
     if step % context.derived.steps_per_epoch == 0:
         context.logger.log_text(step, "ranks/spread", spread_table(times, hosts))
     if message := context.stragglers.find(times):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from horovod_volo.monitor import event_records
@@ -73,12 +73,6 @@ class Board:
         """Return points of curves."""
         return b"".join(self._point(step, *chart_of(kind, name), value) for name, value in values.items())
 
-    def rank_times(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> bytes:
-        """Return points of the curves of one rank."""
-        return b"".join(
-            self._point(step, f"rank {name}/{rank:03}_{host}", "", value) for name, value in values.items()
-        )
-
     def other_axes(self, values: Values) -> bytes:
         """Return an evaluation against epochs and hours."""
         shown = self._telling.select(EVALUATION, values)
@@ -98,7 +92,7 @@ class Board:
         # TensorBoard keeps the first description of a tag.
         first = tag not in self._described
         self._described.add(tag)
-        return event_records.scalar(step, tag, value, description if first else "")
+        return event_records.scalars(step, {tag: value}, description if first else "")
 
 
 def all_other_axes(records: Iterable[MetricsRecord]) -> bytes:

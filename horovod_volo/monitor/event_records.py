@@ -52,10 +52,11 @@ def session_start(first_step: int) -> bytes:
     return event(first_step, session_log=SessionLog(status=SessionLog.START))
 
 
-def scalar(step: int, tag: str, value: float, description: str = "") -> bytes:
-    """Return a point of a curve."""
+def scalars(step: int, values: Mapping[str, float], description: str = "") -> bytes:
+    """Return a point of each curve, by tag, in one event."""
     metadata = scalar_metadata.create_summary_metadata(display_name=None, description=description)
-    return _summary(step, tag=tag, simple_value=value, metadata=metadata)
+    points = [Summary.Value(tag=tag, simple_value=value, metadata=metadata) for tag, value in values.items()]
+    return event(step, summary=Summary(value=points))
 
 
 def text(step: int, tag: str, markdown: str) -> bytes:

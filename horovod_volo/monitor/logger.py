@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -21,9 +20,9 @@ class RunDescription:
     scores: Sequence[str]  # metrics of an evaluation, the most important first
 
 
-class Logger(Protocol):
-    """What the engine logs to. What is drawn or counted for a logger is given as a function: only one that
-    writes calls it.
+class Logger:
+    """What the engine logs to; without a method of its own, a logger writes nothing. What is drawn or counted
+    for a logger is given as a function: only one that writes calls it.
     """
 
     def log(self, *lines: str) -> None:
@@ -44,8 +43,8 @@ class Logger(Protocol):
     def log_evaluation(self, step: int, values: Values) -> None:
         """Log the metrics of an evaluation."""
 
-    def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
-        """Log times of one rank to TensorBoard alone."""
+    def log_ranks(self, step: int, values: Mapping[str, float]) -> None:
+        """Log times of all ranks, by tag, to TensorBoard alone."""
 
     def log_text(self, step: int, name: str, markdown: str) -> None:
         """Log a text to TensorBoard alone."""
@@ -71,49 +70,5 @@ class Logger(Protocol):
         """Flush and close files."""
 
 
-class NullLogger:
+class NullLogger(Logger):
     """Logger of the ranks that write nothing."""
-
-    def log(self, *lines: str) -> None:
-        pass
-
-    def write_file(self, name: str, content: str) -> None:
-        pass
-
-    def step_done(self, step: int) -> None:
-        pass
-
-    def evaluating(self, done: int, total: int) -> None:
-        pass
-
-    def log_training(self, step: int, values: Values) -> None:
-        pass
-
-    def log_evaluation(self, step: int, values: Values) -> None:
-        pass
-
-    def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
-        pass
-
-    def log_text(self, step: int, name: str, markdown: str) -> None:
-        pass
-
-    def log_pictures(self, step: int, group: str, draw: Callable[[], Mapping[str, EncodedPicture]]) -> None:
-        pass
-
-    def log_histograms(
-        self, step: int, group: str, collect: Callable[[], Mapping[str, Iterable[Tensor]]]
-    ) -> None:
-        pass
-
-    def describe(self, step: int, describe: Callable[[], RunDescription]) -> None:
-        pass
-
-    def finish(self, step: int) -> None:
-        pass
-
-    def go_back(self, step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

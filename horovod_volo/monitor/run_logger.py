@@ -27,14 +27,14 @@ from horovod_volo.monitor.board import (
 )
 from horovod_volo.monitor.event_records import EncodedPicture
 from horovod_volo.monitor.further_loggers import build_loggers
-from horovod_volo.monitor.logger import RunDescription
+from horovod_volo.monitor.logger import Logger, RunDescription
 from horovod_volo.monitor.metrics_file import METRICS, drop_records_after, read_metrics
 from horovod_volo.monitor.progress import Values
 from horovod_volo.monitor.tags import EVALUATION, TRAIN
 from horovod_volo.monitor.training_progress import RunLength, TrainingProgress
 
 
-class RunLogger:
+class RunLogger(Logger):
     """Logger of rank 0: appends to the files of a run folder after the first step of `length`.
 
     `live` rewrites the progress line in place on a terminal. A file that cannot be written, because the disk
@@ -94,8 +94,8 @@ class RunLogger:
         self._record(EVALUATION, step, values)
         self._append(self._other_axes, self._board.other_axes(values))
 
-    def log_rank(self, step: int, rank: int, host: str, values: Mapping[str, float]) -> None:
-        self._append(self._events, self._board.rank_times(step, rank, host, values))
+    def log_ranks(self, step: int, values: Mapping[str, float]) -> None:
+        self._append(self._events, event_records.scalars(step, values))
 
     def log_text(self, step: int, name: str, markdown: str) -> None:
         self._append(self._events, event_records.text(step, name, markdown))

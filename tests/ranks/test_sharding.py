@@ -25,6 +25,8 @@ CASES = {
     "3-gloo-double": (3, "gloo", ("--double",)),
     "3-mpi-sgd": (3, "mpi", ("--opt", "sgd", "--lr", "1e-3", "--double")),
 }
+# A vector of seven elements, of which two of three ranks have none.
+ONE_PARAMETER = ("--train-only", "head.bias")
 
 
 @pytest.mark.parametrize(("ranks", "start_with", "more"), CASES.values(), ids=CASES)
@@ -39,6 +41,7 @@ def test_fifty_steps_give_the_same_weights(
     assert plain[0]["moved"] > 1e-3
     for rank in sharded:
         assert torch.equal(rank["weights"], sharded[0]["weights"])
+        assert rank["restored"]
         assert (rank["weights"] - expected).abs().max() <= 1e-6
     assert sharded[0]["state"].keys() == plain[0]["state"].keys()
     for name, tensor in plain[0]["state"].items():
@@ -53,6 +56,27 @@ def test_fifty_steps_give_the_same_weights(
 @pytest.mark.parametrize("compression", ["none", "fp16"])
 def test_all_ranks_skip_a_step_that_overflows_in_one_shard(tmp_path: Path, compression: str) -> None:
     arguments = ("--overflow-on", "1", "--compression", compression, "--shard")
+    for rank in ranks_of("reducer", tmp_path, *arguments, ranks=3, start_with="gloo"):
+        assert rank["sharded"]["moved"] == 0.0
+        assert rank["sharded"]["scale"] == 512.0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_ranks_without_a_parameter_step_save_and_restore(tmp_path: Path, optimizer: str) -> None:
+    arguments = (*ONE_PARAMETER, "--opt", optimizer, "--steps", "5", "--clip", "0.5", "--double", "--shard")
+    ranks = ranks_of("reducer", tmp_path, *arguments, ranks=3, start_with="gloo")
+    assert ranks[0]["moved"] > 1e-3
+    for rank in ranks:
+        assert (rank["sharded"]["weights"] - ranks[0]["weights"]).abs().max() <= 1e-6
+        assert rank["sharded"]["restored"]
+    saved = ranks[0]["sharded"]["state"]
+    assert saved.keys() == ranks[0]["state"].keys()
+    for name, tensor in ranks[0]["state"].items():
+        assert (saved[name] - tensor).abs().max() <= 1e-6, name
+
+
+def test_ranks_without_a_parameter_skip_a_step_that_overflows(tmp_path: Path) -> None:
+    arguments = (*ONE_PARAMETER, "--overflow-on", "1", "--shard")
     for rank in ranks_of("reducer", tmp_path, *arguments, ranks=3, start_with="gloo"):
         assert rank["sharded"]["moved"] == 0.0
         assert rank["sharded"]["scale"] == 512.0

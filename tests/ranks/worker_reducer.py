@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--opt", default="adamw")
     parser.add_argument("--double", action="store_true")
+    parser.add_argument("--train-only", default="", help="the only parameter that is not frozen")
     parser.add_argument("--times", type=float, default=1.0, help="factor of the loss")
     options = parser.parse_args()
 
@@ -52,21 +53,13 @@ def trained(options: argparse.Namespace, world: World, kind: type[Reducer]) -> d
     images, classes = torch.randn(IMAGES, 3, SIDE, SIDE), torch.randint(CLASSES, (IMAGES,))
     if options.double:
         model, images = model.double(), images.double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(options.train_only in ("", name))
+    trained_weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     overflows = options.overflow_on >= 0
     settings = Exchange(compression=options.compression, bucket_mib=0.5)
     reducer = kind(model, world, settings, micro_batches=options.micro_batches, loss_is_scaled=overflows)
-    groups = parameter_groups(
-        dict(model.named_parameters()),
-        reducer.local_parameters,
-        exempt=model.no_weight_decay(),
-        weight_decay=0.05,
-        layers={},
-        layer_decay=1.0,
-        matrices=hidden_matrices(model, heads=("head", "aux_head")) if options.opt == "muon" else (),
-    )
-    optimizer = build_optimizer(options.opt, groups, momentum=0.9)
-    share_matrices(optimizer, WorldSums(world))
-    set_lr(optimizer, options.lr)
+    optimizer = new_optimizer(options, world, model, reducer)
     clip = build_clip(
         "norm",
         options.clip,
@@ -79,7 +72,7 @@ def trained(options: argparse.Namespace, world: World, kind: type[Reducer]) -> d
     if world.rank == options.overflow_on:
         # With fp16 compression a value that overflows fp16 but not fp32, otherwise infinity.
         factor = 1e8 if options.compression == "fp16" else float("inf")
-        model.patch_embed.proj.weight.register_hook(lambda gradient: gradient * factor)
+        trained_weights[0].register_hook(lambda gradient: gradient * factor)
     before = _flat(model)
     gradients = torch.zeros_like(before)
     for _ in range(options.steps):
@@ -90,12 +83,15 @@ def trained(options: argparse.Namespace, world: World, kind: type[Reducer]) -> d
             loss = F.cross_entropy(class_logits, targets) + F.cross_entropy(token_logits.mean(1), targets)
             scaler.scale(options.times * loss / options.micro_batches).backward()
         with reducer.synchronized_gradients():
-            gradients = torch.cat([parameter.grad.flatten().clone() for parameter in model.parameters()])
+            gradients = torch.cat([parameter.grad.flatten().clone() for parameter in trained_weights])
             scaler.unscale_(optimizer)
             divide(optimizer, clip())
             scaler.step(optimizer)
         scaler.update()
-    state = state_tensors(optimizer, reducer.local_parameters)
+    state, keys = state_tensors(optimizer, reducer.local_parameters), OPTIMIZERS.find(options.opt).state_keys
+    saved = {name: tensor.clone() for name, tensor in reducer.gather_optimizer_state(state, keys).items()}
+    restored = state_tensors(new_optimizer(options, world, model, reducer), reducer.local_parameters)
+    reducer.scatter_optimizer_state(restored, keys, saved if world.rank == 0 else {})
     return {
         "gradients": gradients,
         "moved": float((_flat(model) - before).abs().max()),
@@ -103,8 +99,27 @@ def trained(options: argparse.Namespace, world: World, kind: type[Reducer]) -> d
         "scale": scaler.get_scale() if overflows else 1.0,
         "buckets": len(reducer.buckets),
         "state_elements": sum(tensor.numel() for tensor in state.values() if tensor.ndim),
-        "state": reducer.gather_optimizer_state(state, OPTIMIZERS.find(options.opt).state_keys),
+        "state": saved,
+        "restored": all(torch.equal(restored[name], tensor) for name, tensor in state.items()),
     }
+
+
+def new_optimizer(
+    options: argparse.Namespace, world: World, model: torch.nn.Module, reducer: Reducer
+) -> torch.optim.Optimizer:
+    groups = parameter_groups(
+        dict(model.named_parameters()),
+        reducer.local_parameters,
+        exempt=model.no_weight_decay(),
+        weight_decay=0.05,
+        layers={},
+        layer_decay=1.0,
+        matrices=hidden_matrices(model, heads=("head", "aux_head")) if options.opt == "muon" else (),
+    )
+    optimizer = build_optimizer(options.opt, groups, momentum=0.9)
+    share_matrices(optimizer, WorldSums(world))
+    set_lr(optimizer, options.lr)
+    return optimizer
 
 
 def _flat(model: torch.nn.Module) -> torch.Tensor:

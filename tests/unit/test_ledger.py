@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from horovod_volo.cluster.collectives import LocalCollectives, Wait
+from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.step_statistics import CHECKSUM_BITS
+from horovod_volo.cluster.world import World
+from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.sampler import epoch_order, rank_indices
 from horovod_volo.doctor.ledger import check_ledger
@@ -171,3 +178,29 @@ def test_a_damaged_ledger(tmp_path: Path, content: str) -> None:
 def test_no_ledger(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
         check_ledger(tmp_path)
+
+
+class ManyRanks(LocalCollectives):
+    """Sums in fp32 what ranks send, each of which sends one of a few messages."""
+
+    def __init__(self, messages: list[Tensor], ranks: Tensor) -> None:
+        self.messages, self.ranks = messages, ranks
+
+    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
+        self.messages.append(tensor.clone())
+        tensor.copy_(torch.stack(self.messages)[self.ranks % len(self.messages)].sum(0) * scale)
+        return lambda: None
+
+
+@pytest.mark.parametrize("size", [3, 1000, 10_000, 40_000, 65_536])
+def test_the_sums_of_checksums_are_exact_with_many_ranks(size: int) -> None:
+    world = World(size=size, collectives=ManyRanks([], torch.arange(size)))
+    most = (1 << CHECKSUM_BITS) - 1
+    sent = [(most, 1), (most - 1, 2), (most, 2049)]
+    for checksums_of_rank in sent:
+        reducer = Reducer(torch.nn.Linear(1, 1), world, Exchange(compression="none"), micro_batches=1)
+        statistics = reducer.statistics
+        statistics.note_samples(checksums_of_rank)
+        statistics.average_async()()
+    of_ranks = np.array(sent)[np.arange(size) % len(sent)]
+    assert statistics.checksums == tuple(of_ranks.sum(axis=0).tolist())

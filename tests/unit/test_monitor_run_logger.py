@@ -9,13 +9,17 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from horovod_volo.engine.log_point import log_own_times
+from horovod_volo.monitor.appended_file import AppendedFile
 from horovod_volo.monitor.logger import NullLogger
 from horovod_volo.monitor.run_logger import RunLogger
+from horovod_volo.monitor.stragglers import OwnTime, StragglerFinder
 from horovod_volo.monitor.training_progress import RunLength
 
 TRAIN: dict[str, float | int] = {
@@ -78,6 +82,29 @@ def test_events_can_be_read_back(tmp_path: Path) -> None:
     assert events(tmp_path, "train/top1") == []
     for name in ("train/lr", "speed/images_per_second", "train/loss_smoothed"):
         assert [step for step, _ in events(tmp_path, name)] == [1, 2]
+
+
+def test_the_times_of_all_ranks_are_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = RunLogger(tmp_path, RunLength(0, 100, 10, 1))
+    hosts = [f"node{rank // 8}" for rank in range(100)]
+    context = SimpleNamespace(
+        logger=logger,
+        stragglers=StragglerFinder(hosts),
+        state=SimpleNamespace(step=5),
+        derived=SimpleNamespace(steps_per_epoch=100),
+    )
+    append, written = AppendedFile.append, list[int]()
+
+    def counted(file: AppendedFile, content: bytes) -> None:
+        written.append(len(content))
+        append(file, content)
+
+    monkeypatch.setattr(AppendedFile, "append", counted)
+    log_own_times(context, [OwnTime(rank / 8, rank / 16) for rank in range(100)])  # type: ignore[arg-type]
+    assert len(written) == 1
+    for rank in (0, 50, 99):
+        assert events(tmp_path, f"rank seconds/{rank:03}_{hosts[rank]}") == [(5, rank / 8)]
+        assert events(tmp_path, f"rank data/{rank:03}_{hosts[rank]}") == [(5, rank / 16)]
 
 
 def test_a_resume_drops_later_records(tmp_path: Path) -> None:
