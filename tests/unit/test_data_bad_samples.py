@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
+from horovod_volo.data.image_decoder import DecoderName
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
@@ -78,9 +82,18 @@ def damage(file: Path, how: str) -> None:
             offset = header.index(b"\xff\xc0")  # start-of-frame marker, then length, bits, height and width
             header[offset + 5 : offset + 9] = b"\xff\xff\xff\xff"
             file.write_bytes(bytes(header))
+        case "a damaged TIFF":
+            content = io.BytesIO()
+            smooth(60, 90, seed=0).save(content, "TIFF")
+            offsets = struct.pack("<HHI", 273, 4, 1)  # tag, type and number of the strips' offsets
+            assert content.getvalue().count(offsets) == 1
+            file.write_bytes(content.getvalue().replace(offsets, struct.pack("<HHI", 273, 11, 1)))  # floats
+        case "PostScript":
+            smooth(60, 90, seed=0).save(file, "EPS")
 
 
 KINDS = ["deleted", "a folder", "empty", "no image", "truncated", "header only", "too large"]
+KINDS += ["a damaged TIFF", "PostScript"]
 
 
 @pytest.mark.parametrize("how", KINDS)
@@ -104,6 +117,30 @@ def test_a_damaged_image_is_an_error_with_bad_samples_fail(folder: Path, how: st
     with pytest.raises(UserError, match=r"05\.jpg.*--bad-samples skip"):
         list(loader.batches(0, 0))
     loader.close()
+
+
+def test_no_program_is_started_to_read_an_image(folder: Path, tmp_path: Path) -> None:
+    """Pillow gives PostScript to Ghostscript, whatever the file is called."""
+    (tmp_path / "bin").mkdir()
+    ghostscript = tmp_path / "bin" / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    ghostscript.chmod(0o755)
+    damage(folder / FILE, "PostScript")
+    read = (
+        "import sys; from horovod_volo.data.images.catalog import build_catalog; "
+        "from horovod_volo.data.reading import read_image; "
+        f"read_image(build_catalog(sys.argv[1], 'train', None), {DAMAGED})"
+    )
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-c", read, str(folder)],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not (tmp_path / "started").exists()
+    assert "05.jpg cannot be decoded: it is not an image of a known format (JPEG, PNG, " in done.stderr
 
 
 def test_a_damaged_replacement_is_replaced_too(folder: Path) -> None:
@@ -188,14 +225,12 @@ def test_a_damaged_label_map(folder: Path, tmp_path: Path, kind: str) -> None:
 
 def unusual_images() -> dict[str, Image.Image]:
     colours = smooth(70, 50, seed=3)
-    sixteen = Image.fromarray((np.arange(70 * 50).reshape(50, 70) * 18 % 65536).astype(np.uint16))
     alpha = colours.copy()
     alpha.putalpha(Image.linear_gradient("L").resize((70, 50)))
     return {
         "cmyk.jpg": colours.convert("CMYK"),
         "gray.jpg": colours.convert("L"),
         "gray.png": colours.convert("L"),
-        "sixteen.png": sixteen,
         "alpha.png": alpha,
         "palette.png": colours.convert("P"),
         "gray_alpha.png": alpha.convert("LA"),
@@ -269,6 +304,24 @@ def test_an_image_of_too_many_pixels_is_replaced(folder: Path) -> None:
     message = f"{folder / FILE} has more than 100 million pixels; resize it to use it"
     assert loader.bad_samples.new_messages() == [message]
     loader.close()
+
+
+@pytest.mark.parametrize("decoder", ["dali", "pillow"])
+def test_an_image_of_too_many_pixels_after_resizing_is_left_out(tmp_path: Path, decoder: DecoderName) -> None:
+    """With 40 rows this line has 105 million pixels; in a large evaluation it would need 15 GB."""
+    images = {"val/a/line.png": Image.new("L", (65_500, 1)), "val/a/plain.png": smooth(60, 90, seed=1)}
+    catalog = build_catalog(str(write_images(tmp_path, images)), "val", None)
+    settings = Data(batch_size=2, image_decoder=decoder)
+    message = (
+        f"{tmp_path}/val/a/line.png has more than 100 million pixels when it is resized to 2620000 x 40; "
+        "crop it to use it"
+    )
+    common = {"image_size": 40, "crop_pct": 1.0, "rank": 0, "size": 1, "device": torch.device("cpu")}
+    loader = EvalLoader(catalog, settings, **common, threads=1)  # type: ignore[arg-type]
+    (batch,) = loader
+    loader.close()
+    assert batch.classes.tolist() == [NO_CLASS, 0]
+    assert loader.bad_samples.new_messages() == [message]
 
 
 def test_evaluation_leaves_out_unreadable_images(folder: Path) -> None:

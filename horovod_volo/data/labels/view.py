@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 from PIL import Image
@@ -16,6 +15,7 @@ from horovod_volo.data.labels.geometry import describe_coverage
 from horovod_volo.data.labels.keys import label_key
 from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.labels.store import METADATA_FILE, is_store, read_metadata
+from horovod_volo.data.reading import decode_rgb
 
 PROBABILITY = "Each cell: its most probable class, by a softmax in which logits that are not stored are 0."
 
@@ -26,10 +26,8 @@ def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> Non
     source = open_labels(labels, catalog, None)
     try:
         scores, ids = source.read(index)
-        encoded = catalog.read(index)
-        with Image.open(io.BytesIO(encoded.tobytes())) as opened:
-            pixels = opened.convert("RGB")
-    except (BadSampleError, OSError) as problem:
+        pixels = Image.fromarray(decode_rgb(catalog, index))
+    except BadSampleError as problem:
         raise UserError(f"{problem}. Choose another image, or repair this one.") from None
     finally:
         source.close()
