@@ -26,7 +26,7 @@ from horovod_volo.data.image_decoder import DecoderName
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
-from horovod_volo.data.reading import read_image
+from horovod_volo.data.reading import decode_rgb, read_image
 
 IMAGES, SIDE, DAMAGED = 12, 32, 5
 FILE = f"train/a/{DAMAGED:02d}.jpg"
@@ -128,7 +128,7 @@ def test_no_program_is_started_to_read_an_image(folder: Path, tmp_path: Path) ->
     damage(folder / FILE, "PostScript")
     read = (
         "import sys; from horovod_volo.data.images.catalog import build_catalog; "
-        "from horovod_volo.data.reading import read_image; "
+        "from horovod_volo.data.reading import decode_rgb, read_image; "
         f"read_image(build_catalog(sys.argv[1], 'train', None), {DAMAGED})"
     )
     path = f"{tmp_path}/bin:{os.environ['PATH']}"
@@ -286,6 +286,63 @@ def test_unusual_images_are_read_as_by_pillow(tmp_path: Path, name: str) -> None
     theirs = np.asarray(resized)[top : top + SIDE, left : left + SIDE].astype(float)
     difference = np.abs(unnormalised(batch.images)[0].transpose(1, 2, 0) - theirs)
     assert difference.mean() < 1.5
+
+
+RAMP = np.arange(70 * 50, dtype=np.uint16).reshape(50, 70) * 18
+
+
+def deep_images() -> dict[str, bytes]:
+    """Return the ramp in files of more than 8 bits a pixel."""
+    files = {"sixteen.pgm": b"P5\n70 50\n65535\n" + RAMP.astype(">u2").tobytes()}
+    for name, pixels in {
+        "sixteen.png": RAMP,
+        "sixteen.tif": RAMP,
+        "big endian.tif": RAMP.astype(">u2"),
+        "integers.tif": RAMP.astype(np.int32),
+        "floats.tif": (RAMP / 65535).astype(np.float32),
+    }.items():
+        content = io.BytesIO()
+        Image.fromarray(pixels).save(content, name[-3:].replace("tif", "tiff"))
+        files[name] = content.getvalue()
+    pairs = (RAMP >> 4).reshape(-1, 2).astype(np.uint32)
+    packed = (pairs[:, :1] << 12 | pairs[:, 1:]).astype(">u4").view(np.uint8).reshape(-1, 4)[:, 1:]
+    sixteen = bytearray(files["sixteen.tif"])
+    tags = {258: 12, 279: packed.size}  # bits a pixel, and bytes of the one strip
+    for tag, value in tags.items():
+        place = next(
+            sixteen.index(struct.pack("<HHI", tag, kind, 1))
+            for kind in (3, 4)
+            if struct.pack("<HHI", tag, kind, 1) in sixteen
+        )
+        struct.pack_into("<HHII", sixteen, place, tag, 4, 1, value)
+    start = bytes(sixteen).index(RAMP.tobytes())
+    sixteen[start : start + RAMP.nbytes] = packed.tobytes()
+    return files | {"twelve.tif": bytes(sixteen)}
+
+
+@pytest.mark.parametrize("decoder", ["dali", "pillow"])
+@pytest.mark.parametrize("name", deep_images())
+def test_gray_images_of_more_than_8_bits_are_scaled_or_refused(
+    tmp_path: Path, name: str, decoder: DecoderName
+) -> None:
+    file = (tmp_path / "val" / "a" / name).with_suffix(".png")
+    file.parent.mkdir(parents=True)
+    file.write_bytes(deep_images()[name])
+    settings = Data(batch_size=1, image_decoder=decoder, bad_samples="skip")
+    catalog = build_catalog(str(tmp_path), "val", None)
+    common = {"image_size": 50, "crop_pct": 1.0, "rank": 0, "size": 1, "device": torch.device("cpu")}
+    loader = EvalLoader(catalog, settings, **common, threads=1)  # type: ignore[arg-type]
+    (batch,) = loader
+    loader.close()
+    if name in ("integers.tif", "floats.tif"):
+        (message,) = loader.bad_samples.new_messages()
+        assert "convert the image to 8 or 16 bits" in message
+        return
+    pixels = unnormalised(batch.images)[0]
+    levels = RAMP / 65535 if name != "twelve.tif" else (RAMP >> 4) / 4095
+    expected = np.rint(255 * levels)
+    assert np.abs(pixels - expected[:, 10:60]).max() < 1e-3
+    assert np.abs(decode_rgb(catalog, 0) - expected[..., None]).max() == 0
 
 
 def test_a_huge_image_is_trained_on(folder: Path) -> None:

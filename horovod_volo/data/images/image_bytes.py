@@ -10,6 +10,7 @@ import io
 import struct
 import zlib
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
@@ -29,6 +30,7 @@ _ENDING_OF_START = {
     b"GIF8": ".gif",  # decoders accept it under any name
 }
 START_BYTES = 12  # enough for `ending_of`
+_BITS_PER_SAMPLE = 258  # a tag of TIFF
 
 
 def ending_of(start: bytes) -> str:
@@ -53,5 +55,17 @@ def decoded_rgb(encoded: bytes | memoryview) -> Image.Image:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Return an image's pixels in RGB; raise one of UNDECODABLE if it is damaged."""
+    """Return an image with 8 bits a channel; raise one of UNDECODABLE if it is damaged.
+
+    Gray levels of 16 bits are scaled, as DALI does. Pillow itself makes all of them above 255 white.
+    """
+    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
+        (bits,) = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, (16,))
+        levels = np.asarray(image) * (255 / (2**bits - 1))
+        return Image.fromarray(np.rint(levels).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"its gray levels (Pillow's mode {image.mode}) have no known maximum; convert the image to 8 or "
+            "16 bits"
+        )
     return image.convert("RGB")
