@@ -259,10 +259,17 @@ class EvalLoader(EvalBatches):
     """This rank's evaluation batches for classification."""
 
     def __init__(
-        self, catalog: ImageList, settings: Data, *, image_size: int, crop_pct: float, **common: Any
+        self,
+        catalog: ImageList,
+        settings: Data,
+        *,
+        image_size: int,
+        crop_pct: float,
+        crop_mode: str = "center",
+        **common: Any,
     ) -> None:
         """`common` are further arguments of EvalBatches."""
-        resize = partial(resized_shapes, image_size=image_size, crop_pct=crop_pct)
+        resize = partial(resized_shapes, image_size=image_size, crop_pct=crop_pct, crop_mode=crop_mode)
         super().__init__(catalog, len(catalog), settings, image_size=image_size, resize=resize, **common)
         self._catalog, self._device = catalog, common["device"]
 

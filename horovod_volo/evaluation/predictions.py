@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.center_crop import resized_shapes, view_corners
@@ -66,8 +65,12 @@ def predict_images(
     fix_convolutions(trained.network, request.precision, device)
     averaged = CropAverage(trained.network)  # the same as the network, if there is one crop
     names = described(trained.class_names) or [f"class {number}" for number in range(trained.num_classes)]
-    crop_pct = request.crop_pct or trained.crop_pct
-    resize = partial(resized_shapes, image_size=trained.image_side, crop_pct=crop_pct)
+    resize = partial(
+        resized_shapes,
+        image_size=trained.image_side,
+        crop_pct=request.crop_pct or trained.crop_pct,
+        crop_mode=trained.crop_mode,
+    )
     mean, std = (torch.tensor(each, device=device)[:, None, None] for each in (trained.mean, trained.std))
     for first in range(0, count, request.batch_size):
         pixels, shown = [], []
@@ -85,13 +88,9 @@ def predict_images(
         batch = torch.from_numpy(np.stack(pixels)).to(device).movedim(-1, -3)
         with torch.inference_mode(), autocast(request.precision, device):
             logits = averaged((batch / 255 - mean) / std)
-        shares, classes = _top(logits, request.top)
+        shares, classes = logits.float().softmax(dim=1).topk(min(request.top, logits.shape[1]), dim=1)
         for number, own_shares, own_classes in zip(shown, shares.tolist(), classes.tolist(), strict=True):
             yield number, [(names[c], s) for c, s in zip(own_classes, own_shares, strict=True)]
-
-
-def _top(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    return logits.float().softmax(dim=1).topk(min(count, logits.shape[1]), dim=1)
 
 
 def _cropped(

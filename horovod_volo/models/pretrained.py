@@ -36,6 +36,7 @@ class PretrainedModel:
     interpolation: str
     messages: list[str]
     class_names: tuple[str, ...] = ()  # in the order of the logits; none if the weights do not have them
+    crop_mode: str = "center"  # as of ModelSpec
 
     @property
     def has_aux_head(self) -> bool:
@@ -64,7 +65,7 @@ def load_pretrained(
     run = settings_of_run(source)
     if run.get("task", "classification") != "classification":
         raise UserError(f"{source} is a network for {run['task']}, which this command does not know.")
-    name = name or str(run.get("model", "")) or _timms_name(source)
+    name = name or str(run.get("model", "")) or (source.removeprefix(TIMM) if source.startswith(TIMM) else "")
     if not name:
         raise UserError(
             f"There is no {SETTINGS_OF_RUN} that names the model of the weights in {source}. Add --model."
@@ -73,6 +74,11 @@ def load_pretrained(
     if plugin and registered_model(name) is None and not is_model(name):
         raise UserError(f"{source} was trained with the model {name} of a plugin. Add --plugin {plugin}.")
     published = spec_of(name)
+    crop_mode = "center" if run else published.crop_mode  # runs are evaluated on centre crops
+    if crop_mode not in ("center", "squash"):
+        raise UserError(
+            f"timm evaluates {name} with crop_mode {crop_mode}, which this package does not have. Use timm."
+        )
     name = our_name(name)
     side = image_side or int(run.get("img_size", 0)) or published.img_size
     check_model(name, img_size=side, tokens=False)
@@ -98,6 +104,7 @@ def load_pretrained(
         published.interpolation,
         messages,
         read_class_names(source),
+        crop_mode,
     )
 
 
@@ -116,10 +123,6 @@ def settings_of_run(source: str) -> Mapping[str, Any]:
         if (above / SETTINGS_OF_RUN).is_file():
             return load_recipe(str(above / SETTINGS_OF_RUN))
     return {}
-
-
-def _timms_name(source: str) -> str:
-    return source.removeprefix(TIMM) if source.startswith(TIMM) else ""
 
 
 def _classes(name: str, state: Mapping[str, Tensor], source: str) -> int:

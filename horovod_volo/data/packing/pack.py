@@ -116,17 +116,14 @@ def _packed_image(name: str, encoded: bytes, *, shorter_side: int, quality: int)
                 if shorter_side and min(image.size) > shorter_side:
                     is_jpeg = name.lower().endswith((".jpg", ".jpeg"))
                     return name if is_jpeg else f"{name}.jpg", _shrink(image, shorter_side, quality)
-                image.draft(None, (_draft_length(image.width), _draft_length(image.height)))
+                width, height = (max(1, length // _DRAFT_SCALE) for length in image.size)
+                image.draft(None, (width, height))
                 image.load()
     except UNDECODABLE as error:
         raise BadSampleError(f"cannot be decoded: {error}") from error
     if name.lower().endswith(IMAGE_ENDINGS):
         return name, encoded
     return f"{name}{ending_of(encoded[:START_BYTES]) or IMAGE_ENDINGS[0]}", encoded
-
-
-def _draft_length(length: int) -> int:
-    return max(1, length // _DRAFT_SCALE)
 
 
 def _shrink(image: Image.Image, shorter_side: int, quality: int) -> bytes:
