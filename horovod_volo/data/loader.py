@@ -232,10 +232,7 @@ class EvalBatches:
         )
 
     def decoded(self, indices: NDArray[np.int64] | None = None) -> Generator[tuple[PendingEvalBatch, Tensor]]:
-        """Yield batches with their normalised images, in order; the last one may be shorter.
-
-        `indices` are the images; None: all of this rank.
-        """
+        """Yield batches of `indices` (None: all of this rank's) and their normalised images, in order."""
         reads = self._reads(self._indices if indices is None else indices)
         with closing(self._prefetcher.batches(reads)) as decoded:
             yield from decoded

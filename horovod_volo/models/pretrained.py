@@ -74,11 +74,7 @@ def load_pretrained(
     if plugin and registered_model(name) is None and not is_model(name):
         raise UserError(f"{source} was trained with the model {name} of a plugin. Add --plugin {plugin}.")
     published = spec_of(name)
-    crop_mode = "center" if run else published.crop_mode  # runs are evaluated on centre crops
-    if crop_mode not in ("center", "squash"):
-        raise UserError(
-            f"timm evaluates {name} with crop_mode {crop_mode}, which this package does not have. Use timm."
-        )
+    crop_mode = "center" if run else _published_crop_mode(name)  # runs are evaluated on centre crops
     name = our_name(name)
     side = image_side or int(run.get("img_size", 0)) or published.img_size
     check_model(name, img_size=side, tokens=False)
@@ -92,13 +88,12 @@ def load_pretrained(
     network = build_model(name, img_size=side, num_classes=classes, drop_path=0.0, aux_head=not without)
     messages += load_weights(network, name, state, source)
     network.eval().requires_grad_(False)
-    crop_pct = float(run.get("crop_pct", 0.0)) or published.crop_pct
     return PretrainedModel(
         network,
         name,
         side,
         classes,
-        crop_pct,
+        float(run.get("crop_pct", 0.0)) or published.crop_pct,
         statistics.mean,
         statistics.std,
         published.interpolation,
@@ -106,6 +101,13 @@ def load_pretrained(
         read_class_names(source),
         crop_mode,
     )
+
+
+def _published_crop_mode(name: str) -> str:
+    mode = spec_of(name).crop_mode
+    if mode in ("center", "squash"):
+        return mode
+    raise UserError(f"timm evaluates {name} with crop_mode {mode}, which is missing here. Use timm.")
 
 
 def task_of(source: str) -> str:
