@@ -11,9 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def resized_shapes(sizes: NDArray[np.int64], image_size: int, crop_pct: float) -> NDArray[np.int64]:
-    """Return heights and widths with the shorter side resized to floor(image_size / crop_pct), (batch, 2)."""
-    return resized_to(sizes, math.floor(image_size / crop_pct))
+def resized_shapes(
+    sizes: NDArray[np.int64], image_size: int, crop_pct: float, crop_mode: str = "center"
+) -> NDArray[np.int64]:
+    """Return heights and widths with the shorter side resized to floor(image_size / crop_pct), (batch, 2).
+
+    With `crop_mode` "squash" both sides are resized to that, as in timm.
+    """
+    short = math.floor(image_size / crop_pct)
+    return np.full_like(sizes, short) if crop_mode == "squash" else resized_to(sizes, short)
 
 
 def resized_to(sizes: NDArray[np.int64], short: int) -> NDArray[np.int64]:

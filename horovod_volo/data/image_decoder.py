@@ -30,20 +30,12 @@ class ImageDecoder(NamedTuple):
     undecodable: Callable[[list[NDArray[np.uint8]]], list[int]]
 
 
-_DALI = ImageDecoder(
-    "dali",
-    pipeline.build_train_pipeline,
-    pipeline.build_eval_pipeline,
-    pipeline.build_scene_pipeline,
-    pipeline.undecodable,
-)
-_PILLOW = ImageDecoder(
-    "pillow",
-    pillow_pipeline.build_train_pipeline,
-    pillow_pipeline.build_eval_pipeline,
-    pillow_pipeline.build_scene_pipeline,
-    pillow_pipeline.undecodable,
-)
+def _of_library(name: Literal["dali", "pillow"], library: Any) -> ImageDecoder:
+    builds = (library.build_train_pipeline, library.build_eval_pipeline, library.build_scene_pipeline)
+    return ImageDecoder(name, *builds, library.undecodable)
+
+
+_DALI, _PILLOW = _of_library("dali", pipeline), _of_library("pillow", pillow_pipeline)
 
 
 def image_decoder(setting: DecoderName = "auto") -> ImageDecoder:

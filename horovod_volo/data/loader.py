@@ -6,7 +6,7 @@ to save, so a resumed run sees the same pixels as the interrupted one would have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from horovod_volo.data.pipeline import (
     resizing_inputs,
 )
 from horovod_volo.data.prefetcher import BatchPrefetcher
-from horovod_volo.data.reading import ImageFiles, PendingEvalBatch, read_eval_batch, read_image
+from horovod_volo.data.reading import ImageFiles, PendingEvalBatch, Resize, read_eval_batch, read_image
 from horovod_volo.data.thread_pool import READING_ALONE_SECONDS, ImageThreadPool
 from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
 
@@ -190,7 +190,7 @@ class EvalBatches:
         settings: Data,
         *,
         image_size: int,
-        resize: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+        resize: Resize,
         rank: int,
         size: int,
         device: torch.device,
@@ -199,10 +199,7 @@ class EvalBatches:
         interpolation: str = "bicubic",
         crops: int = 1,
     ) -> None:
-        """`resize` maps stored heights and widths (batch, 2) to those before the crops.
-
-        With several `crops` of each image, images are (batch, crops, 3, image_size, image_size).
-        """
+        """With several `crops` of each image, images are (batch, crops, 3, image_size, image_size)."""
         decoder = image_decoder(settings.image_decoder)
         self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
         self.batch_size = settings.eval_batch_size or settings.batch_size
@@ -234,9 +231,10 @@ class EvalBatches:
             undecodable=decoder.undecodable,
         )
 
-    def decoded(self) -> Iterator[tuple[PendingEvalBatch, Tensor]]:
-        """Yield all batches in the list's order with their normalised images; the last one may be shorter."""
-        with closing(self._prefetcher.batches(self._reads())) as decoded:
+    def decoded(self, indices: NDArray[np.int64] | None = None) -> Generator[tuple[PendingEvalBatch, Tensor]]:
+        """Yield batches of `indices` (None: all of this rank's) and their normalised images, in order."""
+        reads = self._reads(self._indices if indices is None else indices)
+        with closing(self._prefetcher.batches(reads)) as decoded:
             yield from decoded
 
     def close(self) -> None:
@@ -244,11 +242,11 @@ class EvalBatches:
         self._prefetcher.close()
         self._readers.close()
 
-    def _reads(self) -> Iterator[Callable[[], PendingEvalBatch]]:
-        firsts = range(0, len(self._indices), self.batch_size)
-        batches = (self._indices[first : first + self.batch_size] for first in firsts)
-        for indices in announced(batches, self._read_ahead):
-            yield partial(self._read_batch, indices)
+    def _reads(self, indices: NDArray[np.int64]) -> Iterator[Callable[[], PendingEvalBatch]]:
+        firsts = range(0, len(indices), self.batch_size)
+        batches = (indices[first : first + self.batch_size] for first in firsts)
+        for batch in announced(batches, self._read_ahead):
+            yield partial(self._read_batch, batch)
 
     def _read_ahead(self, indices: NDArray[np.int64]) -> None:
         """Begin to read the images of a batch, where that saves time."""
@@ -258,10 +256,17 @@ class EvalLoader(EvalBatches):
     """This rank's evaluation batches for classification."""
 
     def __init__(
-        self, catalog: ImageList, settings: Data, *, image_size: int, crop_pct: float, **common: Any
+        self,
+        catalog: ImageList,
+        settings: Data,
+        *,
+        image_size: int,
+        crop_pct: float,
+        crop_mode: str = "center",
+        **common: Any,
     ) -> None:
         """`common` are further arguments of EvalBatches."""
-        resize = partial(resized_shapes, image_size=image_size, crop_pct=crop_pct)
+        resize = partial(resized_shapes, image_size=image_size, crop_pct=crop_pct, crop_mode=crop_mode)
         super().__init__(catalog, len(catalog), settings, image_size=image_size, resize=resize, **common)
         self._catalog, self._device = catalog, common["device"]
 

@@ -6,7 +6,6 @@ its inputs alone. Batches are returned in the order in which they were read, som
 
 from __future__ import annotations
 
-import io
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from horovod_volo.data.center_crop import is_mirrored
+from horovod_volo.data.images.image_bytes import UNDECODABLE, decoded_rgb
 from horovod_volo.data.pipeline import (
     BATCHES_DECODED_AHEAD,
     IMAGENET_NORMALIZATION,
@@ -30,8 +30,6 @@ from horovod_volo.data.pipeline import (
 
 _FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 Batch = Tensor | list[Tensor]  # a list where the images differ in size
-# What Pillow raises for an image that it cannot decode.
-UNDECODABLE = (OSError, SyntaxError, ValueError)
 
 
 class PillowPipeline:
@@ -117,7 +115,8 @@ def build_eval_pipeline(
     mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in normalization)
 
     def decode(encoded: NDArray[np.uint8], size: NDArray[Any], corner: NDArray[Any]) -> Tensor:
-        views = cropped_views(decoded_rgb(encoded), size, corner.reshape(crops, 2), image_size, interpolation)
+        image, corners = decoded_rgb(encoded.data), corner.reshape(crops, 2)
+        views = cropped_views(image, size, corners, image_size, interpolation)
         images = torch.from_numpy(views).permute(0, 3, 1, 2)
         return images if crops > 1 else images[0]
 
@@ -132,16 +131,10 @@ def undecodable(images: list[NDArray[np.uint8]]) -> list[int]:
     positions = []
     for position, image in enumerate(images):
         try:
-            decoded_rgb(image)
+            decoded_rgb(image.data)
         except UNDECODABLE:
             positions.append(position)
     return positions
-
-
-def decoded_rgb(encoded: NDArray[np.uint8]) -> Image.Image:
-    """Return a decoded image; raise one of UNDECODABLE if it is damaged."""
-    with Image.open(io.BytesIO(encoded.data)) as image:
-        return image.convert("RGB")
 
 
 def cropped_views(
@@ -162,7 +155,7 @@ def cropped_views(
 
 def _crop(encoded: NDArray[np.uint8], corner: NDArray[Any], shape: NDArray[Any]) -> Tensor:
     (top, left), (height, width) = corner.tolist(), shape.tolist()
-    return torch.from_numpy(np.array(decoded_rgb(encoded).crop((left, top, left + width, top + height))))
+    return torch.from_numpy(np.array(decoded_rgb(encoded.data).crop((left, top, left + width, top + height))))
 
 
 def _window(
@@ -173,7 +166,7 @@ def _window(
     flip: NDArray[np.int32],
 ) -> Tensor:
     """Resample a window linearly, without antialiasing; beyond the border the image's last pixels go on."""
-    pixels = np.asarray(decoded_rgb(encoded))
+    pixels = np.asarray(decoded_rgb(encoded.data))
     for axis in (0, 1):
         length, last = int(size[axis]), pixels.shape[axis] - 1
         centers = begin[axis] + (np.arange(length) + 0.5) * (end[axis] - begin[axis]) / length - 0.5

@@ -63,7 +63,15 @@ def build_train_pipeline(
             ],
             ndim=[1, 1, 1, 1, 0][:inputs],
         )
-        images = _sliced(encoded, corners, shapes, device)
+        images = dali.fn.decoders.image_slice(
+            encoded,
+            start=corners,
+            shape=shapes,
+            axis_names="HW",
+            device=_decoder(device),
+            output_type=dali.types.RGB,
+            adjust_orientation=False,  # boxes and label maps refer to the stored image, as PIL reads it
+        )
         if resize:
             flips, filters = rest
             filtering = dali.fn.cast(filters, dtype=dali.types.INTERP_TYPE)
@@ -132,7 +140,9 @@ def build_eval_pipeline(
             adjust_orientation=False,
             jpeg_fancy_upsampling=True,  # the GPU decoder's default is faster, but differs from PIL
         )
-        resized = _resized(images, sizes, interpolation)
+        # With antialiasing, as PIL's filters have it.
+        filtering = {"bicubic": dali.types.INTERP_CUBIC, "bilinear": dali.types.INTERP_LINEAR}[interpolation]
+        resized = dali.fn.resize(images, size=sizes, interp_type=filtering, antialias=True)
         views = [
             _normalised(
                 dali.fn.slice(
@@ -204,26 +214,6 @@ def _empty_pipeline(batch: int, device: torch.device, threads: int) -> Any:
 
 def _decoder(device: torch.device) -> str:
     return "mixed" if device.type == "cuda" else "cpu"
-
-
-def _sliced(encoded: Any, corners: Any, shapes: Any, device: torch.device) -> Any:
-    dali = _dali()
-    return dali.fn.decoders.image_slice(
-        encoded,
-        start=corners,
-        shape=shapes,
-        axis_names="HW",
-        device=_decoder(device),
-        output_type=dali.types.RGB,
-        adjust_orientation=False,  # boxes and label maps refer to the stored image, as PIL reads it
-    )
-
-
-def _resized(images: Any, size: Any, interpolation: str) -> Any:
-    dali = _dali()
-    # With antialiasing, as PIL's filters have it.
-    filtering = {"bicubic": dali.types.INTERP_CUBIC, "bilinear": dali.types.INTERP_LINEAR}[interpolation]
-    return dali.fn.resize(images, size=size, interp_type=filtering, antialias=True)
 
 
 def _normalised(images: Any, normalization: Normalization, *, mirrored: bool) -> Any:

@@ -7,22 +7,23 @@ very likely complete, but only decoding shows it.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
 from horovod_volo.data.center_crop import view_corners
+from horovod_volo.data.images.image_bytes import UNDECODABLE, decoded_rgb, open_image, to_rgb
 from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.thread_pool import READING_ALONE_SECONDS, ImageThreadPool
 
 Encoded = NDArray[np.uint8]
+# Maps stored heights and widths (batch, 2) to those before the crops.
+Resize = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 
 _PLAIN_MODES = ("RGB", "L")
 # Markers that end a complete file; some writers append a few bytes.
@@ -54,35 +55,39 @@ def read_image(catalog: ImageFiles, index: int) -> tuple[Encoded, tuple[int, int
     """Return the encoded image and its stored height and width; raise BadSampleError if it is damaged."""
     encoded = catalog.read(index)
     try:
-        with Image.open(io.BytesIO(encoded.data)) as image:  # reads the header only
+        with open_image(encoded.data) as image:
             if image.width * image.height > _MOST_PIXELS:
-                raise _too_large(catalog, index)
+                raise Image.DecompressionBombError
             if not _is_plain(image, encoded):
                 encoded = to_ppm(image)
             return encoded, (image.height, image.width)
     except Image.DecompressionBombError:
-        raise _too_large(catalog, index) from None
-    except UnidentifiedImageError:
-        raise BadSampleError(f"{catalog.location(index)} is not an image of a known format") from None
-    except (OSError, SyntaxError, ValueError) as error:
-        raise BadSampleError(f"{catalog.location(index)} is not a complete image: {error}") from error
+        raise _too_large(catalog, index, "; resize it to use it") from None
+    except UNDECODABLE as error:
+        raise BadSampleError(f"{catalog.location(index)} cannot be decoded: {error}") from error
 
 
 def decode_rgb(images: ImageFiles, index: int) -> NDArray[np.uint8]:
     """Return the pixels of an image (height, width, 3); raise BadSampleError if it is damaged."""
     encoded, _ = read_image(images, index)
     try:
-        with Image.open(io.BytesIO(encoded.data)) as image:
-            return np.array(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:
+        return np.array(decoded_rgb(encoded.data))
+    except UNDECODABLE as error:
         raise BadSampleError(f"{images.location(index)} cannot be decoded: {error}") from error
 
 
-def _too_large(catalog: ImageFiles, index: int) -> BadSampleError:
+def resized_shape(images: ImageFiles, index: int, size: tuple[int, int], resize: Resize) -> NDArray[np.int64]:
+    """Return the height and width of an image before the crops; raise BadSampleError if it is too large."""
+    shape: NDArray[np.int64] = resize(np.array([size], dtype=np.int64))[0]
+    if shape.prod() > _MOST_PIXELS:
+        height, width = shape.tolist()
+        raise _too_large(images, index, f" when it is resized to {width} x {height}; crop it to use it")
+    return shape
+
+
+def _too_large(images: ImageFiles, index: int, remedy: str) -> BadSampleError:
     millions = _MOST_PIXELS // 1_000_000
-    return BadSampleError(
-        f"{catalog.location(index)} has more than {millions} million pixels; resize it to use it"
-    )
+    return BadSampleError(f"{images.location(index)} has more than {millions} million pixels{remedy}")
 
 
 def read_eval_batch(
@@ -90,24 +95,26 @@ def read_eval_batch(
     files: ImageFiles,
     bad_samples: BadSampleTracker,
     readers: ImageThreadPool,
-    resize: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+    resize: Resize,
     image_size: int,
     crops: int = 1,
 ) -> PendingEvalBatch:
-    """Read the inputs of the evaluation pipeline for one batch.
+    """Read the inputs of the evaluation pipeline for one batch."""
 
-    `resize` maps stored heights and widths (batch, 2) to those before the crops.
-    """
+    def read(index: int) -> tuple[Encoded, NDArray[np.int64]]:
+        encoded, size = read_image(files, index)
+        return encoded, resized_shape(files, index, size, resize)
 
-    def read(index: int) -> tuple[Encoded, tuple[int, int]] | None:
+    def read_usable(index: int) -> tuple[Encoded, NDArray[np.int64]] | None:
         try:
-            return bad_samples.read_or_raise(index, partial(read_image, files))
+            return bad_samples.read_or_raise(index, read)
         except BadSampleError:
             return None
 
-    samples = readers.map(read, indices.tolist(), READING_ALONE_SECONDS)
-    encoded, sizes = zip(*(sample or (_BLACK_PIXEL, (1, 1)) for sample in samples), strict=True)
-    resized = resize(np.array(sizes, dtype=np.int64))
+    samples = readers.map(read_usable, indices.tolist(), READING_ALONE_SECONDS)
+    black = _BLACK_PIXEL, np.array([image_size, image_size])
+    encoded, shapes = zip(*(sample or black for sample in samples), strict=True)
+    resized = np.stack(shapes)
     corners = view_corners(resized, image_size, crops).reshape(len(resized), -1)
     inputs = (list(encoded), list(resized.astype(np.float32)), list(corners.astype(np.int32)))
     return PendingEvalBatch(indices, inputs, np.array([sample is None for sample in samples]))
@@ -123,4 +130,4 @@ def _is_plain(image: Image.Image, encoded: Encoded) -> bool:
 
 def to_ppm(image: Image.Image) -> Encoded:
     header = f"P6\n{image.width} {image.height}\n255\n".encode()
-    return np.frombuffer(header + image.convert("RGB").tobytes(), dtype=np.uint8)
+    return np.frombuffer(header + to_rgb(image).tobytes(), dtype=np.uint8)

@@ -89,7 +89,8 @@ def measure_accuracy(request: EvalRequest, world: World, progress: Progress) -> 
     catalog = _list_images(request, world)
     model = world.run_on_all_ranks(partial(_load_model, request, catalog))
     world.assert_identical(model.network.parameters(), "The weights")
-    real = world.run_on_all_ranks(partial(_read_real, request, catalog, model)) if request.real else None
+    read = partial(read_real, request.real, catalog, model.num_classes)
+    real = world.run_on_all_ranks(read) if request.real else None
     model.network.to(resources.device)
     set_tf32(request.precision)
     fix_convolutions(model.network, request.precision, resources.device)
@@ -179,10 +180,6 @@ def _number_by_name(catalog: ImageList, names: tuple[str, ...], weights: str) ->
         catalog.number_as(names)
 
 
-def _read_real(request: EvalRequest, catalog: ImageList, model: PretrainedModel) -> list[frozenset[int]]:
-    return read_real(request.real, catalog, model.num_classes)
-
-
 def _build_loader(
     request: EvalRequest,
     catalog: ImageList,
@@ -202,6 +199,7 @@ def _build_loader(
         ),
         image_size=model.image_side,
         crop_pct=crop_pct,
+        crop_mode=model.crop_mode,
         rank=world.rank,
         size=world.size,
         device=resources.device,

@@ -15,6 +15,7 @@ def text_of(request: EvalRequest, result: EvalResult, rows: Sequence[ClassResult
     """Return the lines that are printed; `rows` are the classes to list."""
     counts, metrics, model = result.counts, result.counts.metrics(), result.model
     crops = "crop" if request.crops == 1 else f"{request.crops} crops"
+    crops = crops if model.crop_mode == "center" else f"{model.crop_mode}, {crops}"
     properties = [
         ("weights", request.weights),
         ("model", f"{model.name}, {model.image_side} px, {crops} {result.crop_pct:g}, {request.precision}"),
@@ -55,6 +56,7 @@ def json_record(
         "aux_head": model.has_aux_head,
         "img_size": model.image_side,
         "crop_pct": result.crop_pct,
+        "crop_mode": model.crop_mode,
         "crops": request.crops,
         "mean": model.mean,
         "std": model.std,

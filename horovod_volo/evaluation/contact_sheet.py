@@ -12,6 +12,7 @@ from PIL import Image
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.images.image_bytes import decoded_rgb
 from horovod_volo.evaluation.predictions import Prediction
 
 _THUMBNAIL = (320, 240)  # pixels
@@ -61,8 +62,7 @@ def _figure(prediction: Prediction) -> str:
 
 
 def _thumbnail(file: Path) -> str:
-    with Image.open(file) as image:
-        small = image.convert("RGB")
+    small = decoded_rgb(file.read_bytes())
     small.thumbnail(_THUMBNAIL)
     return inlined_jpeg(small)
 

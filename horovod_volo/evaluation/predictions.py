@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.center_crop import resized_shapes, view_corners
 from horovod_volo.data.images.given_images import LooseImages
 from horovod_volo.data.pillow_pipeline import cropped_views
-from horovod_volo.data.reading import ImageFiles, decode_rgb
+from horovod_volo.data.reading import ImageFiles, decode_rgb, resized_shape
 from horovod_volo.models.crop_average import CropAverage
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel
@@ -64,12 +65,21 @@ def predict_images(
     fix_convolutions(trained.network, request.precision, device)
     averaged = CropAverage(trained.network)  # the same as the network, if there is one crop
     names = described(trained.class_names) or [f"class {number}" for number in range(trained.num_classes)]
+    resize = partial(
+        resized_shapes,
+        image_size=trained.image_side,
+        crop_pct=request.crop_pct or trained.crop_pct,
+        crop_mode=trained.crop_mode,
+    )
     mean, std = (torch.tensor(each, device=device)[:, None, None] for each in (trained.mean, trained.std))
     for first in range(0, count, request.batch_size):
         pixels, shown = [], []
         for number in range(first, min(first + request.batch_size, count)):
             try:
-                pixels.append(_cropped(decode_rgb(images, number), trained, request))
+                image = decode_rgb(images, number)
+                height, width, _ = image.shape
+                shape = resized_shape(images, number, (height, width), resize)
+                pixels.append(_cropped(image, shape, trained, request.crops))
                 shown.append(number)
             except BadSampleError as error:
                 bad.append(str(error))
@@ -84,10 +94,9 @@ def predict_images(
 
 
 def _cropped(
-    pixels: NDArray[np.uint8], trained: PretrainedModel, request: PredictRequest
+    pixels: NDArray[np.uint8], shape: NDArray[np.int64], trained: PretrainedModel, crops: int
 ) -> NDArray[np.uint8]:
-    """Return the crops (crops, side, side, 3) that an evaluation takes."""
+    """Resize an image to a shape, and return the crops (crops, side, side, 3) that an evaluation takes."""
     side = trained.image_side
-    shape = resized_shapes(np.array([pixels.shape[:2]]), side, request.crop_pct or trained.crop_pct)
-    corners = view_corners(shape, side, request.crops)[0]
-    return cropped_views(Image.fromarray(pixels), shape[0], corners, side, trained.interpolation)
+    corners = view_corners(shape[None], side, crops)[0]
+    return cropped_views(Image.fromarray(pixels), shape, corners, side, trained.interpolation)

@@ -36,6 +36,7 @@ class PretrainedModel:
     interpolation: str
     messages: list[str]
     class_names: tuple[str, ...] = ()  # in the order of the logits; none if the weights do not have them
+    crop_mode: str = "center"  # as of ModelSpec
 
     @property
     def has_aux_head(self) -> bool:
@@ -64,7 +65,7 @@ def load_pretrained(
     run = settings_of_run(source)
     if run.get("task", "classification") != "classification":
         raise UserError(f"{source} is a network for {run['task']}, which this command does not know.")
-    name = name or str(run.get("model", "")) or _timms_name(source)
+    name = name or str(run.get("model", "")) or (source.removeprefix(TIMM) if source.startswith(TIMM) else "")
     if not name:
         raise UserError(
             f"There is no {SETTINGS_OF_RUN} that names the model of the weights in {source}. Add --model."
@@ -73,6 +74,7 @@ def load_pretrained(
     if plugin and registered_model(name) is None and not is_model(name):
         raise UserError(f"{source} was trained with the model {name} of a plugin. Add --plugin {plugin}.")
     published = spec_of(name)
+    crop_mode = "center" if run else _published_crop_mode(name)  # runs are evaluated on centre crops
     name = our_name(name)
     side = image_side or int(run.get("img_size", 0)) or published.img_size
     check_model(name, img_size=side, tokens=False)
@@ -86,19 +88,26 @@ def load_pretrained(
     network = build_model(name, img_size=side, num_classes=classes, drop_path=0.0, aux_head=not without)
     messages += load_weights(network, name, state, source)
     network.eval().requires_grad_(False)
-    crop_pct = float(run.get("crop_pct", 0.0)) or published.crop_pct
     return PretrainedModel(
         network,
         name,
         side,
         classes,
-        crop_pct,
+        float(run.get("crop_pct", 0.0)) or published.crop_pct,
         statistics.mean,
         statistics.std,
         published.interpolation,
         messages,
         read_class_names(source),
+        crop_mode,
     )
+
+
+def _published_crop_mode(name: str) -> str:
+    mode = spec_of(name).crop_mode
+    if mode in ("center", "squash"):
+        return mode
+    raise UserError(f"timm evaluates {name} with crop_mode {mode}, which is missing here. Use timm.")
 
 
 def task_of(source: str) -> str:
@@ -116,10 +125,6 @@ def settings_of_run(source: str) -> Mapping[str, Any]:
         if (above / SETTINGS_OF_RUN).is_file():
             return load_recipe(str(above / SETTINGS_OF_RUN))
     return {}
-
-
-def _timms_name(source: str) -> str:
-    return source.removeprefix(TIMM) if source.startswith(TIMM) else ""
 
 
 def _classes(name: str, state: Mapping[str, Tensor], source: str) -> int:

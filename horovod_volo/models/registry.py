@@ -61,6 +61,7 @@ class ModelSpec:
     heads: tuple[str, ...] = ("head",)  # the modules that give logits
     img_size: int = 224  # of images that published weights expect
     crop_pct: float = 0.96  # side of the evaluation crop over side of the resized image
+    crop_mode: str = "center"  # timm's; "squash": images are resized to a square before the crop
     mean: tuple[float, ...] = IMAGENET_DEFAULT_MEAN  # of pixels from 0 to 1
     std: tuple[float, ...] = IMAGENET_DEFAULT_STD
     interpolation: str = "bicubic"  # of resizing for evaluation: "bicubic" or "bilinear"

@@ -30,7 +30,7 @@ WEIGHTS, CONFIG, ONNX = "model.safetensors", "config.json", "model.onnx"
 STATE_DICT = "model.pth"  # of a network for pixels or boxes
 _EXPORT_FILES = {WEIGHTS, CONFIG, ONNX, f"{ONNX}.data", STATE_DICT}
 
-_PRETRAINED_CFG_KEYS = ("crop_mode", "fixed_input_size", "pool_size", "first_conv", "classifier")
+_PRETRAINED_CFG_KEYS = ("fixed_input_size", "pool_size", "first_conv", "classifier")
 
 
 def check_folder(folder: Path, *, replace: bool) -> None:
@@ -88,6 +88,7 @@ def config_of(trained: PretrainedModel) -> dict[str, Any]:
         "mean": trained.mean,
         "std": trained.std,
         "crop_pct": trained.crop_pct,
+        "crop_mode": trained.crop_mode,
         "num_classes": trained.num_classes,
     }
     config: dict[str, Any] = {
@@ -132,8 +133,8 @@ def _pretrained_cfg(trained: PretrainedModel) -> dict[str, Any]:
     """Return the rest of timm's `pretrained_cfg`: mostly the names of the first and the last layers."""
     spec = registered_model(trained.name)
     if spec is not None:
-        timms: Mapping[str, Any] = {"fixed_input_size": True, "pool_size": None, "crop_mode": "center"}
-        timms = {**timms, "classifier": _heads(trained)}
+        heads = [head for head in spec.heads if getattr(trained.network, head, None) is not None]
+        timms: Mapping[str, Any] = {"fixed_input_size": True, "pool_size": None, "classifier": heads}
         if spec.export:
             timms = {**timms, "first_conv": spec.export.first_conv}
     else:
@@ -142,11 +143,6 @@ def _pretrained_cfg(trained: PretrainedModel) -> dict[str, Any]:
         timms = timms if side == trained.image_side else {**timms, "pool_size": None}
     metadata = {key: timms[key] for key in _PRETRAINED_CFG_KEYS if key in timms}
     return metadata | {"interpolation": trained.interpolation}
-
-
-def _heads(trained: PretrainedModel) -> list[str]:
-    heads = spec_of(trained.name).heads
-    return [head for head in heads if getattr(trained.network, head, None) is not None]
 
 
 def how_timm_loads(name: str, folder: Path) -> str:
@@ -180,7 +176,7 @@ def timm_difference(trained: PretrainedModel, folder: Path) -> float | None:
 
 
 def _loaded_by_timm(folder: Path) -> list[nn.Module]:
-    config = _read_config(folder)
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     architecture, arguments = config["architecture"], config.get("model_args", {})
     settings = {"num_classes": config["num_classes"], **arguments}
     weights = folder / WEIGHTS
@@ -195,11 +191,6 @@ def _loaded_by_timm(folder: Path) -> list[nn.Module]:
     network: nn.Module = constructor(**settings)
     network.load_state_dict(load_file(weights))
     return [network]
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    return config
 
 
 def fixed_images(count: int, height: int, width: int = 0) -> Tensor:

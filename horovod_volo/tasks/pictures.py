@@ -86,7 +86,7 @@ def _name(number: int) -> str:
 
 def _with_boxes(pixels: NDArray[np.uint8], boxes: Iterable[Labelled]) -> NDArray[np.uint8]:
     # Small images are enlarged, so that labels can be read.
-    factor = max(1, _HIGHEST // pixels.shape[0])
+    factor = max(1, _HIGHEST // max(pixels.shape[:2]))
     image = Image.fromarray(pixels.repeat(factor, axis=0).repeat(factor, axis=1))
     draw, colors = ImageDraw.Draw(image), class_colors()
     for box, kind, label in boxes:
@@ -100,7 +100,7 @@ def _with_boxes(pixels: NDArray[np.uint8], boxes: Iterable[Labelled]) -> NDArray
 def _encoded(parts: list[NDArray[np.uint8]]) -> Picture:
     image = Image.fromarray(np.concatenate(parts, axis=1))
     if image.height > _HIGHEST:
-        image = image.resize((image.width * _HIGHEST // image.height, _HIGHEST))
+        image = image.resize((max(1, image.width * _HIGHEST // image.height), _HIGHEST))
     return encoded_picture(image)
 
 

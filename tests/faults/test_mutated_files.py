@@ -29,7 +29,7 @@ from horovod_volo.data.labels.store_writer import open_writer
 from horovod_volo.data.packing.manifest import check_split
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.data.packing.pack_scenes import pack_scenes
-from horovod_volo.data.reading import read_image
+from horovod_volo.data.reading import decode_rgb
 from horovod_volo.data.scenes.scene_shards import open_scenes
 from horovod_volo.engine.checkpoint.files import (
     find_checkpoint,
@@ -226,7 +226,7 @@ def images(folder: Path) -> Case:
     files = [Path(catalog.location(index)) for index in range(len(catalog))]
 
     def load() -> Any:
-        return [read_image(catalog, index)[0].size > 0 for index in range(len(catalog))]
+        return [decode_rgb(catalog, index).size > 0 for index in range(len(catalog))]
 
     return files, load
 

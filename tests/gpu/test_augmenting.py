@@ -22,7 +22,7 @@ from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.rand_augment import Operations
-from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
+from horovod_volo.data.augmentation.random_erasing import NOISE_LENGTH, Eraser, Erasures, draw_erasures
 from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
 from horovod_volo.kernels import augment, use_fused_kernels
 
@@ -30,7 +30,7 @@ if INTERPRETED:  # fewer programs with larger tiles, because they run one after 
     augment._BLOCK = 2**13
 SIDE, IMAGES = 64, 256
 SETTINGS = Data(aa="rand-m9-n3-p0.7-mstd0.5-inc1", reprob=0.5)
-KERNELS_CASES = 7  # number of tests of kernels on one device
+KERNELS_CASES = 8  # number of tests of kernels on one device
 
 
 @pytest.mark.parametrize("policy", [SETTINGS.aa, "v0", "3a", "augmix-m5"])
@@ -195,6 +195,20 @@ def test_normalizing_and_erasing_equal_the_operators(device: torch.device, mode:
     eraser.erase_(expected, drawn)
     assert not torch.equal(expected, untouched)
     assert torch.equal(eraser.normalize(pixels, mean, std, drawn), expected)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_kernels_equal_the_operators_on_the_largest_box(device: torch.device) -> None:
+    """The noise of a box that begins last and covers a third of a large image."""
+    side, height = 1536, 890
+    drawn = Erasures(np.array([[[7, 9, height, height]]]), np.array([[NOISE_LENGTH - 1]]))
+    eraser = Eraser(1, SETTINGS, side, device)
+    pixels = torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device)
+    mean, std = torch.zeros(3, 1, 1, device=device), torch.ones(3, 1, 1, device=device)
+    found = eraser.normalize(pixels, mean, std, drawn)
+    expected = pixels.float()
+    eraser.erase_(expected, drawn)
+    assert torch.equal(found, expected)
 
 
 def test_the_kernels_compile_without_spilling() -> None:

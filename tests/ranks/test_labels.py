@@ -84,7 +84,7 @@ def test_several_ranks_write_the_same_store(folder, alone, ranks, start_with):
     found = generate(folder, out, ranks=ranks, start_with=start_with)
     assert all(rank["problems"] == found[0]["problems"] for rank in found)
     (problem,) = found[0]["problems"]
-    assert "is not a complete image: " in problem
+    assert "cannot be decoded: " in problem
     files = content_of(out / "store")
     assert files == content_of(alone)
     assert len(files) == 2 + -(-IMAGES // 6)
@@ -144,7 +144,7 @@ def test_the_command_runs_on_two_ranks(folder, tmp_path):
     assert done.returncode == 0, done.stdout
     assert f"{tmp_path / 's'}: {IMAGES - 1} maps, 1 left out" in done.stdout
     assert "40/40 images of rank 0 of 2, " in done.stdout
-    assert done.stdout.count("is not a complete image") == 1
+    assert done.stdout.count("cannot be decoded") == 1
     verified = run([*command, "verify", str(tmp_path / "s"), "--data", str(folder / "set")])
     assert verified.returncode == 0, verified.stdout
     assert "images without a map   1\n" in verified.stdout

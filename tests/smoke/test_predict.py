@@ -133,7 +133,7 @@ def test_images_that_cannot_be_read_are_named(
     assert f"left out: {tmp_path}/lost.jpg cannot be read: " in printed.err
     assert printed.out.startswith(f"{tmp_path}/good.png: ")
     assert printed.out.count("\n") == 1
-    assert f"left out: {tmp_path}/bad.jpg is not an image of a known format" in printed.err
+    assert f"left out: {tmp_path}/bad.jpg cannot be decoded: it is not an image of a" in printed.err
     assert f"there is no image or folder {tmp_path}/gone.jpg" in mistake(
         capsys, weights, tmp_path / "gone.jpg"
     )

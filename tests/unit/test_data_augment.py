@@ -24,7 +24,7 @@ from horovod_volo.data.augmentation.label_map_ops import warp_maps
 from horovod_volo.data.augmentation.operations import source_matrices
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.rand_augment import Operations, draw_rand_augment, parse
-from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
+from horovod_volo.data.augmentation.random_erasing import NOISE_LENGTH, Eraser, Erasures, draw_erasures
 
 SIDE = 96
 DRAWS = 6000
@@ -215,6 +215,16 @@ def test_erased_boxes_have_the_contents_of_their_mode() -> None:
         again, draw_erasures(1, 2, np.arange(64), settings, 64)
     )
     assert torch.equal(again, erased)
+
+
+def test_the_noise_reaches_for_the_largest_box_of_a_large_image() -> None:
+    side, height = 1536, 890  # a third of the image
+    box = Erasures(np.array([[[7, 9, height, height]]]), np.array([[NOISE_LENGTH - 1]]))
+    images = torch.full((1, 3, side, side), 9.0)
+    Eraser(1, Data(remode="pixel"), side, torch.device("cpu")).erase_(images, box)
+    erased = images[0, :, 7 : 7 + height, 9 : 9 + height]
+    assert int((images != 9).sum()) == erased.numel()
+    assert abs(float(erased[:, -100:].std()) - 1) < 0.02
 
 
 def test_several_boxes_divide_the_erased_area() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import struct
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -19,10 +22,11 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
+from horovod_volo.data.image_decoder import DecoderName
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
-from horovod_volo.data.reading import read_image
+from horovod_volo.data.reading import decode_rgb, read_image
 
 IMAGES, SIDE, DAMAGED = 12, 32, 5
 FILE = f"train/a/{DAMAGED:02d}.jpg"
@@ -78,9 +82,18 @@ def damage(file: Path, how: str) -> None:
             offset = header.index(b"\xff\xc0")  # start-of-frame marker, then length, bits, height and width
             header[offset + 5 : offset + 9] = b"\xff\xff\xff\xff"
             file.write_bytes(bytes(header))
+        case "a damaged TIFF":
+            content = io.BytesIO()
+            smooth(60, 90, seed=0).save(content, "TIFF")
+            offsets = struct.pack("<HHI", 273, 4, 1)  # tag, type and number of the strips' offsets
+            assert content.getvalue().count(offsets) == 1
+            file.write_bytes(content.getvalue().replace(offsets, struct.pack("<HHI", 273, 11, 1)))  # floats
+        case "PostScript":
+            smooth(60, 90, seed=0).save(file, "EPS")
 
 
 KINDS = ["deleted", "a folder", "empty", "no image", "truncated", "header only", "too large"]
+KINDS += ["a damaged TIFF", "PostScript"]
 
 
 @pytest.mark.parametrize("how", KINDS)
@@ -104,6 +117,30 @@ def test_a_damaged_image_is_an_error_with_bad_samples_fail(folder: Path, how: st
     with pytest.raises(UserError, match=r"05\.jpg.*--bad-samples skip"):
         list(loader.batches(0, 0))
     loader.close()
+
+
+def test_no_program_is_started_to_read_an_image(folder: Path, tmp_path: Path) -> None:
+    """Pillow gives PostScript to Ghostscript, whatever the file is called."""
+    (tmp_path / "bin").mkdir()
+    ghostscript = tmp_path / "bin" / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
+    ghostscript.chmod(0o755)
+    damage(folder / FILE, "PostScript")
+    read = (
+        "import sys; from horovod_volo.data.images.catalog import build_catalog; "
+        "from horovod_volo.data.reading import decode_rgb, read_image; "
+        f"read_image(build_catalog(sys.argv[1], 'train', None), {DAMAGED})"
+    )
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-c", read, str(folder)],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not (tmp_path / "started").exists()
+    assert "05.jpg cannot be decoded: it is not an image of a known format (JPEG, PNG, " in done.stderr
 
 
 def test_a_damaged_replacement_is_replaced_too(folder: Path) -> None:
@@ -188,14 +225,12 @@ def test_a_damaged_label_map(folder: Path, tmp_path: Path, kind: str) -> None:
 
 def unusual_images() -> dict[str, Image.Image]:
     colours = smooth(70, 50, seed=3)
-    sixteen = Image.fromarray((np.arange(70 * 50).reshape(50, 70) * 18 % 65536).astype(np.uint16))
     alpha = colours.copy()
     alpha.putalpha(Image.linear_gradient("L").resize((70, 50)))
     return {
         "cmyk.jpg": colours.convert("CMYK"),
         "gray.jpg": colours.convert("L"),
         "gray.png": colours.convert("L"),
-        "sixteen.png": sixteen,
         "alpha.png": alpha,
         "palette.png": colours.convert("P"),
         "gray_alpha.png": alpha.convert("LA"),
@@ -253,6 +288,63 @@ def test_unusual_images_are_read_as_by_pillow(tmp_path: Path, name: str) -> None
     assert difference.mean() < 1.5
 
 
+RAMP = np.arange(70 * 50, dtype=np.uint16).reshape(50, 70) * 18
+
+
+def deep_images() -> dict[str, bytes]:
+    """Return the ramp in files of more than 8 bits a pixel."""
+    files = {"sixteen.pgm": b"P5\n70 50\n65535\n" + RAMP.astype(">u2").tobytes()}
+    for name, pixels in {
+        "sixteen.png": RAMP,
+        "sixteen.tif": RAMP,
+        "big endian.tif": RAMP.astype(">u2"),
+        "integers.tif": RAMP.astype(np.int32),
+        "floats.tif": (RAMP / 65535).astype(np.float32),
+    }.items():
+        content = io.BytesIO()
+        Image.fromarray(pixels).save(content, name[-3:].replace("tif", "tiff"))
+        files[name] = content.getvalue()
+    pairs = (RAMP >> 4).reshape(-1, 2).astype(np.uint32)
+    packed = (pairs[:, :1] << 12 | pairs[:, 1:]).astype(">u4").view(np.uint8).reshape(-1, 4)[:, 1:]
+    sixteen = bytearray(files["sixteen.tif"])
+    tags = {258: 12, 279: packed.size}  # bits a pixel, and bytes of the one strip
+    for tag, value in tags.items():
+        place = next(
+            sixteen.index(struct.pack("<HHI", tag, kind, 1))
+            for kind in (3, 4)
+            if struct.pack("<HHI", tag, kind, 1) in sixteen
+        )
+        struct.pack_into("<HHII", sixteen, place, tag, 4, 1, value)
+    start = bytes(sixteen).index(RAMP.tobytes())
+    sixteen[start : start + RAMP.nbytes] = packed.tobytes()
+    return files | {"twelve.tif": bytes(sixteen)}
+
+
+@pytest.mark.parametrize("decoder", ["dali", "pillow"])
+@pytest.mark.parametrize("name", deep_images())
+def test_gray_images_of_more_than_8_bits_are_scaled_or_refused(
+    tmp_path: Path, name: str, decoder: DecoderName
+) -> None:
+    file = (tmp_path / "val" / "a" / name).with_suffix(".png")
+    file.parent.mkdir(parents=True)
+    file.write_bytes(deep_images()[name])
+    settings = Data(batch_size=1, image_decoder=decoder, bad_samples="skip")
+    catalog = build_catalog(str(tmp_path), "val", None)
+    common = {"image_size": 50, "crop_pct": 1.0, "rank": 0, "size": 1, "device": torch.device("cpu")}
+    loader = EvalLoader(catalog, settings, **common, threads=1)  # type: ignore[arg-type]
+    (batch,) = loader
+    loader.close()
+    if name in ("integers.tif", "floats.tif"):
+        (message,) = loader.bad_samples.new_messages()
+        assert "convert the image to 8 or 16 bits" in message
+        return
+    pixels = unnormalised(batch.images)[0]
+    levels = RAMP / 65535 if name != "twelve.tif" else (RAMP >> 4) / 4095
+    expected = np.rint(255 * levels)
+    assert np.abs(pixels - expected[:, 10:60]).max() < 1e-3
+    assert np.abs(decode_rgb(catalog, 0) - expected[..., None]).max() == 0
+
+
 def test_a_huge_image_is_trained_on(folder: Path) -> None:
     Image.new("RGB", (9000, 6000), (10, 200, 30)).save(folder / FILE)
     loader = open_loader(folder)
@@ -269,6 +361,24 @@ def test_an_image_of_too_many_pixels_is_replaced(folder: Path) -> None:
     message = f"{folder / FILE} has more than 100 million pixels; resize it to use it"
     assert loader.bad_samples.new_messages() == [message]
     loader.close()
+
+
+@pytest.mark.parametrize("decoder", ["dali", "pillow"])
+def test_an_image_of_too_many_pixels_after_resizing_is_left_out(tmp_path: Path, decoder: DecoderName) -> None:
+    """With 40 rows this line has 105 million pixels; in a large evaluation it would need 15 GB."""
+    images = {"val/a/line.png": Image.new("L", (65_500, 1)), "val/a/plain.png": smooth(60, 90, seed=1)}
+    catalog = build_catalog(str(write_images(tmp_path, images)), "val", None)
+    settings = Data(batch_size=2, image_decoder=decoder)
+    message = (
+        f"{tmp_path}/val/a/line.png has more than 100 million pixels when it is resized to 2620000 x 40; "
+        "crop it to use it"
+    )
+    common = {"image_size": 40, "crop_pct": 1.0, "rank": 0, "size": 1, "device": torch.device("cpu")}
+    loader = EvalLoader(catalog, settings, **common, threads=1)  # type: ignore[arg-type]
+    (batch,) = loader
+    loader.close()
+    assert batch.classes.tolist() == [NO_CLASS, 0]
+    assert loader.bad_samples.new_messages() == [message]
 
 
 def test_evaluation_leaves_out_unreadable_images(folder: Path) -> None:

@@ -31,7 +31,9 @@ SIZES = [
 ]  # width, height
 
 
-def evaluated(folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3, interpolation="bicubic"):
+def evaluated(
+    folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3, interpolation="bicubic", **options
+):
     """Return the catalog and all batches of one rank."""
     catalog = build_catalog(str(folder), "val", None)
     loader = EvalLoader(
@@ -44,16 +46,22 @@ def evaluated(folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3, int
         size=size,
         device=torch.device("cpu"),
         threads=2,
+        **options,
     )
     batches = list(loader)
     loader.close()
     return catalog, batches
 
 
-def timm_pixels(file, image_size, crop_pct, interpolation):
+def timm_pixels(file, image_size, crop_pct, interpolation, crop_mode="center"):
     """Return timm's pixels (3, height, width) of a file, and the mask of its black border."""
     transform = create_transform(
-        image_size, is_training=False, interpolation=interpolation, crop_pct=crop_pct, normalize=False
+        image_size,
+        is_training=False,
+        interpolation=interpolation,
+        crop_pct=crop_pct,
+        crop_mode=crop_mode,
+        normalize=False,
     )
     with Image.open(file) as image:
         white = Image.new("RGB", image.size, "white")
@@ -82,6 +90,17 @@ def test_pixels_equal_timms(folder, image_size, crop_pct, interpolation):
         assert difference.max() < 1.01  # one level, where PIL rounds the other way
         assert border.any() == (crop_pct > 1)
         assert np.abs(pixels[:, border]).max(initial=0) < 1e-3
+
+
+@pytest.mark.parametrize("crop_pct", [0.9, 1.0])
+def test_pixels_of_squashed_images_equal_timms(folder, crop_pct):
+    """With timm's crop_mode "squash" both sides are resized to the same length before the crop."""
+    catalog, batches = evaluated(folder, image_size=64, crop_pct=crop_pct, crop_mode="squash")
+    ours = np.concatenate([unnormalised(batch.images) for batch in batches])
+    for index, pixels in enumerate(ours):
+        theirs, _ = timm_pixels(catalog.location(index), 64, crop_pct, "bicubic", "squash")
+        assert np.abs(pixels - theirs).mean() < 0.35
+        assert np.abs(pixels - theirs).max() < 1.01
 
 
 def test_every_kind_of_file_is_decoded_as_by_pil(tmp_path):

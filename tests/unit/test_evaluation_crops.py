@@ -128,6 +128,19 @@ def test_a_prediction_of_files_averages_too(catalog: Catalog) -> None:
         assert [shares[f"class {number}"] for number in range(CLASSES)] == pytest.approx(wanted, abs=1e-4)
 
 
+def test_a_prediction_leaves_out_an_image_of_too_many_pixels_after_resizing(tmp_path: Path) -> None:
+    trained = PretrainedModel(
+        Linear(), "none", SIDE, CLASSES, CROP_PCT, IMAGENET_MEAN, IMAGENET_STD, "bicubic", []
+    )
+    file = tmp_path / "line.png"
+    Image.new("L", (65_500, 1)).save(file)
+    bad: list[str] = []
+    assert not list(predict(trained, [file], PredictRequest(1, 0.0, batch_size=2, precision="fp32"), bad))
+    assert bad == [
+        f"{file} has more than 100 million pixels when it is resized to 3471500 x 53; crop it to use it"
+    ]
+
+
 def test_a_side_shorter_than_the_crop_has_one_position() -> None:
     corners = view_corners(np.array([[30, 80], [40, 41]]), 32, 10)
     assert corners.shape == (2, 10, 2)

@@ -289,6 +289,17 @@ def test_images_are_resized_as_the_weights_were_trained(tmp_path: Path) -> None:
     assert spec_of("vgg11.tv_in1k").interpolation == "bilinear"
 
 
+def test_the_crop_is_that_of_the_published_weights(tmp_path: Path) -> None:
+    """timm squashes images for this model; a run here was evaluated on centre crops."""
+    name = "tf_efficientnetv2_b3"
+    published = trained(tmp_path, name, 32)
+    assert (published.crop_mode, config_of(published)["pretrained_cfg"]["crop_mode"]) == ("squash",) * 2
+    (tmp_path / "resolved.toml").write_text(f'[model]\nmodel = "{name}"\nimg_size = 32\n')
+    own = load_pretrained(str(tmp_path / "weights.pt"))
+    assert (own.crop_mode, config_of(own)["pretrained_cfg"]["crop_mode"]) == ("center",) * 2
+    assert config_of(trained(tmp_path, "volo_demo", 64))["pretrained_cfg"]["crop_mode"] == "center"
+
+
 def test_a_network_that_timm_lacks_is_exported_under_its_own_name(tmp_path: Path) -> None:
     network = trained(tmp_path, "lvvit_t", 32)
     made = exported(tmp_path, network)

@@ -39,6 +39,7 @@ from horovod_volo.data.boxes.box_list import BoxFiles, BoxList, find_boxes, list
 from horovod_volo.data.boxes.box_loader import BoxTrainLoader
 from horovod_volo.data.boxes.box_plan import draw_box_plan
 from horovod_volo.data.demo.scene_set import make_scene_set
+from horovod_volo.data.images.image_bytes import decoded_rgb
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_NORMALIZATION, IMAGENET_STD
 from horovod_volo.objective.anchors import SSD300, Anchors, build_anchors, encode, intersection_over_union
@@ -126,8 +127,7 @@ def pillow_images(images: BoxList, indices: list[int]) -> Tensor:
     mean, std = (np.array(values, dtype=np.float32) for values in (IMAGENET_MEAN, IMAGENET_STD))
     for place, index in enumerate(indices):
         boxes, _ = images.boxes_to_learn(index)
-        with Image.open(images.location(index)) as opened:
-            image = opened.convert("RGB")
+        image = decoded_rgb(images.read(index).data)
         plan = draw_box_plan(_SETTINGS, (image.height, image.width), boxes, SEED, EPOCH, index)
         top, left, height, width = plan.window
         image = image.crop((left, top, left + width, top + height))

@@ -25,6 +25,7 @@ from horovod_volo.cluster.compression import BucketScales, Fp16Compression, NoCo
 from horovod_volo.cluster.reducer import build_gradient_buckets
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.images.image_bytes import decoded_rgb
 from horovod_volo.models.build import build_model, spec_of
 from horovod_volo.models.precision import autocast, fix_convolutions
 
@@ -147,8 +148,8 @@ class _GradientSource:
         return loss
 
     def _image(self, path: Path) -> Tensor:
-        with Image.open(path) as opened:
-            pixels = opened.convert("RGB").resize((self._side, self._side), Image.Resampling.BICUBIC)
+        sides = (self._side, self._side)
+        pixels = decoded_rgb(path.read_bytes()).resize(sides, Image.Resampling.BICUBIC)
         image = torch.from_numpy(np.asarray(pixels, dtype=np.float32)).permute(2, 0, 1)
         return (image - 120.0) / 60.0
 

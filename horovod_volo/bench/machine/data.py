@@ -8,7 +8,6 @@ sides draw their own crops and colours, but by tests. Every block begins with no
 
 from __future__ import annotations
 
-import io
 import os
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +29,7 @@ from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.images.catalog import Catalog, build_catalog
+from horovod_volo.data.images.image_bytes import open_image
 from horovod_volo.data.loader import TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.models.timm_api import training_loader
@@ -132,7 +132,7 @@ def pillow_batch(
     catalog: Catalog, indices: NDArray[np.int64], settings: Data, image_size: int
 ) -> NDArray[np.float32]:
     """Read, crop, resize, flip and normalise images one by one, (batch, 3, side, side)."""
-    images = [Image.open(io.BytesIO(catalog.read(index).data)) for index in indices]
+    images = [open_image(catalog.read(index).data) for index in indices]
     sizes = np.array([(image.height, image.width) for image in images])
     crops = draw_crops(SEED, EPOCH, indices, sizes, settings)
     pixels = []

@@ -33,6 +33,7 @@ from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.core.batch import IGNORED, SceneBatch
 from horovod_volo.data.demo.scene_set import make_scene_set
+from horovod_volo.data.images.image_bytes import decoded_rgb, open_image
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_NORMALIZATION, IMAGENET_STD
 from horovod_volo.data.scenes.scene_list import SceneList, find_layout, list_scenes
@@ -103,8 +104,7 @@ def pillow_batch(
     masks = np.full((len(indices), side, side), IGNORED, dtype=np.uint8)
     mean, std = (np.array(values, dtype=np.float32) for values in (IMAGENET_MEAN, IMAGENET_STD))
     for place, index in enumerate(indices):
-        with Image.open(scenes.location(index)) as opened, Image.open(scenes.mask_path(index)) as labels:
-            image, mask = opened.convert("RGB"), labels.copy()
+        image, mask = decoded_rgb(scenes.read(index).data), open_image(scenes.encoded_mask(index))
         plan = draw_plan(settings, side, np.asarray(mask), SEED, EPOCH, index)
         scaled = (plan.scaled[1], plan.scaled[0])
         factors = (image.width / scaled[0], 0, 0, 0, image.height / scaled[1], 0)

@@ -66,8 +66,8 @@ class Eraser:
         words = philox(Purpose.ERASING_NOISE, seed).random_raw((2, NOISE_LENGTH)) >> np.uint64(11)
         first, second = words / 2**53
         normal = np.sqrt(-2 * np.log1p(-first)) * np.cos(2 * math.pi * second)
-        # The start is repeated at the end, so that a slice may start at any offset.
-        noise = np.concatenate([normal, normal[: 3 * image_size**2]]).astype(np.float32)
+        # The numbers are repeated at the end, so that the slice of any box may start at any offset.
+        noise = np.resize(normal.astype(np.float32), NOISE_LENGTH + 3 * image_size**2)
         self._noise = torch.from_numpy(noise).to(device)
         self._mode = settings.remode
 

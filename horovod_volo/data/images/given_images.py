@@ -24,12 +24,13 @@ from PIL import Image
 from horovod_volo.core import liveness
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.images.image_bytes import UNDECODABLE
 from horovod_volo.data.images.image_list import SampleSequence
 from horovod_volo.data.images.shard_sample import Label
 from horovod_volo.data.images.split_folder import Part, shortened
 from horovod_volo.data.reading import Encoded, to_ppm
 
-# What reading and decoding of a damaged image raises. Any other error is one of the data set's code.
+# What a data set raises for a damaged image. Any other error is one of its code.
 _DAMAGE = (OSError, EOFError, SyntaxError, ValueError)
 _WANTED = "the bytes of an image file, a path, a PIL image, or an array (height, width, 3) of uint8"
 
@@ -127,7 +128,7 @@ class LooseImages:
 def _encoded(image: Any, location: str) -> Encoded:
     try:
         found = encode(image)
-    except _DAMAGE as error:
+    except UNDECODABLE as error:
         raise BadSampleError(f"{location} cannot be read: {error}") from error
     if found is None:
         raise UserError(f"the image of {location} is {_described(image)}, not {_WANTED}.")

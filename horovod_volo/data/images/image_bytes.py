@@ -1,8 +1,25 @@
-"""Recognises image files by name or by their first bytes, without decoding."""
+"""Recognises image files by name or by their first bytes, and opens them with Pillow.
+
+Invariant: no other module lets Pillow open a file. Pillow knows formats that start programs or are hardly
+tested, and chooses them by content, whatever a file is called.
+"""
 
 from __future__ import annotations
 
+import io
+import struct
+import zlib
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")  # `reading.to_ppm` writes PPM
+# What Pillow raises for an image that it cannot open or decode.
+UNDECODABLE = (
+    *(OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError),
+    *(struct.error, zlib.error, Image.DecompressionBombError),
+)
 
 _ENDING_OF_START = {
     b"\xff\xd8\xff": ".jpg",
@@ -13,6 +30,7 @@ _ENDING_OF_START = {
     b"GIF8": ".gif",  # decoders accept it under any name
 }
 START_BYTES = 12  # enough for `ending_of`
+_BITS_PER_SAMPLE = 258  # a tag of TIFF
 
 
 def ending_of(start: bytes) -> str:
@@ -20,3 +38,34 @@ def ending_of(start: bytes) -> str:
     if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
         return ".webp"
     return next((ending for bytes_, ending in _ENDING_OF_START.items() if start.startswith(bytes_)), "")
+
+
+def open_image(encoded: bytes | memoryview) -> Image.Image:
+    """Read the header of an image of one of FORMATS; raise one of UNDECODABLE if that is impossible."""
+    try:
+        return Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise UnidentifiedImageError(f"it is not an image of a known format ({', '.join(FORMATS)})") from None
+
+
+def decoded_rgb(encoded: bytes | memoryview) -> Image.Image:
+    """Return a decoded image; raise one of UNDECODABLE if it is damaged."""
+    with open_image(encoded) as image:
+        return to_rgb(image)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image with 8 bits a channel; raise one of UNDECODABLE if it is damaged.
+
+    Gray levels of 16 bits are scaled, as DALI does. Pillow itself makes all of them above 255 white.
+    """
+    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PPM"):
+        (bits,) = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE, (16,))
+        levels = np.asarray(image) * (255 / (2**bits - 1))
+        return Image.fromarray(np.rint(levels).astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):
+        raise ValueError(
+            f"its gray levels (Pillow's mode {image.mode}) have no known maximum; convert the image to 8 or "
+            "16 bits"
+        )
+    return image.convert("RGB")

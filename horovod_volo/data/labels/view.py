@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 from PIL import Image
@@ -15,6 +14,7 @@ from horovod_volo.data.labels.figure import LabelledImage, draw_labels
 from horovod_volo.data.labels.geometry import describe_coverage
 from horovod_volo.data.labels.keys import label_key, names_of
 from horovod_volo.data.labels.source import open_labels
+from horovod_volo.data.reading import decode_rgb
 
 PROBABILITY = "Each cell: its most probable class, by a softmax in which logits that are not stored are 0."
 
@@ -25,10 +25,8 @@ def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> Non
     source = open_labels(labels, catalog, None)
     try:
         scores, ids = source.read(index)
-        encoded = catalog.read(index)
-        with Image.open(io.BytesIO(encoded.tobytes())) as opened:
-            pixels = opened.convert("RGB")
-    except (BadSampleError, OSError) as problem:
+        pixels = Image.fromarray(decode_rgb(catalog, index))
+    except BadSampleError as problem:
         raise UserError(f"{problem}. Choose another image, or repair this one.") from None
     finally:
         source.close()

@@ -8,7 +8,6 @@ images/{train,val}/NAME.jpg                      masks/{train,val}/NAME.png, cla
 from __future__ import annotations
 
 import hashlib
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.images.image_bytes import UNDECODABLE, open_image
 from horovod_volo.data.images.split_folder import CLASSES_FILE, check_links, paths_below
 
 Split = Literal["train", "val"]
@@ -105,11 +104,11 @@ class SceneList:
 
         where = self.mask_location(index)
         try:
-            with Image.open(io.BytesIO(self.encoded_mask(index))) as image:
+            with open_image(self.encoded_mask(index)) as image:
                 if image.mode not in ("L", "P"):
                     raise BadSampleError(f"{where} is no mask: its mode is {image.mode}, not 8 bits")
                 stored = np.array(image)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except UNDECODABLE as error:
             raise BadSampleError(f"{where} is not a complete mask: {error}") from error
         if stored.shape != size:
             raise BadSampleError(f"{where} has {_shape(stored.shape)} pixels, its image {_shape(size)}")

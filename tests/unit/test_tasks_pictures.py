@@ -1,0 +1,28 @@
+"""Pictures of an evaluation stay small, whatever the shape of its images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from box_samples import annotation, image, write_coco
+
+from horovod_volo.data.boxes.box_list import find_boxes, list_boxes
+from horovod_volo.data.scenes.scene_loader import Scene
+from horovod_volo.tasks.pictures import EvaluationPictures
+
+
+@pytest.mark.parametrize(("width", "height"), [(3000, 1), (1, 3000)])
+def test_pictures_of_lines(tmp_path: Path, width: int, height: int) -> None:
+    write_coco(tmp_path, [image(7, width, height)], [annotation(7, (0, 0, width, height))])
+    boxes = EvaluationPictures(1)
+    images = list_boxes(find_boxes(tmp_path, "train"), None)
+    boxes.add_boxes(images, 0, np.zeros((0, 4)), np.zeros(0, np.int64), np.zeros(0))
+    masks = EvaluationPictures(1)
+    mask = torch.zeros(height, width, dtype=torch.uint8)
+    masks.add_masks(Scene(0, mask.expand(3, -1, -1), mask), mask)
+    for picture in (*boxes.latest().values(), *masks.latest().values()):
+        assert picture.height <= 256
+        assert picture.width <= 3 * 3000
