@@ -86,14 +86,16 @@ class Reducer:
         self._world = world
         self._loss_is_scaled = loss_is_scaled
         compressed = settings.compression == "fp16" and world.size > 1
+        self.statistics = StepStatistics(
+            _moving_buffers(model), self.buckets[0].gradients.new_zeros(len(self.buckets)), world
+        )
+        compressible = sum(bucket.compressible for bucket in self.buckets) if compressed else 0
         self.scales = BucketScales(
-            sum(bucket.compressible for bucket in self.buckets) if compressed else 0,
+            self.statistics.maxima[:compressible],
             world.size,
-            like=self.buckets[0].gradients,
             # Gradients of a scaled loss fit fp16, and the gradient scaler must see their overflow.
             adaptive=compressed and not loss_is_scaled,
         )
-        self.statistics = StepStatistics([*_moving_buffers(model), self.scales.maxima], world)
         self._reductions = [
             _BucketReduction(bucket, micro_batches, self._compression(bucket, number, compressed))
             for number, bucket in enumerate(self.buckets)
@@ -114,8 +116,11 @@ class Reducer:
 
     def _compression(self, bucket: Bucket, number: int, compressed: bool) -> Compression:
         output, reduce_async = self._reduction(bucket)
-        name = f"bucket.{number}"
-        uncompressed = NoCompression(bucket.gradients, output, reduce_async, self._world.size, name)
+        looks = self.statistics.looks and not self._loss_is_scaled
+        maximum = self.statistics.maxima[number : number + 1] if looks else None
+        uncompressed = NoCompression(
+            bucket.gradients, output, reduce_async, self._world.size, f"bucket.{number}", maximum
+        )
         compressed = compressed and bucket.compressible
         return Fp16Compression(uncompressed, self.scales, number) if compressed else uncompressed
 
@@ -146,9 +151,11 @@ class Reducer:
         for reduction in self._reductions:
             reduction.finish()
         wait()
+        yield
+        # Not before: if a rank is lost while updates are exchanged inside, the step is taken again.
+        self.statistics.complete_step()
         if self.statistics.finite:
             self.scales.update()
-        yield
         for reduction in self._reductions:
             reduction.reset()
 

@@ -49,6 +49,8 @@ _FAULTS = {
     "pause": lambda _: _pause(),
     "nan": lambda batch: batch.images.fill_(math.nan),
     "flip": lambda batch: _flip(batch),
+    "inf-matrix": lambda _: _spoil_gradient(2, math.inf),
+    "nan-vector": lambda _: _spoil_gradient(1, math.nan),
     **{
         name: lambda _, name=name: os.kill(os.getpid(), signal.Signals[name])
         for name in signal.Signals.__members__
@@ -66,6 +68,19 @@ def _flip(batch: Any) -> None:
     if _reducers:
         weights = _reducers.pop().buckets[0].weights
         weights.view(torch.int32)[weights.abs().argmax()] ^= 1 << 20
+
+
+def _spoil_gradient(dimensions: int, number: float) -> None:
+    """Make one element of the next gradient of a matrix or a vector not finite; the loss stays as it is."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        spoilt = gradient.clone()
+        spoilt[(0,) * dimensions] = number
+        return spoilt
+
+    parameters = (each for bucket in _reducers[0].buckets for each in bucket.parameters.values())
+    handle = next(each for each in parameters if each.dim() == dimensions).register_hook(spoil)
 
 
 def _noted(self: Reducer, *arguments: Any, **options: Any) -> None:

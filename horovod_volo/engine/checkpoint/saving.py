@@ -74,11 +74,11 @@ def finish_checkpoint(context: TrainContext) -> None:
 
 
 def divergence(context: TrainContext) -> AllRanksError:
-    """Return the error of a run whose loss is no longer finite."""
+    """Return the error of a run whose loss or gradients are no longer finite."""
     last, count = context.state.step, context.skipped_in_a_row
     steps = f"steps {last - count + 1} to {last}" if count else f"the steps up to {last}"
     since = f", after {context.returns} returns to a checkpoint" if context.returns else ""
-    return AllRanksError(f"The loss is not finite in {steps}{since}. {_AFTER_DIVERGENCE}")
+    return AllRanksError(f"The loss or its gradients are not finite in {steps}{since}. {_AFTER_DIVERGENCE}")
 
 
 def _check_tensors(tensors_by_file: StateDicts, step: int) -> None:
