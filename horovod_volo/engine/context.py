@@ -113,10 +113,12 @@ class TrainContext:
         self.checkpoints.close()
         self.parts.train_loader.close()
         self.parts.close()
-        self.ledger.write()
-        self.logger.close()
-        if self.lock is not None:
-            self.lock.close()
+        try:
+            self.ledger.write()
+            self.logger.close()
+        finally:
+            if self.lock is not None:
+                self.lock.close()
 
 
 def run_folder(config: Config) -> Path:
@@ -133,6 +135,7 @@ def build_context(
     state: TrainState,
     logger: Logger,
     stop: StopRequest,
+    lock: RunLock | None = None,
 ) -> TrainContext:
     """Build the task's parts and the schedules of a run, given its state."""
     derived = derive(config, ranks=world.size, images=len(data.train))
@@ -154,13 +157,19 @@ def build_context(
         lr=build_schedule(config, derived),
         stop=stop,
         logger=logger,
-        ledger=_build_ledger(config, world, data, derived, parts.classes),
+        ledger=_build_ledger(config, world, data, derived, parts.classes, lock),
         skipped=SkippedSteps(state.scaler),
+        lock=lock,
     )
 
 
 def _build_ledger(
-    config: Config, world: World, data: TaskData, derived: Derived, classes: NDArray[np.int32] | None
+    config: Config,
+    world: World,
+    data: TaskData,
+    derived: Derived,
+    classes: NDArray[np.int32] | None,
+    lock: RunLock | None,
 ) -> Ledger:
     start = LedgerStart(
         seed=config.run.seed,
@@ -174,7 +183,8 @@ def _build_ledger(
     )
     if classes is not None and world.is_rank_zero:
         write_classes(run_folder(config), classes)
-    return Ledger(run_folder(config) / LEDGER if world.is_rank_zero else None, start)
+    path = run_folder(config) / LEDGER if world.is_rank_zero else None
+    return Ledger(path, start) if lock is None else Ledger(path, start, lock.check)
 
 
 def _build_clip(config: Config, state: TrainState, heads: tuple[str, ...]) -> Clip:

@@ -154,8 +154,7 @@ def setup(
     opened = partial(_open_run_folder, config, world, state.step, derived, job)
     logger, lock = world.run_on_all_ranks(opened)
     with _released_after_error(logger, lock):
-        context = build_context(config, world, task, data, resources, state, logger, stop)
-    context.lock = lock
+        context = build_context(config, world, task, data, resources, state, logger, stop, lock)
     if checkpoint and checkpoint.resolve().parent == (context.folder / CHECKPOINTS).resolve():
         context.checkpoints.step = state.step  # it need not be saved again
     if elastic is not None:
@@ -209,7 +208,7 @@ def _open_run_folder(
         live = world.launcher == "none"
         lock = RunLock(folder, job)
         length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
-        return RunLogger(folder, length, live=live, settings=config.logging), lock
+        return RunLogger(folder, length, live=live, settings=config.logging, may_write=lock.check), lock
     except OSError as error:
         raise UserError(
             f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."
