@@ -29,7 +29,7 @@ from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.banner import batch_warnings, format_banner
 from horovod_volo.engine.callbacks import Callback, Callbacks, build_plugin_callbacks
-from horovod_volo.engine.checkpoint.files import CHECKPOINTS
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS, clean_up
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.context import TrainContext, build_context, run_folder
 from horovod_volo.engine.elastic import ElasticRun
@@ -207,6 +207,7 @@ def _open_run_folder(
         # Launchers prefix lines with the rank, which would break a progress line that is rewritten in place.
         live = world.launcher == "none"
         lock = RunLock(folder, job)
+        clean_up(folder / CHECKPOINTS)
         length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
         return RunLogger(folder, length, live=live, settings=config.logging, may_write=lock.check), lock
     except OSError as error:

@@ -70,7 +70,8 @@ def finish_checkpoint(context: TrainContext) -> None:
         while context.world.broadcast_object(not context.checkpoints.done_within(_BEAT_SECONDS)):
             if time.monotonic() < limit:
                 context.heartbeat.beat(context.state.step)
-        context.world.run_on_rank_zero(context.checkpoints.wait)
+        for warning in context.world.run_on_rank_zero(context.checkpoints.wait):
+            context.logger.log(f"warning: {warning}")
 
 
 def divergence(context: TrainContext) -> AllRanksError:
@@ -89,7 +90,7 @@ def _check_tensors(tensors_by_file: StateDicts, step: int) -> None:
                 raise UserError(f"{name} is not finite at step {step}, and is not saved. {_AFTER_DIVERGENCE}")
 
 
-def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], None]:
+def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str]]:
     """Return the function that writes the current step's checkpoint; later steps do not change it."""
     folder, step, keep = _folder(context), context.state.step, context.config.run.keep_checkpoints
     lock = context.lock
@@ -99,11 +100,11 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], None]:
     statistics = statistics_of_run(config.data, config.model.model)
     header = header_of(context.data.train.classes) | statistics.header()
 
-    def write(tensors: StateDicts) -> None:
+    def write(tensors: StateDicts) -> list[str]:
         _check_tensors(tensors, step)
         may_write = lock.check if lock is not None else lambda: None
         saved = write_checkpoint(folder, step, tensors, metadata, may_write, header=header)
-        delete_old_checkpoints(saved, keep)
+        return delete_old_checkpoints(saved, keep)
 
     return write
 
