@@ -113,12 +113,10 @@ class TrainContext:
         self.checkpoints.close()
         self.parts.train_loader.close()
         self.parts.close()
-        try:
-            self.ledger.write()
-            self.logger.close()
-        finally:
-            if self.lock is not None:
-                self.lock.close()
+        self.ledger.write()
+        self.logger.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 def run_folder(config: Config) -> Path:
@@ -135,7 +133,6 @@ def build_context(
     state: TrainState,
     logger: Logger,
     stop: StopRequest,
-    lock: RunLock | None = None,
 ) -> TrainContext:
     """Build the task's parts and the schedules of a run, given its state."""
     derived = derive(config, ranks=world.size, images=len(data.train))
@@ -157,19 +154,13 @@ def build_context(
         lr=build_schedule(config, derived),
         stop=stop,
         logger=logger,
-        ledger=_build_ledger(config, world, data, derived, parts.classes, lock),
+        ledger=_build_ledger(config, world, data, derived, parts.classes),
         skipped=SkippedSteps(state.scaler),
-        lock=lock,
     )
 
 
 def _build_ledger(
-    config: Config,
-    world: World,
-    data: TaskData,
-    derived: Derived,
-    classes: NDArray[np.int32] | None,
-    lock: RunLock | None,
+    config: Config, world: World, data: TaskData, derived: Derived, classes: NDArray[np.int32] | None
 ) -> Ledger:
     start = LedgerStart(
         seed=config.run.seed,
@@ -183,8 +174,7 @@ def _build_ledger(
     )
     if classes is not None and world.is_rank_zero:
         write_classes(run_folder(config), classes)
-    path = run_folder(config) / LEDGER if world.is_rank_zero else None
-    return Ledger(path, start) if lock is None else Ledger(path, start, lock.check)
+    return Ledger(run_folder(config) / LEDGER if world.is_rank_zero else None, start)
 
 
 def _build_clip(config: Config, state: TrainState, heads: tuple[str, ...]) -> Clip:

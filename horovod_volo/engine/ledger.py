@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -61,11 +61,9 @@ def checksums(seed: int, epoch: int, samples: NDArray[Any], *, axis: int = -1) -
 class Ledger:
     """Notes the steps of a run, on every rank; rank 0 writes them."""
 
-    def __init__(
-        self, path: Path | None, start: LedgerStart, may_write: Callable[[], object] = lambda: None
-    ) -> None:
-        """`path` is the file, or None on ranks that do not write; `may_write` is that of the run's logger."""
-        self.start, self._may_write = start, may_write
+    def __init__(self, path: Path | None, start: LedgerStart) -> None:
+        """`path` is the file, or None on ranks that do not write."""
+        self.start = start
         self._file = None if path is None else AppendedFile(path)
         self._unwritten: list[LedgerStep] = []
         self._written: deque[list[LedgerStep]] = deque(maxlen=_WRITES_KEPT)
@@ -114,7 +112,6 @@ class Ledger:
 
     def _append_text(self, text: str) -> None:
         if self._file is not None:
-            self._may_write()
             with contextlib.suppress(OSError):  # it is kept; the logger says that the disk is full
                 self._file.append(text.encode())
 

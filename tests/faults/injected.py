@@ -22,6 +22,7 @@ from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import TrainLoader
+from horovod_volo.monitor.run_logger import RunLogger
 
 
 def _lock_interpreter() -> None:
@@ -114,7 +115,17 @@ def _unread(self: Catalog, index: int) -> Any:
     return _read(self, index)
 
 
-if _fault in ("slow", "unread"):
+def _close_slowly(self: RunLogger) -> None:
+    """Close the logger as late as one that uploads; STEPS is of no account."""
+    if read_launch_env().rank == int(_rank):
+        time.sleep(7.0)  # horovodrun kills ranks five seconds after the first one has exited
+    _close(self)
+
+
+_close = RunLogger.close
+if _fault == "slow-close":
+    RunLogger.close = _close_slowly  # type: ignore[method-assign]
+elif _fault in ("slow", "unread"):
     Catalog.read = _slow if _fault == "slow" else _unread  # type: ignore[method-assign]
 else:
     TrainLoader.batches = _faulty  # type: ignore[method-assign]
