@@ -77,20 +77,12 @@ class NoCompression:
     compresses_per_gradient = True
 
     def __init__(
-        self,
-        gradients: Tensor,
-        output: Tensor,
-        reduce_async: ReduceAsync,
-        size: int,
-        name: str,
-        maximum: Tensor | None,
+        self, gradients: Tensor, output: Tensor, reduce_async: ReduceAsync, size: int, name: str
     ) -> None:
-        """Reduce `gradients` over `size` ranks into `output`; `name` is the name of the collective.
-
-        Their largest absolute value is written into `maximum`; None: nobody looks at it.
-        """
+        """Reduce `gradients` over `size` ranks into `output`; `name` is the name of the collective."""
         self.buffer, self.output, self.reduce_async = gradients, output, reduce_async
-        self.size, self.name, self.maximum = size, name, maximum
+        self.size, self.name = size, name
+        self.maximum: Tensor | None = None  # max |gradient| is written here, if anybody looks at it
         self._scale = 1.0 / size
 
     def compress_gradient(self, target: Tensor, gradient: Tensor) -> None:
@@ -160,7 +152,7 @@ class Fp16Compression:
         del self._maxima[1:]
         limit = self._limit / self._scale
         # On a GPU, comparing with the limit would make the host wait: clamp always.
-        if not _on_cpu(self.buffer) or not maximum <= limit:
+        if not self.buffer.is_cpu or not maximum <= limit:
             self.buffer.clamp_(-self._limit, self._limit)
         # That of clamped values; nan if one of them was infinite.
         torch.add(maximum.minimum(limit), maximum, alpha=0.0, out=self._maximum)
@@ -207,10 +199,6 @@ class BucketScales:
         self.scale.copy_(torch.where(known, powers, self._initial_scale))
         self.inverse_scale.copy_(1.0 / (self.scale * self._size))
         self.initialized = True
-
-
-def _on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
 
 
 def max_abs(tensor: Tensor) -> Tensor:

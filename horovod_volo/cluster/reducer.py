@@ -76,14 +76,14 @@ class Reducer:
     ) -> None:
         """Move the trained parameters into buckets; each step has `micro_batches` backward passes."""
         parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._world = world
         self.buckets = build_gradient_buckets(
-            parameters, settings, heads=heads, ranks=world.size, shards=self._shards_per_bucket(world)
+            parameters, settings, heads=heads, ranks=world.size, shards=self._shards_per_bucket()
         )
         # The parameters that this rank's optimizer updates, and the flat tensors that hold their gradients;
         # padding is 0.
-        self.local_parameters = self._local_parameters(parameters, world)
+        self.local_parameters = self._local_parameters(parameters)
         self.local_gradients = self._local_gradients()
-        self._world = world
         self._loss_is_scaled = loss_is_scaled
         compressed = settings.compression == "fp16" and world.size > 1
         self.statistics = StepStatistics(
@@ -101,14 +101,10 @@ class Reducer:
             for number, bucket in enumerate(self.buckets)
         ]
 
-    def _shards_per_bucket(self, world: World) -> int:  # noqa: ARG002
+    def _shards_per_bucket(self) -> int:
         return 1
 
-    def _local_parameters(
-        self,
-        parameters: Mapping[str, Parameter],
-        world: World,  # noqa: ARG002
-    ) -> dict[str, Parameter]:
+    def _local_parameters(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
         return dict(parameters)
 
     def _local_gradients(self) -> list[Tensor]:
@@ -116,11 +112,10 @@ class Reducer:
 
     def _compression(self, bucket: Bucket, number: int, compressed: bool) -> Compression:
         output, reduce_async = self._reduction(bucket)
-        looks = self.statistics.looks and not self._loss_is_scaled
-        maximum = self.statistics.maxima[number : number + 1] if looks else None
-        uncompressed = NoCompression(
-            bucket.gradients, output, reduce_async, self._world.size, f"bucket.{number}", maximum
-        )
+        name = f"bucket.{number}"
+        uncompressed = NoCompression(bucket.gradients, output, reduce_async, self._world.size, name)
+        if self.statistics.looks and not self._loss_is_scaled:
+            uncompressed.maximum = self.statistics.maxima[number : number + 1]
         compressed = compressed and bucket.compressible
         return Fp16Compression(uncompressed, self.scales, number) if compressed else uncompressed
 

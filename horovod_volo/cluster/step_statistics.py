@@ -40,15 +40,13 @@ class StepStatistics:
 
     def ask_to_stop(self) -> None:
         """Let all ranks agree to stop in the next exchange."""
-        if not self._asked:
-            self._asked = True
-            self._notes[_STOP].fill_(1.0)
+        self._asked = True
+        self._notes[_STOP].fill_(1.0)
 
     def note_changed_hosts(self) -> None:
         """Let all ranks agree in the next exchange that they must be formed again."""
-        if not self._hosts_noted:
-            self._hosts_noted = True
-            self._notes[_HOSTS].fill_(1.0)
+        self._hosts_noted = True
+        self._notes[_HOSTS].fill_(1.0)
 
     def note_samples(self, checksums: tuple[int, int]) -> None:
         """Note two checksums of CHECKSUM_BITS bits of this rank's samples of the step."""

@@ -137,7 +137,7 @@ def build_context(
     """Build the task's parts and the schedules of a run, given its state."""
     derived = derive(config, ranks=world.size, images=len(data.train))
     parts = task.begin(config, world, data, resources, state.model)
-    loader = parts.train_loader
+    loader, reducer = parts.train_loader, state.reducer
     return TrainContext(
         config=config,
         world=world,
@@ -149,8 +149,15 @@ def build_context(
         parts=parts,
         meter=LossMeter(parts.loss_names, resources.device, lambda: loader.waited_seconds),
         timer=StepTimer(resources.device),
-        clip=_build_clip(config, state, task.heads(config)),
-        gradient_norm=partial(gradient_norm, state.reducer.local_gradients, state.reducer.global_grad_norm),
+        clip=build_clip(
+            config.update.clip_mode,
+            config.update.clip_grad,
+            reducer.local_parameters,
+            flat_gradients=reducer.local_gradients,
+            heads=task.heads(config),
+            global_grad_norm=reducer.global_grad_norm,
+        ),
+        gradient_norm=partial(gradient_norm, reducer.local_gradients, reducer.global_grad_norm),
         lr=build_schedule(config, derived),
         stop=stop,
         logger=logger,
@@ -175,17 +182,6 @@ def _build_ledger(
     if classes is not None and world.is_rank_zero:
         write_classes(run_folder(config), classes)
     return Ledger(run_folder(config) / LEDGER if world.is_rank_zero else None, start)
-
-
-def _build_clip(config: Config, state: TrainState, heads: tuple[str, ...]) -> Clip:
-    return build_clip(
-        config.update.clip_mode,
-        config.update.clip_grad,
-        state.reducer.local_parameters,
-        flat_gradients=state.reducer.local_gradients,
-        heads=heads,
-        global_grad_norm=state.reducer.global_grad_norm,
-    )
 
 
 def build_schedule(config: Config, derived: Derived) -> Callable[[int], float]:

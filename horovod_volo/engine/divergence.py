@@ -60,9 +60,8 @@ def go_back(context: TrainContext) -> None:
     checkpoint = context.world.run_on_rank_zero(lambda: _checkpoint(context))
     if checkpoint is None or context.returns == _RETURNS:
         raise divergence(context)
-    restore_state(state, checkpoint, context.world)
+    restore_state(state, checkpoint, context.world, step)
     context.skipped.restart()
-    state.step = step
     context.skipped_in_a_row = 0
     context.returns, context.returns_in_vain = context.returns + 1, context.returns_in_vain + 1
     context.logger.log(

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -119,6 +120,8 @@ def setup(
 ) -> tuple[TrainContext, list[str]]:
     """Check the settings and build the run; return it with warnings. Collective: every rank calls this."""
     newest = elastic.find_newest(world) if elastic is not None else None
+    if elastic is not None and elastic.resumes:
+        config = replace(config, run=replace(config.run, resume="auto"))
     resources = rank_resources(world)
     world.run_on_all_ranks(partial(load_plugins, config.run.plugin))
     if task is None:
@@ -126,7 +129,6 @@ def setup(
         task = find_task(config.model.task)
     as_given = config = world.run_on_all_ranks(partial(task.fit_to_model, config))
     config = world.run_on_all_ranks(partial(resolve, config, world.size))
-    world.run_on_all_ranks(partial(_check_horovod_files, config))
     world.run_on_all_ranks(partial(_check, config, task))
     data = task.read(config, world)
     if config.is_open:
@@ -150,17 +152,17 @@ def setup(
         elastic.take_over(state, world)
     else:
         state_warnings += restore_state(state, checkpoint, world)
-    job = elastic.job.name if elastic is not None else ""
-    opened = partial(_open_run_folder, config, world, state.step, derived, job)
+    opened = partial(_open_run_folder, config, world, state.step, derived, elastic)
     logger, lock = world.run_on_all_ranks(opened)
     with _released_after_error(logger, lock):
-        context = build_context(config, world, task, data, resources, state, logger, stop, lock)
-    if checkpoint and checkpoint.resolve().parent == (context.folder / CHECKPOINTS).resolve():
+        context = build_context(config, world, task, data, resources, state, logger, stop)
+    if lock is not None:
+        context.lock, context.ledger.may_write = lock, lock.check
+    own = (context.folder / CHECKPOINTS).resolve()  # which other ranks may see under another name
+    if world.broadcast_object(checkpoint is not None and checkpoint.resolve().parent == own):
         context.checkpoints.step = state.step  # it need not be saved again
     if elastic is not None:
         context.hosts_changed = lambda: elastic.job.hosts_changed
-    hosts = world.hosts()
-    context.stragglers = StragglerFinder(hosts) if world.is_rank_zero and world.size > 1 else None
     facts = RunFacts(world.size, resources.device.type, state.step, derived.total_steps)
     warnings = [
         *config_warnings(config, facts),
@@ -188,6 +190,7 @@ def _check_data_folder(config: Config) -> None:
 
 
 def _check(config: Config, task: Task) -> None:
+    _check_horovod_files(config)
     task.check(config)
     check_names(config)
     if config.run.profile:
@@ -198,7 +201,7 @@ def _check(config: Config, task: Task) -> None:
 
 
 def _open_run_folder(
-    config: Config, world: World, first_step: int, derived: Derived, job: str
+    config: Config, world: World, first_step: int, derived: Derived, elastic: ElasticRun | None
 ) -> tuple[Logger, RunLock | None]:
     if not world.is_rank_zero:
         return NullLogger(), None
@@ -206,10 +209,12 @@ def _open_run_folder(
     try:
         # Launchers prefix lines with the rank, which would break a progress line that is rewritten in place.
         live = world.launcher == "none"
-        lock = RunLock(folder, job)
+        lock = RunLock(folder, elastic.job.name if elastic is not None else "")
         clean_up(folder / CHECKPOINTS)
         length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
-        return RunLogger(folder, length, live=live, settings=config.logging, may_write=lock.check), lock
+        logger = RunLogger(folder, length, live=live, settings=config.logging)
+        logger.may_write = lock.check
+        return logger, lock
     except OSError as error:
         raise UserError(
             f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."
@@ -231,6 +236,7 @@ def _released_after_error(logger: Logger, lock: RunLock | None) -> Iterator[None
 def log_start(context: TrainContext, warnings: list[str], elastic: ElasticRun | None = None) -> list[str]:
     """Log the banner, write `resolved.toml` and `environment.json`; return the ranks' hosts. Collective."""
     hosts, bindings = context.world.hosts(), context.world.allgather_object(str(context.resources))
+    context.stragglers = StragglerFinder(hosts) if context.world.is_rank_zero and len(hosts) > 1 else None
     warnings_of_ranks = context.world.allgather_object(context.world.binding.warnings)
     binding_warnings = dict.fromkeys(text for texts in warnings_of_ranks for text in texts)  # each once
     if elastic is not None and elastic.formed:

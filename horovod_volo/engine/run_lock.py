@@ -83,12 +83,10 @@ class RunLock:
         return True
 
     def _take_without_link(self) -> bool:
-        try:
-            with self._path.open("x", encoding="utf-8") as file:
-                file.write(json.dumps(self._owner))
-        except FileExistsError:
-            return False
-        return True
+        with contextlib.suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(self._owner))
+            return True
+        return False
 
     def _remove_if_stale(self) -> None:
         """Remove the lock of a process that has ended; raise UserError if it has not."""

@@ -39,20 +39,14 @@ class RunLogger:
 
     `live` rewrites the progress line in place on a terminal. A file that cannot be written, because the disk
     is full or the folder is gone, does not end the run: what it lacks is kept, and written when that is
-    possible. `may_write` is called before each write, and raises UserError if this process must not.
+    possible.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        length: RunLength,
-        *,
-        live: bool = True,
-        settings: Logging | None = None,
-        may_write: Callable[[], object] = lambda: None,
+        self, folder: Path, length: RunLength, *, live: bool = True, settings: Logging | None = None
     ) -> None:
         """Open the files; raise OSError if that is not possible."""
-        self._may_write = may_write
+        self.may_write: Callable[[], object] = lambda: None  # raises UserError if this process must not write
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         drop_records_after(folder / METRICS, length.first_step)
@@ -78,7 +72,7 @@ class RunLogger:
         self._append(self._log, "".join(f"{escape_controls(line)}\n" for line in lines).encode())
 
     def write_file(self, name: str, content: str) -> None:
-        self._may_write()
+        self.may_write()
         try:
             with atomic_write(self._folder / name) as file:
                 file.write(content.encode())
@@ -164,7 +158,7 @@ class RunLogger:
                 self.log(f"warning: {problem}. Training goes on.")
 
     def _append(self, file: AppendedFile, content: bytes) -> None:
-        self._may_write()
+        self.may_write()
         try:
             file.append(content)
         except OSError as error:

@@ -37,11 +37,11 @@ class EmulatedRanks:
         self.sums = {"": torch.zeros(elements), ".fp16": torch.zeros(elements, dtype=torch.float16)}
         self.names: list[str] = []
         self.compressions = [
-            Fp16Compression(
-                NoCompression(own, own, self._reduce_async, ranks, "bucket", scales.maxima), scales, 0
-            )
+            Fp16Compression(NoCompression(own, own, self._reduce_async, ranks, "bucket"), scales, 0)
             for own, scales in zip(self.gradients, self.scales, strict=True)
         ]
+        for compression, scales in zip(self.compressions, self.scales, strict=True):
+            compression._uncompressed.maximum = scales.maxima
 
     def _reduce_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         total = self.sums[name.removeprefix("bucket")]

@@ -194,7 +194,7 @@ def _fp16_sum(bucket: Bucket, ranks: int, scales: BucketScales) -> Sum:
         total.add_(tensor)
         return lambda: total
 
-    compression = Fp16Compression(NoCompression(own, own, allreduce, ranks, "bucket", None), scales, 0)
+    compression = Fp16Compression(NoCompression(own, own, allreduce, ranks, "bucket"), scales, 0)
 
     def add(gradients: Tensor) -> None:
         own.copy_(gradients)

@@ -9,7 +9,6 @@ What a killed process leaves is cleaned up once, when the next one has the lock 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from horovod_volo.core.atomic_file import file_sha256, flush
+from horovod_volo.core.atomic_file import file_sha256, flush, json_sha256
 from horovod_volo.core.errors import UserError
 
 StateDicts = Mapping[str, Mapping[str, Tensor]]  # tensors by file and by name
@@ -54,7 +53,7 @@ def write_checkpoint(
             for name in tensors
         }
         state = {"format": FORMAT, "step": step, **metadata, "sha256": checksums}
-        content = json.dumps(state | {"checksum": _checksum_of_metadata(state)}, indent=2)
+        content = json.dumps(state | {"checksum": json_sha256(state)}, indent=2)
         (partial / _METADATA).write_text(content, encoding="utf-8")
         flush(partial / _METADATA)
         flush(partial)
@@ -169,7 +168,7 @@ def find_damage(path: Path) -> str | None:
     """Verify all checksums of a checkpoint; return what is wrong with it, or None."""
     try:
         state = read_metadata(path)
-        if state.pop("checksum") != _checksum_of_metadata(state):
+        if state.pop("checksum") != json_sha256(state):
             return f"{_METADATA} does not match its checksum"
         if state["format"] != FORMAT:
             return f"its format is {state['format']}, but this version reads {FORMAT}"
@@ -204,7 +203,3 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], header: dict[str, 
     path.chmod(path.parent.stat().st_mode & 0o666)  # the usual permissions: safetensors makes files private
     flush(path)
     return file_sha256(path)
-
-
-def _checksum_of_metadata(state: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state).encode()).hexdigest()

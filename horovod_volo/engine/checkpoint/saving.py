@@ -93,7 +93,7 @@ def _check_tensors(tensors_by_file: StateDicts, step: int) -> None:
 def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str]]:
     """Return the function that writes the current step's checkpoint; later steps do not change it."""
     folder, step, keep = _folder(context), context.state.step, context.config.run.keep_checkpoints
-    lock = context.lock
+    may_write = context.ledger.may_write
     metadata = run_metadata(context.config, context.derived, context.task, context.data.train)
     metadata["scaler"] = context.state.scaler.state_dict()
     config = context.config
@@ -102,7 +102,6 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str
 
     def write(tensors: StateDicts) -> list[str]:
         _check_tensors(tensors, step)
-        may_write = lock.check if lock is not None else lambda: None
         saved = write_checkpoint(folder, step, tensors, metadata, may_write, header=header)
         return delete_old_checkpoints(saved, keep)
 
