@@ -71,7 +71,9 @@ def _train(config: Config) -> int:
         from horovod_volo.engine.run import run
 
         def work(world: World, elastic: ElasticRun | None = None) -> int:
-            return DONE if run(config, world, stop, watchdog, elastic) else STOPPED
+            finished = run(config, world, stop, watchdog, elastic)
+            world.leave_together()  # when all have closed their loggers
+            return DONE if finished else STOPPED
 
         try:
             if config.launch.elastic:

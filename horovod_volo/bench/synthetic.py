@@ -84,7 +84,7 @@ def synthetic_context(config: Config, world: World, resources: RankResources | N
     task, device = Classification(), resources.device
     state, _ = build_state(config, world, task, num_classes=num_classes, device=device, finetune="")
     if world.size > 1:
-        state.load_full_state_dict({}, world)
+        state.load_full_state_dict({}, {}, 0, world)
     global_batch = world.size * config.data.batch_size * config.update.accumulation
     catalog = catalog_without_files(global_batch, num_classes)
     images = Images(catalog, catalog, label_maps=None)

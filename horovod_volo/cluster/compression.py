@@ -6,9 +6,11 @@ fp16 covers 40 powers of two. Gradients spread over more than that, and the sum 
 headroom. Each bucket is therefore multiplied by a power of two, its scale, before the cast, and divided by it
 after the sum. The scale follows from a running maximum of the bucket's gradients. The ranks' maxima are
 averaged in the same message as the batch-norm statistics, so that all ranks compute the same scale, and the
-host does not wait for the device.
+host does not wait for the device. The maxima of uncompressed buckets are in it too: all ranks skip the step
+if one is not finite.
 
-Invariant: a scale is a power of two, so that multiplying by it and dividing by it are exact.
+Invariants: a scale is a power of two, so that multiplying by it and dividing by it are exact. A maximum is
+measured before anything is clamped: it is finite only if all gradients of the bucket are.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +82,7 @@ class NoCompression:
         """Reduce `gradients` over `size` ranks into `output`; `name` is the name of the collective."""
         self.buffer, self.output, self.reduce_async = gradients, output, reduce_async
         self.size, self.name = size, name
+        self.maximum: Tensor | None = None  # max |gradient| is written here, if anybody looks at it
         self._scale = 1.0 / size
 
     def compress_gradient(self, target: Tensor, gradient: Tensor) -> None:
@@ -91,6 +93,8 @@ class NoCompression:
             self.buffer.mul_(self._scale)
 
     def launch(self) -> Wait:
+        if self.maximum is not None:
+            torch.mul(max_abs(self.buffer), self.size, out=self.maximum)
         wait_for_result = self.reduce_async(self.buffer, self.name)
 
         def finish() -> None:
@@ -113,6 +117,7 @@ class Fp16Compression:
         self._uncompressed, self._scales = uncompressed, scales
         self._scale, self._inverse_scale = scales.scale[bucket_number], scales.inverse_scale[bucket_number]
         self._maximum = scales.maxima[bucket_number : bucket_number + 1]
+        self._maxima = [torch.zeros_like(self._maximum)]  # and those of what was compressed in this step
         self._limit = _LARGEST_SUM / _next_power_of_two(uncompressed.size)
 
     @property
@@ -120,19 +125,20 @@ class Fp16Compression:
         return self._scales.initialized
 
     def compress_gradient(self, target: Tensor, gradient: Tensor) -> None:
+        if self._scales.adaptive:
+            self._maxima.append(max_abs(gradient))
         scale_into(target, gradient, self._scale)
 
     def compress_bucket(self) -> None:
         if self._scales.initialized:
-            scale_into(self.buffer, self._uncompressed.buffer, self._scale)
+            self.compress_gradient(self.buffer, self._uncompressed.buffer)
 
     def launch(self) -> Wait:
         if not self._scales.initialized:
-            self._maximum.copy_(max_abs(self._uncompressed.buffer))
             self._uncompressed.compress_bucket()
             return self._uncompressed.launch()
         if self._scales.adaptive:
-            self._clamp_and_measure()
+            self._clamp()
         wait_for_result = self._uncompressed.reduce_async(self.buffer, f"{self._uncompressed.name}.fp16")
 
         def finish() -> None:
@@ -140,27 +146,31 @@ class Fp16Compression:
 
         return finish
 
-    def _clamp_and_measure(self) -> None:
+    def _clamp(self) -> None:
         """Clamp the buffer so that its sum over ranks is finite, and store this rank's maximum."""
-        maximum = max_abs(self.buffer)
+        maximum = torch.cat(self._maxima).amax(0, keepdim=True)
+        del self._maxima[1:]
+        limit = self._limit / self._scale
         # On a GPU, comparing with the limit would make the host wait: clamp always.
-        if not _on_cpu(self.buffer) or not maximum <= self._limit:
+        if not self.buffer.is_cpu or not maximum <= limit:
             self.buffer.clamp_(-self._limit, self._limit)
-            maximum = maximum.clamp(max=self._limit)
-        torch.div(maximum, self._scale, out=self._maximum)
+        # That of clamped values; nan if one of them was infinite.
+        torch.add(maximum.minimum(limit), maximum, alpha=0.0, out=self._maximum)
 
 
 class BucketScales:
     """The factor by which each bucket's gradients are multiplied before they are rounded to fp16."""
 
-    def __init__(self, buckets: int, size: int, *, like: Tensor, adaptive: bool) -> None:
-        """Start without maxima; scales that are not adaptive keep their initial value."""
+    def __init__(self, maxima: Tensor, size: int, *, adaptive: bool) -> None:
+        """Start with the initial value, which scales that are not adaptive keep.
+
+        `maxima` are max |gradient| of each bucket; after the statistics all-reduce, the mean over ranks.
+        """
         self.adaptive = adaptive
         self.initialized = not adaptive
-        # max |gradient| of each bucket on this rank; after the statistics all-reduce, the mean over ranks
-        self.maxima = like.new_zeros(buckets)
-        self.running_maxima = like.new_zeros(buckets)  # decaying maximum of that mean
-        self.scale = like.new_full((buckets, 1), 1.0 / predivisor(size))
+        self.maxima = maxima
+        self.running_maxima = torch.zeros_like(maxima)  # decaying maximum of that mean
+        self.scale = maxima.new_full((len(maxima), 1), 1.0 / predivisor(size))
         self.inverse_scale = 1.0 / (self.scale * size)  # also divides by the number of ranks
         self._size = size
         self._initial_scale = self.scale.clone()
@@ -177,7 +187,7 @@ class BucketScales:
     def update(self) -> None:
         """Update running maxima and scales from this step's maxima, averaged over ranks."""
         if self.adaptive:
-            torch.fmax(self.running_maxima * _DECAY, self.maxima, out=self.running_maxima)  # ignores nan
+            torch.fmax(self.running_maxima * _DECAY, self.maxima, out=self.running_maxima)
             self._compute()
 
     def _compute(self) -> None:
@@ -191,31 +201,10 @@ class BucketScales:
         self.initialized = True
 
 
-def _on_cpu(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
 def max_abs(tensor: Tensor) -> Tensor:
     """Return the maximum absolute value of a tensor, (1,) in fp32; nan if any element is nan."""
-    if _on_cpu(tensor) and tensor.dtype == torch.float16:
-        return _max_abs_from_bits(tensor)
     low, high = torch.aminmax(tensor)  # one pass, without a copy
     return torch.maximum(-low, high).float().view(1)
-
-
-def _max_abs_from_bits(tensor: Tensor) -> Tensor:
-    """Return the same for fp16 at four times the speed: CPUs compare integers faster than fp16 values.
-
-    As integers, the bits grow with the absolute value, then come infinity and nan. The sign is the highest
-    bit: the largest int16 is the largest positive value, the largest uint16 the largest negative one.
-    """
-    signed = tensor.view(torch.int16).numpy()
-    unsigned = signed.view(np.uint16)
-    largest = 0
-    for start in range(0, len(signed), _CACHED_ELEMENTS):
-        part = slice(start, start + _CACHED_ELEMENTS)
-        largest = max(largest, int(signed[part].max()), int(unsigned[part].max()) & 0x7FFF)
-    return torch.tensor([largest], dtype=torch.int16).view(torch.float16).float()
 
 
 def _power_of_two(exponents: Tensor) -> Tensor:

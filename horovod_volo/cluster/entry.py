@@ -34,10 +34,11 @@ def run_on_ranks(
 ) -> int:
     """Initialize Horovod and run `work`; return its exit status, or the status of the error that ended it.
 
-    `flags` are the values of all flags, which must be the same on all ranks. If another rank is lost,
-    `elastic` ranks return LOST, to be formed again.
+    `flags` are the values of all flags, which must be the same on all ranks. If another rank is lost or hosts
+    have changed, `elastic` ranks return LOST, to be formed again.
     """
     from horovod_volo.cluster.collectives import RankLostError
+    from horovod_volo.cluster.elastic import HostsChangedError
     from horovod_volo.cluster.world import AllRanksError, World
 
     rank = read_launch_env().rank
@@ -50,6 +51,8 @@ def run_on_ranks(
     except UserError as error:
         print_error(f"error on rank {rank}: {error}")
         return MISTAKE
+    except HostsChangedError:
+        return LOST
     except RankLostError as error:
         print_error(f"rank {rank} {'goes on without it' if elastic else 'stops'}: {error}")
         return LOST if elastic else FAILED
@@ -129,6 +132,5 @@ def _difference(name: str, by_rank: list[tuple[str, dict[str, str]]]) -> str:
 def _print_once(error: UserError, world: World) -> int:
     if world.is_rank_zero:
         print_error(f"error: {error}")
-    # The launcher kills all ranks when the first one exits: wait until rank 0 has printed the message.
-    world.broadcast_object(None)
+    world.leave_together()  # when rank 0 has printed the message
     return MISTAKE

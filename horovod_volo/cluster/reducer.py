@@ -76,37 +76,35 @@ class Reducer:
     ) -> None:
         """Move the trained parameters into buckets; each step has `micro_batches` backward passes."""
         parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._world = world
         self.buckets = build_gradient_buckets(
-            parameters, settings, heads=heads, ranks=world.size, shards=self._shards_per_bucket(world)
+            parameters, settings, heads=heads, ranks=world.size, shards=self._shards_per_bucket()
         )
         # The parameters that this rank's optimizer updates, and the flat tensors that hold their gradients;
         # padding is 0.
-        self.local_parameters = self._local_parameters(parameters, world)
+        self.local_parameters = self._local_parameters(parameters)
         self.local_gradients = self._local_gradients()
-        self._world = world
         self._loss_is_scaled = loss_is_scaled
         compressed = settings.compression == "fp16" and world.size > 1
+        self.statistics = StepStatistics(
+            _moving_buffers(model), self.buckets[0].gradients.new_zeros(len(self.buckets)), world
+        )
+        compressible = sum(bucket.compressible for bucket in self.buckets) if compressed else 0
         self.scales = BucketScales(
-            sum(bucket.compressible for bucket in self.buckets) if compressed else 0,
+            self.statistics.maxima[:compressible],
             world.size,
-            like=self.buckets[0].gradients,
             # Gradients of a scaled loss fit fp16, and the gradient scaler must see their overflow.
             adaptive=compressed and not loss_is_scaled,
         )
-        self.statistics = StepStatistics([*_moving_buffers(model), self.scales.maxima], world)
         self._reductions = [
             _BucketReduction(bucket, micro_batches, self._compression(bucket, number, compressed))
             for number, bucket in enumerate(self.buckets)
         ]
 
-    def _shards_per_bucket(self, world: World) -> int:  # noqa: ARG002
+    def _shards_per_bucket(self) -> int:
         return 1
 
-    def _local_parameters(
-        self,
-        parameters: Mapping[str, Parameter],
-        world: World,  # noqa: ARG002
-    ) -> dict[str, Parameter]:
+    def _local_parameters(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
         return dict(parameters)
 
     def _local_gradients(self) -> list[Tensor]:
@@ -116,6 +114,8 @@ class Reducer:
         output, reduce_async = self._reduction(bucket)
         name = f"bucket.{number}"
         uncompressed = NoCompression(bucket.gradients, output, reduce_async, self._world.size, name)
+        if self.statistics.looks and not self._loss_is_scaled:
+            uncompressed.maximum = self.statistics.maxima[number : number + 1]
         compressed = compressed and bucket.compressible
         return Fp16Compression(uncompressed, self.scales, number) if compressed else uncompressed
 
@@ -146,9 +146,11 @@ class Reducer:
         for reduction in self._reductions:
             reduction.finish()
         wait()
+        yield
+        # Not before: if a rank is lost while updates are exchanged inside, the step is taken again.
+        self.statistics.complete_step()
         if self.statistics.finite:
             self.scales.update()
-        yield
         for reduction in self._reductions:
             reduction.reset()
 

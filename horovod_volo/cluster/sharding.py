@@ -25,11 +25,11 @@ STEP_KEY = "step"  # the only key of an optimizer's state with one number per pa
 class ShardedReducer(Reducer):
     """A reducer that gives each rank's optimizer one shard of every bucket."""
 
-    def _shards_per_bucket(self, world: World) -> int:
-        return world.size
+    def _shards_per_bucket(self) -> int:
+        return self._world.size
 
-    def _local_parameters(self, parameters: Mapping[str, Parameter], world: World) -> dict[str, Parameter]:
-        self._shards = [OptimizerShard(bucket, world) for bucket in self.buckets]
+    def _local_parameters(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+        self._shards = [OptimizerShard(bucket, self._world) for bucket in self.buckets]
         if not any(shard.spans for shard in self._shards):  # an optimizer needs a parameter
             self._shards[-1].add_padding()
         slices = {name: part for shard in self._shards for name, part in shard.parameter_slices().items()}

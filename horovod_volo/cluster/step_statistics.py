@@ -2,8 +2,8 @@
 
 They are the batch-norm statistics, the maxima of gradient buckets, checksums of the step's samples, and flags
 by which all ranks learn at the same step that one of them was asked to stop, that hosts have come or go, or
-that its loss is not finite. A single rank on a GPU has nothing to agree on, and does not wait for the device
-to look.
+that its loss or a gradient is not finite. A single rank on a GPU has nothing to agree on, and does not wait
+for the device to look.
 """
 
 from __future__ import annotations
@@ -26,31 +26,28 @@ _NOTES = 7
 class StepStatistics:
     """Averages tensors over ranks in place, and agrees on flags. Shapes are equal on all ranks."""
 
-    def __init__(self, tensors: Sequence[Tensor], world: World) -> None:
-        """Move the tensors, which are floats on one device, into one flat tensor."""
+    def __init__(self, moving: Sequence[Tensor], maxima: Tensor, world: World) -> None:
+        """Move the batch-norm statistics and the maxima, floats on one device, into one flat tensor."""
         self.stop_agreed = False  # the same on all ranks, after each exchange
         self.hosts_changed = False  # likewise: whether the ranks are to be formed again
         self.finite = True  # likewise: whether all losses and tensors of the step are
         self.checksums = (0, 0)  # likewise: sums over ranks of what `note_samples` was given
         self._world = world
-        self._notes = tensors[0].new_zeros(_NOTES)
+        self._notes, self.maxima = maxima.new_zeros(_NOTES), maxima
         self._asked = self._hosts_noted = False
-        self._losses: list[Tensor] = []  # of this rank, of the step
-        self._averaged = _flatten_in_place([*tensors, self._notes])
-        self._before = self._averaged.clone()
+        self._averaged = _flatten_in_place([*moving, self.maxima, self._notes])
+        self._before, self._own = self._averaged.clone(), self._averaged.clone()
         self.looks = world.size > 1 or self._averaged.device.type == "cpu"
 
     def ask_to_stop(self) -> None:
         """Let all ranks agree to stop in the next exchange."""
-        if not self._asked:
-            self._asked = True
-            self._notes[_STOP].fill_(1.0)
+        self._asked = True
+        self._notes[_STOP].fill_(1.0)
 
     def note_changed_hosts(self) -> None:
         """Let all ranks agree in the next exchange that they must be formed again."""
-        if not self._hosts_noted:
-            self._hosts_noted = True
-            self._notes[_HOSTS].fill_(1.0)
+        self._hosts_noted = True
+        self._notes[_HOSTS].fill_(1.0)
 
     def note_samples(self, checksums: tuple[int, int]) -> None:
         """Note two checksums of CHECKSUM_BITS bits of this rank's samples of the step."""
@@ -63,12 +60,11 @@ class StepStatistics:
     def add_loss(self, loss: Tensor) -> None:
         """Note the loss of a micro-batch."""
         if self.looks:
-            self._losses.append(loss.detach())
             self._notes[_LOSS].add_(loss.detach() * 0.0)  # 0, or nan
 
     def average_async(self) -> Wait:
         """Start the exchange; return the function that waits for it. Collective: every rank calls this."""
-        self._own_losses, self._losses = self._losses, []
+        self._own.copy_(self._averaged)
         scale = 1.0 / self._world.size
         wait = self._world.collectives.allreduce_async(self._averaged, "statistics", scale)
 
@@ -78,9 +74,18 @@ class StepStatistics:
 
         return wait_and_agree
 
-    def own_losses_are_finite(self) -> bool:
-        """Return whether this rank's losses of the last step are. Waits for the device."""
-        return all(bool(loss.isfinite()) for loss in self._own_losses)
+    def own_fault(self) -> str:
+        """Return what this rank had in the last step that is not finite, or nothing. Waits for the device."""
+        moving, maxima, notes = self._own.tensor_split((-_NOTES - len(self.maxima), -_NOTES))
+        parts = {"its loss is": notes, "its gradients are": maxima, "its batch-norm statistics are": moving}
+        return next((name for name, part in parts.items() if not part.isfinite().all()), "")
+
+    def complete_step(self) -> None:
+        """Keep the averages of the step, or drop them if they are not finite: they would stay so for ever."""
+        if self.finite:
+            self._before.copy_(self._averaged)
+        else:
+            self.restore()
 
     def restore(self) -> None:
         """Set the tensors to what they were after the last step."""
@@ -102,10 +107,6 @@ class StepStatistics:
                 round(mean * self._world.size) for mean in notes[_CHECKSUMS]
             )
             self.checksums = ((first << _NOTE_BITS) + low_first, (second << _NOTE_BITS) + low_second)
-        if self.finite:
-            self._before.copy_(self._averaged)
-        else:  # batch-norm statistics would stay non-finite for ever
-            self.restore()
 
 
 def _flatten_in_place(tensors: list[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ import hashlib
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.cluster.binding import Binding
-from horovod_volo.cluster.collectives import Collectives, HorovodCollectives, LocalCollectives
+from horovod_volo.cluster.collectives import Collectives, HorovodCollectives, LocalCollectives, RankLostError
 from horovod_volo.cluster.launch_env import LaunchEnv, read_launch_env
 from horovod_volo.cluster.pinning import unbound
 from horovod_volo.core.errors import UserError
@@ -96,6 +97,11 @@ class World:
         broadcast = self.collectives.broadcast_async
         for wait in [broadcast(tensor, f"broadcast.{number}", root) for number, tensor in enumerate(tensors)]:
             wait()
+
+    def leave_together(self) -> None:
+        """Wait for all ranks, because launchers kill the others when the first one exits. Collective."""
+        with suppress(RankLostError):
+            self.broadcast_object(None)
 
     def run_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank; a UserError is raised on all. Collective: every rank calls this."""

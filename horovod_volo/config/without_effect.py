@@ -70,7 +70,7 @@ _IDLE = (
     ),
     _Idle(
         ("stop_at_step",),
-        lambda c, run: run.first_step >= c.run.stop_at_step or 0 < run.total_steps < c.run.stop_at_step,
+        lambda c, run: run.first_step > c.run.stop_at_step or 0 < run.total_steps < c.run.stop_at_step,
         "outside of the steps that this run makes",
     ),
     _Idle(

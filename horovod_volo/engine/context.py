@@ -137,7 +137,7 @@ def build_context(
     """Build the task's parts and the schedules of a run, given its state."""
     derived = derive(config, ranks=world.size, images=len(data.train))
     parts = task.begin(config, world, data, resources, state.model)
-    loader = parts.train_loader
+    loader, reducer = parts.train_loader, state.reducer
     return TrainContext(
         config=config,
         world=world,
@@ -152,12 +152,12 @@ def build_context(
         clip=build_clip(
             config.update.clip_mode,
             config.update.clip_grad,
-            state.reducer.local_parameters,
-            flat_gradients=state.reducer.local_gradients,
+            reducer.local_parameters,
+            flat_gradients=reducer.local_gradients,
             heads=task.heads(config),
-            global_grad_norm=state.reducer.global_grad_norm,
+            global_grad_norm=reducer.global_grad_norm,
         ),
-        gradient_norm=partial(gradient_norm, state.reducer.local_gradients, state.reducer.global_grad_norm),
+        gradient_norm=partial(gradient_norm, reducer.local_gradients, reducer.global_grad_norm),
         lr=build_schedule(config, derived),
         stop=stop,
         logger=logger,

@@ -1,5 +1,5 @@
-"""Steps whose loss is not finite on some rank, which all ranks have skipped, and losses far above earlier
-ones.
+"""Steps whose loss or gradients are not finite on some rank, which all ranks have skipped, and losses far
+above earlier ones.
 
 After several skipped steps in a row the run goes back to its last checkpoint, and passes over the steps since
 then: the next step is the one that would have come next. If that does not help, it goes back to the
@@ -35,11 +35,11 @@ def note_step(context: TrainContext, samples: Sequence[int]) -> None:
         return
     context.skipped_in_a_row += 1
     context.skipped.add_not_finite()
-    own = None if statistics.own_losses_are_finite() else samples
-    for rank, of_rank in enumerate(context.world.allgather_object(own)):
-        if of_rank is not None:
+    own = statistics.own_fault()
+    for rank, (fault, of_rank) in enumerate(context.world.allgather_object((own, samples if own else ()))):
+        if fault:
             where = f"on rank {rank}, samples {', '.join(map(str, of_rank))}"
-            context.logger.log(f"warning: step {step} is skipped: its loss is not finite {where}")
+            context.logger.log(f"warning: step {step} is skipped: {fault} not finite {where}")
     if context.skipped_in_a_row == _IN_A_ROW:
         go_back(context)
 
@@ -60,9 +60,8 @@ def go_back(context: TrainContext) -> None:
     checkpoint = context.world.run_on_rank_zero(lambda: _checkpoint(context))
     if checkpoint is None or context.returns == _RETURNS:
         raise divergence(context)
-    restore_state(state, checkpoint, context.world)
+    restore_state(state, checkpoint, context.world, step)
     context.skipped.restart()
-    state.step = step
     context.skipped_in_a_row = 0
     context.returns, context.returns_in_vain = context.returns + 1, context.returns_in_vain + 1
     context.logger.log(

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from horovod_volo.cluster.binding import Binding
-from horovod_volo.cluster.elastic import DriverLostError, ElasticJob, HostsChangedError, RemovedError
+from horovod_volo.cluster.elastic import DriverLostError, ElasticJob, RemovedError
 from horovod_volo.cluster.entry import FAILED, LOST, run_on_ranks
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.watchdog import Watchdog
@@ -49,13 +49,16 @@ class ElasticRun:
     def __init__(self, job: ElasticJob) -> None:
         self.job = job
         self.formed = 0  # how often this run's ranks were formed before
+        self._began = False
         self._progress: Reached | None = None
         self._tensors: StateDicts = {}
         self._newest: tuple[int, Reached] | None = None
 
     def keep(self, context: TrainContext) -> None:
-        """Keep the state after the last complete step."""
+        """Keep the state after the last complete step, unless it was being loaded from a checkpoint."""
         state = context.state
+        if state.step < 0:
+            return
         state.reducer.statistics.restore()  # the step under way has changed them
         in_vain = 0
         if self._newest is not None and self._newest[1].step == state.step:
@@ -75,6 +78,7 @@ class ElasticRun:
         root = steps.index(max(steps))
         newest: Reached | None = by_rank[root]
         if newest is None:
+            self._newest = None
             return None
         if newest.in_vain > _MOST_IN_VAIN:
             raise AllRanksError(
@@ -83,6 +87,11 @@ class ElasticRun:
             )
         self.formed, self._newest = newest.formed, (root, newest)
         return newest
+
+    @property
+    def resumes(self) -> bool:
+        """Return whether the run had begun, but no rank has its state: it is in a checkpoint."""
+        return self._began and self._newest is None
 
     def describe(self, step: int, hosts: Sequence[str]) -> str:
         """Describe the ranks that have just been formed."""
@@ -97,15 +106,13 @@ class ElasticRun:
         """Load the state of the rank that has come furthest. Collective: every rank calls this."""
         assert self._newest is not None
         root, newest = self._newest
-        state.step = newest.step
-        if newest.scaler:
-            state.scaler.load_state_dict(newest.scaler)
-        state.load_full_state_dict(self._tensors if world.rank == root else {}, world, root)
+        saved = self._tensors if world.rank == root else {}
+        state.load_full_state_dict(saved, newest.scaler, newest.step, world, root)
         world.assert_identical(state.replicated_tensors(), "Weights or optimizer state")
 
     def forget(self) -> None:
         """Drop what was kept: the run has begun, and `keep` can be called again."""
-        self._progress, self._tensors = None, {}
+        self._progress, self._tensors, self._began = None, {}, True
 
 
 def train_elastic(
@@ -126,16 +133,9 @@ def train_elastic(
             print_error(f"rank {read_launch_env().rank} stops: {error}")
             return FAILED
         watchdog.watch_ranks(read_launch_env().rank, [], Path())
-        status = run_on_ranks(lambda world: _work(work, world, elastic), bound, by_flag(config), elastic=True)
+        status = run_on_ranks(lambda world: work(world, elastic), bound, by_flag(config), elastic=True)
         if status != LOST:
             return status
         gc.collect()  # the model and its buckets, before they are built again
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def _work(work: Callable[[World, ElasticRun], int], world: World, elastic: ElasticRun) -> int:
-    try:
-        return work(world, elastic)
-    except HostsChangedError:
-        return LOST

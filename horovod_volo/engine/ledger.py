@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -64,6 +64,7 @@ class Ledger:
     def __init__(self, path: Path | None, start: LedgerStart) -> None:
         """`path` is the file, or None on ranks that do not write."""
         self.start = start
+        self.may_write: Callable[[], object] = lambda: None  # as that of the run's logger
         self._file = None if path is None else AppendedFile(path)
         self._unwritten: list[LedgerStep] = []
         self._written: deque[list[LedgerStep]] = deque(maxlen=_WRITES_KEPT)
@@ -112,6 +113,7 @@ class Ledger:
 
     def _append_text(self, text: str) -> None:
         if self._file is not None:
+            self.may_write()
             with contextlib.suppress(OSError):  # it is kept; the logger says that the disk is full
                 self._file.append(text.encode())
 

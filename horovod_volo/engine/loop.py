@@ -69,6 +69,8 @@ def train_epochs(context: TrainContext) -> bool:
 def train_epoch(context: TrainContext) -> bool:
     """Train to the end of the epoch and return True; after a stop request return False. Collective."""
     run, state = context.config.run, context.state
+    if run.stop_at_step and state.step == run.stop_at_step:  # it was reached before ranks were formed again
+        return False
     epoch, first_step = context.derived.epoch_of(state.step)
     batches = with_pictures(context, context.parts.train_loader.batches(epoch, first_step))
     context.wants_histograms = is_due(context, context.config.logging.histograms_every)

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from uuid import uuid4
@@ -30,7 +31,7 @@ from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.banner import batch_warnings, format_banner
 from horovod_volo.engine.callbacks import Callback, Callbacks, build_plugin_callbacks
-from horovod_volo.engine.checkpoint.files import CHECKPOINTS
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS, clean_up
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.context import TrainContext, build_context, run_folder
@@ -132,6 +133,8 @@ def setup(
     begin_stage = world.collectives.heartbeat.begin
     begin_stage("importing plugins")
     newest = elastic.find_newest(world) if elastic is not None else None
+    if elastic is not None and elastic.resumes:
+        config = replace(config, run=replace(config.run, resume="auto"))
     resources = rank_resources(world)
     world.run_on_all_ranks(partial(load_plugins, config.run.plugin))
     task = task or world.run_on_all_ranks(partial(_task_of, config))
@@ -165,8 +168,8 @@ def setup(
     else:
         state_warnings += restore_state(state, checkpoint, world)
     begin_stage("opening the run folder", _LOCK_SECONDS)
-    job = elastic.job.name if elastic is not None else ""
-    logger, lock = world.run_on_all_ranks(partial(_open_run_folder, config, world, state.step, derived, job))
+    opened = partial(_open_run_folder, config, world, state.step, derived, elastic)
+    logger, lock = world.run_on_all_ranks(opened)
     begin_stage("starting to read data")
     with ExitStack() as after_error:  # a notebook may train into the folder when the mistake is corrected
         if lock is not None:
@@ -174,8 +177,10 @@ def setup(
         after_error.callback(logger.close)
         context = build_context(config, world, task, data, resources, state, logger, stop)
         after_error.pop_all()
-    context.lock = lock
-    if checkpoint and checkpoint.resolve().parent == (context.folder / CHECKPOINTS).resolve():
+    if lock is not None:
+        context.lock, context.ledger.may_write = lock, lock.check
+    own = (context.folder / CHECKPOINTS).resolve()  # which other ranks may see under another name
+    if world.broadcast_object(checkpoint is not None and checkpoint.resolve().parent == own):
         context.checkpoints.step = state.step  # it need not be saved again
     return context, [*_warnings(context), *state_warnings]
 
@@ -217,7 +222,7 @@ def _check(config: Config, task: Task) -> None:
 
 
 def _open_run_folder(
-    config: Config, world: World, first_step: int, derived: Derived, job: str
+    config: Config, world: World, first_step: int, derived: Derived, elastic: ElasticRun | None
 ) -> tuple[Logger, RunLock | None]:
     if not world.is_rank_zero:
         return NullLogger(), None
@@ -225,9 +230,12 @@ def _open_run_folder(
     try:
         # Launchers prefix lines with the rank, which would break a progress line that is rewritten in place.
         live = world.launcher == "none"
-        lock = RunLock(folder, job)
+        lock = RunLock(folder, elastic.job.name if elastic is not None else "")
+        clean_up(folder / CHECKPOINTS)
         length = RunLength(first_step, derived.total_steps, derived.steps_per_epoch, config.run.eval_every)
-        return RunLogger(folder, length, live=live, settings=config.logging), lock
+        logger = RunLogger(folder, length, live=live, settings=config.logging)
+        logger.may_write = lock.check
+        return logger, lock
     except OSError as error:
         raise UserError(
             f"The run folder {folder} cannot be written: {error.strerror}. Give another --output."

@@ -1,8 +1,8 @@
 """The lock of a run folder: a file with the process that trains into it. Only rank 0 has one.
 
 Its owner rewrites it every few seconds. The lock of a process that has ended is taken over: at once if the
-process was on this host, otherwise when the file no longer changes. No clocks are compared, because those of
-hosts and file servers differ.
+process was on this host since it was booted, otherwise when the file no longer changes. No clocks are
+compared, because those of hosts and file servers differ.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from horovod_volo.core.errors import UserError, print_error
 _REFRESH_SECONDS = 5.0
 _STALE_SECONDS = 30.0
 _POLL_SECONDS = 0.5
+_UNREADABLE = (OSError, ValueError, AttributeError)  # a lock that is not there, or is damaged
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -37,26 +38,35 @@ class RunLock:
         self._path, self._owner = folder / "lock.json", _this_process() | {"job": job}
         while not self._take():
             self._remove_if_stale()
+        self._taken_by: dict[str, Any] | None = None
+        self._checked = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._refresh, name="run lock", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise UserError if another process has taken the lock: this one must not write any more."""
-        owner = _read(self._path)
-        if owner is not None and owner["id"] != self._owner["id"]:
+        """Raise UserError if another process has taken the lock: this one must not write any more.
+
+        The file is not read again within half a second: a lock that was refreshed so lately is not taken.
+        """
+        if self._taken_by is None and time.monotonic() > self._checked + _POLL_SECONDS:
+            self._checked, owner = time.monotonic(), _read(self._path)
+            self._taken_by = None if self._is_own(owner) else owner
+        if self._taken_by is not None:
             raise UserError(
-                f"Run folder {self._path.parent} was taken over by {_name(owner)}, because this process did "
-                f"not answer for {_STALE_SECONDS:g} s. Nothing more is written here."
+                f"Run folder {self._path.parent} was taken over by {_name(self._taken_by)}, because this "
+                f"process did not answer for {_STALE_SECONDS:g} s. Nothing more is written here."
             )
 
     def close(self) -> None:
         """Release the lock."""
         self._closed.set()
         self._thread.join()
-        owner = _read(self._path)
-        if owner is not None and owner["id"] == self._owner["id"]:
+        if self._is_own(_read(self._path)):
             self._path.unlink(missing_ok=True)
+
+    def _is_own(self, owner: dict[str, Any] | None) -> bool:
+        return owner is not None and owner["id"] == self._owner["id"]
 
     def _take(self) -> bool:
         """Create the file, complete, unless there is one. A hard link is atomic, on NFS too."""
@@ -64,21 +74,19 @@ class RunLock:
         partial.write_text(json.dumps(self._owner), encoding="utf-8")
         try:
             os.link(partial, self._path)
-        except FileExistsError:
-            return False
-        except OSError:  # no hard links here
-            return self._take_without_link()
+        except OSError as error:
+            # Over NFS a link that was made may be reported as failed; on some file systems there are none.
+            made = partial.stat().st_nlink == 2
+            return made or (not isinstance(error, FileExistsError) and self._take_without_link())
         finally:
             partial.unlink()
         return True
 
     def _take_without_link(self) -> bool:
-        try:
-            with self._path.open("x", encoding="utf-8") as file:
-                file.write(json.dumps(self._owner))
-        except FileExistsError:
-            return False
-        return True
+        with contextlib.suppress(FileExistsError), self._path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(self._owner))
+            return True
+        return False
 
     def _remove_if_stale(self) -> None:
         """Remove the lock of a process that has ended; raise UserError if it has not."""
@@ -104,11 +112,9 @@ class RunLock:
         """Return whether the owner has ended; on another host or in a container, wait for its next change."""
         if owner.get("job") and owner["job"] == self._owner["job"]:
             return True
-        if owner["host"] == self._owner["host"]:
-            if owner["boot"] != self._owner["boot"]:
-                return True  # the host was started again
-            if owner["processes"] == self._owner["processes"]:
-                return bool(_start_time(owner["pid"]) != owner["started"])
+        # Hosts, and containers, may have the same name; no two have been booted alike.
+        if all(owner[key] == self._owner[key] for key in ("host", "boot", "processes")):
+            return bool(_start_time(owner["pid"]) != owner["started"])
         print_error(f"waiting to see whether {_name(owner)} still trains here")
         limit = time.monotonic() + _STALE_SECONDS
         while time.monotonic() < limit:
@@ -119,16 +125,14 @@ class RunLock:
 
     def _refresh(self) -> None:
         while not self._closed.wait(_REFRESH_SECONDS):
-            owner = _read(self._path)
-            if owner is None or owner["id"] != self._owner["id"]:
-                continue  # the folder is gone for now, or was taken over: see `check`
-            self._owner["refreshed"] += 1
-            partial = self._path.with_name(f".{self._path.name}.{self._owner['id']}")
-            try:
-                partial.write_text(json.dumps(self._owner), encoding="utf-8")
-                partial.replace(self._path)
-            except OSError:
-                continue  # of a full disk, which checkpoints will report
+            # In place and as long as before: a lock that another process takes meanwhile is another file, and
+            # nobody reads half of this one. If the folder is gone or the disk is full, others report it.
+            with contextlib.suppress(*_UNREADABLE), self._path.open("r+", encoding="utf-8") as file:
+                if self._is_own(_parse(file.read())):
+                    self._owner["refreshed"] = uuid.uuid4().hex
+                    file.seek(0)
+                    file.write(json.dumps(self._owner))
+                    file.truncate()
 
 
 def _this_process() -> dict[str, Any]:
@@ -139,7 +143,7 @@ def _this_process() -> dict[str, Any]:
         "processes": str(Path("/proc/self/ns/pid").readlink()),  # a container has numbers of its own
         "pid": os.getpid(),
         "started": _start_time(os.getpid()),
-        "refreshed": 0,
+        "refreshed": uuid.uuid4().hex,
     }
 
 
@@ -159,7 +163,11 @@ def _name(owner: dict[str, Any]) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     """Return what the lock says; None if there is none, or it is damaged."""
     try:
-        owner = json.loads(path.read_text(encoding="utf-8"))
-        return owner if {"id", "host", "boot", "processes", "pid", "started"} <= owner.keys() else None
-    except (OSError, ValueError, AttributeError):
+        return _parse(path.read_text(encoding="utf-8"))
+    except _UNREADABLE:
         return None
+
+
+def _parse(text: str) -> dict[str, Any] | None:
+    owner = json.loads(text)
+    return owner if {"id", "host", "boot", "processes", "pid", "started"} <= owner.keys() else None

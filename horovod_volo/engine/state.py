@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +60,13 @@ class TrainState:
         return {file: tensors for file, tensors in tensors_by_file.items() if tensors}
 
     @torch.no_grad()
-    def load_full_state_dict(self, saved: StateDicts, world: World, root: int = 0) -> None:
+    def load_full_state_dict(
+        self, saved: StateDicts, scaler: dict[str, Any], step: int, world: World, root: int = 0
+    ) -> None:
         """Load the `saved` tensors of rank `root`, and its live ones that `saved` lacks. Collective."""
+        self.step = -1  # until the end: if a rank is lost meanwhile, the state is not whole
+        if scaler:
+            self.scaler.load_state_dict(scaler)
         tensors_by_file = self._tensors_by_file()
         optimizer = tensors_by_file.pop(_OPTIMIZER)
         for file, tensors in tensors_by_file.items():
@@ -73,6 +79,7 @@ class TrainState:
         self.reducer.statistics.update_after_restore()
         saved_state = saved.get(_OPTIMIZER, {})
         self.reducer.scatter_optimizer_state(optimizer, self.optimizer_keys, saved_state, root)
+        self.step = step
 
     def _tensors_by_file(self) -> dict[str, dict[str, Tensor]]:
         """Return this rank's live tensors by checkpoint file and name; of a sharded optimizer, its shard."""
@@ -100,7 +107,14 @@ def build_state(
     start_training(model.to(device))
     set_tf32(config.model.precision)
     warnings += fix_convolutions(model, config.model.precision, device)
-    reducer = _reducer(config, world, model, heads)
+    reducer = (ShardedReducer if update.shard_optimizer else Reducer)(
+        model,
+        world,
+        config.exchange,
+        micro_batches=update.accumulation,
+        heads=heads,
+        loss_is_scaled=settings.precision == "fp16",
+    )
     groups = parameter_groups(
         dict(model.named_parameters()),
         reducer.local_parameters,
@@ -132,15 +146,3 @@ def _hidden_matrices(config: Config, model: nn.Module, heads: tuple[str, ...]) -
     if not matrices:
         raise UserError(f"{config.model.model} has no hidden matrices for --opt {name}. Use --opt adamw.")
     return matrices
-
-
-def _reducer(config: Config, world: World, model: nn.Module, heads: tuple[str, ...]) -> Reducer:
-    reducer_type = ShardedReducer if config.update.shard_optimizer else Reducer
-    return reducer_type(
-        model,
-        world,
-        config.exchange,
-        micro_batches=config.update.accumulation,
-        heads=heads,
-        loss_is_scaled=config.model.precision == "fp16",
-    )

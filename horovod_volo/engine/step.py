@@ -6,7 +6,8 @@ Hooks of the reducer launch the all-reduces while backward runs; `synchronized_g
 Before that the loader prepares the next batch: its host work, and on a GPU its kernels, overlap with the
 all-reduce of the last buckets.
 Invariant: gradients are unscaled and clipped after they have been averaged. If fp16 overflowed on any rank,
-the averages show it on every rank, and all ranks skip the step; so do they if any rank's loss is not finite.
+the averages show it on every rank, and all ranks skip the step; so do they if a loss or a gradient of any
+rank is not finite.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _NO_SAMPLES: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 def train_step(context: TrainContext, batches: Iterator[Batch]) -> list[int]:
     """Take one optimizer step on the next micro-batches; return their samples. Collective.
 
-    `state.reducer.statistics.finite` tells whether it was skipped because a loss is not finite.
+    `state.reducer.statistics.finite` tells whether it was skipped because a number is not finite.
     """
     state, accumulation = context.state, context.config.update.accumulation
     samples, drawn = list[int](), [_NO_SAMPLES]

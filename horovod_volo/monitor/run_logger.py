@@ -46,6 +46,7 @@ class RunLogger(Logger):
         self, folder: Path, length: RunLength, *, live: bool = True, settings: Logging | None = None
     ) -> None:
         """Open the files; raise OSError if that is not possible."""
+        self.may_write: Callable[[], object] = lambda: None  # raises UserError if this process must not write
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         drop_records_after(folder / METRICS, length.first_step)
@@ -71,6 +72,7 @@ class RunLogger(Logger):
         self._append(self._log, "".join(f"{escape_controls(line)}\n" for line in lines).encode())
 
     def write_file(self, name: str, content: str) -> None:
+        self.may_write()
         try:
             with atomic_write(self._folder / name) as file:
                 file.write(content.encode())
@@ -156,6 +158,7 @@ class RunLogger(Logger):
                 self.log(f"warning: {problem}. Training goes on.")
 
     def _append(self, file: AppendedFile, content: bytes) -> None:
+        self.may_write()
         try:
             file.append(content)
         except OSError as error:

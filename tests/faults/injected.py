@@ -22,6 +22,7 @@ from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import TrainLoader
+from horovod_volo.monitor.run_logger import RunLogger
 
 
 def _lock_interpreter() -> None:
@@ -49,6 +50,8 @@ _FAULTS = {
     "pause": lambda _: _pause(),
     "nan": lambda batch: batch.images.fill_(math.nan),
     "flip": lambda batch: _flip(batch),
+    "inf-matrix": lambda _: _spoil_gradient(2, math.inf),
+    "nan-vector": lambda _: _spoil_gradient(1, math.nan),
     **{
         name: lambda _, name=name: os.kill(os.getpid(), signal.Signals[name])
         for name in signal.Signals.__members__
@@ -66,6 +69,19 @@ def _flip(batch: Any) -> None:
     if _reducers:
         weights = _reducers.pop().buckets[0].weights
         weights.view(torch.int32)[weights.abs().argmax()] ^= 1 << 20
+
+
+def _spoil_gradient(dimensions: int, number: float) -> None:
+    """Make one element of the next gradient of a matrix or a vector not finite; the loss stays as it is."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        spoilt = gradient.clone()
+        spoilt[(0,) * dimensions] = number
+        return spoilt
+
+    parameters = (each for bucket in _reducers[0].buckets for each in bucket.parameters.values())
+    handle = next(each for each in parameters if each.dim() == dimensions).register_hook(spoil)
 
 
 def _noted(self: Reducer, *arguments: Any, **options: Any) -> None:
@@ -99,8 +115,18 @@ def _unread(self: Catalog, index: int) -> Any:
     return _read(self, index)
 
 
+def _close_slowly(self: RunLogger) -> None:
+    """Close the logger as late as one that uploads; STEPS is of no account."""
+    if read_launch_env().rank == int(_rank):
+        time.sleep(7.0)  # horovodrun kills ranks five seconds after the first one has exited
+    _close(self)
+
+
+_close = RunLogger.close
 if _fault == "import" and read_launch_env().rank == int(_rank):  # STEPS is of no account
     time.sleep(600)
+elif _fault == "slow-close":
+    RunLogger.close = _close_slowly  # type: ignore[method-assign]
 elif _fault in ("slow", "unread"):
     Catalog.read = _slow if _fault == "slow" else _unread  # type: ignore[method-assign]
 else:

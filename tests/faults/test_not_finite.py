@@ -23,12 +23,12 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(
-    images: Path, output: Path, fault: str, *arguments: str, start_with: str = "gloo"
+    images: Path, output: Path, fault: str, *arguments: str, start_with: str = "gloo", ranks: int = 2
 ) -> tuple[int, str]:
     done = train(
         *(str(images), *SMALL, *EVERY, "--output", str(output), "--name", "run", *arguments),
         *("--plugin", "tests.faults.injected"),
-        ranks=2,
+        ranks=ranks,
         start_with=start_with,
         INJECTED_FAULT=fault,
     )
@@ -59,6 +59,43 @@ def test_one_loss_skips_one_step_on_all_ranks(
     assert_finite(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("fault", "start_with", "arguments"),
+    [
+        ("1:4:inf-matrix", "gloo", ("--compression", "fp16")),
+        ("1:4:nan-vector", "gloo", ("--compression", "fp16")),
+        ("1:4:inf-matrix", "mpi", ("--compression", "none")),
+        ("1:4:inf-matrix", "gloo", ("--shard-optimizer", "--clip-grad", "1")),
+        ("1:4:inf-matrix", "gloo", ("--precision", "fp16")),
+        ("0:4:inf-matrix", "none", ()),
+    ],
+    ids=["fp16 messages", "sums in fp32", "no compression", "sharded", "fp16", "one rank"],
+)
+def test_one_gradient_skips_one_step_on_all_ranks(
+    images: Path, tmp_path: Path, fault: str, start_with: str, arguments: tuple[str, ...]
+) -> None:
+    """The loss is finite, and neither weights nor the state of optimizer and messages change."""
+    ranks = 1 if start_with == "none" else 2
+    more = (*arguments, "--stop-at-step", "5", "--batch-size", str(8 // ranks))
+    status, output = start(images, tmp_path, fault, *more, start_with=start_with, ranks=ranks)
+    assert status != 0, output
+    assert "stopped at step 5 and saved" in output, output
+    before, after = (tmp_path / "run" / "checkpoints" / f"step_{step:08}" for step in (4, 5))
+    for name in ("model", "optimizer", "exchange"):
+        if name == "exchange" and arguments != ("--compression", "fp16"):
+            continue
+        earlier, later = (load_file(folder / f"{name}.safetensors") for folder in (before, after))
+        for tensor in earlier:
+            # The gradient scaler skips the update alone.
+            changes = ("running" in tensor and "--precision" in arguments) or "num_batches" in tensor
+            assert changes or earlier[tensor].equal(later[tensor]), (name, tensor)
+    of_rank = f"warning: step 5 is skipped: its gradients are not finite on rank {fault[0]}, samples "
+    assert output.count(of_rank) == ("--precision" not in arguments), output
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    until, then = (json.loads(line)["skipped_steps"] for line in lines[-2:])
+    assert then - until == 1
+
+
 def test_many_losses_return_to_the_last_checkpoint(images: Path, tmp_path: Path) -> None:
     status, output = start(images, tmp_path, "1:4-7:nan")
     assert status == 0, output
@@ -75,7 +112,6 @@ def test_a_run_that_never_recovers_is_ended(images: Path, tmp_path: Path) -> Non
     assert output.count("back to the weights of") == 3, output
     errors = [line for line in output.splitlines() if "error" in line and "finite" in line]
     assert len(errors) == 1, output
-    assert (
-        "The loss is not finite in steps 12 to 14, after 3 returns to a checkpoint. Lower --lr" in errors[0]
-    )
+    assert "The loss or its gradients are not finite in steps 12 to 14, after 3 returns to a" in errors[0]
+    assert "checkpoint. Lower --lr" in errors[0]
     assert_finite(tmp_path)

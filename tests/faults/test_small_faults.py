@@ -148,6 +148,16 @@ def test_early_and_repeated_stop_signals_stop_once(images, tmp_path):
     assert "stopped at step 1 and saved" in output
 
 
+def test_no_rank_exits_before_the_last_one_has_closed_its_loggers(images, tmp_path):
+    """horovodrun kills all ranks when one exits with status 75."""
+    arguments = (str(images), *SMALL, "--output", str(tmp_path), "--name", "run", "--stop-at-step", "2")
+    fault = {"INJECTED_FAULT": "0:0:slow-close", "ranks": 2, "start_with": "gloo"}
+    done = train(*arguments, "--plugin", "tests.faults.injected", **fault)
+    assert "stopped at step 2 and saved" in done.stdout
+    assert "Exit code: 75" in done.stdout, done.stdout
+    assert not (tmp_path / "run" / "lock.json").exists()
+
+
 def _wait_for(path, seconds=60.0):
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:

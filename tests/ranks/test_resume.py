@@ -1,5 +1,6 @@
 """A run that is stopped and resumed is bit-identical to an uninterrupted one."""
 
+import contextlib
 import hashlib
 import json
 import shutil
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from horovod_volo.data.demo.demo_set import make_demo_set
 from tests.ranks.board_reading import check_board
-from tests.ranks.launching import train
+from tests.ranks.launching import launcher, python, run, train
 
 SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2", "--warmup-epochs", "1")
 STEPS_PER_EPOCH = 5  # of 40 images, 4 on each of 2 ranks
@@ -81,6 +82,34 @@ def test_a_run_that_continues_another_one_at_the_end_of_an_epoch_is_evaluated(im
     assert second.returncode == 75, second.stdout
     assert "after epoch 1 of" in second.stdout
     assert (tmp_path / "other" / "checkpoints" / "step_00000010" / "evaluation.json").exists()
+
+
+def test_where_a_resumed_checkpoint_lies_is_decided_on_rank_zero(images, tmp_path):
+    """Rank 1 is in another folder, as a rank on a host that mounts the run folder at another place."""
+    stopped = start(images, tmp_path, "--stop-at-step", str(STEPS_PER_EPOCH))
+    assert f"stopped at step {STEPS_PER_EPOCH} and saved" in stopped.stdout
+    (tmp_path / "elsewhere").mkdir()
+    in_own_folder = ["sh", "-c", '[ "$OMPI_COMM_WORLD_RANK" = 0 ] || cd elsewhere; exec "$@"', "sh"]
+    resume = ("--resume", str(tmp_path / "run"), "--hang-timeout", "10", "--stop-at-step", "6")
+    resume = (*resume, "--catalog-dir", str(tmp_path / "catalogs"))
+    arguments = [
+        str(images),
+        *SMALL,
+        "--output",
+        ".",
+        "--name",
+        "run",
+        "--ema-decay",
+        "0.9",
+        "--eval-every",
+        "1",
+        *resume,
+    ]
+    command = [*launcher("mpi", 2), *in_own_folder, *python(), "-m", "horovod_volo.train", *arguments]
+    with contextlib.chdir(tmp_path):
+        resumed = run(command, seconds=60, PYTHONPATH=str(Path(__file__).parents[2]))
+    assert resumed.returncode == 75, resumed.stdout
+    assert "after epoch 1 of" in resumed.stdout
 
 
 @pytest.fixture(scope="module")

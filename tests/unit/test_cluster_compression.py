@@ -33,15 +33,15 @@ class EmulatedRanks:
     def __init__(self, ranks: int, elements: int, *, adaptive: bool = True) -> None:
         self.ranks = ranks
         self.gradients = [torch.zeros(elements) for _ in range(ranks)]
-        self.scales = [
-            BucketScales(1, ranks, like=self.gradients[0], adaptive=adaptive) for _ in range(ranks)
-        ]
+        self.scales = [BucketScales(torch.zeros(1), ranks, adaptive=adaptive) for _ in range(ranks)]
         self.sums = {"": torch.zeros(elements), ".fp16": torch.zeros(elements, dtype=torch.float16)}
         self.names: list[str] = []
         self.compressions = [
             Fp16Compression(NoCompression(own, own, self._reduce_async, ranks, "bucket"), scales, 0)
             for own, scales in zip(self.gradients, self.scales, strict=True)
         ]
+        for compression, scales in zip(self.compressions, self.scales, strict=True):
+            compression._uncompressed.maximum = scales.maxima
 
     def _reduce_async(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
         total = self.sums[name.removeprefix("bucket")]
@@ -139,8 +139,17 @@ def test_a_bucket_may_have_its_first_gradients_later() -> None:
     assert torch.allclose(emulated.step(local), local[0])
 
 
+def test_a_bucket_may_have_no_gradient_in_a_step() -> None:
+    """Its buffer is set to 0 then, and nothing is compressed."""
+    emulated = EmulatedRanks(2, 10)
+    for _ in range(2):
+        emulated.step([torch.ones(10)] * 2)
+    emulated.compressions[0].launch()
+    assert emulated.scales[0].maxima == 0
+
+
 def test_scales_are_powers_of_two_and_their_inverse_is_exact() -> None:
-    scales = BucketScales(6, 3, like=torch.zeros(1), adaptive=True)
+    scales = BucketScales(torch.zeros(6), 3, adaptive=True)
     scales.maxima.copy_(torch.tensor([1e-25, 1e-7, 0.3, 1.0, 7e4, 1e30]))
     scales.update()
     mantissas, _ = torch.frexp(scales.scale)
@@ -151,7 +160,7 @@ def test_scales_are_powers_of_two_and_their_inverse_is_exact() -> None:
 
 
 def test_the_running_maximum_rises_at_once_and_falls_slowly() -> None:
-    scales = BucketScales(1, 2, like=torch.zeros(1), adaptive=True)
+    scales = BucketScales(torch.zeros(1), 2, adaptive=True)
     maxima = []
     for maximum in (1.0, 8.0, 1.0, float("nan"), 1.0):
         scales.maxima.fill_(maximum)
@@ -166,6 +175,23 @@ def test_nan_is_preserved() -> None:
     for _ in range(2):
         emulated.step([torch.ones(10)] * 2)
     assert emulated.step([torch.ones(10), torch.full((10,), float("nan"))]).isnan().all()
+
+
+@pytest.mark.parametrize("number", [float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("steps", [0, 2], ids=["sum in fp32", "sum in fp16"])
+def test_a_maximum_is_finite_only_if_the_gradients_are(steps: int, number: float) -> None:
+    """A gradient that overflows fp16 alone is clamped, and its maximum is that of clamped values."""
+    emulated = EmulatedRanks(2, 10)
+    for _ in range(steps):
+        emulated.step([torch.ones(10)] * 2)
+    for factor, finite in ((1e30, True), (number, False)):
+        local = torch.ones(10)
+        local[3] *= factor
+        own = emulated.compressions[1]
+        emulated.gradients[1].copy_(local)
+        own.compress_bucket()
+        own.launch()
+        assert bool(emulated.scales[1].maxima.isfinite()) == finite
 
 
 def test_an_overflow_of_a_scaled_loss_is_preserved() -> None:
@@ -186,7 +212,7 @@ def test_restored_maxima_continue_bit_identically() -> None:
         local = small_beside_large(4, seed)
         assert resumed.step(local).equal(uninterrupted.step(local))
     assert "bucket" not in resumed.names
-    assert BucketScales(3, 4, like=torch.zeros(1), adaptive=False).state_tensors() == {}
+    assert BucketScales(torch.zeros(3), 4, adaptive=False).state_tensors() == {}
 
 
 def test_the_predivisor_is_about_the_square_root() -> None:

@@ -43,7 +43,7 @@ IN_SOME_RUNS = [
     (FINETUNE, "in a run that resumes from a checkpoint", RESUMED, NEW),
     (["--use-ema", *FINETUNE], "in a run that resumes from a checkpoint", RESUMED, NEW),
     (["--allow-mismatch", "head", *FINETUNE], "in a run that resumes from a checkpoint", RESUMED, NEW),
-    (["--stop-at-step", "10"], "outside of the steps that this run makes", RESUMED, NEW),
+    (["--stop-at-step", "9"], "outside of the steps that this run makes", RESUMED, NEW),
     (["--stop-at-step", "101"], "outside of the steps that this run makes", NEW, RunFacts(total_steps=101)),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import (
+    clean_up,
     delete_old_checkpoints,
     find_checkpoint,
     find_damage,
@@ -117,13 +119,14 @@ def test_a_step_saved_again_replaces_its_checkpoint(tmp_path: Path) -> None:
 # Interrupted saves
 
 
-def test_a_partial_checkpoint_is_ignored_and_deleted_by_the_next_save(tmp_path: Path) -> None:
+def test_a_partial_checkpoint_is_ignored_and_deleted_when_the_run_is_opened_again(tmp_path: Path) -> None:
     complete = save(tmp_path, 1)
     for step in (2, 7):
         partial = tmp_path / "checkpoints" / f".step_{step:08}.partial"
         partial.mkdir()
         (partial / "model.safetensors").write_bytes(b"partial")
     assert find_checkpoint(str(tmp_path)) == complete
+    clean_up(tmp_path / "checkpoints")
     save(tmp_path, 2)
     assert names(tmp_path) == ["last", "step_00000001", "step_00000002"]
 
@@ -297,6 +300,28 @@ def test_the_checkpoint_just_saved_is_kept(tmp_path: Path) -> None:
     delete_old_checkpoints(save(tmp_path, 15), keep=2)
     assert names(tmp_path) == ["last", "step_00000010", "step_00000015"]
     assert find_checkpoint(str(tmp_path)).name == "step_00000015"
+
+
+def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_until_it_can(tmp_path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting needs root")
+    saved = [save(tmp_path, step) for step in (1, 2, 3)]
+    (partial := tmp_path / "checkpoints" / ".step_00000009.partial").mkdir()
+    for folder in (saved[0], partial):
+        (folder / "held").mkdir()  # as a file that another host has open: NFS renames it to .nfsXXXX
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(folder / "held")], check=True)
+    try:
+        clean_up(tmp_path / "checkpoints")
+        for _ in range(2):  # at this rotation, and at the next one
+            (warning,) = delete_old_checkpoints(saved[2], keep=2)
+            assert re.match(rf"{saved[0]} is not deleted: .*busy", warning)
+        assert find_checkpoint(str(tmp_path)) == saved[2]
+    finally:
+        for folder in (saved[0], partial):
+            subprocess.run(["umount", str(folder / "held")], check=True)
+    assert delete_old_checkpoints(saved[2], keep=2) == []
+    clean_up(tmp_path / "checkpoints")
+    assert names(tmp_path) == ["last", "step_00000002", "step_00000003"]
 
 
 @pytest.fixture

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config, flat_weights
-from horovod_volo.cluster.collectives import LocalCollectives
+from horovod_volo.cluster.collectives import LocalCollectives, RankLostError
 from horovod_volo.cluster.world import AllRanksError, World
+from horovod_volo.engine.checkpoint.files import write_checkpoint
+from horovod_volo.engine.checkpoint.resuming import restore_state
 from horovod_volo.engine.elastic import ElasticRun, Reached
+from horovod_volo.optim.muon import OneRank, share_matrices
 
 
 class OtherRanks(LocalCollectives):
@@ -64,6 +68,53 @@ def test_formations_without_a_step_are_counted_and_end_the_run() -> None:
         newest = elastic.find_newest(World.single())
         assert newest is not None
         assert newest.in_vain == 0
+
+
+def test_a_rank_that_is_lost_while_updates_are_exchanged_leaves_the_state_before_the_step() -> None:
+    class RankLostMeanwhile(OneRank):
+        def concatenate_async(self, part: torch.Tensor, name: str) -> Any:
+            raise RankLostError
+
+    config = bench_config(model="volo_demo", img_size=32, batch_size=2, opt="muon")
+    with closing(SyntheticRun(config)) as run:
+        run.step()
+        state = run.context.state
+        expected = {name: tensor.clone() for name, tensor in state.model.state_dict().items()}
+        share_matrices(state.optimizer, RankLostMeanwhile())
+        with pytest.raises(RankLostError):
+            run.step()
+        ElasticRun(job=None).keep(run.context)  # type: ignore[arg-type]
+        assert state.step == 1
+        for name, tensor in state.model.state_dict().items():
+            assert tensor.equal(expected[name]) or "num_batches" in name, name
+
+
+def test_a_state_that_is_loaded_in_part_is_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As when a rank is lost while the others return to a checkpoint, on which they go on then."""
+    elastic = ElasticRun(job=None)  # type: ignore[arg-type]
+    with closing(new_run()) as run:
+        run.step()
+        state = run.context.state
+        checkpoint = write_checkpoint(tmp_path, 1, state.full_state_dict(), {})
+        run.step()
+        scatter = state.reducer.scatter_optimizer_state
+        monkeypatch.setattr(state.reducer, "scatter_optimizer_state", lost_rank)
+        with pytest.raises(RankLostError):
+            restore_state(state, checkpoint, World.single(), step=2)
+        elastic.forget()
+        elastic.keep(run.context)
+        assert elastic.find_newest(World.single()) is None
+        assert elastic.resumes
+        monkeypatch.setattr(state.reducer, "scatter_optimizer_state", scatter)
+        restore_state(state, checkpoint, World.single(), step=2)
+        elastic.keep(run.context)
+        newest = elastic.find_newest(World.single())
+        assert newest is not None
+        assert newest.step == 2
+
+
+def lost_rank(*_: object) -> None:
+    raise RankLostError
 
 
 def test_the_state_of_the_last_complete_step_is_kept() -> None:

@@ -61,6 +61,27 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_named(start: Start) -> None
     )
 
 
+def test_a_run_killed_between_the_renames_of_a_replaced_step_resumes(start: Start) -> None:
+    context, _ = start()
+    assert loop.fit(context)
+    checkpoints = context.folder / "checkpoints"
+    last = checkpoints / "step_00000003"
+    (last / "evaluation.json").unlink()
+    last.rename(checkpoints / ".step_00000003.replaced")  # and then it was killed
+    resumed, _ = start(resume="auto")
+    assert resumed.state.step == 3
+    assert loop.fit(resumed)
+    assert (last / "evaluation.json").exists()
+    assert sorted(path.name for path in checkpoints.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_run_that_resumes_at_the_step_to_stop_at_stops(start: Start) -> None:
+    for resume in ("", "auto"):
+        context, _ = start(stop_at_step=2, resume=resume)
+        assert not loop.fit(context)
+        assert context.state.step == 2
+
+
 def test_mean_and_std_travel_with_the_weights(start: Start, tmp_path: Path) -> None:
     own = {"mean": (0.5, 0.4, 0.3), "std": (0.25, 0.5, 1.0)}
     model: Any = {"name": "volo_demo", "image_side": 32}

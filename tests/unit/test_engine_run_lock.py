@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -13,8 +15,13 @@ from typing import Any
 
 import pytest
 
+from horovod_volo.cluster.world import World
+from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
-from horovod_volo.engine import run_lock
+from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.engine import loop, run_lock
+from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.run import setup
 from horovod_volo.engine.run_lock import RunLock
 
 HOLD = """
@@ -75,11 +82,10 @@ def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path: Path) -> N
         assert time.monotonic() - began < 1
 
 
-@pytest.mark.parametrize("changes", [{"started": "1"}, {"boot": "another"}], ids=["number", "boot"])
-def test_a_process_of_the_same_number_is_not_the_owner(tmp_path: Path, changes: dict[str, str]) -> None:
+def test_a_process_of_the_same_number_is_not_the_owner(tmp_path: Path) -> None:
     with holding(tmp_path) as first:
         assert answer(first) == "taken"
-        change(tmp_path, **changes)
+        change(tmp_path, started="1")
         with closing(RunLock(tmp_path)):
             pass
 
@@ -91,7 +97,9 @@ def test_a_damaged_lock_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [{"host": "elsewhere"}, {"processes": "pid:[1]"}], ids=["host", "container"]
+    "other",
+    [{"host": "elsewhere"}, {"boot": "another"}, {"processes": "pid:[1]"}],
+    ids=["host", "host of the same name", "container"],
 )
 def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], other: dict[str, str]
@@ -114,6 +122,59 @@ def test_a_lock_of_another_host_is_taken_over_if_it_no_longer_changes(
         taken.check()
         assert (tmp_path / "lock.json").exists()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_link_that_is_made_but_reported_as_failed_is_a_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over NFS: the answer of the server was lost, and the client asked again."""
+    link = os.link
+
+    def made_and_failed(source: Path, target: Path) -> None:
+        link(source, target)
+        raise FileExistsError
+
+    monkeypatch.setattr(os, "link", made_and_failed)
+    with closing(RunLock(tmp_path)) as lock:
+        lock.check()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refresh_does_not_overwrite_a_lock_that_was_taken_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "_REFRESH_SECONDS", 0.1)
+    path, dumps, taken = tmp_path / "lock.json", json.dumps, threading.Event()
+
+    def take_and_dump(owner: dict[str, Any]) -> str:
+        if threading.current_thread().name == "run lock":
+            path.unlink()
+            path.write_text(dumps(owner | {"id": "another"}))
+            taken.set()
+        return dumps(owner)
+
+    lost = RunLock(tmp_path)
+    monkeypatch.setattr(json, "dumps", take_and_dump)
+    assert taken.wait(5)
+    lost.close()
+    assert json.loads(path.read_text())["id"] == "another"
+
+
+def test_a_run_that_has_lost_its_lock_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "_POLL_SECONDS", 0.0)
+    make_demo_set(tmp_path / "images", train=12, val=10)
+    settings: dict[str, Any] = {"model": "volo_demo", "img_size": 32, "batch_size": 4, "epochs": 1}
+    settings |= {"data_dir": str(tmp_path / "images"), "output": str(tmp_path / "runs"), "name": "run"}
+    settings |= {"log_every": 1, "workers": 1, "warmup_epochs": 0, "cooldown_epochs": 0}
+    context, _ = setup(assemble(settings, fallback_name=""), World.single(), StopRequest())
+    context.ledger.note(1, (0, 0))
+    change(context.folder, id="another")
+    files = {path: path.read_bytes() for path in context.folder.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"was taken over by process .* Nothing more is written here"):
+        loop.fit(context)
+    with pytest.raises(UserError, match="was taken over by process"):
+        context.close()
+    assert {path: path.read_bytes() for path in context.folder.rglob("*") if path.is_file()} == files
 
 
 def test_one_of_many_processes_takes_a_stale_lock(tmp_path: Path) -> None:

@@ -165,12 +165,12 @@ def _sum(form: str, bucket: Bucket, ranks: int, maximum: Tensor) -> Sum:
     if form in ("exact", "bf16"):
         total = torch.zeros_like(bucket.gradients, dtype=torch.bfloat16 if form == "bf16" else torch.float32)
         return Sum(lambda gradients: total.add_(gradients.to(total.dtype)), lambda: total.float() / ranks)
-    scales = _scales(bucket, ranks, maximum, adaptive=form != "fp16-fixed")
+    scales = _scales(ranks, maximum, adaptive=form != "fp16-fixed")
     if form != "fp16-halves":
         return _fp16_sum(bucket, ranks, scales)
     # The rounding error of the first fp16 message is sent in a second of the same size.
     high = _fp16_sum(bucket, ranks, scales)
-    low = _fp16_sum(bucket, ranks, _scales(bucket, ranks, maximum * 2**-11))
+    low = _fp16_sum(bucket, ranks, _scales(ranks, maximum * 2**-11))
 
     def add(gradients: Tensor) -> None:
         high.add(gradients)
@@ -179,9 +179,8 @@ def _sum(form: str, bucket: Bucket, ranks: int, maximum: Tensor) -> Sum:
     return Sum(add, lambda: high.average() + low.average())
 
 
-def _scales(bucket: Bucket, ranks: int, maximum: Tensor, *, adaptive: bool = True) -> BucketScales:
-    scales = BucketScales(1, ranks, like=bucket.gradients, adaptive=adaptive)
-    scales.maxima.fill_(maximum)
+def _scales(ranks: int, maximum: Tensor, *, adaptive: bool = True) -> BucketScales:
+    scales = BucketScales(maximum.view(1).clone(), ranks, adaptive=adaptive)
     scales.update()
     return scales
 

@@ -4,11 +4,11 @@ A checkpoint holds a safetensors file for each part of the training state, and `
 SHA-256 of each tensor file, and a checksum of `state.json` itself.
 Invariant: a checkpoint is complete or absent. It is written into a hidden folder, flushed to disk and
 renamed; the links are replaced atomically. One that is replaced stays beside it until then, as `.replaced`.
+What a killed process leaves is cleaned up once, when the next one has the lock of the run folder.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from horovod_volo.core.atomic_file import file_sha256, flush
+from horovod_volo.core.atomic_file import file_sha256, flush, json_sha256
 from horovod_volo.core.errors import UserError
 
 StateDicts = Mapping[str, Mapping[str, Tensor]]  # tensors by file and by name
@@ -47,15 +47,13 @@ def write_checkpoint(
     final = checkpoint_path(folder, step)
     partial, replaced = (folder / f".{final.name}.{state}" for state in ("partial", "replaced"))
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clean_up(folder)
-        partial.mkdir()
+        partial.mkdir(parents=True, exist_ok=True)
         checksums = {
             name: _write_tensors(partial / f"{name}.safetensors", tensors[name], dict(header))
             for name in tensors
         }
         state = {"format": FORMAT, "step": step, **metadata, "sha256": checksums}
-        content = json.dumps(state | {"checksum": _checksum_of_metadata(state)}, indent=2)
+        content = json.dumps(state | {"checksum": json_sha256(state)}, indent=2)
         (partial / _METADATA).write_text(content, encoding="utf-8")
         flush(partial / _METADATA)
         flush(partial)
@@ -75,13 +73,13 @@ def write_checkpoint(
     return final
 
 
-def _clean_up(folder: Path) -> None:
+def clean_up(folder: Path) -> None:
     """Remove what a killed process left half written, and put back what it was about to replace."""
     for interrupted in folder.glob(".step_*.partial"):
-        shutil.rmtree(interrupted)
+        shutil.rmtree(interrupted, ignore_errors=True)
     for replaced, final in _replaced(folder).items():
         if final.exists():
-            shutil.rmtree(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)
         else:
             replaced.replace(final)
 
@@ -104,22 +102,34 @@ def update_link(link: Path, checkpoint: Path) -> None:
     partial.replace(link)
 
 
-def delete_old_checkpoints(saved: Path, keep: int) -> None:
-    """Delete all checkpoints but the one just saved, the `keep - 1` before it, and the target of `best`."""
-    folder = saved.parent
+def delete_old_checkpoints(saved: Path, keep: int) -> list[str]:
+    """Delete all checkpoints but the one just saved, the `keep - 1` before it, and the target of `best`.
+
+    Return a warning for each that cannot be deleted, as NFS refuses while a file of it is open elsewhere.
+    """
+    folder, warnings = saved.parent, []
     best = (folder / "best").resolve()
     # Checkpoints after the one just saved are damaged: the run resumed from an earlier one.
     kept = [path for path in sorted(folder.glob("step_*")) if path.name <= saved.name][-keep:]
     for path in folder.glob("step_*"):
         if path not in kept and path.resolve() != best:
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                again = "this is tried again after the next checkpoint"
+                warnings.append(f"{path} is not deleted: {error.strerror}; {again}")
+    return warnings
 
 
 def find_checkpoint(source: str) -> Path:
     """Return the checkpoint at `source`, or the newest intact one if `source` is a run folder."""
     path = Path(source)
     if (path / _METADATA).is_file():
-        return _intact(path.resolve())
+        path = path.resolve()  # a link may be updated meanwhile
+        if damage := find_damage(path):
+            advice = "Resume from another checkpoint of the run."
+            raise UserError(f"Checkpoint {path} is damaged: {damage}. {advice}")
+        return path
     candidates = _saved(path)
     if not candidates:
         if (path / CHECKPOINTS / "last").is_symlink():
@@ -154,18 +164,11 @@ def _saved(run_folder: Path) -> list[Path]:
     return sorted([*folder.glob("step_*"), *replaced], key=lambda path: path.name.lstrip("."), reverse=True)
 
 
-def _intact(path: Path) -> Path:
-    damage = find_damage(path)
-    if damage:
-        raise UserError(f"Checkpoint {path} is damaged: {damage}. Resume from another checkpoint of the run.")
-    return path
-
-
 def find_damage(path: Path) -> str | None:
     """Verify all checksums of a checkpoint; return what is wrong with it, or None."""
     try:
         state = read_metadata(path)
-        if state.pop("checksum") != _checksum_of_metadata(state):
+        if state.pop("checksum") != json_sha256(state):
             return f"{_METADATA} does not match its checksum"
         if state["format"] != FORMAT:
             return f"its format is {state['format']}, but this version reads {FORMAT}"
@@ -200,7 +203,3 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], header: dict[str, 
     path.chmod(path.parent.stat().st_mode & 0o666)  # the usual permissions: safetensors makes files private
     flush(path)
     return file_sha256(path)
-
-
-def _checksum_of_metadata(state: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state).encode()).hexdigest()

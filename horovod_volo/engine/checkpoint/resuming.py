@@ -67,21 +67,22 @@ def _check_continues(folder: Path, checkpoint: Path) -> None:
             )
 
 
-def restore_state(state: TrainState, checkpoint: Path | None, world: World) -> list[str]:
+def restore_state(
+    state: TrainState, checkpoint: Path | None, world: World, step: int | None = None
+) -> list[str]:
     """Load the checkpoint, if any, and copy rank 0's state to all ranks. Collective: every rank calls this.
 
-    Return warnings about later checkpoints that are damaged, and about tensors that were not loaded.
+    The state is that after `step`, or after the step of the checkpoint. Return warnings about later
+    checkpoints that are damaged, and about tensors that were not loaded.
     """
     # Only rank 0 reads. load_full_state_dict broadcasts single tensors: one object may become too large.
     saved = world.run_on_all_ranks(
         lambda: read_tensors(checkpoint) if checkpoint and world.is_rank_zero else {}
     )
     metadata = world.run_on_rank_zero(lambda: read_metadata(checkpoint) if checkpoint else {})
-    state.step = metadata.get("step", 0)
-    if metadata.get("scaler"):
-        state.scaler.load_state_dict(metadata["scaler"])
     loaded = _without_aux_head(saved) if getattr(state.model, "aux_head", None) is None else saved
-    state.load_full_state_dict(loaded, world)
+    step = metadata.get("step", 0) if step is None else step
+    state.load_full_state_dict(loaded, metadata.get("scaler", {}), step, world)
     world.assert_identical(state.replicated_tensors(), "Weights or optimizer state")
     dropped = sum(map(len, saved.values())) - sum(map(len, loaded.values()))
     warnings = world.run_on_rank_zero(lambda: _damaged_later(checkpoint) if checkpoint else [])

@@ -71,15 +71,16 @@ def finish_checkpoint(context: TrainContext) -> None:
         while context.world.broadcast_object(not context.checkpoints.done_within(_BEAT_SECONDS)):
             if time.monotonic() < limit:
                 context.heartbeat.beat(context.state.step)
-        context.world.run_on_rank_zero(context.checkpoints.wait)
+        for warning in context.world.run_on_rank_zero(context.checkpoints.wait):
+            context.logger.log(f"warning: {warning}")
 
 
 def divergence(context: TrainContext) -> AllRanksError:
-    """Return the error of a run whose loss is no longer finite."""
+    """Return the error of a run whose loss or gradients are no longer finite."""
     last, count = context.state.step, context.skipped_in_a_row
     steps = f"steps {last - count + 1} to {last}" if count else f"the steps up to {last}"
     since = f", after {context.returns} returns to a checkpoint" if context.returns else ""
-    return AllRanksError(f"The loss is not finite in {steps}{since}. {_AFTER_DIVERGENCE}")
+    return AllRanksError(f"The loss or its gradients are not finite in {steps}{since}. {_AFTER_DIVERGENCE}")
 
 
 def _check_tensors(tensors_by_file: StateDicts, step: int) -> None:
@@ -90,21 +91,20 @@ def _check_tensors(tensors_by_file: StateDicts, step: int) -> None:
                 raise UserError(f"{name} is not finite at step {step}, and is not saved. {_AFTER_DIVERGENCE}")
 
 
-def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], None]:
+def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str]]:
     """Return the function that writes the current step's checkpoint; later steps do not change it."""
     folder, step, keep = _folder(context), context.state.step, context.config.run.keep_checkpoints
-    lock = context.lock
+    may_write = context.ledger.may_write
     metadata = run_metadata(context.config, context.derived, context.task, context.data.train)
     metadata["scaler"] = context.state.scaler.state_dict()
     config = context.config
     statistics = statistics_of_run(config.data, config.model.model)
     header = header_of(context.data.train.classes) | statistics.header()
 
-    def write(tensors: StateDicts) -> None:
+    def write(tensors: StateDicts) -> list[str]:
         _check_tensors(tensors, step)
-        may_write = lock.check if lock is not None else lambda: None
         saved = write_checkpoint(folder, step, tensors, metadata, may_write, header=header)
-        delete_old_checkpoints(saved, keep)
+        return delete_old_checkpoints(saved, keep)
 
     return write
 

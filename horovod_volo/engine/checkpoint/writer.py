@@ -6,7 +6,7 @@ Writing them, with checksums and flushes to disk, takes seconds for a large mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 
@@ -23,7 +23,7 @@ class CheckpointWriter:
         self.step = -1  # of the last checkpoint that was begun, on every rank
         self._copies: dict[tuple[str, str], Tensor] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self._writing: Future[object] | None = None
+        self._writing: Future[Sequence[str]] | None = None
 
     @property
     def failed(self) -> bool:
@@ -35,7 +35,7 @@ class CheckpointWriter:
         """Return whether a checkpoint was begun whose end nobody has waited for."""
         return self._writing is not None
 
-    def begin(self, tensors: StateDicts, write: Callable[[StateDicts], object]) -> None:
+    def begin(self, tensors: StateDicts, write: Callable[[StateDicts], Sequence[str]]) -> None:
         """Copy the tensors, and let `write` write the copies; `wait` must have been called since the last."""
         assert self._writing is None
         copies = self._copied(tensors)
@@ -46,11 +46,10 @@ class CheckpointWriter:
         """Wait for the checkpoint under way, at most so long; return whether none is left."""
         return self._writing is None or bool(wait_for([self._writing], seconds).done)
 
-    def wait(self) -> None:
-        """Wait until the checkpoint is on disk; raise its error, if any."""
+    def wait(self) -> Sequence[str]:
+        """Wait until the checkpoint is on disk; return warnings of the function that wrote it, or raise."""
         writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+        return () if writing is None else writing.result()
 
     def close(self) -> None:
         """Wait for the thread, and end it."""
