@@ -63,9 +63,8 @@ def compare_versions(mine: Mapping[str, str], rank_zero: Mapping[str, str]) -> F
         if mine[name] != rank_zero[name]
     ]
     if different:
-        return failure(
-            "versions", "; ".join(different), "Run ./tools/setup on every host, or share one .venv."
-        )
+        remedy = "Run ./tools/setup on every host, or share one .venv."
+        return failure("versions", "; ".join(different), remedy)
     return ok("versions", "the same on all ranks")
 
 
@@ -74,11 +73,8 @@ def compare_code(mine: Mapping[str, str], rank_zero: Mapping[str, str]) -> Findi
     different = [name for name in sorted({*mine, *rank_zero}) if mine.get(name) != rank_zero.get(name)]
     if different:
         others = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        return failure(
-            "code",
-            f"differs from rank 0's: {different[0]}{others}",
-            "Check out the same commit on every host, or run from one shared folder.",
-        )
+        remedy = "Check out the same commit on every host, or run from one shared folder."
+        return failure("code", f"differs from rank 0's: {different[0]}{others}", remedy)
     return ok("code", f"the same on all ranks, {len(mine)} files")
 
 

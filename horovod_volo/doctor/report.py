@@ -88,25 +88,20 @@ def _lines(merged: MergedFinding, width: int, ranks: str) -> list[str]:
     finding = merged.finding
     text, remedy = escape_controls(finding.text), escape_controls(finding.remedy)
     head = f"{_MARKS[finding.level]:<8} {finding.subject:<{width}}  "
-    margin = " " * len(head)
-    lines = textwrap.wrap(
-        f"{text} ({ranks})" if ranks else text,
+    lines = _wrapped(f"{text} ({ranks})" if ranks else text, head)
+    return [*lines, *_wrapped(remedy, f"{' ' * len(head)}-> ")] if remedy else lines
+
+
+def _wrapped(text: str, head: str) -> list[str]:
+    """Return the lines of a text after `head`, under which the further ones are indented."""
+    return textwrap.wrap(
+        text,
         _WIDTH,
         initial_indent=head,
-        subsequent_indent=margin,
+        subsequent_indent=" " * len(head),
         break_on_hyphens=False,
         break_long_words=False,
     )
-    if remedy:
-        lines += textwrap.wrap(
-            remedy,
-            _WIDTH,
-            initial_indent=f"{margin}-> ",
-            subsequent_indent=f"{margin}   ",
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-    return lines
 
 
 def _counted(number: int, noun: str) -> str:
