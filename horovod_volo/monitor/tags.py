@@ -57,7 +57,8 @@ _CHARTS = {
     "slowest_rank": ("ranks/slowest_rank", "The rank that the others wait for."),
 }
 # Metrics that only restate the step, or another metric.
-_UNCHARTED = {TRAIN: {"epoch", "images_seen", "data_wait"}, EVALUATION: {"epoch", "images_seen", "hours"}}
+_RESTATED = {"step", "epoch", "images_seen"}
+_UNCHARTED = {TRAIN: {*_RESTATED, "data_wait"}, EVALUATION: {*_RESTATED, "hours"}}
 # What a metric is while it says nothing; None: what it was first.
 _AT_REST: Mapping[str, float | None] = {
     "token_loss": 0.0,
@@ -89,8 +90,7 @@ class TellingSeries:
             (kind, name): value for kind in (TRAIN, EVALUATION) for name, value in _AT_REST.items()
         }
         for record in earlier:
-            values = {name: value for name, value in record.items() if name != "step"}
-            self.select(TRAIN if is_of_training(record) else EVALUATION, values)
+            self.select(TRAIN if is_of_training(record) else EVALUATION, record)
 
     def select(self, kind: str, values: Values) -> Values:
         """Return the metrics to show; from the first telling value on, a metric is always shown."""
