@@ -57,14 +57,13 @@ def check_consistency(world: World) -> list[Finding]:
 
 def compare_versions(mine: Mapping[str, str], rank_zero: Mapping[str, str]) -> Finding:
     """Report the packages whose versions differ from rank 0's."""
-    different = [
-        f"{name} {mine[name]}, rank 0 has {rank_zero[name]}"
-        for name in rank_zero
-        if mine[name] != rank_zero[name]
-    ]
+    different = "; ".join(
+        f"{name} {mine[name]}, rank 0 has {version}"
+        for name, version in rank_zero.items()
+        if mine[name] != version
+    )
     if different:
-        remedy = "Run ./tools/setup on every host, or share one .venv."
-        return failure("versions", "; ".join(different), remedy)
+        return failure("versions", different, "Run ./tools/setup on every host, or share one .venv.")
     return ok("versions", "the same on all ranks")
 
 

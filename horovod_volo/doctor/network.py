@@ -8,7 +8,6 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,7 +122,8 @@ def check_allreduce(world: World) -> list[Finding]:
         return []
     resources = rank_resources(world)
     speed = measure_allreduce(world, resources.device)
-    hosts = world.allgather_object((socket.gethostname(), _fastest_megabits(list_interfaces())))
+    fastest_line = max((one.megabits for one in list_interfaces() if one.up), default=0)
+    hosts = world.allgather_object((socket.gethostname(), fastest_line))
     devices = "GPUs" if resources.device.type == "cuda" else "CPUs"
     several_hosts = len({host for host, _ in hosts}) > 1
     slowest_line = min(megabits for _, megabits in hosts) if several_hosts else 0
@@ -160,10 +160,6 @@ def assess_allreduce(
         )
         findings.append(warning("ring", f"{measured}: {expected} was expected", remedy))
     return findings or [ok("ring", measured)]
-
-
-def _fastest_megabits(interfaces: Sequence[Interface]) -> int:
-    return max((one.megabits for one in interfaces if one.up), default=0)
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -107,9 +107,7 @@ def hparams(step: int, group: str, values: Mapping[str, HparamValue], metrics: S
 
 def session_end(step: int) -> bytes:
     """Return that the run is finished, for the plugin of hyperparameters."""
-    end = plugin_data_pb2.SessionEndInfo(
-        status=api_pb2.Status.Value("STATUS_SUCCESS"), end_time_secs=time.time()
-    )
+    end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
     return _hparams_event(step, hparams_metadata.SESSION_END_INFO_TAG, session_end_info=end)
 
 

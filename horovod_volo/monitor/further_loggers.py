@@ -33,7 +33,7 @@ _CLOSE_SECONDS = 60.0
 class RecordLogger(Protocol):
     """A logger that is given the same metrics as metrics.jsonl, which has them already."""
 
-    _problem = ""
+    _problem: str = ""
 
     def begin(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
         """Begin the run of this name."""
