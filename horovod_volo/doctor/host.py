@@ -136,10 +136,10 @@ def _regular_files(folder: Path, pattern: str, user: int) -> Mapping[Path, os.st
     states = {}
     for path in sorted(folder.glob(pattern)):
         with suppress(FileNotFoundError):  # another process has removed it since
-            states[path] = path.lstat()
-    return {
-        path: state for path, state in states.items() if stat.S_ISREG(state.st_mode) and state.st_uid == user
-    }
+            state = path.lstat()
+            if stat.S_ISREG(state.st_mode) and state.st_uid == user:
+                states[path] = state
+    return states
 
 
 def _used_by_processes(root: Path, user: int) -> set[tuple[int, int]]:

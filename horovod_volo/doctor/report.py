@@ -6,6 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from horovod_volo.cluster.topology import cpu_ranges
@@ -49,13 +50,11 @@ class Report:
     def text(self) -> str:
         """Return the report for a terminal, with failures first."""
         subject_width = max((len(one.finding.subject) for one in self.findings), default=0)
-        lines = [self._title(), ""]
-        level = None
-        for one in self.findings:
-            if level not in (None, one.finding.level):
-                lines.append("")
-            level = one.finding.level
-            lines += _lines(one, subject_width, self._ranks_text(one.ranks))
+        lines = [self._title()]
+        for _, of_level in groupby(self.findings, key=lambda one: one.finding.level):
+            lines.append("")
+            for one in of_level:
+                lines += _lines(one, subject_width, self._ranks_text(one.ranks))
         return "\n".join([*lines, "", self._summary()])
 
     def _title(self) -> str:
@@ -89,7 +88,7 @@ def _lines(merged: MergedFinding, width: int, ranks: str) -> list[str]:
     text, remedy = escape_controls(finding.text), escape_controls(finding.remedy)
     head = f"{_MARKS[finding.level]:<8} {finding.subject:<{width}}  "
     lines = _wrapped(f"{text} ({ranks})" if ranks else text, head)
-    return [*lines, *_wrapped(remedy, f"{' ' * len(head)}-> ")] if remedy else lines
+    return lines + _wrapped(remedy, f"{' ' * len(head)}-> ")  # no lines without a remedy
 
 
 def _wrapped(text: str, head: str) -> list[str]:
