@@ -51,18 +51,16 @@ def build_parser() -> Parser:
 
 def script(shell: str) -> str:
     """Return the script for a shell."""
-    words = {name: _words(import_module(module).build_parser()) for name, module in _PARSERS.items()}
-    recipes = {"--recipe": " ".join(recipe_names())}
-    # By command too: a flag of the same name may take other values in another command.
-    choices = {
-        f'"{name} {flag}"': recipes.get(flag, values)
-        for name, (flags, _) in words.items()
-        for flag, values in flags.items()
-    }
-    commands = " ".join([*words, "bench", "completion"])
-    cases = [
-        f'        {name}) flags="{" ".join([*flags, *others])}" ;;' for name, (flags, others) in words.items()
-    ]
+    commands = " ".join([*_PARSERS, "bench", "completion"])
+    of_commands, of_flags = [], []
+    for name, module in _PARSERS.items():
+        flags, others = _words(import_module(module).build_parser())
+        of_commands.append(f'        {name}) flags="{" ".join([*flags, *others])}" ;;')
+        # By command too: a flag of the same name may take other values in another command.
+        for flag, found in flags.items():
+            if values := " ".join(recipe_names()) if flag == "--recipe" else found:
+                case = f'"{name} {flag}") COMPREPLY=($(compgen -W "{values}" -- "$word")); return ;;'
+                of_flags.append(f"        {case}")
     lines = [
         "_horovod_volo() {",
         '    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} flags=""',
@@ -71,14 +69,10 @@ def script(shell: str) -> str:
         f'        COMPREPLY=($(compgen -W "{commands} --help --version" -- "$word")); return',
         "    fi",
         '    case "${COMP_WORDS[1]} $before" in',
-        *(
-            f'        {flag}) COMPREPLY=($(compgen -W "{values}" -- "$word")); return ;;'
-            for flag, values in sorted(choices.items())
-            if values
-        ),
+        *sorted(of_flags),
         "    esac",
         '    case "${COMP_WORDS[1]}" in',
-        *cases,
+        *of_commands,
         "    esac",
         '    COMPREPLY=($(compgen -W "$flags" -- "$word"))',
         '    [[ $word == -* ]] || COMPREPLY+=($(compgen -f -- "$word"))',

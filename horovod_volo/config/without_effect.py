@@ -12,7 +12,7 @@ from horovod_volo.config import values
 from horovod_volo.config.dense_settings import Detection, Segmentation
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.schema import Config
-from horovod_volo.config.update_settings import warmup_epochs
+from horovod_volo.config.update_settings import Exchange, warmup_epochs
 
 
 class RunFacts(NamedTuple):
@@ -51,14 +51,7 @@ _IDLE = (
         _WITH_TASK,
     ),
     _Idle(
-        (
-            "shard_optimizer",
-            "compression",
-            "bucket_mib",
-            "last_bucket_mib",
-            "horovod_autotune",
-            "horovod_timeline",
-        ),
+        (*Exchange.__dataclass_fields__, "shard_optimizer", "horovod_autotune", "horovod_timeline"),
         lambda _, run: run.ranks == 1,
         "with one rank",
     ),

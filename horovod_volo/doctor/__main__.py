@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from horovod_volo.cluster.launch_env import LaunchEnv
     from horovod_volo.doctor.collect import CollectedFindings
     from horovod_volo.doctor.finding import Finding
-    from horovod_volo.doctor.report import Report
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 STDOUT = "-"
@@ -89,7 +88,7 @@ def _report_all_ranks(collected: CollectedFindings, launch: LaunchEnv, json_file
     assert world is not None
     status = DONE
     if world.is_rank_zero:
-        status = _publish(_build_report(collected.findings, collected, launch), json_file)
+        status = _publish(collected.findings, collected, launch, json_file)
     # The launcher kills all ranks when the first one exits: wait until the report is out.
     return int(world.broadcast_object(status))
 
@@ -102,40 +101,35 @@ def _report_this_rank(
     if launch.rank == 0:
         by_rank = collected.findings or [own]
         by_rank = [[collected.problem, *by_rank[0]], *by_rank[1:]]
-        status = _publish(_build_report(by_rank, collected, launch), json_file)
-        if launch.size > 1:
-            _let_other_ranks_report()
-        return status
-    findings = [] if collected.already_reported else [collected.problem]
-    findings += [] if collected.findings else own  # otherwise rank 0 has them
-    for finding in findings:
-        if finding.level == "failure":
-            print_error(f"rank {launch.rank}: {finding.subject}: {finding.text}. {finding.remedy}")
-    _let_other_ranks_report()
-    return FAILED
+        status = _publish(by_rank, collected, launch, json_file)
+    else:
+        status = FAILED
+        findings = [] if collected.already_reported else [collected.problem]
+        findings += [] if collected.findings else own  # otherwise rank 0 has them
+        for finding in findings:
+            if finding.level == "failure":
+                print_error(f"rank {launch.rank}: {finding.subject}: {finding.text}. {finding.remedy}")
+    if launch.size > 1:
+        # When this rank exits, the launcher kills those that have not printed yet.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_OTHERS_REPORT_SECONDS)
+    return status
 
 
-def _let_other_ranks_report() -> None:
-    """Wait before this rank exits, because the launcher then kills those that have not printed yet."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    time.sleep(_OTHERS_REPORT_SECONDS)
-
-
-def _build_report(by_rank: list[list[Finding]], collected: CollectedFindings, launch: LaunchEnv) -> Report:
+def _publish(
+    by_rank: list[list[Finding]], collected: CollectedFindings, launch: LaunchEnv, json_file: str
+) -> int:
+    """Print the report and write its JSON; return the exit status."""
     from horovod_volo.doctor.finding import merge_findings
     from horovod_volo.doctor.report import Report
 
-    return Report(
+    report = Report(
         ranks=launch.size,
         hosts=tuple(collected.hosts) or (os.uname().nodename,),
         launcher=launch.launcher,
         controller=collected.world.controller if collected.world else "not connected",
         findings=tuple(merge_findings(by_rank)),
     )
-
-
-def _publish(report: Report, json_file: str) -> int:
-    """Print the report and write its JSON; return the exit status."""
     record = json.dumps(report.record(), indent=2)
     print(record if json_file == STDOUT else report.text(), flush=True)
     if json_file not in ("", STDOUT):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -25,7 +26,6 @@ from horovod_volo.doctor.shared_folder import check_shared_folder
 
 CONNECT_SECONDS, CHECK_SECONDS = 60.0, 120.0
 SUBJECT = "ranks"
-_SEE_OTHERS = "See what the other ranks and the launcher print."
 
 
 @dataclass
@@ -59,16 +59,14 @@ def collect_findings(own: list[Finding], binding: Binding, folder: Path) -> Coll
     try:
         thread.start()
         if not connected.wait(CONNECT_SECONDS):
-            text = f"did not connect within {CONNECT_SECONDS:.0f} s"
-            collected.problem = failure(SUBJECT, text, _SEE_OTHERS)
+            collected.problem = _incomplete(f"did not connect within {CONNECT_SECONDS:.0f} s")
             return collected
         thread.join(CHECK_SECONDS)
         if thread.is_alive():
-            text = f"did not finish the checks within {CHECK_SECONDS:.0f} s"
-            collected.problem = failure(SUBJECT, text, _SEE_OTHERS)
+            collected.problem = _incomplete(f"did not finish the checks within {CHECK_SECONDS:.0f} s")
     except _TerminatedError:
         text = "the launcher ended this rank while it waited for the others: one of them has failed"
-        collected.problem, collected.already_reported = failure(SUBJECT, text, _SEE_OTHERS), True
+        collected.problem, collected.already_reported = _incomplete(text), True
     finally:
         if by_launcher:
             # Print the report first; the launcher can still send SIGKILL.
@@ -89,28 +87,23 @@ def _collect(
         connected.set()
         collected.hosts = world.hosts()
         collected.findings = [list(findings) for findings in world.allgather_object(own)]
-        for check in _checks_between_ranks(folder):
+        check_folder = partial(check_shared_folder, folder)
+        for check in (check_consistency, check_folder, check_clocks, check_allreduce):
             by_rank = world.allgather_object(_run_collective_check(check, world))
             for findings, more in zip(collected.findings, by_rank, strict=True):
                 findings += more
     except UserError as error:
         collected.problem = from_error(SUBJECT, error)
     except RankLostError:
-        collected.problem = failure(SUBJECT, "one of them exited during the checks", _SEE_OTHERS)
+        collected.problem = _incomplete("one of them exited during the checks")
     except Exception as error:  # Horovod raises many types when ranks cannot connect
-        text = f"cannot connect: {type(error).__name__}: {error}"
-        collected.problem = failure(SUBJECT, text, _SEE_OTHERS)
+        collected.problem = _incomplete(f"cannot connect: {type(error).__name__}: {error}")
     finally:
         connected.set()
 
 
-def _checks_between_ranks(folder: Path) -> Sequence[Callable[[World], list[Finding]]]:
-    return (
-        check_consistency,
-        lambda world: check_shared_folder(folder, world),
-        check_clocks,
-        check_allreduce,
-    )
+def _incomplete(text: str) -> Finding:
+    return failure(SUBJECT, text, "See what the other ranks and the launcher print.")
 
 
 def _run_collective_check(check: Callable[[World], list[Finding]], world: World) -> list[Finding]:

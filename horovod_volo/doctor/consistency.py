@@ -57,15 +57,13 @@ def check_consistency(world: World) -> list[Finding]:
 
 def compare_versions(mine: Mapping[str, str], rank_zero: Mapping[str, str]) -> Finding:
     """Report the packages whose versions differ from rank 0's."""
-    different = [
-        f"{name} {mine[name]}, rank 0 has {rank_zero[name]}"
-        for name in rank_zero
-        if mine[name] != rank_zero[name]
-    ]
+    different = "; ".join(
+        f"{name} {mine[name]}, rank 0 has {version}"
+        for name, version in rank_zero.items()
+        if mine[name] != version
+    )
     if different:
-        return failure(
-            "versions", "; ".join(different), "Run ./tools/setup on every host, or share one .venv."
-        )
+        return failure("versions", different, "Run ./tools/setup on every host, or share one .venv.")
     return ok("versions", "the same on all ranks")
 
 
@@ -74,11 +72,8 @@ def compare_code(mine: Mapping[str, str], rank_zero: Mapping[str, str]) -> Findi
     different = [name for name in sorted({*mine, *rank_zero}) if mine.get(name) != rank_zero.get(name)]
     if different:
         others = f" and {len(different) - 1} more" if len(different) > 1 else ""
-        return failure(
-            "code",
-            f"differs from rank 0's: {different[0]}{others}",
-            "Check out the same commit on every host, or run from one shared folder.",
-        )
+        remedy = "Check out the same commit on every host, or run from one shared folder."
+        return failure("code", f"differs from rank 0's: {different[0]}{others}", remedy)
     return ok("code", f"the same on all ranks, {len(mine)} files")
 
 

@@ -31,43 +31,24 @@ def assess_gpus(state: GpuState) -> list[Finding]:
     """Report the first reason why PyTorch cannot use the GPUs."""
     if not state.on_bus and not state.torch_gpus:
         return [ok("gpu", "none; ranks compute on the CPU")]
-    on_bus = f"{state.on_bus} NVIDIA GPU{'s' if state.on_bus > 1 else ''}"
+    on_bus = f"{state.on_bus} NVIDIA GPU{'s' if state.on_bus > 1 else ''}, but"
     if not state.driver:
-        return [
-            failure(
-                "gpu",
-                f"{on_bus}, but no driver responds",
-                "Install NVIDIA's driver; start a container with the GPUs (--gpus all).",
-            )
-        ]
-    if not state.torch_cuda:
-        return [
-            failure(
-                "gpu",
-                f"{on_bus}, but torch is built without CUDA",
-                "Point pip at an index with torch's CUDA build, remove .venv, and run ./tools/setup again.",
-            )
-        ]
-    if state.driver_cuda and state.driver_cuda // 1000 < int(state.torch_cuda.partition(".")[0]):
+        text = f"{on_bus} no driver responds"
+        remedy = "Install NVIDIA's driver; start a container with the GPUs (--gpus all)."
+    elif not state.torch_cuda:
+        text = f"{on_bus} torch is built without CUDA"
+        remedy = "Point pip at an index with torch's CUDA build, remove .venv, and run ./tools/setup again."
+    elif state.driver_cuda and state.driver_cuda // 1000 < int(state.torch_cuda.partition(".")[0]):
         newest = f"{state.driver_cuda // 1000}.{state.driver_cuda % 1000 // 10}"
-        return [
-            failure(
-                "gpu",
-                f"driver {state.driver} supports CUDA up to {newest}, torch is built with {state.torch_cuda}",
-                f"Install a driver for CUDA {state.torch_cuda}, or a torch built with {newest}.",
-            )
-        ]
-    if not state.torch_gpus:
+        text = f"driver {state.driver} supports CUDA up to {newest}, torch is built with {state.torch_cuda}"
+        remedy = f"Install a driver for CUDA {state.torch_cuda}, or a torch built with {newest}."
+    elif not state.torch_gpus:
         value = state.cuda_visible_devices
-        reason = "" if value is None else f" (CUDA_VISIBLE_DEVICES={value!r})"
-        return [
-            failure(
-                "gpu",
-                f"{on_bus}, but torch sees none{reason}",
-                "Remove CUDA_VISIBLE_DEVICES from the job, or see what `nvidia-smi` reports.",
-            )
-        ]
-    return [ok("gpu", f"{state.torch_gpus} x {state.names}, driver {state.driver}")]
+        text = f"{on_bus} torch sees none{'' if value is None else f' (CUDA_VISIBLE_DEVICES={value!r})'}"
+        remedy = "Remove CUDA_VISIBLE_DEVICES from the job, or see what `nvidia-smi` reports."
+    else:
+        return [ok("gpu", f"{state.torch_gpus} x {state.names}, driver {state.driver}")]
+    return [failure("gpu", text, remedy)]
 
 
 def _read_state() -> GpuState:

@@ -136,10 +136,10 @@ def _regular_files(folder: Path, pattern: str, user: int) -> Mapping[Path, os.st
     states = {}
     for path in sorted(folder.glob(pattern)):
         with suppress(FileNotFoundError):  # another process has removed it since
-            states[path] = path.lstat()
-    return {
-        path: state for path, state in states.items() if stat.S_ISREG(state.st_mode) and state.st_uid == user
-    }
+            state = path.lstat()
+            if stat.S_ISREG(state.st_mode) and state.st_uid == user:
+                states[path] = state
+    return states
 
 
 def _used_by_processes(root: Path, user: int) -> set[tuple[int, int]]:
@@ -193,26 +193,22 @@ def _free_in_groups(root: Path) -> Iterator[int]:
         if controllers and "memory" not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            if controllers
-            else ("memory.max", "memory.current")
-        )
+        files = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
         group = mount / path.lstrip("/")
         for folder in [group, *group.parents]:
             if folder.is_relative_to(mount):
-                yield from _free_in_group(folder, *names)
+                yield from _free_in_group(folder, *files)
 
 
 def _free_in_group(folder: Path, limit_file: str, usage_file: str) -> Iterator[int]:
     try:
-        limit, usage = (
-            (folder / name).read_text(encoding="utf-8").strip() for name in (limit_file, usage_file)
+        limit, usage, stat = (
+            (folder / f"memory.{name}").read_text(encoding="utf-8").strip()
+            for name in (limit_file, usage_file, "stat")
         )
-        stat = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
     except OSError:  # the group has no limit, or is outside the container
         return
-    cache = next((int(line.split()[1]) for line in stat if line.startswith("inactive_file ")), 0)
+    cache = next((int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file ")), 0)
     if limit.isdecimal():
         yield int(limit) - int(usage) + cache  # the kernel can evict cached files
 

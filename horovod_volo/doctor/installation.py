@@ -52,20 +52,16 @@ def _horovod() -> Iterator[Finding]:
     present = ", ".join(name for name, built in features.items() if built)
     missing = [name for name, built in features.items() if not built]
     yield ok("horovod", f"{build.version} with {present}{'; no ' + ', no '.join(missing) if missing else ''}")
-    yield from _nccl(build.nccl)
-    yield from compare_mpi(build.mpi_library, _mpirun_version())
-
-
-def _nccl(built: bool) -> Iterator[Finding]:
     import torch
 
-    if torch.cuda.is_available() and not built:
+    if torch.cuda.is_available() and not build.nccl:
         yield warning(
             "horovod",
             "was built without NCCL: gradients pass through host memory",
             "Build it again on a machine with a GPU, or with HOROVOD_GPU_OPERATIONS=NCCL: "
             "HOROVOD_GPU_OPERATIONS=NCCL horovod-volo build_horovod prints the wheel to install.",
         )
+    yield from compare_mpi(build.mpi_library, _mpirun_version())
 
 
 def _mpirun_version() -> str:
@@ -88,22 +84,14 @@ def compare_mpi(library: str, program: str) -> list[Finding]:
     if not library:
         return [ok("mpirun", f"{program or 'none'}; not needed: Horovod is built without MPI")]
     if not program:
-        return [
-            warning(
-                "mpirun",
-                f"is not on PATH, and Horovod is built with {library}",
-                f"Put the mpirun of {library} on PATH, or start with `horovodrun --gloo`.",
-            )
-        ]
-    if _family_and_version(library) != _family_and_version(program):
-        return [
-            warning(
-                "mpirun",
-                f"on PATH is {program}, but Horovod is built with {library}: ranks may not find each other",
-                f"Put the mpirun of {library} first on PATH, or start with `horovodrun --gloo`.",
-            )
-        ]
-    return [ok("mpirun", f"{library}, the one that Horovod is built with")]
+        place, text = "on PATH", f"is not on PATH, and Horovod is built with {library}"
+    elif _family_and_version(library) != _family_and_version(program):
+        place = "first on PATH"
+        text = f"on PATH is {program}, but Horovod is built with {library}: ranks may not find each other"
+    else:
+        return [ok("mpirun", f"{library}, the one that Horovod is built with")]
+    remedy = f"Put the mpirun of {library} {place}, or start with `horovodrun --gloo`."
+    return [warning("mpirun", text, remedy)]
 
 
 def _family_and_version(text: str) -> tuple[bool, str]:

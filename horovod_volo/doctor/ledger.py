@@ -6,7 +6,7 @@ of the earlier one nothing is left in the weights.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,7 @@ class _LedgerCheck:
     def _begin(self, *, step: int, hosts: list[str], **settings: Any) -> None:
         del hosts
         start = LedgerStart(**settings)
-        if self._start is not None and any(
-            getattr(start, field.name) != getattr(self._start, field.name)
-            for field in fields(start)
-            if field.name != "ranks"
-        ):
+        if self._start is not None and replace(start, ranks=self._start.ranks) != self._start:
             raise self._mistake(f"the settings changed at step {step}, so the orders do not continue")
         if step > self._step:
             raise self._mistake(f"steps {self._step + 1} to {step} are missing")
@@ -107,8 +103,8 @@ class _LedgerCheck:
         of_steps = order[: start.steps_per_epoch * start.global_batch].reshape(start.steps_per_epoch, -1)
         sums = np.zeros((start.steps_per_epoch, 2), dtype=np.int64)
         for rank in range(start.ranks):
-            first, second = checksums(start.seed, epoch, of_steps[:, rank :: start.ranks])
-            sums += np.stack([first, second], axis=1).astype(np.int64)
+            of_rank = checksums(start.seed, epoch, of_steps[:, rank :: start.ranks])
+            sums += np.stack(of_rank, axis=1).astype(np.int64)
         self._epoch, self._sums = epoch, sums
         return sums
 

@@ -8,7 +8,6 @@ import socket
 import statistics
 import struct
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,18 +106,13 @@ def check_interfaces() -> list[Finding]:
     """List this host's network interfaces, and check that gloo's exists."""
     interfaces = list_interfaces()
     usable = [one for one in interfaces if one.up or one.address]
-    findings = [
-        ok("network", f"{socket.gethostname()}: {', '.join(map(str, usable)) or 'only the loopback'}")
-    ]
+    host, names = socket.gethostname(), [one.name for one in usable]
+    findings = [ok("network", f"{host}: {', '.join(map(str, usable)) or 'only the loopback'}")]
     gloo_interface = os.environ.get("HOROVOD_GLOO_IFACE", "")
-    if gloo_interface not in ("", "lo", *(one.name for one in usable)):
-        findings.append(
-            failure(
-                "network",
-                f"HOROVOD_GLOO_IFACE is {gloo_interface}, which is missing or down on {socket.gethostname()}",
-                f"Name one that is up: {', '.join(one.name for one in usable) or 'lo'}.",
-            )
-        )
+    if gloo_interface not in ("", "lo", *names):
+        text = f"HOROVOD_GLOO_IFACE is {gloo_interface}, which is missing or down on {host}"
+        remedy = f"Name one that is up: {', '.join(names) or 'lo'}."
+        findings.append(failure("network", text, remedy))
     return findings
 
 
@@ -128,7 +122,8 @@ def check_allreduce(world: World) -> list[Finding]:
         return []
     resources = rank_resources(world)
     speed = measure_allreduce(world, resources.device)
-    hosts = world.allgather_object((socket.gethostname(), _fastest_megabits(list_interfaces())))
+    fastest_line = max((one.megabits for one in list_interfaces() if one.up), default=0)
+    hosts = world.allgather_object((socket.gethostname(), fastest_line))
     devices = "GPUs" if resources.device.type == "cuda" else "CPUs"
     several_hosts = len({host for host, _ in hosts}) > 1
     slowest_line = min(megabits for _, megabits in hosts) if several_hosts else 0
@@ -146,13 +141,8 @@ def assess_allreduce(
     """Compare bandwidth with the slowest host's fastest interface, and latency with Horovod's cycle time."""
     bandwidth, latency = speed.bytes_per_second, speed.latency_seconds
     if not speed.correct:
-        return [
-            failure(
-                "ring",
-                "sums over all ranks are wrong",
-                "Run with NCCL_DEBUG=WARN; use the same Horovod, NCCL and driver on every rank.",
-            )
-        ]
+        remedy = "Run with NCCL_DEBUG=WARN; use the same Horovod, NCCL and driver on every rank."
+        return [failure("ring", "sums over all ranks are wrong", remedy)]
     measured = f"between {devices}: {latency * 1000:.1f} ms for 4 bytes, {_rate(bandwidth)} for 16 MiB"
     findings = []
     line = line_megabits * 1e6 / 8
@@ -164,19 +154,12 @@ def assess_allreduce(
         findings.append(warning("ring", text, _CHOOSE_INTERFACE))
     max_latency = _MAX_SECONDS + _MAX_CYCLES * cycle_seconds
     if latency > max_latency:
-        text = (
-            f"{measured}: with a cycle time of {cycle_seconds * 1000:g} ms, less than "
-            f"{max_latency * 1000:.0f} ms was expected"
-        )
+        expected = f"with a cycle time of {cycle_seconds * 1000:g} ms, less than {max_latency * 1000:.0f} ms"
         remedy = (
             "Look for other processes on the hosts' cores, and for idle ranks with HOROVOD_LOG_LEVEL=debug."
         )
-        findings.append(warning("ring", text, remedy))
+        findings.append(warning("ring", f"{measured}: {expected} was expected", remedy))
     return findings or [ok("ring", measured)]
-
-
-def _fastest_megabits(interfaces: Sequence[Interface]) -> int:
-    return max((one.megabits for one in interfaces if one.up), default=0)
 
 
 def _rate(bytes_per_second: float) -> str:

@@ -6,6 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any
 
 from horovod_volo.cluster.topology import cpu_ranges
@@ -49,13 +50,11 @@ class Report:
     def text(self) -> str:
         """Return the report for a terminal, with failures first."""
         subject_width = max((len(one.finding.subject) for one in self.findings), default=0)
-        lines = [self._title(), ""]
-        level = None
-        for one in self.findings:
-            if level not in (None, one.finding.level):
-                lines.append("")
-            level = one.finding.level
-            lines += _lines(one, subject_width, self._ranks_text(one.ranks))
+        lines = [self._title()]
+        for _, of_level in groupby(self.findings, key=lambda one: one.finding.level):
+            lines.append("")
+            for one in of_level:
+                lines += _lines(one, subject_width, self._ranks_text(one.ranks))
         return "\n".join([*lines, "", self._summary()])
 
     def _title(self) -> str:
@@ -88,25 +87,20 @@ def _lines(merged: MergedFinding, width: int, ranks: str) -> list[str]:
     finding = merged.finding
     text, remedy = escape_controls(finding.text), escape_controls(finding.remedy)
     head = f"{_MARKS[finding.level]:<8} {finding.subject:<{width}}  "
-    margin = " " * len(head)
-    lines = textwrap.wrap(
-        f"{text} ({ranks})" if ranks else text,
+    lines = _wrapped(f"{text} ({ranks})" if ranks else text, head)
+    return lines + _wrapped(remedy, f"{' ' * len(head)}-> ")  # no lines without a remedy
+
+
+def _wrapped(text: str, head: str) -> list[str]:
+    """Return the lines of a text after `head`, under which the further ones are indented."""
+    return textwrap.wrap(
+        text,
         _WIDTH,
         initial_indent=head,
-        subsequent_indent=margin,
+        subsequent_indent=" " * len(head),
         break_on_hyphens=False,
         break_long_words=False,
     )
-    if remedy:
-        lines += textwrap.wrap(
-            remedy,
-            _WIDTH,
-            initial_indent=f"{margin}-> ",
-            subsequent_indent=f"{margin}   ",
-            break_on_hyphens=False,
-            break_long_words=False,
-        )
-    return lines
 
 
 def _counted(number: int, noun: str) -> str:

@@ -46,9 +46,15 @@ def check_shared_folder(folder: Path, world: World) -> list[Finding]:
         with contextlib.suppress(OSError):  # somebody else has started to use it
             path.rmdir()
     if problem:
-        return [failure("shared folder", f"{folder}: cannot write there: {problem}", _unwritable(folder))]
+        remedy = (
+            f"Mount it for writing and give this user permission (see `ls -ld {folder}`), or name another: "
+            "--shared here, --output for training."
+        )
+        return [failure("shared folder", f"{folder}: cannot write there: {problem}", remedy)]
     if invisible:
-        text = _not_shared(folder, invisible, [host for _, _, host in written])
+        hosts = ", ".join(dict.fromkeys(written[rank][2] for rank in invisible))
+        ranks = f"rank{'s' if len(invisible) > 1 else ''} {cpu_ranges(invisible)} (on {hosts})"
+        text = f"{folder}: is not shared: the files of {ranks} are not visible"
         return [failure("shared folder", text, _REMEDY)]
     return [assess_times(folder, max(seconds for _, seconds, _ in written), longest_wait, world.size)]
 
@@ -98,19 +104,6 @@ def _is_visible(file: Path, token: str) -> bool:
         return file.read_text(encoding="utf-8") == token
     except OSError:
         return False
-
-
-def _not_shared(folder: Path, invisible: list[int], hosts: list[str]) -> str:
-    names = ", ".join(dict.fromkeys(hosts[rank] for rank in invisible))
-    ranks = f"rank{'s' if len(invisible) > 1 else ''} {cpu_ranges(invisible)} (on {names})"
-    return f"{folder}: is not shared: the files of {ranks} are not visible"
-
-
-def _unwritable(folder: Path) -> str:
-    return (
-        f"Mount it for writing and give this user permission (see `ls -ld {folder}`), or name another: "
-        "--shared here, --output for training."
-    )
 
 
 def _duration(seconds: float) -> str:

@@ -98,11 +98,7 @@ class Board:
 def all_other_axes(records: Iterable[MetricsRecord]) -> bytes:
     """Return all evaluations against epochs and hours, in the place of earlier events of their folder."""
     board = Board(())
-    evaluations = [record for record in records if not is_of_training(record)]
-    points = (
-        board.other_axes({name: value for name, value in record.items() if name != "step"})
-        for record in evaluations
-    )
+    points = (board.other_axes(record) for record in records if not is_of_training(record))
     return event_records.file_start(0) + b"".join(points)
 
 

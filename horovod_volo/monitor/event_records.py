@@ -92,7 +92,7 @@ def histogram(step: int, tag: str, tensors: Iterable[Tensor]) -> bytes:
 
 def hparams(step: int, group: str, values: Mapping[str, HparamValue], metrics: Sequence[str]) -> bytes:
     """Return the hyperparameters of a run and the tags of its metrics, for TensorBoard's plugin."""
-    infos = [api_pb2.HParamInfo(name=name, type=_hparam_type(value)) for name, value in values.items()]
+    infos = [api_pb2.HParamInfo(name=name, type=_field_and_type(value)[1]) for name, value in values.items()]
     scores = [
         api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=tag.rpartition("/")[2])
         for tag in metrics
@@ -100,7 +100,7 @@ def hparams(step: int, group: str, values: Mapping[str, HparamValue], metrics: S
     experiment = api_pb2.Experiment(hparam_infos=infos, metric_infos=scores)
     start = plugin_data_pb2.SessionStartInfo(group_name=group, start_time_secs=time.time())
     for name, value in values.items():
-        setattr(start.hparams[name], f"{_KINDS[_kind(value)]}_value", value)
+        setattr(start.hparams[name], _field_and_type(value)[0], value)
     return _hparams_event(step, hparams_metadata.EXPERIMENT_TAG, experiment=experiment) + _hparams_event(
         step, hparams_metadata.SESSION_START_INFO_TAG, session_start_info=start
     )
@@ -108,9 +108,7 @@ def hparams(step: int, group: str, values: Mapping[str, HparamValue], metrics: S
 
 def session_end(step: int) -> bytes:
     """Return that the run is finished, for the plugin of hyperparameters."""
-    end = plugin_data_pb2.SessionEndInfo(
-        status=api_pb2.Status.Value("STATUS_SUCCESS"), end_time_secs=time.time()
-    )
+    end = plugin_data_pb2.SessionEndInfo(status=api_pb2.STATUS_SUCCESS, end_time_secs=time.time())
     return _hparams_event(step, hparams_metadata.SESSION_END_INFO_TAG, session_end_info=end)
 
 
@@ -133,18 +131,13 @@ def event(step: int, **content: Any) -> bytes:
     return record.getvalue()
 
 
-_KINDS = {bool: "bool", float: "number", str: "string"}
-_DATA_TYPES = {bool: "DATA_TYPE_BOOL", float: "DATA_TYPE_FLOAT64", str: "DATA_TYPE_STRING"}
-
-
-def _kind(value: HparamValue) -> type:
-    if isinstance(value, bool | str):
-        return type(value)
-    return float
-
-
-def _hparam_type(value: HparamValue) -> Any:
-    return api_pb2.DataType.Value(_DATA_TYPES[_kind(value)])
+def _field_and_type(value: HparamValue) -> tuple[str, Any]:
+    """Return the field that holds a hyperparameter, and the type that declares it."""
+    if isinstance(value, bool):
+        return "bool_value", api_pb2.DATA_TYPE_BOOL
+    if isinstance(value, str):
+        return "string_value", api_pb2.DATA_TYPE_STRING
+    return "number_value", api_pb2.DATA_TYPE_FLOAT64
 
 
 def _hparams_event(step: int, tag: str, **content: Any) -> bytes:

@@ -12,10 +12,11 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
@@ -32,6 +33,8 @@ _CLOSE_SECONDS = 60.0
 class RecordLogger(Protocol):
     """A logger that is given the same metrics as metrics.jsonl, which has them already."""
 
+    _problem: str = ""
+
     def begin(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
         """Begin the run of this name."""
 
@@ -43,6 +46,8 @@ class RecordLogger(Protocol):
 
     def take_problem(self) -> str:
         """Return, once, what prevents writing."""
+        problem, self._problem = self._problem, ""
+        return problem
 
     def close(self, *, finished: bool) -> None:
         """Write what is left."""
@@ -66,7 +71,7 @@ def check_packages(names: Sequence[str]) -> None:
             )
 
 
-class CsvLogger:
+class CsvLogger(RecordLogger):
     """Two tables, train.csv and evaluation.csv, with a column for each metric.
 
     A table is written again where a new metric adds a column, and where records are dropped.
@@ -75,7 +80,6 @@ class CsvLogger:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._columns: dict[str, list[str]] = {}
-        self._problem = ""
         self._is_behind = {TRAIN: True, EVALUATION: True}
 
     def begin(self, name: str, hparams: Mapping[str, HparamValue]) -> None:  # noqa: ARG002
@@ -86,17 +90,12 @@ class CsvLogger:
         if self._is_behind[kind] or not row.keys() <= set(self._columns.get(kind, ())):
             self._rewrite(kind)
             return
-        text = io.StringIO()
-        csv.DictWriter(text, self._columns[kind], lineterminator="\n").writerow(row)
-        self._try(kind, lambda: self._append(kind, text.getvalue()))
+        with self._noting_failure(kind), self._path(kind).open("a", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns[kind], lineterminator="\n").writerow(row)
 
     def go_back(self) -> None:
         for kind in (TRAIN, EVALUATION):
             self._rewrite(kind)
-
-    def take_problem(self) -> str:
-        problem, self._problem = self._problem, ""
-        return problem
 
     def close(self, *, finished: bool) -> None:  # noqa: ARG002
         for kind, is_behind in self._is_behind.items():
@@ -112,45 +111,36 @@ class CsvLogger:
         self._columns[kind] = list(dict.fromkeys(name for record in records for name in record))
         text = io.StringIO()
         writer = csv.DictWriter(text, self._columns[kind], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(records)
-        self._try(kind, lambda: self._replace(kind, text.getvalue() if records else ""))
+        if records:
+            writer.writeheader()
+            writer.writerows(records)
+        with self._noting_failure(kind):
+            if records or self._path(kind).exists():
+                with atomic_write(self._path(kind)) as file:
+                    file.write(text.getvalue().encode())
 
-    def _append(self, kind: str, text: str) -> None:
-        with (self._folder / f"{kind}.csv").open("a", encoding="utf-8") as file:
-            file.write(text)
+    def _path(self, kind: str) -> Path:
+        return self._folder / f"{kind}.csv"
 
-    def _replace(self, kind: str, text: str) -> None:
-        path = self._folder / f"{kind}.csv"
-        if text or path.exists():
-            with atomic_write(path) as file:
-                file.write(text.encode())
-
-    def _try(self, kind: str, write: Callable[[], None]) -> None:
+    @contextmanager
+    def _noting_failure(self, kind: str) -> Iterator[None]:
         try:
-            write()
+            yield
             self._is_behind[kind] = False
         except OSError as error:
             if not any(self._is_behind.values()):
-                self._problem = f"{self._folder / kind}.csv cannot be written: {error.strerror}"
+                self._problem = f"{self._path(kind)} cannot be written: {error.strerror}"
             self._is_behind[kind] = True  # it is written again as a whole
 
 
-class _SentRecord(NamedTuple):
-    kind: str
-    step: int
-    values: Mapping[str, float]
-    seconds: float  # time of day
-
-
-class ServiceLogger:
+class ServiceLogger(RecordLogger):
     """Sends metrics to a service from a thread; after an error it says so, and sends no more."""
 
     def __init__(self, name: str, folder: Path, connect: Connect) -> None:
         self._name, self._folder, self._connect = name, folder, connect
-        self._queue: queue.SimpleQueue[_SentRecord | None] = queue.SimpleQueue()
+        # kind, step, values and time of day of each record; None: there are no more
+        self._queue: queue.SimpleQueue[tuple[str, int, Values, float] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._problem = ""
         self._finished = False
 
     def begin(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
@@ -160,14 +150,10 @@ class ServiceLogger:
         self._thread.start()
 
     def write(self, kind: str, step: int, values: Values) -> None:
-        self._queue.put(_SentRecord(kind, step, dict(values), time.time()))
+        self._queue.put((kind, step, dict(values), time.time()))
 
     def go_back(self) -> None:
         pass  # steps that are trained again are not sent again
-
-    def take_problem(self) -> str:
-        problem, self._problem = self._problem, ""
-        return problem
 
     def close(self, *, finished: bool) -> None:
         if self._thread is None:
@@ -187,20 +173,17 @@ class ServiceLogger:
             self._problem = f"{self._name} is sent no more metrics: {reason}"
 
     def _send_all(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
-        sent = self._read_state()
+        sent = _states(self._folder).get(self._name, {})
         connection = self._connect(self._folder, name, hparams, str(sent.get("id", "")))
         sent["id"] = connection.id
         self._write_state(sent)
-        while (message := self._queue.get()) is not None:
-            if message.step > sent.get(message.kind, -1):
-                values = {f"{message.kind}/{key}": value for key, value in message.values.items()}
-                connection.send(message.step, values, message.seconds)
-                sent[message.kind] = message.step
+        while (record := self._queue.get()) is not None:
+            kind, step, values, seconds = record
+            if step > sent.get(kind, -1):
+                connection.send(step, {f"{kind}/{key}": value for key, value in values.items()}, seconds)
+                sent[kind] = step
                 self._write_state(sent)
         connection.close(finished=self._finished)
-
-    def _read_state(self) -> dict[str, Any]:
-        return _states(self._folder).get(self._name, {})
 
     def _write_state(self, sent: Mapping[str, Any]) -> None:
         with _STATE_LOCK:

@@ -19,9 +19,8 @@ _HALF = ("fp16", "bf16")
 # The first pattern that is found in a GPU's name: TFLOP/s of fp16 and bf16, of TF32, and of fp32.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"H200 NVL|H100 NVL", {"half": 835.0, "tf32": 417.0, "fp32": 60.0}),
-    (r"H200|GH200", {"half": 989.0, "tf32": 494.0, "fp32": 67.0}),
     (r"H100 PCIe", {"half": 756.0, "tf32": 378.0, "fp32": 51.0}),
-    (r"H100", {"half": 989.0, "tf32": 494.0, "fp32": 67.0}),
+    (r"H100|H200", {"half": 989.0, "tf32": 494.0, "fp32": 67.0}),
     (r"A100\b", {"half": 312.0, "tf32": 156.0, "fp32": 19.5}),
     (r"A40\b", {"half": 149.7, "tf32": 74.8, "fp32": 37.4}),
     (r"A30\b", {"half": 165.0, "tf32": 82.0, "fp32": 10.3}),

@@ -60,13 +60,11 @@ def describe(
     text = f"A step took {1e3 * first.step:.1f} ms on rank 0 (steps {steps[0]} to {steps[-1]}): "
     text += f"{', '.join(parts)}."
     if len(times) > 1:
-        slowest = max(range(len(times)), key=lambda rank: times[rank].own_part + times[rank].data)
-        fastest = min(times, key=lambda each: each.own_part + each.data)
-        own_parts = (times[slowest], fastest)
-        slow, fast = (f"{1e3 * (each.own_part + each.data):.1f} ms" for each in own_parts)
+        own = [each.own_part + each.data for each in times]
+        slowest = own.index(max(own))
         text += (
-            f" The slowest rank is {slowest} on {hosts[slowest]}: {slow} for its own part, the fastest takes "
-            f"{fast}."
+            f" The slowest rank is {slowest} on {hosts[slowest]}: {1e3 * own[slowest]:.1f} ms for its own "
+            f"part, the fastest takes {1e3 * min(own):.1f} ms."
         )
     total = sum(operators.values())
     most = sorted(operators, key=lambda name: -operators[name])[:_MOST_SHOWN]
@@ -85,12 +83,11 @@ def _advice(times: Sequence[RankTimes], *, on_gpu: bool) -> str:
         "straggler": (own_parts[-1] / own_parts[len(own_parts) // 2] - 1) / 0.2,
         "exchange": first.exchange / first.step / 0.15,
         "update": first.update / first.step / 0.15,
-        "arithmetic": 1.0,
+        "arithmetic on a GPU" if on_gpu else "arithmetic": 1.0,
     }
     if excess["straggler"] > 1:
         excess["exchange"] = 0.0  # it contains the wait for the slowest rank
-    most = max(excess, key=lambda name: excess[name])
-    return (_ON_GPU if on_gpu and most == "arithmetic" else _ADVICE)[most]
+    return _ADVICE[max(excess, key=lambda name: excess[name])]
 
 
 _ADVICE = {
@@ -101,5 +98,5 @@ _ADVICE = {
     "--compression fp16 halves them; horovod-volo doctor measures the network.",
     "update": "the update. A larger --batch-size makes it rarer; --shard-optimizer divides it by the ranks.",
     "arithmetic": "arithmetic: this is a CPU. A smaller --img-size or --model is faster, and so is a GPU.",
+    "arithmetic on a GPU": "arithmetic. Try --precision bf16 and --compile, then a larger --batch-size.",
 }
-_ON_GPU = {"arithmetic": "arithmetic. Try --precision bf16 and --compile, then a larger --batch-size."}

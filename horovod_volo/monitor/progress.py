@@ -35,20 +35,17 @@ class ThroughputLine:
         if not self._shown or (done < total and now - self._last_shown < interval):
             return
         self._last_shown = now
-        line = f"{done:,}/{total:,} {self._unit}{self._throughput(self._start, now, done, total)}"
+        line = f"{done:,}/{total:,} {self._unit}"
+        seconds, items = now - self._start[0], done - self._start[1]
+        if seconds and items:
+            rate = items / seconds
+            line += f", {rate:,.0f} per second, {duration((total - done) / rate)} left"
         if self._live and total:
             line = f"{bar(done / total)} {line}"
         if self._live:
             print(f"\r{line:<78}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
         else:
             print(line, file=sys.stderr, flush=True)
-
-    def _throughput(self, start: tuple[float, int], now: float, done: int, total: int) -> str:
-        seconds, items = now - start[0], done - start[1]
-        if not (seconds and items):
-            return ""
-        rate = items / seconds
-        return f", {rate:,.0f} per second, {duration((total - done) / rate)} left"
 
 
 def bar(fraction: float) -> str:

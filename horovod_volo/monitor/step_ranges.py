@@ -106,10 +106,13 @@ def merged_trace(
     """
     events: list[dict[str, Any]] = []
     for rank, (of_rank, host) in enumerate(zip(ranges, hosts, strict=True)):
-        events += _named(rank, f"rank {rank} on {host}", rank)
         events += [
-            {"name": name, "ph": "X", "ts": start, "dur": duration, "pid": rank, "tid": 0}
-            for name, start, duration in of_rank
+            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} on {host}"}},
+            {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}},
+            *(
+                {"name": name, "ph": "X", "ts": start, "dur": duration, "pid": rank, "tid": 0}
+                for name, start, duration in of_rank
+            ),
         ]
     first = min((each.start for of_rank in ranges for each in of_rank), default=0.0)
     last = max((each.start + each.duration for of_rank in ranges for each in of_rank), default=0.0)
@@ -135,10 +138,3 @@ def _of_horovod(event: dict[str, Any], ranks: int) -> dict[str, Any]:
     name = event.get("args", {}).get("name", "")
     args = {"args": {"name": f"Horovod: {name}"}} if event.get("name") == "process_name" else {}
     return {**event, **args, "pid": ranks + event["pid"]}
-
-
-def _named(process: int, name: str, place: int) -> list[dict[str, Any]]:
-    return [
-        {"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}},
-        {"name": "process_sort_index", "ph": "M", "pid": process, "args": {"sort_index": place}},
-    ]

@@ -15,9 +15,8 @@ from horovod_volo.monitor.progress import Values
 TRAIN, EVALUATION = "train", "evaluation"
 BY_EPOCH, BY_HOUR = "evaluation by epoch", "evaluation by hour"  # groups with other horizontal axes
 SMOOTHED = "_smoothed"
-PARTS_PER_HOUR = (
-    1000  # of the horizontal axis of BY_HOUR: TensorBoard shows 12,000 as 12k, which are 12 hours
-)
+# Of the horizontal axis of BY_HOUR: TensorBoard shows 12,000 as 12k, which are 12 hours.
+PARTS_PER_HOUR = 1000
 _SMOOTHING = 0.9  # weight of the earlier mean
 
 
@@ -28,56 +27,38 @@ class MetricChart(NamedTuple):
     description: str = ""
 
 
+# metric -> tag, description
 _CHARTS = {
-    "loss": MetricChart("train/loss", "Mean loss since the last log point, over all ranks."),
-    "class_loss": MetricChart("train/class_loss", "Cross-entropy of the class, before weighting."),
-    "token_loss": MetricChart("train/token_loss", "Cross-entropy of the token labels, before weighting."),
-    "lr": MetricChart("train/lr", "Learning rate of the last step."),
-    "gradient_norm": MetricChart(
-        "train/gradient_norm", "Norm of all gradients at a log point, before clipping."
-    ),
-    "loss_scale": MetricChart("train/loss_scale", "Factor of the loss that keeps gradients within fp16."),
-    "skipped_steps": MetricChart(
-        "train/skipped_steps", "Steps without an update since the start of the run."
-    ),
-    "bad_samples": MetricChart("train/bad_samples", "Damaged images left out since the trainer was started."),
-    "images_per_second": MetricChart("speed/images_per_second", "Training images per second of all ranks."),
-    "model_tflops": MetricChart(
+    "loss": ("train/loss", "Mean loss since the last log point, over all ranks."),
+    "class_loss": ("train/class_loss", "Cross-entropy of the class, before weighting."),
+    "token_loss": ("train/token_loss", "Cross-entropy of the token labels, before weighting."),
+    "lr": ("train/lr", "Learning rate of the last step."),
+    "gradient_norm": ("train/gradient_norm", "Norm of all gradients at a log point, before clipping."),
+    "loss_scale": ("train/loss_scale", "Factor of the loss that keeps gradients within fp16."),
+    "skipped_steps": ("train/skipped_steps", "Steps without an update since the start of the run."),
+    "bad_samples": ("train/bad_samples", "Damaged images left out since the trainer was started."),
+    "images_per_second": ("speed/images_per_second", "Training images per second of all ranks."),
+    "model_tflops": (
         "speed/model_tflops",
         "10^12 floating-point operations per second and rank that the model needs: three forwards.",
     ),
-    "mfu": MetricChart("speed/mfu", "Model FLOPs utilisation: model_tflops as a fraction of the GPU's peak."),
-    "time_data": MetricChart("time/data", "Fraction of wall time spent waiting for data."),
-    "time_compute": MetricChart(
-        "time/compute", "Fraction of wall time for all that the others do not contain."
-    ),
-    "time_exchange": MetricChart(
-        "time/exchange", "Fraction of wall time spent waiting for other ranks' gradients."
-    ),
-    "time_checkpoint": MetricChart(
-        "time/checkpoint", "Fraction of wall time in which a checkpoint held training up."
-    ),
-    "hours": MetricChart("time/hours", "Hours of training since the start of the run."),
-    "host_memory_gib": MetricChart("memory/host_gib", "Resident memory of the rank that has most, GiB."),
-    "device_memory_gib": MetricChart(
-        "memory/device_peak_gib", "Peak of tensors on a GPU, of the rank with most, GiB."
-    ),
-    "device_allocated_gib": MetricChart(
-        "memory/device_gib", "Tensors on a GPU now, of the rank with most, GiB."
-    ),
-    "step_seconds_min": MetricChart(
-        "ranks/step_seconds_min", "Time of the fastest rank for its part of a step."
-    ),
-    "step_seconds_median": MetricChart(
-        "ranks/step_seconds_median", "Time of the median rank for its part of a step."
-    ),
-    "step_seconds_max": MetricChart(
-        "ranks/step_seconds_max", "Time of the slowest rank for its part of a step."
-    ),
-    "slowest_rank": MetricChart("ranks/slowest_rank", "The rank that the others wait for."),
+    "mfu": ("speed/mfu", "Model FLOPs utilisation: model_tflops as a fraction of the GPU's peak."),
+    "time_data": ("time/data", "Fraction of wall time spent waiting for data."),
+    "time_compute": ("time/compute", "Fraction of wall time for all that the others do not contain."),
+    "time_exchange": ("time/exchange", "Fraction of wall time spent waiting for other ranks' gradients."),
+    "time_checkpoint": ("time/checkpoint", "Fraction of wall time in which a checkpoint held training up."),
+    "hours": ("time/hours", "Hours of training since the start of the run."),
+    "host_memory_gib": ("memory/host_gib", "Resident memory of the rank that has most, GiB."),
+    "device_memory_gib": ("memory/device_peak_gib", "Peak of tensors on a GPU, of the rank with most, GiB."),
+    "device_allocated_gib": ("memory/device_gib", "Tensors on a GPU now, of the rank with most, GiB."),
+    "step_seconds_min": ("ranks/step_seconds_min", "Time of the fastest rank for its part of a step."),
+    "step_seconds_median": ("ranks/step_seconds_median", "Time of the median rank for its part of a step."),
+    "step_seconds_max": ("ranks/step_seconds_max", "Time of the slowest rank for its part of a step."),
+    "slowest_rank": ("ranks/slowest_rank", "The rank that the others wait for."),
 }
 # Metrics that only restate the step, or another metric.
-_UNCHARTED = {TRAIN: {"epoch", "images_seen", "data_wait"}, EVALUATION: {"epoch", "images_seen", "hours"}}
+_RESTATED = {"step", "epoch", "images_seen"}
+_UNCHARTED = {TRAIN: {*_RESTATED, "data_wait"}, EVALUATION: {*_RESTATED, "hours"}}
 # What a metric is while it says nothing; None: what it was first.
 _AT_REST: Mapping[str, float | None] = {
     "token_loss": 0.0,
@@ -93,14 +74,12 @@ _AT_REST: Mapping[str, float | None] = {
 def chart_of(kind: str, name: str) -> MetricChart:
     """Return the chart of a metric of training or of an evaluation."""
     plain = name.removesuffix(SMOOTHED)
-    if kind == TRAIN and plain in _CHARTS:
-        chart = _CHARTS[plain]
-        return (
-            MetricChart(chart.tag + SMOOTHED, f"Running mean. {chart.description}")
-            if plain != name
-            else chart
-        )
-    return MetricChart(f"{kind}/{name}")
+    if kind != TRAIN or plain not in _CHARTS:
+        return MetricChart(f"{kind}/{name}")
+    tag, description = _CHARTS[plain]
+    if plain != name:
+        return MetricChart(f"{tag}{SMOOTHED}", f"Running mean. {description}")
+    return MetricChart(tag, description)
 
 
 class TellingSeries:
@@ -111,8 +90,7 @@ class TellingSeries:
             (kind, name): value for kind in (TRAIN, EVALUATION) for name, value in _AT_REST.items()
         }
         for record in earlier:
-            values = {name: value for name, value in record.items() if name != "step"}
-            self.select(TRAIN if is_of_training(record) else EVALUATION, values)
+            self.select(TRAIN if is_of_training(record) else EVALUATION, record)
 
     def select(self, kind: str, values: Values) -> Values:
         """Return the metrics to show; from the first telling value on, a metric is always shown."""

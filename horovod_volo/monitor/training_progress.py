@@ -10,12 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from horovod_volo.monitor.progress import (
-    SECONDS_BETWEEN_LINES,
-    Values,
-    bar,
-    duration,
-)
+from horovod_volo.monitor.progress import SECONDS_BETWEEN_LINES, Values, bar, duration
 
 _STEPS_TO_MEASURE = 3  # after the first one
 _SECONDS_BETWEEN_REWRITES = 1.0
