@@ -75,7 +75,7 @@ def _time_of(run: RunFiles) -> str:
 
 def _mean(run: RunFiles, key: str) -> str:
     mean = mean_over_time(run, key)
-    return "" if mean is None else quantity(key).written(mean)
+    return "" if mean is None else quantity(key).written(quantity(key).scaled(mean))
 
 
 def _ranks(run: RunFiles) -> str:
