@@ -38,7 +38,7 @@ def element(tag: str, *children: str, **attributes: Attribute) -> Markup:
         if value is not None and value is not False:
             written += f" {name.rstrip('_').replace('_', '-')}"
         if not isinstance(value, bool | None):
-            written += f'="{escaped(f"{value:.1f}" if isinstance(value, float) else value)}"'
+            written += f'="{escaped(f"{value:.1f}" if isinstance(value, float) else str(value))}"'
     end = "" if tag in _WITHOUT_END else f"</{tag}>"
     return Markup(f"<{tag}{written}>{joined(children)}{end}")
 
