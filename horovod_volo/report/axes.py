@@ -27,11 +27,9 @@ class Axis:
 
     def labels(self) -> list[str]:
         """Return the text of each tick."""
-        if self.is_log:
+        if self.is_log or max(map(abs, self.ticks)) < 1e-3:
             return [short(tick) for tick in self.ticks]
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else abs(self.ticks[0]) or 1.0
-        if max(map(abs, self.ticks)) < 1e-3:
-            return [short(tick) for tick in self.ticks]
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         return [f"{tick + 0.0:,.{decimals}f}" for tick in self.ticks]
 
@@ -63,10 +61,9 @@ def log_axis(values: Sequence[float], ticks: int) -> Axis:
     first = math.floor(math.log10(min(values)) + 1e-9)
     last = max(first + 1, math.ceil(math.log10(max(values)) - 1e-9))
     every = -(-(last - first) // max(1, ticks))
-    powers = [10.0**power for power in range(first, last + 1, every)]
-    if last - first <= 2:
-        powers = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
-        powers = [power for power in powers if power <= 10.0**last * (1 + 1e-9)]
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    powers = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
+    powers = [power for power in powers if power <= 10.0**last * (1 + 1e-9)]
     low = max(power for power in powers if power <= min(values) * (1 + 1e-9))
     high = next((power for power in powers if power >= max(values) * (1 - 1e-9) and power > low), 10.0**last)
     return Axis(low, high, tuple(power for power in powers if low <= power <= high), is_log=True)
