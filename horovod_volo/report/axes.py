@@ -48,12 +48,11 @@ def linear_axis(
         spread = abs(high) / 2 or 0.5
         low, high = low - spread * (not from_zero), high + spread
     step = max(_round_step((high - low) / ticks), float(whole))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     if tight:
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        return Axis(low, high, _multiples(first, last, step))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    multiples = _multiples(first, last, step)
-    return Axis(multiples[0], multiples[-1], multiples)
+    multiples = tuple(float(f"{number * step:.12g}") for number in range(first, last + 1))
+    return Axis(low, high, multiples) if tight else Axis(multiples[0], multiples[-1], multiples)
 
 
 def log_axis(values: Sequence[float], ticks: int) -> Axis:
@@ -67,10 +66,6 @@ def log_axis(values: Sequence[float], ticks: int) -> Axis:
     low = max(power for power in powers if power <= min(values) * (1 + 1e-9))
     high = next((power for power in powers if power >= max(values) * (1 - 1e-9) and power > low), 10.0**last)
     return Axis(low, high, tuple(power for power in powers if low <= power <= high), is_log=True)
-
-
-def _multiples(first: int, last: int, step: float) -> tuple[float, ...]:
-    return tuple(float(f"{number * step:.12g}") for number in range(first, last + 1))
 
 
 def _round_step(step: float) -> float:

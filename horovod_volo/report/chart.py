@@ -86,19 +86,19 @@ def draw(chart: Chart) -> Markup:
     # Most charts are against epochs; it is said where one is not.
     title = f"{chart.title} against hours" if chart.across == "hours" else chart.title
     note = element("small", chart.note) if chart.note else ""
-    drawings = (_svg(chart, curves, kind, *size) for kind, size in _DRAWINGS.items())
+    drawings = (_svg(chart, curves, kind) for kind in _DRAWINGS)
     figure = [element("figcaption", title, note), *drawings, folded("Values", _values(chart))]
     return element("figure", *figure, class_="chart", data_points=_said(chart, curves))
 
 
-def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Return a running mean of points whose weights fall off over a fiftieth of them."""
-    decay = math.exp(-50 / len(points))
-    result, mean, weight = [], 0.0, 0.0
-    for x, y in points:
+def smoothed(curve: Curve) -> Curve:
+    """Return the running mean of a curve, whose weights fall off over a fiftieth of its points."""
+    decay = math.exp(-50 / len(curve.points))
+    points, mean, weight = [], 0.0, 0.0
+    for x, y in curve.points:
         mean, weight = decay * mean + (1 - decay) * y, decay * weight + (1 - decay)
-        result.append((x, mean / weight))
-    return result
+        points.append((x, mean / weight))
+    return replace(curve, points=points, raw=curve.points)
 
 
 def described(chart: Chart) -> str:
@@ -114,9 +114,8 @@ def described(chart: Chart) -> str:
     return f"{chart.title} against {chart.across}. {'; '.join(sentences)}."
 
 
-def _svg(
-    chart: Chart, curves: Sequence[Curve], kind: str, width: float, height: float, letters: int, ticks: int
-) -> Markup:
+def _svg(chart: Chart, curves: Sequence[Curve], kind: str) -> Markup:
+    width, height, letters, ticks = _DRAWINGS[kind]
     ends = [(curve.points[-1], _end_label(chart, curve, letters), _color(curve)) for curve in curves]
     ends += [(curve.points[-1], _cut(curve.label, letters), "reference") for curve in chart.reference]
     right = 14 + _LETTER * max(len(text) for _, text, _ in ends)

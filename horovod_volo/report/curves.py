@@ -6,7 +6,7 @@ Numbers that never change are no charts, but sentences.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from horovod_volo.report.chart import Chart, Curve, draw, smoothed
@@ -79,12 +79,7 @@ class Charts:
             return _in_words(curves, what, title, across) if across == self.epochs else Markup()
         is_log = _is_log(what, curves)
         if kind == "training" and what.is_smoothed:
-            curves = [
-                replace(curve, points=smoothed(curve.points), raw=curve.points)
-                if len(curve.points) >= _SMOOTHED_FROM
-                else curve
-                for curve in curves
-            ]
+            curves = [smoothed(curve) if len(curve.points) >= _SMOOTHED_FROM else curve for curve in curves]
         note = "bold: running mean; thin: each log point" if any(curve.raw for curve in curves) else ""
         return draw(
             Chart(title, what.unit, across, curves, what.written, what.from_zero, is_log=is_log, note=note)
@@ -127,17 +122,15 @@ def mean_over_time(run: RunFiles, key: str) -> float | None:
         images, seen = record.get("images_seen", 0.0) - seen, record.get("images_seen", 0.0)
         speed = record["images_per_second"]
         if key in record and speed > 0:
-            seconds = max(0.0, images) / speed * (_wall_ratio(record) if key in TIME_PARTS else 1.0)
+            seconds = max(0.0, images) / speed
+            # Wall time includes checkpoints between epochs. A wait for data is recorded as a fraction of it,
+            # and as one of the seconds of training.
+            of_wall = record.get("time_data", 0.0)
+            if key in TIME_PARTS and of_wall >= _LEAST_WAIT:
+                seconds *= max(1.0, record.get("data_wait", 0.0) / of_wall)
             found.append((record[key] * seconds, seconds))
     total = sum(seconds for _, seconds in found)
     return sum(value for value, _ in found) / total if total else None
-
-
-def _wall_ratio(record: Record) -> float:
-    """Return wall time, which includes checkpoints between epochs, over the seconds of training."""
-    # The same wait for data is recorded as a fraction of each of the two.
-    of_wall = record.get("time_data", 0.0)
-    return max(1.0, record.get("data_wait", 0.0) / of_wall) if of_wall >= _LEAST_WAIT else 1.0
 
 
 def _across(run: RunFiles, record: Record, across: Across) -> float | None:

@@ -5,7 +5,7 @@ A policy in its head forbids requests, so that a mistake here cannot make one ei
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 
@@ -24,7 +24,7 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-
 def build_page(runs: Sequence[RunFiles], data_dir: str = "") -> str:
     """Return the page of runs; `data_dir` is where their data is now, if it has moved."""
     charts = Charts(runs)
-    sections = {
+    contents = {
         "At a glance": summary(runs),
         "Quality on held-out images": quality(charts),
         "Training": training(charts),
@@ -34,10 +34,6 @@ def build_page(runs: Sequence[RunFiles], data_dir: str = "") -> str:
         "Environment": environment(runs),
         "Recipe": recipe(runs),
     }
-    return f"<!doctype html>\n{_document(runs, sections)}\n"
-
-
-def _document(runs: Sequence[RunFiles], contents: Mapping[str, Markup]) -> Markup:
     names = ", ".join(run.name for run in runs)
     title = f"Run {names}" if len(runs) == 1 else f"{len(runs)} runs: {names}"
     head = element(
@@ -71,7 +67,7 @@ def _document(runs: Sequence[RunFiles], contents: Mapping[str, Markup]) -> Marku
         element("main", *sections, id="content"),
         element("script", Markup(_resource("page.js"))),
     )
-    return element("html", head, body, lang="en")
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
 def _resource(name: str) -> str:

@@ -75,9 +75,15 @@ def _time_shares(runs: Sequence[RunFiles]) -> Markup:
     """Return where the time of each run went, as bars."""
     parts = [element("figcaption", "Where the time of training went")]
     for run in runs:
-        if shares := _shares_of(run):
+        bar, said = [], []
+        for kind, what, share in _shares_of(run):
+            bar.append(element("span", class_=kind, style=f"flex-grow:{max(0.0, share):.4f}"))
+            swatch = element("span", class_=f"swatch {kind}")
+            said.append(element("li", swatch, f"{what} {100 * share:.1f} %"))
+        if bar:
             parts += [element("h3", run.name)] if len(runs) > 1 else []
-            parts += _bar(shares)
+            parts.append(element("div", *bar, class_="bar", aria_hidden="true"))
+            parts.append(element("ul", *said, class_="shares"))
     return element("figure", *parts, class_="wide-figure") if len(parts) > 1 else Markup()
 
 
@@ -92,11 +98,3 @@ def _shares_of(run: RunFiles) -> list[tuple[str, str, float]]:
         shares = [("b2", TIME_PARTS["time_data"], waited)]
     rest = 1 - sum(share for _, _, share in shares)
     return [*shares, ("rest", "the rest", rest)] if shares and rest > _LEAST_REST else shares
-
-
-def _bar(shares: Sequence[tuple[str, str, float]]) -> list[Markup]:
-    bar, said = [], []
-    for kind, what, share in shares:
-        bar.append(element("span", class_=kind, style=f"flex-grow:{max(0.0, share):.4f}"))
-        said.append(element("li", element("span", class_=f"swatch {kind}"), f"{what} {100 * share:.1f} %"))
-    return [element("div", *bar, class_="bar", aria_hidden="true"), element("ul", *said, class_="shares")]

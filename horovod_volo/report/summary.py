@@ -28,17 +28,17 @@ def summary(runs: Sequence[RunFiles]) -> Markup:
 
 def _score(run: RunFiles) -> str:
     """Return the best value of the main metric, of which weights, and when."""
-    names = [(key, weights) for key in SCORES for weights in ("", AVERAGED)]
     found = [
-        (record[weights + key], key, weights, record)
+        (record[name], key, name, record)
         for record in run.evaluations
-        for key, weights in names
-        if weights + key in record
+        for key in SCORES
+        for name in (key, AVERAGED + key)
+        if name in record
     ]
     if not found:
         return ""
-    value, key, weights, record = max(found, key=itemgetter(0))
-    weights = " (averaged weights)" if weights else ""
+    value, key, name, record = max(found, key=itemgetter(0))
+    weights = " (averaged weights)" if name != key else ""
     length = run.steps_per_epoch
     epoch = f" after epoch {record['step'] / length:.4g}" if length else f" at step {record['step']:,.0f}"
     return f"{quantity(key).title.split(',')[0]} {quantity(key).written(value)}{weights}{epoch}"
