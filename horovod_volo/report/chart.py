@@ -71,10 +71,8 @@ class Frame:
         """Return where a point is in the drawing."""
         across = self.width - self.left - self.right
         up = self.height - _MARGIN_TOP - _MARGIN_BOTTOM
-        return (
-            self.left + across * self.x.place(point[0]),
-            self.height - _MARGIN_BOTTOM - up * self.y.place(point[1]),
-        )
+        x, y = point
+        return self.left + across * self.x.place(x), self.height - _MARGIN_BOTTOM - up * self.y.place(y)
 
 
 def draw(chart: Chart) -> Markup:

@@ -12,6 +12,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,13 @@ class RunFiles:
 
 def read_runs(folders: Sequence[str]) -> list[RunFiles]:
     """Read runs; raise UserError for the first that cannot be read."""
-    paths = [Path(folder) for folder in folders]
-    if len({path.resolve() for path in paths}) < len(paths):
+    paths = [Path(folder).resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
         raise UserError("a run is named twice. Name each run once.")
-    return [read_run(path, name) for path, name in zip(paths, _distinct_names(paths), strict=True)]
+    # The names are the shortest ends of the paths that differ.
+    ends = (["/".join(path.parts[-parts:]) for path in paths] for parts in count(1))
+    names = next(names for names in ends if len(set(names)) == len(names))
+    return [read_run(Path(folder), name) for folder, name in zip(folders, names, strict=True)]
 
 
 def read_run(folder: Path, name: str) -> RunFiles:
@@ -122,16 +126,6 @@ def read_run(folder: Path, name: str) -> RunFiles:
         last_line=log[-1] if log else "",
         damaged=damaged,
     )
-
-
-def _distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of paths that differ, in whole names."""
-    resolved = [path.resolve() for path in paths]
-    for parts in range(1, max(len(path.parts) for path in resolved) + 1):
-        names = ["/".join(path.parts[-parts:]) for path in resolved]
-        if len(set(names)) == len(names):
-            break
-    return names
 
 
 def _read_metrics(path: Path) -> tuple[list[Record], int]:
@@ -162,9 +156,9 @@ def _read_starts(path: Path) -> list[RunStart]:
     """Return the starts of a run; lines of the ledger that are none, or damaged, are left out."""
     starts = []
     for line in read_ledger(path) if path.is_file() else []:
-        step, hosts, length = (line.get(name) for name in ("step", "hosts", "steps_per_epoch"))
-        if isinstance(step, int) and isinstance(hosts, list) and isinstance(length, int) and length > 0:
-            starts.append(RunStart(step, list(map(str, hosts)), length))
+        match line:
+            case {"step": int(step), "hosts": list(hosts), "steps_per_epoch": int(length)} if length > 0:
+                starts.append(RunStart(step, list(map(str, hosts)), length))
     return starts
 
 

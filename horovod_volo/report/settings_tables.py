@@ -18,9 +18,8 @@ _NOT_RECORDED = "not recorded"
 def environment(runs: Sequence[RunFiles]) -> Markup:
     """Return versions, hosts and what each rank is bound to."""
     environments = [run.environment for run in runs]
-    packages = [
-        packages if isinstance(packages := each.get("packages"), dict) else {} for each in environments
-    ]
+    recorded = [each.get("packages") for each in environments]
+    packages = [each if isinstance(each, dict) else {} for each in recorded]
     names = dict.fromkeys(name for of_run in packages for name in of_run)
     rows = [_row("Code", environments, "commit"), _row("Python", environments, "python")]
     rows += [_row(name, packages, name) for name in names]
@@ -81,6 +80,5 @@ def _counted(hosts: Sequence[str]) -> str:
 
 def _written(value: Any) -> str:
     """Return a value as a user types it; an empty text, if the run does not have the setting."""
-    if value is None:
-        return ""
-    return escape_controls(shown(tuple(value) if isinstance(value, list) else value))
+    value = tuple(value) if isinstance(value, list) else value
+    return "" if value is None else escape_controls(shown(value))
