@@ -46,7 +46,7 @@ def scaling(runs: Sequence[RunFiles]) -> Markup:
     parts = []
     for (model, side), points in by_model.items():
         published = PUBLISHED if model == PUBLISHED_MODEL else ()
-        if published or len({point.ranks for point in points}) > 1:
+        if points and (published or len({point.ranks for point in points}) > 1):
             points.sort(key=lambda point: (point.ranks, point.images_per_second))
             parts.append(_scaling_of(f"{model}, {side} px", points, published))
     return joined(parts)
