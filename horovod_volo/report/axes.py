@@ -27,11 +27,9 @@ class Axis:
 
     def labels(self) -> list[str]:
         """Return the text of each tick."""
-        if self.is_log:
+        if self.is_log or max(map(abs, self.ticks)) < 1e-3:
             return [short(tick) for tick in self.ticks]
         step = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else abs(self.ticks[0]) or 1.0
-        if max(map(abs, self.ticks)) < 1e-3:
-            return [short(tick) for tick in self.ticks]
         decimals = max(0, -math.floor(math.log10(step) + 1e-9))
         return [f"{tick + 0.0:,.{decimals}f}" for tick in self.ticks]
 
@@ -50,12 +48,11 @@ def linear_axis(
         spread = abs(high) / 2 or 0.5
         low, high = low - spread * (not from_zero), high + spread
     step = max(_round_step((high - low) / ticks), float(whole))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     if tight:
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-        return Axis(low, high, _multiples(first, last, step))
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    multiples = _multiples(first, last, step)
-    return Axis(multiples[0], multiples[-1], multiples)
+    multiples = tuple(float(f"{number * step:.12g}") for number in range(first, last + 1))
+    return Axis(low, high, multiples) if tight else Axis(multiples[0], multiples[-1], multiples)
 
 
 def log_axis(values: Sequence[float], ticks: int) -> Axis:
@@ -63,17 +60,12 @@ def log_axis(values: Sequence[float], ticks: int) -> Axis:
     first = math.floor(math.log10(min(values)) + 1e-9)
     last = max(first + 1, math.ceil(math.log10(max(values)) - 1e-9))
     every = -(-(last - first) // max(1, ticks))
-    powers = [10.0**power for power in range(first, last + 1, every)]
-    if last - first <= 2:
-        powers = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
-        powers = [power for power in powers if power <= 10.0**last * (1 + 1e-9)]
+    factors = (1, 2, 5) if last - first <= 2 else (1,)
+    powers = [factor * 10.0**power for power in range(first, last + 1, every) for factor in factors]
+    powers = [power for power in powers if power <= 10.0**last * (1 + 1e-9)]
     low = max(power for power in powers if power <= min(values) * (1 + 1e-9))
     high = next((power for power in powers if power >= max(values) * (1 - 1e-9) and power > low), 10.0**last)
     return Axis(low, high, tuple(power for power in powers if low <= power <= high), is_log=True)
-
-
-def _multiples(first: int, last: int, step: float) -> tuple[float, ...]:
-    return tuple(float(f"{number * step:.12g}") for number in range(first, last + 1))
 
 
 def _round_step(step: float) -> float:

@@ -47,23 +47,22 @@ def print_page(browser: str, page: Path, pdf: Path) -> None:
         try:
             done = subprocess.run(
                 [*command, page.absolute().as_uri()],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                capture_output=True,
                 text=True,
                 errors="replace",
                 timeout=_SECONDS,
                 check=False,
             )
+            problem = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+            is_printed = done.returncode == 0 and partial.is_file()
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise UserError(f"{browser} has not printed the page: {error}. {_otherwise(page)}") from None
-        if done.returncode or not partial.is_file():
-            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-            raise UserError(f"{browser} has not printed the page: {last}. {_otherwise(page)}")
+            problem, is_printed = str(error), False
+        if not is_printed:
+            raise UserError(
+                f"{browser} has not printed the page: {problem}. Open {page} in a browser and print it to a "
+                "file."
+            )
         try:
             shutil.copyfile(partial, pdf)
         except OSError as error:
             raise UserError(f"--pdf cannot write {pdf}: {error.strerror}. Name another file.") from None
-
-
-def _otherwise(page: Path) -> str:
-    return f"Open {page} in a browser and print it to a file."

@@ -12,17 +12,20 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TypeVar
 
 from horovod_volo.report.axes import Axis, linear_axis, log_axis
 from horovod_volo.report.markup import Markup, element, folded, joined, table
 
 Point = tuple[float, float]
+Item = TypeVar("Item")
 
 COLORS = 8  # in the style sheet; later curves are dashed
 _MOST_POINTS, _MOST_ROWS = 240, 25
 _LETTER, _LINE = 7.7, 16.0  # width of a letter and height of a line of text
 _MARGIN_TOP, _MARGIN_BOTTOM = 12.0, 44.0
-_WIDE, _NARROW = ((540.0, 290.0), 19), ((340.0, 260.0), 12)  # width, height, and letters of a label
+# Width, height, letters of a label, and ticks of the horizontal axis.
+_DRAWINGS = {"wide": (540.0, 290.0, 19, 6), "narrow": (340.0, 260.0, 12, 4)}
 
 
 @dataclass(frozen=True)
@@ -68,37 +71,32 @@ class Frame:
         """Return where a point is in the drawing."""
         across = self.width - self.left - self.right
         up = self.height - _MARGIN_TOP - _MARGIN_BOTTOM
-        return (
-            self.left + across * self.x.place(point[0]),
-            self.height - _MARGIN_BOTTOM - up * self.y.place(point[1]),
-        )
+        x, y = point
+        return self.left + across * self.x.place(x), self.height - _MARGIN_BOTTOM - up * self.y.place(y)
 
 
 def draw(chart: Chart) -> Markup:
     """Return the chart as a figure."""
-    curves = [_thinned(curve) for curve in chart.curves]
-    figure = [
-        element("figcaption", _caption(chart), *([element("small", chart.note)] if chart.note else [])),
-        _svg(chart, curves, "wide", *_WIDE),
-        _svg(chart, curves, "narrow", *_NARROW),
-        folded("Values", _values(chart)),
+    curves = [
+        replace(curve, points=_fewer(curve.points, _MOST_POINTS), raw=_extremes(curve.raw, _MOST_POINTS))
+        for curve in chart.curves
     ]
+    # Most charts are against epochs; it is said where one is not.
+    title = f"{chart.title} against hours" if chart.across == "hours" else chart.title
+    note = element("small", chart.note) if chart.note else ""
+    drawings = (_svg(chart, curves, kind) for kind in _DRAWINGS)
+    figure = [element("figcaption", title, note), *drawings, folded("Values", _values(chart))]
     return element("figure", *figure, class_="chart", data_points=_said(chart, curves))
 
 
-def _caption(chart: Chart) -> str:
-    """Return the title; most charts are against epochs, and it is said where one is not."""
-    return f"{chart.title} against hours" if chart.across == "hours" else chart.title
-
-
-def smoothed(points: Sequence[Point]) -> list[Point]:
-    """Return a running mean of points whose weights fall off over a fiftieth of them."""
-    decay = math.exp(-50 / len(points))
-    result, mean, weight = [], 0.0, 0.0
-    for x, y in points:
+def smoothed(curve: Curve) -> Curve:
+    """Return the running mean of a curve, whose weights fall off over a fiftieth of its points."""
+    decay = math.exp(-50 / len(curve.points))
+    points, mean, weight = [], 0.0, 0.0
+    for x, y in curve.points:
         mean, weight = decay * mean + (1 - decay) * y, decay * weight + (1 - decay)
-        result.append((x, mean / weight))
-    return result
+        points.append((x, mean / weight))
+    return replace(curve, points=points, raw=curve.points)
 
 
 def described(chart: Chart) -> str:
@@ -106,22 +104,23 @@ def described(chart: Chart) -> str:
     sentences = []
     for curve in chart.curves:
         ys = [y for _, y in curve.points]
-        words = (
-            chart.written(ys[0])
-            if len(ys) == 1
-            else f"from {chart.written(ys[0])} to {chart.written(ys[-1])}"
-        )
+        words = chart.written(ys[0])
+        if len(ys) > 1:
+            words = f"from {words} to {chart.written(ys[-1])}"
         spread = "" if len(ys) < 3 else f", lowest {chart.written(min(ys))}, highest {chart.written(max(ys))}"
         sentences.append(f"{curve.label or chart.title}: {words}{spread}")
     return f"{chart.title} against {chart.across}. {'; '.join(sentences)}."
 
 
-def _svg(chart: Chart, curves: Sequence[Curve], kind: str, size: tuple[float, float], letters: int) -> Markup:
-    width, height = size
+def _svg(chart: Chart, curves: Sequence[Curve], kind: str) -> Markup:
+    width, height, letters, ticks = _DRAWINGS[kind]
     ends = [(curve.points[-1], _end_label(chart, curve, letters), _color(curve)) for curve in curves]
     ends += [(curve.points[-1], _cut(curve.label, letters), "reference") for curve in chart.reference]
     right = 14 + _LETTER * max(len(text) for _, text, _ in ends)
-    x, y = _axes(chart, curves, narrow=kind == "narrow")
+    points = [point for curve in (*curves, *chart.reference) for point in (*curve.points, *curve.raw)]
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    x = linear_axis(xs, ticks, from_zero=True, tight=True, whole=chart.is_whole)
+    y = log_axis(ys, 5) if chart.is_log else linear_axis(ys, 5, from_zero=chart.from_zero)
     left = 10 + 18 * bool(chart.unit) + _LETTER * max(map(len, y.labels()))
     frame = Frame(width, height, left, right, x, y)
     drawn = [
@@ -140,39 +139,25 @@ def _color(curve: Curve) -> str:
     return f"c{curve.color % COLORS}"
 
 
-def _axes(chart: Chart, curves: Sequence[Curve], *, narrow: bool) -> tuple[Axis, Axis]:
-    everything = [*curves, *chart.reference]
-    points = [point for curve in everything for point in (*curve.points, *curve.raw)]
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    x = linear_axis(xs, 4 if narrow else 6, from_zero=True, tight=True, whole=chart.is_whole)
-    if chart.is_log:
-        return x, log_axis(ys, 5)
-    return x, linear_axis(ys, 5, from_zero=chart.from_zero)
-
-
 def _grid(frame: Frame) -> Markup:
-    (left, bottom), (right, top) = (
-        frame.place((frame.x.low, frame.y.low)),
-        frame.place((frame.x.high, frame.y.high)),
-    )
+    left, bottom = frame.place((frame.x.low, frame.y.low))
+    right, top = frame.place((frame.x.high, frame.y.high))
     parts = []
     for tick, label in zip(frame.y.ticks, frame.y.labels(), strict=True):
         _, y = frame.place((frame.x.low, tick))
-        parts.append(element("line", x1=f"{left:.1f}", x2=f"{right:.1f}", y1=f"{y:.1f}", y2=f"{y:.1f}"))
-        parts.append(element("text", label, x=f"{left - 7:.1f}", y=f"{y + 4:.1f}", class_="end"))
+        parts.append(element("line", x1=left, x2=right, y1=y, y2=y))
+        parts.append(element("text", label, x=left - 7, y=y + 4, class_="end"))
     for tick, label in zip(frame.x.ticks, frame.x.labels(), strict=True):
         x, _ = frame.place((tick, frame.y.low))
-        parts.append(
-            element("line", x1=f"{x:.1f}", x2=f"{x:.1f}", y1=f"{bottom:.1f}", y2=f"{bottom + 5:.1f}")
-        )
-        parts.append(element("text", label, x=f"{x:.1f}", y=f"{bottom + 19:.1f}", class_="middle"))
+        parts.append(element("line", x1=x, x2=x, y1=bottom, y2=bottom + 5))
+        parts.append(element("text", label, x=x, y=bottom + 19, class_="middle"))
     box = f"{left:.1f} {top:.1f} {right:.1f} {bottom:.1f}"
     return element("g", *parts, class_="grid", data_box=box)
 
 
 def _axis_titles(chart: Chart, frame: Frame) -> Markup:
     x, _ = frame.place(((frame.x.low + frame.x.high) / 2, frame.y.low))
-    titles = [element("text", chart.across, x=f"{x:.1f}", y=f"{frame.height - 7:.1f}", class_="middle")]
+    titles = [element("text", chart.across, x=x, y=frame.height - 7, class_="middle")]
     if chart.unit:
         middle = (frame.height - _MARGIN_BOTTOM + _MARGIN_TOP) / 2
         turned = f"translate(12 {middle:.1f}) rotate(-90)"
@@ -186,7 +171,7 @@ def _curve(curve: Curve, frame: Frame, kind: str) -> Markup:
     if curve.is_marked or len(curve.points) == 1:
         for point in curve.points:
             x, y = frame.place(point)
-            parts.append(element("circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r="3.5", class_=f"dot {kind}"))
+            parts.append(element("circle", cx=x, cy=y, r=3.5, class_=f"dot {kind}"))
     return joined(parts)
 
 
@@ -211,13 +196,11 @@ def _end_labels(ends: Sequence[tuple[Point, str, str]], frame: Frame) -> Markup:
     placed = sorted((frame.place(point)[1], text, kind) for point, text, kind in ends)
     heights = _apart([y for y, _, _ in placed], frame.height - _MARGIN_BOTTOM)
     x = frame.width - frame.right + 8
-    return element(
-        "g",
-        *(
-            element("text", text, x=f"{x:.1f}", y=f"{y + 4:.1f}", class_=f"label {kind}")
-            for y, (_, text, kind) in zip(heights, placed, strict=True)
-        ),
+    labels = (
+        element("text", text, x=x, y=y + 4, class_=f"label {kind}")
+        for y, (_, text, kind) in zip(heights, placed, strict=True)
     )
+    return element("g", *labels)
 
 
 def _apart(heights: Sequence[float], lowest: float) -> list[float]:
@@ -235,12 +218,7 @@ def _apart(heights: Sequence[float], lowest: float) -> list[float]:
     return [max(_MARGIN_TOP, min(mean, last)) + number * _LINE for number, mean in enumerate(ascending)]
 
 
-def _thinned(curve: Curve) -> Curve:
-    points, raw = _fewer(curve.points, _MOST_POINTS), _extremes(curve.raw, _MOST_POINTS)
-    return replace(curve, points=points, raw=raw)
-
-
-def _fewer(points: Sequence[Point], most: int) -> list[Point]:
+def _fewer(points: Sequence[Item], most: int) -> list[Item]:
     """Return every n-th point, with the first and the last."""
     if len(points) <= most:
         return list(points)
@@ -264,7 +242,7 @@ def _values(chart: Chart) -> Markup:
     """Return the points as a table: one row for each place on the horizontal axis, some of many."""
     columns = [dict(curve.raw or curve.points) for curve in chart.curves]
     xs = sorted({x for column in columns for x in column})
-    shown = [x for x, _ in _fewer([(x, 0.0) for x in xs], _MOST_ROWS)]
+    shown = _fewer(xs, _MOST_ROWS)
     head = [chart.across.capitalize(), *(curve.label or chart.title for curve in chart.curves)]
     rows = [
         [_across(x), *(chart.written(column[x]) if x in column else "" for column in columns)] for x in shown

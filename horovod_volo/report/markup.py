@@ -29,12 +29,16 @@ def joined(parts: Iterable[str]) -> Markup:
 
 
 def element(tag: str, *children: str, **attributes: Attribute) -> Markup:
-    """Return an element. None and False leave an attribute out; `class_` is class, `data_x` is data-x."""
-    written = "".join(
-        f" {name.rstrip('_').replace('_', '-')}" + ("" if value is True else f'="{escaped(str(value))}"')
-        for name, value in attributes.items()
-        if value is not None and value is not False
-    )
+    """Return an element. None and False leave an attribute out; `class_` is class, `data_x` is data-x.
+
+    Numbers that are not whole have one decimal.
+    """
+    written = ""
+    for name, value in attributes.items():
+        if value is not None and value is not False:
+            written += f" {name.rstrip('_').replace('_', '-')}"
+        if not isinstance(value, bool | None):
+            written += f'="{escaped(f"{value:.1f}" if isinstance(value, float) else str(value))}"'
     end = "" if tag in _WITHOUT_END else f"</{tag}>"
     return Markup(f"<{tag}{written}>{joined(children)}{end}")
 

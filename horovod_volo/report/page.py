@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib.resources import files
 
 from horovod_volo.report.curves import Charts
-from horovod_volo.report.markup import Markup, element, joined
+from horovod_volo.report.markup import Markup, element
 from horovod_volo.report.run_files import RunFiles
 from horovod_volo.report.scaling import scaling
 from horovod_volo.report.sections import quality, speed, training
@@ -24,7 +24,7 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-
 def build_page(runs: Sequence[RunFiles], data_dir: str = "") -> str:
     """Return the page of runs; `data_dir` is where their data is now, if it has moved."""
     charts = Charts(runs)
-    sections = {
+    contents = {
         "At a glance": summary(runs),
         "Quality on held-out images": quality(charts),
         "Training": training(charts),
@@ -34,11 +34,6 @@ def build_page(runs: Sequence[RunFiles], data_dir: str = "") -> str:
         "Environment": environment(runs),
         "Recipe": recipe(runs),
     }
-    present = {title: content for title, content in sections.items() if content}
-    return f"<!doctype html>\n{_document(runs, present)}\n"
-
-
-def _document(runs: Sequence[RunFiles], sections: dict[str, Markup]) -> Markup:
     names = ", ".join(run.name for run in runs)
     title = f"Run {names}" if len(runs) == 1 else f"{len(runs)} runs: {names}"
     head = element(
@@ -49,6 +44,15 @@ def _document(runs: Sequence[RunFiles], sections: dict[str, Markup]) -> Markup:
         element("title", f"{title}: horovod-volo report"),
         element("style", Markup(_resource("page.css"))),
     )
+    links, sections = [], []
+    for heading, content in contents.items():
+        if not content:
+            continue
+        anchor = heading.lower().replace(" ", "-")
+        links.append(element("li", element("a", heading, href=f"#{anchor}")))
+        sections.append(
+            element("section", element("h2", heading, id=anchor), content, aria_labelledby=anchor)
+        )
     written = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     body = element(
         "body",
@@ -59,25 +63,11 @@ def _document(runs: Sequence[RunFiles], sections: dict[str, Markup]) -> Markup:
             element("p", f"horovod-volo report, {written}"),
             element("button", "Dark or light", id="theme", type="button", hidden=True),
         ),
-        _contents(list(sections)),
-        element("main", *(_section(name, content) for name, content in sections.items()), id="content"),
+        element("nav", element("ul", *links), aria_label="Sections"),
+        element("main", *sections, id="content"),
         element("script", Markup(_resource("page.js"))),
     )
-    return element("html", head, body, lang="en")
-
-
-def _contents(titles: Sequence[str]) -> Markup:
-    links = (element("li", element("a", title, href=f"#{_anchor(title)}")) for title in titles)
-    return element("nav", element("ul", *links), aria_label="Sections")
-
-
-def _section(title: str, content: Markup) -> Markup:
-    heading = element("h2", title, id=_anchor(title))
-    return element("section", joined([heading, content]), aria_labelledby=_anchor(title))
-
-
-def _anchor(title: str) -> str:
-    return title.lower().replace(" ", "-")
+    return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
 def _resource(name: str) -> str:

@@ -20,15 +20,16 @@ class Quantity:
     from_zero: bool = False  # the axis begins at 0
     may_be_log: bool = False  # the axis is logarithmic where the values differ by orders of magnitude
     zero: str = ""  # what is said if it is 0 throughout
+    is_smoothed: bool = True  # a long curve of it is drawn as a running mean
 
     def scaled(self, value: float) -> float:
         """Return a value in the unit of the axis."""
         return 100 * value if self.form == "fraction" else value
 
     def written(self, value: float) -> str:
-        """Return a value, as it is recorded, with its unit."""
+        """Return a value in the unit of the axis, with its unit."""
         if self.form in ("percent", "fraction"):
-            return f"{self.scaled(value):.2f} %"
+            return f"{value:.2f} %"
         if self.form == "rate":
             text = short(value)
         elif self.form == "count" or value == int(value):
@@ -42,27 +43,38 @@ def _percent(title: str) -> Quantity:
     return Quantity(title, "percent", "%")
 
 
-QUANTITIES = {
-    "loss": Quantity("Loss"),
-    "lr": Quantity("Learning rate", "rate", may_be_log=True),
+def _gib(title: str) -> Quantity:
+    return Quantity(title, unit="GiB", from_zero=True, is_smoothed=False)
+
+
+def _count(title: str, zero: str = "") -> Quantity:
+    return Quantity(title, "count", from_zero=True, zero=zero, is_smoothed=False)
+
+
+TRAINING = {  # besides the losses and the learning rate
     "gradient_norm": Quantity("Norm of the gradient", may_be_log=True),
-    "loss_scale": Quantity("Loss scale", "count", may_be_log=True),
-    "skipped_steps": Quantity("Skipped steps", "count", from_zero=True, zero="no step was skipped"),
-    "bad_samples": Quantity(
-        "Damaged samples replaced", "count", from_zero=True, zero="no damaged sample was met in training"
-    ),
+    "loss_scale": Quantity("Loss scale", "count", may_be_log=True, is_smoothed=False),
+    "skipped_steps": _count("Skipped steps", zero="no step was skipped"),
+    "bad_samples": _count("Damaged samples replaced", zero="no damaged sample was met in training"),
+}
+SPEED = {
     "images_per_second": Quantity("Images per second", "count", "images/s", from_zero=True),
     "data_wait": Quantity("Waiting for data", "fraction", "% of the time", from_zero=True),
     "mfu": Quantity("Model FLOP utilisation (MFU)", "fraction", "% of the peak", from_zero=True),
-    "model_tflops": Quantity("Model TFLOP/s of a rank", "number", "TFLOP/s", from_zero=True),
-    "host_memory_gib": Quantity("Memory of the host", "number", "GiB", from_zero=True),
-    "device_memory_gib": Quantity("Memory of the device", "number", "GiB", from_zero=True),
-    "device_allocated_gib": Quantity("Memory of the device at log points", "number", "GiB", from_zero=True),
-    "step_seconds_min": Quantity("Own part of a step, fastest rank", "number", "s", from_zero=True),
-    "step_seconds_median": Quantity("Own part of a step, median rank", "number", "s", from_zero=True),
-    "step_seconds_max": Quantity("Own part of a step, slowest rank", "number", "s", from_zero=True),
-    "slowest_rank": Quantity("Slowest rank", "count", from_zero=True),
-    "hours": Quantity("Hours", "number", "h"),
+    "model_tflops": Quantity("Model TFLOP/s of a rank", unit="TFLOP/s", from_zero=True),
+    "device_memory_gib": _gib("Memory of the device"),
+    "device_allocated_gib": _gib("Memory of the device at log points"),
+    "host_memory_gib": _gib("Memory of the host"),
+    "step_seconds_min": Quantity("Own part of a step, fastest rank", unit="s", from_zero=True),
+    "step_seconds_median": Quantity("Own part of a step, median rank", unit="s", from_zero=True),
+    "step_seconds_max": Quantity("Own part of a step, slowest rank", unit="s", from_zero=True),
+    "slowest_rank": _count("Slowest rank"),
+}
+QUANTITIES = {
+    "loss": Quantity("Loss"),
+    "lr": Quantity("Learning rate", "rate", may_be_log=True, is_smoothed=False),
+    **TRAINING,
+    **SPEED,
     "top1": _percent("Top-1 accuracy"),
     "top5": _percent("Top-5 accuracy"),
     "miou": _percent("Mean IoU"),
@@ -93,6 +105,4 @@ AVERAGED = "ema_"
 
 def quantity(key: str) -> Quantity:
     """Return what a key of metrics.jsonl is; one that is not known here is called what it is."""
-    if key in TIME_PARTS:
-        return Quantity(f"Time: {TIME_PARTS[key]}", "fraction", "% of the time", from_zero=True)
     return QUANTITIES.get(key) or Quantity(key.replace("_", " ").capitalize())

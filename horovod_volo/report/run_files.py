@@ -11,7 +11,8 @@ import math
 import re
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,12 @@ class RunFiles:
     banner: dict[str, str]  # the properties that the log begins with, of the latest start
     last_line: str  # of the log
     damaged: int  # lines of metrics.jsonl
-    loss_parts: list[str] = field(default_factory=list)
 
     @property
-    def task(self) -> str:
-        """Return the task."""
-        return str(self.setting("model", "task") or "classification")
+    def loss_parts(self) -> list[str]:
+        """Return the names of the terms of the loss: the engine writes them between the loss and `lr`."""
+        keys = list(self.training[-1]) if self.training else []
+        return keys[keys.index("loss") + 1 : keys.index("lr")] if {"loss", "lr"} <= {*keys} else []
 
     @property
     def steps_per_epoch(self) -> float:
@@ -73,11 +74,10 @@ class RunFiles:
     def epochs(self) -> int:
         """Return the epochs of the whole run."""
         update = self.settings.get("update", {})
-        has_prefix = (
-            update.get("warmup_prefix") and update.get("sched") != "one-cycle"
-        )  # which has no warm-up
-        prefix = update.get("warmup_epochs", 0) if has_prefix else 0
-        return int(update.get("epochs", 0)) + int(update.get("cooldown_epochs", 0)) + int(prefix)
+        added = ["epochs", "cooldown_epochs"]
+        if update.get("warmup_prefix") and update.get("sched") != "one-cycle":  # which has no warm-up
+            added.append("warmup_epochs")
+        return sum(int(update.get(name, 0)) for name in added)
 
     @property
     def hosts(self) -> list[str]:
@@ -85,30 +85,24 @@ class RunFiles:
         hosts = self.environment.get("hosts")
         return list(map(str, hosts)) if isinstance(hosts, list) else []
 
-    @property
-    def resumed_at(self) -> list[int]:
-        """Return the steps at which the run was started again."""
-        return [start.step for start in self.starts if start.step]
-
     def setting(self, table: str, name: str) -> Any:
         """Return a setting, or None."""
         return self.settings.get(table, {}).get(name)
 
     def hosts_at(self, step: float) -> list[str]:
         """Return the host of each rank at a step; an elastic run changes them."""
-        hosts = self.hosts
-        for start in self.starts:
-            if start.step < step:
-                hosts = start.hosts
-        return hosts
+        return [self.hosts, *(start.hosts for start in self.starts if start.step < step)][-1]
 
 
 def read_runs(folders: Sequence[str]) -> list[RunFiles]:
     """Read runs; raise UserError for the first that cannot be read."""
-    paths = [Path(folder) for folder in folders]
-    if len({path.resolve() for path in paths}) < len(paths):
+    paths = [Path(folder).resolve() for folder in folders]
+    if len(set(paths)) < len(paths):
         raise UserError("a run is named twice. Name each run once.")
-    return [read_run(path, name) for path, name in zip(paths, _distinct_names(paths), strict=True)]
+    # The names are the shortest ends of the paths that differ.
+    ends = (["/".join(path.parts[-parts:]) for path in paths] for parts in count(1))
+    names = next(names for names in ends if len(set(names)) == len(names))
+    return [read_run(Path(folder), name) for folder, name in zip(folders, names, strict=True)]
 
 
 def read_run(folder: Path, name: str) -> RunFiles:
@@ -116,54 +110,36 @@ def read_run(folder: Path, name: str) -> RunFiles:
     if not folder.is_dir():
         raise UserError(f"there is no run folder {folder}. {_NEXT}")
     records, damaged = _read_metrics(folder / "metrics.jsonl")
-    training = [record for record in records if _OF_TRAINING in record]
-    evaluations = [record for record in records if _OF_TRAINING not in record]
+    recipe = _read_text(folder / SETTINGS_OF_RUN)
     log = _read_text(folder / "log.txt").splitlines()
     return RunFiles(
         folder=folder,
         name=name,
-        recipe=_read_text(folder / SETTINGS_OF_RUN),
-        settings=_read_settings(folder / SETTINGS_OF_RUN),
+        recipe=recipe,
+        settings=_parse_settings(recipe, folder / SETTINGS_OF_RUN),
         environment=_read_json(folder / "environment.json"),
-        training=training,
-        evaluations=evaluations,
+        training=[record for record in records if _OF_TRAINING in record],
+        evaluations=[record for record in records if _OF_TRAINING not in record],
         confusions=_read_json(folder / CONFUSIONS),
         starts=_read_starts(folder / LEDGER),
         banner={found[1]: found[2] for line in log if (found := _BANNER.fullmatch(line))},
         last_line=log[-1] if log else "",
         damaged=damaged,
-        loss_parts=_loss_parts(training),
     )
-
-
-def _distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of paths that differ, in whole names."""
-    resolved = [path.resolve() for path in paths]
-    for parts in range(1, max(len(path.parts) for path in resolved) + 1):
-        names = ["/".join(path.parts[-parts:]) for path in resolved]
-        if len(set(names)) == len(names):
-            break
-    return names
 
 
 def _read_metrics(path: Path) -> tuple[list[Record], int]:
     """Return the records in the order of their steps, and how many lines are damaged."""
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}: it is no run folder, or not yet. {_NEXT}")
-    found: dict[tuple[bool, float], Record] = {}
-    damaged = 0
-    for line in _read_text(path).splitlines():
-        record = _numbers_of(line)
-        if "step" in record:
-            found[_OF_TRAINING in record, record["step"]] = (
-                record  # of equal steps, the last was trained last
-            )
-        else:
-            damaged += 1
-    if not found:
-        problem = "is damaged: it has no record" if damaged else "is empty"
+    lines = [_numbers_of(line) for line in _read_text(path).splitlines()]
+    records = [record for record in lines if "step" in record]
+    if not records:
+        problem = "is damaged: it has no record" if lines else "is empty"
         raise UserError(f"{path} {problem}. Wait for the first log point of the run, or name another run.")
-    return sorted(found.values(), key=lambda record: record["step"]), damaged
+    # Of equal steps, the last was trained last.
+    found = {(_OF_TRAINING in record, record["step"]): record for record in records}
+    return sorted(found.values(), key=lambda record: record["step"]), len(lines) - len(records)
 
 
 def _numbers_of(line: str) -> Record:
@@ -180,43 +156,31 @@ def _read_starts(path: Path) -> list[RunStart]:
     """Return the starts of a run; lines of the ledger that are none, or damaged, are left out."""
     starts = []
     for line in read_ledger(path) if path.is_file() else []:
-        step, hosts, length = (line.get(name) for name in ("step", "hosts", "steps_per_epoch"))
-        if isinstance(step, int) and isinstance(hosts, list) and isinstance(length, int) and length > 0:
-            starts.append(RunStart(step, list(map(str, hosts)), length))
+        match line:
+            case {"step": int(step), "hosts": list(hosts), "steps_per_epoch": int(length)} if length > 0:
+                starts.append(RunStart(step, list(map(str, hosts)), length))
     return starts
 
 
-def _loss_parts(training: Sequence[Record]) -> list[str]:
-    """Return the names of the terms of the loss: the engine writes them between the loss and `lr`."""
-    names: list[str] = []
-    for record in training[-1:]:
-        keys = list(record)
-        if "loss" in keys and "lr" in keys:
-            names = keys[keys.index("loss") + 1 : keys.index("lr")]
-    return names
-
-
-def _read_settings(path: Path) -> dict[str, dict[str, Any]]:
+def _parse_settings(text: str, path: Path) -> dict[str, dict[str, Any]]:
     # Not by load_recipe: a run of another version, whose settings have other names, has a report too.
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}: it is no run folder, or not a whole one. {_NEXT}")
     try:
-        tables = tomllib.loads(_read_text(path))
+        tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{path} is damaged: {error}. Restore it, or name another run.") from None
-    kinds = {(setting.group, setting.name): setting for setting in all_settings()}
     settings = {name: values for name, values in tables.items() if isinstance(values, dict)}
-    for table, values in settings.items():
-        for key in values.keys() & {name for group, name in kinds if group == table}:
-            checked(kinds[table, key], values[key], f"{path}: {table}.{key}")
+    for setting in all_settings():
+        values = settings.get(setting.group, {})
+        if setting.name in values:
+            checked(setting, values[setting.name], f"{path}: {setting.group}.{setting.name}")
     return settings
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
     try:
-        content = json.loads(_read_text(path))
+        content = json.loads(_read_text(path)) if path.is_file() else {}
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):

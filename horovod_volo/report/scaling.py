@@ -10,17 +10,12 @@ from horovod_volo.report.chart import Chart, Curve, draw
 from horovod_volo.report.markup import Markup, element, joined, table
 from horovod_volo.report.run_files import RunFiles
 
-# Of NVIDIA's article on VOLO-D5 on A100, eight to a node: ranks and images per second.
-PUBLISHED_MODEL = "volo_d5"
-PUBLISHED = ((8, 500.0), (40, 2100.0))
-_PUBLISHED_NAME, _PUBLISHED_OF_RANK = "published, A100", 500 / 8
-
 
 @dataclass(frozen=True)
 class SpeedPoint:
     """The speed of a run on a number of ranks."""
 
-    run: RunFiles
+    name: str  # of the run
     ranks: int
     nodes: int
     images_per_second: float
@@ -29,6 +24,17 @@ class SpeedPoint:
     def of_rank(self) -> float:
         """Return the images per second of one rank."""
         return self.images_per_second / self.ranks
+
+    def row(self, base: SpeedPoint) -> list[str]:
+        """Return the cells of a table, with the efficiency relative to another point."""
+        efficiency = f"{100 * self.of_rank / base.of_rank:.1f} %"
+        speeds = [f"{self.images_per_second:,.0f}", f"{self.of_rank:,.1f}"]
+        return [self.name, f"{self.ranks:,}", f"{self.nodes:,}", *speeds, efficiency]
+
+
+# Of NVIDIA's article on VOLO-D5 on A100, eight to a node.
+PUBLISHED_MODEL = "volo_d5"
+PUBLISHED = (SpeedPoint("published, A100", 8, 1, 500.0), SpeedPoint("published, A100", 40, 5, 2100.0))
 
 
 def scaling(runs: Sequence[RunFiles]) -> Markup:
@@ -39,9 +45,10 @@ def scaling(runs: Sequence[RunFiles]) -> Markup:
         by_model.setdefault(network, []).extend(speed_points(run))
     parts = []
     for (model, side), points in by_model.items():
-        is_published = model == PUBLISHED_MODEL
-        if is_published or len({point.ranks for point in points}) > 1:
-            parts += _scaling_of(f"{model}, {side} px", sorted(points, key=_ranks_of), is_published)
+        published = PUBLISHED if model == PUBLISHED_MODEL else ()
+        if points and (published or len({point.ranks for point in points}) > 1):
+            points.sort(key=lambda point: (point.ranks, point.images_per_second))
+            parts.append(_scaling_of(f"{model}, {side} px", points, published))
     return joined(parts)
 
 
@@ -53,42 +60,26 @@ def speed_points(run: RunFiles) -> list[SpeedPoint]:
         found.setdefault((len(hosts), len(set(hosts))), []).append(record["images_per_second"])
     # The first log point contains the warm-up of kernels and caches.
     return [
-        SpeedPoint(run, ranks, nodes, median(values[1:] or values))
+        SpeedPoint(run.name, ranks, nodes, median(values[1:] or values))
         for (ranks, nodes), values in found.items()
         if ranks
     ]
 
 
-def _row(name: str, ranks: int, nodes: int, images_per_second: float, base: float) -> list[str]:
-    of_rank = images_per_second / ranks
-    efficiency = f"{100 * of_rank / base:.1f} %"
-    return [name, f"{ranks:,}", f"{nodes:,}", f"{images_per_second:,.0f}", f"{of_rank:,.1f}", efficiency]
-
-
-def _ranks_of(point: SpeedPoint) -> tuple[int, float]:
-    return point.ranks, point.images_per_second
-
-
-def _scaling_of(what: str, points: Sequence[SpeedPoint], is_published: bool) -> list[Markup]:
+def _scaling_of(what: str, points: Sequence[SpeedPoint], published: Sequence[SpeedPoint]) -> Markup:
     base = [point for point in points if point.ranks == points[0].ranks][-1]
-    rows = [
-        _row(point.run.name, point.ranks, point.nodes, point.images_per_second, base.of_rank)
-        for point in points
-    ]
-    most = max([point.ranks for point in points] + [ranks for ranks, _ in PUBLISHED] * is_published)
+    rows = [point.row(base) for point in points] + [point.row(published[0]) for point in published]
+    most = max(point.ranks for point in [*points, *published])
     reference = [Curve("proportional", [(0, 0), (most, most * base.of_rank)])]
-    if is_published:
-        reference.append(Curve(_PUBLISHED_NAME, list(PUBLISHED), is_marked=True))
-        rows += [
-            _row(_PUBLISHED_NAME, ranks, ranks // 8, each, _PUBLISHED_OF_RANK) for ranks, each in PUBLISHED
-        ]
+    if published:
+        places = [(point.ranks, point.images_per_second) for point in published]
+        reference.append(Curve(published[0].name, places, is_marked=True))
     fastest = {point.ranks: point.images_per_second for point in points}  # they ascend
-    measured = Curve("measured", list(fastest.items()), is_marked=True)
     chart = Chart(
         title=f"Images per second against ranks: {what}",
         unit="images/s",
         across="ranks",
-        curves=[measured],
+        curves=[Curve("measured", list(fastest.items()), is_marked=True)],
         written=lambda value: f"{value:,.0f} images/s",
         from_zero=True,
         is_whole=True,
@@ -100,4 +91,4 @@ def _scaling_of(what: str, points: Sequence[SpeedPoint], is_published: bool) -> 
         "relative to the smallest number."
     )
     figures = element("div", table(head, rows, caption=caption, numeric=True), class_="card")
-    return [element("div", draw(chart), figures, class_="charts")]
+    return element("div", draw(chart), figures, class_="charts")

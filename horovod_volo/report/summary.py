@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from operator import itemgetter
 
 from horovod_volo.report.curves import hours_at, mean_over_time
 from horovod_volo.report.markup import Markup, element, table
@@ -13,35 +15,29 @@ from horovod_volo.report.scaling import speed_points
 
 def summary(runs: Sequence[RunFiles]) -> Markup:
     """Return the main figures of each run."""
-    rows = [(name, [of_run(run) for run in runs]) for name, of_run in _FACTS.items()]
-    rows = [(name, values) for name, values in rows if any(values)]
+    rows = [[name, *(of_run(run) for run in runs)] for name, of_run in _FACTS.items()]
+    rows = [row for row in rows if any(row[1:])]
     if len(runs) > 1:
-        cells = [[name, *values] for name, values in rows]
-        return table(["Figure", *(run.name for run in runs)], cells, caption="The runs beside each other")
-    pairs = (
-        element(
-            "div",
-            element("dt", name),
-            element("dd", values[0]),
-            class_="detail" if name in _DETAILS else None,
-        )
-        for name, values in rows
-    )
+        return table(["Figure", *(run.name for run in runs)], rows, caption="The runs beside each other")
+    pairs = []
+    for name, value in rows:
+        kind = "detail" if name in _DETAILS else None
+        pairs.append(element("div", element("dt", name), element("dd", value), class_=kind))
     return element("dl", *pairs, class_="facts")
 
 
 def _score(run: RunFiles) -> str:
     """Return the best value of the main metric, of which weights, and when."""
-    best = None
-    for record in run.evaluations:
-        for key in SCORES:
-            for name in (key, AVERAGED + key):
-                if name in record and (best is None or record[name] > best[0]):
-                    best = record[name], name, record
-    if best is None:
+    found = [
+        (record[name], key, name, record)
+        for record in run.evaluations
+        for key in SCORES
+        for name in (key, AVERAGED + key)
+        if name in record
+    ]
+    if not found:
         return ""
-    value, name, record = best
-    key = name.removeprefix(AVERAGED)
+    value, key, name, record = max(found, key=itemgetter(0))
     weights = " (averaged weights)" if name != key else ""
     length = run.steps_per_epoch
     epoch = f" after epoch {record['step'] / length:.4g}" if length else f" at step {record['step']:,.0f}"
@@ -66,8 +62,7 @@ def _speed_of(run: RunFiles) -> str:
 
 
 def _time_of(run: RunFiles) -> str:
-    last = run.training[-1]["step"] if run.training else 0.0
-    hours = hours_at(run, last)
+    hours = hours_at(run, math.inf)
     if hours is None:
         return ""
     return f"{hours:.1f} h" if hours >= 2 else f"{60 * hours:.1f} min"
@@ -75,7 +70,7 @@ def _time_of(run: RunFiles) -> str:
 
 def _mean(run: RunFiles, key: str) -> str:
     mean = mean_over_time(run, key)
-    return "" if mean is None else quantity(key).written(mean)
+    return "" if mean is None else quantity(key).written(quantity(key).scaled(mean))
 
 
 def _ranks(run: RunFiles) -> str:
@@ -96,9 +91,8 @@ def _loss(run: RunFiles) -> str:
 
 
 def _state(run: RunFiles) -> str:
-    resumed = (
-        f", resumed at step {', '.join(f'{step:,}' for step in run.resumed_at)}" if run.resumed_at else ""
-    )
+    steps = ", ".join(f"{start.step:,}" for start in run.starts if start.step)
+    resumed = f", resumed at step {steps}" if steps else ""
     lines = "line of metrics.jsonl is" if run.damaged == 1 else "lines of metrics.jsonl are"
     damaged = f"; {run.damaged} damaged {lines} left out" if run.damaged else ""
     for beginning, state in (("done:", "finished"), ("stopped", "stopped and saved")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod_volo.core.errors import UserError
@@ -23,66 +23,58 @@ _INTRODUCTION = (
     "Under each image is what it was taken for."
 )
 
+# The values in confusions.json that are shown: of the evaluation, of a class, and of an image that was wrong.
+_OF_EVALUATION = {"step": int, "top1": float, "images": int, "classes": int}
+_OF_CLASS = {"name": str, "images": int, "right": int, "mistaken_for": str, "mistaken": int}
+_OF_IMAGE = {"index": int, "name": str, "location": str, "taken_for": str, "probability": float}
+
 Row = dict[str, Any]
 
 
 def worst_classes(runs: Sequence[RunFiles], data_dir: str) -> Markup:
     """Return the worst classes of each run; nothing, if no run has recorded them."""
-    most = _OPEN if len(runs) == 1 else _OPEN_OF_SEVERAL
-    parts = [_of_run(run, data_dir, most, named=len(runs) > 1) for run in runs if run.confusions]
+    parts = [_of_run(run, data_dir, several=len(runs) > 1) for run in runs if run.confusions]
     return joined([element("p", _INTRODUCTION), *parts]) if parts else Markup()
 
 
-def _of_run(run: RunFiles, data_dir: str, most: int, *, named: bool) -> Markup:
+def _of_run(run: RunFiles, data_dir: str, *, several: bool) -> Markup:
     try:
-        rows = [_checked(row) for row in run.confusions["worst"]]
+        rows = [
+            _checked(row, _OF_CLASS) | {"wrong": [_checked(each, _OF_IMAGE) for each in row["wrong"]]}
+            for row in run.confusions["worst"]
+        ]
         about = _about(run)
     except (KeyError, TypeError, ValueError, OverflowError):
         raise UserError(
             f"{run.folder / CONFUSIONS} is damaged. Remove it: the next evaluation writes it again."
         ) from None
-    head = [element("h3", run.name)] if named else []
+    head = element("h3", run.name) if several else ""
     if not rows:
-        return joined([*head, element("p", f"{about} Every image was right.")])
+        return joined([head, element("p", f"{about} Every image was right.")])
     images, problem = _open_images(run, data_dir)
-    heading = "h4" if named else "h3"
-    cards = [_card(row, images, heading) for row in rows]
-    shown = [element("div", *cards[:most], class_="classes")]
-    if cards[most:]:
-        shown.append(
-            folded(f"{len(cards) - most} more classes", element("div", *cards[most:], class_="classes"))
-        )
+    cards = [_card(row, images, "h4" if several else "h3") for row in rows]
     if images is not None:
         images.close()
-    note = [element("p", problem, class_="note")] if problem else []
-    return joined([*head, element("p", about), *note, *shown])
+    most = _OPEN_OF_SEVERAL if several else _OPEN
+    shown, more = (element("div", *part, class_="classes") for part in (cards[:most], cards[most:]))
+    rest = folded(f"{len(cards) - most} more classes", more) if cards[most:] else ""
+    note = element("p", problem, class_="note") if problem else ""
+    return joined([head, element("p", about), note, shown, rest])
 
 
-def _checked(row: Row) -> Row:
-    """Return a class's row; raise an error if a part of it is missing."""
-    wrong = [
-        {
-            "index": int(each["index"]),
-            "name": str(each["name"]),
-            "location": str(each["location"]),
-            "taken_for": str(each["taken_for"]),
-            "probability": float(each["probability"]),
-        }
-        for each in row["wrong"]
-    ]
-    counts = {name: int(row[name]) for name in ("images", "right", "mistaken")}
-    return {"name": str(row["name"]), "mistaken_for": str(row["mistaken_for"]), "wrong": wrong, **counts}
+def _checked(found: Row, kinds: Mapping[str, Callable[[Any], Any]]) -> Row:
+    """Return the values that are shown; raise an error if one is missing, or of another kind."""
+    return {name: kind(found[name]) for name, kind in kinds.items()}
 
 
 def _about(run: RunFiles) -> str:
-    found = run.confusions
-    step, top1 = int(found["step"]), float(found["top1"])
-    record = next((each for each in run.evaluations if each["step"] == step), {})
-    is_averaged = record.get("top1") != top1 and record.get(f"{AVERAGED}top1") == top1
+    found = _checked(run.confusions, _OF_EVALUATION)
+    record = next((each for each in run.evaluations if each["step"] == found["step"]), {})
+    is_averaged = record.get("top1") != found["top1"] and record.get(f"{AVERAGED}top1") == found["top1"]
     weights = ", with averaged weights" if is_averaged else ""
     return (
-        f"At step {step:,}{weights}: {top1:.2f} % of {int(found['images']):,} held-out images of "
-        f"{int(found['classes']):,} classes were right."
+        f"At step {found['step']:,}{weights}: {found['top1']:.2f} % of {found['images']:,} held-out images "
+        f"of {found['classes']:,} classes were right."
     )
 
 
@@ -99,8 +91,7 @@ def _open_images(run: RunFiles, data_dir: str) -> tuple[Catalog | None, str]:
         catalog = build_catalog(given, "val", None, held_out)
     except UserError:
         return None, f"The images are not shown: there are none in {given or 'an unknown folder'}. {remedy}"
-    digest = run.confusions.get("image_list")
-    if catalog.digest == digest or data_dir:
+    if data_dir or catalog.digest == run.confusions.get("image_list"):
         return catalog, ""
     catalog.close()
     return None, f"The images are not shown: those in {given} are others than the run evaluated. {remedy}"
@@ -109,7 +100,11 @@ def _open_images(run: RunFiles, data_dir: str) -> tuple[Catalog | None, str]:
 def _card(row: Row, images: Catalog | None, heading: str) -> Markup:
     accuracy = 100 * row["right"] / max(1, row["images"])
     most = f"{row['mistaken']} taken for {row['mistaken_for']}" if row["mistaken"] else "none right"
-    figures = [_wrong_image(each, images) for each in row["wrong"]]
+    figures = []
+    for wrong in row["wrong"]:
+        probability = element("small", f"{100 * wrong['probability']:.0f} %")
+        said = element("figcaption", wrong["taken_for"], probability)
+        figures.append(element("figure", _picture(wrong, images), said))
     return element(
         "div",
         element(heading, row["name"]),
@@ -119,28 +114,21 @@ def _card(row: Row, images: Catalog | None, heading: str) -> Markup:
     )
 
 
-def _wrong_image(wrong: Row, images: Catalog | None) -> Markup:
-    said = element("figcaption", wrong["taken_for"], element("small", f"{100 * wrong['probability']:.0f} %"))
-    place = element("span", wrong["location"], class_="place")
-    picture = place if images is None else (_picture(wrong, images) or place)
-    return element("figure", picture, said)
-
-
-def _picture(wrong: Row, images: Catalog) -> Markup | None:
-    """Return a small picture; None if the image has gone, or is another one than was evaluated."""
-    index = wrong["index"]
+def _picture(wrong: Row, images: Catalog | None) -> Markup:
+    """Return a small picture; where it lay, if it has gone, or is another one than was evaluated."""
+    index, place = wrong["index"], element("span", wrong["location"], class_="place")
     try:
-        if index >= len(images) or images.name(index) != wrong["name"]:
-            return None
+        if images is None or index >= len(images) or images.name(index) != wrong["name"]:
+            return place
         small = thumbnail(images, index, (_SIDE, _SIDE))
     except BadSampleError:
-        return None
+        return place
     # What it was taken for is beside it.
     return element(
         "img",
         src=inlined_jpeg(small),
         alt=wrong["name"],
         title=wrong["location"],
-        width=str(small.width),
-        height=str(small.height),
+        width=small.width,
+        height=small.height,
     )

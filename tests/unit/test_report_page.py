@@ -261,6 +261,11 @@ def test_volo_d5_is_compared_with_the_published_speed(tmp_path: Path) -> None:
     ]
 
 
+def test_the_published_model_without_hosts_is_not_compared(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", hosts=[], settings={"model": {"model": "volo_d5"}})
+    assert page_of(run).texts("h2") == SECTIONS
+
+
 @pytest.mark.parametrize(
     ("metrics", "title"),
     [
