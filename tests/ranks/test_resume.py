@@ -107,7 +107,7 @@ def test_where_a_resumed_checkpoint_lies_is_decided_on_rank_zero(images, tmp_pat
     ]
     command = [*launcher("mpi", 2), *in_own_folder, *python(), "-m", "horovod_volo.train", *arguments]
     with contextlib.chdir(tmp_path):
-        resumed = run(command, seconds=60, PYTHONPATH=str(Path(__file__).parents[2]))
+        resumed = run(command, seconds=60)
     assert resumed.returncode == 75, resumed.stdout
     assert "after epoch 1 of" in resumed.stdout
 
