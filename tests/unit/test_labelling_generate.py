@@ -18,6 +18,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.labels.keys import label_key
+from horovod_volo.data.labels.source import map_warnings
 from horovod_volo.data.labels.store import LabelStore
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.data.teacher_images import TeacherImages
@@ -113,6 +114,7 @@ def test_targets_of_training_are_the_teachers_softmax(
 ) -> None:
     store = generate(folder, tmp_path / "s", weights, top=top)
     labels, logits = LabelStore(store, catalog_of(folder / "images"), None), logits_by_name(folder, weights)
+    assert map_warnings(str(store), labels) == []
     found = [distance(*labels.read(index), logits[name]) for index, name in enumerate(sorted(NAMES))]
     assert max(found) < 0.004  # what rounding to fp16 does
 
@@ -227,7 +229,11 @@ def test_verify_fails_for_logits_of_earlier_versions_that_are_not_centred(
         (tmp_path / "images" / "train" / name).symlink_to(folder / "images" / "train" / name)
     (tmp_path / f"{weights}.pt").symlink_to(folder / f"{weights}.pt")
     store = earlier_store(tmp_path, tmp_path / "s", weights)
-    LabelStore(store, catalog_of(tmp_path / "images"), None).read(0)  # it is read as before
+    labels = LabelStore(store, catalog_of(tmp_path / "images"), None)
+    labels.read(0)  # it is read as before
+    (warning,) = map_warnings(str(store), labels)
+    assert f"tools/labels verify {store} --data DATA_DIR --teacher NAME" in warning
+    assert labels.teacher in warning
     assert verify(tmp_path, store, weights) == 1
     output = capsys.readouterr()
     assert "give --teacher to compare, or generate them again" in output.out
