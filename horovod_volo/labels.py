@@ -6,7 +6,7 @@
     tools/labels show /path/to/store /path/to/imagenet n01440764/n01440764_10026 picture.png
 
 Exit status: 0 done; 1 maps are damaged, missing, cover another part of their images than is recorded or
-disagree with the teacher, or another failure; 2 a mistake on the command line, explained in one message.
+disagree with their teacher, or another failure; 2 a mistake on the command line, explained in one message.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _agrees(args: argparse.Namespace, catalog: Catalog) -> bool:
     origin = "assumed" if result.assumed else "stated" if args.map_geometry else "recorded"
     better = "undecided: increase --images" if result.better is None else f"{result.better}"
     lines = [
-        ("compared with", result.teacher),
+        ("compared with", result.teacher + (", which made the maps" if result.made_maps else "")),
         ("total variation", f"{result.distance:.3f} on average of {len(result.distances)} images"),
         ("images compared", f"{len(result.correlations)}"),
         (f"{result.recorded}", f"correlation {recorded:.3f}, as {origin}"),

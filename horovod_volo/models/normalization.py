@@ -1,7 +1,8 @@
 """The mean and standard deviation of pixels with which a network is trained and used.
 
 They are the model's own, unless the settings of its run say otherwise. Checkpoints and exports have them in
-the header of their safetensors files, beside the names of classes, so they travel with the weights.
+the header of their safetensors files, beside the classes and the crop of evaluation: they travel with the
+weights.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ class PixelStatistics(NamedTuple):
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    def header(self) -> dict[str, str]:
-        """Return their entries in the header of a safetensors file."""
-        return {_MEAN: json.dumps(self.mean), _STD: json.dumps(self.std)}
+    def header(self, crop_mode: str, crop_pct: float) -> dict[str, str]:
+        """Return their entries, and those of the crop of evaluation, in the header of a safetensors file."""
+        crop = {"crop_mode": crop_mode, "crop_pct": str(crop_pct)}
+        return {_MEAN: json.dumps(self.mean), _STD: json.dumps(self.std), **crop}
 
     def describe(self) -> str:
         """Return them as flags."""

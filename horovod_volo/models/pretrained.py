@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ from horovod_volo.config.recipe import load_recipe
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.aux_head import AUX_HEAD, Choice, reason_to_leave_out
 from horovod_volo.models.build import build_model, check_model, our_name, spec_of
-from horovod_volo.models.class_names import read_class_names
+from horovod_volo.models.class_names import read_class_names, read_header
 from horovod_volo.models.normalization import statistics_of_weights
-from horovod_volo.models.registry import registered_model
+from horovod_volo.models.registry import ModelSpec, registered_model
 from horovod_volo.models.timm_api import is_model
 from horovod_volo.models.weights import TIMM, load_weights, read_weights, weights_file
 
@@ -74,7 +75,9 @@ def load_pretrained(
     if plugin and registered_model(name) is None and not is_model(name):
         raise UserError(f"{source} was trained with the model {name} of a plugin. Add --plugin {plugin}.")
     published = spec_of(name)
-    crop_mode = "center" if run else _published_crop_mode(name)  # runs are evaluated on centre crops
+    crop_mode, crop_pct = _crop(source, run, published)
+    if crop_mode not in ("center", "squash"):
+        raise UserError(f"timm evaluates {name} with crop_mode {crop_mode}, which is missing here. Use timm.")
     name = our_name(name)
     side = image_side or int(run.get("img_size", 0)) or published.img_size
     check_model(name, img_size=side, tokens=False)
@@ -93,7 +96,7 @@ def load_pretrained(
         name,
         side,
         classes,
-        float(run.get("crop_pct", 0.0)) or published.crop_pct,
+        crop_pct,
         statistics.mean,
         statistics.std,
         published.interpolation,
@@ -103,11 +106,18 @@ def load_pretrained(
     )
 
 
-def _published_crop_mode(name: str) -> str:
-    mode = spec_of(name).crop_mode
-    if mode in ("center", "squash"):
-        return mode
-    raise UserError(f"timm evaluates {name} with crop_mode {mode}, which is missing here. Use timm.")
+def _crop(source: str, run: Mapping[str, Any], published: ModelSpec) -> tuple[str, float]:
+    """Return crop_mode and crop_pct of the run, else those recorded with the weights, else timm's."""
+    if run:  # runs are evaluated on centre crops
+        return "center", float(run.get("crop_pct", 0.0)) or published.crop_pct
+    try:
+        found = read_header(source)
+        if "crop_mode" not in found:
+            config = weights_file(Path(source)).with_name("config.json").read_bytes()
+            found = json.loads(config)["pretrained_cfg"]
+        return str(found["crop_mode"]), float(found.get("test_crop_pct") or found["crop_pct"])
+    except (UserError, OSError, ValueError, KeyError, TypeError, RecursionError):  # of timm:NAME, for one
+        return published.crop_mode, published.crop_pct
 
 
 def task_of(source: str) -> str:

@@ -23,7 +23,7 @@ from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
 from horovod_volo.data.labels.keys import check_published_keys
-from horovod_volo.data.labels.source import LabelSource, geometry_warnings, open_labels
+from horovod_volo.data.labels.source import LabelSource, map_warnings, open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.models.build import (
@@ -199,7 +199,7 @@ class Classification:
             found += balance_warnings(config, data.train)
             found += cache_warnings(config.data, data.train)
         if data is not None and data.label_maps is not None:
-            found += geometry_warnings(config.objective.token_label_data, data.label_maps)
+            found += map_warnings(config.objective.token_label_data, data.label_maps)
         return found
 
     def describe(self, config: Config, data: Images) -> str:

@@ -1,4 +1,4 @@
-"""Image folders with empty files, and label maps for them."""
+"""Image folders with empty files, shards of small images, and label maps for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from shard_writers import picture, write_tar
 
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.labels.keys import catalog_keys, label_key
@@ -19,6 +20,18 @@ def catalog_of(root: Path, *names: str) -> Catalog:
         file = root / "train" / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
+    return build_catalog(str(root), "train", None)
+
+
+def packed_catalog_of(root: Path, *names: str) -> Catalog:
+    """Pack a training image for each of the names "CLASS/FILE" into a shard; return its catalog."""
+    classes = sorted({name.partition("/")[0] for name in names})
+    members = []
+    for number, name in enumerate(names):
+        label = str(classes.index(name.partition("/")[0])).encode()
+        members += [(name, picture(number)), (f"{name.partition('.')[0]}.cls", label)]
+    write_tar(root / "train" / "0.tar", members)
+    (root / "train" / "classes.txt").write_text("\n".join(classes))
     return build_catalog(str(root), "train", None)
 
 

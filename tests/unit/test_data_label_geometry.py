@@ -22,7 +22,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.data.labels.keys import catalog_keys
 from horovod_volo.data.labels.published_maps import PublishedMaps
-from horovod_volo.data.labels.source import geometry_warnings, open_labels
+from horovod_volo.data.labels.source import map_warnings, open_labels
 from horovod_volo.data.labels.store import LabelStore, read_metadata
 from horovod_volo.data.labels.store_writer import open_writer
 from horovod_volo.labels import main
@@ -75,17 +75,17 @@ def test_published_maps_are_assumed_to_be_centre_crops(tmp_path, catalog):
     folder = str(publish(tmp_path / "maps", catalog, height=3, width=3))
     maps = PublishedMaps(folder, catalog)
     assert (maps.geometry, maps.geometry_assumed) == (PUBLISHED, True)
-    (warning,) = geometry_warnings(folder, maps)
+    (warning,) = map_warnings(folder, maps)
     assert "assumed to cover the image's centre crop (centre-crop:576:576): the published" in warning
     assert f"tools/labels verify {folder} --data DATA_DIR --teacher NAME" in warning
     stated = open_labels(folder, catalog, None, WHOLE)
-    assert (stated.geometry, geometry_warnings(folder, stated)) == (WHOLE, [])
+    assert (stated.geometry, map_warnings(folder, stated)) == (WHOLE, [])
 
 
 def test_maps_that_are_not_square_are_assumed_to_cover_whole_images(tmp_path, catalog):
     maps = PublishedMaps(publish(tmp_path / "maps", catalog, height=3, width=4), catalog)
     assert (maps.geometry, maps.geometry_assumed) == (WHOLE, True)
-    assert "maps of a centre crop are square, and these are not" in geometry_warnings("maps", maps)[0]
+    assert "maps of a centre crop are square, and these are not" in map_warnings("maps", maps)[0]
 
 
 def test_a_folder_may_record_the_geometry(tmp_path, catalog):
@@ -94,11 +94,11 @@ def test_a_folder_may_record_the_geometry(tmp_path, catalog):
     maps = PublishedMaps(folder, catalog)
     assert (maps.geometry, maps.geometry_assumed) == (MapGeometry(256, 224), False)
     stated = open_labels(str(folder), catalog, None, WHOLE)
-    assert geometry_warnings("maps", stated) == [
+    assert map_warnings("maps", stated) == [
         "the label maps in maps are recorded to cover the image's centre crop (centre-crop:256:224), but "
         "--map-geometry says the whole image"
     ]
-    assert geometry_warnings("maps", open_labels(str(folder), catalog, None, MapGeometry(256, 224))) == []
+    assert map_warnings("maps", open_labels(str(folder), catalog, None, MapGeometry(256, 224))) == []
     (folder / "map_geometry.txt").write_text("center\n")
     with pytest.raises(UserError, match=r"map_geometry\.txt: 'center' is not a geometry"):
         PublishedMaps(folder, catalog)
@@ -156,7 +156,8 @@ def test_a_wrong_geometry_is_a_user_error(tmp_path, catalog, monkeypatch, capsys
 def test_a_store_without_a_recorded_geometry_gets_the_assumed_one(tmp_path, catalog, written, shape, read):
     """Earlier versions wrote no `geometry_assumed`, no checksum, and "unknown" for imported maps."""
     ids = np.zeros((4, 1, *shape), np.int64)
-    make_store(tmp_path / "s", catalog_keys(catalog), np.ones(ids.shape, np.float16), ids, classes=2)
+    scores = np.ones(ids.shape, np.float16)
+    make_store(tmp_path / "s", catalog_keys(catalog), scores, ids, classes=2, teacher="unknown")
     description = tmp_path / "s" / "store.json"
     metadata = json.loads(description.read_text())
     del metadata["geometry_assumed"], metadata["checksum"]
@@ -166,7 +167,7 @@ def test_a_store_without_a_recorded_geometry_gets_the_assumed_one(tmp_path, cata
     description.write_text(json.dumps(metadata | {"geometry": written}))
     store = LabelStore(tmp_path / "s", catalog, None)
     assert (str(store.geometry), store.geometry_assumed) == (read, True)
-    assert len(geometry_warnings("s", store)) == 1
+    assert len(map_warnings("s", store)) == 1
 
 
 def test_an_import_that_an_earlier_version_started_can_be_resumed(tmp_path, catalog):

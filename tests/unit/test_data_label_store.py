@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from label_samples import catalog_of, make_store, publish, random_store
+from label_samples import catalog_of, make_store, packed_catalog_of, publish, random_store
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
@@ -55,12 +55,15 @@ def test_generated_maps_are_found_by_full_names(tmp_path):
     scores = random.normal(size=(6, 2, 3, 4)).astype(np.float16)
     ids = random.integers(0, 3, scores.shape)
     make_store(tmp_path / "s", SIMILAR, scores, ids, classes=3, generated=True)
-    added = catalog_of(tmp_path / "added", *SIMILAR[:5], "a/scan.0003.png", "b/1.webp", "c/z.png")
-    # As packing names images that it encodes again.
-    packed = catalog_of(tmp_path / "packed", "a/scan.0001.png.jpg", "b/1.jpg", "b/1.png.jpg", "c/y.png")
-    rows = {name: row for row, name in enumerate(SIMILAR)}
-    rows |= {"a/scan.0001.png.jpg": 0, "b/1.png.jpg": 3, "c/y.png": 5}
-    for catalog in (added, packed):
+    own = {name: row for row, name in enumerate(SIMILAR)}
+    # The image of a map may be held out while the added one is not.
+    added = catalog_of(
+        tmp_path / "added", *SIMILAR[:3], *SIMILAR[4:5], "a/scan.0003.png", "b/1.png.jpg", "c/x.png.jpg"
+    )
+    # As packing names images that it encodes again; b/1.jpg.jpg was added.
+    lengthened = {"a/scan.0001.png.jpg": 0, "b/1.png.jpg": 3, "c/y.png": 5}
+    packed = packed_catalog_of(tmp_path / "packed", *lengthened, "b/1.jpg", "b/1.jpg.jpg")
+    for catalog, rows in ((added, own), (packed, own | lengthened)):
         store = LabelStore(tmp_path / "s", catalog, tmp_path / "cache")
         for index in range(len(catalog)):
             if catalog.name(index) in rows:
@@ -68,9 +71,27 @@ def test_generated_maps_are_found_by_full_names(tmp_path):
             else:
                 with pytest.raises(BadSampleError, match="has no label map of"):
                     store.read(index)
-    twice = catalog_of(tmp_path / "twice", "a/scan.0001.png", "a/scan.0001.png.jpg", *SIMILAR[2:5])
-    with pytest.raises(UserError, match=r"a/scan\.0001\.png and a/scan\.0001\.png\.jpg in .* same label map"):
+    twice = packed_catalog_of(
+        tmp_path / "twice", "a/scan.0001.png.jpg", "a/scan.0001.png.webp", *SIMILAR[2:5]
+    )
+    with pytest.raises(
+        UserError, match=r"a/scan\.0001\.png\.jpg and a/scan\.0001\.png\.webp in .* same label map"
+    ):
         LabelStore(tmp_path / "s", twice, None)
+
+
+def test_rows_of_a_folder_are_not_taken_for_those_of_shards(tmp_path):
+    """Their catalogs have the same digest, but only shards have names that packing has lengthened."""
+    names = "a/1.jpg", "b/1.jpg", "b/2.png.jpg"
+    catalogs = catalog_of(tmp_path / "folder", *names), packed_catalog_of(tmp_path / "packed", *names)
+    assert catalogs[0].digest == catalogs[1].digest
+    scores = np.arange(3, dtype=np.float16).reshape(3, 1, 1, 1)
+    keys = ["a/1.jpg", "b/1.jpg", "b/2.png"]
+    make_store(tmp_path / "s", keys, scores, np.zeros(scores.shape), classes=2, generated=True)
+    folder, packed = (LabelStore(tmp_path / "s", catalog, tmp_path / "cache") for catalog in catalogs)
+    assert packed.read(2)[0].item() == 2
+    with pytest.raises(BadSampleError, match=r"has no label map of b/2\.png\.jpg"):
+        folder.read(2)
 
 
 @pytest.mark.parametrize("digest", ["same", "other"])

@@ -47,6 +47,16 @@ def start(tmp_path: Path) -> Iterator[Start]:
         started.pop().close()
 
 
+def test_weights_that_were_copied_out_of_a_run_are_evaluated_with_its_crop(
+    start: Start, tmp_path: Path
+) -> None:
+    context, _ = start(crop_pct=0.5)
+    assert loop.fit(context)
+    copied = shutil.copy(context.folder / "checkpoints" / "last" / "model.safetensors", tmp_path)
+    trained = load_pretrained(copied, name="volo_demo", image_side=32)
+    assert (trained.crop_mode, trained.crop_pct) == ("center", 0.5)
+
+
 def test_a_damaged_checkpoint_that_is_passed_over_is_named(start: Start) -> None:
     context, _ = start()
     assert loop.fit(context)

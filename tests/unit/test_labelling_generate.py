@@ -18,6 +18,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.labels.keys import label_key
+from horovod_volo.data.labels.source import map_warnings
 from horovod_volo.data.labels.store import LabelStore
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.data.teacher_images import TeacherImages
@@ -113,6 +114,7 @@ def test_targets_of_training_are_the_teachers_softmax(
 ) -> None:
     store = generate(folder, tmp_path / "s", weights, top=top)
     labels, logits = LabelStore(store, catalog_of(folder / "images"), None), logits_by_name(folder, weights)
+    assert map_warnings(str(store), labels) == []
     found = [distance(*labels.read(index), logits[name]) for index, name in enumerate(sorted(NAMES))]
     assert max(found) < 0.004  # what rounding to fp16 does
 
@@ -197,7 +199,7 @@ def test_verify_passes_maps_of_their_own_teacher(
     assert verify(folder, store, "bias of -9") == 0
     printed = capsys.readouterr().out
     assert "logits                 centred: " in printed
-    assert "total variation        0.000 on average of 30 images\n" in printed
+    assert ", which made the maps\ntotal variation        0.000 on average of 30 images\n" in printed
 
 
 def test_verify_fails_for_the_map_of_one_other_image_of_the_same_class(
@@ -217,6 +219,21 @@ def test_verify_fails_for_the_map_of_one_other_image_of_the_same_class(
     )
 
 
+def test_verify_passes_right_maps_with_another_teacher_of_other_probabilities(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = torch.load(folder / "centred.pt", weights_only=True)
+    weights["aux_head.weight"] /= 100  # its answers are nearly the same for all images
+    weights["aux_head.bias"][0] = 3
+    torch.save(weights, folder / "weak.pt")
+    store = generate(folder, tmp_path / "s", "centred")
+    assert verify(folder, store, "weak") == 0
+    output = capsys.readouterr()
+    assert "which made the maps" not in output.out
+    assert float(output.out.partition("total variation")[2].split()[0]) > 0.5
+    assert "error" not in output.err
+
+
 @pytest.mark.parametrize("weights", ["bias of -9", "binary"])
 def test_verify_fails_for_logits_of_earlier_versions_that_are_not_centred(
     folder: Path, tmp_path: Path, weights: str, capsys: pytest.CaptureFixture[str]
@@ -227,7 +244,11 @@ def test_verify_fails_for_logits_of_earlier_versions_that_are_not_centred(
         (tmp_path / "images" / "train" / name).symlink_to(folder / "images" / "train" / name)
     (tmp_path / f"{weights}.pt").symlink_to(folder / f"{weights}.pt")
     store = earlier_store(tmp_path, tmp_path / "s", weights)
-    LabelStore(store, catalog_of(tmp_path / "images"), None).read(0)  # it is read as before
+    labels = LabelStore(store, catalog_of(tmp_path / "images"), None)
+    labels.read(0)  # it is read as before
+    (warning,) = map_warnings(str(store), labels)
+    assert f"tools/labels verify {store} --data DATA_DIR --teacher NAME" in warning
+    assert labels.teacher in warning
     assert verify(tmp_path, store, weights) == 1
     output = capsys.readouterr()
     assert "give --teacher to compare, or generate them again" in output.out

@@ -300,6 +300,33 @@ def test_the_crop_is_that_of_the_published_weights(tmp_path: Path) -> None:
     assert config_of(trained(tmp_path, "volo_demo", 64))["pretrained_cfg"]["crop_mode"] == "center"
 
 
+def test_an_export_is_evaluated_with_its_own_crop(tmp_path: Path) -> None:
+    name = "tf_efficientnetv2_b3"
+    published = trained(tmp_path, name, 32)
+    made = exported(tmp_path, dataclasses.replace(published, crop_mode="center", crop_pct=0.8))
+
+    def crop() -> tuple[str, float]:
+        again = load_pretrained(str(made), name=name, image_side=32)
+        return again.crop_mode, again.crop_pct
+
+    assert crop() == ("center", 0.8)
+    config = (made / CONFIG).read_text()
+    (made / CONFIG).unlink()
+    assert crop() == ("center", 0.8)  # by the header of its weights
+    save_file(load_file(made / WEIGHTS), made / WEIGHTS)  # earlier versions wrote no crop there
+    for other in ("{}", "[]", "not JSON"):
+        (made / CONFIG).write_text(other)
+        assert crop() == (published.crop_mode, published.crop_pct) == ("squash", spec_of(name).crop_pct)
+    (made / CONFIG).write_text(config)
+    assert crop() == ("center", 0.8)
+    # timm's own folders also have the crop of the larger images that they are evaluated on.
+    (made / CONFIG).write_text(config.replace('"crop_pct": 0.8', '"crop_pct": 0.8, "test_crop_pct": 1.0'))
+    assert crop() == ("center", 1.0)
+    (made / CONFIG).write_text(config.replace('"center"', '"border"'))
+    with pytest.raises(UserError, match="crop_mode border, which is missing here"):
+        crop()
+
+
 def test_a_network_that_timm_lacks_is_exported_under_its_own_name(tmp_path: Path) -> None:
     network = trained(tmp_path, "lvvit_t", 32)
     made = exported(tmp_path, network)

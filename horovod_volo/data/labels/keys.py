@@ -86,7 +86,7 @@ def find_rows(
     """
     if cache is None:
         return _match_keys(catalog, keys_file, keys_digest, by_name)
-    rule = "name" if by_name else "published_key"
+    rule = ("packed_name" if catalog.in_shards else "full_name") if by_name else "published_key"
     cached = cache / f"label_rows_by_{rule}_{catalog.digest[:16]}_{keys_digest[:16]}.npy"
     if not _is_intact(cached):
         cache.mkdir(parents=True, exist_ok=True)
@@ -105,13 +105,13 @@ def _match_keys(catalog: Catalog, keys_file: Path, keys_digest: str, by_name: bo
     if hashlib.sha256(encode_keys(keys)).hexdigest() != keys_digest:
         raise UserError(f"{keys_file} is damaged: it does not match its checksum. Copy the store again.")
     row_of_key = {key: row for row, key in enumerate(keys)}
-
-    def row(name: str) -> int:
-        if by_name and name not in row_of_key:
-            name = name.rpartition(".")[0]  # packing appends an ending where it encodes an image again
-        return row_of_key.get(name if by_name else label_key(name), NO_ROW)
-
-    rows = np.fromiter(map(row, names_of(catalog)), dtype=np.int32, count=len(catalog))  # (images,)
+    own_keys = (name if by_name else label_key(name) for name in names_of(catalog))
+    rows = np.fromiter((row_of_key.get(key, NO_ROW) for key in own_keys), np.int32, len(catalog))  # (images,)
+    if by_name and catalog.in_shards:  # packing appends an ending where it encodes an image again
+        missing = np.flatnonzero(rows == NO_ROW)
+        shorter = (catalog.name(index).rpartition(".")[0] for index in missing.tolist())
+        found = np.fromiter((row_of_key.get(key, NO_ROW) for key in shorter), np.int32, len(missing))
+        rows[missing] = np.where(np.isin(found, rows), NO_ROW, found)  # the shorter name may be an image's
     _check_unshared(rows, catalog)
     if len(row_of_key) < len(keys):
         raise UserError(

@@ -46,17 +46,22 @@ def open_labels(
     return source
 
 
-def geometry_warnings(folder: str, source: LabelSource) -> list[str]:
-    """Return a warning if the geometry of the maps is assumed or differs from the recorded one, else none."""
-    if source.geometry_assumed:
-        return [assumption_warning(folder, source.geometry)]
+def map_warnings(folder: str, source: LabelSource) -> list[str]:
+    """Warn of a geometry that is assumed or not the recorded one, and of logits that may not be centred."""
+    found = [assumption_warning(folder, source.geometry)] if source.geometry_assumed else []
     recorded = source.recorded_geometry
-    if recorded is None or recorded == source.geometry:
-        return []
-    return [
-        f"the label maps in {folder} are recorded to cover {recorded.description}, but --map-geometry says "
-        f"{source.geometry.description}"
-    ]
+    if recorded is not None and recorded != source.geometry:
+        found.append(
+            f"the label maps in {folder} are recorded to cover {recorded.description}, but --map-geometry "
+            f"says {source.geometry.description}"
+        )
+    if source.teacher != PublishedMaps.teacher and not source.generated:
+        found.append(
+            f"an earlier version generated the maps in {folder}, so their logits may not be centred: "
+            f"tools/labels verify {folder} --data DATA_DIR --teacher NAME, with their teacher "
+            f"{source.teacher}, tells whether they are; or generate them again"
+        )
+    return found
 
 
 def _open(path: Path, catalog: Catalog, cache: Path | None) -> LabelSource:

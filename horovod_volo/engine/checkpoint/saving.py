@@ -25,6 +25,7 @@ from horovod_volo.engine.checkpoint.files import (
 )
 from horovod_volo.engine.checkpoint.metadata import run_metadata
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.models.build import spec_of
 from horovod_volo.models.class_names import header_of
 from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.tasks.task import Metrics
@@ -99,7 +100,8 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str
     metadata["scaler"] = context.state.scaler.state_dict()
     config = context.config
     statistics = statistics_of_run(config.data, config.model.model)
-    header = header_of(context.data.train.classes) | statistics.header()
+    crop_pct = config.data.crop_pct or spec_of(config.model.model).crop_pct
+    header = header_of(context.data.train.classes) | statistics.header("center", crop_pct)
 
     def write(tensors: StateDicts) -> list[str]:
         _check_tensors(tensors, step)
