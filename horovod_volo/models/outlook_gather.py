@@ -104,7 +104,7 @@ def outlook_gather(
     """
     places = geometry[3] ** 2
     values, logits, mixed = values.contiguous(), logits.contiguous(), _like(values)
-    attention = _exact(logits.new_empty(0)).new_empty(len(values), places, logits[:1].numel() // places)
+    attention = _exact(logits.new_empty(0)).new_empty(len(values), places, logits.shape[1:].numel() // places)
     chunks = _chunks(attention)
     transposed, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
     for chunk in chunks:
@@ -149,8 +149,8 @@ def outlook_gather_backward(
 
 def _chunks(attention: Tensor) -> list[slice]:
     """Return the images to process together, as slices."""
-    length = max(1, _CHUNK_WEIGHTS // attention[:1].numel())
-    return [slice(first, first + length) for first in range(0, len(attention), length)]
+    length = max(1, _CHUNK_WEIGHTS // attention.shape[1:].numel())
+    return [slice(first, first + length) for first in range(0, max(1, len(attention)), length)]
 
 
 def _summed(bags: Bags, attention: Tensor, image: Tensor, heads: int, gathered: Tensor) -> Tensor:
