@@ -24,6 +24,7 @@ class ImageThreadPool:
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads = threads
+        self._is_quick = True  # whether the last batch took about as long as the caller works alone
         self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix=name)
         all_started = Barrier(threads)
 
@@ -41,20 +42,22 @@ class ImageThreadPool:
     ) -> list[Result]:
         """Apply a function to each item; an exception is raised after all threads have stopped.
 
-        Before the threads start, the caller works alone for `alone_seconds`.
+        Before the threads start, the caller works alone for `alone_seconds`, unless the last batch was slow.
         """
         positions = iter(range(len(batch)))  # shared: each thread takes the next one
 
         def work() -> list[tuple[int, Result]]:
             return [(position, function(batch[position])) for position in positions]
 
-        results, deadline = dict[int, Result](), perf_counter() + alone_seconds
+        results, began = dict[int, Result](), perf_counter()
+        deadline = began + alone_seconds * self._is_quick
         while perf_counter() < deadline and (position := next(positions, None)) is not None:
             results[position] = function(batch[position])
         workers = [self._pool.submit(work) for _ in range(min(self._threads, len(batch) - len(results)))]
         wait(workers)
         for worker in workers:
             results.update(worker.result())
+        self._is_quick = perf_counter() - began < 2 * alone_seconds
         return [results[position] for position in range(len(batch))]
 
     def close(self) -> None:

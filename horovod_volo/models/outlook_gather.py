@@ -104,13 +104,13 @@ def outlook_gather(
     """
     places = geometry[3] ** 2
     values, logits, mixed = values.contiguous(), logits.contiguous(), _like(values)
-    attention = _exact(logits.new_empty(0)).new_empty(len(values), places, logits[:1].numel() // places)
+    attention = _exact(logits.new_empty(0)).new_empty(len(values), places, logits.shape[1:].numel() // places)
     chunks = _chunks(attention)
     transposed, gathered = torch.empty_like(attention[chunks[0]]), torch.empty_like(attention[chunks[0]])
     for chunk in chunks:
         tables, weights = tables_of(*values[chunk].shape[:3], *geometry), attention[chunk]
         # The sources come first, as a softmax over an innermost dimension of nine takes three times as long.
-        scaled = _exact(logits[chunk]).view(len(weights), -1, places).mT
+        scaled = _exact(logits[chunk]).view(*weights.mT.shape).mT
         torch.softmax(torch.mul(scaled, scale, out=transposed[: len(weights)]), 1, out=weights)
         mixed[chunk] = _summed(tables.to_targets, weights, values[chunk], geometry[2], gathered)
     return mixed, attention
@@ -121,7 +121,7 @@ def outlook_gather_backward(
     gradient: Tensor, values: Tensor, attention: Tensor, geometry: list[int], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of the values and of the logits."""
-    heads, places = geometry[2], geometry[3] ** 2
+    heads = geometry[2]
     gradient, values = gradient.contiguous(), values.contiguous()
     of_values, of_logits = _like(values), _like_logits(values, geometry)
     chunks = _chunks(attention)
@@ -143,14 +143,14 @@ def outlook_gather_backward(
         of_weights = of_attention[: len(weights)]
         torch.index_select(products, 0, tables.pairs, out=of_weights.view(-1))
         of_softmax = torch._softmax_backward_data(of_weights, weights, 1, attention.dtype)
-        of_logits[chunk].view(len(weights), -1, places).mT.copy_(of_softmax)
+        of_logits[chunk].view(*weights.mT.shape).mT.copy_(of_softmax)
     return of_values, of_logits
 
 
 def _chunks(attention: Tensor) -> list[slice]:
     """Return the images to process together, as slices."""
-    length = max(1, _CHUNK_WEIGHTS // attention[:1].numel())
-    return [slice(first, first + length) for first in range(0, len(attention), length)]
+    length = max(1, _CHUNK_WEIGHTS // attention.shape[1:].numel())
+    return [slice(first, first + length) for first in range(0, max(1, len(attention)), length)]
 
 
 def _summed(bags: Bags, attention: Tensor, image: Tensor, heads: int, gathered: Tensor) -> Tensor:

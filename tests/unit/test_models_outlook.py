@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 # The reference is timm's module. timm_api comes first, because timm imports torchvision.
-from horovod_volo.models import timm_api
+from horovod_volo.models import outlook_gather, timm_api
 from horovod_volo.models.outlook import Outlook, outlook, plain_outlook, project_and_pool
 
 assert timm_api
@@ -83,6 +83,18 @@ def test_images_do_not_influence_each_other() -> None:
     expected = value_and_gradients(ours, pixels)[:2]
     for damaged, whole in zip(found, expected, strict=True):
         torch.testing.assert_close(damaged[1:], whole[1:], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("images", [0, 1, 5])
+def test_images_are_the_same_some_at_a_time_and_alone(images: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, module = pair(3, 3, 1, 2, torch.float64)
+    pixels = drawn(images, 6, 5, 18)
+    alone = [value_and_gradients(module, each[None]) for each in pixels.detach().requires_grad_()]
+    monkeypatch.setattr(outlook_gather, "_CHUNK_WEIGHTS", 2 * 9 * 9 * 3 * 9)  # two images of 3 x 3 windows
+    value, of_pixels, *_ = value_and_gradients(module, pixels)
+    assert value.shape == of_pixels.shape == pixels.shape
+    for number, (own_value, *_) in enumerate(alone):
+        torch.testing.assert_close(value[number], own_value[0], rtol=1e-12, atol=1e-12)
 
 
 def test_results_are_deterministic() -> None:
