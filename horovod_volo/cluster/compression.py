@@ -152,7 +152,7 @@ class Fp16Compression:
         del self._maxima[1:]
         limit = self._limit / self._scale
         # On a GPU, comparing with the limit would make the host wait: clamp always.
-        if not self.buffer.is_cpu or not maximum <= limit:
+        if not _on_cpu(self.buffer) or not maximum <= limit:
             self.buffer.clamp_(-self._limit, self._limit)
         # That of clamped values; nan if one of them was infinite.
         torch.add(maximum.minimum(limit), maximum, alpha=0.0, out=self._maximum)
@@ -199,6 +199,10 @@ class BucketScales:
         self.scale.copy_(torch.where(known, powers, self._initial_scale))
         self.inverse_scale.copy_(1.0 / (self.scale * self._size))
         self.initialized = True
+
+
+def _on_cpu(tensor: Tensor) -> bool:
+    return tensor.is_cpu
 
 
 def max_abs(tensor: Tensor) -> Tensor:

@@ -150,16 +150,9 @@ def setup(
     begin_stage("looking for a checkpoint")
     checkpoint = None if newest else checkpoint_to_resume(config, world, task, data.train)
     begin_stage("building the network", _DOWNLOAD_SECONDS if config.model.finetune.startswith(TIMM) else 0.0)
-    state, state_warnings = world.run_on_all_ranks(
-        lambda: build_state(
-            config,
-            world,
-            task,
-            num_classes=len(data.train.classes),
-            device=resources.device,
-            finetune="" if checkpoint or newest else config.model.finetune,
-        )
-    )
+    build = partial(build_state, config, world, task, num_classes=len(data.train.classes))
+    finetune = "" if checkpoint or newest else config.model.finetune
+    state, state_warnings = world.run_on_all_ranks(partial(build, device=resources.device, finetune=finetune))
     if config.model.compile:
         world.run_on_all_ranks(partial(compile_blocks, state.model))
     begin_stage("loading the state and copying it to all ranks")

@@ -44,7 +44,7 @@ def test_operations_equal_the_cpus(device: torch.device, policy: str) -> None:
     augment_(batched, operations)
     alone = images.clone()
     for place in range(IMAGES):
-        augment_(alone[place : place + 1], operations.of(place))
+        augment_(alone[place : place + 1], operations.of(slice(place, place + 1)))
     difference = (batched.cpu().int() - alone.int()).abs().float()
     assert difference.mean() <= (0.0 if device.type == "cpu" else 0.5)
     assert (alone.int() - images.int()).abs().float().mean() > (5 if "augmix" in policy else 20)
@@ -59,7 +59,8 @@ def test_operations_before_the_crop_equal_the_cpus(device: torch.device) -> None
     differences = []
     for place, (top, left, height, width) in enumerate(parts.decoded.tolist()):
         part = image[..., top : top + height, left : left + width]
-        alone = operations.of(place), parts.of(place)
+        rows = slice(place, place + 1)
+        alone = operations.of(rows), parts.of(rows)
         crop, expected = augment_part(part.to(device), *alone), augment_part(part, *alone)
         differences.append(float((crop.cpu().int() - expected.int()).abs().float().mean()))
     assert np.mean(differences) <= (0.0 if device.type == "cpu" else 0.5)
