@@ -1,6 +1,7 @@
 """The catalog lists images in the order of their names, and errors name what is missing or wrong."""
 
 import os
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,18 @@ def test_links_to_nothing_are_not_left_out_in_silence(tmp_path):
     (tmp_path / "val").unlink()
     (tmp_path / "train/a/loop.jpg").symlink_to("loop.jpg")
     with pytest.raises(UserError, match=r"Too many levels of symbolic links: .*loop\.jpg"):
+        read_folder(str(tmp_path), "train")
+
+
+def test_pipes_and_sockets_are_no_images_and_no_links(tmp_path):
+    touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
+    for name in ("train/control", "train/a/2.jpg"):
+        os.mkfifo(tmp_path / name)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "train/s"))
+        assert names(read_folder(str(tmp_path), "train")) == ("a/1.jpg", "b/1.jpg")
+    (tmp_path / "train/b/2.jpg").symlink_to(tmp_path / "train/control")
+    with pytest.raises(UserError, match=r"1 of 3 entries of .*train .* the first: b/2\.jpg"):
         read_folder(str(tmp_path), "train")
 
 
