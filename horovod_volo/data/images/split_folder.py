@@ -28,6 +28,7 @@ FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
 CLASSES_FILE = "classes.txt"  # beside tar shards: one class name a line
 PUBLISHED_CATALOG = "images.catalog"  # beside shards: the list of their images, for reading from a server
 NAMES_SHOWN = 8
+_EDITION = 2  # increase when other images of a folder are listed: lists of earlier versions are not used
 _SHARD_NAMES: dict[Format, re.Pattern[str]] = {
     "tar": re.compile(r".*\.tar"),
     "tfrecord": re.compile(r".*\.tfrecord|.*-\d{5}-of-\d{5}"),
@@ -257,7 +258,7 @@ def check_links(folder: Path, lost: Sequence[str], count: int) -> None:
 
 
 def _state(root: Path, form: Format, names: list[str]) -> str:
-    digest = hashlib.sha256(json.dumps([str(root), form]).encode())
+    digest = hashlib.sha256(json.dumps([_EDITION, str(root), form]).encode())
     for name in names:
         found = (root / name).stat()
         size = 0 if form == "folder" else found.st_size
