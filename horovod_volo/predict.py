@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -79,7 +79,8 @@ def _predict(options: argparse.Namespace) -> int:
     from horovod_volo.plugins import load_plugins
 
     load_plugins(options.plugin)
-    files = list(_files(options.images))
+    bad = list[str]()
+    files = _files(options.images, bad)
     trained = load_pretrained(
         options.weights,
         name=options.model,
@@ -93,7 +94,7 @@ def _predict(options: argparse.Namespace) -> int:
     request = PredictRequest(
         options.top, options.crop_pct, options.batch_size, options.precision, options.crops
     )
-    predictions, bad = [], list[str]()
+    predictions = []
     for each in predict(trained, files, request, bad):
         predictions.append(each)
         _print_one(each, options.format, is_first=len(predictions) == 1)
@@ -105,26 +106,25 @@ def _predict(options: argparse.Namespace) -> int:
     return LEFT_OUT if bad else DONE
 
 
-def _files(given: Sequence[str]) -> Iterator[Path]:
-    """Yield the images that are named; raise UserError if a name is of nothing, or there are no images."""
+def _files(given: Sequence[str], bad: list[str]) -> list[Path]:
+    """Return the images that are named, and note what cannot be listed; raise UserError without images."""
     from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
-    from horovod_volo.data.images.split_folder import paths_below
+    from horovod_volo.data.images.split_folder import is_image, paths_below
 
     lines = sys.stdin.read().splitlines() if _STDIN in given else []
-    found = 0
+    files = list[Path]()
     for name in [each for each in (*given, *lines) if each and each != _STDIN]:
         path = Path(name)
         if not path.exists():
             raise UserError(f"there is no image or folder {name}.")
-        inside = sorted(path / each for each in paths_below(path)) if path.is_dir() else [path]
-        for file in inside:
-            if file == path or (file.suffix.lower() in IMAGE_ENDINGS and not file.is_dir()):
-                found += 1
-                yield file
-    if not found:
+        inside = sorted(path / each for each in paths_below(path, bad)) if path.is_dir() else [path]
+        files += [each for each in inside if each == path or (is_image(each.name) and not each.is_dir())]
+    if not files:
+        list_problems(bad)
         raise UserError(
             f"there are no images in {', '.join(given)}: none ends in {', '.join(IMAGE_ENDINGS)}."
         )
+    return files
 
 
 def _print_one(prediction: Prediction, form: str, *, is_first: bool) -> None:

@@ -29,6 +29,7 @@ class FolderServer(ThreadingHTTPServer):
         )
         self.login = ("", "")  # the header with a password that requests must have, and its value
         self.tunnels: list[tuple[str, str]] = []  # hosts that a proxy was asked for, and the header for it
+        self.tunnel_status = 502  # its answer
 
     @property
     def address(self) -> str:
@@ -50,7 +51,7 @@ class RangeRequest(BaseHTTPRequestHandler):
 
     def do_CONNECT(self) -> None:
         self.server.tunnels.append((self.path, self.headers.get("Proxy-Authorization", "")))
-        self._answer(502, b"", {})
+        self._answer(self.server.tunnel_status, b"", {})
 
     def do_GET(self) -> None:
         server = self.server

@@ -1,6 +1,9 @@
 """The catalog lists images in the order of their names, and errors name what is missing or wrong."""
 
+import hashlib
+import json
 import os
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +12,7 @@ from shard_writers import picture, write_tar
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.images import split_folder
 from horovod_volo.data.images.catalog import build_catalog, check_same_classes, open_catalog
 from horovod_volo.data.images.split_folder import HeldOut
 
@@ -85,6 +89,18 @@ def test_links_to_nothing_are_not_left_out_in_silence(tmp_path):
     (tmp_path / "val").unlink()
     (tmp_path / "train/a/loop.jpg").symlink_to("loop.jpg")
     with pytest.raises(UserError, match=r"Too many levels of symbolic links: .*loop\.jpg"):
+        read_folder(str(tmp_path), "train")
+
+
+def test_pipes_and_sockets_are_no_images_and_no_links(tmp_path):
+    touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
+    for name in ("train/control", "train/a/2.jpg"):
+        os.mkfifo(tmp_path / name)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "train/s"))
+        assert names(read_folder(str(tmp_path), "train")) == ("a/1.jpg", "b/1.jpg")
+    (tmp_path / "train/b/2.jpg").symlink_to(tmp_path / "train/control")
+    with pytest.raises(UserError, match=r"1 of 3 entries of .*train .* the first: b/2\.jpg"):
         read_folder(str(tmp_path), "train")
 
 
@@ -232,6 +248,33 @@ def test_a_cached_catalog_is_used_until_the_folders_change(tmp_path):
     assert second.digest != first.digest
     assert names(first) == ("a/1.jpg", "b/1.jpg")  # the open old list is unchanged
     assert sorted(path.suffix for path in cached.iterdir()) == [".catalog", ".catalog"]
+
+
+def test_a_list_of_a_version_that_left_out_links_to_nothing_is_built_again(tmp_path, monkeypatch):
+    touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg")
+    cached = tmp_path / "cached"
+    with monkeypatch.context() as earlier:
+        earlier.setattr(split_folder, "_state", state_without_version)
+        first = build_catalog(str(tmp_path), "train", cached)
+        assert build_catalog(str(tmp_path), "train", cached).path.stat().st_ino == first.path.stat().st_ino
+    kept = first.path.read_bytes()
+    second = build_catalog(str(tmp_path), "train", cached)
+    assert second.path.read_bytes() != kept
+    assert (second.path, second.digest) == (first.path, first.digest)  # what runs and label stores record
+    second.path.write_bytes(kept)
+    listed = (tmp_path / "train/a").stat()
+    (tmp_path / "train/a/2.jpg").symlink_to("gone")  # as if it had been there
+    os.utime(tmp_path / "train/a", ns=(listed.st_atime_ns, listed.st_mtime_ns))
+    with pytest.raises(UserError, match=r"links to nothing, the first: a/2\.jpg"):
+        build_catalog(str(tmp_path), "train", cached)
+
+
+def state_without_version(root, form, names):
+    """Return the state of a folder as lists of earlier versions have it."""
+    digest = hashlib.sha256(json.dumps([str(root), form]).encode())
+    for name in names:
+        digest.update(json.dumps([name, 0, (root / name).stat().st_mtime_ns]).encode())
+    return digest.hexdigest()
 
 
 @pytest.mark.parametrize("damage", [b"", b"no catalog", None])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from coded_images import PLAIN, smooth, write_images
 from image_loaders import evaluated_images, train_loader
-from PIL import Image
+from PIL import Image, features
 from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
@@ -30,6 +30,7 @@ from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.data.scenes.scene_list import find_layout, list_scenes
 from horovod_volo.data.scenes.scene_loader import SceneTrainLoader
+from horovod_volo.pack import main as pack
 
 CPU = torch.device("cpu")
 STD = torch.tensor(IMAGENET_NORMALIZATION.std).view(3, 1, 1)
@@ -85,6 +86,21 @@ def evaluated(folder: Path, decoder: DecoderName, **changes: Any) -> Tensor:
     catalog = build_catalog(str(folder), "val", None)
     data = Data(batch_size=5, image_decoder=decoder)
     return evaluated_images(catalog, data, image_size=SIDE, **changes)
+
+
+@pytest.mark.skipif(not features.check("avif"), reason="this Pillow is without AVIF")
+def test_avif_under_the_name_of_a_jpeg(tmp_path: Path) -> None:
+    """As in folders of images from the web; packed, it is found in the shard too."""
+    for split in ("train", "val"):
+        for number in range(2):
+            file = tmp_path / "data" / split / "a" / f"{number}.jpg"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            noisy(90, 70, number).save(file, "AVIF")
+    assert pack([str(tmp_path / "data"), str(tmp_path / "packed"), "--workers", "1"]) == 0
+    for folder in (tmp_path / "data", tmp_path / "packed"):
+        dali, pillow = (evaluated(folder, name) for name in ("dali", "pillow"))
+        assert float(levels(pillow, dali).max()) < 2.01
+        assert float(dali.std()) > 0.1
 
 
 @pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])

@@ -306,7 +306,9 @@ def test_user_and_password_are_those_of_netrc(
         remote(server)
     (tmp_path / ".netrc").write_text("machine 127.0.0.1 login jane password s3cret\n")
     (tmp_path / ".netrc").chmod(0o644)
-    with pytest.raises(UserError, match=r"netrc cannot be used\..* chmod 600") as raised:
+    with pytest.raises(
+        UserError, match=r"401 Unauthorized\. ~/\.netrc cannot be used\..* chmod 600"
+    ) as raised:
         remote(server)
     assert "s3cret" not in str(raised.value)
     (tmp_path / ".netrc").chmod(0o600)
@@ -317,6 +319,37 @@ def test_user_and_password_are_those_of_netrc(
     monkeypatch.setenv("NETRC", str(tmp_path / "passwords"))
     with closing(remote(server)) as catalog:
         assert len(catalog) == 40
+
+
+@pytest.mark.parametrize("how", ["open to all", "not UTF-8", "no file", "no folder"])
+def test_a_netrc_that_cannot_be_used_matters_only_where_a_password_is_wanted(
+    server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", "/dev/null" if how == "no folder" else str(tmp_path))
+    file = tmp_path / ".netrc"
+    if how == "no file":
+        file.mkdir()
+    else:
+        ending = b"\xff" if how == "not UTF-8" else b""
+        file.write_bytes(b"machine elsewhere.test login jane password s3cret" + ending)
+        file.chmod(0o644 if how == "open to all" else 0o600)
+    with closing(remote(server)) as catalog:
+        assert len(content(catalog)) == 40
+    server.login = ("Authorization", basic("jane:s3cret"))
+    with pytest.raises(UserError, match=r"401 Unauthorized\. ~/\.netrc cannot be used"):
+        remote(server)
+
+
+def test_a_password_is_sent_to_the_very_host_that_netrc_names(
+    server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A redirect may lead to a store that refuses a signed address with a further password."""
+    (tmp_path / "netrc").write_text("machine a.test login a password b\ndefault login jane password s3cret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    server.login = ("Authorization", basic("jane:s3cret"))
+    with pytest.raises(UserError, match=r"401 Unauthorized\. Give a user and a password"):
+        remote(server)
 
 
 def test_a_proxy_may_want_a_password(server: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,6 +363,15 @@ def test_a_proxy_may_want_a_password(server: FolderServer, monkeypatch: pytest.M
     with closing(HttpSource()) as source, pytest.raises(ranges.TemporaryError, match="502"):
         source.read("https://shards.test/train/images.catalog", 0, 1)
     assert server.tunnels == [("shards.test:443", server.login[1])]
+    for status, message in (
+        (407, r"407 Proxy Authentication Required\. Give the proxy's user and password in https_proxy"),
+        (403, r"403 Forbidden\. Check the proxy, or name the host in no_proxy\."),
+    ):
+        server.tunnel_status = status
+        with pytest.raises(UserError, match=f"the proxy refuses shards.test: {message}") as raised:
+            shared_catalog("https://shards.test", "train", None, ALONE)
+        assert "jane" not in str(raised.value)
+    assert len(server.tunnels) == 3, "a refusal is not asked for again"
     server.login = ("Proxy-Authorization", "")
     monkeypatch.setenv("http_proxy", "http://jane:p/w@127.0.0.1:1")
     with pytest.raises(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,10 @@ from PIL import Image
 from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.images.split_folder import paths_below
 from horovod_volo.data.scenes.scene_list import find_layout, list_scenes
 
+UNPRIVILEGED = 65534  # the user nobody
 MASK = np.array([[0, 1, 2], [150, 255, 3]], dtype=np.uint8)
 
 
@@ -90,9 +94,56 @@ def test_linked_folders_are_listed_and_links_to_nothing_are_refused(tmp_path: Pa
     ):
         list_scenes(tmp_path, find_layout(tmp_path), "train")
     image.unlink()
-    (image.parent / "ulm" / "above").symlink_to(image.parent)
-    with pytest.raises(UserError, match=r"cannot be listed: Too many levels of symbolic links"):
+    image.symlink_to(image.name)
+    with pytest.raises(
+        UserError, match=r"1 of 3 entries of .*train are links to nothing, the first: three\."
+    ):
         list_scenes(tmp_path, find_layout(tmp_path), "train")
+
+
+def test_links_that_lead_up_are_not_followed(tmp_path: Path) -> None:
+    plain(tmp_path)
+    train, other = tmp_path / "images" / "train", tmp_path / "other"
+    write(other / "two.png", picture())
+    write(tmp_path / "masks" / "train" / "ulm" / "two.png", np.minimum(MASK, 2))
+    for link, to in (
+        ("ulm", other),
+        ("current", "."),
+        ("all", "../.."),
+        ("ulm/above", train),
+        ("ulm/self", other),
+    ):
+        (train / link).symlink_to(to)
+    assert list_scenes(tmp_path, find_layout(tmp_path), "train").names == ("one.png", "ulm/two.png")
+
+
+def test_a_folder_that_permission_denies() -> None:
+    """It is an error for training, and named by who takes what else there is."""
+    with tempfile.TemporaryDirectory() as directory:  # other users cannot enter pytest's own folders
+        root = plain(Path(directory))
+        root.chmod(0o755)
+        train = root / "images" / "train"
+        write(train / "ulm" / "two.png", picture())
+        (train / "three.png").symlink_to("ulm/two.png")
+        (train / "four").mkdir()
+        (train / "ulm").chmod(0)
+        denied: list[str] = []
+        is_root = os.geteuid() == 0
+        try:
+            if is_root:
+                os.seteuid(UNPRIVILEGED)
+            with pytest.raises(
+                UserError, match=r"train/(ulm|three\.png) cannot be listed: Permission denied\."
+            ):
+                list_scenes(root, find_layout(root), "train")
+            assert set(paths_below(train, denied)) == {"one.png", "ulm", "four"}
+        finally:
+            if is_root:
+                os.seteuid(0)
+            (train / "ulm").chmod(0o755)
+        assert sorted(denied) == [
+            f"{train}/{name} cannot be listed: Permission denied" for name in ("three.png", "ulm")
+        ]
 
 
 @pytest.mark.parametrize(

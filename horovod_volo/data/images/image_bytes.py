@@ -11,10 +11,11 @@ import struct
 import zlib
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError, features
 
 IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM")  # `reading.to_ppm` writes PPM
+_AVIF = ("AVIF",) if "avif" in features.modules and features.check("avif") else ()  # from Pillow 11.3 on
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", *_AVIF)  # `reading.to_ppm` writes PPM
 # What Pillow raises for an image that it cannot open or decode.
 UNDECODABLE = (
     *(OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError),
@@ -37,6 +38,8 @@ def ending_of(start: bytes) -> str:
     """Return the usual file name extension for an image's first bytes; empty if they are not an image."""
     if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
         return ".webp"
+    if start[4:8] == b"ftyp" and start[8:12] in (b"avif", b"avis"):
+        return ".avif"
     return next((ending for bytes_, ending in _ENDING_OF_START.items() if start.startswith(bytes_)), "")
 
 

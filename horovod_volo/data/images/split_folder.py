@@ -28,6 +28,7 @@ FOLDER_NAMES: dict[Split, tuple[str, ...]] = {
 CLASSES_FILE = "classes.txt"  # beside tar shards: one class name a line
 PUBLISHED_CATALOG = "images.catalog"  # beside shards: the list of their images, for reading from a server
 NAMES_SHOWN = 8
+_EDITION = 2  # increase when other images of a folder are listed: lists of earlier versions are not used
 _SHARD_NAMES: dict[Format, re.Pattern[str]] = {
     "tar": re.compile(r".*\.tar"),
     "tfrecord": re.compile(r".*\.tfrecord|.*-\d{5}-of-\d{5}"),
@@ -93,8 +94,7 @@ def find_split(data_dir: str, split: Split, held_out: HeldOut | None = None) -> 
     found: dict[Format, list[str]] = {
         form: [name for name in files if pattern.fullmatch(name)] for form, pattern in _SHARD_NAMES.items()
     }
-    if folders:
-        found["folder"] = folders
+    found["folder"] = folders
     present = [form for form, parts in found.items() if parts]
     if not present:
         raise UserError(
@@ -199,8 +199,7 @@ def _held_out_folder(data: Path, chosen: str) -> Path | None:
 
 def _holds_classes(folder: Path) -> bool:
     """Return whether two folders or more have images directly inside."""
-    names = sorted(visible(folder)[0])
-    return sum(any(map(is_image, visible(folder / name)[1])) for name in names) > 1
+    return sum(any(map(is_image, visible(folder / name)[1])) for name in visible(folder)[0]) > 1
 
 
 def is_image(name: str) -> bool:
@@ -208,32 +207,44 @@ def is_image(name: str) -> bool:
 
 
 def visible(folder: Path) -> tuple[list[str], list[str], list[str]]:
-    """Return the names that are not hidden: of folders, of all else, and of links to nothing among these."""
-    folders, others, lost = list[str](), list[str](), list[str]()
+    """Return the names that are not hidden: of folders, of files, and of links to nothing among these."""
+    folders, files, lost = list[str](), list[str](), list[str]()
     with os.scandir(folder) as entries:
         for entry in entries:
-            if not entry.name.startswith("."):  # macOS writes "._name.jpg" beside name.jpg
-                (folders if entry.is_dir() else others).append(entry.name)
+            # Neither pipes and sockets, nor the "._name.jpg" that macOS writes beside name.jpg.
+            if not entry.name.startswith(".") and (entry.is_dir() or entry.is_file() or entry.is_symlink()):
+                (folders if entry.is_dir() else files).append(entry.name)
                 if not (entry.is_dir() or entry.is_file()):
                     lost.append(entry.name)
-    return folders, others, lost
+    return folders, files, lost
 
 
-def paths_below(folder: Path) -> dict[str, bool]:
-    """Return all paths below a folder, those in linked folders too, and whether something is there."""
+def paths_below(folder: Path, unlisted: list[str] | None = None) -> dict[str, bool]:
+    """Return all paths below a folder, those in linked folders too, and whether something is there.
+
+    Links that lead up are not followed. What cannot be listed is an error, or noted in `unlisted`.
+    """
     found: dict[str, bool] = {}
-    pending = [""]
-    try:
-        while pending:
-            inside = pending.pop()
-            with os.scandir(folder / inside) as entries:
-                for entry in entries:
-                    path = f"{inside}{entry.name}"
-                    if entry.is_dir():  # a link that leads up ends in an error: too many levels
-                        pending.append(f"{path}/")
-                    found[path] = entry.is_dir() or entry.is_file()
-    except OSError as error:
-        raise UserError(f"{error.filename} cannot be listed: {error.strerror}. Correct this.") from None
+    pending, root = [""], Path(os.path.realpath(folder))
+    while pending:
+        inside = pending.pop()
+        here = root / inside
+        try:
+            if inside:
+                found[inside[:-1]] = here.is_dir() or here.is_file()
+            above = here.parents if here.is_symlink() else ()
+            if not inside or (here.is_dir() and not any(map(here.samefile, above))):
+                with os.scandir(here) as entries:
+                    for entry in entries:
+                        if entry.is_symlink() or entry.is_dir():
+                            pending.append(f"{inside}{entry.name}/")
+                        elif entry.is_file():  # no pipe or socket
+                            found[f"{inside}{entry.name}"] = True
+        except OSError as error:
+            problem = f"{error.filename} cannot be listed: {error.strerror}"
+            if unlisted is None or not inside:
+                raise UserError(f"{problem}. Correct this.") from None
+            unlisted.append(problem)
     return found
 
 
@@ -247,7 +258,7 @@ def check_links(folder: Path, lost: Sequence[str], count: int) -> None:
 
 
 def _state(root: Path, form: Format, names: list[str]) -> str:
-    digest = hashlib.sha256(json.dumps([str(root), form]).encode())
+    digest = hashlib.sha256(json.dumps([_EDITION, str(root), form]).encode())
     for name in names:
         found = (root / name).stat()
         size = 0 if form == "folder" else found.st_size

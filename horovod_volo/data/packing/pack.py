@@ -119,7 +119,8 @@ def _packed_image(name: str, encoded: bytes, *, shorter_side: int, quality: int)
         raise BadSampleError(f"cannot be decoded: {error}") from error
     if name.lower().endswith(IMAGE_ENDINGS):
         return name, encoded
-    return f"{name}{ending_of(encoded[:START_BYTES]) or IMAGE_ENDINGS[0]}", encoded
+    ending = ending_of(encoded[:START_BYTES])
+    return f"{name}{ending if ending in IMAGE_ENDINGS else IMAGE_ENDINGS[0]}", encoded
 
 
 def _shrink(image: Image.Image, shorter_side: int, quality: int) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import os
 import re
-import ssl
 import string
 import threading
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -24,9 +23,9 @@ from horovod_volo.data.remote.ranges import FilePart, MissingError, RefusedError
 _TIMEOUT_SECONDS = 60.0
 _REDIRECTS, _MOST_REDIRECTS = (301, 302, 303, 307, 308), 5
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
-_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+)")
-_EMPTY_RANGE = re.compile(r"bytes \*/(\d+)")
-_PASSWORDS = {
+_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
+_PROXY_REFUSES = re.compile(r"Tunnel connection failed: ((\d+).*)")  # a message of http.client
+_REMEDIES = {
     401: "Give a user and a password in ~/.netrc on every host",
     407: "Give the proxy's user and password in https_proxy or http_proxy, as http://USER:PASSWORD@HOST:PORT",
 }
@@ -60,6 +59,9 @@ class HttpSource:
                 response.read()
             except (OSError, HTTPException) as error:
                 self._drop(parts)
+                if (refusal := _PROXY_REFUSES.fullmatch(str(error))) and int(refusal[2]) not in _TEMPORARY:
+                    remedy = _REMEDIES.get(int(refusal[2]), "Check the proxy, or name the host in no_proxy")
+                    raise UserError(f"the proxy refuses {parts.hostname}: {refusal[1]}. {remedy}.") from None
                 raise TemporaryError(f"{type(error).__name__} {error}".strip()) from error
             location = response.headers.get("Location", "")
             asked = urljoin(asked, quote(location, string.punctuation, "latin-1"))  # its bytes, as text
@@ -77,12 +79,11 @@ class HttpSource:
         status, headers = response.status, response.headers
         found = _RANGE.fullmatch(headers.get("Content-Range", ""))
         version = headers.get("ETag") or headers.get("Last-Modified") or ""
-        if status == 206 and found and int(found[1]) == start:
+        if status == 206 and found and found[1] and int(found[1]) == start:
             return FilePart(response.read(), int(found[2]), version)
-        ended = _EMPTY_RANGE.fullmatch(headers.get("Content-Range", ""))
-        if status == 416 and ended:
+        if status == 416 and found and not found[1]:
             response.read()
-            return FilePart(b"", int(ended[1]), version)
+            return FilePart(b"", int(found[2]), version)
         response.close()  # the rest of the answer is not wanted, so neither is the connection
         self._drop(asked)
         if status in _TEMPORARY:
@@ -97,7 +98,7 @@ class HttpSource:
                 f"the server of {url} does not answer range requests: it sends other bytes than asked "
                 "for. Use one that does, such as nginx, or an object store."
             )
-        remedy = _PASSWORDS.get(status, "Check the server")
+        remedy = (status == 401 and _read_netrc()[1]) or _REMEDIES.get(status, "Check the server")
         raise UserError(f"{url} cannot be read: {status} {response.reason}. {remedy}.")
 
     def _get(self, url: SplitResult, start: int, length: int) -> HTTPResponse:
@@ -108,8 +109,7 @@ class HttpSource:
         }
         path = quote(f"{url.path or '/'}?{url.query}" if url.query else url.path or "/", string.punctuation)
         connections, server = self._connections(), url[:2]
-        is_open = server in connections
-        for again in (True, False):
+        for again in (server in connections, False):  # the server may have closed an idle connection
             connection = connections.get(server) or self._connect(url)
             connections[server] = connection
             with self._lock:
@@ -119,7 +119,7 @@ class HttpSource:
                 return connection.http.getresponse()
             except (OSError, HTTPException):
                 self._drop(url)
-                if not (again and is_open):  # the server may have closed an idle connection
+                if not again:
                     raise
         raise AssertionError
 
@@ -134,14 +134,13 @@ class HttpSource:
             raise UserError(
                 f"the port of the {'proxy' if proxy else 'server'} is no number. Write / in passwords as %2F."
             ) from None
-        headers, of_proxy = _login(url.hostname), dict[str, str]()
+        found = _read_netrc()[0].get(url.hostname)  # not `default`, which a redirect would send elsewhere
+        headers = _login("Authorization", found[0], found[2]) if found else {}
+        of_proxy: dict[str, str] = {}
         if proxy and server.username is not None:
-            login = _basic(unquote(server.username), unquote(server.password or ""))
-            of_proxy = {"Proxy-Authorization": login}
+            of_proxy = _login("Proxy-Authorization", unquote(server.username), unquote(server.password or ""))
         if url.scheme == "https":
-            secured = HTTPSConnection(
-                host, port, timeout=_TIMEOUT_SECONDS, context=ssl.create_default_context()
-            )
+            secured = HTTPSConnection(host, port, timeout=_TIMEOUT_SECONDS)
             if proxy:
                 secured.set_tunnel(url.hostname, url.port, of_proxy)
             return _Connection(secured, "", headers)
@@ -161,19 +160,15 @@ class HttpSource:
                 self._open.discard(connection.http)
 
 
-def _login(host: str) -> dict[str, str]:
-    """Return the header with the user and the password for a host, if a netrc file has them."""
+def _read_netrc() -> tuple[dict[str, tuple[str, str, str]], str]:
+    """Return users, accounts and passwords by host, and the remedy if the file cannot be used."""
     file = os.environ.get("NETRC")
     try:
-        found = netrc(file).authenticators(host)
-    except FileNotFoundError:
-        found = None
-    except (NetrcParseError, OSError):  # its message may hold a password
-        raise UserError(
-            f"{file or '~/.netrc'} cannot be used. Correct it, and let nobody else read it: chmod 600."
-        ) from None
-    return {"Authorization": _basic(found[0], found[2])} if found else {}
+        return netrc(file).hosts, ""
+    except (NetrcParseError, OSError, UnicodeError) as error:  # its message may hold a password
+        remedy = f"{file or '~/.netrc'} cannot be used. Correct it, and let nobody else read it: chmod 600"
+        return {}, "" if isinstance(error, FileNotFoundError) else remedy
 
 
-def _basic(user: str, password: str) -> str:
-    return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
+def _login(header: str, user: str, password: str) -> dict[str, str]:
+    return {header: f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"}
