@@ -288,4 +288,5 @@ def end_message(context: TrainContext, finished: bool) -> str:
         why = f" of {total}, because {none_better}"
         best = context.folder / CHECKPOINTS / "best"
         return f"done: {step} steps{why if step < total else ''}; best weights in {best}"
-    return f"stopped at step {context.state.step} and saved; resume with --resume auto"
+    why = ", because of --stop-at-step" if step == context.config.run.stop_at_step else ""
+    return f"stopped at step {step} and saved{why}; resume with --resume auto"
