@@ -3,10 +3,12 @@
 #
 # A job stops on SIGUSR1. Slurm sends it before the time limit (--signal), and you can send it at any time
 # (scancel --full --signal=USR1 JOB). The ranks save and exit with STOPPED, and the same job is requeued.
-# Exit status: 0 finished; STOPPED stopped, saved and requeued; anything else: failed.
+# A run that has reached the step of --stop-at-step is not requeued: it would stop there again.
+# Exit status: 0 finished; STOPPED stopped and saved; anything else: failed.
 
 MISTAKE=2
 STOPPED=75
+DONE=0 STEP_REACHED=3 # what copy_output returns
 CONTACT_LOST=205 # mpirun's status if the connection to its daemon on a node breaks
 BY_USR1=$((128 + $(kill -l USR1))) # the status of a `wait` that is ended by the signal
 SIGNAL_INTERVAL_SECONDS=10
@@ -78,36 +80,49 @@ launch() {
     return "$status"
 }
 
-# Train on the ranks of `starter` with these flags; return the trainer's status.
-train() {
+# Launch a command that trains, and return its status; set `outcome` to that of copy_output.
+outcome=""
+launch_training() {
     local status=0 reader
     exec 4> >(copy_output) # the reader waits until every process has closed this
     reader=$!
-    launch "${starter[@]}" python -m horovod_volo.train "$DATA_DIR" --output "$OUTPUT_DIR" --resume auto \
-        ${TOKEN_LABELS:+--token-label-data "$TOKEN_LABELS"} "$@" >&4 || status=$?
+    launch "$@" >&4 || status=$?
     exec 4>&-
+    outcome=0
+    wait "$reader" || outcome=$?
+    return "$status"
+}
+
+# Train on the ranks of `starter` with these flags; return the trainer's status.
+train() {
+    local status=0
+    launch_training "${starter[@]}" python -m horovod_volo.train "$DATA_DIR" --output "$OUTPUT_DIR" \
+        --resume auto ${TOKEN_LABELS:+--token-label-data "$TOKEN_LABELS"} "$@" || status=$?
     # If a daemon of mpirun is killed on its node, mpirun ends all ranks and returns 0.
-    if ! wait "$reader" && ((status == 0)); then
+    if ((status == 0 && outcome != DONE)); then
         echo "error: mpirun ended before training was finished" >&2
         return "$CONTACT_LOST"
     fi
     return "$status"
 }
 
-# Copy the trainer's output; return 0 if it contains the line of a finished run.
+# Copy the trainer's output; return DONE or STEP_REACHED after such a last line of a run, else 1.
 copy_output() {
     trap '' USR1
     local line status=1
     while IFS= read -r line; do
         printf '%s\n' "$line"
-        [[ $line != "done: "* ]] || status=0
+        [[ $line != "done: "* ]] || status=$DONE
+        [[ $line != "stopped at step "*" of --stop-at-step;"* ]] || status=$STEP_REACHED
     done
     return "$status"
 }
 
-# End the job; requeue it if it has stopped.
+# End the job; requeue it if it has stopped before the step of --stop-at-step.
 finish() {
-    if (($1 == STOPPED)); then
+    if (($1 == STOPPED && outcome == STEP_REACHED)); then
+        echo "job $SLURM_JOB_ID has reached the step of --stop-at-step and is not requeued"
+    elif (($1 == STOPPED)); then
         echo "job $SLURM_JOB_ID has stopped and is requeued"
         scontrol requeue "$SLURM_JOB_ID" ||
             echo "error: the job could not be requeued. Submit it again; it resumes from its checkpoint." >&2

@@ -66,16 +66,16 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback] = (), stop: StopRequest | None = None) -> None:
         self._callbacks, self._stop = callbacks, stop
-        self._failed: UserError | None = None
+        self.failed: UserError | None = None  # the first error
 
     def raise_on_all_ranks(self, run: TrainContext) -> None:
         """Log the error of a callback on any rank, and raise it on every rank. Collective."""
         try:
-            run.world.raise_on_all_ranks(self._failed)
+            run.world.raise_on_all_ranks(self.failed)
         except UserError as error:
             run.log(f"error: {error}")
             # On the rank of the callback, the traceback shows where it failed.
-            raise error from (None if self._failed is None else self._failed.__cause__)
+            raise error from (None if self.failed is None else self.failed.__cause__)
 
     def _call(self, point: str, run: TrainContext, *values: Any, **facts: Any) -> None:
         for callback in self._callbacks:
@@ -84,9 +84,9 @@ class Callbacks:
             except (RankLostError, HostsChangedError):
                 raise
             except Exception as error:  # a callback may raise anything
-                if self._failed is None:
-                    self._failed = _failure(f"The callback {type(callback).__name__}", point, error)
-                    print_error(f"error on rank {read_launch_env().rank}: {self._failed}")
+                if self.failed is None:
+                    self.failed = _failure(f"The callback {type(callback).__name__}", point, error)
+                    print_error(f"error on rank {read_launch_env().rank}: {self.failed}")
                     traceback.print_exception(error)
                 if self._stop is not None:
                     self._stop.received = True

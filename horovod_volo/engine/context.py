@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from horovod_volo.cluster.watchdog_process import Heartbeat
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive
 from horovod_volo.config.schema import Config
+from horovod_volo.core.errors import UserError
 from horovod_volo.engine.callbacks import Callbacks
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
@@ -110,13 +112,15 @@ class TrainContext:
 
     def close(self) -> None:
         """Finish the checkpoint under way, stop the data threads and close all files."""
-        self.checkpoints.close()
-        self.parts.train_loader.close()
-        self.parts.close()
-        self.ledger.write()
-        self.logger.close()
-        if self.lock is not None:
-            self.lock.close()
+        with ExitStack() as closing:  # in the reverse order; all are closed even if one of them fails
+            if self.lock is not None:
+                closing.callback(self.lock.close)
+            closing.callback(self.logger.close)
+            closing.callback(self.parts.close)
+            closing.callback(self.parts.train_loader.close)
+            closing.callback(self.checkpoints.close)
+            with suppress(UserError):  # another process has taken over the run folder
+                self.ledger.write()
 
 
 def run_folder(config: Config) -> Path:

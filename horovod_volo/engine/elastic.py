@@ -24,7 +24,7 @@ from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import by_flag
-from horovod_volo.core.errors import print_error
+from horovod_volo.core.errors import UserError, print_error
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.ledger import LedgerStep
@@ -49,6 +49,8 @@ class ElasticRun:
     def __init__(self, job: ElasticJob) -> None:
         self.job = job
         self.formed = 0  # how often this run's ranks were formed before
+        self.failed: UserError | None = None  # in a callback, before the ranks were formed again
+        self.resumes = False  # whether the run had begun, but no rank has its state: it is in a checkpoint
         self._began = False
         self._progress: Reached | None = None
         self._tensors: StateDicts = {}
@@ -57,6 +59,8 @@ class ElasticRun:
     def keep(self, context: TrainContext) -> None:
         """Keep the state after the last complete step, unless it was being loaded from a checkpoint."""
         state = context.state
+        if context.callbacks.failed is not None:  # without its traceback, which keeps the model in memory
+            self.failed = self.failed or UserError(str(context.callbacks.failed))
         if state.step < 0:
             return
         state.reducer.statistics.restore()  # the step under way has changed them
@@ -73,25 +77,21 @@ class ElasticRun:
 
     def find_newest(self, world: World) -> Reached | None:
         """Return the progress of the rank that has come furthest; None at the start of a run. Collective."""
-        by_rank = world.allgather_object(self._progress)
-        steps = [-1 if progress is None else progress.step for progress in by_rank]
-        root = steps.index(max(steps))
-        newest: Reached | None = by_rank[root]
-        if newest is None:
-            self._newest = None
+        by_rank: list[tuple[bool, Reached | None]] = world.allgather_object((self._began, self._progress))
+        reached = [(rank, progress) for rank, (_, progress) in enumerate(by_rank) if progress is not None]
+        self._newest = max(reached, key=lambda each: each[1].step, default=None)
+        self._began = any(began for began, _ in by_rank)  # a newcomer to the run learns it
+        self.resumes = self._began and self._newest is None
+        if self._newest is None:
             return None
+        newest = self._newest[1]
         if newest.in_vain > _MOST_IN_VAIN:
             raise AllRanksError(
                 f"The ranks were formed again {newest.in_vain} times in a row without completing a step, so "
                 f"this run ends at step {newest.step}. Resume from its last checkpoint with --resume auto."
             )
-        self.formed, self._newest = newest.formed, (root, newest)
+        self.formed = newest.formed
         return newest
-
-    @property
-    def resumes(self) -> bool:
-        """Return whether the run had begun, but no rank has its state: it is in a checkpoint."""
-        return self._began and self._newest is None
 
     def describe(self, step: int, hosts: Sequence[str]) -> str:
         """Describe the ranks that have just been formed."""

@@ -86,11 +86,12 @@ def run(
         of_plugins = world.run_on_all_ranks(partial(build_plugin_callbacks, config.run.plugin))
         context.callbacks = Callbacks([*profiled, *callbacks, *of_plugins], stop)
         log_start(context, hosts, warnings, elastic)
-        if elastic is not None:
-            context.hosts_changed = lambda: elastic.job.hosts_changed
-            elastic.forget()  # not before: a rank may be lost while the run is set up
         context.callbacks.started(context)
         context.callbacks.raise_on_all_ranks(context)
+        if elastic is not None:
+            context.callbacks.failed = elastic.failed  # raised when this state is saved
+            context.hosts_changed = lambda: elastic.job.hosts_changed
+            elastic.forget()  # not before: a rank may be lost while the run is set up
         before = world.run_on_rank_zero(lambda: progress_so_far(context.folder / METRICS))
         context.skipped.total, context.clock = before.skipped_steps, TrainingClock(before.hours)
         context.heartbeat.beat(context.state.step)
@@ -281,4 +282,5 @@ def end_message(context: TrainContext, finished: bool) -> str:
         why = f" of {total}, because {none_better}"
         best = context.folder / CHECKPOINTS / "best"
         return f"done: {step} steps{why if step < total else ''}; best weights in {best}"
-    return f"stopped at step {context.state.step} and saved; resume with --resume auto"
+    why = ", because of --stop-at-step" if step == context.config.run.stop_at_step else ""
+    return f"stopped at step {step} and saved{why}; resume with --resume auto"

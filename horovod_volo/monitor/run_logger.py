@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from horovod_volo.config.logging_settings import Logging, loggers
 from horovod_volo.core.atomic_file import atomic_write
-from horovod_volo.core.errors import escape_controls
+from horovod_volo.core.errors import UserError, escape_controls
 from horovod_volo.monitor import event_records
 from horovod_volo.monitor.appended_file import AppendedFile
 from horovod_volo.monitor.board import (
@@ -137,12 +138,13 @@ class RunLogger(Logger):
         self._progress.end_line()
         for logger in self._further:
             logger.close(finished=self._finished)
-        self._say_problems()
-        for file in self._files:
-            if file is not self._other_axes or file.lacks:
-                self._append(file, b"")
-            if file.lacks:
-                self._print(f"warning: {file.path} lacks its last {file.lacks} bytes")
+        with suppress(UserError):  # another process has taken over the folder: the rest is not written
+            self._say_problems()
+            for file in self._files:
+                if file is not self._other_axes or file.lacks:
+                    self._append(file, b"")
+                if file.lacks:
+                    self._print(f"warning: {file.path} lacks its last {file.lacks} bytes")
 
     def _record(self, kind: str, step: int, values: Values) -> None:
         self._append(self._metrics, f"{json.dumps({'step': step, **values})}\n".encode())

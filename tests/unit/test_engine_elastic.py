@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,18 +12,25 @@ import torch
 
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config, flat_weights
 from horovod_volo.cluster.collectives import LocalCollectives, RankLostError
+from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import AllRanksError, World
+from horovod_volo.config.values import assemble
+from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.checkpoint.files import write_checkpoint
 from horovod_volo.engine.checkpoint.resuming import restore_state
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.elastic import ElasticRun, Reached
+from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.run import run as engine_run
 from horovod_volo.optim.muon import OneRank, share_matrices
 
 
 class OtherRanks(LocalCollectives):
     """Rank 0 of three, of which the others have come this far."""
 
-    def __init__(self, *others: Reached | None) -> None:
-        self.others = others
+    def __init__(self, *others: Reached | None, began: bool = False) -> None:
+        self.others = [(began, progress) for progress in others]
 
     def allgather_object(self, value: Any) -> list[Any]:
         return [value, *self.others]
@@ -51,6 +59,16 @@ def test_a_new_run_has_nobody_to_go_on_from() -> None:
     elastic = ElasticRun(job=None)  # type: ignore[arg-type]
     assert elastic.find_newest(World(size=3, collectives=OtherRanks(None, None))) is None
     assert elastic.unwritten() == []
+    assert not elastic.resumes
+
+
+def test_a_newcomer_learns_that_the_run_had_begun() -> None:
+    """As when a rank is lost while a checkpoint is loaded: rank 0 selects it, and may be a newcomer."""
+    elastic = ElasticRun(job=None)  # type: ignore[arg-type]
+    assert elastic.find_newest(World(size=3, collectives=OtherRanks(None, None, began=True))) is None
+    assert elastic.resumes
+    assert elastic.find_newest(World.single()) is None  # the others are lost before the run goes on
+    assert elastic.resumes
 
 
 def test_formations_without_a_step_are_counted_and_end_the_run() -> None:
@@ -115,6 +133,34 @@ def test_a_state_that_is_loaded_in_part_is_not_kept(monkeypatch: pytest.MonkeyPa
 
 def lost_rank(*_: object) -> None:
     raise RankLostError
+
+
+def test_an_error_in_a_callback_outlives_the_ranks_of_its_step(tmp_path: Path) -> None:
+    """It is raised by the ranks that are formed next, once they have saved and stopped."""
+
+    class FailsOnce(Callback):
+        def step_done(self, run: TrainContext) -> None:
+            if run.step == 2:
+                raise ZeroDivisionError
+
+    class LosesRankOnce(Callback):
+        def step_done(self, run: TrainContext) -> None:
+            if run.step == 2:
+                raise RankLostError
+
+    make_demo_set(tmp_path / "images", train=16, val=10)
+    settings: dict[str, Any] = {"model": "volo_demo", "img_size": 32, "batch_size": 4, "epochs": 1}
+    settings |= {"warmup_epochs": 0, "cooldown_epochs": 0, "workers": 1, "name": "run"}
+    settings |= {"data_dir": str(tmp_path / "images"), "output": str(tmp_path)}
+    config, stop = assemble(settings, fallback_name=""), StopRequest()
+    elastic = ElasticRun(SimpleNamespace(name="job", hosts_changed=False))  # type: ignore[arg-type]
+    callbacks = [FailsOnce(), LosesRankOnce()]
+    with closing(Watchdog(0.0, elastic=True)) as watchdog:
+        with pytest.raises(RankLostError):
+            engine_run(config, World.single(), stop, watchdog, elastic, callbacks)
+        with pytest.raises(AllRanksError, match="FailsOnce failed in step_done: ZeroDivisionError"):
+            engine_run(config, World.single(), stop, watchdog, elastic, callbacks)
+    assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir()
 
 
 def test_the_state_of_the_last_complete_step_is_kept() -> None:
