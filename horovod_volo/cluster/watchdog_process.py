@@ -26,7 +26,7 @@ _GLOO_TIMEOUT_SECONDS = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS", 30)
 _MISSING_SECONDS = 15.0  # after the last report, for ranks whose heartbeat or disk is slower
 _MESSAGE_SECONDS, _DUMP_SECONDS, _FOLDER_SECONDS = 3.0, 2.0, 10.0
 _LOOKS_PER_LIMIT = 4  # of a rank at work, for reports of others
-_LOOKS_PER_SECOND = 100  # of all watchdogs together
+_LOOKS_PER_SECOND = 100  # of all watchdogs together, in turn: 1,000 would read 1,000 names at the same time
 _STOPPED = "is stopped by a signal"
 _STATES = {"T": _STOPPED, "t": _STOPPED, "D": "waits for a disk or a file server"}
 # States in the names of reports, rank_RANK.STATE.NUMBER, so that only names need to be read.
@@ -57,8 +57,7 @@ class Heartbeat:
     def __init__(self, descriptor: int = -1) -> None:
         """Share the memory behind a file descriptor; without one, nobody watches."""
         self._memory = mmap.mmap(descriptor, _FORMAT.size)
-        self._progress = Progress()
-        self._limit = 0.0
+        self._progress, self._limit = Progress(), 0.0
 
     def watch(self, limit: float) -> None:
         """Let the rank count as hanging after `limit` seconds without a beat; 0: never."""
@@ -105,10 +104,9 @@ class Watch:
         """Watch these ranks from now on; without hosts, the connection to them."""
         self._rank, self._hosts, self._folder = rank, hosts, Path(folder)
         self._own_name = f"rank {rank} on {self._host}"
-        self._state = ""  # that this rank has reported since it hangs
-        self._report, self._count = Path(), 0  # of this rank, and how many there were
-        self._seen: dict[Path, float] = {}  # reports of all ranks, and when each was seen first
-        self._next_look = 0.0
+        self._state, self._next_look = "", 0.0  # what this rank has reported since it hangs; when to look
+        self._reports, self._count = list[Path](), 0  # of this rank, to be removed, and how many there were
+        self._seen: dict[Path, float] = {}  # files in the folder, and when each was seen first
 
     def check(self, progress: Progress) -> bool:
         """Report a rank that hangs; kill it and return True when no rank can go on."""
@@ -126,7 +124,7 @@ class Watch:
             doing = self._stopped_state() or "does not connect, or waits for one that does not"
             self._say(f"error: {self._own_name} {doing}, for {progress.limit:g} s (--hang-timeout).")
             return self._kill()
-        if not self._state:
+        if self._next_look < float("inf"):
             self._report_hang(progress)
         reports = self._decide(progress, silent) if self._now >= self._next_look else None
         if reports is None:
@@ -172,14 +170,17 @@ class Watch:
         """Let ranks that wait know, if there are any, that this one is at work."""
         if self._hosts and progress.limit and (self._state or self._now >= self._next_look):
             self._state, self._next_look = "", self._now + progress.limit / _LOOKS_PER_LIMIT
-            others = [state for rank, (state, _) in self._look().items() if rank != self._rank]
-            self._write_report(_WORKS if {_WAITS, _HANGS}.intersection(others) else "", progress.doing)
+            others = {state for rank, (state, _) in self._look(0.0).items() if rank != self._rank}
+            self._write_report(_WORKS if others else "", f"is at work, {progress.doing}")
 
     def _report_hang(self, progress: Progress) -> None:
-        """Write where this rank is, and the stacks of its threads."""
-        # Ranks look in turn: at 1,000 of them, each would read 1,000 names at the same time.
-        stopped, self._next_look = self._stopped_state(), self._now + self._rank / _LOOKS_PER_SECOND
+        """Write where this rank is, and the stacks of its threads, unless it has reported that."""
+        stopped, reported = self._stopped_state(), self._state
         self._state = _WAITS if progress.waits and not stopped else _HANGS
+        if self._state == reported:
+            return
+        # One whose wait has ended may have lost another rank, and soon go on.
+        self._next_look = self._now + (_MISSING_SECONDS if reported else self._rank / _LOOKS_PER_SECOND)
         self._write_report(self._state, f"{stopped or 'computes or reads data'}, {progress.doing}")
         stacks = stopped.encode() if stopped == _STOPPED else self._dump()
         with contextlib.suppress(OSError):
@@ -187,43 +188,47 @@ class Watch:
 
     def _write_report(self, state: str, doing: str) -> None:
         """Replace the report of this rank; there is none without a state."""
-        earlier, self._report = self._report, Path()
+        self._count += bool(state)
+        report = self._folder / f"rank_{self._rank}.{state}.{self._count}"
+        earlier, self._reports = self._reports, [report]
         try:
             if state:
-                self._count += 1
-                self._report = self._folder / f"rank_{self._rank}.{state}.{self._count}"
                 self._folder.mkdir(parents=True, exist_ok=True)
-                partial = self._folder / f".{self._report.name}"
-                partial.write_text(doing)
-                partial.replace(self._report)
-            if earlier.name:
-                earlier.unlink(missing_ok=True)
+                partial = self._folder / f".{report.name}"
+                partial.write_text(doing if state == _HANGS else "")  # the text of others is not read
+                partial.replace(report)
         except OSError as error:
-            self._say(f"{self._own_name} {doing}. Its stacks cannot be saved: {error.strerror}.")
+            self._say(f"{self._own_name} {doing}. Its report cannot be saved: {error.strerror}.")
+            earlier = [report for report in earlier if f".{_WORKS}." not in report.name]  # these expire
+        for report in earlier:
+            try:
+                report.unlink(missing_ok=True)
+            except OSError:
+                self._reports.append(report)  # and is removed later
 
-    def _look(self, limit: float = float("inf")) -> dict[int, tuple[str, Path]]:
-        """Return each rank's state and report; an answer that is older than the limit is none."""
-        found = self._folder.glob("rank_*.*.*")
-        self._seen = {report: self._seen.get(report, self._now) for report in found}
-        names = {report: report.name.removeprefix("rank_").split(".") for report in self._seen}
+    def _look(self, limit: float) -> dict[int, tuple[str, Path]]:
+        """Return each rank's state and last report; an answer that is older than the limit is none."""
+        with contextlib.suppress(OSError):  # then what was found before counts
+            self._seen = {file: self._seen.get(file, self._now) for file in self._folder.iterdir()}
+        found = [report for report in self._seen if report.match("rank_*.*.*")]
         return {
-            int(rank): (state, report)
-            for report, (rank, state, _) in names.items()
-            if state != _WORKS or self._now - self._seen[report] < limit
+            int(report.name.split(".")[0].removeprefix("rank_")): (report.name.split(".")[1], report)
+            for report in sorted(found, key=lambda report: int(report.suffix[1:]))
+            if f".{_WORKS}." not in report.name or self._now - self._seen[report] < limit
         }
 
     def _decide(self, progress: Progress, silent: float) -> dict[int, tuple[str, Path]] | None:
         """Return the reports, if by them no rank can go on; the first watchdog to find so says why."""
         self._next_look = self._now + max(_POLL_SECONDS, len(self._hosts) / _LOOKS_PER_SECOND)
         reports = self._look(progress.limit)
-        of_hang = [self._seen[report] for state, report in reports.values() if state != _WORKS]
+        of_hang = sorted(found for found in reports.values() if found[0] != _WORKS)  # "hangs" before "waits"
+        decided = self._folder / f"decided.{of_hang[0][1].name if of_hang else ''}"  # none of a later hang
         # Ranks that have not reported may be at work, on a batch of the evaluation that takes them longer.
         is_complete = len(of_hang) == len(self._hosts)
         is_late = len(of_hang) == len(reports) and silent > 2 * progress.limit
-        is_clear = any(state == _HANGS for state, _ in reports.values())
-        is_clear = is_clear and self._now - max(of_hang) >= _MISSING_SECONDS
-        decided = self._folder / "decided"
-        if not (is_complete or is_late or is_clear or decided.exists()):
+        latest = max((self._seen[report] for _, report in of_hang), default=self._now)
+        is_clear = any(state == _HANGS for state, _ in of_hang) and self._now - latest >= _MISSING_SECONDS
+        if not (is_complete or is_late or is_clear or decided in self._seen):
             return None
         try:
             decided.touch(exist_ok=False)
@@ -284,8 +289,7 @@ def main(pid: int, told: int, heartbeat: int, **watched: Any) -> None:
     with os.fdopen(told, "rb", buffering=0) as lines:  # `select` does not see what a buffer holds
         while os.getppid() == pid:
             if select.select([lines], [], [], _POLL_SECONDS)[0]:
-                line = lines.readline()
-                if not line:
+                if not (line := lines.readline()):
                     return
                 watch.begin(**json.loads(line))
             elif watch.check(memory.read()):

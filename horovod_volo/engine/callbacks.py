@@ -67,6 +67,7 @@ class Callbacks:
     def __init__(self, callbacks: Sequence[Callback] = (), stop: StopRequest | None = None) -> None:
         self._callbacks, self._stop = callbacks, stop
         self.failed: UserError | None = None  # the first error
+        self._printed: set[int] = set()  # numbers of the callbacks whose errors have been printed
 
     def raise_on_all_ranks(self, run: TrainContext) -> None:
         """Log the error of a callback on any rank, and raise it on every rank. Collective."""
@@ -78,15 +79,17 @@ class Callbacks:
             raise error from (None if self.failed is None else self.failed.__cause__)
 
     def _call(self, point: str, run: TrainContext, *values: Any, **facts: Any) -> None:
-        for callback in self._callbacks:
+        for number, callback in enumerate(self._callbacks):
             try:
                 getattr(callback, point)(run, *values, **facts)
             except (RankLostError, HostsChangedError):
                 raise
             except Exception as error:  # a callback may raise anything
-                if self.failed is None:
-                    self.failed = _failure(f"The callback {type(callback).__name__}", point, error)
-                    print_error(f"error on rank {read_launch_env().rank}: {self.failed}")
+                if number not in self._printed:
+                    self._printed.add(number)
+                    failed = _failure(f"The callback {type(callback).__name__}", point, error)
+                    self.failed = self.failed or failed
+                    print_error(f"error on rank {read_launch_env().rank}: {failed}")
                     traceback.print_exception(error)
                 if self._stop is not None:
                     self._stop.received = True

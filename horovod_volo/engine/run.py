@@ -45,7 +45,6 @@ from horovod_volo.engine.run_texts import describe_run
 from horovod_volo.engine.state import build_state
 from horovod_volo.models.compiled import check_compiler, compile_blocks
 from horovod_volo.models.precision import precision_warnings
-from horovod_volo.models.weights import TIMM
 from horovod_volo.monitor.further_loggers import check_packages
 from horovod_volo.monitor.hardware import peak_flops
 from horovod_volo.monitor.logger import Logger, NullLogger
@@ -59,7 +58,6 @@ from horovod_volo.plugins import check_names, load_plugins
 from horovod_volo.tasks.names import find_task
 from horovod_volo.tasks.task import Task
 
-_DOWNLOAD_SECONDS = 1800.0  # of weights that timm publishes
 _LOCK_SECONDS = 120.0  # the lock of another host is watched for a while
 
 
@@ -104,6 +102,7 @@ def run(
         context.logger.log(end_message(context, finished))
         return finished
     except (RankLostError, HostsChangedError):
+        begin_stage("keeping its state")
         if elastic is not None:
             elastic.keep(context)
         raise
@@ -148,15 +147,15 @@ def setup(
         chosen = task.choose(as_given, len(data.train), world.size, resources.device)
         config = resolve(world.broadcast_object(chosen), world.size)  # GPUs of ranks may differ
     derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=len(data.train)))
-    begin_stage("looking for a checkpoint")
+    begin_stage("looking for a checkpoint", LONGEST_WRITE_SECONDS)  # it is read as slowly as written
     checkpoint = None if newest else checkpoint_to_resume(config, world, task, data.train)
-    begin_stage("building the network", _DOWNLOAD_SECONDS if config.model.finetune.startswith(TIMM) else 0.0)
-    build = partial(build_state, config, world, task, num_classes=len(data.train.classes))
     finetune = "" if checkpoint or newest else config.model.finetune
+    begin_stage("building the network", LONGEST_WRITE_SECONDS if finetune else 0.0)
+    build = partial(build_state, config, world, task, num_classes=len(data.train.classes))
     state, state_warnings = world.run_on_all_ranks(partial(build, device=resources.device, finetune=finetune))
     if config.model.compile:
         world.run_on_all_ranks(partial(compile_blocks, state.model))
-    begin_stage("loading the state and copying it to all ranks")
+    begin_stage("loading the state and copying it to all ranks", LONGEST_WRITE_SECONDS)
     if newest and elastic is not None:
         elastic.take_over(state, world)
     else:

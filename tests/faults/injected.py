@@ -20,6 +20,7 @@ import torch
 
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.data.images import catalog
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import TrainLoader
 from horovod_volo.monitor.run_logger import RunLogger
@@ -115,6 +116,12 @@ def _unread(self: Catalog, index: int) -> Any:
     return _read(self, index)
 
 
+def _list_for_ever(*_: Any) -> None:
+    """Wait for a file of a server that does not answer: a FIFO; STEPS is of no account."""
+    os.mkfifo("unanswered")
+    os.read(os.open("unanswered", os.O_RDONLY), 1)
+
+
 def _close_slowly(self: RunLogger) -> None:
     """Close the logger as late as one that uploads; STEPS is of no account."""
     if read_launch_env().rank == int(_rank):
@@ -125,6 +132,8 @@ def _close_slowly(self: RunLogger) -> None:
 _close = RunLogger.close
 if _fault == "import" and read_launch_env().rank == int(_rank):  # STEPS is of no account
     time.sleep(600)
+elif _fault == "unlisted":
+    catalog.list_images = _list_for_ever  # type: ignore[assignment]
 elif _fault == "slow-close":
     RunLogger.close = _close_slowly  # type: ignore[method-assign]
 elif _fault in ("slow", "unread"):

@@ -84,14 +84,15 @@ def test_a_rank_that_hangs_while_it_imports_a_plugin_is_named(
     assert "injected.py" in (folder / "rank_1.txt").read_text()
 
 
-def test_a_rank_that_waits_for_a_file_while_it_lists_the_data_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_waits_for_a_file_while_it_lists_the_data_is_named(
+    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A FIFO is opened for reading, as a file of a server that does not answer."""
-    for split in ("train", "val"):
-        (tmp_path / "set" / split).mkdir(parents=True)
-        os.mkfifo(tmp_path / "set" / split / "shard.tar")
+    monkeypatch.chdir(tmp_path)
     done = train(
-        *(str(tmp_path / "set"), *SMALL, "--output", str(tmp_path), "--name", "run"),
-        *("--hang-timeout", "6"),
+        *(str(images), *SMALL, "--output", str(tmp_path), "--name", "run"),
+        *("--hang-timeout", "6", "--plugin", "tests.faults.injected"),
+        INJECTED_FAULT="0:0:unlisted",
         ranks=2,
         start_with="gloo",
         seconds=40,

@@ -15,6 +15,8 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.doctor.ledger import check_ledger
 from horovod_volo.engine import loop
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS
+from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run import setup
@@ -150,3 +152,31 @@ def test_a_damaged_evaluation_of_the_best_checkpoint_is_named(start: Start, cont
     assert loop.fit(context)
     assert (checkpoints / "best").resolve().name == "step_00000003"
     assert "step_00000001/evaluation.json is damaged" in (context.folder / "log.txt").read_text()
+
+
+def test_a_checkpoint_is_read_for_as_long_as_it_may_be_written(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a slow disk, a limit for the steps would end each restart while it reads the same bytes."""
+    context, _ = start()
+    assert loop.fit(context)
+    heartbeat = context.heartbeat
+    monkeypatch.setattr(heartbeat, "_limit", 60.0)
+    limits: set[tuple[str, float]] = set()
+
+    open_file = Path.open
+
+    def noting(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.parents[1].name == CHECKPOINTS:
+            limits.add((heartbeat.read().doing, heartbeat.read().limit))
+        return open_file(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", noting)
+    start(resume="auto")
+    start(name="tuned", finetune=str(context.folder / CHECKPOINTS / "last"))
+    stages = (
+        "looking for a checkpoint",
+        "building the network",
+        "loading the state and copying it to all ranks",
+    )
+    assert limits == {(f"while {stage}", LONGEST_WRITE_SECONDS) for stage in stages}
