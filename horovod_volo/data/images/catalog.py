@@ -18,6 +18,7 @@ from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog_file import (
+    CatalogEntry,
     Form,
     map_targets,
     read_header,
@@ -68,7 +69,7 @@ class Catalog:
         if record.form == Form.FILE:
             return str(Path(self.source) / self.name(index))
         last = record.offset + record.length - 1
-        return f"{self._shards[record.shard]}, bytes {record.offset} to {last} ({self.name(index)})"
+        return f"{self._shard_name(record.shard)}, bytes {record.offset} to {last} ({self.name(index)})"
 
     def read(self, index: int) -> NDArray[np.uint8]:
         """Return the encoded image; raise BadSampleError if it cannot be read. Thread-safe."""
@@ -103,8 +104,7 @@ class Catalog:
             # A string, because Path interns every name in the interpreter's table.
             with open(f"{self.source}/{self.name(index)}", "rb", buffering=0) as file:  # noqa: PTH123
                 return file.read()
-        shard = self._open_shards.get(self._shards[record.shard])
-        encoded = shard.read(record.offset, record.length)
+        encoded = self._range_of_shard(record)
         if len(encoded) < record.length:
             raise ValueError("cannot be read: the shard has been cut short")
         if record.form == Form.PARTS:
@@ -112,6 +112,13 @@ class Catalog:
         if encoded and not ending_of(encoded[:START_BYTES]):
             raise ValueError("does not begin as an image: the shard is damaged or has changed")
         return encoded
+
+    # Lists of shards on a server replace these two.
+    def _shard_name(self, shard: int) -> str:
+        return str(self._shards[shard])
+
+    def _range_of_shard(self, record: CatalogEntry) -> bytes:
+        return self._open_shards.get(self._shards[record.shard]).read(record.offset, record.length)
 
 
 def build_catalog(
