@@ -204,7 +204,7 @@ def _build(
 
 
 # Above 1 the evaluation crop is larger than the resized image, and its margin is black.
-_CROP_PCT = {"volo_d4": 1.15, "volo_d5": 1.15, "volo_demo": 1.0}
+_CROP_PCT = {"volo_d4": 1.15, "volo_d5": 1.15}
 
 for _name, _settings in SIZES.items():
     register_model(
