@@ -71,7 +71,7 @@ def result_of(folder: Path, data: str, *arguments: str, **how: Any) -> dict[str,
 
 def save_run(folder: Path, classes: int) -> None:
     """Save a network in a run's format, with random weights large enough to distinguish images."""
-    torch.manual_seed(classes)
+    torch.manual_seed(2 + classes)
     network = build_model("volo_demo", img_size=SIDE, num_classes=classes, drop_path=0.0)
     with torch.no_grad():
         for head in (network.head, network.aux_head):
@@ -157,7 +157,7 @@ def test_any_number_of_ranks_counts_as_a_simple_loop(folder, ranks, start_with):
     assert result["weights"] == str(folder / "run_demo")
     assert result["data"] == str(folder / "demo" / "val")
     settings = ("model", "img_size", "crop_pct", "precision", "batch_size", "ranks", "bad_samples")
-    assert [result[key] for key in settings] == ["volo_demo", SIDE, 1.0, "fp32", 4, ranks, 0]
+    assert [result[key] for key in settings] == ["volo_demo", SIDE, 0.96, "fp32", 4, ranks, 0]
     assert (result["mean"], result["std"]) == (list(MEAN), list(STD))
 
 
