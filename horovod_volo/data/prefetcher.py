@@ -190,4 +190,6 @@ class BatchPrefetcher(Generic[Pending]):
         pending = read()
         is_slow = perf_counter() - began > _CACHED_SECONDS * len(pending.indices)
         self._slow_reads = self._slow_reads + 1 if is_slow else 0
+        if self._slow_reads > _MOST_SLOW:
+            self._reading = deque((later, begun or self._begin(later)) for later, begun in self._reading)
         return pending

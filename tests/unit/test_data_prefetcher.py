@@ -1,0 +1,57 @@
+"""Which thread reads the batches: the consumer reads those that are cached, on a CPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
+
+BATCHES, DEPTH = 8, 3
+
+
+class Pipeline:
+    """Decodes nothing."""
+
+    def __init__(self, source: Callable[[], Any]) -> None:
+        self._source = source
+
+    def run(self, _: object = None) -> tuple[Any]:
+        return (self._source(),)
+
+    def reset(self) -> None:
+        pass
+
+
+def readers(seconds: list[float]) -> list[list[bool]]:
+    """Return for each batch of epochs, whose reads take so long, whether the consumer has read it."""
+    by_consumer: list[bool] = []
+
+    def read(number: int, takes: float) -> PendingBatch:
+        by_consumer.append(threading.current_thread() is threading.main_thread())
+        time.sleep(takes)
+        return PendingBatch(np.array([number]), ([np.zeros(1)],))
+
+    made = BatchPrefetcher[PendingBatch](
+        Pipeline, torch.device("cpu"), DEPTH, lambda _: None, lambda *_: torch.empty(0)
+    )
+    found = []
+    with closing(made):
+        for takes in seconds:
+            by_consumer.clear()
+            batches = made.batches(partial(read, number, takes) for number in range(BATCHES))
+            assert [int(pending.indices[0]) for pending, _ in batches] == list(range(BATCHES))
+            found.append([*by_consumer])
+    return found
+
+
+def test_the_consumer_reads_cached_batches_and_tries_others_once_an_epoch() -> None:
+    cached, slow = [True] * BATCHES, [True] + [False] * (BATCHES - 1)
+    assert readers([0.0, 0.02, 0.02, 0.0]) == [cached, [True] * 4 + [False] * 4, slow, cached]
