@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import weakref
 from pathlib import Path
@@ -47,8 +48,12 @@ def test_a_killed_rank_is_replaced(tmp_path: Path) -> None:
         assert "formed again (1): 1 ranks" in trial.output
         assert "done: 240 steps" in trial.output
         assert "40 epochs are complete: each of 60 images was taken once" in check_ledger(trial.run)
-        assert sorted(trial.losses()) == list(trial.losses()) == list(range(1, 241))
-    check_board(trial.run.parent, points=list(range(1, 241)), evaluations=[240], more=set(), ranks=2)
+        points = list(trial.losses())
+        killed_after = re.search(r"formed again \(1\): .* go on after step (\d+)", trial.output)
+        assert killed_after is not None
+        # The killed rank may have taken its losses of the last step along.
+        assert points in (everything := list(range(1, 241)), sorted({*everything} - {int(killed_after[1])}))
+    check_board(trial.run.parent, points=points, evaluations=[240], more=set(), ranks=2)
 
 
 def test_ranks_that_are_formed_again_stop_early_and_keep_frozen_weights(tmp_path: Path) -> None:

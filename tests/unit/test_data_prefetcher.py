@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
@@ -30,13 +30,16 @@ class Pipeline:
         pass
 
 
-def readers(seconds: list[float]) -> list[list[bool]]:
+def readers(seconds: list[float], monkeypatch: pytest.MonkeyPatch) -> list[list[bool]]:
     """Return for each batch of epochs, whose reads take so long, whether the consumer has read it."""
     by_consumer: list[bool] = []
+    clock = 0.0
+    monkeypatch.setattr("horovod_volo.data.prefetcher.perf_counter", lambda: clock)
 
     def read(number: int, takes: float) -> PendingBatch:
+        nonlocal clock
         by_consumer.append(threading.current_thread() is threading.main_thread())
-        time.sleep(takes)
+        clock += takes
         return PendingBatch(np.array([number]), ([np.zeros(1)],))
 
     made = BatchPrefetcher[PendingBatch](
@@ -52,6 +55,8 @@ def readers(seconds: list[float]) -> list[list[bool]]:
     return found
 
 
-def test_the_consumer_reads_cached_batches_and_tries_others_once_an_epoch() -> None:
+def test_the_consumer_reads_cached_batches_and_tries_others_once_an_epoch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cached, slow = [True] * BATCHES, [True] + [False] * (BATCHES - 1)
-    assert readers([0.0, 0.02, 0.02, 0.0]) == [cached, [True] * 4 + [False] * 4, slow, cached]
+    assert readers([0.0, 0.02, 0.02, 0.0], monkeypatch) == [cached, [True] * 4 + [False] * 4, slow, cached]
