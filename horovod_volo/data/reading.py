@@ -17,7 +17,7 @@ from PIL import Image
 
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
 from horovod_volo.data.center_crop import view_corners
-from horovod_volo.data.images.image_bytes import UNDECODABLE, decoded_rgb, open_image, to_rgb
+from horovod_volo.data.images.image_bytes import UNDECODABLE, decoded_rgb, jpeg_size, open_image, to_rgb
 from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.thread_pool import READING_ALONE_SECONDS, ImageThreadPool
 
@@ -55,6 +55,9 @@ def read_image(catalog: ImageFiles, index: int) -> tuple[Encoded, tuple[int, int
     """Return the encoded image and its stored height and width; raise BadSampleError if it is damaged."""
     encoded = catalog.read(index)
     try:
+        size = jpeg_size(encoded.data)
+        if size is not None and size[0] * size[1] <= _MOST_PIXELS and _is_complete("JPEG", encoded):
+            return encoded, size
         with open_image(encoded.data) as image:
             if image.width * image.height > _MOST_PIXELS:
                 raise Image.DecompressionBombError
@@ -121,11 +124,15 @@ def read_eval_batch(
 
 
 def _is_plain(image: Image.Image, encoded: Encoded) -> bool:
-    end_marker = _END_MARKERS.get(image.format or "")
     # 16 bits a channel have modes of their own; an RGB or L image may still have a transparent color.
-    if end_marker is None or image.mode not in _PLAIN_MODES or "transparency" in image.info:
+    if image.mode not in _PLAIN_MODES or "transparency" in image.info:
         return False
-    return end_marker in encoded[-_TAIL_BYTES:].tobytes()
+    return _is_complete(image.format or "", encoded)
+
+
+def _is_complete(form: str, encoded: Encoded) -> bool:
+    end_marker = _END_MARKERS.get(form)
+    return end_marker is not None and end_marker in encoded[-_TAIL_BYTES:].tobytes()
 
 
 def to_ppm(image: Image.Image) -> Encoded:

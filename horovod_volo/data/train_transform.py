@@ -27,9 +27,9 @@ from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION, Normalization, to
 from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.thread_pool import ImageThreadPool
 
-# So many crops of at most this side are transformed together: the calls in Python take longer than their
-# pixels, and several threads would wait for Python's lock.
-_TOGETHER, _SMALL_SIDE = 64, 112
+# Crops of at most this side are transformed together, up to so many pixels: the calls in Python take longer
+# than their pixels, and several threads would wait for Python's lock.
+_SMALL_SIDE, _PIXELS_TOGETHER = 112, 2**20
 
 
 class AugmentParams(NamedTuple):
@@ -86,7 +86,7 @@ class TrainTransform:
         transform = partial(
             self._transform_crops if of_crops else self._transform_whole, images, params, crops
         )
-        length = _TOGETHER if of_crops and size <= _SMALL_SIDE else 1
+        length = _PIXELS_TOGETHER // size**2 if of_crops and size <= _SMALL_SIDE else 1
         chunks = [slice(first, min(first + length, len(crops))) for first in range(0, len(crops), length)]
         if images.device.type == "cpu":
             self._threads.map(transform, chunks)

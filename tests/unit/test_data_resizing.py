@@ -72,5 +72,5 @@ def test_dali_and_torch_give_the_same_images() -> None:
 
 def test_crops_are_the_same_transformed_together_and_one_by_one(monkeypatch) -> None:
     together = batch_resized_by(dali=False)
-    monkeypatch.setattr(train_transform, "_TOGETHER", 1)
+    monkeypatch.setattr(train_transform, "_SMALL_SIDE", 0)
     assert torch.equal(together, batch_resized_by(dali=False))

@@ -31,6 +31,10 @@ _ENDING_OF_START = {
     b"GIF8": ".gif",  # decoders accept it under any name
 }
 START_BYTES = 12  # enough for `ending_of`
+# Segments of a JPEG file, by the byte that names their kind. Frames: baseline, extended, progressive.
+_FRAMES = (0xC0, 0xC1, 0xC2)
+_BEFORE_FRAME = (0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0))  # tables, comments, and what applications add
+_SEVERAL_IMAGES = b"MPF\0"  # how such an addition begins where the file has several images
 _BITS_PER_SAMPLE = 258  # a tag of TIFF
 
 
@@ -41,6 +45,21 @@ def ending_of(start: bytes) -> str:
     if start[4:8] == b"ftyp" and start[8:12] in (b"avif", b"avis"):
         return ".avif"
     return next((ending for bytes_, ending in _ENDING_OF_START.items() if start.startswith(bytes_)), "")
+
+
+def jpeg_size(encoded: memoryview) -> tuple[int, int] | None:
+    """Return the height and width of an ordinary JPEG image, gray or RGB; None: ask Pillow, which is slower."""
+    position = 2 if encoded[:2] == b"\xff\xd8" else len(encoded)
+    while position + 10 <= len(encoded):
+        mark, kind, length = struct.unpack_from(">BBH", encoded, position)
+        position += 4
+        if mark == 0xFF and kind in _FRAMES:
+            bits, height, width, channels = struct.unpack_from(">BHHB", encoded, position)
+            return (height, width) if bits == 8 and channels in (1, 3) and height * width else None
+        if mark != 0xFF or kind not in _BEFORE_FRAME or encoded[position : position + 4] == _SEVERAL_IMAGES:
+            return None
+        position += length - 2
+    return None
 
 
 def open_image(encoded: bytes | memoryview) -> Image.Image:
