@@ -129,7 +129,11 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         on_whole_images = self._settings.randaugment_on == "image"
         parts = parts_needed(crop_flip.boxes, sizes, operations) if on_whole_images else None
         boxes = crop_flip.stored(crop_flip.boxes if parts is None else parts.decoded, sizes)
-        inputs = ([sample.encoded for sample in samples], np.ascontiguousarray(boxes[:, :2]), np.ascontiguousarray(boxes[:, 2:]))
+        inputs = (
+            [sample.encoded for sample in samples],
+            np.ascontiguousarray(boxes[:, :2]),
+            np.ascontiguousarray(boxes[:, 2:]),
+        )
         if self._resized_by_dali:
             inputs += resizing_inputs(crop_flip.flip_horizontal, crop_flip.flip_vertical, crop_flip.bicubic)
         erasures = draw_erasures(self._seed, epoch, drawn, self._settings, self._image_size)

@@ -19,7 +19,10 @@ ORDINARY: dict[str, tuple[Image.Image, dict[str, Any]]] = {
     "baseline": (PICTURE, {}),
     "progressive": (PICTURE, {"progressive": True}),
     "gray": (PICTURE.convert("L"), {}),
-    "with metadata": (PICTURE, {"exif": EXIF, "icc_profile": b"profile", "comment": b"words", "dpi": (72, 72)}),
+    "with metadata": (
+        PICTURE,
+        {"exif": EXIF, "icc_profile": b"profile", "comment": b"words", "dpi": (72, 72)},
+    ),
     "with restarts": (PICTURE, {"restart_marker_rows": 1, "subsampling": 0}),
 }
 OTHERS = {"CMYK": (PICTURE.convert("CMYK"), {}), "several": (PICTURE, {"save_all": True, "format": "MPO"})}
