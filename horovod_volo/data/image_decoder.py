@@ -10,9 +10,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from horovod_volo.core.errors import UserError
 from horovod_volo.data import pillow_pipeline, pipeline
 
@@ -27,7 +24,7 @@ class ImageDecoder(NamedTuple):
     build_train_pipeline: Callable[..., Any]
     build_eval_pipeline: Callable[..., Any]
     build_scene_pipeline: Callable[..., Any]
-    undecodable: Callable[[list[NDArray[np.uint8]]], list[int]]
+    undecodable: Callable[[pipeline.Input], list[int]]
 
 
 def _of_library(name: Literal["dali", "pillow"], library: Any) -> ImageDecoder:

@@ -24,6 +24,7 @@ from horovod_volo.data.images.image_bytes import UNDECODABLE, decoded_rgb
 from horovod_volo.data.pipeline import (
     BATCHES_DECODED_AHEAD,
     IMAGENET_NORMALIZATION,
+    Input,
     Normalization,
     Source,
 )
@@ -126,7 +127,7 @@ def build_eval_pipeline(
     return PillowPipeline(source, decode, collect, threads)
 
 
-def undecodable(images: list[NDArray[np.uint8]]) -> list[int]:
+def undecodable(images: Input) -> list[int]:
     """Return the positions of the encoded images that Pillow cannot decode."""
     positions = []
     for position, image in enumerate(images):

@@ -31,8 +31,8 @@ class Normalization(NamedTuple):
 
 IMAGENET_NORMALIZATION = Normalization(IMAGENET_MEAN, IMAGENET_STD)
 
-# Returns one list of arrays for each input of the pipeline; raises StopIteration after the last batch.
-Source = Callable[[], tuple[list[NDArray[Any]], ...]]
+Input = list[NDArray[Any]] | NDArray[Any]  # one array for each image, or one for the batch
+Source = Callable[[], tuple[Input, ...]]  # raises StopIteration after the last batch
 
 
 def _dali() -> Any:
@@ -180,7 +180,7 @@ def to_torch(images: Any) -> torch.Tensor:
     return torch.utils.dlpack.from_dlpack(images.as_tensor()).clone()
 
 
-def undecodable(images: list[NDArray[np.uint8]]) -> list[int]:
+def undecodable(images: Input) -> list[int]:
     """Return the positions of the encoded images that DALI cannot decode."""
     dali = _dali()
     positions = []

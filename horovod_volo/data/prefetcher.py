@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_volo.data.pipeline import Source, to_torch, undecodable
+from horovod_volo.data.pipeline import Input, Source, to_torch, undecodable
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class PendingBatch:
     """A batch that has been read, but not decoded."""
 
     indices: NDArray[np.int64]  # (batch,) positions in the catalog
-    inputs: tuple[list[NDArray[Any]], ...]  # of the pipeline; the encoded images come first
+    inputs: tuple[Input, ...]  # of the pipeline; the encoded images come first
 
 
 Pending = TypeVar("Pending", bound=PendingBatch)
@@ -47,7 +47,7 @@ class BatchPrefetcher(Generic[Pending]):
         depth: int,
         on_undecodable: Callable[[int], object],
         transform: Callable[[Pending, Any], torch.Tensor] = lambda pending, decoded: to_torch(decoded),  # noqa: ARG005
-        undecodable: Callable[[list[NDArray[Any]]], list[int]] = undecodable,
+        undecodable: Callable[[Input], list[int]] = undecodable,
     ) -> None:
         """Start the reading thread; the first batch builds the pipeline.
 
@@ -165,7 +165,7 @@ class BatchPrefetcher(Generic[Pending]):
         self._reading.extendleft(reversed(again))
         self._pipeline = None
 
-    def _next_inputs(self) -> tuple[list[NDArray[Any]], ...]:
+    def _next_inputs(self) -> tuple[Input, ...]:
         self._read_ahead()
         if not self._reading:
             raise StopIteration

@@ -49,7 +49,7 @@ def ending_of(start: bytes) -> str:
 
 def jpeg_size(encoded: memoryview) -> tuple[int, int] | None:
     """Return height and width of an ordinary JPEG image, gray or RGB; None: ask Pillow, which is slower."""
-    position = 2 if encoded[:2] == b"\xff\xd8" else len(encoded)
+    position = 2 if bytes(encoded[:2]) == b"\xff\xd8" else len(encoded)
     while position + 10 <= len(encoded):
         mark, kind, length = struct.unpack_from(">BBH", encoded, position)
         position += 4
