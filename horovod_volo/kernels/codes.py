@@ -22,11 +22,3 @@ class PixelOp(IntEnum):
     ALONG_X = auto()  # matrix: pixels per row, pixels
     ALONG_Y = auto()
     ROTATE = auto()  # matrix: from pixels to coordinates from -1 to 1, the last column less 1
-
-
-class RowMapping(IntEnum):
-    """For which images a branch is computed."""
-
-    ALL = 0
-    MASKED = 1  # for all; some drop it
-    INDEXED = 2  # for those that keep it

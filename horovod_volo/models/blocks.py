@@ -12,16 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.kernels import runs_kernels
-from horovod_volo.kernels.class_attention import class_attention
-from horovod_volo.kernels.gelu import gelu_linear
-from horovod_volo.kernels.residual import ResidualStream
 from horovod_volo.models.drop_path import ALL, DropPathSample
 from horovod_volo.models.outlook import Outlook
-from horovod_volo.models.timm_api import ClassBlock
-
-# Tokens, or tokens with a residual branch that the next LayerNorm adds.
-Stream = Tensor | ResidualStream
 
 
 class Attention(nn.Module):
@@ -32,13 +24,14 @@ class Attention(nn.Module):
         self.num_heads = timm_attention.num_heads
         self.qkv, self.proj = timm_attention.qkv, timm_attention.proj
 
-    def forward(self, tokens: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return tokens of the same shape (batch, rows, columns, channels); for `bias` see `last_layer`."""
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return tokens of the same shape (batch, rows, columns, channels)."""
         joint = self.qkv(tokens).flatten(1, 2).unflatten(2, (3, self.num_heads, -1))
         # Split along this dimension: backward stacks the three gradients in the memory order of qkv's output.
         queries, keys, values = (part.transpose(1, 2) for part in joint.unbind(2))
         heads = attend(queries, keys, values)  # each (batch, heads, tokens, width)
-        return last_layer(self.proj, heads.transpose(1, 2).reshape(tokens.shape), bias)
+        result: Tensor = self.proj(heads.transpose(1, 2).reshape(tokens.shape))
+        return result
 
 
 class Mlp(nn.Module):
@@ -48,22 +41,10 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1, self.fc2 = fc1, fc2
 
-    def forward(self, tokens: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return tokens of the same shape; for `bias` see `last_layer`."""
-        if bias is None:
-            mapped: Tensor = self.fc2(F.gelu(self.fc1(tokens)))
-            return mapped
-        hidden = F.linear(tokens, self.fc1.weight, self.fc1.bias.detach())
-        return gelu_linear(hidden, self.fc1.bias, self.fc2.weight, bias)
-
-
-def last_layer(layer: nn.Linear, tokens: Tensor, bias: Tensor | None) -> Tensor:
-    """Return layer(tokens), with another bias if one is given: that of the layer, detached.
-
-    The kernels of the residual stream compute its gradient where they write that of the result.
-    """
-    result: Tensor = layer(tokens) if bias is None else F.linear(tokens, layer.weight, bias)
-    return result
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return tokens of the same shape."""
+        mapped: Tensor = self.fc2(F.gelu(self.fc1(tokens)))
+        return mapped
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -81,43 +62,16 @@ class TwoBranches(nn.Module):
     """A pre-norm block of two residual branches: attention and an MLP."""
 
     branches = ("attended", "refined")  # the methods that --compile compiles
-    compiled = False  # True with --compile, which fuses what the kernels would fuse
     weight = 1.0  # factor of both branches; that of the skip connection is 1
     norm1: nn.Module
-    attn: Any  # its last layer is `proj`
+    attn: nn.Module
     norm2: nn.Module
     mlp: Mlp
 
-    def forward(self, tokens: Stream, first: DropPathSample = ALL, second: DropPathSample = ALL) -> Stream:
-        """Return tokens of the same shape (batch, ..., channels); for a stream, one with a branch to add."""
-        if not self.fuses(tokens if isinstance(tokens, Tensor) else tokens.tokens):
-            assert isinstance(tokens, Tensor), "streams are for kernels"
-            tokens = first.added(tokens, self.attended, self.weight)
-            return second.added(tokens, self.refined, self.weight)
-        stream = ResidualStream(tokens) if isinstance(tokens, Tensor) else tokens
-        stream = self._fused(stream, first, self.norm1, self.attn, self.attn.proj)
-        stream = self._fused(stream, second, self.norm2, self.mlp, self.mlp.fc2)
-        return stream.added() if isinstance(tokens, Tensor) else stream
-
-    def fuses(self, tokens: Tensor) -> bool:
-        """Return whether kernels normalize and add the branches of these tokens."""
-        return self.training and not self.compiled and runs_kernels(tokens)
-
-    def _fused(
-        self,
-        stream: ResidualStream,
-        sample: DropPathSample,
-        norm: nn.Module,
-        branch: nn.Module,
-        last: nn.Linear,
-    ) -> ResidualStream:
-        """Return the stream with a branch to add, whose last layer is `last`."""
-        if sample.rows is not None and not len(sample.rows):
-            return stream
-        stream, normed = stream.normalized(norm, sample.rows, sample.position)
-        scale = self.weight * sample.scale
-        added = branch(normed, last.bias.detach())
-        return ResidualStream(stream.tokens, added, last.bias, sample.rows, sample.position, scale)
+    def forward(self, tokens: Tensor, first: DropPathSample = ALL, second: DropPathSample = ALL) -> Tensor:
+        """Return tokens of the same shape (batch, ..., channels)."""
+        tokens = first.added(tokens, self.attended, self.weight)
+        return second.added(tokens, self.refined, self.weight)
 
     def attended(self, tokens: Tensor) -> Tensor:
         """Return the attention branch."""
@@ -158,24 +112,3 @@ def transformer(timm_block: Any) -> Block:
 
 def _rate(drop_path: nn.Module) -> float:
     return float(getattr(drop_path, "drop_prob", 0.0))
-
-
-class ClassAttentionBlock(ClassBlock):  # type: ignore[misc]  # timm ships no types
-    """timm's ClassBlock, which changes the class token alone; it also takes this beside the stream of tokens.
-
-    The tokens are then never copied, and each LayerNorm of them adds its gradient to that of the next.
-    """
-
-    def forward(self, features: Tensor, stream: ResidualStream | None = None) -> Any:
-        """Return features (batch, 1 + tokens, channels); given a stream, the class token and the stream."""
-        if stream is None:
-            return super().forward(features)
-        stream, normed = stream.normalized(self.norm1, None, None)
-        own, attn = self.norm1(features), self.attn
-        attended, _ = class_attention(attn.q(own), attn.kv(own), attn.kv(normed), attn.num_heads, attn.scale)
-        features = features + attn.proj(attended)
-        return features + self.mlp(self.norm2(features)), stream
-
-    def fuses(self, tokens: Tensor) -> bool:
-        """Return whether it takes a stream of these tokens."""
-        return self.training and not getattr(self, "compiled", False) and runs_kernels(tokens)

@@ -48,7 +48,6 @@ def compile_blocks(model: nn.Module, backend: str | Call = "inductor") -> None:
             if method not in compiled:
                 compiled[method] = torch.compile(method, backend=backend)
             setattr(block, name, partial(_call, block, compiled[method], method))
-        block.compiled = True  # type: ignore[assignment]
 
 
 def _call(block: nn.Module, compiled: Call, uncompiled: Call, *inputs: Any) -> Any:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from horovod_volo.core.batch import copy_async
 from horovod_volo.core.rng import generator
-from horovod_volo.kernels import runs_kernels
 
 Branch = Callable[[Tensor], Tensor]
 # On a GPU, branches with lower rates are computed for all images: gathering the images that keep them would
@@ -28,26 +27,25 @@ _MASKED_BELOW = 0.25
 class DropPathSample:
     """The images of a batch that keep a branch, and the scale of the branch.
 
-    The branch is computed for the images in `rows`; with `masked` for all, and -1 marks one that drops it.
+    The branch is computed for the images in `rows`, or for all and multiplied by `keeps`.
     """
 
-    rows: Tensor | None = None  # (computed,) int64; None: all images keep the branch
+    rows: Tensor | None = None  # (kept,) int64; None: all images
     scale: float = 1.0
-    masked: bool = False
-    position: Tensor | None = None  # (batch,) int64 index of each image in `rows`, -1 if dropped; for kernels
+    keeps: Tensor | None = None  # (batch,) float32: 1 for images that keep the branch, 0 for others
 
     def added(self, tokens: Tensor, branch: Branch, weight: float = 1.0) -> Tensor:
         """Return tokens (batch, ..., channels) with the weighted branch added for the images that keep it."""
+        factor = weight * self.scale
         if self.rows is None:
-            return torch.add(tokens, branch(tokens), alpha=weight * self.scale)
-        if self.masked:
             result = branch(tokens)
-            keeps = (self.rows >= 0).to(result.dtype).view(-1, *[1] * (tokens.ndim - 1))
-            return torch.add(tokens, result * keeps, alpha=weight * self.scale)
+            if self.keeps is not None:
+                result = result * self.keeps.to(result.dtype).view(-1, *[1] * (tokens.ndim - 1))
+            return torch.add(tokens, result, alpha=factor)
         if not len(self.rows):
             return tokens
         result = branch(tokens.index_select(0, self.rows))
-        return tokens.index_add(0, self.rows, result.to(tokens.dtype), alpha=weight * self.scale)
+        return tokens.index_add(0, self.rows, result.to(tokens.dtype), alpha=factor)
 
 
 ALL = DropPathSample()
@@ -70,25 +68,16 @@ def sample_drop_path(rates: Sequence[float], tokens: Tensor, seed: int | None) -
         np.int64
     )  # mean: batch x keep rate
     orders = random.permuted(np.tile(np.arange(batch), (len(rates), 1)), axis=1)  # (branches, batch)
-    if not runs_kernels(tokens):
-        return [
-            DropPathSample(None if count == batch else row[:count], 1.0 / keep_rate)
-            for count, keep_rate, row in zip(
-                counts.tolist(), keep_rates.tolist(), copy_async(orders, device), strict=True
-            )
-        ]
-    masked = np.asarray(rates) < _MASKED_BELOW
-    maps = np.full((2, len(rates), batch), -1)  # rows and positions
-    for branch, count in enumerate(counts.tolist()):
-        kept = orders[branch, :count]
-        maps[0, branch, kept if masked[branch] else np.arange(count)] = kept
-        maps[1, branch, kept] = kept if masked[branch] else np.arange(count)
-    rows, positions = copy_async(maps, device)  # one copy for all branches
+    places = np.argsort(orders, axis=1)
+    keeps = copy_async((places < counts[:, None]).astype(np.float32), device)
+    masked_below = 0.0 if device.type == "cpu" else _MASKED_BELOW
     return [
-        DropPathSample(row if is_masked else row[:count], 1.0 / keep_rate, is_masked, position)
-        if count < batch
-        else DropPathSample(scale=1.0 / keep_rate)
-        for count, keep_rate, is_masked, row, position in zip(
-            counts.tolist(), keep_rates.tolist(), masked.tolist(), rows, positions, strict=True
+        DropPathSample(None, scale)
+        if count == batch
+        else DropPathSample(None, scale, keep)
+        if rate < masked_below
+        else DropPathSample(row[:count], scale)
+        for rate, count, scale, row, keep in zip(
+            rates, counts.tolist(), (1.0 / keep_rates).tolist(), copy_async(orders, device), keeps, strict=True
         )
     ]

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.models.batch_norm import BatchNormReLU, stem_input
-from horovod_volo.models.blocks import Mlp, TwoBranches, last_layer
+from horovod_volo.models.blocks import Mlp, TwoBranches
 from horovod_volo.models.drop_path import sample_drop_path
 from horovod_volo.models.position_embedding import fit_position_embedding
 from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
+from horovod_volo.models.stem_input import stem_input
 from horovod_volo.models.volo import TokenSwap, run_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
@@ -36,17 +36,18 @@ class Stem(nn.Module):
     def __init__(self, width: int, embed_dim: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
-        self.bn1 = BatchNormReLU(width)
+        self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn2 = BatchNormReLU(width)
+        self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.bn3 = BatchNormReLU(width)
+        self.bn3 = nn.BatchNorm2d(width)
         self.proj = nn.Conv2d(width, embed_dim, _PATCH // 2, stride=_PATCH // 2)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return tokens (batch, rows, columns, channels)."""
-        cells = self.bn1(self.conv1(stem_input(images, training=self.training)))
-        cells = self.bn3(self.conv3(self.bn2(self.conv2(cells))))
+        cells = F.relu(self.bn1(self.conv1(stem_input(images, training=self.training))), inplace=True)
+        cells = F.relu(self.bn2(self.conv2(cells)), inplace=True)
+        cells = F.relu(self.bn3(self.conv3(cells)), inplace=True)
         tokens: Tensor = self.proj(cells)
         return tokens.permute(0, 2, 3, 1)
 
@@ -60,12 +61,13 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
         self.proj = nn.Linear(embed_dim, embed_dim)
 
-    def forward(self, tokens: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return tokens of the same shape (batch, tokens, channels); for `bias` see `last_layer`."""
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return tokens of the same shape (batch, tokens, channels)."""
         joint = self.qkv(tokens).unflatten(2, (3, self.num_heads, -1))
         queries, keys, values = (part.transpose(1, 2) for part in joint.unbind(2))  # as in models/blocks.py
         heads = F.scaled_dot_product_attention(queries, keys, values)
-        return last_layer(self.proj, heads.transpose(1, 2).flatten(2), bias)
+        result: Tensor = self.proj(heads.transpose(1, 2).flatten(2))
+        return result
 
 
 class LvVitBlock(TwoBranches):

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from horovod_volo.kernels import runs_kernels
 from horovod_volo.kernels.outlook import fused_outlook
@@ -37,7 +35,7 @@ def outlook(
         mixed: Tensor = outlook_gather(values, logits, geometry, scale)[0]
         return mixed
     if runs_kernels(values) and geometry[3:] == [3, 1, 2] and values.dtype in _KERNEL_DTYPES:
-        fused: Tensor = fused_outlook(values, logits, heads, scale)
+        fused: Tensor = fused_outlook(values, logits, heads, scale)[0]
         return fused
     return plain_outlook(values, logits, geometry, scale)
 
@@ -63,35 +61,6 @@ def _pool(pixels: Tensor, pool: Any) -> Tensor:
     return pooled
 
 
-def project_and_pool(pixels: Tensor, weight: Tensor, pool: nn.AvgPool2d) -> tuple[Tensor, Tensor]:
-    """Return F.linear(pixels, weight) and the pooled pixels (batch, height, width, channels)."""
-    result: tuple[Tensor, Tensor] = _ProjectAndPool.apply(pixels, weight.to(pixels.dtype), pool)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _ProjectAndPool(Function):
-    """In backward, the product for the pixels adds to the gradient of the pool, where that is."""
-
-    @staticmethod
-    def forward(ctx: Any, pixels: Tensor, weight: Tensor, pool: nn.AvgPool2d) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(pixels, weight)
-        ctx.pool = pool
-        return F.linear(pixels, weight), _pool(pixels, pool)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, of_values: Tensor, of_pooled: Tensor) -> tuple[Tensor | None, ...]:
-        pixels, weight = ctx.saved_tensors
-        pool, of_values = ctx.pool, of_values.flatten(0, -2)
-        channels_first = of_pooled.permute(0, 3, 1, 2), pixels.permute(0, 3, 1, 2)
-        sizes = [[size, size] for size in (pool.kernel_size, pool.stride, pool.padding)]
-        settings = pool.ceil_mode, pool.count_include_pad, pool.divisor_override
-        of_pixels = torch.ops.aten.avg_pool2d_backward(*channels_first, *sizes, *settings)
-        of_pixels = of_pixels.permute(0, 2, 3, 1).contiguous()
-        of_pixels.flatten(0, -2).addmm_(of_values, weight)
-        return of_pixels, of_values.mT @ pixels.flatten(0, -2), None
-
-
 class Outlook(nn.Module):
     """timm's OutlookAttention, built from such a module, whose parameters it shares."""
 
@@ -105,23 +74,16 @@ class Outlook(nn.Module):
         self.kernel_size, self.stride = timm_attention.kernel_size, timm_attention.stride
         self.padding = timm_attention.padding
 
-    def forward(self, pixels: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return pixels of the same shape (batch, height, width, channels).
-
-        `bias` is the projection's, detached, if its gradient is computed elsewhere.
-        """
-        if self.training and runs_kernels(pixels) and self.v.bias is None:
-            values, pooled = project_and_pool(pixels, self.v.weight, self.pool)
-        else:
-            values, pooled = self.v(pixels), _pool(pixels, self.pool)
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Return pixels of the same shape (batch, height, width, channels)."""
         mixed = outlook(
-            values,
-            self.attn(pooled),
+            self.v(pixels),
+            self.attn(_pool(pixels, self.pool)),
             heads=self.num_heads,
             kernel=self.kernel_size,
             padding=self.padding,
             stride=self.stride,
             scale=self.scale,
         )
-        result: Tensor = self.proj(mixed) if bias is None else F.linear(mixed, self.proj.weight, bias)
+        result: Tensor = self.proj(mixed)
         return result

@@ -16,16 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from horovod_volo.kernels.residual import ResidualStream
-from horovod_volo.models.batch_norm import merge_relus, stem_input
-from horovod_volo.models.blocks import Block, ClassAttentionBlock, Stream, TwoBranches, outlooker, transformer
+from horovod_volo.models.blocks import Block, outlooker, transformer
 from horovod_volo.models.drop_path import DropPathSample, sample_drop_path
 from horovod_volo.models.position_embedding import fit_position_embedding
 from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
+from horovod_volo.models.stem_input import stem_input
 from horovod_volo.models.timm_api import VOLO
 
 TokenSwap = Callable[[Tensor], Tensor]  # of a grid (batch, rows, columns, channels); its own inverse
-BlockRunner = Callable[..., Any]  # (block, tokens, *drop path samples of its branches) -> tokens
+BlockRunner = Callable[..., Tensor]  # (block, tokens, *drop path samples of its branches) -> tokens
 
 # Layers, widths and heads of the outlooker stage and of the three transformer stages that follow it.
 SIZES: dict[str, dict[str, Any]] = {
@@ -62,18 +61,16 @@ def run_blocks(
     *,
     checkpointed: bool = True,
 ) -> Tensor:
-    """Run blocks of two branches one after the other; on a GPU the next block adds the branch of the last."""
-    run, blocks = runner_of_blocks(model, checkpointed), list(blocks)
-    stream: Stream = tokens
-    if run is _plain and all(isinstance(block, TwoBranches) and block.fuses(tokens) for block in blocks):
-        stream = ResidualStream(tokens)
+    """Run blocks of two branches one after the other."""
+    run = runner_of_blocks(model, checkpointed)
     for block in blocks:
-        stream = run(block, stream, next(samples), next(samples))
-    return stream if isinstance(stream, Tensor) else stream.added()
+        tokens = run(block, tokens, next(samples), next(samples))
+    return tokens
 
 
-def _plain(block: nn.Module, tokens: Stream, *others: Any) -> Any:
-    return block(tokens, *others)
+def _plain(block: nn.Module, tokens: Tensor, *samples: DropPathSample) -> Tensor:
+    result: Tensor = block(tokens, *samples)
+    return result
 
 
 def _checkpointed(block: nn.Module, tokens: Tensor, *samples: DropPathSample) -> Tensor:
@@ -97,9 +94,6 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
             if isinstance(stage, nn.Sequential):
                 build_block = outlooker if number == 0 else transformer
                 self.network[number] = nn.Sequential(*map(build_block, stage))
-        merge_relus(self.patch_embed.conv)
-        for block in self.post_network:
-            block.__class__ = ClassAttentionBlock
         # Listed once: finding them among hundreds of modules takes longer than sampling drop path.
         self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
 
@@ -112,36 +106,19 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return class and token logits; tokens are swapped after the stem and back before the token head."""
-        tokens = self.forward_tokens(swap_tokens(self.stem(images)), drop_path_seed)
-        class_token, stream = self._class_attention(tokens)
-        class_logits = self.head(self.head_drop(class_token))  # (batch, classes)
+        features = self.body(swap_tokens(self.stem(images)), drop_path_seed)
+        class_logits = self.head(self.head_drop(features[:, 0]))  # (batch, classes)
         assert self.aux_head is not None, "without it there are class logits alone"
-        normed = stream if isinstance(stream, Tensor) else stream.normalized(self.norm, None, None)[1]
-        grid = swap_tokens(normed.reshape(-1, *self.pos_embed.shape[1:]))
+        grid = swap_tokens(features[:, 1:].reshape(-1, *self.pos_embed.shape[1:]))
         return class_logits, self.aux_head(grid).flatten(1, 2)  # token logits (batch, tokens, classes)
 
     def class_logits(
         self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return class logits and empty token logits; tokens are swapped after the stem."""
-        tokens = self.forward_tokens(swap_tokens(self.stem(images)), drop_path_seed)
-        class_token, _ = self._class_attention(tokens)
-        logits: Tensor = self.head(self.head_drop(class_token))
+        features = self.body(swap_tokens(self.stem(images)), drop_path_seed)
+        logits: Tensor = self.head(self.head_drop(features[:, 0]))
         return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
-
-    def _class_attention(self, tokens: Tensor) -> tuple[Tensor, Stream]:
-        """Return the normalized class token (batch, channels), and the normalized tokens.
-
-        With kernels, the tokens are a stream that is not normalized yet.
-        """
-        run = runner_of_blocks(self, self._checkpoints("transformers"))
-        if run is not _plain or not all(block.fuses(tokens) for block in self.post_network):
-            features = self.norm(self.forward_cls(tokens))  # (batch, 1 + tokens, channels)
-            return features[:, 0], features[:, 1:]
-        class_token, stream = self.cls_token.repeat(len(tokens), 1, 1), ResidualStream(tokens)
-        for block in self.post_network:
-            class_token, stream = run(block, class_token, stream)
-        return self.norm(class_token)[:, 0], stream
 
     def forward_features(self, images: Tensor) -> Tensor:
         """Return normalized features (batch, 1 + tokens, channels), the class token first."""

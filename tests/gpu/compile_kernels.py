@@ -38,23 +38,7 @@ TYPES = (
 
 def cases(module: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the kernels of a module, each with its constants."""
-    if module == "residual":
-        mappings = {"mapped": True, "mapping": 2, "next_mapping": 2, "branch_mapping": 2, "branched": True}
-        for name in ("normalize", "add_normalize", "normalize_backward", "add_branch", "add_branch_backward"):
-            for lanes in (256, 512, 1024):
-                yield name, {"tile": 2048 // lanes, "lanes": lanes, "programs": 256, **mappings}
-    elif module == "batch_norm":
-        for name in ("statistics", "normalize_relu", "gradient_sums", "gradient_of_images"):
-            for lanes in (64, 128):
-                yield name, {"tile": 2048 // lanes, "lanes": lanes, "programs": 1024}
-        yield "combine", {"tile": 128, "lanes": 16, "programs": 1024}
-    elif module == "gelu":
-        yield "gelu_backward", {"tile": 16, "lanes": 128, "programs": 64}
-    elif module == "class_attention":
-        for name in ("class_attention", "class_attention_backward"):
-            for lanes in (32, 64):
-                yield name, {"block": 32, "lanes": lanes}
-    elif module == "augment":
+    if module == "augment":
         yield "statistics_tables", {"block": 4096}
         yield "apply_layer", {"block": 512}
         yield "normalize_images", {"block": 512, "count": 1, "mode": "pixel"}

@@ -22,12 +22,12 @@ def run(cases: list[Case]) -> list[Result]:
     from horovod_volo.kernels.outlook import fused_outlook
 
     runs: list[str] = []
-    for name in ("aggregate_windows", "logits_backward"):
+    for name in ("softmax_sums", "aggregate_windows", "logits_backward"):
         setattr(outlook_kernels, name, RecordedKernel(name, getattr(outlook_kernels, name), runs))
     results = []
     for values, scores, grad_output, heads, scale in cases:
         inputs = [tensor.detach().requires_grad_() for tensor in (values, scores)]
-        mixed = fused_outlook(*inputs, heads, scale)
+        mixed, _ = fused_outlook(*inputs, heads, scale)
         found = [mixed.detach(), *torch.autograd.grad(mixed, inputs, grad_output)]
         results.append(([*runs], found))
         runs.clear()
@@ -45,5 +45,20 @@ class RecordedKernel:
         return self.program[grid]
 
 
+def multiply_bf16_in_interpreter() -> None:
+    """Let Triton's interpreter multiply bf16 matrices: it would multiply their bits, as integers."""
+    from triton import language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    multiply = InterpreterBuilder.create_dot
+
+    def widened(self: Any, *operands: Any) -> Any:
+        is_bf16 = [operand.dtype.scalar == tl.bfloat16 for operand in operands]
+        return [self.cast_impl(each, tl.float32) if bf16 else each for each, bf16 in zip(operands, is_bf16, strict=True)]
+
+    InterpreterBuilder.create_dot = lambda self, a, b, *rest: multiply(self, *widened(self, a, b), *rest)
+
+
 if __name__ == "__main__":
+    multiply_bf16_in_interpreter()
     torch.save(run(torch.load(sys.argv[1])), sys.argv[2])

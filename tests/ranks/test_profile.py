@@ -34,7 +34,7 @@ def test_steps_of_two_ranks_are_profiled(tmp_path: Path) -> None:
     steps = [event for event in ranks if event.get("name") == "step"]
     assert [event["pid"] for event in steps] == [0, 0, 1, 1]
     blocks = {event["name"] for event in ranks if event["pid"] == 1 and event["ph"] == "X"}
-    assert {"network.0.0 Block", "post_network.1 ClassAttentionBlock", "exchange"} <= blocks
+    assert {"network.0.0 Block", "post_network.1 ClassBlock", "exchange"} <= blocks
     messages = [event["args"]["name"] for event in ranks if "Horovod: " in str(event.get("args"))]
     assert any("bucket" in name for name in messages)
     operators = {event["name"] for event in read(folder / "rank0.json.gz") if "name" in event}

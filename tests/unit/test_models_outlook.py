@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 # The reference is timm's module. timm_api comes first, because timm imports torchvision.
 from horovod_volo.models import outlook_gather, timm_api
-from horovod_volo.models.outlook import Outlook, outlook, plain_outlook, project_and_pool
+from horovod_volo.models.outlook import Outlook, outlook, plain_outlook
 
 assert timm_api
 from timm.models.volo import OutlookAttention  # noqa: E402
@@ -148,20 +148,3 @@ def test_the_operation_is_registered_correctly_for_the_compiler() -> None:
     values, scores = drawn(2, 4, 5, 4, dtype=torch.float32), drawn(2, 2, 3, 2 * 81, dtype=torch.float32)
     operation = torch.ops.horovod_volo.outlook_gather.default
     torch.library.opcheck(operation, (values, scores, [2, 3, 2, 3, 1, 2], 0.7))
-
-
-@pytest.mark.parametrize("sides", [(6, 8), (5, 7)])
-def test_projecting_and_pooling_in_one_step_changes_nothing(sides: tuple[int, int]) -> None:
-    """For sides that the pool divides, and for others."""
-    random = torch.Generator().manual_seed(0)
-    pixels = torch.randn(2, *sides, 12, generator=random, dtype=torch.float64).requires_grad_()
-    weight = torch.randn(20, 12, generator=random, dtype=torch.float64).requires_grad_()
-    pool = nn.AvgPool2d(kernel_size=2, stride=2, ceil_mode=True)
-    plain = pixels @ weight.T, pool(pixels.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-    joint = project_and_pool(pixels, weight, pool)
-    gradients = []
-    for values, pooled in (plain, joint):
-        loss = values.square().sum() + pooled.pow(3).sum()
-        gradients.append(torch.autograd.grad(loss, [pixels, weight]))
-    for one, other in zip((*plain, *gradients[0]), (*joint, *gradients[1]), strict=True):
-        torch.testing.assert_close(one, other)

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.batch_norm import BatchNormReLU
 
 
 class RankSums(Protocol):
@@ -199,20 +198,10 @@ def connect_norms(network: nn.Module, ranks: RankSums) -> int:
     return len(norms)
 
 
-class SyncBatchNormReLU(SyncBatchNorm):
-    """Such a layer, then ReLU."""
-
-    def forward(self, maps: Tensor) -> Tensor:
-        """Return maps of the same shape."""
-        return F.relu(super().forward(maps), inplace=True)
-
-
 def synchronize_norms(network: nn.Module) -> None:
     """Make a network's batch norms such layers, with the same names; raise UserError for unknown ones."""
     for name, norm in network.named_modules():
         if type(norm) is nn.BatchNorm2d:
             norm.__class__ = SyncBatchNorm
-        elif type(norm) is BatchNormReLU:
-            norm.__class__ = SyncBatchNormReLU  # type: ignore[assignment]
         elif isinstance(norm, nn.modules.batchnorm._BatchNorm) and not isinstance(norm, SyncBatchNorm):
             raise UserError(f"--sync-bn all: {name} is a {type(norm).__name__}. Use --sync-bn heads.")
