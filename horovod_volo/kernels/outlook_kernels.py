@@ -45,7 +45,7 @@ def softmax_sums(logits, log2_sums, count, scale, rows: tl.constexpr):
 
 
 @triton.jit
-def _plus_weighted(total, pixel, logits, position: tl.constexpr, log2_sum, exists, scale):
+def _plus_weighted(total, pixel, logits, position, log2_sum, exists, scale):
     """Add a pixel, multiplied by its weight: that of the logit at a position of the window."""
     logit = tl.load(logits + position, mask=exists, other=0.0).to(tl.float32) * (scale * _LOG2_E)
     return total + tl.exp2(logit - log2_sum)[:, None] * pixel
@@ -75,7 +75,7 @@ def aggregate_windows(
             # pixels on the right, and so on. Forward, they are targets; backward, they are sources.
             first = 4 - 6 * down - 2 * right
             own, others = (1, 9) if backward else (9, 1)
-            for other in tl.static_range(9):
+            for other in range(9):  # not unrolled: that would take all registers
                 y, x = 2 * (row + down) + other // 3 - 1, 2 * (column + right) + other % 3 - 1
                 offsets, inside = _pixel_offsets(
                     image, y, x, exists, head, heads, height, width, head_dim, lanes

@@ -31,12 +31,12 @@ def outlook(
     geometry = [logits.shape[1], logits.shape[2], heads, kernel, padding, stride]
     if values.dtype != logits.dtype:
         return plain_outlook(values, logits, geometry, scale)
-    if values.device.type == "cpu":
-        mixed: Tensor = outlook_gather(values, logits, geometry, scale)[0]
-        return mixed
     if runs_kernels(values) and geometry[3:] == [3, 1, 2] and values.dtype in _KERNEL_DTYPES:
         fused: Tensor = fused_outlook(values, logits, heads, scale)[0]
         return fused
+    if values.device.type == "cpu":
+        mixed: Tensor = outlook_gather(values, logits, geometry, scale)[0]
+        return mixed
     return plain_outlook(values, logits, geometry, scale)
 
 

@@ -1,4 +1,4 @@
-"""Runs tests of Triton kernels in processes of their own: in the interpreter, and to compile them.
+"""Runs tests of Triton kernels in a process of their own, in the interpreter.
 
 Triton chooses between compiling and interpreting when it is first imported.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,18 +30,3 @@ def run_in_interpreter(file: str, tests: int, keyword: str = "cpu") -> None:
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
     assert f"{tests} passed" in found.stdout, found.stdout
-
-
-def check_compiled(module: str, kernels: int) -> None:
-    """Compile the kernels of a module for three generations of GPUs: none spills registers."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).parent / "compile_kernels.py"), module]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert found.returncode == 0, found.stderr
-    lines = found.stdout.splitlines()
-    assert len(lines) == kernels * 3
-    for line in lines:
-        *_, registers, spilled = line.split()
-        assert int(registers) <= 168, line  # so that a multiprocessor can run three programs of 128 threads
-        assert int(spilled) == 0, line
