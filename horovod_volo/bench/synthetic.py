@@ -24,6 +24,7 @@ from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.open_files import OpenFile
 from horovod_volo.engine.context import TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.kernel_choice import choose_kernels
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
 from horovod_volo.models.build import build_model, spec_of, training_forward
@@ -83,6 +84,7 @@ def synthetic_context(config: Config, world: World, resources: RankResources | N
     resources, num_classes = resources or rank_resources(world), config.model.num_classes
     task, device = Classification(), resources.device
     state, _ = build_state(config, world, task, num_classes=num_classes, device=device, finetune="")
+    choose_kernels(config, state.model, device, world)
     if world.size > 1:
         state.load_full_state_dict({}, {}, 0, world)
     global_batch = world.size * config.data.batch_size * config.update.accumulation

@@ -51,8 +51,9 @@ class Model:
     compile: bool = setting(
         False, "compile each block with torch.compile: faster steps, several minutes at the first step"
     )
-    kernels: Literal["fused", "plain"] = setting(
-        "fused", "on a GPU: fused Triton kernels, or PyTorch's own operators, to compare with"
+    kernels: Literal["auto", "plain"] = setting(
+        "auto",
+        "on a GPU: Triton kernels where a check at the start finds them right and faster, or PyTorch's operators",
     )
     finetune: str = setting(
         "", "start from these weights: a run folder, a checkpoint, a file, or timm:NAME for timm's own"

@@ -12,6 +12,7 @@ from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batche
 from horovod_volo.config.schema import Config, Published
 from horovod_volo.data.image_decoder import describe_decoder
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.kernels import describe_kernels
 
 
 def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) -> list[str]:
@@ -33,6 +34,7 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
         "batch": batch_line(context.config, context.derived),
         "lr": lr_line(context.config, context.derived),
         "length": length_line(context.derived),
+        **({} if context.resources.device.type == "cpu" else {"kernels": describe_kernels()}),
         "precision": precision_line(context.config, len(context.state.reducer.buckets), world.size),
         "results": f"{context.folder}  (watch: tensorboard --logdir {context.folder.parent})",
     }

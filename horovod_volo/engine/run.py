@@ -37,13 +37,14 @@ from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.context import TrainContext, build_context, run_folder
 from horovod_volo.engine.elastic import ElasticRun
 from horovod_volo.engine.interrupts import StopRequest
+from horovod_volo.engine.kernel_choice import choose_kernels
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.model_cost import count_cost
 from horovod_volo.engine.profiling import StepProfiler
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.run_texts import describe_run
 from horovod_volo.engine.state import build_state
-from horovod_volo.models.compiled import check_compiler, compile_blocks
+from horovod_volo.models.compiled import check_compiler
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.further_loggers import check_packages
 from horovod_volo.monitor.hardware import peak_flops
@@ -153,8 +154,8 @@ def setup(
     begin_stage("building the network", LONGEST_WRITE_SECONDS if finetune else 0.0)
     build = partial(build_state, config, world, task, num_classes=len(data.train.classes))
     state, state_warnings = world.run_on_all_ranks(partial(build, device=resources.device, finetune=finetune))
-    if config.model.compile:
-        world.run_on_all_ranks(partial(compile_blocks, state.model))
+    begin_stage("checking kernels")
+    state_warnings += choose_kernels(config, state.model, resources.device, world)
     begin_stage("loading the state and copying it to all ranks", LONGEST_WRITE_SECONDS)
     if newest and elastic is not None:
         elastic.take_over(state, world)

@@ -17,8 +17,8 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import StateDicts
-from horovod_volo.kernels import use_fused_kernels
 from horovod_volo.models.build import exempt_from_decay, hidden_matrices, layer_numbers
+from horovod_volo.models.compiled import compile_blocks
 from horovod_volo.models.freezing import freeze, start_training
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, state_tensors
@@ -97,7 +97,6 @@ def build_state(
     """Return the state before the first step, with the weights of `finetune` if given, and warnings."""
     torch.manual_seed(config.run.seed)
     settings, update = config.model, config.update
-    use_fused_kernels(settings.kernels == "fused")
     model = task.build_network(config, num_classes)
     warnings: list[str] = []
     if finetune:
@@ -131,6 +130,8 @@ def build_state(
         if update.ema_decay
         else NoAverage()
     )
+    if settings.compile:
+        compile_blocks(model)
     scaler = torch.amp.GradScaler(device.type, enabled=config.model.precision == "fp16")
     keys = OPTIMIZERS.find(update.opt).state_keys
     return TrainState(model, reducer, optimizer, keys, average, scaler), warnings

@@ -1,21 +1,33 @@
 """Triton kernels for NVIDIA GPUs, as torch operators. Launching one imports Triton, in a `*_kernels` module.
 
-The choice between kernels and PyTorch's own operators holds for the whole process, which trains one model.
+The choice between a kernel and PyTorch's own operators holds for the whole process, which trains one model
+(engine/kernel_choice.py). Until it is made, PyTorch's operators are used.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Literal, get_args
+
 from torch import Tensor
 
+Kernel = Literal["outlook attention", "loss", "augmentation"]
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 _DEVICES = ("cuda", "meta")  # on meta, memory and time of a step on a GPU are estimated
-_choice = {"fused": True}
+_used: dict[Kernel, float] = {}
 
 
-def use_fused_kernels(fused: bool) -> None:
-    """Choose between the kernels and PyTorch's own operators for all following calls."""
-    _choice["fused"] = fused
+def use_kernels(speeds: Mapping[Kernel, float]) -> None:
+    """Use these kernels, and no others, in all following calls; they are so many times as fast."""
+    _used.clear()
+    _used.update(speeds)
 
 
-def runs_kernels(tensor: Tensor) -> bool:
-    """Return whether operations on a tensor are to use the kernels."""
-    return _choice["fused"] and tensor.device.type in _DEVICES
+def describe_kernels() -> str:
+    """Return which kernels are used."""
+    return ", ".join(f"{name} ({speed:.1f} x PyTorch)" for name, speed in _used.items()) or "PyTorch's own"
+
+
+def runs_kernel(name: Kernel, tensor: Tensor) -> bool:
+    """Return whether the operation is to use its kernel on a tensor."""
+    return name in _used and tensor.device.type in _DEVICES

@@ -88,9 +88,7 @@ def _fake(values: Tensor, logits: Tensor, _heads: int, _scale: float) -> tuple[T
 
 
 @fused_outlook_backward.register_fake
-def _fake_backward(
-    _gradient: Tensor, values: Tensor, logits: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
+def _fake_backward(_gradient: Tensor, values: Tensor, logits: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _gradients(values, logits)
 
 

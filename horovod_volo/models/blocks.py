@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.models.drop_path import ALL, DropPathSample
+from horovod_volo.models.drop_path import ALL, DropPathSample, add_branch
 from horovod_volo.models.outlook import Outlook
 
 
@@ -61,7 +61,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 class TwoBranches(nn.Module):
     """A pre-norm block of two residual branches: attention and an MLP."""
 
-    branches = ("attended", "refined")  # the methods that --compile compiles
+    compiled_methods = ("with_both", "attended", "refined")  # the methods that --compile compiles
     weight = 1.0  # factor of both branches; that of the skip connection is 1
     norm1: nn.Module
     attn: nn.Module
@@ -70,8 +70,15 @@ class TwoBranches(nn.Module):
 
     def forward(self, tokens: Tensor, first: DropPathSample = ALL, second: DropPathSample = ALL) -> Tensor:
         """Return tokens of the same shape (batch, ..., channels)."""
+        if first.rows is second.rows is None and first.scale == second.scale == 1.0:
+            return self.with_both(tokens, first.factors, second.factors)
         tokens = first.added(tokens, self.attended, self.weight)
         return second.added(tokens, self.refined, self.weight)
+
+    def with_both(self, tokens: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
+        """Return the tokens with both branches of all images, multiplied by their factors (batch,), if any."""
+        tokens = add_branch(tokens, self.attended(tokens), first, self.weight)
+        return add_branch(tokens, self.refined(tokens), second, self.weight)
 
     def attended(self, tokens: Tensor) -> Tensor:
         """Return the attention branch."""

@@ -41,9 +41,9 @@ def compile_blocks(model: nn.Module, backend: str | Call = "inductor") -> None:
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
     compiled: dict[Call, Call] = {}
     for block in blocks:
-        # Drop path computes a branch for a varying number of images. Each branch is compiled alone, and torch
-        # makes that dimension dynamic when it sees a second number.
-        for name in getattr(block, "branches", ("forward",)):
+        # A block whose branches have all images is compiled as a whole. Otherwise drop path computes each
+        # branch for a varying number of images: torch makes that dimension dynamic when it sees a second one.
+        for name in getattr(block, "compiled_methods", ("forward",)):
             method = getattr(type(block), name)
             if method not in compiled:
                 compiled[method] = torch.compile(method, backend=backend)

@@ -18,34 +18,34 @@ from horovod_volo.core.batch import copy_async
 from horovod_volo.core.rng import generator
 
 Branch = Callable[[Tensor], Tensor]
-# On a GPU, branches with lower rates are computed for all images: gathering the images that keep them would
-# cost more (`bench roofline`), and shapes stay the same from step to step.
-_MASKED_BELOW = 0.25
 
 
 @dataclass(frozen=True, eq=False)
 class DropPathSample:
     """The images of a batch that keep a branch, and the scale of the branch.
 
-    The branch is computed for the images in `rows`, or for all and multiplied by `keeps`.
+    The branch is computed for the images in `rows`, or for all and multiplied by `factors`.
     """
 
     rows: Tensor | None = None  # (kept,) int64; None: all images
     scale: float = 1.0
-    keeps: Tensor | None = None  # (batch,) float32: 1 for images that keep the branch, 0 for others
+    factors: Tensor | None = None  # (batch,) float32: the scale for images that keep the branch, else 0
 
     def added(self, tokens: Tensor, branch: Branch, weight: float = 1.0) -> Tensor:
         """Return tokens (batch, ..., channels) with the weighted branch added for the images that keep it."""
-        factor = weight * self.scale
         if self.rows is None:
-            result = branch(tokens)
-            if self.keeps is not None:
-                result = result * self.keeps.to(result.dtype).view(-1, *[1] * (tokens.ndim - 1))
-            return torch.add(tokens, result, alpha=factor)
+            return add_branch(tokens, branch(tokens), self.factors, weight * self.scale)
         if not len(self.rows):
             return tokens
         result = branch(tokens.index_select(0, self.rows))
-        return tokens.index_add(0, self.rows, result.to(tokens.dtype), alpha=factor)
+        return tokens.index_add(0, self.rows, result.to(tokens.dtype), alpha=weight * self.scale)
+
+
+def add_branch(tokens: Tensor, result: Tensor, factors: Tensor | None, weight: float) -> Tensor:
+    """Return the tokens with a branch's result added for all images, multiplied by their factors, if any."""
+    if factors is not None:
+        result = result * factors.to(result.dtype).view(-1, *[1] * (tokens.ndim - 1))
+    return torch.add(tokens, result, alpha=weight)
 
 
 ALL = DropPathSample()
@@ -64,20 +64,27 @@ def sample_drop_path(rates: Sequence[float], tokens: Tensor, seed: int | None) -
     batch, device = len(tokens), tokens.device
     random = generator(seed)
     keep_rates = 1.0 - np.asarray(rates)
-    counts = np.floor(batch * keep_rates + random.random(len(rates))).astype(
-        np.int64
-    )  # mean: batch x keep rate
+    # On average batch x keep rate.
+    counts = np.floor(batch * keep_rates + random.random(len(rates))).astype(np.int64)
     orders = random.permuted(np.tile(np.arange(batch), (len(rates), 1)), axis=1)  # (branches, batch)
-    places = np.argsort(orders, axis=1)
-    keeps = copy_async((places < counts[:, None]).astype(np.float32), device)
-    masked_below = 0.0 if device.type == "cpu" else _MASKED_BELOW
+    scales = 1.0 / keep_rates
+    is_masked = np.asarray(rates) < _masked_below(device)
+    factors = scales[:, None] * (np.argsort(orders, axis=1) < counts[:, None])  # (branches, batch)
+    of_device = zip(copy_async(orders, device), copy_async(factors.astype(np.float32), device), strict=True)
     return [
-        DropPathSample(None, scale)
-        if count == batch
-        else DropPathSample(None, scale, keep)
-        if rate < masked_below
-        else DropPathSample(row[:count], scale)
-        for rate, count, scale, row, keep in zip(
-            rates, counts.tolist(), (1.0 / keep_rates).tolist(), copy_async(orders, device), keeps, strict=True
+        DropPathSample(factors=of_images)
+        if masked
+        else DropPathSample(None if count == batch else row[:count], scale)
+        for masked, count, scale, (row, of_images) in zip(
+            is_masked.tolist(), counts.tolist(), scales.tolist(), of_device, strict=True
         )
     ]
+
+
+def _masked_below(device: torch.device) -> float:
+    """Return the rate below which branches are computed for all images.
+
+    On a GPU, gathering the images that keep them would cost more (`bench roofline`), and shapes stay the same
+    from step to step.
+    """
+    return 0.0 if device.type == "cpu" else 0.25

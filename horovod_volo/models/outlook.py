@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.kernels import runs_kernels
+from horovod_volo.kernels import runs_kernel
 from horovod_volo.kernels.outlook import fused_outlook
 from horovod_volo.models.outlook_gather import outlook_gather
 
@@ -31,7 +31,11 @@ def outlook(
     geometry = [logits.shape[1], logits.shape[2], heads, kernel, padding, stride]
     if values.dtype != logits.dtype:
         return plain_outlook(values, logits, geometry, scale)
-    if runs_kernels(values) and geometry[3:] == [3, 1, 2] and values.dtype in _KERNEL_DTYPES:
+    if (
+        runs_kernel("outlook attention", values)
+        and geometry[3:] == [3, 1, 2]
+        and values.dtype in _KERNEL_DTYPES
+    ):
         fused: Tensor = fused_outlook(values, logits, heads, scale)[0]
         return fused
     if values.device.type == "cpu":

@@ -54,7 +54,10 @@ def multiply_bf16_in_interpreter() -> None:
 
     def widened(self: Any, *operands: Any) -> Any:
         is_bf16 = [operand.dtype.scalar == tl.bfloat16 for operand in operands]
-        return [self.cast_impl(each, tl.float32) if bf16 else each for each, bf16 in zip(operands, is_bf16, strict=True)]
+        return [
+            self.cast_impl(each, tl.float32) if bf16 else each
+            for each, bf16 in zip(operands, is_bf16, strict=True)
+        ]
 
     InterpreterBuilder.create_dot = lambda self, a, b, *rest: multiply(self, *widened(self, a, b), *rest)
 

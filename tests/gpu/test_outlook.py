@@ -24,6 +24,7 @@ CASES = [
     (torch.float16, 1e-3, (2, 1, 1, 1, 8)),
 ]
 
+
 def case(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Case:
     batch, height, width, heads, depth = shape
     draw = torch.Generator().manual_seed(1)

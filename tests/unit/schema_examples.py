@@ -45,7 +45,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "ratio": ((0.9, 1.1), (0.5, 2.0)),
     "train_interpolation": ("bilinear", "bicubic"),
     "randaugment_on": ("image", "crop"),
-    "kernels": ("plain", "fused"),
+    "kernels": ("plain", "auto"),
     "grad_checkpoint_stages": ("outlookers", "transformers"),
     "aa": ("", "rand-m7-n3"),
     "reprob": (0.5, 0.75),

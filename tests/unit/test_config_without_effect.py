@@ -139,7 +139,7 @@ def test_segmentation_keeps_no_list_of_images() -> None:
 
 
 def test_a_setting_that_has_its_default_is_not_named() -> None:
-    config = parse(["--momentum", "0.9", "--compression", "fp16", "--kernels", "fused"]).config
+    config = parse(["--momentum", "0.9", "--compression", "fp16", "--kernels", "auto"]).config
     assert config_warnings(config, RunFacts(ranks=1, device_type="cpu")) == []
 
 

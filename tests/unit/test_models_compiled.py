@@ -14,6 +14,7 @@ from horovod_volo.config.validation import config_warnings
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, training_forward
 from horovod_volo.models.compiled import check_compiler, compile_blocks, find_blocks
+from horovod_volo.models.volo import Volo
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
@@ -78,19 +79,39 @@ def test_a_class_is_compiled_once_and_evaluation_not_at_all() -> None:
     backward(model)
     blocks = list(find_blocks(model))
     shapes = {(type(block), *(p.shape for p in block.parameters())) for block in blocks}
-    forms = sum(len(getattr(kind, "branches", ("forward",))) for kind, *_ in shapes)
-    assert counter.frame_count == forms < sum(len(getattr(b, "branches", ("forward",))) for b in blocks)
+    assert counter.frame_count == len(shapes) < len(blocks)
     assert list(model.state_dict()) == names
     backward(model)
     backward(averaged)
     model.eval()(IMAGES)
-    assert counter.frame_count == forms
+    assert counter.frame_count == len(shapes)
+
+
+@pytest.mark.parametrize(("rate", "graphs"), [(0.1, 3), (0.75, 7)])
+def test_blocks_of_a_kind_have_one_graph_on_a_gpu(
+    rate: float, graphs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At low rates of drop path; at high ones also branches of a fixed and of a varying number of images."""
+    monkeypatch.setattr("horovod_volo.models.drop_path._masked_below", lambda _: 0.25)
+    torch.manual_seed(0)
+    layers = {"layers": (4, 4, 8, 2), "embed_dims": (48, 96, 96, 96), "num_heads": (2, 4, 4, 4)}
+    model, counter = (
+        Volo(img_size=32, num_classes=5, drop_path_rate=rate, **layers).train(),
+        compile_counter(),
+    )
+    compile_blocks(model, counter)
+    images = torch.randn(8, 3, 32, 32)
+    for seed in range(12):
+        model.training_logits(images, lambda tokens: tokens, seed)[1].square().sum().backward()
+        if seed == 3:
+            first = counter.frame_count
+    assert counter.frame_count == first == graphs
 
 
 class HalfBlock(nn.Module):
     """A block that computes its branch for some of the images."""
 
-    branches = ("branch",)
+    compiled_methods = ("branch",)
 
     def __init__(self) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ def measure(
     img_size: ImgSize = 224,
     batch_size: BatchSize = 256,
     drop_path: DropPath = 0.1,
-    kernels: Kernels = "fused",
+    kernels: Kernels = "auto",
     gpu: Annotated[Literal["a100", "h100", "h200"], Flag("rates to price with")] = "h100",
     against: Annotated[
         Sequence[CountedLoop], Flag("steps around timm's network to count as well", may_be_empty=True)

@@ -46,7 +46,7 @@ def measure(
     batch_size: BatchSize = 8,
     precision: Precision = "fp32",
     drop_path: DropPath = 0.0,
-    kernels: Kernels = "fused",
+    kernels: Kernels = "auto",
     compile: Annotated[bool, Flag("compile the network's blocks")] = False,
     pairs: Pairs = 7,
 ) -> Result:

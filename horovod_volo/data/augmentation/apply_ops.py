@@ -18,7 +18,7 @@ from horovod_volo.core.batch import copy_async
 from horovod_volo.data.augmentation import color_ops, geometric_ops
 from horovod_volo.data.augmentation.operations import NONE, OPERATIONS, Kind, source_matrices
 from horovod_volo.data.augmentation.rand_augment import Mixing, Operations
-from horovod_volo.kernels import runs_kernels
+from horovod_volo.kernels import runs_kernel
 from horovod_volo.kernels.augment import COLUMNS, apply_layer, statistics_tables
 from horovod_volo.kernels.codes import PixelOp
 
@@ -48,7 +48,7 @@ def augment_(images: Tensor, operations: Operations) -> None:
     if operations.mixing is not None:
         _mix_chains(images, operations, operations.mixing)
         return
-    if runs_kernels(images):
+    if runs_kernel("augmentation", images):
         _augment_by_kernels(images, operations)
         return
     for layer in range(operations.kinds.shape[1]):

@@ -17,7 +17,7 @@ from torch import Tensor
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import copy_async
 from horovod_volo.core.rng import Purpose, philox, uniforms_of_samples
-from horovod_volo.kernels import runs_kernels
+from horovod_volo.kernels import runs_kernel
 from horovod_volo.kernels.augment import normalize_images
 
 NOISE_LENGTH = 2**20
@@ -73,7 +73,7 @@ class Eraser:
 
     def normalize(self, pixels: Tensor, mean: Tensor, std: Tensor, erasures: Erasures) -> Tensor:
         """Return uint8 images (batch, 3, image_size, image_size) normalised to float32, with erased boxes."""
-        if runs_kernels(pixels):
+        if runs_kernel("augmentation", pixels):
             packed = np.concatenate([erasures.boxes, erasures.noise[..., None]], axis=2)
             boxes = copy_async(packed, pixels.device)
             fused: Tensor = normalize_images(pixels.contiguous(), mean, std, boxes, self._noise, self._mode)
