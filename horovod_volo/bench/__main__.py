@@ -53,6 +53,7 @@ MACHINE = {
     "catalog": "start-up time and memory of the image catalog against timm's",
     "logging": "time that logging takes of an epoch of the demo",
     "learning": "accuracy after equal training, against timm's train.py",
+    "ceilings": "what a GPU reaches in copies, matrix products and attention",
 }
 SCALING_STUDY = {
     "scaling": "parameter server against ring all-reduce, and steps of 1, 2 and 4 ranks",
@@ -60,11 +61,15 @@ SCALING_STUDY = {
     "simulate": "predicted efficiency on many GPUs",
 }
 REPORTS = {
+    "gpu": "measure what one GPU is to be measured for, in parts",
+    "profile": "print the operators of a training step, the longest first",
     "table": "print the recorded results as the table of docs/results.md",
     "goals": "print which goals for one GPU the recorded results meet",
 }
 # Module and function of those that are not `measure` in a module of their own.
 _ELSEWHERE = {
+    "gpu": ("machine.gpu", "measure"),
+    "profile": ("machine.profile", "measure"),
     "overhead": ("machine.peers", "measure_overhead"),
     "overlap": ("machine.reduce", "measure_overlap"),
     "loader": ("machine.data", "measure_loader"),

@@ -18,8 +18,8 @@ _CELLS, _WINDOWS, _ROWS = 32, 8, 128  # of one program
 def fused_outlook(values: Tensor, logits: Tensor, heads: int, scale: float) -> tuple[Tensor, Tensor]:
     """Return outlook attention of values (batch, height, width, channels), and its softmaxes' sums.
 
-    `logits` are the attention logits (batch, rows, columns, heads * 81) of windows, multiplied by `scale`. The
-    sums are binary logarithms, (batch, rows, columns, heads * 9) in fp32.
+    `logits` are the attention logits (batch, rows, columns, heads * 81) of windows, multiplied by `scale`.
+    The sums are binary logarithms, (batch, rows, columns, heads * 9) in fp32.
     """
     from horovod_volo.kernels import outlook_kernels as kernels
 

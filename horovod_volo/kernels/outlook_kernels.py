@@ -1,8 +1,8 @@
 """Triton kernels of the fused outlook attention, for windows of 3 x 3 pixels at a stride of 2.
 
 A window has 9 targets (its pixels in the output), each with a softmax over 9 sources (its pixels in the
-input). A cell is the 2 x 2 pixels from a window's centre to the right and down; four windows overlap it. Every
-element of the output is written once: no atomics, so results are reproducible. All sums are in fp32.
+input). A cell is the 2 x 2 pixels from a window's centre to the right and down; four windows overlap it.
+Every element of the output is written once: no atomics, so results are reproducible. All sums are in fp32.
 """
 
 # `count` is not specialized: where it changes from step to step, programs would be compiled again.

@@ -76,7 +76,7 @@ class TwoBranches(nn.Module):
         return second.added(tokens, self.refined, self.weight)
 
     def with_both(self, tokens: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
-        """Return the tokens with both branches of all images, multiplied by their factors (batch,), if any."""
+        """Return the tokens with both branches of all images, multiplied by factors (batch,), if any."""
         tokens = add_branch(tokens, self.attended(tokens), first, self.weight)
         return add_branch(tokens, self.refined(tokens), second, self.weight)
 

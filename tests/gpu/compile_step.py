@@ -1,9 +1,9 @@
 """Compiles every Triton program that training steps launch, for GPUs that are not there.
 
-Arguments: runs as JSON, their settings and the `steps` to take. The real steps run on the CPU, whose tensors are
-taken for a GPU's: each launch is replaced by compilations, so that only what is launched counts, not the
-results. Prints a line of JSON for each run: of each program the compute capability, the name, the registers and
-the bytes that a thread spills, and the step that launched it first.
+Arguments: runs as JSON, their settings and the `steps` to take. The real steps run on the CPU, whose tensors
+are taken for a GPU's: each launch is replaced by compilations, so that only what is launched counts, not the
+results. Prints a line of JSON for each run: of each program the compute capability, the name, the registers
+and the bytes that a thread spills, and the step that launched it first.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from horovod_volo import kernels
+from horovod_volo.bench import synthetic
 from horovod_volo.bench.synthetic import bench_config, random_batch, synthetic_context
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
@@ -119,6 +120,7 @@ def compile_steps(gpus: Driver, settings: dict[str, Any], steps: int) -> list[di
 if __name__ == "__main__":
     driver.set_active(gpus := Driver())
     kernels._DEVICES = ("cpu",)
+    synthetic.choose_kernels = lambda *_: kernels.use_kernels(dict.fromkeys(kernels.KERNELS, 1.0))
     for argument in sys.argv[1:]:
         run = json.loads(argument)
         print(json.dumps(compile_steps(gpus, run, run.pop("steps", 1))), flush=True)

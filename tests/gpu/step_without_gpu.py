@@ -33,11 +33,13 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily  # noqa: E402
 
+from horovod_volo.bench import synthetic  # noqa: E402
 from horovod_volo.bench.synthetic import bench_config, random_labels, synthetic_context  # noqa: E402
 from horovod_volo.cluster.resources import RankResources  # noqa: E402
 from horovod_volo.cluster.world import World  # noqa: E402
 from horovod_volo.core.batch import TrainBatch  # noqa: E402
 from horovod_volo.engine.step import train_step  # noqa: E402
+from horovod_volo.kernels import KERNELS, use_kernels  # noqa: E402
 from horovod_volo.models.compiled import compile_blocks  # noqa: E402
 from tests.gpu.synchronisation import RefuseSynchronisation  # noqa: E402
 
@@ -75,6 +77,7 @@ def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool) -> Non
         patch.object(torch.cuda, "Event", MagicMock()),  # recording one does not wait
         patch.object(torch, "linspace", rates),
         patch.object(torch, "compile", whole_graph),
+        patch.object(synthetic, "choose_kernels", lambda *_: use_kernels(dict.fromkeys(KERNELS, 1.0))),
     ):
         with GPU:
             context = synthetic_context(config, World.single(), RankResources(GPU, 1, ""))

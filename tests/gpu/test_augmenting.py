@@ -24,7 +24,7 @@ from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.rand_augment import Operations
 from horovod_volo.data.augmentation.random_erasing import NOISE_LENGTH, Eraser, Erasures, draw_erasures
 from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
-from horovod_volo.kernels import augment, use_fused_kernels
+from horovod_volo.kernels import augment, use_kernels
 
 if INTERPRETED:  # fewer programs with larger tiles, because they run one after the other
     augment._BLOCK = 2**13
@@ -81,6 +81,7 @@ def _kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Use the kernels on the CPU too, and torch's form of what Pillow does there."""
     skip_elsewhere(device)
     monkeypatch.setattr(kernels, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(kernels, "_used", {"augmentation": 1.0})
     monkeypatch.setattr(
         geometric_ops,
         "_rotate_by_pillow",
@@ -100,9 +101,9 @@ def drawn_images(count: int, shape: tuple[int, int], device: torch.device) -> Te
 
 def by_operators(images: Tensor, operations: Operations) -> Tensor:
     images = images.clone()
-    use_fused_kernels(False)
+    use_kernels({})
     augment_(images, operations)
-    use_fused_kernels(True)
+    use_kernels({"augmentation": 1.0})
     return images
 
 
@@ -210,3 +211,7 @@ def test_kernels_equal_the_operators_on_the_largest_box(device: torch.device) ->
     expected = pixels.float()
     eraser.erase_(expected, drawn)
     assert torch.equal(found, expected)
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    run_in_interpreter(__file__, KERNELS_CASES, "(kernels_equal or plugins or normalizing) and cpu")

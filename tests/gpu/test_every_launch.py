@@ -1,4 +1,4 @@
-"""Every Triton program that a training step launches is compiled for three generations of GPUs, without one."""
+"""Every Triton program that a training step launches compiles for three generations of GPUs."""
 
 from __future__ import annotations
 

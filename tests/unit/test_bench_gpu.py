@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +15,11 @@ from torch import nn
 from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench import comparison
 from horovod_volo.bench.comparison import WrongResultError
-from horovod_volo.bench.machine import goals, peers, step
+from horovod_volo.bench.machine import goals, gpu, peers, step
 from horovod_volo.bench.synthetic import forward_flops
 from horovod_volo.cluster.resources import RankResources
+from horovod_volo.core.errors import UserError
 
-ROOT = Path(__file__).parents[2]
 # Forward and backward of one image, in units of 10^9 operations, counted layer by layer.
 TRAIN_GFLOP = {
     ("volo_d1", 224): 41.5,
@@ -53,27 +48,13 @@ def small_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("horovod_volo.bench.synthetic.rank_resources", lambda world: resources)
 
 
-def plan(*words: str) -> list[tuple[int, command_line.BenchRequest]]:
-    done = bench_script(ROOT, "--plan", *words)
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    return [(int(limit), command_line.parse(rest)) for limit, *rest in lines]
-
-
-def bench_script(root: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(root / "tools" / "gpu_bench"), *words],
-        env=os.environ | {"OUT": str(root / "out")} | variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def planned() -> list[command_line.BenchRequest]:
+    return [command_line.parse(words.split()) for lines in gpu.PARTS.values() for _, words in lines]
 
 
 def results_of_the_plan() -> Iterator[tuple[str, str]]:
     """Yield the name of each result that the plan records, with one figure's label, or any."""
-    for _, chosen in plan():
+    for chosen in planned():
         given = chosen.settings
         if chosen.name == "step":
             form = " compiled" if given["compile"] else " plain" if given["kernels"] == "plain" else ""
@@ -85,78 +66,40 @@ def results_of_the_plan() -> Iterator[tuple[str, str]]:
             yield f"{chosen.name} {given['model']}" if "model" in given else chosen.name, "*"
 
 
-def test_every_command_of_the_plan_is_understood() -> None:
-    planned = plan()
-    assert len(planned) > 20
-    assert all(20 <= limit <= 300 for limit, _ in planned)
-    assert [chosen.settings["model"] for _, chosen in plan("peers --model volo_d5")] == ["volo_d5"] * 2
+def test_every_part_takes_less_than_eight_minutes() -> None:
+    assert len(planned()) > 15
+    assert all(sum(limit for limit, _ in lines) <= 480 for lines in gpu.PARTS.values())
 
 
-def test_every_goal_is_measured_by_the_plan() -> None:
-    planned = set(results_of_the_plan())
-    for goal in goals.GOALS:
-        assert any(fnmatch(name, goal.names) and label in (goal.label, "*") for name, label in planned), goal
-
-
-def test_without_a_gpu_nothing_is_done() -> None:
-    if shutil.which("nvidia-smi"):
+def test_without_a_gpu_nothing_is_done(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = bench_script(ROOT, "overhead")
-    assert done.returncode == 1
-    assert "No NVIDIA GPU here" in done.stderr
-    done = bench_script(ROOT, "no such line")
-    assert done.returncode == 2
-    assert 'No line of the plan contains "no such line"' in done.stderr
+    with pytest.raises(UserError, match="PyTorch sees no GPU here"):
+        gpu.measure(parts=["d1"], out=str(tmp_path / "out"))
+    with pytest.raises(UserError, match=r"There is no part d7\. The parts are ceilings, d1"):
+        gpu.measure(parts=["d7"], out=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """Return a copy of the project whose set-up is done and whose plan is short, one line of it a mistake."""
-    shutil.copytree(
-        ROOT / "horovod_volo", tmp_path / "horovod_volo", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "tools").mkdir()
-    for name, text in (
-        ("gpu_setup", "#!/usr/bin/env bash\n"),
-        ("activate", f"PATH={Path(sys.executable).parent}:$PATH\n"),
-        (
-            "gpu_bench",
-            (ROOT / "tools" / "gpu_bench")
-            .read_text()
-            .replace("60 overhead\n", "60 overhead --pairs 1\n60 overhead --pairs 2\n"),
-        ),
-    ):
-        path = tmp_path / "tools" / name
-        path.write_text(text)
-        path.chmod(0o755)
-    return tmp_path
-
-
-def test_a_failure_does_not_stop_the_rest(checkout: Path) -> None:
-    done = bench_script(checkout, "overhead")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "s, FAILED: overhead --pairs 1" in done.stdout
-    assert "s, measured: overhead --pairs 2" in done.stdout
-    assert "Failed: overhead --pairs 1" in done.stderr
-    (record,) = map(json.loads, (checkout / "out" / "results.jsonl").read_text().splitlines())
+def test_a_failure_does_not_stop_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lines = [(60, "overhead --pairs 1"), (60, "overhead --pairs 2"), (1, "overhead --pairs 90")]
+    monkeypatch.setattr(gpu, "PARTS", {"few": lines})
+    with pytest.raises(UserError, match="2 benchmarks failed"):
+        gpu.measure(parts=["few"], out=str(tmp_path))
+    printed = capsys.readouterr().out
+    assert "failed with status 2  overhead --pairs 1" in printed
+    assert "measured  overhead --pairs 2" in printed
+    assert "took too long  overhead --pairs 90" in printed
+    (record,) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
     assert record["name"] == "overhead"
-    assert json.loads((checkout / "docs" / "results.jsonl").read_text()) == record
-    assert "one pair has no spread" in (checkout / "out" / "bench.log").read_text()
-    assert (checkout / "out" / "goals.txt").read_text() in done.stdout
-
-    again = bench_script(checkout, "overhead")  # continues with what is not measured yet
-    assert "s, FAILED: overhead --pairs 1" in again.stdout
-    assert "overhead --pairs 2" not in again.stdout
-
-
-def test_what_there_is_no_time_for_is_listed(checkout: Path) -> None:
-    (checkout / "out").mkdir()
-    (checkout / "out" / "results.jsonl").touch()
-    done = bench_script(checkout, "overhead", MINUTES="0")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "No time was left for: overhead --pairs 2" in done.stdout
-    assert (checkout / "out" / "results.jsonl").read_text() == ""
+    assert "one pair has no spread" in (tmp_path / "log.txt").read_text()
+    lines.pop()
+    with pytest.raises(UserError, match="1 benchmarks failed"):  # continues with what is not measured yet
+        gpu.measure(parts=["few"], out=str(tmp_path))
+    assert "--pairs 2" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("model", "side"), TRAIN_GFLOP)
@@ -172,7 +115,7 @@ def test_other_losses_of_compiled_blocks_are_refused(monkeypatch: pytest.MonkeyP
     def spoil(model: nn.Module) -> None:
         nn.init.zeros_(model.head.weight)
 
-    monkeypatch.setattr(step, "compile_blocks", spoil)
+    monkeypatch.setattr("horovod_volo.engine.state.compile_blocks", spoil)
     with pytest.raises(WrongResultError, match="with blocks compiled and without"):
         step.measure(**TINY, compile=True)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from time import perf_counter
 from typing import Annotated, Any, TypeVar
 
@@ -27,7 +28,7 @@ from horovod_volo.bench.comparison import (
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config, forward_flops
 from horovod_volo.cluster.world import World
-from horovod_volo.models.compiled import check_compiler, compile_blocks
+from horovod_volo.models.compiled import check_compiler
 
 T = TypeVar("T")
 
@@ -63,12 +64,11 @@ def measure(
     world = World.connect()
     what = f"the losses of {_FIRST_STEPS} steps, with blocks compiled and without"
     if compile:
-        with closing(SyntheticRun(config, world)) as run:
+        check_compiler()
+        uncompiled = replace(config, model=replace(config.model, compile=False))
+        with closing(SyntheticRun(uncompiled, world)) as run:
             eager = run.losses(_FIRST_STEPS)
     with closing(SyntheticRun(config, world)) as run:
-        if compile:
-            check_compiler()
-            compile_blocks(run.context.state.model)
         began = perf_counter()
         losses = run.losses(_FIRST_STEPS)
         first_seconds = perf_counter() - began
