@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
-from horovod_volo.cluster.topology import gpus_on_bus
-from horovod_volo.doctor.finding import Finding, failure, ok, run_check
+from horovod_volo.cluster.topology import gpus_on_bus, read_text_or_empty
+from horovod_volo.doctor.finding import Finding, failure, ok, run_check, warning
+
+_DRIVERS = {12: 525, 13: 580}  # the oldest that run a version of CUDA
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,20 @@ class GpuState:
 
 def check_gpus() -> list[Finding]:
     """Check GPUs, driver and PyTorch."""
-    return run_check("gpu", lambda: assess_gpus(_read_state()))
+    return [*run_check("gpu", lambda: assess_gpus(_read_state())), *run_check("gpudirect", assess_rdma)]
+
+
+def assess_rdma(root: Path = Path("/")) -> list[Finding]:
+    """Report whether InfiniBand cards reach the GPUs' memory: otherwise the host's halves the bandwidth."""
+    if not gpus_on_bus(root) or not any((root / "sys/class/infiniband").glob("*")):
+        return []
+    if any((root / "sys/module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")):
+        return [ok("gpudirect", "InfiniBand cards reach the GPUs' memory: nvidia_peermem is loaded")]
+    if "Open Kernel Module" in read_text_or_empty(root / "proc/driver/nvidia/version"):
+        return [ok("gpudirect", "InfiniBand cards may reach the GPUs' memory: the driver has dma-buf")]
+    text = "gradients between hosts go through the memory of the host: nvidia_peermem is not loaded"
+    remedy = "Run `modprobe nvidia_peermem` on every host. NCCL_DEBUG=INFO then says GDRDMA for each channel."
+    return [warning("gpudirect", text, remedy)]
 
 
 def assess_gpus(state: GpuState) -> list[Finding]:
@@ -41,7 +57,9 @@ def assess_gpus(state: GpuState) -> list[Finding]:
     elif state.driver_cuda and state.driver_cuda // 1000 < int(state.torch_cuda.partition(".")[0]):
         newest = f"{state.driver_cuda // 1000}.{state.driver_cuda % 1000 // 10}"
         text = f"driver {state.driver} supports CUDA up to {newest}, torch is built with {state.torch_cuda}"
-        remedy = f"Install a driver for CUDA {state.torch_cuda}, or a torch built with {newest}."
+        oldest = _DRIVERS.get(int(state.torch_cuda.partition(".")[0]))
+        wanted = f"driver {oldest} or newer" if oldest else f"a driver for CUDA {state.torch_cuda}"
+        remedy = f"Install {wanted}, or a torch built with {newest}."
     elif not state.torch_gpus:
         value = state.cuda_visible_devices
         text = f"{on_bus} torch sees none{'' if value is None else f' (CUDA_VISIBLE_DEVICES={value!r})'}"

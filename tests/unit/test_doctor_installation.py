@@ -11,7 +11,7 @@ import pytest
 
 from horovod_volo.cluster.horovod_build import BUILD_SCRIPT
 from horovod_volo.cluster.topology import gpus_on_bus
-from horovod_volo.doctor.gpus import GpuState, assess_gpus
+from horovod_volo.doctor.gpus import GpuState, assess_gpus, assess_rdma
 from horovod_volo.doctor.installation import compare_mpi
 
 WELL = GpuState(
@@ -57,6 +57,38 @@ def test_the_first_cause_is_reported(state: GpuState, level: str, text: str) -> 
     assert found.level == level
     assert text in found.text
     assert bool(found.remedy) == (level != "ok")
+
+
+def test_an_old_driver_is_named_with_the_oldest_that_is_new_enough() -> None:
+    (found,) = assess_gpus(GpuState(on_bus=1, driver="570.86", driver_cuda=12080, torch_cuda="13.0"))
+    assert found.remedy == "Install driver 580 or newer, or a torch built with 12.8."
+
+
+@pytest.mark.parametrize(
+    ("files", "level", "text"),
+    [
+        ({"sys/module/nvidia_peermem/refcnt": "0"}, "ok", "nvidia_peermem is loaded"),
+        ({"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module"}, "ok", "has dma-buf"),
+        (
+            {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel"},
+            "warning",
+            "memory of the host",
+        ),
+    ],
+)
+def test_whether_cards_reach_the_memory_of_gpus(
+    files: dict[str, str], level: str, text: str, tmp_path: Path
+) -> None:
+    assert assess_rdma(tmp_path) == []
+    on_bus = {"vendor": "0x10de", "class": "0x030200"}
+    common = {f"sys/bus/pci/devices/0000:07:00.0/{name}": value for name, value in on_bus.items()}
+    for name, value in (common | {"sys/class/infiniband/mlx5_0/node_type": "1"} | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(value)
+    (found,) = assess_rdma(tmp_path)
+    assert found.level == level
+    assert text in found.text
+    assert ("modprobe nvidia_peermem" in found.remedy) == (level == "warning")
 
 
 def test_gpus_are_counted_on_the_bus(tmp_path: Path) -> None:
