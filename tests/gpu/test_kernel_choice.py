@@ -1,4 +1,4 @@
-"""A run uses the kernels that pass a check on its own device: on a GPU, or on the CPU in Triton's interpreter."""
+"""A run uses the kernels that pass a check on its GPU, or here on the CPU in the interpreter of Triton."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_process import INTERPRETED, run_in_interpreter, skip_elsewhere
+from kernel_process import run_in_interpreter, skip_elsewhere
 from torch import nn
 
 from horovod_volo import kernels
@@ -15,8 +15,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.engine import kernel_choice
 from horovod_volo.engine.kernel_choice import choose_kernels, kernel_checks, outcome
-from horovod_volo.kernels import KERNELS, describe_kernels, use_kernels
-from horovod_volo.kernels import augment, outlook, soft_cross_entropy
+from horovod_volo.kernels import KERNELS, augment, describe_kernels, soft_cross_entropy
 from horovod_volo.models.build import build_model
 
 SECONDS = {True: 1.0, False: 2.5}  # of a check, with its kernel and without
@@ -32,7 +31,7 @@ def network() -> nn.Module:
     return build_model("volo_demo", img_size=32, num_classes=5, drop_path=0.0)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _all_on_this_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Let the CPU take the place of a GPU, as fast as one."""
     skip_elsewhere(device)
@@ -43,6 +42,7 @@ def _all_on_this_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -
     monkeypatch.setattr(kernels, "_used", {})
 
 
+@pytest.mark.usefixtures("_all_on_this_device")
 def test_right_and_faster_kernels_are_used(config: Config, network: nn.Module, device: torch.device) -> None:
     checks = list(kernel_checks(config, network.to(device), device))
     assert tuple(check.kernel for check in checks) == KERNELS
@@ -57,6 +57,7 @@ def wrong(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
     raise RuntimeError("does not compile\nbecause of line 7")
 
 
+@pytest.mark.usefixtures("_all_on_this_device")
 @pytest.mark.parametrize("planted", ["fails", "differs", "is slower"])
 def test_others_are_not_used(
     planted: str,
