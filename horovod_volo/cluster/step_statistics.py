@@ -2,13 +2,15 @@
 
 They are the batch-norm statistics, the maxima of gradient buckets, checksums of the step's samples, and flags
 by which all ranks learn at the same step that one of them was asked to stop, that hosts have come or go, or
-that its loss or a gradient is not finite. A single rank on a GPU has nothing to agree on, and does not wait
-for the device to look.
+that its loss or a gradient is not finite. On a GPU the host need not wait for this: it reads what was agreed
+one step later, and the device itself skips the update. A single rank on a GPU has nothing to agree on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,21 +25,47 @@ _STOP, _HOSTS, _LOSS, _CHECKSUMS = 0, 1, 2, slice(3, 7)  # upper and lower half 
 _NOTES = 7
 
 
+class OwnStep(NamedTuple):
+    """What this rank knows of a step."""
+
+    step: int
+    samples: Sequence[int] = ()
+    checksums: tuple[int, int] = (0, 0)  # of the samples, of CHECKSUM_BITS bits each
+
+
+class Outcome(NamedTuple):
+    """What all ranks have agreed on in a step; the same on all, but for `own`."""
+
+    own: OwnStep
+    checksums: tuple[int, int]  # sums over ranks
+    finite: bool = True  # whether all losses and tensors of the step are; otherwise it was skipped
+    stop: bool = False  # whether a rank was asked to stop
+    hosts_changed: bool = False  # whether the ranks are to be formed again
+    fault: Callable[[], str] = str  # what this rank had that is not finite, or nothing. Waits for the device
+
+
 class StepStatistics:
     """Averages tensors over ranks in place, and agrees on flags. Shapes are equal on all ranks."""
 
     def __init__(self, moving: Sequence[Tensor], maxima: Tensor, world: World) -> None:
         """Move the batch-norm statistics and the maxima, floats on one device, into one flat tensor."""
-        self.stop_agreed = False  # the same on all ranks, after each exchange
-        self.hosts_changed = False  # likewise: whether the ranks are to be formed again
-        self.finite = True  # likewise: whether all losses and tensors of the step are
-        self.checksums = (0, 0)  # likewise: sums over ranks of what `note_samples` was given
+        self.finite = True  # whether all losses and tensors of the step are, as far as the host knows
+        # Non-zero if not, for an optimizer that skips the step on the device; None: the host skips it.
+        self.found_inf: Tensor | None = None
         self._world = world
         self._notes, self.maxima = maxima.new_zeros(_NOTES), maxima
         self._asked = self._hosts_noted = False
         self._averaged = _flatten_in_place([*moving, self.maxima, self._notes])
-        self._before, self._own = self._averaged.clone(), self._averaged.clone()
+        self._before = self._averaged.clone()
+        self._own = deque(self._averaged.clone() for _ in range(2))  # of this rank, in the last two steps
+        self._own_step = OwnStep(0)
+        self._outcomes: deque[Callable[[], Outcome]] = deque(maxlen=2)
         self.looks = world.size > 1 or self._averaged.device.type == "cpu"
+
+    def skip_on_device(self) -> None:
+        """Leave it to the optimizer to skip steps, by `found_inf`, if the host would wait for the device."""
+        if self._world.size > 1 and self._averaged.device.type != "cpu":
+            self.found_inf = self._averaged.new_zeros(())
 
     def ask_to_stop(self) -> None:
         """Let all ranks agree to stop in the next exchange."""
@@ -49,11 +77,11 @@ class StepStatistics:
         self._hosts_noted = True
         self._notes[_HOSTS].fill_(1.0)
 
-    def note_samples(self, checksums: tuple[int, int]) -> None:
-        """Note two checksums of CHECKSUM_BITS bits of this rank's samples of the step."""
-        self.checksums = checksums
+    def note_step(self, own: OwnStep) -> None:
+        """Note the step under way, for its outcome."""
+        self._own_step = own
         if self._world.size > 1:
-            halves = [half for checksum in checksums for half in divmod(checksum, 1 << _NOTE_BITS)]
+            halves = [half for checksum in own.checksums for half in divmod(checksum, 1 << _NOTE_BITS)]
             for note, half in zip(self._notes[_CHECKSUMS], halves, strict=True):
                 note.fill_(half)
 
@@ -64,7 +92,8 @@ class StepStatistics:
 
     def average_async(self) -> Wait:
         """Start the exchange; return the function that waits for it. Collective: every rank calls this."""
-        self._own.copy_(self._averaged)
+        self._own.rotate()
+        self._own[0].copy_(self._averaged)
         scale = 1.0 / self._world.size
         wait = self._world.collectives.allreduce_async(self._averaged, "statistics", scale)
 
@@ -74,14 +103,18 @@ class StepStatistics:
 
         return wait_and_agree
 
-    def own_fault(self) -> str:
-        """Return what this rank had in the last step that is not finite, or nothing. Waits for the device."""
-        moving, maxima, notes = self._own.tensor_split((-_NOTES - len(self.maxima), -_NOTES))
-        parts = {"its loss is": notes, "its gradients are": maxima, "its batch-norm statistics are": moving}
-        return next((name for name, part in parts.items() if not part.isfinite().all()), "")
+    def outcomes(self, *, of_all: bool) -> Iterator[Outcome]:
+        """Yield those that were not yielded before.
+
+        Where the optimizer skips steps on the device, not that of the last step, unless `of_all`.
+        """
+        while len(self._outcomes) > (self.found_inf is not None and not of_all):
+            yield self._outcomes.popleft()()
 
     def complete_step(self) -> None:
         """Keep the averages of the step, or drop them if they are not finite: they would stay so for ever."""
+        if self.found_inf is not None:
+            self._averaged.copy_(torch.where(self.found_inf > 0, self._before, self._averaged))
         if self.finite:
             self._before.copy_(self._averaged)
         else:
@@ -96,17 +129,44 @@ class StepStatistics:
         self._before.copy_(self._averaged)
 
     def _agree(self) -> None:
+        own = self._own_step
         if not self.looks:
-            self.stop_agreed, self.hosts_changed = self._asked, self._hosts_noted
+            outcome = Outcome(own, own.checksums, stop=self._asked, hosts_changed=self._hosts_noted)
+            self._outcomes.append(lambda: outcome)
             return
-        *notes, finite = torch.cat([self._notes, self._averaged.isfinite().all().view(1)]).tolist()
-        self.stop_agreed, self.hosts_changed = notes[_STOP] > 0, notes[_HOSTS] > 0
-        self.finite = bool(finite)
-        if self._world.size > 1:
+        agreed = torch.cat([self._notes, self._averaged.isfinite().all().view(1)])
+        on_host, copied = agreed, None
+        if self.found_inf is not None:
+            self.found_inf.copy_(1.0 - agreed[-1])
+            on_host, copied = agreed.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        else:
+            self.finite = bool(agreed[-1])
+        moved = self._own[0]
+
+        def outcome_of_step() -> Outcome:
+            if copied is not None:
+                copied.synchronize()
+            *notes, finite = on_host.tolist()
             first, low_first, second, low_second = (
                 round(mean * self._world.size) for mean in notes[_CHECKSUMS]
             )
-            self.checksums = ((first << _NOTE_BITS) + low_first, (second << _NOTE_BITS) + low_second)
+            sums = (first << _NOTE_BITS) + low_first, (second << _NOTE_BITS) + low_second
+            return Outcome(
+                own,
+                sums if self._world.size > 1 else own.checksums,
+                finite=bool(finite),
+                stop=notes[_STOP] > 0,
+                hosts_changed=notes[_HOSTS] > 0,
+                fault=lambda: self._fault(moved),
+            )
+
+        self._outcomes.append(outcome_of_step)
+
+    def _fault(self, own: Tensor) -> str:
+        moving, maxima, notes = own.tensor_split((-_NOTES - len(self.maxima), -_NOTES))
+        parts = {"its loss is": notes, "its gradients are": maxima, "its batch-norm statistics are": moving}
+        return next((name for name, part in parts.items() if not part.isfinite().all()), "")
 
 
 def _flatten_in_place(tensors: list[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import median
 
+from horovod_volo.cluster.step_statistics import Outcome
 from horovod_volo.cluster.world import AllRanksError
 from horovod_volo.engine.checkpoint.files import intact_checkpoints
 from horovod_volo.engine.checkpoint.resuming import restore_state
@@ -27,15 +28,16 @@ _EARLIER = 5
 _SPIKES = {"loss": 1.5, "gradient norm": 10.0}  # times the median of so many earlier log points
 
 
-def note_step(context: TrainContext, samples: Sequence[int]) -> None:
-    """Count the step if it was skipped, and say on which samples; go back after several. Collective."""
-    statistics, step = context.state.reducer.statistics, context.state.step
-    if statistics.finite:
+def note_outcome(context: TrainContext, outcome: Outcome) -> None:
+    """Count a step if it was skipped, and say on which samples; go back after several. Collective."""
+    step, samples, _ = outcome.own
+    context.ledger.note(step, outcome.checksums)
+    if outcome.finite:
         context.skipped_in_a_row = context.returns_in_vain = 0
         return
     context.skipped_in_a_row += 1
     context.skipped.add_not_finite()
-    own = statistics.own_fault()
+    own = outcome.fault()
     for rank, (fault, of_rank) in enumerate(context.world.allgather_object((own, samples if own else ()))):
         if fault:
             where = f"on rank {rank}, samples {', '.join(map(str, of_rank))}"

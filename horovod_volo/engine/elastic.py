@@ -63,7 +63,11 @@ class ElasticRun:
             self.failed = self.failed or UserError(str(context.callbacks.failed))
         if state.step < 0:
             return
-        state.reducer.statistics.restore()  # the step under way has changed them
+        statistics = state.reducer.statistics
+        for outcome in statistics.outcomes(of_all=True):
+            if outcome.own.step <= state.step:
+                context.ledger.note(outcome.own.step, outcome.checksums)
+        statistics.restore()  # the step under way has changed them
         in_vain = 0
         if self._newest is not None and self._newest[1].step == state.step:
             in_vain = self._newest[1].in_vain + 1

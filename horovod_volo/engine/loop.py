@@ -20,7 +20,7 @@ from horovod_volo.engine.checkpoint.saving import (
     stops_early,
 )
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.divergence import note_step, train_again
+from horovod_volo.engine.divergence import note_outcome, train_again
 from horovod_volo.engine.log_point import log_bad_samples, log_point
 from horovod_volo.engine.showing import is_due, with_pictures
 from horovod_volo.engine.step import train_step
@@ -78,21 +78,33 @@ def train_epoch(context: TrainContext) -> bool:
     context.timer.reset()
     context.clock.begin_epoch()
     for _ in range(first_step, context.derived.steps_per_epoch):
-        note_step(context, train_step(context, batches))
+        train_step(context, batches)
+        last = state.step == run.stop_at_step or state.step % context.derived.steps_per_epoch == 0
+        logs, saves = (every and state.step % every == 0 for every in (run.log_every, run.checkpoint_every))
+        stop, hosts_changed = note_outcomes(context, of_all=bool(last or logs or saves))
         context.logger.step_done(state.step)
         context.callbacks.step_done(context)
-        if state.step % run.log_every == 0:
+        if logs:
             log_point(context)
-        if state.reducer.statistics.hosts_changed:
+        if hosts_changed:
             raise HostsChangedError
-        if state.step == run.stop_at_step or state.reducer.statistics.stop_agreed:
+        if stop or state.step == run.stop_at_step:
+            note_outcomes(context, of_all=True)
             return False
-        due = run.checkpoint_every and state.step % run.checkpoint_every == 0
-        if due and not (context.skipped_in_a_row or context.returns_in_vain):
+        if saves and not (context.skipped_in_a_row or context.returns_in_vain):
             save_checkpoint(context)
     if context.meter.micro_batches:
         log_point(context)
     return True
+
+
+def note_outcomes(context: TrainContext, *, of_all: bool) -> tuple[bool, bool]:
+    """Note what all ranks agreed on in the last steps; return whether to stop, and whether hosts changed."""
+    stop = hosts_changed = False
+    for outcome in context.state.reducer.statistics.outcomes(of_all=of_all):
+        note_outcome(context, outcome)
+        stop, hosts_changed = stop or outcome.stop, hosts_changed or outcome.hosts_changed
+    return stop, hosts_changed
 
 
 def evaluate(context: TrainContext) -> Metrics:

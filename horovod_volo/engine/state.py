@@ -125,6 +125,8 @@ def build_state(
     )
     optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
     share_matrices(optimizer, WorldSums(world))
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        reducer.statistics.skip_on_device()
     average = (
         Ema(model, reducer.buckets, update.ema_decay, warmup=update.ema_warmup)
         if update.ema_decay

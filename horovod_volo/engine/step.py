@@ -7,7 +7,8 @@ Before that the loader prepares the next batch: its host work, and on a GPU its 
 all-reduce of the last buckets.
 Invariant: gradients are unscaled and clipped after they have been averaged. If fp16 overflowed on any rank,
 the averages show it on every rank, and all ranks skip the step; so do they if a loss or a gradient of any
-rank is not finite.
+rank is not finite. What they agreed on is among the `outcomes` of `state.reducer.statistics`; with several
+GPUs one step later, so that the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_volo.cluster.step_statistics import OwnStep
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.ledger import checksums
 from horovod_volo.engine.showing import log_histograms
@@ -27,12 +29,10 @@ from horovod_volo.tasks.task import Batch
 _NO_SAMPLES: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
-def train_step(context: TrainContext, batches: Iterator[Batch]) -> list[int]:
-    """Take one optimizer step on the next micro-batches; return their samples. Collective.
-
-    `state.reducer.statistics.finite` tells whether it was skipped because a number is not finite.
-    """
+def train_step(context: TrainContext, batches: Iterator[Batch]) -> None:
+    """Take one optimizer step on the next micro-batches. Collective: every rank calls this."""
     state, accumulation = context.state, context.config.update.accumulation
+    statistics = state.reducer.statistics
     samples, drawn = list[int](), [_NO_SAMPLES]
     context.timer.begin()
     set_lr(state.optimizer, context.lr(state.step))
@@ -42,32 +42,32 @@ def train_step(context: TrainContext, batches: Iterator[Batch]) -> list[int]:
         # Micro-batches count by their images, which differ where ranks do not divide the global batch.
         loss = losses.total / (context.derived.images_per_rank / len(batch.indices))
         state.scaler.scale(loss).backward()
-        state.reducer.statistics.add_loss(losses.total)
+        statistics.add_loss(losses.total)
         context.meter.add(losses)
         samples += batch.indices.tolist()
         drawn.append(batch.drawn)
     epoch, _ = context.derived.epoch_of(state.step)
     first, second = checksums(context.config.run.seed, epoch, np.concatenate(drawn))
-    state.reducer.statistics.note_samples((int(first), int(second)))
+    statistics.note_step(OwnStep(state.step + 1, samples, (int(first), int(second))))
     if context.stop.received:
-        state.reducer.statistics.ask_to_stop()
+        statistics.ask_to_stop()
     if context.hosts_changed():
-        state.reducer.statistics.note_changed_hosts()
+        statistics.note_changed_hosts()
     context.parts.train_loader.prepare_next()  # while the last buckets are reduced
     context.timer.end()
     with state.reducer.synchronized_gradients():  # inside, each `grad` is the average over ranks
         context.timer.exchanged()
-        if state.reducer.statistics.finite or state.scaler.is_enabled():  # the scaler skips the step itself
+        if statistics.finite or state.scaler.is_enabled():  # the scaler skips the step itself
             state.scaler.unscale_(state.optimizer)
             if context.wants_histograms:
                 log_histograms(context)
             if (state.step + 1) % context.config.run.log_every == 0:
                 context.logged_norm = context.gradient_norm()
             divide(state.optimizer, context.clip())
+            if statistics.found_inf is not None and not state.scaler.is_enabled():
+                state.optimizer.found_inf = statistics.found_inf  # type: ignore[attr-defined]
             state.scaler.step(state.optimizer)
     state.scaler.update()
     state.average.update(state.step)
     state.step += 1
-    context.ledger.note(state.step, state.reducer.statistics.checksums)
     context.heartbeat.beat(state.step)
-    return samples

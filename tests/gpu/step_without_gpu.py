@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import json
 import sys
 from contextlib import nullcontext
@@ -35,6 +36,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from horovod_volo.bench import synthetic  # noqa: E402
 from horovod_volo.bench.synthetic import bench_config, random_labels, synthetic_context  # noqa: E402
+from horovod_volo.cluster.collectives import LocalCollectives  # noqa: E402
+from horovod_volo.cluster.compression import BucketScales  # noqa: E402
 from horovod_volo.cluster.resources import RankResources  # noqa: E402
 from horovod_volo.cluster.world import World  # noqa: E402
 from horovod_volo.core.batch import TrainBatch  # noqa: E402
@@ -61,7 +64,7 @@ def whole_graph(function: Any, **_: Any) -> Any:
     return compiler(function, backend="eager", fullgraph=True)
 
 
-def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool) -> None:
+def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool, ranks: int) -> None:
     """Build a run and take one step."""
     precision = {"precision": "bf16", "clip_grad": 1.0, "ema_decay": 0.99}
     config = bench_config(**(precision | settings | {"batch_size": BATCH, "img_size": SIDE}))
@@ -76,11 +79,13 @@ def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool) -> Non
         patch.object(torch.cuda, "default_generators", (torch.Generator(),)),
         patch.object(torch.cuda, "Event", MagicMock()),  # recording one does not wait
         patch.object(torch, "linspace", rates),
+        patch.object(BucketScales, "update_after_restore", lambda _: None),  # at the start, where it may wait
         patch.object(torch, "compile", whole_graph),
         patch.object(synthetic, "choose_kernels", lambda *_: use_kernels(dict.fromkeys(KERNELS, 1.0))),
     ):
         with GPU:
-            context = synthetic_context(config, World.single(), RankResources(GPU, 1, ""))
+            world = World(size=ranks, collectives=LocalCollectives())
+            context = synthetic_context(config, world, RankResources(GPU, 1, ""))
         model = context.state.model
         assert {parameter.device for parameter in model.parameters()} == {GPU}
         if compiled:
@@ -92,8 +97,10 @@ def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool) -> Non
         with nullcontext() if compiled else RefuseSynchronisation():
             labels = random_labels(BATCH, config.model.num_classes, GPU, seed=0)
             images = torch.empty(BATCH, 3, SIDE, SIDE, device=GPU)
-            train_step(context, iter([TrainBatch(images, labels, np.arange(BATCH), np.arange(BATCH))]))
-        assert context.state.step == 1
+            batch = TrainBatch(images, labels, np.arange(BATCH), np.arange(BATCH))
+            for _ in range(ranks):  # with several ranks gradients are compressed from the second step on
+                train_step(context, itertools.repeat(batch))
+        assert context.state.step == ranks
         assert not compiled or torch._dynamo.utils.counters["stats"]["unique_graphs"]
     context.close()
 
@@ -103,7 +110,8 @@ if __name__ == "__main__":
         run = json.loads(argument)
         torch._dynamo.reset()
         try:
-            take_step(run, compiled=run.pop("compiled", False), planted=run.pop("planted", False))
+            switches = {name: run.pop(name, False) for name in ("compiled", "planted")}
+            take_step(run, **switches, ranks=run.pop("ranks", 1))
             outcome = "took a step"
         except Exception as error:
             outcome = f"{type(error).__name__}: {error}".splitlines()[0]

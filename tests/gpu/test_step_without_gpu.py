@@ -46,6 +46,12 @@ def test_nothing_in_a_step_makes_the_host_wait_or_breaks_the_graph_of_a_block(li
     drop_path = {"volo_d1": 0.1, "volo_d5": 0.75}
     runs = [{"model": model, "drop_path": drop_path.get(model, 0.0)} for model in NETWORKS]
     runs += [run | {"compiled": True} for run in runs]
+    of_volo = {"model": "volo_d1", "drop_path": 0.1, "ranks": 2}
+    runs += [
+        of_volo,
+        of_volo | {"shard_optimizer": True},
+        of_volo | {"accumulation": 2, "token_label": False},
+    ]
     # Of these the host reads a value, in a block.
     planted = {"model": "volo_d1", "planted": True}
     found = outcomes(library, *runs, planted, planted | {"compiled": True})

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from horovod_volo.cluster.collectives import LocalCollectives, Wait
 from horovod_volo.cluster.reducer import Reducer
-from horovod_volo.cluster.step_statistics import CHECKSUM_BITS
+from horovod_volo.cluster.step_statistics import CHECKSUM_BITS, OwnStep
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.errors import UserError
@@ -200,7 +200,8 @@ def test_the_sums_of_checksums_are_exact_with_many_ranks(size: int) -> None:
     for checksums_of_rank in sent:
         reducer = Reducer(torch.nn.Linear(1, 1), world, Exchange(compression="none"), micro_batches=1)
         statistics = reducer.statistics
-        statistics.note_samples(checksums_of_rank)
+        statistics.note_step(OwnStep(1, (), checksums_of_rank))
         statistics.average_async()()
     of_ranks = np.array(sent)[np.arange(size) % len(sent)]
-    assert statistics.checksums == tuple(of_ranks.sum(axis=0).tolist())
+    (outcome,) = statistics.outcomes(of_all=False)
+    assert outcome.checksums == tuple(of_ranks.sum(axis=0).tolist())
