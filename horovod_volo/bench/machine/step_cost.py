@@ -1,11 +1,14 @@
 """The operators of a training step on a GPU, counted on the meta device with their bytes and operations.
 
-An operator reads each input and writes each output once, and takes the longer of two times: that of its bytes
-and that of its operations. This is a floor: launches, caches that miss and idle multiprocessors come on top.
-BatchNorm reads its inputs twice: it cannot normalise the first element before it has seen the last.
+An operator reads each input and writes each output once, and takes the longest of three times: that of its
+bytes, of its matrix products, and of its instructions, where these are known from the compiled program. They
+are priced at the best rates of a GPU and at usual ones, with the time between two kernels. Nothing is measured.
+BatchNorm reads its inputs twice: it cannot normalise the first element before it has seen the last. Attention
+fills tiles of 128 tokens, and its widths are multiples of 32.
 
 `fused` counts what a compiler can at best make of the same operators: neighbours without matrix products
-become one kernel, and what only this kernel needs is neither written nor read.
+become one kernel, and what only this kernel needs is neither written nor read. Unfold is then reading at
+other places, and fold is one kernel.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +35,7 @@ _SELECTING = {"index_select", "gather", "embedding", "index", "slice_backward"} 
 _OVERWRITING = {"copy_", "zero_", "fill_", "augment_layer"}
 _ONLY_GRADIENT = {"avg_pool2d_backward"}  # reads none of the activations that it is given for their shapes
 # Operators with a sum over the batch, which comes before everything else: by name, how many inputs both read.
-_TWO_PASSES = {
-    "native_batch_norm": 1,
-    "native_batch_norm_backward": 2,
-    "batch_norm_relu": 1,
-    "batch_norm_relu_backward": 2,
-}
+_TWO_PASSES = {"native_batch_norm": 1, "native_batch_norm_backward": 2}
 _ADDING = {"index_add", "index_add_", "scatter_add", "scatter_add_", "index_put_"}
 # Operators that are several kernels in PyTorch's CUDA library.
 _KERNELS = {
@@ -45,11 +44,15 @@ _KERNELS = {
     "_scaled_dot_product_flash_attention_backward": 3,
     "_fused_adamw_": 1,
     "index_add": 2,  # a copy, then additions
+    "outlook_fused": 2,
     "outlook_fused_backward": 2,
-    "batch_norm_relu": 2,  # besides the sums
-    "batch_norm_relu_backward": 2,
 }
-_PER_IMAGE = {"im2col", "col2im"}  # one kernel for each image of the batch
+_PER_IMAGE = {"im2col", "col2im"}  # in PyTorch's library, one kernel for each image of the batch
+_ATTENTION = {"_scaled_dot_product_flash_attention": 2, "_scaled_dot_product_flash_attention_backward": 5}
+_TILE, _WIDTH = 128, 32  # of attention: tokens, and of a head
+# Instructions of a warp for each window and head, in the programs that Triton 3.9 compiles for sm_90, and
+# where the logits are among the arguments.
+_INSTRUCTIONS = {"outlook_fused": (316, 1), "outlook_fused_backward": (664, 2)}
 _PARTS = {
     "patch_embed": "stem",
     "blocks": "transformers",
@@ -64,17 +67,25 @@ _NAMESPACE = "horovod_volo"  # of the operators in kernels/
 _EXTERN = {"convolution", "convolution_backward", "mm", "addmm", "addmm_", "bmm", "baddbmm"}
 
 
-def _outlook_flops(values: Tensor, logits: Tensor, heads: int, *_: Any, **__: Any) -> int:
-    """Return the operations of one product of attention weights and the values of a head."""
-    return 2 * logits.numel() * (values.shape[-1] // heads)
+def _outlook_flops(products: int, *args: Any, **_: Any) -> int:
+    """Return the operations of so many products of attention weights and the values of a head."""
+    values, logits, heads = args[-4 if products == 1 else -5], args[-3 if products == 1 else -4], args[-2]
+    return 2 * products * logits.numel() * (values.shape[-1] // heads)
 
 
-# Of this package's operators, whose backward multiplies three times, for both gradients and for the output
-# again; and of one that torch's table lacks.
+def _attention_flops(products: int, *args: Any, **_: Any) -> int:
+    """Return the operations of so many products of queries and keys, in tiles."""
+    batch, heads, tokens, width = args[0].shape
+    padded = -(-tokens // _TILE) * _TILE
+    return 2 * products * batch * heads * padded**2 * (-(-width // _WIDTH) * _WIDTH)
+
+
+# Of this package's operators, of one that torch's table lacks, and of attention in tiles.
 _FLOPS: dict[str, Callable[..., int]] = {
-    "outlook_fused": _outlook_flops,
-    "outlook_fused_backward": lambda _, *inputs, **__: 3 * _outlook_flops(*inputs),
+    "outlook_fused": partial(_outlook_flops, 1),
+    "outlook_fused_backward": partial(_outlook_flops, 2),
     "addmm_": lambda _, one, other, **__: 2 * one.numel() * other.shape[1],
+    **{name: partial(_attention_flops, products) for name, products in _ATTENTION.items()},
 }
 
 
@@ -82,7 +93,10 @@ class GpuRates(NamedTuple):
     """Rates of a GPU."""
 
     tflops: float  # of bf16 products
+    of_attention: float  # likewise
     terabytes: float  # per second, of memory
+    instructions: float  # of warps, 10^12 per second
+    gap: float = 0.0  # between two kernels, microseconds
 
 
 class Operator(NamedTuple):
@@ -96,6 +110,7 @@ class Operator(NamedTuple):
     outputs: dict[int, int]  # bytes written, by tensor
     kernels: int
     custom: bool = False  # an operator of this package, which no compiler changes
+    instructions: int = 0  # of warps, where they are known
 
     @property
     def bytes(self) -> int:
@@ -105,11 +120,14 @@ class Operator(NamedTuple):
     @property
     def fusible(self) -> bool:
         """Return whether a compiler may fuse it with its neighbours."""
-        return not self.flops and not self.custom and self.name not in _EXTERN | _PER_IMAGE
+        return not self.flops and not self.custom and self.name not in _EXTERN | {"col2im"}
 
     def seconds(self, gpu: GpuRates) -> float:
-        """Return the least time that a GPU takes."""
-        return max(self.bytes / (gpu.terabytes * 1e12), self.flops / (gpu.tflops * 1e12))
+        """Return the time that a GPU of these rates takes."""
+        products = gpu.of_attention if self.name in _ATTENTION else gpu.tflops
+        return 1e-6 * gpu.gap * self.kernels + 1e-12 * max(
+            self.bytes / gpu.terabytes, self.flops / products, self.instructions / gpu.instructions
+        )
 
 
 @dataclass
@@ -120,7 +138,7 @@ class StepCost:
     saved_bytes: int = 0
 
     def seconds(self, gpu: GpuRates) -> float:
-        """Return the floor of the step's time."""
+        """Return the step's time on a GPU of these rates."""
         return sum(operator.seconds(gpu) for operator in self.operators)
 
     @property
@@ -185,7 +203,7 @@ class CostMode(TorchDispatchMode):
             return result  # an allocation or a view
         self._alive += [tensor.untyped_storage() for tensor in outputs]
         outputs += _tensors(list(_mutated(func, args, kwargs)))
-        formula = flop_registry.get(func._overloadpacket) or _FLOPS.get(name)
+        formula = _FLOPS.get(name) or flop_registry.get(func._overloadpacket)
         flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
         kernels = len(args[0]) if name in _PER_IMAGE else _KERNELS.get(name, 1)
         where, custom = self._current_part(), func.namespace == _NAMESPACE
@@ -193,7 +211,11 @@ class CostMode(TorchDispatchMode):
             first = _sizes(inputs[: _TWO_PASSES[name]])
             self.cost.operators.append(Operator(f"{name}_sums", *where, 0, first, {}, 1, custom))
         read = _read(name, inputs, outputs)
-        self.cost.operators.append(Operator(name, *where, flops, read, _sizes(outputs), kernels, custom))
+        of_window, logits = _INSTRUCTIONS.get(name, (0, 0))
+        instructions = of_window * args[logits].numel() // 81 if of_window else 0
+        self.cost.operators.append(
+            Operator(name, *where, flops, read, _sizes(outputs), kernels, custom, instructions)
+        )
         return result
 
     def _current_part(self) -> tuple[str, bool]:
