@@ -53,7 +53,7 @@ class Model:
     )
     kernels: Literal["auto", "plain"] = setting(
         "auto",
-        "on a GPU: Triton kernels where a check at the start finds them right and faster, or none",
+        "on a GPU: Triton kernels where a check at the start finds them right, or PyTorch's operators",
     )
     finetune: str = setting(
         "", "start from these weights: a run folder, a checkpoint, a file, or timm:NAME for timm's own"

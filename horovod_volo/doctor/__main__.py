@@ -52,13 +52,14 @@ def main(arguments: Sequence[str]) -> int:
     launch = read_launch_env()
     binding = bind(options.binding)  # before torch is imported, as in training
     from horovod_volo.doctor.exposure import check_exposure
-    from horovod_volo.doctor.gpus import check_gpus
+    from horovod_volo.doctor.gpus import check_gpus, check_kernels
     from horovod_volo.doctor.host import check_host
     from horovod_volo.doctor.installation import check_installation
     from horovod_volo.doctor.network import check_interfaces
 
     own = [*check_installation(), *check_gpus(), *check_host(launch, binding), *check_interfaces()]
     own += check_exposure()
+    own += check_kernels() if launch.local_rank == 0 else []
     from horovod_volo.doctor.collect import collect_findings
 
     collected = collect_findings(own, binding, Path(options.shared))

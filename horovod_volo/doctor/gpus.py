@@ -30,6 +30,40 @@ def check_gpus() -> list[Finding]:
     return [*run_check("gpu", lambda: assess_gpus(_read_state())), *run_check("gpudirect", assess_rdma)]
 
 
+def check_kernels() -> list[Finding]:
+    """Check the Triton kernels on the first GPU, as a run of VOLO-D1 does when it starts."""
+    return run_check("kernels", _assess_kernels)
+
+
+def _assess_kernels() -> list[Finding]:
+    import torch
+
+    from horovod_volo.config.values import assemble
+    from horovod_volo.engine.kernel_choice import kernel_checks, outcome
+    from horovod_volo.models.build import build_model
+
+    if not torch.cuda.is_available():
+        return []
+    config = assemble(
+        {"model": "volo_d1", "batch_size": 64, "num_classes": 1000, "precision": "bf16"}, fallback_name=""
+    )
+    with torch.device("meta"):
+        model = build_model("volo_d1", img_size=224, num_classes=1000, drop_path=0.0)
+    findings = []
+    for check in kernel_checks(config, model, torch.device("cuda", torch.cuda.current_device())):
+        speed, problem = outcome(check)
+        if problem:
+            remedy = (
+                "Runs use PyTorch's operators for it. Report this, with the versions of torch and Triton."
+            )
+            findings.append(warning("kernels", f"the kernel of {check.kernel} {problem}", remedy))
+        else:
+            findings.append(
+                ok("kernels", f"{check.kernel}: {speed:.1f} times as fast as PyTorch's operators")
+            )
+    return findings
+
+
 def assess_rdma(root: Path = Path("/")) -> list[Finding]:
     """Report whether InfiniBand cards reach the GPUs' memory: otherwise the host's halves the bandwidth."""
     if not gpus_on_bus(root) or not any((root / "sys/class/infiniband").glob("*")):

@@ -1,7 +1,8 @@
-"""Which hand-written kernels a run uses: those that its own GPU computes right, and faster than PyTorch does.
+"""Which hand-written kernels a run uses: those that its own GPU computes right.
 
 Each is checked at the start, forward and backward at the run's shapes, against PyTorch's operators. Where it
-does not compile, differs or is slower, on any rank, all ranks use these operators.
+does not compile or differs, on any rank, all ranks use these operators. Times are reported, but decide
+nothing: a resumed run must compute the same bits.
 """
 
 from __future__ import annotations
@@ -47,11 +48,16 @@ def choose_kernels(config: Config, model: nn.Module, device: torch.device, world
         return []
     checks = list(kernel_checks(config, model, device))
     found: list[list[tuple[float, str]]] = world.allgather_object([outcome(check) for check in checks])
-    # Of the ranks, the one on which it is slowest, or fails, decides.
-    slowest = [(check.kernel, *min(of_ranks)) for check, *of_ranks in zip(checks, *found, strict=True)]
-    use_kernels({kernel: speed for kernel, speed, problem in slowest if not problem})
+    # Of the ranks, the one on which it fails, or is slowest, decides.
+    decisive = {check.kernel: min(of_ranks) for check, *of_ranks in zip(checks, *found, strict=True)}
+    use_kernels({kernel: speed for kernel, (speed, problem) in decisive.items() if not problem})
+    slow = "{}: PyTorch's operators are {:.2f} times as fast as its kernel; --kernels plain uses these"
     return [
-        f"{kernel} is computed by PyTorch's operators: its kernel {why}" for kernel, _, why in slowest if why
+        f"{kernel} is computed by PyTorch's operators: its kernel {problem}"
+        if problem
+        else slow.format(kernel, 1 / speed)
+        for kernel, (speed, problem) in decisive.items()
+        if problem or speed < 1
     ]
 
 
@@ -70,8 +76,7 @@ def outcome(check: Check) -> tuple[float, str]:
         difference = float((ours.detach().double() - wanted).abs().max() / wanted.abs().max())
         if not difference <= check.tolerance:
             return 0.0, f"gives results that differ by {difference:.2g} of the largest"
-    speed = plain_seconds / seconds
-    return speed, "" if speed >= 1 else f"takes {1 / speed:.2f} times as long"
+    return plain_seconds / seconds, ""
 
 
 def _seconds(check: Check) -> float:

@@ -2,7 +2,7 @@
 
 An operator reads each input and writes each output once, and takes the longest of three times: that of its
 bytes, of its matrix products, and of its instructions, where these are known from the compiled program. They
-are priced at the best rates of a GPU and at usual ones, with the time between two kernels. Nothing is measured.
+are priced at the best rates of a GPU, and at usual ones, with the time between kernels. Nothing is measured.
 BatchNorm reads its inputs twice: it cannot normalise the first element before it has seen the last. Attention
 fills tiles of 128 tokens, and its widths are multiples of 32.
 
@@ -70,14 +70,14 @@ _EXTERN = {"convolution", "convolution_backward", "mm", "addmm", "addmm_", "bmm"
 def _outlook_flops(products: int, *args: Any, **_: Any) -> int:
     """Return the operations of so many products of attention weights and the values of a head."""
     values, logits, heads = args[-4 if products == 1 else -5], args[-3 if products == 1 else -4], args[-2]
-    return 2 * products * logits.numel() * (values.shape[-1] // heads)
+    return int(2 * products * logits.numel() * (values.shape[-1] // heads))
 
 
 def _attention_flops(products: int, *args: Any, **_: Any) -> int:
     """Return the operations of so many products of queries and keys, in tiles."""
     batch, heads, tokens, width = args[0].shape
     padded = -(-tokens // _TILE) * _TILE
-    return 2 * products * batch * heads * padded**2 * (-(-width // _WIDTH) * _WIDTH)
+    return int(2 * products * batch * heads * padded**2 * (-(-width // _WIDTH) * _WIDTH))
 
 
 # Of this package's operators, of one that torch's table lacks, and of attention in tiles.
