@@ -184,10 +184,13 @@ class BucketScales:
         if bool((self.running_maxima > 0).any()):
             self._compute()
 
-    def update(self) -> None:
-        """Update running maxima and scales from this step's maxima, averaged over ranks."""
+    def update(self, found_inf: Tensor | None = None) -> None:
+        """Update running maxima and scales from this step's maxima, unless `found_inf` is not 0."""
         if self.adaptive:
-            torch.fmax(self.running_maxima * _DECAY, self.maxima, out=self.running_maxima)
+            maxima = torch.fmax(self.running_maxima * _DECAY, self.maxima)
+            if found_inf is not None:
+                maxima = torch.where(found_inf > 0, self.running_maxima, maxima)
+            self.running_maxima.copy_(maxima)
             self._compute()
 
     def _compute(self) -> None:

@@ -150,7 +150,7 @@ class Reducer:
         # Not before: if a rank is lost while updates are exchanged inside, the step is taken again.
         self.statistics.complete_step()
         if self.statistics.finite:
-            self.scales.update()
+            self.scales.update(self.statistics.found_inf)
         for reduction in self._reductions:
             reduction.reset()
 

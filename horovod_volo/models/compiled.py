@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,9 @@ def compile_blocks(model: nn.Module, backend: str | Call = "inductor") -> None:
         raise UserError(
             f"--compile compiles repeated blocks, but {type(model).__name__} has none. Drop --compile."
         )
+    # Kept from run to run, and shared by the ranks of a host: one for each host, as homes are often on NFS.
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "horovod_volo" / socket.gethostname()))
     # Blocks of one class share their code, but torch recompiles it for each width and drop path rate.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
     compiled: dict[Call, Call] = {}

@@ -26,8 +26,8 @@ def start(
     images: Path, output: Path, fault: str, *arguments: str, start_with: str = "gloo", ranks: int = 2
 ) -> tuple[int, str]:
     done = train(
-        *(str(images), *SMALL, *EVERY, "--output", str(output), "--name", "run", *arguments),
-        *("--plugin", "tests.faults.injected"),
+        *(str(images), *SMALL, *EVERY, "--output", str(output), "--name", "run"),
+        *("--plugin", "tests.faults.injected", *arguments),
         ranks=ranks,
         start_with=start_with,
         INJECTED_FAULT=fault,
@@ -114,4 +114,36 @@ def test_a_run_that_never_recovers_is_ended(images: Path, tmp_path: Path) -> Non
     assert len(errors) == 1, output
     assert "The loss or its gradients are not finite in steps 12 to 14, after 3 returns to a" in errors[0]
     assert "checkpoint. Lower --lr" in errors[0]
+    assert_finite(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--shard-optimizer", "--clip-grad", "1")], ids=["plain", "sharded"]
+)
+def test_outcomes_that_are_known_one_step_late_change_nothing(
+    images: Path, tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    """As on several GPUs: the device skips the step, and the host learns it while it takes the next one."""
+    weights, ledgers = [], []
+    for name, plugins in (("at once", ""), ("late", ",tests.faults.late_outcomes")):
+        given = ("--log-every", "4", "--checkpoint-every", "0", "--plugin", f"tests.faults.injected{plugins}")
+        status, output = start(images, tmp_path / name, "1:4:inf-matrix", *arguments, *given)
+        assert status == 0, output
+        assert output.count("warning: step 5 is skipped: its gradients are not finite on rank 1") == 1, output
+        checkpoint = tmp_path / name / "run" / "checkpoints" / "last"
+        weights.append({file.name: load_file(file) for file in checkpoint.glob("*.safetensors")})
+        ledgers.append((tmp_path / name / "run" / "ledger.jsonl").read_text().splitlines()[1:])
+    assert ledgers[0] == ledgers[1]
+    for file, tensors in weights[0].items():
+        for tensor in tensors:
+            assert tensors[tensor].equal(weights[1][file][tensor]), (file, tensor)
+
+
+def test_many_losses_that_are_known_late_return_to_a_checkpoint(images: Path, tmp_path: Path) -> None:
+    given = ("--log-every", "4", "--plugin", "tests.faults.injected,tests.faults.late_outcomes")
+    status, output = start(images, tmp_path, "1:4-7:nan", *given)
+    assert status == 0, output
+    assert output.count("is skipped") == 4, output
+    assert output.count("back to the weights of step_00000004; training goes on after step") == 1, output
+    assert "done: 10 steps" in output
     assert_finite(tmp_path)
