@@ -31,6 +31,7 @@ from horovod_volo.engine.banner import (
     precision_line,
     training_line,
 )
+from horovod_volo.kernels import estimated_with_kernels
 from horovod_volo.models.build import hidden_matrices
 from horovod_volo.models.freezing import freeze, start_training
 from horovod_volo.models.weights import TIMM
@@ -107,11 +108,13 @@ def measure_workload(config: Config, counted: tuple[int, int] | None = None) -> 
     freeze(model, config.model.freeze, heads)
     start_training(model)
     matrices = [parameters[name] for name in hidden_matrices(model, heads)]
+    with estimated_with_kernels(config.model.kernels):
+        activations = _activation_bytes(task.training_forward(model), model, config)
     return Workload(
         images=images,
         classes=classes,
         parameters=parameters,
-        activation_bytes=_activation_bytes(task.training_forward(model), model, config),
+        activation_bytes=activations,
         heads=heads,
         matrix_elements=sum(matrix.numel() for matrix in matrices if matrix.requires_grad),
         warnings=[*task.warnings(config), *warnings],

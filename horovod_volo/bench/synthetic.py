@@ -84,7 +84,7 @@ def synthetic_context(config: Config, world: World, resources: RankResources | N
     resources, num_classes = resources or rank_resources(world), config.model.num_classes
     task, device = Classification(), resources.device
     state, _ = build_state(config, world, task, num_classes=num_classes, device=device, finetune="")
-    choose_kernels(config, state.model, device, world)
+    choose_kernels(config, state.model, num_classes, device, world)
     if world.size > 1:
         state.load_full_state_dict({}, {}, 0, world)
     global_batch = world.size * config.data.batch_size * config.update.accumulation

@@ -186,6 +186,8 @@ class BucketScales:
 
     def update(self, found_inf: Tensor | None = None) -> None:
         """Update running maxima and scales from this step's maxima, unless `found_inf` is not 0."""
+        if found_inf is not None and not self.initialized and bool(found_inf):  # waits, in the first step
+            return
         if self.adaptive:
             maxima = torch.fmax(self.running_maxima * _DECAY, self.maxima)
             if found_inf is not None:

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
 
     own = [*check_installation(), *check_gpus(), *check_host(launch, binding), *check_interfaces()]
     own += check_exposure()
-    own += check_kernels() if launch.local_rank == 0 else []
+    own += check_kernels() if launch.size == 1 else []  # several would wait for each other's compilers
     from horovod_volo.doctor.collect import collect_findings
 
     collected = collect_findings(own, binding, Path(options.shared))

@@ -44,13 +44,11 @@ def _assess_kernels() -> list[Finding]:
 
     if not torch.cuda.is_available():
         return []
-    config = assemble(
-        {"model": "volo_d1", "batch_size": 64, "num_classes": 1000, "precision": "bf16"}, fallback_name=""
-    )
+    config = assemble({"model": "volo_d1", "batch_size": 64, "precision": "bf16"}, fallback_name="")
     with torch.device("meta"):
         model = build_model("volo_d1", img_size=224, num_classes=1000, drop_path=0.0)
     findings = []
-    for check in kernel_checks(config, model, torch.device("cuda", torch.cuda.current_device())):
+    for check in kernel_checks(config, model, 1000, torch.device("cuda", torch.cuda.current_device())):
         speed, problem = outcome(check)
         if problem:
             remedy = (

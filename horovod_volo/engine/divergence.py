@@ -43,7 +43,7 @@ def note_outcome(context: TrainContext, outcome: Outcome) -> None:
             where = f"on rank {rank}, samples {', '.join(map(str, of_rank))}"
             context.logger.log(f"warning: step {step} is skipped: {fault} not finite {where}")
     if context.skipped_in_a_row == _IN_A_ROW:
-        go_back(context)
+        go_back(context, step)
 
 
 def note_value(context: TrainContext, name: str, value: float) -> None:
@@ -55,14 +55,16 @@ def note_value(context: TrainContext, name: str, value: float) -> None:
     context.recent[name] = [*earlier, value][-_EARLIER:]
 
 
-def go_back(context: TrainContext) -> None:
-    """Restore a checkpoint, but not its step; raise after several times. Collective."""
+def go_back(context: TrainContext, skipped: int) -> None:
+    """Restore a checkpoint, but not its step, after step `skipped`; raise if that is in vain. Collective."""
     state, step = context.state, context.state.step
     finish_checkpoint(context)
     checkpoint = context.world.run_on_rank_zero(lambda: _checkpoint(context))
     if checkpoint is None or context.returns == _RETURNS:
-        raise divergence(context)
+        raise divergence(context, skipped)
     restore_state(state, checkpoint, context.world, step)
+    for outcome in state.reducer.statistics.outcomes(of_all=True):  # computed from the weights before
+        context.ledger.note(outcome.own.step, outcome.checksums)
     context.skipped.restart()
     context.skipped_in_a_row = 0
     context.returns, context.returns_in_vain = context.returns + 1, context.returns_in_vain + 1

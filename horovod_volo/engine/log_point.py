@@ -50,7 +50,7 @@ def log_point(context: TrainContext) -> None:
     losses = [sum(values) for values in zip(*(report.sums for report in reports), strict=True)]
     finite = losses[-1]  # micro-batches
     if not finite and not context.state.reducer.statistics.looks:
-        go_back(context)
+        go_back(context, step)
     means = {name: value / max(finite, 1) for name, value in zip(names, losses, strict=True)}
     values: Values = {
         "epoch": round(step / context.derived.steps_per_epoch, 4),

@@ -87,6 +87,7 @@ def train_epoch(context: TrainContext) -> bool:
         if logs:
             log_point(context)
         if hosts_changed:
+            note_outcomes(context, of_all=True)
             raise HostsChangedError
         if stop or state.step == run.stop_at_step:
             note_outcomes(context, of_all=True)

@@ -155,7 +155,7 @@ def setup(
     build = partial(build_state, config, world, task, num_classes=len(data.train.classes))
     state, state_warnings = world.run_on_all_ranks(partial(build, device=resources.device, finetune=finetune))
     begin_stage("checking kernels")
-    state_warnings += choose_kernels(config, state.model, resources.device, world)
+    state_warnings += choose_kernels(config, state.model, len(data.train.classes), resources.device, world)
     begin_stage("loading the state and copying it to all ranks", LONGEST_WRITE_SECONDS)
     if newest and elastic is not None:
         elastic.take_over(state, world)

@@ -6,7 +6,8 @@ The choice between a kernel and PyTorch's own operators holds for the whole proc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -21,6 +22,17 @@ def use_kernels(speeds: Mapping[Kernel, float]) -> None:
     """Use these kernels, and no others, in all following calls; they are so many times as fast."""
     _used.clear()
     _used.update(speeds)
+
+
+@contextmanager
+def estimated_with_kernels(choice: Literal["auto", "plain"]) -> Iterator[None]:
+    """Use all kernels inside, or none with "plain": for the meta device, on which nothing is computed."""
+    before = dict(_used)
+    use_kernels(dict.fromkeys(KERNELS if choice == "auto" else (), 1.0))
+    try:
+        yield
+    finally:
+        use_kernels(before)
 
 
 def describe_kernels() -> str:

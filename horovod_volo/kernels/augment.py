@@ -60,7 +60,7 @@ def normalize_images(
     height, width = images.shape[2:]
     kernels.normalize_images[_grid(images)](
         images, mean, std, boxes, noise, result, height, width,
-        count=boxes.shape[1], mode=mode, block=_BLOCK,
+        count=boxes.shape[1], mode=mode, block=_BLOCK, enable_fp_fusion=False,
     )  # fmt: skip
     return result
 

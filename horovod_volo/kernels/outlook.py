@@ -26,10 +26,12 @@ def fused_outlook(values: Tensor, logits: Tensor, heads: int, scale: float) -> t
     values, logits = values.contiguous(), logits.contiguous()
     output, log2_sums = outputs = _outputs(values, logits)
     count = log2_sums.numel()
-    kernels.softmax_sums[(-(-count // _ROWS),)](logits, log2_sums, count, scale, rows=_ROWS)
+    kernels.softmax_sums[(-(-count // _ROWS),)](
+        logits, log2_sums, count, scale, rows=_ROWS, enable_fp_fusion=True
+    )
     kernels.aggregate_windows[_grid(logits, heads, _CELLS)](
         values, logits, log2_sums, output, *_sizes(values, logits, heads), scale,
-        backward=False, cells=_CELLS, **_lanes(values, heads),
+        backward=False, cells=_CELLS, **_options(values, heads),
     )  # fmt: skip
     return outputs
 
@@ -44,12 +46,12 @@ def fused_outlook_backward(
     gradient, values, logits = gradient.contiguous(), values.contiguous(), logits.contiguous()
     grad_values, grad_logits = gradients = _gradients(values, logits)
     common = *_sizes(values, logits, heads), scale
-    lanes = _lanes(values, heads)
+    options = _options(values, heads)
     kernels.logits_backward[_grid(logits, heads, _WINDOWS)](
-        gradient, values, logits, grad_logits, log2_sums, *common, windows=_WINDOWS, num_warps=2, **lanes
+        gradient, values, logits, grad_logits, log2_sums, *common, windows=_WINDOWS, num_warps=2, **options
     )
     kernels.aggregate_windows[_grid(logits, heads, _CELLS)](
-        gradient, logits, log2_sums, grad_values, *common, backward=True, cells=_CELLS, **lanes
+        gradient, logits, log2_sums, grad_values, *common, backward=True, cells=_CELLS, **options
     )
     return gradients
 
@@ -64,9 +66,10 @@ def _grid(logits: Tensor, heads: int, windows: int) -> tuple[int]:
     return (-(-batch * rows * columns // windows) * heads,)
 
 
-def _lanes(values: Tensor, heads: int) -> dict[str, int]:
+def _options(values: Tensor, heads: int) -> dict[str, int]:
     head_dim = values.shape[3] // heads
-    return {"head_dim": head_dim, "lanes": max(16, 1 << (head_dim - 1).bit_length())}  # tensor cores need 16
+    lanes = max(16, 1 << (head_dim - 1).bit_length())  # tensor cores need 16
+    return {"head_dim": head_dim, "lanes": lanes, "enable_fp_fusion": True}  # Triton's default, until 3.10
 
 
 def _outputs(values: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

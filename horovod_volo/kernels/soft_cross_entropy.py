@@ -52,7 +52,9 @@ def write_gradient(
     if entries > _MAX_COMPARED_ENTRIES:
         table = torch.zeros(rows, classes, dtype=torch.int64, device=logits.device)
         blocks = -(-entries // _TABLE_BLOCK_ENTRIES)
-        kernels.table_kernel[(rows, blocks)](ids, weights, table, classes, entries, _TABLE_BLOCK_ENTRIES)
+        kernels.table_kernel[(rows, blocks)](
+            ids, weights, table, classes, entries, _TABLE_BLOCK_ENTRIES, enable_fp_fusion=True
+        )
     kernels.gradient_kernel[(rows,)](
         logits, uniform, ids, weights, lse, grad_loss.contiguous(), grad, table, classes, entries,
         tabled=table is not None, **_blocks(logits),
@@ -70,5 +72,6 @@ def _blocks(logits: Tensor) -> dict[str, Any]:
     return {
         "block_classes": block_classes,
         "block_entries": _BLOCK_ENTRIES,
+        "enable_fp_fusion": True,  # Triton's default, until 3.10
         "num_warps": 8 if block_classes == _MAX_BLOCK_CLASSES else 4,
     }

@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,7 @@ def compile_blocks(model: nn.Module, backend: str | Call = "inductor") -> None:
         raise UserError(
             f"--compile compiles repeated blocks, but {type(model).__name__} has none. Drop --compile."
         )
-    # Kept from run to run, and shared by the ranks of a host: one for each host, as homes are often on NFS.
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(caches / "horovod_volo" / socket.gethostname()))
+    _keep_compiled()
     # Blocks of one class share their code, but torch recompiles it for each width and drop path rate.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
     compiled: dict[Call, Call] = {}
@@ -53,6 +52,16 @@ def compile_blocks(model: nn.Module, backend: str | Call = "inductor") -> None:
             if method not in compiled:
                 compiled[method] = torch.compile(method, backend=backend)
             setattr(block, name, partial(_call, block, compiled[method], method))
+
+
+def _keep_compiled() -> None:
+    """Keep what is compiled from run to run, for all ranks of a host: homes are often on NFS."""
+    with suppress(OSError, RuntimeError):  # otherwise in /tmp, as is PyTorch's default
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = folder / "horovod_volo" / socket.gethostname()
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
 def _call(block: nn.Module, compiled: Call, uncompiled: Call, *inputs: Any) -> Any:

@@ -43,9 +43,10 @@ class DropPathSample:
 
 def add_branch(tokens: Tensor, result: Tensor, factors: Tensor | None, weight: float) -> Tensor:
     """Return the tokens with a branch's result added for all images, multiplied by their factors, if any."""
-    if factors is not None:
-        result = result * factors.to(result.dtype).view(-1, *[1] * (tokens.ndim - 1))
-    return torch.add(tokens, result, alpha=weight)
+    if factors is None:
+        return torch.add(tokens, result, alpha=weight)
+    of_images = factors.view(-1, *[1] * (tokens.ndim - 1))  # bf16 would round them
+    return torch.addcmul(tokens, result, of_images, value=weight).to(tokens.dtype)
 
 
 ALL = DropPathSample()

@@ -36,13 +36,12 @@ except RuntimeError:  # "operator torchvision::nms does not exist"
 from timm import create_model, get_pretrained_cfg, is_model, list_models  # noqa: E402
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD  # noqa: E402
 from timm.models import group_parameters  # noqa: E402
-from timm.models.volo import VOLO, ClassBlock  # noqa: E402
+from timm.models.volo import VOLO  # noqa: E402
 
 __all__ = [
     "IMAGENET_DEFAULT_MEAN",
     "IMAGENET_DEFAULT_STD",
     "VOLO",
-    "ClassBlock",
     "adapted_by_timm",
     "allow_posterize_to_no_bits",
     "create_model",

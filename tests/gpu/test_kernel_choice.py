@@ -23,7 +23,7 @@ SECONDS = {True: 1.0, False: 2.5}  # of a check, with its kernel and without
 
 @pytest.fixture
 def config() -> Config:
-    return bench_config(model="volo_demo", img_size=32, batch_size=2, num_classes=5)
+    return bench_config(model="volo_demo", img_size=32, batch_size=2, num_classes=0)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def _all_on_this_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -
 
 @pytest.mark.usefixtures("_all_on_this_device")
 def test_right_kernels_are_used(config: Config, network: nn.Module, device: torch.device) -> None:
-    checks = list(kernel_checks(config, network.to(device), device))
+    checks = list(kernel_checks(config, network.to(device), 5, device))
     assert tuple(check.kernel for check in checks) == KERNELS
     for check in checks:
         speed, problem = outcome(check)
@@ -81,10 +81,12 @@ def test_wrong_kernels_are_not_used_and_slow_ones_are_named(
         expected = (
             "loss: PyTorch's operators are 2.00 times as fast as its kernel; --kernels plain uses these"
         )
-    checks = [check for check in kernel_checks(config, network.to(device), device) if check.kernel == "loss"]
+    checks = [
+        check for check in kernel_checks(config, network.to(device), 5, device) if check.kernel == "loss"
+    ]
     monkeypatch.setattr(kernel_choice, "kernel_checks", lambda *_: checks)
     as_gpu = torch.device("cuda")
-    (warning,) = choose_kernels(config, network, as_gpu, World.single())
+    (warning,) = choose_kernels(config, network, 5, as_gpu, World.single())
     assert expected in warning
     assert describe_kernels() == ("loss (0.5 x PyTorch)" if planted == "is slower" else "PyTorch's own")
 

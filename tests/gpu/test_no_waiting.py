@@ -6,6 +6,7 @@ error instead, so that a mistake is found without a GPU.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,8 +35,9 @@ def no_synchronisation(device: torch.device) -> Iterator[None]:
         with RefuseSynchronisation():
             yield
         return
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # that this mode does not find all of them
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,12 @@ def results_of_the_plan() -> Iterator[tuple[str, str]]:
 def test_every_part_takes_less_than_eight_minutes() -> None:
     assert len(planned()) > 15
     assert all(sum(limit for limit, _ in lines) <= 480 for lines in gpu.PARTS.values())
+
+
+def test_every_goal_is_measured_by_the_plan() -> None:
+    results = set(results_of_the_plan())
+    for goal in goals.GOALS:
+        assert any(fnmatch(name, goal.names) and label in (goal.label, "*") for name, label in results), goal
 
 
 def test_without_a_gpu_nothing_is_done(tmp_path: Path) -> None:

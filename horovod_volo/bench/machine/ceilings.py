@@ -16,16 +16,11 @@ from horovod_volo.bench.results import Figure, Result
 
 _BLOCKS = 7
 _TOKENS = 256 * 14 * 14  # of a batch of VOLO-D1's transformer stages
-# Inputs and outputs of D1's linear layers: of attention, of the MLP, and of an outlooker.
+_PIXELS = 4 * _TOKENS  # of its outlookers
+# Rows, inputs and outputs of D1's linear layers: attention, MLP, head; an outlooker's logits, values, MLP.
 _PRODUCTS = (
-    (384, 1152),
-    (384, 384),
-    (1152, 384),
-    (192, 192),
-    (192, 486),
-    (192, 576),
-    (576, 192),
-    (384, 1000),
+    *((_TOKENS, *widths) for widths in ((384, 1152), (384, 384), (1152, 384), (384, 1000), (192, 486))),
+    *((_PIXELS, *widths) for widths in ((192, 192), (192, 576), (576, 192))),
 )
 _ATTENTION = {"D1": (256, 12, 196, 32), "D5": (128, 16, 196, 48)}  # batch, heads, tokens, width
 _BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
@@ -42,8 +37,7 @@ def _figures(device: torch.device) -> Iterator[Figure]:
     source = torch.empty(_COPIED // 2, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     yield Figure.of("copy", 2 * _COPIED / 1e9 / _seconds(lambda: target.copy_(source), device), "GB/s")
-    for width, outputs in _PRODUCTS:
-        rows = _TOKENS * 4 if outputs in (486, 192, 576) and width == 192 else _TOKENS
+    for rows, width, outputs in _PRODUCTS:
         tokens = torch.randn(rows, width, dtype=torch.bfloat16, device=device)
         weight = torch.randn(outputs, width, dtype=torch.bfloat16, device=device)
         gradient = tokens @ weight.T

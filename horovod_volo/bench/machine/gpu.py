@@ -49,6 +49,22 @@ PARTS: dict[str, Sequence[tuple[int, str]]] = {
         (60, "optimizer --model volo_d5"),
         (120, f"step {_D1.replace('256', '64')}"),
     ],
+    **{
+        size: [
+            (100, f"step {_D1.replace('d1', size)}"),
+            (180, f"peers {_D1.replace('d1', size)} --against eager"),
+        ]
+        for size in ("d2", "d3")
+    },
+    "d4": [
+        (100, f"step {_D5.replace('d5', 'd4')} --drop-path 0.1"),
+        (180, f"peers {_D5.replace('d5', 'd4')} --drop-path 0.1 --against eager"),
+    ],
+    "d2-d3-compiled": [
+        (240, f"peers {_D1.replace('d1', 'd2')} --against compile"),
+        (240, f"peers {_D1.replace('d1', 'd3')} --against compile"),
+    ],
+    "d4-compiled": [(240, f"peers {_D5.replace('d5', 'd4')} --drop-path 0.1 --against compile")],
     "large": [
         (120, f"step {_D5.replace('224', '448').replace('128', '64')} --drop-path 0.1"),
         (120, f"step {_D5.replace('224', '512').replace('128', '48')} --drop-path 0.1"),

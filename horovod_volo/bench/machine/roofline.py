@@ -26,6 +26,7 @@ from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
 from horovod_volo.engine.step import train_step
+from horovod_volo.kernels import estimated_with_kernels
 from horovod_volo.models.build import tokens_per_side
 from horovod_volo.objective.mixing import Box
 
@@ -102,7 +103,7 @@ def count_step(config: Config) -> StepCost:
     losses.autocast = CudaAutocast()  # type: ignore[assignment]
     context.clip = in_part("update", context.clip)
     batch = _batch(config)
-    with counter.counting() as cost:
+    with counter.counting() as cost, estimated_with_kernels(config.model.kernels):
         _augment(config)
         train_step(context, iter([batch]))
     context.close()

@@ -64,7 +64,7 @@ _PARTS = {
     "aux_head": "heads",
 }
 _NAMESPACE = "horovod_volo"  # of the operators in kernels/
-_EXTERN = {"convolution", "convolution_backward", "mm", "addmm", "addmm_", "bmm", "baddbmm"}
+_EXTERN = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
 
 
 def _outlook_flops(products: int, *args: Any, **_: Any) -> int:
@@ -80,11 +80,10 @@ def _attention_flops(products: int, *args: Any, **_: Any) -> int:
     return int(2 * products * batch * heads * padded**2 * (-(-width // _WIDTH) * _WIDTH))
 
 
-# Of this package's operators, of one that torch's table lacks, and of attention in tiles.
+# Of this package's operators, and of attention in tiles.
 _FLOPS: dict[str, Callable[..., int]] = {
     "outlook_fused": partial(_outlook_flops, 1),
     "outlook_fused_backward": partial(_outlook_flops, 2),
-    "addmm_": lambda _, one, other, **__: 2 * one.numel() * other.shape[1],
     **{name: partial(_attention_flops, products) for name, products in _ATTENTION.items()},
 }
 

@@ -52,7 +52,7 @@ def save_checkpoint(context: TrainContext) -> None:
     if context.checkpoints.step == context.state.step:
         return
     if context.returns_in_vain:
-        raise divergence(context)
+        raise divergence(context, context.state.step)
     with context.clock.saving():
         if different := context.world.different_ranks(context.state.replicated_tensors()):
             raise CorruptedError(different)
@@ -76,9 +76,9 @@ def finish_checkpoint(context: TrainContext) -> None:
             context.logger.log(f"warning: {warning}")
 
 
-def divergence(context: TrainContext) -> AllRanksError:
-    """Return the error of a run whose loss or gradients are no longer finite."""
-    last, count = context.state.step, context.skipped_in_a_row
+def divergence(context: TrainContext, last: int) -> AllRanksError:
+    """Return the error of a run whose loss or gradients are no longer finite, up to the `last` step."""
+    count = context.skipped_in_a_row
     steps = f"steps {last - count + 1} to {last}" if count else f"the steps up to {last}"
     since = f", after {context.returns} returns to a checkpoint" if context.returns else ""
     return AllRanksError(f"The loss or its gradients are not finite in {steps}{since}. {_AFTER_DIVERGENCE}")
