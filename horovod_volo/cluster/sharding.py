@@ -46,7 +46,7 @@ class ShardedReducer(Reducer):
     def synchronized_gradients(self) -> Iterator[None]:
         """Inside, local gradients are averaged over ranks; afterwards all weights are updated. Collective."""
         with super().synchronized_gradients():
-            if self._loss_is_scaled:  # otherwise no step is skipped
+            if self._loss_is_scaled:  # otherwise the statistics say it
                 self._spread_overflow()
             yield
             waits = [

@@ -135,13 +135,14 @@ class StepStatistics:
             self._outcomes.append(lambda: outcome)
             return
         agreed = torch.cat([self._notes, self._averaged.isfinite().all().view(1)])
-        on_host, copied = agreed, None
+        copied = None
         if self.found_inf is not None:
             self.found_inf.copy_(1.0 - agreed[-1])
             on_host, copied = agreed.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
         else:
-            self.finite = bool(agreed[-1])
+            on_host = agreed.cpu()
+            self.finite = bool(on_host[-1])
         moved = self._own[0]
 
         def outcome_of_step() -> Outcome:

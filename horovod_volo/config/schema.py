@@ -49,7 +49,7 @@ class Model:
         "all", "the blocks of VOLO that --grad-checkpoint recomputes"
     )
     compile: bool = setting(
-        False, "compile each block with torch.compile: faster steps, several minutes at the first step"
+        False, "compile the blocks with torch.compile: faster steps, after a longer first one"
     )
     kernels: Literal["auto", "plain"] = setting(
         "auto",

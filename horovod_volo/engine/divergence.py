@@ -63,8 +63,6 @@ def go_back(context: TrainContext, skipped: int) -> None:
     if checkpoint is None or context.returns == _RETURNS:
         raise divergence(context, skipped)
     restore_state(state, checkpoint, context.world, step)
-    for outcome in state.reducer.statistics.outcomes(of_all=True):  # computed from the weights before
-        context.ledger.note(outcome.own.step, outcome.checksums)
     context.skipped.restart()
     context.skipped_in_a_row = 0
     context.returns, context.returns_in_vain = context.returns + 1, context.returns_in_vain + 1

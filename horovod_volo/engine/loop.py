@@ -81,7 +81,9 @@ def train_epoch(context: TrainContext) -> bool:
         train_step(context, batches)
         last = state.step == run.stop_at_step or state.step % context.derived.steps_per_epoch == 0
         logs, saves = (every and state.step % every == 0 for every in (run.log_every, run.checkpoint_every))
-        stop, hosts_changed = note_outcomes(context, of_all=bool(last or logs or saves))
+        # After a skipped step at once: the third in a row goes back, and no step may be taken before it does.
+        at_once = bool(last or logs or saves or context.skipped_in_a_row)
+        stop, hosts_changed = note_outcomes(context, of_all=at_once)
         context.logger.step_done(state.step)
         context.callbacks.step_done(context)
         if logs:

@@ -32,7 +32,7 @@ from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.log_point import log_point
-from horovod_volo.engine.loop import garbage_collected_at_log_points
+from horovod_volo.engine.loop import garbage_collected_at_log_points, note_outcomes
 from horovod_volo.engine.model_cost import count_cost
 from horovod_volo.engine.run import setup
 from horovod_volo.engine.run_texts import describe_run
@@ -135,6 +135,7 @@ class _MeasuredRun:
         wall, processor = perf_counter(), process_time()
         for _ in range(context.config.run.log_every):
             train_step(context, self.batches)
+            note_outcomes(context, of_all=True)
             context.logger.step_done(context.state.step)
         wall_before, processor_before = perf_counter(), process_time()
         if logs:
