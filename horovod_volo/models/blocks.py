@@ -6,7 +6,7 @@ path), outlook attention uses neither unfold nor fold, and self-attention uses t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 class TwoBranches(nn.Module):
     """A pre-norm block of two residual branches: attention and an MLP."""
 
-    compiled_methods = ("with_both", "attended", "refined")  # the methods that --compile compiles
+    # The methods that --compile compiles, and whether the number of their images varies.
+    compiled_methods: ClassVar = {"with_both": False, "attended": True, "refined": True}
     weight = 1.0  # factor of both branches; that of the skip connection is 1
     norm1: nn.Module
     attn: nn.Module

@@ -6,6 +6,7 @@ allreduce of a bucket overlaps with the backward of the blocks below. Evaluation
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import socket
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
 
@@ -41,17 +42,20 @@ def compile_blocks(model: nn.Module, backend: str | Call = "inductor") -> None:
             f"--compile compiles repeated blocks, but {type(model).__name__} has none. Drop --compile."
         )
     _keep_compiled()
+    inductor = importlib.import_module("torch._inductor.config")
+    if hasattr(inductor, "deterministic"):  # not before torch 2.10
+        inductor.deterministic = True  # kernels that are chosen by their time would change a resumed run
     # Blocks of one class share their code, but torch recompiles it for each width and drop path rate.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
     compiled: dict[Call, Call] = {}
     for block in blocks:
-        # A block whose branches have all images is compiled as a whole. Otherwise drop path computes each
-        # branch for a varying number of images: torch makes that dimension dynamic when it sees a second one.
-        for name in getattr(block, "compiled_methods", ("forward",)):
+        # A block whose branches have all images is compiled as a whole; otherwise drop path computes each
+        # branch for a number of images that varies from step to step. All other sizes are constants.
+        for name, varies in getattr(block, "compiled_methods", {"forward": False}).items():
             method = getattr(type(block), name)
             if method not in compiled:
-                compiled[method] = torch.compile(method, backend=backend)
-            setattr(block, name, partial(_call, block, compiled[method], method))
+                compiled[method] = torch.compile(method, backend=backend, dynamic=False)
+            setattr(block, name, partial(_call, block, compiled[method], method, varies))
 
 
 def _keep_compiled() -> None:
@@ -64,8 +68,12 @@ def _keep_compiled() -> None:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
-def _call(block: nn.Module, compiled: Call, uncompiled: Call, *inputs: Any) -> Any:
-    return (compiled if block.training else uncompiled)(block, *inputs)
+def _call(
+    block: nn.Module, compiled: Call, uncompiled: Call, varies: bool, tokens: Tensor, *others: Any
+) -> Any:
+    if varies and not torch.compiler.is_compiling():
+        torch._dynamo.maybe_mark_dynamic(tokens, 0)
+    return (compiled if block.training else uncompiled)(block, tokens, *others)
 
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
