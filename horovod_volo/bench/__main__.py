@@ -69,7 +69,7 @@ REPORTS = {
 # Module and function of those that are not `measure` in a module of their own.
 _ELSEWHERE = {
     "gpu": ("machine.gpu", "measure"),
-    "profile": ("machine.profile", "measure"),
+    "profile": ("machine.profiled_step", "measure"),
     "overhead": ("machine.peers", "measure_overhead"),
     "overlap": ("machine.reduce", "measure_overlap"),
     "loader": ("machine.data", "measure_loader"),

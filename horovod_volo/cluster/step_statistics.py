@@ -135,20 +135,17 @@ class StepStatistics:
             self._outcomes.append(lambda: outcome)
             return
         agreed = torch.cat([self._notes, self._averaged.isfinite().all().view(1)])
-        copied = None
         if self.found_inf is not None:
             self.found_inf.copy_(1.0 - agreed[-1])
-            on_host, copied = agreed.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
+            read = _read_later(agreed)
         else:
-            on_host = agreed.cpu()
-            self.finite = bool(on_host[-1])
+            values: list[float] = agreed.tolist()
+            self.finite = bool(values[-1])
+            read = lambda: values  # noqa: E731
         moved = self._own[0]
 
         def outcome_of_step() -> Outcome:
-            if copied is not None:
-                copied.synchronize()
-            *notes, finite = on_host.tolist()
+            *notes, finite = read()
             first, low_first, second, low_second = (
                 round(mean * self._world.size) for mean in notes[_CHECKSUMS]
             )
@@ -168,6 +165,19 @@ class StepStatistics:
         moving, maxima, notes = own.tensor_split((-_NOTES - len(self.maxima), -_NOTES))
         parts = {"its loss is": notes, "its gradients are": maxima, "its batch-norm statistics are": moving}
         return next((name for name, part in parts.items() if not part.isfinite().all()), "")
+
+
+def _read_later(values: Tensor) -> Callable[[], list[float]]:
+    """Start copying values to the host; return a function that waits for them."""
+    on_host, copied = values.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        found: list[float] = on_host.tolist()
+        return found
+
+    return read
 
 
 def _flatten_in_place(tensors: list[Tensor]) -> Tensor:

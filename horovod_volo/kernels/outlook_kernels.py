@@ -45,9 +45,10 @@ def softmax_sums(logits, log2_sums, count, scale, rows: tl.constexpr):
 
 
 @triton.jit
-def _plus_weighted(total, pixel, logits, position, log2_sum, exists, scale):
-    """Add a pixel, multiplied by its weight: that of the logit at a position of the window."""
-    logit = tl.load(logits + position, mask=exists, other=0.0).to(tl.float32) * (scale * _LOG2_E)
+def _plus_weighted(total, pixel, logit_at, sum_at, exists, scale):
+    """Add a pixel, multiplied by its weight."""
+    logit = tl.load(logit_at, mask=exists, other=0.0).to(tl.float32) * (scale * _LOG2_E)
+    log2_sum = tl.load(sum_at, mask=exists, other=0.0)
     return total + tl.exp2(logit - log2_sum)[:, None] * pixel
 
 
@@ -81,28 +82,20 @@ def aggregate_windows(
                     image, y, x, exists, head, heads, height, width, head_dim, lanes
                 )
                 pixel = tl.load(pixels + offsets, mask=inside, other=0.0).to(tl.float32)
-                place = other * others + first * own
-                target = other if backward else first
+                place = at + other * others + first * own
+                target = sums_at + (other if backward else first)
                 step = 0 if backward else 1
                 bottom_right = _plus_weighted(
-                    bottom_right, pixel, at, place + 4 * own,
-                    tl.load(sums_at + target + 4 * step, mask=exists, other=0.0), exists, scale,
+                    bottom_right, pixel, place + 4 * own, target + 4 * step, exists, scale
                 )
                 if right == 0:
                     bottom_left = _plus_weighted(
-                        bottom_left, pixel, at, place + 3 * own,
-                        tl.load(sums_at + target + 3 * step, mask=exists, other=0.0), exists, scale,
+                        bottom_left, pixel, place + 3 * own, target + 3 * step, exists, scale
                     )
                 if down == 0:
-                    top_right = _plus_weighted(
-                        top_right, pixel, at, place + own,
-                        tl.load(sums_at + target + step, mask=exists, other=0.0), exists, scale,
-                    )
+                    top_right = _plus_weighted(top_right, pixel, place + own, target + step, exists, scale)
                 if down + right == 0:
-                    top_left = _plus_weighted(
-                        top_left, pixel, at, place,
-                        tl.load(sums_at + target, mask=exists, other=0.0), exists, scale,
-                    )
+                    top_left = _plus_weighted(top_left, pixel, place, target, exists, scale)
     for corner in tl.static_range(4):
         total = (
             (top_left if corner == 0 else top_right) if corner < 2

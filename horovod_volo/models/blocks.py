@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.models.drop_path import ALL, DropPathSample, add_branch
+from horovod_volo.models.drop_path import ALL, DropPathSample
 from horovod_volo.models.outlook import Outlook
 
 
@@ -71,15 +71,14 @@ class TwoBranches(nn.Module):
 
     def forward(self, tokens: Tensor, first: DropPathSample = ALL, second: DropPathSample = ALL) -> Tensor:
         """Return tokens of the same shape (batch, ..., channels)."""
-        if first.rows is second.rows is None and first.scale == second.scale == 1.0:
-            return self.with_both(tokens, first.factors, second.factors)
+        if all(sample is ALL or sample.mask is not None for sample in (first, second)):
+            return self.with_both(tokens, first, second)
+        return TwoBranches.with_both(self, tokens, first, second)  # of which --compile compiles the branches
+
+    def with_both(self, tokens: Tensor, first: DropPathSample, second: DropPathSample) -> Tensor:
+        """Return what `forward` returns. With --compile, both branches must be computed for all images."""
         tokens = first.added(tokens, self.attended, self.weight)
         return second.added(tokens, self.refined, self.weight)
-
-    def with_both(self, tokens: Tensor, first: Tensor | None, second: Tensor | None) -> Tensor:
-        """Return the tokens with both branches of all images, multiplied by factors (batch,), if any."""
-        tokens = add_branch(tokens, self.attended(tokens), first, self.weight)
-        return add_branch(tokens, self.refined(tokens), second, self.weight)
 
     def attended(self, tokens: Tensor) -> Tensor:
         """Return the attention branch."""

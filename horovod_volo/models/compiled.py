@@ -42,7 +42,7 @@ def compile_blocks(model: nn.Module, backend: str | Call = "inductor") -> None:
             f"--compile compiles repeated blocks, but {type(model).__name__} has none. Drop --compile."
         )
     _keep_compiled()
-    inductor = importlib.import_module("torch._inductor.config")
+    inductor: Any = importlib.import_module("torch._inductor.config")
     if hasattr(inductor, "deterministic"):  # not before torch 2.10
         inductor.deterministic = True  # kernels that are chosen by their time would change a resumed run
     # Blocks of one class share their code, but torch recompiles it for each width and drop path rate.

@@ -24,29 +24,32 @@ Branch = Callable[[Tensor], Tensor]
 class DropPathSample:
     """The images of a batch that keep a branch, and the scale of the branch.
 
-    The branch is computed for the images in `rows`, or for all and multiplied by `factors`.
+    The branch is computed for the images in `rows`, or for all and masked.
     """
 
     rows: Tensor | None = None  # (kept,) int64; None: all images
     scale: float = 1.0
-    factors: Tensor | None = None  # (batch,) float32: the scale for images that keep the branch, else 0
+    mask: Tensor | None = None  # (batch,) float32: 1 for images that keep the branch, else 0
+    factors: Tensor | None = None  # (batch,) float32: the mask times the scale
 
     def added(self, tokens: Tensor, branch: Branch, weight: float = 1.0) -> Tensor:
         """Return tokens (batch, ..., channels) with the weighted branch added for the images that keep it."""
         if self.rows is None:
-            return add_branch(tokens, branch(tokens), self.factors, weight * self.scale)
+            return self._added_to_all(tokens, branch(tokens), weight)
         if not len(self.rows):
             return tokens
         result = branch(tokens.index_select(0, self.rows))
         return tokens.index_add(0, self.rows, result.to(tokens.dtype), alpha=weight * self.scale)
 
-
-def add_branch(tokens: Tensor, result: Tensor, factors: Tensor | None, weight: float) -> Tensor:
-    """Return the tokens with a branch's result added for all images, multiplied by their factors, if any."""
-    if factors is None:
-        return torch.add(tokens, result, alpha=weight)
-    of_images = factors.view(-1, *[1] * (tokens.ndim - 1))  # bf16 would round them
-    return torch.addcmul(tokens, result, of_images, value=weight).to(tokens.dtype)
+    def _added_to_all(self, tokens: Tensor, result: Tensor, weight: float) -> Tensor:
+        if self.mask is None or self.factors is None:
+            return torch.add(tokens, result, alpha=weight * self.scale)
+        of_images = (-1, *[1] * (tokens.ndim - 1))
+        if torch.compiler.is_compiling():  # the scale of each block would be a constant of its own graph
+            factors = self.factors.view(of_images)  # bf16 would round them
+            return torch.addcmul(tokens, result, factors, value=weight).to(tokens.dtype)
+        mask = self.mask.to(tokens.dtype).view(of_images)
+        return torch.addcmul(tokens, result, mask, value=weight * self.scale)
 
 
 ALL = DropPathSample()
@@ -70,10 +73,11 @@ def sample_drop_path(rates: Sequence[float], tokens: Tensor, seed: int | None) -
     orders = random.permuted(np.tile(np.arange(batch), (len(rates), 1)), axis=1)  # (branches, batch)
     scales = 1.0 / keep_rates
     is_masked = np.asarray(rates) < _masked_below(device)
-    factors = scales[:, None] * (np.argsort(orders, axis=1) < counts[:, None])  # (branches, batch)
-    of_device = zip(copy_async(orders, device), copy_async(factors.astype(np.float32), device), strict=True)
+    masks = np.argsort(orders, axis=1) < counts[:, None]  # (branches, batch)
+    factors = np.stack([masks, scales[:, None] * masks], axis=1).astype(np.float32)
+    of_device = zip(copy_async(orders, device), copy_async(factors, device), strict=True)
     return [
-        DropPathSample(factors=of_images)
+        DropPathSample(None, scale, *of_images)
         if masked
         else DropPathSample(None if count == batch else row[:count], scale)
         for masked, count, scale, (row, of_images) in zip(

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 CAPABILITIES = (80, 90, 100)
 
 
-class Driver:
+class AbsentGpus:
     """A driver of Triton's for GPUs that are not there."""
 
     current = 0
@@ -55,7 +55,7 @@ class Driver:
 class Launches:
     """What was compiled instead of being launched."""
 
-    def __init__(self, gpus: Driver) -> None:
+    def __init__(self, gpus: AbsentGpus) -> None:
         self.step = 0
         self.first_steps: dict[str, int] = {}
         self.programs: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def augment(images: int, side: int, step: int) -> None:
     )
 
 
-def compile_steps(gpus: Driver, settings: dict[str, Any], steps: int) -> list[dict[str, Any]]:
+def compile_steps(gpus: AbsentGpus, settings: dict[str, Any], steps: int) -> list[dict[str, Any]]:
     """Take steps, and return what they launch."""
     launches = Launches(gpus)
     JITFunction.__getitem__ = lambda self, grid: launches.compile_instead(self, grid)
@@ -118,7 +118,7 @@ def compile_steps(gpus: Driver, settings: dict[str, Any], steps: int) -> list[di
 
 
 if __name__ == "__main__":
-    driver.set_active(gpus := Driver())
+    driver.set_active(gpus := AbsentGpus())
     kernels._DEVICES = ("cpu",)
     synthetic.choose_kernels = lambda *_: kernels.use_kernels(dict.fromkeys(kernels.KERNELS, 1.0))
     for argument in sys.argv[1:]:

@@ -85,6 +85,7 @@ def test_wrong_kernels_are_not_used_and_slow_ones_are_named(
         check for check in kernel_checks(config, network.to(device), 5, device) if check.kernel == "loss"
     ]
     monkeypatch.setattr(kernel_choice, "kernel_checks", lambda *_: checks)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     as_gpu = torch.device("cuda")
     (warning,) = choose_kernels(config, network, 5, as_gpu, World.single())
     assert expected in warning

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
 from horovod_volo.bench.machine.cuda_autocast import CudaAutocast
-from horovod_volo.bench.machine.roofline import GPUS, count_loop, count_step, usual
-from horovod_volo.bench.machine.step_cost import CostMode, StepCost, fused
+from horovod_volo.bench.machine.roofline import GPUS, count_loop, count_step, fused, usual
+from horovod_volo.bench.machine.step_cost import CostMode, StepCost
 from horovod_volo.bench.synthetic import bench_config, forward_flops
 from horovod_volo.config.schema import Config
 from horovod_volo.kernels.outlook import fused_outlook

@@ -37,7 +37,7 @@ PARTS: dict[str, Sequence[tuple[int, str]]] = {
     "d5": [
         (120, f"step {_D5} --drop-path 0.75"),
         (120, f"step {_D5} --drop-path 0.1"),
-        (180, f"peers {_D5} --drop-path 0.1 --against eager"),
+        (240, f"peers {_D5} --drop-path 0.1 --against eager published"),
     ],
     "d5-compiled": [
         (200, f"step {_D5} --drop-path 0.75 --compile"),

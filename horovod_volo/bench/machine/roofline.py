@@ -1,10 +1,15 @@
 """The time of a training step on a GPU, counted on the CPU: bytes, products, instructions and kernels.
 
 Nothing is computed: the step runs on the meta device. The result is a range, and not measured.
+
+`fused` counts what a compiler can at best make of the same operators: neighbours without matrix products
+become one kernel, and what only this kernel needs is neither written nor read. Unfold is then reading at
+other places, and fold is one kernel.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
@@ -15,7 +20,7 @@ import torch
 from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, Kernels, ModelName
 from horovod_volo.bench.machine.cuda_autocast import CudaAutocast
 from horovod_volo.bench.machine.peers_timm import LoopName, training_loop
-from horovod_volo.bench.machine.step_cost import CostMode, GpuRates, Operator, StepCost, fused
+from horovod_volo.bench.machine.step_cost import CostMode, GpuRates, Operator, StepCost
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import CLASSES, bench_config, losses_of, random_labels, synthetic_context
 from horovod_volo.cluster.resources import RankResources
@@ -169,3 +174,38 @@ def _parts(operators: Sequence[Operator], gpu: GpuRates) -> list[Figure]:
         kernels = sum(operator.kernels for operator in own)
         figures += [Figure(f"{part}: usually", 1e3 * seconds, "ms"), Figure(f"{part}: kernels", kernels, "")]
     return figures
+
+
+def fused(operators: Sequence[Operator]) -> list[Operator]:
+    """Return the operators as a compiler would fuse them at best."""
+    last_use: dict[int, int] = {}
+    for number, operator in enumerate(operators):
+        last_use.update(dict.fromkeys(operator.inputs, number))
+    result: list[Operator] = []
+    group: list[Operator] = []
+    start = 0
+    for number, operator in enumerate(operators):
+        joins = not group or operator.backward == group[-1].backward
+        if operator.fusible and joins and not operator.begins_kernel:
+            group.append(operator)
+            continue
+        result += _merged(group, range(start, number), last_use)
+        start = number
+        group = [operator] if operator.fusible else []
+        if not operator.fusible:
+            result.append(operator)
+            start = number + 1
+    return result + _merged(group, range(start, len(operators)), last_use)
+
+
+def _merged(group: list[Operator], numbers: range, last_use: dict[int, int]) -> list[Operator]:
+    """Return one operator for a group of neighbours."""
+    if not group:
+        return []
+    inputs: dict[int, int] = {}
+    written: dict[int, int] = {}
+    for operator in group:
+        inputs |= {key: size for key, size in operator.inputs.items() if key not in written}
+        written |= operator.outputs
+    outputs = {key: size for key, size in written.items() if last_use.get(key, math.inf) >= numbers.stop}
+    return [Operator("fused", group[0].part, group[0].backward, 0, inputs, outputs, 1)]

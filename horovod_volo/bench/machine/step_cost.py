@@ -5,16 +5,12 @@ bytes, of its matrix products, and of its instructions, where these are known fr
 are priced at the best rates of a GPU, and at usual ones, with the time between kernels. Nothing is measured.
 BatchNorm reads its inputs twice: it cannot normalise the first element before it has seen the last. Attention
 fills tiles of 128 tokens, and its widths are multiples of 32.
-
-`fused` counts what a compiler can at best make of the same operators: neighbours without matrix products
-become one kernel, and what only this kernel needs is neither written nor read. Unfold is then reading at
-other places, and fold is one kernel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -120,6 +116,11 @@ class Operator(NamedTuple):
     def fusible(self) -> bool:
         """Return whether a compiler may fuse it with its neighbours."""
         return not self.flops and not self.custom and self.name not in _EXTERN | {"col2im"}
+
+    @property
+    def begins_kernel(self) -> bool:
+        """Return whether it needs a sum over the batch first, so that no operator before it can be fused."""
+        return self.name in _TWO_PASSES
 
     def seconds(self, gpu: GpuRates) -> float:
         """Return the time that a GPU of these rates takes."""
@@ -274,38 +275,3 @@ def _bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's elements in memory; an expanded one repeats them."""
     lengths = [n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return math.prod(lengths) * tensor.itemsize if tensor.numel() else 0
-
-
-def fused(operators: Sequence[Operator]) -> list[Operator]:
-    """Return the operators as a compiler would fuse them at best."""
-    last_use: dict[int, int] = {}
-    for number, operator in enumerate(operators):
-        last_use.update(dict.fromkeys(operator.inputs, number))
-    result: list[Operator] = []
-    group: list[Operator] = []
-    start = 0
-    for number, operator in enumerate(operators):
-        joins = not group or operator.backward == group[-1].backward
-        if operator.fusible and joins and operator.name not in _TWO_PASSES:
-            group.append(operator)
-            continue
-        result += _merged(group, range(start, number), last_use)
-        start = number
-        group = [operator] if operator.fusible else []
-        if not operator.fusible:
-            result.append(operator)
-            start = number + 1
-    return result + _merged(group, range(start, len(operators)), last_use)
-
-
-def _merged(group: list[Operator], numbers: range, last_use: dict[int, int]) -> list[Operator]:
-    """Return one operator for a group of neighbours."""
-    if not group:
-        return []
-    inputs: dict[int, int] = {}
-    written: dict[int, int] = {}
-    for operator in group:
-        inputs |= {key: size for key, size in operator.inputs.items() if key not in written}
-        written |= operator.outputs
-    outputs = {key: size for key, size in written.items() if last_use.get(key, math.inf) >= numbers.stop}
-    return [Operator("fused", group[0].part, group[0].backward, 0, inputs, outputs, 1)]
