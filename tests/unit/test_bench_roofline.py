@@ -174,7 +174,7 @@ def test_the_floor_does_not_rise_unnoticed(of_d1: StepCost) -> None:
     assert 1e3 * of_d1.seconds(H100) < 65
     assert 1e3 * compiled.seconds(H100) < 48
     assert 1e3 * compiled.seconds(usual(H100)) < 61.5
-    assert of_d1.kernels < 1_620
+    assert of_d1.kernels < 1_600
     assert compiled.kernels < 600
     assert of_d1.saved_bytes < 16.2 * 2**30
 
