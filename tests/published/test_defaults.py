@@ -18,8 +18,11 @@ from tests.published.checkouts import named_folder
 FOLDER = named_folder()
 DOCUMENT = Path(__file__).parents[2] / "docs" / "training.md"
 FAMILIES = {"volo_d1": "volo", "volo_d5": "volo", "lvvit_s": "TokenLabeling", "lvvit_l": "TokenLabeling"}
-# Our values for what None means in the published code.
+# Our values for what None, and of --sync-bn False, means in the published code.
 NONE_IS: dict[str, Any] = {
+    "--mean": [],  # that of the weights
+    "--std": [],
+    "--sync-bn": "none",
     "--clip-grad": 0.0,  # no clipping
     "--crop-pct": 0.0,  # that of the network
     "--drop-path": 0.0,
@@ -31,6 +34,7 @@ DEVIATIONS: dict[str, tuple[Any, Any, str]] = {
     "--token-label-size": (1, 0, "computed from the image size; the published commands give the same"),
     "--num-classes": (None, 0, "the number of class folders instead of the network's 1000"),
     "--workers": (8, 0, "the number of cores of the rank"),
+    "--val-split": ("validation", "", "the folder is found by its usual names"),
     "--output": ("", "runs", "without a name the published code writes to ./output"),
 }
 
@@ -79,7 +83,7 @@ def test_defaults_are_the_published_ones_or_listed_deviations(model: str) -> Non
     different = {}
     for flag in common:
         published, ours = theirs[flag], our_value(model, flag)
-        if published is None and flag in NONE_IS:
+        if published in (None, False) and flag in NONE_IS:
             published = NONE_IS[flag]
         if flag != "--model" and ours != published:
             different[flag] = (published, ours)
