@@ -134,32 +134,29 @@ class StepStatistics:
             outcome = Outcome(own, own.checksums, stop=self._asked, hosts_changed=self._hosts_noted)
             self._outcomes.append(lambda: outcome)
             return
-        agreed = torch.cat([self._notes, self._averaged.isfinite().all().view(1)])
-        if self.found_inf is not None:
-            self.found_inf.copy_(1.0 - agreed[-1])
-            read = _read_later(agreed)
-        else:
-            values: list[float] = agreed.tolist()
-            self.finite = bool(values[-1])
-            read = lambda: values  # noqa: E731
-        moved = self._own[0]
+        agreed, moved = torch.cat([self._notes, self._averaged.isfinite().all().view(1)]), self._own[0]
+        if self.found_inf is None:
+            outcome = self._outcome(own, moved, agreed.tolist())
+            self.finite = outcome.finite
+            self._outcomes.append(lambda: outcome)
+            return
+        self.found_inf.copy_(1.0 - agreed[-1])
+        read = _read_later(agreed)
+        self._outcomes.append(lambda: self._outcome(own, moved, read()))
 
-        def outcome_of_step() -> Outcome:
-            *notes, finite = read()
-            first, low_first, second, low_second = (
-                round(mean * self._world.size) for mean in notes[_CHECKSUMS]
-            )
-            sums = (first << _NOTE_BITS) + low_first, (second << _NOTE_BITS) + low_second
-            return Outcome(
-                own,
-                sums if self._world.size > 1 else own.checksums,
-                finite=bool(finite),
-                stop=notes[_STOP] > 0,
-                hosts_changed=notes[_HOSTS] > 0,
-                fault=lambda: self._fault(moved),
-            )
-
-        self._outcomes.append(outcome_of_step)
+    def _outcome(self, own: OwnStep, moved: Tensor, agreed: list[float]) -> Outcome:
+        """Return the outcome of a step, given what this rank had moved into the exchange."""
+        *notes, finite = agreed
+        first, low_first, second, low_second = (round(mean * self._world.size) for mean in notes[_CHECKSUMS])
+        sums = (first << _NOTE_BITS) + low_first, (second << _NOTE_BITS) + low_second
+        return Outcome(
+            own,
+            sums if self._world.size > 1 else own.checksums,
+            finite=bool(finite),
+            stop=notes[_STOP] > 0,
+            hosts_changed=notes[_HOSTS] > 0,
+            fault=lambda: self._fault(moved),
+        )
 
     def _fault(self, own: Tensor) -> str:
         moving, maxima, notes = own.tensor_split((-_NOTES - len(self.maxima), -_NOTES))

@@ -84,15 +84,15 @@ def train_epoch(context: TrainContext) -> bool:
         # After a skipped step at once: the third in a row goes back, and no step may be taken before it does.
         at_once = bool(last or logs or saves or context.skipped_in_a_row)
         stop, hosts_changed = note_outcomes(context, of_all=at_once)
+        if stop or hosts_changed:
+            note_outcomes(context, of_all=True)
         context.logger.step_done(state.step)
         context.callbacks.step_done(context)
         if logs:
             log_point(context)
         if hosts_changed:
-            note_outcomes(context, of_all=True)
             raise HostsChangedError
         if stop or state.step == run.stop_at_step:
-            note_outcomes(context, of_all=True)
             return False
         if saves and not (context.skipped_in_a_row or context.returns_in_vain):
             save_checkpoint(context)

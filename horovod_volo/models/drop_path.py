@@ -73,15 +73,15 @@ def sample_drop_path(rates: Sequence[float], tokens: Tensor, seed: int | None) -
     orders = random.permuted(np.tile(np.arange(batch), (len(rates), 1)), axis=1)  # (branches, batch)
     scales = 1.0 / keep_rates
     is_masked = np.asarray(rates) < _masked_below(device)
-    masks = np.argsort(orders, axis=1) < counts[:, None]  # (branches, batch)
-    factors = np.stack([masks, scales[:, None] * masks], axis=1).astype(np.float32)
-    of_device = zip(copy_async(orders, device), copy_async(factors, device), strict=True)
+    masks = np.argsort(orders[is_masked], axis=1) < counts[is_masked, None]  # (masked branches, batch)
+    factors = np.stack([masks, scales[is_masked, None] * masks], axis=1).astype(np.float32)
+    of_masked = iter(copy_async(factors, device))
     return [
-        DropPathSample(None, scale, *of_images)
+        DropPathSample(None, scale, *next(of_masked))
         if masked
         else DropPathSample(None if count == batch else row[:count], scale)
-        for masked, count, scale, (row, of_images) in zip(
-            is_masked.tolist(), counts.tolist(), scales.tolist(), of_device, strict=True
+        for masked, count, scale, row in zip(
+            is_masked.tolist(), counts.tolist(), scales.tolist(), copy_async(orders, device), strict=True
         )
     ]
 

@@ -128,9 +128,8 @@ def count_loop(name: CountedLoop, config: Config) -> StepCost:
         loop.step()
     if name != "compile":
         return cost
-    once = [
-        operator._replace(kernels=min(operator.kernels, 3)) for operator in cost.operators
-    ]  # for all images
+    # Unfold and fold for all images at once.
+    once = [operator._replace(kernels=min(operator.kernels, 3)) for operator in cost.operators]
     return replace(cost, operators=fused(once))
 
 
