@@ -16,7 +16,7 @@ from torch import nn
 from horovod_volo.bench import __main__ as command_line
 from horovod_volo.bench import comparison
 from horovod_volo.bench.comparison import WrongResultError
-from horovod_volo.bench.machine import goals, gpu, peers, step
+from horovod_volo.bench.machine import ceilings, goals, gpu, peers, profiled_step, step
 from horovod_volo.bench.synthetic import forward_flops
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.core.errors import UserError
@@ -86,6 +86,27 @@ def test_without_a_gpu_nothing_is_done(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"There is no part d7\. The parts are ceilings, d1"):
         gpu.measure(parts=["d7"], out=str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_ceilings_of_small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ceilings, "_COPIED", 2**12)
+    monkeypatch.setattr(ceilings, "_PRODUCTS", ((8, 4, 6),))
+    monkeypatch.setattr(ceilings, "_ATTENTION", {"D1": (1, 2, 4, 8)})
+    figures = ceilings.measure().figures
+    products = [f"8 x 4 x 6, {name}" for name in ("forward", "gradient of tokens", "gradient of weights")]
+    attention = [f"attention of D1, forward and backward, {backend.name}" for backend in ceilings._BACKENDS]
+    labels = [figure.label for figure in figures]
+    assert labels[:4] == ["copy", *products]
+    assert labels[4:]  # this device has one of the backends
+    assert set(labels[4:]) <= set(attention)
+    assert all(figure.value > 0 for figure in figures)
+
+
+def test_operators_of_a_step_are_listed_and_traced(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    table = profiled_step.measure(model="volo_demo", img_size=32, batch_size=2, trace=str(trace))
+    assert "aten::addmm" in table
+    assert json.loads(trace.read_text())["traceEvents"]
 
 
 def test_a_failure_does_not_stop_the_rest(
