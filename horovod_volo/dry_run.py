@@ -31,13 +31,13 @@ from horovod_volo.engine.banner import (
     precision_line,
     training_line,
 )
+from horovod_volo.engine.task_names import find_task
 from horovod_volo.kernels import estimated_with_kernels
 from horovod_volo.models.build import hidden_matrices
 from horovod_volo.models.freezing import freeze, start_training
 from horovod_volo.models.weights import TIMM
 from horovod_volo.optim.build import OPTIMIZERS
 from horovod_volo.plugins import check_names, load_plugins
-from horovod_volo.tasks.names import find_task
 
 # Name, images and classes of the data set that is assumed where the data is not on this machine.
 _IMAGENET_1K = ("ImageNet-1K", 1_281_167, 1_000)

@@ -86,9 +86,9 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
 
 def _evaluate_dense(options: argparse.Namespace, task: str, world: World) -> int:
     """Evaluate a network that predicts pixels or boxes. Collective: every rank calls this."""
-    from horovod_volo.evaluation.boxes import measure_found
-    from horovod_volo.evaluation.dense import DenseRequest
-    from horovod_volo.evaluation.scenes import measure_scenes
+    from horovod_volo.dense.evaluate import DenseRequest
+    from horovod_volo.dense.evaluate_boxes import measure_found
+    from horovod_volo.dense.evaluate_scenes import measure_scenes
 
     given = {name: getattr(options, name) for name in DenseRequest.__dataclass_fields__}
     request = DenseRequest(**given | {"scales": tuple(options.scales)})

@@ -30,7 +30,7 @@ from horovod_volo.monitor.progress import ThroughputLine
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.data.images.catalog import Catalog
-    from horovod_volo.data.labels.geometry import MapGeometry
+    from horovod_volo.token_labels.geometry import MapGeometry
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 IMAGES = "folder of the training images"
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from horovod_volo.data.labels.import_maps import import_labels
+    from horovod_volo.labelling.import_maps import import_labels
 
     geometry = _geometry(args.map_geometry)
     catalog = _catalog(args.data) if args.data else None
@@ -113,8 +113,8 @@ def _generate_on_rank(args: argparse.Namespace, world: World) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from horovod_volo.data.labels.check import check_store, report_rows
-    from horovod_volo.data.labels.store import is_store
+    from horovod_volo.labelling.check import check_store, report_rows
+    from horovod_volo.token_labels.store import is_store
 
     if args.teacher and not args.data:
         raise UserError("--teacher needs images to label: give --data DATA_DIR as well.")
@@ -166,7 +166,7 @@ def _agrees(args: argparse.Namespace, catalog: Catalog) -> bool:
 
 
 def _geometry(text: str) -> MapGeometry | None:
-    from horovod_volo.data.labels.geometry import MapGeometry
+    from horovod_volo.token_labels.geometry import MapGeometry
 
     return MapGeometry.parse(text) if text else None
 
@@ -176,7 +176,7 @@ def _columns(lines: Sequence[tuple[str, str]]) -> str:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from horovod_volo.data.labels.view import draw_sample
+    from horovod_volo.labelling.view import draw_sample
 
     draw_sample(args.store, _catalog(args.data_dir), args.image, args.picture)
     return DONE

@@ -104,7 +104,7 @@ def build_parser() -> Parser:
 
 
 def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> int:
-    from horovod_volo.data.scenes.scene_shards import has_scenes
+    from horovod_volo.dense.scene_shards import has_scenes
 
     pack = _pack_scenes if has_scenes(data_dir) else _pack_images
     try:
@@ -135,7 +135,7 @@ def _pack_images(data_dir: Path, out: Path, args: argparse.Namespace, workers: i
 
 
 def _pack_scenes(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> list[str]:
-    from horovod_volo.data.packing.pack_scenes import pack_scenes
+    from horovod_volo.dense.pack_scenes import pack_scenes
 
     if args.resize:
         raise UserError(f"{data_dir} has masks, and images with masks are packed unchanged. Drop --resize.")

@@ -22,7 +22,7 @@ from horovod_volo.core.errors import UserError, print_error
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
-    from horovod_volo.engine.elastic import ElasticRun
+    from horovod_volo.elastic.run import ElasticRun
 
 DONE, MISTAKE, STOPPED = 0, 2, 75
 
@@ -67,7 +67,7 @@ def _train(config: Config) -> int:
     from horovod_volo.cluster.watchdog import Watchdog
 
     with closing(Watchdog(config.run.hang_timeout, elastic=config.launch.elastic)) as watchdog:
-        from horovod_volo.engine.elastic import train_elastic
+        from horovod_volo.elastic.run import train_elastic
         from horovod_volo.engine.run import run
 
         def work(world: World, elastic: ElasticRun | None = None) -> int:

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
     from horovod_volo.cluster.world import World
     from horovod_volo.engine.callbacks import Callback
+    from horovod_volo.engine.given_data import GivenData
+    from horovod_volo.engine.task import Metrics
     from horovod_volo.evaluation.predictions import Classes
-    from horovod_volo.tasks.given_data import GivenData
-    from horovod_volo.tasks.task import Metrics
 
 Weights = Literal["best", "last"]
 _AS_TRAINED: dict[str, Any] = {"model": "", "aux_head": "auto", "img_size": 0, "mean": (), "std": ()}
@@ -102,9 +102,9 @@ class Trainer:
         """Train to the end, or until a stop is requested; the next call resumes. Collective."""
         from horovod_volo.cluster.watchdog import watchdog_for
         from horovod_volo.engine.callbacks import StartAndEnd
+        from horovod_volo.engine.classification import Classification
         from horovod_volo.engine.interrupts import StopRequest
         from horovod_volo.engine.run import run
-        from horovod_volo.tasks.classification import Classification
 
         config = self.config
         if self._began:
@@ -132,9 +132,9 @@ class Trainer:
 
         `data` is a folder, or a data set like `val`. Every image counts once, whatever the number of ranks.
         """
+        from horovod_volo.engine.shared_catalog import catalog_folder
         from horovod_volo.evaluation.accuracy import EvalRequest, measure_accuracy
         from horovod_volo.plugins import load_plugins
-        from horovod_volo.tasks.shared_catalog import catalog_folder
 
         settings = self._ran
         task, given = settings.model.task, data is not None and not isinstance(data, str | Path)
@@ -221,7 +221,7 @@ class Trainer:
 
     def _given(self) -> GivenData | None:
         """Return the data sets that were given, with what is known of them."""
-        from horovod_volo.tasks.given_data import GivenData
+        from horovod_volo.engine.given_data import GivenData
 
         if self._data[0] is not None and self._given_data is None:
             self._given_data = GivenData(*self._data)
@@ -229,8 +229,8 @@ class Trainer:
 
     def _list(self, data: Any, source: str, split: str, world: World) -> Any:
         """Return the list of a data set's images, with the numbers that the classes had in training."""
+        from horovod_volo.engine.given_data import GivenData
         from horovod_volo.models.class_names import read_class_names
-        from horovod_volo.tasks.given_data import GivenData
 
         given = self._given() or GivenData(None)
         if data is not None:
@@ -284,9 +284,9 @@ def _ignore(done: int, images: int) -> None:
 
 
 def _evaluate_dense(task: str, common: dict[str, Any], world: World) -> Metrics:
-    from horovod_volo.evaluation.boxes import measure_found
-    from horovod_volo.evaluation.dense import DenseRequest
-    from horovod_volo.evaluation.scenes import measure_scenes
+    from horovod_volo.dense.evaluate import DenseRequest
+    from horovod_volo.dense.evaluate_boxes import measure_found
+    from horovod_volo.dense.evaluate_scenes import measure_scenes
 
     measure = measure_found if task == "detection" else measure_scenes
     return measure(DenseRequest(**common), world, _ignore).metrics

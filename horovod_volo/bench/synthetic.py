@@ -22,15 +22,15 @@ from horovod_volo.core.batch import LabelMaps, Labels, TrainBatch
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.open_files import OpenFile
+from horovod_volo.engine.classification import Classification, Images
+from horovod_volo.engine.classification_losses import ClassificationLosses
 from horovod_volo.engine.context import TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.kernel_choice import choose_kernels
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
+from horovod_volo.kernels.choice import choose_kernels
 from horovod_volo.models.build import build_model, spec_of, training_forward
 from horovod_volo.monitor.logger import NullLogger
-from horovod_volo.tasks.classification import Classification, Images
-from horovod_volo.tasks.classification_losses import ClassificationLosses
 
 MAP_SIDE, TOP = 18, 5  # of the published label maps: cells per side, and classes in each cell
 CLASSES = 1000  # of a run, unless its settings say otherwise

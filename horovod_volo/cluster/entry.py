@@ -38,8 +38,8 @@ def run_on_ranks(
     have changed, `elastic` ranks return LOST, to be formed again.
     """
     from horovod_volo.cluster.collectives import RankLostError
-    from horovod_volo.cluster.elastic import HostsChangedError
     from horovod_volo.cluster.world import AllRanksError, World
+    from horovod_volo.elastic.job import HostsChangedError
 
     rank = read_launch_env().rank
     try:

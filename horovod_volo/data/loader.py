@@ -28,9 +28,6 @@ from horovod_volo.data.balanced_order import balanced_order
 from horovod_volo.data.center_crop import resized_shapes
 from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.data.images.image_list import ImageList
-from horovod_volo.data.labels.geometry import MapGeometry
-from horovod_volo.data.labels.published_maps import flipped
-from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank, announced
 from horovod_volo.data.pipeline import (
     IMAGENET_NORMALIZATION,
@@ -41,6 +38,9 @@ from horovod_volo.data.prefetcher import BatchPrefetcher
 from horovod_volo.data.reading import ImageFiles, PendingEvalBatch, Resize, read_eval_batch, read_image
 from horovod_volo.data.thread_pool import READING_ALONE_SECONDS, ImageThreadPool
 from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
+from horovod_volo.token_labels.geometry import MapGeometry
+from horovod_volo.token_labels.published_maps import flipped
+from horovod_volo.token_labels.source import LabelSource
 
 
 class Sample(NamedTuple):

@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_ledger(run: Path) -> int:
-    from horovod_volo.doctor.ledger import check_ledger
+    from horovod_volo.elastic.ledger_check import check_ledger
 
     try:
         print(check_ledger(run))

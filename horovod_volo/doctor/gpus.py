@@ -39,7 +39,7 @@ def _assess_kernels() -> list[Finding]:
     import torch
 
     from horovod_volo.config.values import assemble
-    from horovod_volo.engine.kernel_choice import kernel_checks, outcome
+    from horovod_volo.kernels.choice import kernel_checks, outcome
     from horovod_volo.models.build import build_model
 
     if not torch.cuda.is_available():

@@ -16,17 +16,17 @@ from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 from horovod_volo.cluster.collectives import RankLostError
-from horovod_volo.cluster.elastic import HostsChangedError
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.core.errors import UserError, print_error
+from horovod_volo.elastic.job import HostsChangedError
 from horovod_volo.plugins import callbacks_of_plugins
 
 if TYPE_CHECKING:
     from horovod_volo.config.schema import Config
     from horovod_volo.engine.context import TrainContext
     from horovod_volo.engine.interrupts import StopRequest
+    from horovod_volo.engine.task import Metrics
     from horovod_volo.monitor.progress import Values
-    from horovod_volo.tasks.task import Metrics
 
 
 class Callback:

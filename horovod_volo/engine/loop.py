@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from horovod_volo.cluster.elastic import HostsChangedError
+from horovod_volo.elastic.job import HostsChangedError
 from horovod_volo.engine.checkpoint.saving import (
     CorruptedError,
     finish_checkpoint,
@@ -24,8 +24,8 @@ from horovod_volo.engine.divergence import note_outcome, train_again
 from horovod_volo.engine.log_point import log_bad_samples, log_point
 from horovod_volo.engine.showing import is_due, with_pictures
 from horovod_volo.engine.step import train_step
+from horovod_volo.engine.task import Metrics
 from horovod_volo.models.freezing import start_training
-from horovod_volo.tasks.task import Metrics
 
 
 def fit(context: TrainContext) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from horovod_volo.config.schema import Config
-from horovod_volo.tasks.task import Task
+from horovod_volo.engine.task import Task
 
 PASSES = 3  # forwards that forward and backward are worth
 _BATCH = 2  # batch norm needs more than one value per channel

@@ -17,7 +17,6 @@ from uuid import uuid4
 import torch
 
 from horovod_volo.cluster.collectives import RankLostError
-from horovod_volo.cluster.elastic import HostsChangedError
 from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import World
@@ -29,21 +28,24 @@ from horovod_volo.config.validation import config_warnings
 from horovod_volo.config.without_effect import RunFacts
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
+from horovod_volo.elastic.job import HostsChangedError
+from horovod_volo.elastic.run import ElasticRun
 from horovod_volo.engine.banner import batch_warnings, format_banner
 from horovod_volo.engine.callbacks import Callback, Callbacks, build_plugin_callbacks
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS, clean_up
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.context import TrainContext, build_context, run_folder
-from horovod_volo.engine.elastic import ElasticRun
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.kernel_choice import choose_kernels
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.model_cost import count_cost
 from horovod_volo.engine.profiling import StepProfiler
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.run_texts import describe_run
 from horovod_volo.engine.state import build_state
+from horovod_volo.engine.task import Task
+from horovod_volo.engine.task_names import find_task
+from horovod_volo.kernels.choice import choose_kernels
 from horovod_volo.models.compiled import check_compiler
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.further_loggers import check_packages
@@ -56,8 +58,6 @@ from horovod_volo.monitor.stragglers import StragglerFinder
 from horovod_volo.monitor.training_clock import TrainingClock
 from horovod_volo.monitor.training_progress import RunLength
 from horovod_volo.plugins import check_names, load_plugins
-from horovod_volo.tasks.names import find_task
-from horovod_volo.tasks.task import Task
 
 _LOCK_SECONDS = 120.0  # the lock of another host is watched for a while
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.model_cost import block_of
-from horovod_volo.tasks.task import Batch
+from horovod_volo.engine.task import Batch
 
 
 def is_due(context: TrainContext, every: int) -> bool:

@@ -17,6 +17,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import StateDicts
+from horovod_volo.engine.task import Task
 from horovod_volo.models.build import exempt_from_decay, hidden_matrices, layer_numbers
 from horovod_volo.models.compiled import compile_blocks
 from horovod_volo.models.freezing import freeze, start_training
@@ -24,7 +25,6 @@ from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
 from horovod_volo.optim.muon import share_matrices
-from horovod_volo.tasks.task import Task
 
 _OPTIMIZER, _EXCHANGE = "optimizer", "exchange"  # files of a checkpoint that are not loaded like the others
 

@@ -22,9 +22,9 @@ from horovod_volo.cluster.step_statistics import OwnStep
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.ledger import checksums
 from horovod_volo.engine.showing import log_histograms
+from horovod_volo.engine.task import Batch
 from horovod_volo.optim.build import set_lr
 from horovod_volo.optim.clip import divide
-from horovod_volo.tasks.task import Batch
 
 _NO_SAMPLES: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 

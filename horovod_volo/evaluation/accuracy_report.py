@@ -7,8 +7,8 @@ from typing import Any
 
 from horovod_volo.core.errors import escape_controls
 from horovod_volo.data.image_decoder import decoder_messages, image_decoder
+from horovod_volo.engine.per_class import ClassResult
 from horovod_volo.evaluation.accuracy import EvalRequest, EvalResult
-from horovod_volo.tasks.per_class import ClassResult
 
 
 def text_of(request: EvalRequest, result: EvalResult, rows: Sequence[ClassResult]) -> list[str]:

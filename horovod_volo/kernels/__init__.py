@@ -1,7 +1,7 @@
 """Triton kernels for NVIDIA GPUs, as torch operators. Launching one imports Triton, in a `*_kernels` module.
 
 The choice between a kernel and PyTorch's own operators holds for the whole process, which trains one model
-(engine/kernel_choice.py). Until it is made, PyTorch's operators are used.
+(kernels/choice.py). Until it is made, PyTorch's operators are used.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
-from horovod_volo.data.labels.source import LabelSource, open_labels
 from horovod_volo.data.reading import read_image
-from horovod_volo.data.teacher_images import TeacherImages
 from horovod_volo.labelling.generate import centred, denormalize
-from horovod_volo.models.teacher import Teacher, load_teacher
+from horovod_volo.labelling.teacher import Teacher, load_teacher
+from horovod_volo.labelling.teacher_images import TeacherImages
+from horovod_volo.token_labels.geometry import PUBLISHED, WHOLE, MapGeometry
+from horovod_volo.token_labels.source import LabelSource, open_labels
 
 Progress = Callable[[int, int], None]  # images labelled, images in all
 MIN_SHIFT_CELLS = 0.5  # images whose cells move less than this between the geometries are left out

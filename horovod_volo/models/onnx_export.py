@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.dense.uperhead import UPerHead
+from horovod_volo.dense.uperhead import UPerHead
 from horovod_volo.models.outlook import Outlook
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.timm_export import fixed_images

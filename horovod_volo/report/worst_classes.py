@@ -9,11 +9,11 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
+from horovod_volo.engine.confusions import CONFUSIONS, thumbnail
 from horovod_volo.evaluation.contact_sheet import inlined_jpeg
 from horovod_volo.report.markup import Markup, element, folded, joined
 from horovod_volo.report.quantities import AVERAGED
 from horovod_volo.report.run_files import RunFiles
-from horovod_volo.tasks.confusions import CONFUSIONS, thumbnail
 
 _SIDE = 112  # pixels
 _OPEN, _OPEN_OF_SEVERAL = 8, 3  # classes that are shown without a click

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.data.demo.demo_set import make_demo_set
-from horovod_volo.doctor.ledger import check_ledger
+from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.elastic.ledger_check import check_ledger
 from horovod_volo.engine.checkpoint.files import intact_checkpoints
 from tests.cluster.hosts import INTERFACE, SSH_PORT, EmulatedHost, EmulatedNetwork, network
 from tests.faults.elastic_run import SETTINGS, ElasticTrial, started, write_hosts

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.cluster.hosts import INTERFACE, SSH_PORT, EmulatedNetwork, network
 from tests.ranks.launching import SCRIPTS, environment, launcher, python, run
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.cluster.slurm import Slurm, SlurmJob, kill, running_slurm, wait_until
 
 pytestmark = pytest.mark.needs("slurmctld", "slurmd", "sbatch", "munged")

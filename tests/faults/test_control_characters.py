@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.cluster.launch_env import ALONE
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.doctor.finding import MergedFinding, warning
 from horovod_volo.doctor.report import Report
 from tests.ranks.launching import python, run, train

@@ -24,8 +24,8 @@ from horovod_volo.config.update_settings import Exchange
 from horovod_volo.config.validation import check
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.demo.demo_set import make_demo_set
-from horovod_volo.doctor.ledger import check_ledger
+from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.elastic.ledger_check import check_ledger
 from tests.faults.elastic_run import on_this_machine
 from tests.ranks.board_reading import check_board
 from tests.ranks.launching import python, run

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from horovod_volo.data.demo.demo_set import make_demo_set
-from horovod_volo.doctor.ledger import check_ledger
+from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.elastic.ledger_check import check_ledger
 from tests.ranks.launching import train
 
 SMALL = "--recipe demo --img-size 32 --batch-size 4 --epochs 2 --warmup-epochs 0 --eval-every 2 --name run"

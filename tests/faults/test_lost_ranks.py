@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from horovod_volo.data.demo.demo_set import make_demo_set
-from horovod_volo.doctor.ledger import check_ledger
+from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.elastic.ledger_check import check_ledger
 from horovod_volo.engine.checkpoint.files import intact_checkpoints
 from tests.ranks.launching import launcher, python, run, train
 

@@ -20,24 +20,24 @@ from PIL import Image
 from horovod_volo.config.recipe import RECIPES, load_recipe
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.demo.scene_set import make_scene_set
 from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalog
-from horovod_volo.data.labels.check import check_store
-from horovod_volo.data.labels.keys import catalog_keys
-from horovod_volo.data.labels.store import LabelStore
-from horovod_volo.data.labels.store_writer import open_writer
 from horovod_volo.data.packing.manifest import check_split
 from horovod_volo.data.packing.pack import PackOptions, pack
-from horovod_volo.data.packing.pack_scenes import pack_scenes
 from horovod_volo.data.reading import decode_rgb
-from horovod_volo.data.scenes.scene_shards import open_scenes
+from horovod_volo.demo.scene_set import make_scene_set
+from horovod_volo.dense.pack_scenes import pack_scenes
+from horovod_volo.dense.scene_shards import open_scenes
 from horovod_volo.engine.checkpoint.files import (
     find_checkpoint,
     read_metadata,
     read_tensors,
     write_checkpoint,
 )
+from horovod_volo.labelling.check import check_store
 from horovod_volo.models.weights import read_weights
+from horovod_volo.token_labels.keys import catalog_keys
+from horovod_volo.token_labels.store import LabelStore
+from horovod_volo.token_labels.store_writer import open_writer
 from tests.unit.shard_writers import example, picture, recordio_content, write_recordio, write_tfrecord
 
 MUTATIONS = int(os.environ.get("MUTATIONS", "40"))  # of each kind of file

@@ -10,7 +10,7 @@ import time
 import pytest
 from safetensors.torch import load_file
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import environment, launcher, python, run, train
 
 SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2", "--warmup-epochs", "0")

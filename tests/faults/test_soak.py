@@ -17,8 +17,8 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from horovod_volo.data.demo.demo_set import make_demo_set
-from horovod_volo.doctor.ledger import check_ledger
+from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.elastic.ledger_check import check_ledger
 from tests.ranks.launching import environment, launcher, python, train
 
 FAULTS = int(os.environ.get("SOAK_FAULTS", "25"))  # for each launcher

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import launcher, python, run
 
 SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2", "--warmup-epochs", "0")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.models.build import build_model
 from tests.ranks.launching import environment, launcher, python, run
 

@@ -13,9 +13,9 @@ from horovod_volo import kernels
 from horovod_volo.bench.synthetic import bench_config
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.engine import kernel_choice
-from horovod_volo.engine.kernel_choice import choose_kernels, kernel_checks, outcome
 from horovod_volo.kernels import KERNELS, augment, describe_kernels, soft_cross_entropy
+from horovod_volo.kernels import choice as kernel_choice
+from horovod_volo.kernels.choice import choose_kernels, kernel_checks, outcome
 from horovod_volo.models.build import build_model
 
 SECONDS = {True: 1.0, False: 2.5}  # of a check, with its kernel and without

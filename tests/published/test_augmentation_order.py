@@ -26,8 +26,8 @@ from horovod_volo.data.augmentation.crop_flip import CropFlip, draw_crops
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.rand_augment import Operations
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.labels.geometry import WHOLE
-from horovod_volo.data.labels.source import open_labels
+from horovod_volo.token_labels.geometry import WHOLE
+from horovod_volo.token_labels.source import open_labels
 from tests.published.checkouts import PublishedCode, named_folder
 
 named_folder()  # skips this module without checkouts

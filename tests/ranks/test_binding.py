@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.cluster.topology import cpu_list, cpu_ranges
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import environment, launcher, ranks_of
 
 ALLOWED_CPUS = sorted(os.sched_getaffinity(0))

@@ -2,7 +2,7 @@
 
 import json
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import ranks_of
 
 

@@ -15,11 +15,11 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from horovod_volo.data.boxes.box_list import find_boxes, list_boxes
-from horovod_volo.data.demo.scene_set import make_scene_set
+from horovod_volo.demo.scene_set import make_scene_set
+from horovod_volo.dense.average_precision import BoxPredictions, measure_boxes
+from horovod_volo.dense.box_evaluation import truths_of
+from horovod_volo.dense.box_list import find_boxes, list_boxes
 from horovod_volo.evaluate import main
-from horovod_volo.tasks.average_precision import BoxPredictions, measure_boxes
-from horovod_volo.tasks.box_evaluation import truths_of
 from tests.ranks.launching import launcher, python, ranks_of, run, train
 
 SMALL = (

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import train
 
 # So small a learning rate changes no prediction, nor does batch norm that is frozen: the first evaluation

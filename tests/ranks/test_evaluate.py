@@ -20,7 +20,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 # isort: split
 from timm.data import create_transform
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.evaluate import main
 from horovod_volo.models.build import build_model
 from tests.ranks.launching import launcher, python, run

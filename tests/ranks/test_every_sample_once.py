@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.pack import main as pack
 from tests.ranks.launching import HERE, launcher, python, run
 from tests.unit.shard_writers import example, recordio_content, write_recordio, write_tfrecord

@@ -13,10 +13,10 @@ import pytest
 import torch
 from PIL import Image
 
-from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.labels.store import LabelStore
+from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.models.build import build_model
+from horovod_volo.token_labels.store import LabelStore
 from tests.ranks.launching import HERE, environment, launcher, python, ranks_of, run
 
 IMAGES, CLASSES, DAMAGED = 40, 10, 17

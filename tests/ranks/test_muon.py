@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import ranks_of
 from tests.ranks.test_sharding import files_of, start
 

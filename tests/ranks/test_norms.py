@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import ranks_of, train
 
 # The neck's first and second norms; pooling with laterals and auxiliary head, bottleneck, pyramid, fusion.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import train
 
 SMALL = (

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import ranks_of
 
 GLOBAL_BATCH, IMAGES = 6, 40

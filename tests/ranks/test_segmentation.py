@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from horovod_volo.data.demo.scene_set import make_scene_set
+from horovod_volo.demo.scene_set import make_scene_set
 from tests.ranks.launching import python, ranks_of, run, train
 
 SMALL = ("--recipe", "segmentation_demo", "--img-size", "64", "--scene-size", "192", "64", "--epochs", "2")

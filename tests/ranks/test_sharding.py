@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import ranks_of, train
 
 STEPS = ("--steps", "50")

@@ -3,8 +3,8 @@
 import hashlib
 from pathlib import Path
 
-from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.pack import main as pack
 from tests.range_server import serving
 from tests.ranks.launching import ranks_of

@@ -10,13 +10,13 @@ import torch
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
-from horovod_volo.data.boxes.box_list import find_boxes, list_boxes
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
+from horovod_volo.dense.anchors import anchor_rule, build_anchors
+from horovod_volo.dense.box_evaluation import BoxPredictor, build_eval_loader, measure_detections
+from horovod_volo.dense.box_list import find_boxes, list_boxes
+from horovod_volo.dense.pictures import EvaluationPictures
+from horovod_volo.dense.ssd import build_ssd
 from horovod_volo.models.precision import autocast
-from horovod_volo.models.ssd import build_ssd
-from horovod_volo.objective.anchors import anchor_rule, build_anchors
-from horovod_volo.tasks.box_evaluation import BoxPredictor, build_eval_loader, measure_detections
-from horovod_volo.tasks.pictures import EvaluationPictures
 
 SIDE = 96
 

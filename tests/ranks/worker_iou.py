@@ -10,12 +10,12 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
-from horovod_volo.data.scenes.scene_list import find_layout, list_scenes
-from horovod_volo.data.scenes.scene_loader import SceneEvalLoader
-from horovod_volo.models.dense.upernet import UperNet
+from horovod_volo.dense.mean_iou import ScenePredictor, measure_iou
+from horovod_volo.dense.pictures import EvaluationPictures
+from horovod_volo.dense.scene_list import find_layout, list_scenes
+from horovod_volo.dense.scene_loader import SceneEvalLoader
+from horovod_volo.dense.upernet import UperNet
 from horovod_volo.models.precision import autocast
-from horovod_volo.tasks.mean_iou import ScenePredictor, measure_iou
-from horovod_volo.tasks.pictures import EvaluationPictures
 
 
 def main() -> None:

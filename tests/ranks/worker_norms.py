@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from horovod_volo.cluster.rank_sums import WorldSums
 from horovod_volo.cluster.world import World
-from horovod_volo.models.dense.sync_batch_norm import SyncBatchNorm, connect_norms, synchronize_norms
-from horovod_volo.models.dense.upernet import UperNet
+from horovod_volo.dense.upernet import UperNet
+from horovod_volo.models.sync_batch_norm import SyncBatchNorm, connect_norms, synchronize_norms
 
 SIDE, CLASSES = 32, 5
 

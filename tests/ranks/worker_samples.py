@@ -9,8 +9,8 @@ import torch
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.loader import TrainLoader
+from horovod_volo.token_labels.source import open_labels
 
 
 def main(out: Path, images: Path, global_batch: int) -> None:

@@ -10,8 +10,8 @@ from horovod_volo.config.recipe import load_recipe
 from horovod_volo.config.values import assemble
 from horovod_volo.engine.checkpoint.files import find_checkpoint
 from horovod_volo.engine.checkpoint.resuming import restore_state
+from horovod_volo.engine.classification import Classification
 from horovod_volo.engine.state import build_state
-from horovod_volo.tasks.classification import Classification
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.train import main
 from tests.ranks.launching import train
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from horovod_volo import export
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import dump
-from horovod_volo.evaluation.dense import DENSE_TASKS
+from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
+from horovod_volo.dense.evaluate import DENSE_TASKS
+from horovod_volo.dense.mean_iou import logits_of
+from horovod_volo.dense.pictures import class_colors
 from horovod_volo.evaluation.exported import load_dense
 from horovod_volo.models.class_names import header_of
 from horovod_volo.models.timm_export import fixed_images
-from horovod_volo.objective.anchors import anchor_rule, build_anchors, decode
-from horovod_volo.tasks.mean_iou import logits_of
-from horovod_volo.tasks.pictures import class_colors
 
 CLASSES = {"segmentation": 7, "detection": 6}
 NAMES = {task: [f"class of {number}" for number in range(count)] for task, count in CLASSES.items()}

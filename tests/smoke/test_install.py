@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 
 pytestmark = pytest.mark.install
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import RECIPES
 from horovod_volo.config.validation import config_warnings
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.dry_run import describe, dry_run
 from tests.ranks.launching import train
 from tests.smoke.test_recipes import OF_ONE_GPU, PARAMETERS, configured, header_of, properties_in, toml_of

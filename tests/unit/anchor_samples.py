@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_volo.objective.anchors import SSD300, AnchorRule, build_anchors
+from horovod_volo.dense.anchors import SSD300, AnchorRule, build_anchors
 
 OF_300 = build_anchors(SSD300)
 # Few anchors, for loops in Python: 4 x 25 + 6 x 9 + 4.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from horovod_volo.data.remote import block_cache
-from horovod_volo.data.remote.block_cache import BlockCache
-from horovod_volo.data.remote.http_source import HttpSource
-from horovod_volo.data.remote.ranges import RemoteFile
+from horovod_volo.remote import block_cache
+from horovod_volo.remote.block_cache import BlockCache
+from horovod_volo.remote.http_source import HttpSource
+from horovod_volo.remote.ranges import RemoteFile
 
 BLOCK = 4096
 

@@ -13,9 +13,9 @@ from PIL import Image
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.labels.source import LabelSource
 from horovod_volo.data.loader import TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
+from horovod_volo.token_labels.source import LabelSource
 
 # Crop, resize and flip only: without color operations, geometric operations and random erasing.
 PLAIN: dict[str, Any] = {"train_interpolation": "bicubic", "aa": "", "color_jitter": 0.0, "reprob": 0.0}

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-from horovod_volo.cluster.elastic import DriverLostError, ElasticJob
+from horovod_volo.elastic.job import DriverLostError, ElasticJob
 
 RANKS = 300
 
@@ -123,7 +123,7 @@ def test_a_refused_connection_is_tried_again(job: ElasticJob, driver: Driver) ->
 def test_a_driver_that_is_gone_is_lost(
     job: ElasticJob, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("horovod_volo.cluster.elastic._RETRIES", 1)
+    monkeypatch.setattr("horovod_volo.elastic.job._RETRIES", 1)
     driver.close()
     with pytest.raises(DriverLostError, match="Connection refused"):
         job.pass_on("GET", "/there/1")

@@ -15,7 +15,7 @@ from horovod_volo.core.rng import Purpose, philox, random_bits, uniforms, unifor
 PACKAGE = Path(horovod_volo.__file__).parent
 # torch's generator draws initial weights, example inputs and drop path of timm's networks; the demo set and
 # modules that do not train have generators of their own. core/rng.py builds all generators of training.
-OTHER_SOURCES = {"core/rng.py", "engine/state.py", "models/precision.py", "engine/kernel_choice.py"}
+OTHER_SOURCES = {"core/rng.py", "engine/state.py", "models/precision.py", "kernels/choice.py"}
 OTHER_SOURCES |= {"models/build.py", "models/timm_export.py"}
 FOLDERS_OF_OTHER_SOURCES = ("bench", "data/demo", "doctor")
 

@@ -19,7 +19,7 @@ from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.labels.source import open_labels
+from horovod_volo.token_labels.source import open_labels
 
 SIDE = 48
 ROWS, COLUMNS = 6, 9  # cells of a label map

@@ -24,9 +24,9 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
 from horovod_volo.data.image_decoder import DecoderName
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.reading import decode_rgb, read_image
+from horovod_volo.token_labels.source import open_labels
 
 IMAGES, SIDE, DAMAGED = 12, 32, 5
 FILE = f"train/a/{DAMAGED:02d}.jpg"

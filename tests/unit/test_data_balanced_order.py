@@ -18,7 +18,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.balanced_order import balanced_order, draws_of_classes
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.sampler import rank_indices
-from horovod_volo.doctor.ledger import check_ledger
+from horovod_volo.elastic.ledger_check import check_ledger
 from horovod_volo.engine.ledger import CLASSES, LEDGER, Ledger, LedgerStart, checksums, write_classes
 
 COUNTS = np.array([900, 90, 9, 0, 1])

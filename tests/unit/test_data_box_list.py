@@ -12,8 +12,8 @@ from box_samples import CATEGORIES, annotation, image, write_coco
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.boxes import annotations as annotations_module
-from horovod_volo.data.boxes.box_list import BoxList, find_boxes, list_boxes, open_boxes, read_sized
+from horovod_volo.dense import annotations as annotations_module
+from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes, open_boxes, read_sized
 
 IMAGES = [image(70, 64, 48), image(7, 50, 60), image(9, 40, 40), image(8, 30, 30)]
 BOXES = [

@@ -11,10 +11,10 @@ from label_samples import catalog_of, publish, published_map, save
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.labels.import_maps import import_labels
-from horovod_volo.data.labels.published_maps import PublishedMaps
-from horovod_volo.data.labels.store import LabelStore
+from horovod_volo.labelling.import_maps import import_labels
 from horovod_volo.labels import main
+from horovod_volo.token_labels.published_maps import PublishedMaps
+from horovod_volo.token_labels.store import LabelStore
 
 NAMES = tuple(f"{name}/{number}.x.jpg" for name in "abc" for number in range(4))
 

@@ -9,7 +9,7 @@ from label_samples import make_store
 from PIL import Image
 
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.labels.figure import (
+from horovod_volo.labelling.figure import (
     BAR_HEIGHT,
     MARGIN,
     PALETTE,
@@ -18,9 +18,9 @@ from horovod_volo.data.labels.figure import (
     draw_labels,
     load_font,
 )
-from horovod_volo.data.labels.geometry import WHOLE, MapGeometry
-from horovod_volo.data.labels.keys import catalog_keys
 from horovod_volo.labels import main
+from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
+from horovod_volo.token_labels.keys import catalog_keys
 
 
 def labelled(ids, scores, *, size=(600, 300), geometry=WHOLE):

@@ -13,10 +13,10 @@ from label_samples import catalog_of, make_store, packed_catalog_of, publish, ra
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.labels.keys import catalog_keys
-from horovod_volo.data.labels.published_maps import PublishedMaps
-from horovod_volo.data.labels.source import open_labels
-from horovod_volo.data.labels.store import LabelStore
+from horovod_volo.token_labels.keys import catalog_keys
+from horovod_volo.token_labels.published_maps import PublishedMaps
+from horovod_volo.token_labels.source import open_labels
+from horovod_volo.token_labels.store import LabelStore
 
 NAMES = ("a/1.jpg", "a/2.x.jpg", "b/1.jpg", "b/3.png", "c/1.jpg", "c/2.jpg", "c/4.jpg")
 

@@ -14,8 +14,8 @@ from horovod_volo.bench.machine.catalog import resident_bytes
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.labels.source import open_labels
 from horovod_volo.data.loader import TrainLoader
+from horovod_volo.token_labels.source import open_labels
 
 IMAGES = 20
 

@@ -26,10 +26,10 @@ from horovod_volo.data.augmentation.geometric_ops import FILL
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.rand_augment import Operations
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
-from horovod_volo.data.labels.source import open_labels
 from horovod_volo.objective.label_map import map_target
 from horovod_volo.objective.soft_target import SoftTarget
+from horovod_volo.token_labels.geometry import PUBLISHED, WHOLE, MapGeometry
+from horovod_volo.token_labels.source import open_labels
 
 SEED = 5
 SIDE, TOKENS = 96, 6  # of 16 pixels

@@ -24,15 +24,15 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.remote import block_cache, ranges
-from horovod_volo.data.remote.http_source import HttpSource
-from horovod_volo.data.remote.ranges import RemoteFile
-from horovod_volo.data.remote.remote_catalog import CacheSettings, ReadAhead, RemoteCatalog
-from horovod_volo.data.remote.s3_source import _as_error
+from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.engine.shared_catalog import cache_warnings, shared_catalog
 from horovod_volo.pack import main
-from horovod_volo.tasks.shared_catalog import cache_warnings, shared_catalog
+from horovod_volo.remote import block_cache, ranges
+from horovod_volo.remote.http_source import HttpSource
+from horovod_volo.remote.ranges import RemoteFile
+from horovod_volo.remote.remote_catalog import CacheSettings, ReadAhead, RemoteCatalog
+from horovod_volo.remote.s3_source import _as_error
 from horovod_volo.train import main as train
 from tests.range_server import FolderServer, serving
 

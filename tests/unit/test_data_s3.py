@@ -11,11 +11,11 @@ import pytest
 
 from horovod_volo.cluster.world import World
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.demo.demo_set import make_demo_set
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.remote.remote_catalog import CacheSettings
+from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.pack import main
-from horovod_volo.tasks.shared_catalog import shared_catalog
+from horovod_volo.remote.remote_catalog import CacheSettings
 
 boto3 = pytest.importorskip("boto3")
 moto = pytest.importorskip("moto.server")

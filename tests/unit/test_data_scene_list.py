@@ -15,7 +15,7 @@ from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.split_folder import paths_below
-from horovod_volo.data.scenes.scene_list import find_layout, list_scenes
+from horovod_volo.dense.scene_list import find_layout, list_scenes
 
 UNPRIVILEGED = 65534  # the user nobody
 MASK = np.array([[0, 1, 2], [150, 255, 3]], dtype=np.uint8)

@@ -18,9 +18,9 @@ from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.core.batch import IGNORED, SceneBatch
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
-from horovod_volo.data.scenes.scene_list import SceneList, find_layout, list_scenes
-from horovod_volo.data.scenes.scene_loader import SceneTrainLoader
-from horovod_volo.data.scenes.scene_plan import Distortion, ScenePlan, draw_plan
+from horovod_volo.dense.scene_list import SceneList, find_layout, list_scenes
+from horovod_volo.dense.scene_loader import SceneTrainLoader
+from horovod_volo.dense.scene_plan import Distortion, ScenePlan, draw_plan
 
 SETTINGS = Segmentation(scene_size=(256.0, 64.0), photometric=False)
 CROP = 64

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.demo.scene_set import SCENE_CLASSES, draw_scene, main, make_scene_set
-from horovod_volo.data.scenes.scene_list import find_layout, list_scenes
+from horovod_volo.demo.scene_set import SCENE_CLASSES, draw_scene, main, make_scene_set
+from horovod_volo.dense.scene_list import find_layout, list_scenes
 
 
 def test_a_smaller_set_is_part_of_a_larger_one(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.core.batch import SceneBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.demo.scene_set import make_scene_set
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.packing import packed_split
@@ -28,9 +27,10 @@ from horovod_volo.data.packing.manifest import read_manifest
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.data.packing.tar_writer import TarWriter
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
-from horovod_volo.data.scenes.scene_list import SceneList, Split
-from horovod_volo.data.scenes.scene_loader import SceneEvalLoader, SceneTrainLoader
-from horovod_volo.data.scenes.scene_shards import SceneShards, open_scenes
+from horovod_volo.demo.scene_set import make_scene_set
+from horovod_volo.dense.scene_list import SceneList, Split
+from horovod_volo.dense.scene_loader import SceneEvalLoader, SceneTrainLoader
+from horovod_volo.dense.scene_shards import SceneShards, open_scenes
 from horovod_volo.pack import main
 
 SPLITS: tuple[Split, ...] = ("train", "val")

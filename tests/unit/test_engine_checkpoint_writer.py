@@ -15,7 +15,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine import loop
 from horovod_volo.engine.checkpoint import saving
 from horovod_volo.engine.checkpoint.files import find_checkpoint, read_tensors

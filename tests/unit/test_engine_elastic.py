@@ -15,12 +15,12 @@ from horovod_volo.cluster.collectives import LocalCollectives, RankLostError
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.values import assemble
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.elastic.run import ElasticRun, Reached
 from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.checkpoint.files import write_checkpoint
 from horovod_volo.engine.checkpoint.resuming import restore_state
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.elastic import ElasticRun, Reached
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run import run as engine_run
 from horovod_volo.optim.muon import OneRank, share_matrices

@@ -14,12 +14,12 @@ from coded_images import smooth, write_images
 from PIL import Image
 
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.data.labels.geometry import PUBLISHED, WHOLE, MapGeometry
-from horovod_volo.data.labels.keys import label_key
 from horovod_volo.labelling.map_geometry import GeometryRequest, compare_geometries, spatial_correlation
+from horovod_volo.labelling.teacher import Teacher, load_teacher
 from horovod_volo.labels import main
 from horovod_volo.models.build import build_model
-from horovod_volo.models.teacher import Teacher, load_teacher
+from horovod_volo.token_labels.geometry import PUBLISHED, WHOLE, MapGeometry
+from horovod_volo.token_labels.keys import label_key
 
 # isort: split
 from timm.data import create_transform  # torchvision imports only after horovod_volo.models

@@ -12,8 +12,8 @@ import pytest
 from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.demo.demo_set import make_demo_set
-from horovod_volo.doctor.ledger import check_ledger
+from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.elastic.ledger_check import check_ledger
 from horovod_volo.engine import loop
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS

@@ -18,7 +18,7 @@ import pytest
 from horovod_volo.cluster.world import World
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine import loop, run_lock
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run import setup

@@ -17,17 +17,17 @@ from horovod_volo.config.command_line import build_config
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
-from horovod_volo.data.labels.keys import label_key
-from horovod_volo.data.labels.source import map_warnings
-from horovod_volo.data.labels.store import LabelStore
 from horovod_volo.data.packing.pack import PackOptions, pack
-from horovod_volo.data.teacher_images import TeacherImages
+from horovod_volo.engine.classification import Classification
 from horovod_volo.labelling.generate import GenerateRequest, centred, denormalize, generate_labels
+from horovod_volo.labelling.teacher import Teacher, load_teacher
+from horovod_volo.labelling.teacher_images import TeacherImages
 from horovod_volo.labels import main
 from horovod_volo.models.build import build_model
-from horovod_volo.models.teacher import Teacher, load_teacher
 from horovod_volo.objective.label_map import map_target
-from horovod_volo.tasks.classification import Classification
+from horovod_volo.token_labels.keys import label_key
+from horovod_volo.token_labels.source import map_warnings
+from horovod_volo.token_labels.store import LabelStore
 
 SIDE, CLASSES, TOP = 64, 10, 3
 # Pairs of names are equal up to the first dot.

@@ -20,7 +20,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.sampler import epoch_order, rank_indices
-from horovod_volo.doctor.ledger import check_ledger
+from horovod_volo.elastic.ledger_check import check_ledger
 from horovod_volo.engine.ledger import LEDGER, Ledger, LedgerStart, checksums
 
 START = LedgerStart(

@@ -9,10 +9,10 @@ from network_samples import perturbed, random_images
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.dense.anchors import SSD300, AnchorRule, anchor_rule, build_anchors
+from horovod_volo.dense.ssd import SSD, ExtraMap, ResNetTrunk, build_ssd, extra_maps, fitted_weights
 from horovod_volo.models.build import build_model
-from horovod_volo.models.ssd import SSD, ExtraMap, ResNetTrunk, build_ssd, extra_maps, fitted_weights
 from horovod_volo.models.timm_api import create_model
-from horovod_volo.objective.anchors import SSD300, AnchorRule, anchor_rule, build_anchors
 
 ANCHORS_PER_POSITION = (4, 6, 6, 6, 4, 4)
 NARROW = tuple(ExtraMap(3, 4, halves=halves) for halves in (True, True, True, False, False))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.labelling.teacher import load_teacher, token_logits
 from horovod_volo.models.build import build_model
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
-from horovod_volo.models.teacher import load_teacher, token_logits
 from horovod_volo.models.timm_api import create_model
 
 CLASSES = 7

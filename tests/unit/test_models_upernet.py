@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.dense.backbones import build_backbone
+from horovod_volo.dense.upernet import HEADS, UperNet, fitted_weights
 from horovod_volo.models.build import build_model
-from horovod_volo.models.dense.backbones import build_backbone
-from horovod_volo.models.dense.sync_batch_norm import synchronize_norms
-from horovod_volo.models.dense.upernet import HEADS, UperNet, fitted_weights
+from horovod_volo.models.sync_batch_norm import synchronize_norms
 from horovod_volo.models.timm_api import create_model
 from horovod_volo.models.weights import load_fitted
 

@@ -8,8 +8,8 @@ import torch
 from anchor_samples import OF_300, SMALL, iou_of
 from torch import Tensor
 
-from horovod_volo.objective import anchors as anchors_module
-from horovod_volo.objective.anchors import (
+from horovod_volo.dense import anchors as anchors_module
+from horovod_volo.dense.anchors import (
     SSD300,
     AnchorRule,
     Anchors,

@@ -19,13 +19,13 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.command_line import parse
 from horovod_volo.core.errors import UserError
 from horovod_volo.dry_run import dry_run
+from horovod_volo.engine.classification import Classification
 from horovod_volo.engine.state import build_state
 from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, spec_of
 from horovod_volo.optim.build import build_optimizer, check_optimizer, parameter_groups, set_lr, state_tensors
 from horovod_volo.optim.clip import divide
 from horovod_volo.optim.muon import Muon, OneRank, share_matrices
 from horovod_volo.optim.orthogonal import STEPS, Shape, assign_matrices, orthogonalize
-from horovod_volo.tasks.classification import Classification
 
 Array = NDArray[np.float64]
 MOMENTUM, DECAY = 0.9, 0.05

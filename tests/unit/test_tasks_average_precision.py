@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from horovod_volo.tasks.average_precision import (
+from horovod_volo.dense.average_precision import (
     NO_TRUTH,
     BoxMetrics,
     BoxPredictions,

@@ -18,8 +18,8 @@ from horovod_volo.config.command_line import build_config
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.tasks.classification import Classification
-from horovod_volo.tasks.given_data import GivenData
+from horovod_volo.engine.classification import Classification
+from horovod_volo.engine.given_data import GivenData
 
 ALONE, CONFIG = World.single(), build_config("", {})
 RANDOM = np.random.default_rng(1)

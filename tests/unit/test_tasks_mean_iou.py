@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.core.batch import IGNORED
-from horovod_volo.tasks.mean_iou import count_pixels, iou_metrics, slide
+from horovod_volo.dense.mean_iou import count_pixels, iou_metrics, slide
 
 
 def test_metrics_equal_those_of_loops_over_pixels() -> None:

@@ -12,7 +12,7 @@ from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.dry_run import dry_run
-from horovod_volo.tasks.open_settings import DeviceFacts, choose_settings, fit_to_model
+from horovod_volo.engine.open_settings import DeviceFacts, choose_settings, fit_to_model
 
 CPU, SMALL, LARGE, OLD = (
     DeviceFacts("cpu"),

@@ -9,9 +9,9 @@ import pytest
 import torch
 from box_samples import annotation, image, write_coco
 
-from horovod_volo.data.boxes.box_list import find_boxes, list_boxes
-from horovod_volo.data.scenes.scene_loader import Scene
-from horovod_volo.tasks.pictures import EvaluationPictures
+from horovod_volo.dense.box_list import find_boxes, list_boxes
+from horovod_volo.dense.pictures import EvaluationPictures
+from horovod_volo.dense.scene_loader import Scene
 
 
 @pytest.mark.parametrize(("width", "height"), [(3000, 1), (1, 3000)])

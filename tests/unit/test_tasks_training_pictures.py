@@ -15,9 +15,9 @@ from torch import nn
 from horovod_volo.config.command_line import build_config
 from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
+from horovod_volo.engine.training_pictures import TrainingPictures
 from horovod_volo.objective.loss import Loss, build_loss
 from horovod_volo.objective.mixing import NO_BOX, Mix
-from horovod_volo.tasks.training_pictures import TrainingPictures
 
 
 class UnmixedLoss(NamedTuple):

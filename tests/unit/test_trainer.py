@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 
 import horovod_volo
 from horovod_volo import Callback, Config, TrainContext, Trainer, UserError
-from horovod_volo.data.demo.demo_set import make_demo_set
-from horovod_volo.data.demo.scene_set import make_scene_set
+from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.models.registry import MODELS
 from horovod_volo.objective.loss import LOSSES
 from horovod_volo.train import main

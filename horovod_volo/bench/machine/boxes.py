@@ -35,15 +35,15 @@ from horovod_volo.bench.machine.peers_dali import reference_pipeline
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
-from horovod_volo.data.boxes.box_list import BoxFiles, BoxList, find_boxes, list_boxes
-from horovod_volo.data.boxes.box_loader import BoxTrainLoader
-from horovod_volo.data.boxes.box_plan import draw_box_plan
-from horovod_volo.data.demo.scene_set import make_scene_set
 from horovod_volo.data.images.image_bytes import decoded_rgb
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_NORMALIZATION, IMAGENET_STD
-from horovod_volo.objective.anchors import SSD300, Anchors, build_anchors, encode, intersection_over_union
-from horovod_volo.objective.box_loss import NEGATIVES_PER_POSITIVE, detection_loss
+from horovod_volo.demo.scene_set import make_scene_set
+from horovod_volo.dense.anchors import SSD300, Anchors, build_anchors, encode, intersection_over_union
+from horovod_volo.dense.box_list import BoxFiles, BoxList, find_boxes, list_boxes
+from horovod_volo.dense.box_loader import BoxTrainLoader
+from horovod_volo.dense.box_loss import NEGATIVES_PER_POSITIVE, detection_loss
+from horovod_volo.dense.box_plan import draw_box_plan
 
 _ALLOWED_DIFFERENCE = 3 / 255  # mean over pixels: decoders and filters round differently
 _TOLERANCE = 1e-4

@@ -19,8 +19,8 @@ from horovod_volo.bench.comparison import WrongResultError, compare
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import CLASSES, MAP_SIDE, TOP, catalog_without_files
 from horovod_volo.config.arguments import whole_number
-from horovod_volo.data.labels.import_maps import import_labels
-from horovod_volo.data.labels.store import LabelStore
+from horovod_volo.labelling.import_maps import import_labels
+from horovod_volo.token_labels.store import LabelStore
 
 
 def measure(

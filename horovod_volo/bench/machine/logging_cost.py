@@ -28,7 +28,7 @@ from horovod_volo.bench.comparison import one_thread
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.cluster.world import World
 from horovod_volo.config.command_line import parse
-from horovod_volo.data.demo.demo_set import make_demo_set
+from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.log_point import log_point
@@ -38,8 +38,8 @@ from horovod_volo.engine.run import setup
 from horovod_volo.engine.run_texts import describe_run
 from horovod_volo.engine.showing import log_histograms
 from horovod_volo.engine.step import train_step
+from horovod_volo.engine.task import Batch
 from horovod_volo.monitor.logger import NullLogger
-from horovod_volo.tasks.task import Batch
 
 _EPOCHS = "1000"  # more than are trained
 _SCORES = {

@@ -32,14 +32,14 @@ from horovod_volo.bench.results import Figure, Result
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.core.batch import IGNORED, SceneBatch
-from horovod_volo.data.demo.scene_set import make_scene_set
 from horovod_volo.data.images.image_bytes import decoded_rgb, open_image
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_NORMALIZATION, IMAGENET_STD
-from horovod_volo.data.scenes.scene_list import SceneList, find_layout, list_scenes
-from horovod_volo.data.scenes.scene_loader import SceneTrainLoader
-from horovod_volo.data.scenes.scene_plan import draw_plan
-from horovod_volo.objective.pixel_loss import pixel_cross_entropy
+from horovod_volo.demo.scene_set import make_scene_set
+from horovod_volo.dense.pixel_loss import pixel_cross_entropy
+from horovod_volo.dense.scene_list import SceneList, find_layout, list_scenes
+from horovod_volo.dense.scene_loader import SceneTrainLoader
+from horovod_volo.dense.scene_plan import draw_plan
 
 _ALLOWED_DIFFERENCE = 4 / 255  # mean over pixels: decoders and filters round differently
 _OTHER_LABELS = 2e-3  # where a pixel of the crop lies between two pixels of the mask

@@ -10,8 +10,8 @@ from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import image_decoder
+from horovod_volo.engine.task import Samples, Task
 from horovod_volo.models.normalization import statistics_of_run
-from horovod_volo.tasks.task import Samples, Task
 
 _OF_THE_MODEL = "of the model"
 

@@ -25,10 +25,10 @@ from horovod_volo.engine.checkpoint.files import (
 )
 from horovod_volo.engine.checkpoint.metadata import run_metadata
 from horovod_volo.engine.context import TrainContext
+from horovod_volo.engine.task import Metrics
 from horovod_volo.models.build import spec_of
 from horovod_volo.models.class_names import header_of
 from horovod_volo.models.normalization import statistics_of_run
-from horovod_volo.tasks.task import Metrics
 
 _EVALUATION = "evaluation.json"
 LONGEST_WRITE_SECONDS = 3600.0  # of a checkpoint, on a slow disk

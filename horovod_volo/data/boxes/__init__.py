@@ -1,1 +1,0 @@
-"""Images with boxes around their objects, and a class of each box."""

@@ -1,1 +1,0 @@
-"""Token-label maps: published files, packed stores, their geometry, checks and figures."""

@@ -1,1 +1,0 @@
-"""Images with a mask each, which gives the class of every pixel."""

@@ -1,0 +1,206 @@
+"""Draw one image of the demo set and the exact coverage of each cell by its object.
+
+Ten shapes on cluttered backgrounds: learnable in minutes, but not from color, brightness or area. Invariant:
+only the shape depends on the class. All random numbers of a scene are drawn independently of the class, and
+all shapes have the same area in the same scene.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import cos, degrees, pi, sin, sqrt
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
+from horovod_volo.demo.demo_shapes import SHAPES, Floats, area_in_unit_circle
+
+# Cells per side of a label map; the maps are square for every aspect ratio, like the published ones.
+GRID = 8
+# Shapes are drawn this many times larger and averaged, for antialiasing.
+OVERSAMPLING = 2
+# Bounds of the object's area as a fraction of the squared shorter side of the image.
+AREA_FRACTIONS = (0.24, 0.45)
+
+Color = tuple[int, int, int]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class DemoImage:
+    """An image and the fraction of each of its GRID x GRID cells that the object covers."""
+
+    image: Image.Image
+    coverage: Floats
+
+
+def draw_demo_image(name: str, random: np.random.Generator, *, image_side: int) -> DemoImage:
+    """Draw an object of class `name` in a random scene with sides of 0.9 to 1.4 `image_side`."""
+    width, height = random.integers(9 * image_side // 10, 14 * image_side // 10 + 1, 2).tolist()
+    brightness = random.uniform(0.15, 0.85)
+    canvas = background(random, width, height, brightness).resize(
+        (width * OVERSAMPLING, height * OVERSAMPLING), Image.Resampling.NEAREST
+    )
+    add_fragments(canvas, random, brightness)
+    placement = _placement(random, canvas)
+    mask = add_object(canvas, random, name, placement, brightness)
+    _hide_part(canvas, mask, random, placement, brightness)
+    coverage = mask.resize((GRID, GRID), Image.Resampling.BOX)
+    return DemoImage(
+        image=add_lighting_and_grain(canvas.reduce(OVERSAMPLING), random),
+        coverage=np.asarray(coverage, np.float32) / np.float32(255),
+    )
+
+
+def _random_color(
+    random: np.random.Generator, brightness: float, saturation: float, hue: float | None = None
+) -> Color:
+    """Return a colour of the given or a random hue, in radians, whose luma is approximately `brightness`."""
+    hue, third = random.uniform(0, 2 * pi) if hue is None else hue, 2 * pi / 3
+    red, green, blue = (0.5 + 0.5 * cos(hue + shift) for shift in (0, third, -third))
+    offset = brightness - saturation * (0.30 * red + 0.59 * green + 0.11 * blue)
+    red, green, blue = (min(max(255 * (saturation * part + offset), 0), 255) for part in (red, green, blue))
+    return int(red), int(green), int(blue)
+
+
+def _contrasting_brightness(random: np.random.Generator, brightness: float) -> float:
+    """Return a brightness that clearly differs from the given one."""
+    gap = 0.35
+    if brightness > 0.5:
+        return random.uniform(0.05, brightness - gap)
+    return random.uniform(brightness + gap, 0.95)
+
+
+def _ramp(random: np.random.Generator, width: int, height: int) -> Floats:
+    """Return a linear ramp (height, width) in a random direction, from about -1 to about 1."""
+    angle = random.uniform(0, 2 * pi)
+    x = np.arange(width, dtype=np.float32) * (1.5 * cos(angle) / width) - 0.75 * cos(angle)
+    y = np.arange(height, dtype=np.float32) * (1.5 * sin(angle) / height) - 0.75 * sin(angle)
+    return x + y[:, None]
+
+
+def background(random: np.random.Generator, width: int, height: int, brightness: float) -> Image.Image:
+    """Return two colours of similar brightness, blended by a ramp, clouds and a fine ripple."""
+    cells = random.integers(3, 9)
+    clouds = Image.fromarray(random.standard_normal((cells, cells), np.float32))
+    blend = 0.5 + 0.35 * _ramp(random, width, height)  # (height, width)
+    blend += random.uniform(0.1, 0.4) * np.asarray(clouds.resize((width, height), Image.Resampling.BICUBIC))
+    blend += random.uniform(0, 0.3) * np.sin(random.uniform(10, 40) * _ramp(random, width, height))
+    spread = random.uniform(-0.12, 0.12)
+    first = _random_color(random, brightness - spread, random.uniform(0.1, 0.5))
+    second = _random_color(random, brightness + spread, random.uniform(0.1, 0.5))
+    image = Image.new("RGB", (width, height), first)
+    image.paste(second, mask=Image.fromarray(np.clip(255 * blend, 0, 255).astype(np.uint8)))
+    return image
+
+
+def add_fragments(canvas: Image.Image, random: np.random.Generator, brightness: float) -> None:
+    """Draw lines, blobs and short arcs that belong to no class."""
+    draw = ImageDraw.Draw(canvas)
+    side = min(canvas.size)
+    for kind in random.integers(0, 3, random.integers(2, 7)):
+        color = _random_color(random, brightness + random.uniform(-0.3, 0.3), random.uniform(0.1, 0.6))
+        x, y = random.uniform(0, canvas.width), random.uniform(0, canvas.height)
+        length, thickness = random.uniform(0.05, 0.15) * side, round(random.uniform(0.01, 0.035) * side)
+        angle = random.uniform(0, 2 * pi)
+        if kind == 0:
+            reach_x, reach_y = 1.5 * length * cos(angle), 1.5 * length * sin(angle)
+            draw.line((x - reach_x, y - reach_y, x + reach_x, y + reach_y), color, thickness)
+        elif kind == 1:
+            draw.polygon(_blob(random, x, y, 0.5 * length), color)
+        else:
+            box = (x - length, y - length, x + length, y + length)
+            draw.arc(box, degrees(angle), degrees(angle) + 100, color, thickness)
+
+
+def _blob(random: np.random.Generator, x: float, y: float, radius: float) -> list[Point]:
+    """Return the corners of an irregular polygon inside a circle."""
+    corners = int(random.integers(6, 10))
+    draws = zip(
+        range(corners), random.uniform(0, 0.7, corners), random.uniform(0.75, 1, corners), strict=True
+    )
+    polar = [(2 * pi * (corner + delay) / corners, radius * fraction) for corner, delay, fraction in draws]
+    return [(x + reach * cos(angle), y + reach * sin(angle)) for angle, reach in polar]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Pose of the object: centre and area in pixels, rotation in radians, and mirror 1 or -1."""
+
+    x: float
+    y: float
+    area: float
+    angle: float
+    mirror: int
+
+
+def _placement(random: np.random.Generator, canvas: Image.Image) -> Placement:
+    return Placement(
+        x=random.uniform(0.43, 0.57) * canvas.width,
+        y=random.uniform(0.43, 0.57) * canvas.height,
+        area=random.uniform(*AREA_FRACTIONS) * min(canvas.size) ** 2,
+        angle=random.uniform(-pi / 8, pi / 8),
+        mirror=-1 if random.uniform() < 0.5 else 1,
+    )
+
+
+def add_object(
+    canvas: Image.Image,
+    random: np.random.Generator,
+    name: str,
+    placement: Placement,
+    brightness: float,
+    hue: float | None = None,
+) -> Image.Image:
+    """Draw the object and its shadow in contrasting colours; return the object's mask.
+
+    `hue` is that of both colours, in radians; None: random ones.
+    """
+    main_brightness = _contrasting_brightness(random, brightness)
+    main = _random_color(random, main_brightness, random.uniform(0.3, 0.9), hue)
+    second_brightness = _contrasting_brightness(random, main_brightness)
+    second = _random_color(random, second_brightness, random.uniform(0.3, 0.9), hue)
+
+    # Only the square around the object is computed; `paste` clips it to the canvas.
+    radius = sqrt(placement.area / area_in_unit_circle(name))
+    left, top, extent = int(placement.x - radius), int(placement.y - radius), int(2 * radius) + 2
+    steps = np.arange(extent, dtype=np.float32) + 0.5
+    x, y = (steps + (left - placement.x)) / radius, (steps[:, None] + (top - placement.y)) / radius
+    cosine, sine = cos(placement.angle), sin(placement.angle)
+    inside, tinted = SHAPES[name](placement.mirror * (cosine * x + sine * y), cosine * y - sine * x)
+    opaque = Image.fromarray(inside * np.uint8(255))
+
+    drop = round(0.025 * min(canvas.size))
+    shadow = Image.new("L", (extent + 2 * drop, extent + 2 * drop))
+    shadow.paste(90, (drop, drop), opaque)
+    canvas.paste((0, 0, 0), (left, top), shadow.filter(ImageFilter.BoxBlur(drop)))
+    canvas.paste(main, (left, top), opaque)
+    canvas.paste(second, (left, top), Image.fromarray((inside & tinted) * np.uint8(255)))
+    mask = Image.new("L", canvas.size)
+    mask.paste(opaque, (left, top))
+    return mask
+
+
+def _hide_part(
+    canvas: Image.Image,
+    mask: Image.Image,
+    random: np.random.Generator,
+    placement: Placement,
+    brightness: float,
+) -> None:
+    """Cover part of the object with a blob as bright as the background; remove it from the mask."""
+    # The blob has at most a quarter of the object's area.
+    radius = sqrt(placement.area * random.uniform(0, 0.25) / pi)
+    bearing, distance = random.uniform(0, 2 * pi), random.uniform(0.3, 0.8) * sqrt(placement.area)
+    blob = _blob(random, placement.x + distance * cos(bearing), placement.y + distance * sin(bearing), radius)
+    ImageDraw.Draw(canvas).polygon(blob, _random_color(random, brightness, random.uniform(0.1, 0.5)))
+    ImageDraw.Draw(mask).polygon(blob, 0)
+
+
+def add_lighting_and_grain(image: Image.Image, random: np.random.Generator) -> Image.Image:
+    """Brighten the image towards one side and add noise."""
+    pixels = np.asarray(image, np.float32)  # (height, width, 3)
+    light = 1 + random.uniform(0, 0.2) * _ramp(random, *image.size)  # (height, width)
+    grain = random.uniform(1, 6) * random.standard_normal(light.shape, np.float32)
+    pixels = pixels * light[..., None] + grain[..., None]
+    return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))

@@ -1,0 +1,262 @@
+"""Anchors of SSD: their boxes, the targets that ground-truth boxes give them, and detections from outputs.
+
+Boxes are left, top, right, bottom in fractions of the image, unless a name says otherwise. Classes count from
+1; class 0 is the background of an anchor, and marks padding among the ground-truth boxes of a batch.
+
+Invariant: anchors are in the order of the network's outputs (dense/ssd.py): map after map, within a map
+shape after shape, within a shape all positions, rows then columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Encoded boxes are multiplied by these: SSD's variances 0.1 and 0.2.
+_CENTRE_SCALE, _SIZE_SCALE = 10.0, 5.0
+_BLOCK, _BLOCK_ON_CPU = 1 << 24, 1 << 18  # overlaps computed together, 4 bytes each; a CPU's caches hold few
+
+
+@dataclass(frozen=True)
+class AnchorRule:
+    """The positions and shapes of anchors on the feature maps of a square image; lengths are in pixels."""
+
+    image_size: int
+    sides: tuple[int, ...]  # positions along the side of each map
+    steps: tuple[float, ...]  # from one position of each map to the next
+    sizes: tuple[float, ...]  # of the square anchor of each map; the last is beyond the last map
+    ratios: tuple[tuple[float, ...], ...]  # width / height of oblong anchors, which are also transposed
+
+    def __post_init__(self) -> None:
+        """Raise ValueError if the numbers of maps differ."""
+        maps = len(self.sides)
+        if not maps == len(self.steps) == len(self.sizes) - 1 == len(self.ratios):
+            raise ValueError(
+                f"{maps} maps need as many steps and ratios and one more size, not {len(self.steps)} steps, "
+                f"{len(self.ratios)} ratios and {len(self.sizes)} sizes"
+            )
+
+    @property
+    def anchors_per_position(self) -> tuple[int, ...]:
+        """Return the number of shapes on each map."""
+        return tuple(2 + 2 * len(ratios) for ratios in self.ratios)
+
+
+_SMALLEST, _SECOND, _BEYOND = 0.07, 0.15, 1.05  # sizes of SSD's anchors, fractions of the image
+_LAST_HALVED = 5  # a map of at most so many positions a side is made smaller by a convolution without padding
+
+
+def anchor_rule(image_size: int) -> AnchorRule:
+    """Return SSD's rule for an image size: that of SSD300 and SSD512, and the same between them.
+
+    Maps begin at stride 8 and halve; the sizes of their anchors are equally spaced fractions of the image.
+    """
+    sides = [-(-image_size // 8)]
+    while sides[-1] > 1:
+        side = sides[-1]
+        sides.append(-(-side // 2) if side > _LAST_HALVED or side == 2 else side - 2)
+    maps = len(sides)
+    # SSD300's steps are those of 304 px, though some of its maps are a little larger.
+    steps = (8.0, 16.0, 32.0, 64.0, 100.0, 300.0) if image_size == 300 else (image_size / s for s in sides)
+    apart = (_BEYOND - _SECOND) / max(1, maps - 1)
+    sizes = [_SMALLEST, *(_SECOND + number * apart for number in range(maps))]
+    return AnchorRule(
+        image_size=image_size,
+        sides=tuple(sides),
+        steps=tuple(steps),
+        sizes=tuple(round(size * image_size, 3) for size in sizes),
+        ratios=tuple((2.0, 3.0) if 0 < number < maps - 2 else (2.0,) for number in range(maps)),
+    )
+
+
+SSD300 = anchor_rule(300)
+
+
+class Anchors(NamedTuple):
+    """The anchors of an image in two forms, fp32 fractions of the image."""
+
+    centres: Tensor  # (anchors, 4) centre x, centre y, width, height, within [0, 1]
+    corners: Tensor  # (anchors, 4) left, top, right, bottom, of which some are outside the image
+
+
+class BoxTargets(NamedTuple):
+    """What a batch of ground-truth boxes asks of each anchor."""
+
+    classes: Tensor  # (batch, anchors) int64; 0: background
+    boxes: Tensor  # (batch, anchors, 4) fp32, encoded; 0 for background
+
+
+class Detections(NamedTuple):
+    """Boxes found in a batch, by descending score; unused entries, all 0, follow."""
+
+    boxes: Tensor  # (batch, most, 4) fp32
+    scores: Tensor  # (batch, most) fp32
+    classes: Tensor  # (batch, most) int64
+
+
+def build_anchors(rule: AnchorRule, device: torch.device | None = None) -> Anchors:
+    """Build the anchors of a rule."""
+    rows = [
+        ((column + 0.5) * step, (row + 0.5) * step, width, height)
+        for number, (side, step) in enumerate(zip(rule.sides, rule.steps, strict=True))
+        for width, height in _shapes(rule, number)
+        for row in range(side)
+        for column in range(side)
+    ]
+    centres = (torch.tensor(rows, dtype=torch.float64) / rule.image_size).clamp_(0, 1)
+    return Anchors(centres.float().to(device), _corners(centres).float().to(device))
+
+
+def _shapes(rule: AnchorRule, number: int) -> Iterator[tuple[float, float]]:
+    """Yield width and height of the anchors at each position of a map."""
+    size, following = rule.sizes[number], rule.sizes[number + 1]
+    yield size, size
+    yield sqrt(size * following), sqrt(size * following)
+    for ratio in rule.ratios[number]:
+        yield size * sqrt(ratio), size / sqrt(ratio)
+        yield size / sqrt(ratio), size * sqrt(ratio)
+
+
+def encode(boxes: Tensor, classes: Tensor, anchors: Anchors, criterion: float = 0.5) -> BoxTargets:
+    """Return the targets of ground-truth boxes (batch, most, 4) with classes (batch, most).
+
+    An anchor gets the box that overlaps it most, if their IoU exceeds the criterion or it is that box's best
+    anchor. If several anchors or boxes are equally good, the last one is taken, as DALI's box_encoder does.
+    A box without area is ignored like padding, because the logarithm of its size is infinite.
+    """
+    if not boxes.shape[1]:
+        boxes, classes = F.pad(boxes, (0, 0, 0, 1)), F.pad(classes, (0, 1))
+    images = _rows_together(boxes.shape[1] * len(anchors.corners), boxes.device)
+    blocks = zip(torch.split(boxes.float(), images), torch.split(classes.long(), images), strict=True)
+    found = [_encode(*block, anchors, criterion) for block in blocks]
+    return BoxTargets(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+
+def _encode(boxes: Tensor, classes: Tensor, anchors: Anchors, criterion: float) -> tuple[Tensor, Tensor]:
+    matches, positive = _match(boxes, classes, anchors.corners, criterion)
+    matched = boxes.gather(1, matches.unsqueeze(2).expand(-1, -1, 4))  # (batch, anchors, 4)
+    size = matched[..., 2:] - matched[..., :2]
+    centre = (matched[..., :2] + matched[..., 2:]) / 2
+    of_anchor = anchors.centres
+    encoded = torch.cat(
+        [
+            (centre - of_anchor[:, :2]) / of_anchor[:, 2:] * _CENTRE_SCALE,
+            (size / of_anchor[:, 2:]).log() * _SIZE_SCALE,
+        ],
+        dim=2,
+    )
+    return (
+        torch.where(positive, classes.gather(1, matches), 0),
+        torch.where(positive.unsqueeze(2), encoded, 0.0),
+    )
+
+
+def _match(boxes: Tensor, classes: Tensor, corners: Tensor, criterion: float) -> tuple[Tensor, Tensor]:
+    """Return the number of each anchor's box, and whether the anchor is positive: (batch, anchors) both."""
+    present = (classes > 0) & (boxes[..., 2:] > boxes[..., :2]).all(dim=2)  # (batch, boxes)
+    # Reversed, because argmax and max take the first of equals.
+    present = present.flip(1).unsqueeze(2)
+    overlaps = intersection_over_union(boxes.flip(1), corners.flip(0))  # (batch, boxes, anchors)
+    overlaps = overlaps.masked_fill_(~present, -1.0)
+    best_anchors = overlaps.argmax(dim=2, keepdim=True)  # (batch, boxes, 1)
+    # Above every IoU, so that no other box takes the best anchor of a box.
+    overlaps.scatter_(2, best_anchors, torch.where(present, 2.0, -1.0))
+    highest, matches = overlaps.max(dim=1)
+    return (boxes.shape[1] - 1 - matches).flip(1), (highest > criterion).flip(1)
+
+
+def decode(values: Tensor, anchors: Anchors) -> Tensor:
+    """Return the boxes that encoded values (batch, anchors, 4) mean; they may reach outside the image."""
+    values = values.float()
+    of_anchor = anchors.centres
+    centre = values[..., :2] / _CENTRE_SCALE * of_anchor[:, 2:] + of_anchor[:, :2]
+    size = (values[..., 2:] / _SIZE_SCALE).exp() * of_anchor[:, 2:]
+    return _corners(torch.cat([centre, size], dim=-1))
+
+
+@torch.no_grad()
+def detect(
+    values: Tensor,
+    logits: Tensor,
+    anchors: Anchors,
+    *,
+    min_score: float = 0.05,
+    max_overlap: float = 0.5,
+    most: int = 200,
+) -> Detections:
+    """Return the detections that a network's outputs (batch, anchors, 4 and classes + 1) mean.
+
+    Of each class the `most` best boxes above the score go through non-maximum suppression; of what is left,
+    the `most` best of an image are kept. Synchronizes with the device.
+    """
+    boxes = decode(values, anchors)
+    scores = logits.float().softmax(dim=2)[..., 1:].transpose(1, 2)  # (batch, classes, anchors)
+    num_classes, candidates = scores.shape[1], min(most, scores.shape[2])
+    scores = scores.where(scores > min_score, 0.0)
+    scores, numbers = scores.topk(candidates, dim=2)  # (batch, classes, candidates)
+    of_candidate = boxes.unsqueeze(1).expand(-1, num_classes, -1, -1)
+    of_candidate = of_candidate.gather(2, numbers.unsqueeze(3).expand(-1, -1, -1, 4))
+    kept = _kept(of_candidate.flatten(0, 1), scores.flatten(0, 1) > 0, max_overlap).view_as(scores)
+    scores = scores.where(kept, 0.0).flatten(1)
+    scores, numbers = scores.topk(min(most, scores.shape[1]), dim=1)  # (batch, most)
+    used = scores > 0
+    of_candidate = of_candidate.flatten(1, 2).gather(1, numbers.unsqueeze(2).expand(-1, -1, 4))
+    return Detections(
+        of_candidate.where(used.unsqueeze(2), 0.0),
+        scores,
+        torch.where(used, numbers.div(candidates, rounding_mode="floor") + 1, 0),
+    )
+
+
+def _kept(boxes: Tensor, present: Tensor, max_overlap: float) -> Tensor:
+    """Return which boxes (rows, candidates, 4) of each row stay; rows without a present box cost nothing."""
+    kept = torch.zeros_like(present)
+    rows = present.any(dim=1).nonzero().squeeze(1)
+    for block in torch.split(rows, _rows_together(boxes.shape[1] ** 2, boxes.device)):
+        kept[block] = suppress_overlaps(boxes[block], present[block], max_overlap)
+    return kept
+
+
+def suppress_overlaps(boxes: Tensor, present: Tensor, max_overlap: float) -> Tensor:
+    """Return which boxes (rows, candidates, 4), sorted by descending score, greedy suppression keeps.
+
+    A box is kept if it is present and its IoU with every kept box before it is at most `max_overlap`. After n
+    rounds this holds for the first n boxes of a row; most rows need few rounds. Synchronizes in each.
+    """
+    excludes = (intersection_over_union(boxes, boxes) > max_overlap).triu(diagonal=1)
+    kept = present
+    while True:
+        excluded = (excludes & kept.unsqueeze(2)).any(dim=1)
+        following = present & ~excluded
+        if torch.equal(following, kept):
+            return kept
+        kept = following
+
+
+def _rows_together(overlaps: int, device: torch.device) -> int:
+    """Return how many rows of so many overlaps each are computed together."""
+    return max(1, (_BLOCK_ON_CPU if device.type == "cpu" else _BLOCK) // overlaps)
+
+
+def intersection_over_union(first: Tensor, second: Tensor) -> Tensor:
+    """Return the IoU of each of n boxes (..., n, 4) with each of m boxes (..., m, 4): (..., n, m)."""
+    left, top, right, bottom = first.unsqueeze(-2).unbind(-1)  # (..., n, 1) each
+    other_left, other_top, other_right, other_bottom = second.unsqueeze(-3).unbind(-1)  # (..., 1, m) each
+    width = (torch.minimum(right, other_right) - torch.maximum(left, other_left)).clamp_(min=0)
+    height = (torch.minimum(bottom, other_bottom) - torch.maximum(top, other_top)).clamp_(min=0)
+    intersection = width.mul_(height)
+    areas = (right - left) * (bottom - top) + (other_right - other_left) * (other_bottom - other_top)
+    # Two boxes without area have none in common; the limit avoids 0 / 0.
+    return intersection / (areas - intersection).clamp_(min=torch.finfo(areas.dtype).tiny)
+
+
+def _corners(centres: Tensor) -> Tensor:
+    """Return left, top, right, bottom of boxes (..., 4) given as centre x, centre y, width, height."""
+    half = centres[..., 2:] / 2
+    return torch.cat([centres[..., :2] - half, centres[..., :2] + half], dim=-1)

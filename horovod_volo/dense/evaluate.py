@@ -1,0 +1,180 @@
+"""What the evaluations of pixels and of boxes share: a run's settings, its network, and the result.
+
+Whatever can be wrong with the request is checked before the first image is read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from horovod_volo.cluster.resources import rank_resources
+from horovod_volo.cluster.world import World
+from horovod_volo.config.data_settings import Data
+from horovod_volo.config.schema import Config
+from horovod_volo.config.values import assemble
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.image_decoder import DecoderName
+from horovod_volo.data.pipeline import Normalization
+from horovod_volo.dense.detection import DetectionTask
+from horovod_volo.dense.segmentation import SegmentationTask
+from horovod_volo.engine.task import Metrics, Samples
+from horovod_volo.models.class_names import read_class_names
+from horovod_volo.models.normalization import statistics_of_run
+from horovod_volo.models.precision import fix_convolutions, set_tf32
+from horovod_volo.models.pretrained import settings_of_run
+from horovod_volo.models.weights import read_weights
+
+DENSE_TASKS: Mapping[str, SegmentationTask | DetectionTask] = {
+    "segmentation": SegmentationTask(),
+    "detection": DetectionTask(),
+}
+Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
+
+
+@dataclass(frozen=True)
+class DenseRequest:
+    """The network, the images and the settings of an evaluation."""
+
+    data_dir: str
+    weights: str  # of a run
+    use_ema: bool
+    batch_size: int  # images, or windows of an image, that are predicted at once
+    workers: int  # 0: one per core of the rank
+    image_decoder: DecoderName
+    precision: str
+    split: Literal["train", "val"]
+    predictions: str = ""  # folder; empty: none are written
+    # Of segmentation alone:
+    test_mode: Literal["run", "whole", "slide"] = "run"
+    scales: tuple[float, ...] = (1.0,)
+    flip: bool = False
+
+
+@dataclass(frozen=True)
+class EvaluatedDense:
+    """The result of an evaluation, the same on every rank."""
+
+    model: str
+    options: dict[str, Any]  # of segmentation
+    data: str  # the folder of the images
+    metrics: Metrics
+    rows: list[tuple[str, str]]  # the metrics in words
+    classes: dict[str, float]  # the metric of each class in per cent
+    messages: list[str]  # on the weights and the decoder
+    bad_samples: list[str]  # one message for each damaged image
+
+    def text(self, request: DenseRequest, worst: int) -> list[str]:
+        """Return the result as lines, with the classes of lowest value."""
+        images, bad = self.metrics["images"], self.metrics["bad_samples"]
+        scales = " ".join(f"{scale:g}" for scale in request.scales) + ", mirrored too" * request.flip
+        how = f"; {self.options['test_mode']} images at scales {scales}" if self.options else ""
+        properties = [
+            ("weights", request.weights),
+            ("model", f"{self.model}, {request.precision}{how}"),
+            *(("", message) for message in self.messages),
+            ("images", f"{images:,} of {self.data}; {bad:,} damaged ones left out"),
+            *self.rows,
+        ]
+        lowest = sorted(self.classes.items(), key=lambda row: row[1])[:worst]
+        width = max((len(name) for name, _ in lowest), default=0)
+        return [
+            *(f"{name:<10}{value}" for name, value in properties),
+            *([""] if lowest else []),
+            *(f"{name:<{width}}  {value:>6.2f} %" for name, value in lowest),
+        ]
+
+    def record(self, request: DenseRequest, ranks: int) -> dict[str, Any]:
+        """Return the result as plain values."""
+        return {
+            "weights": request.weights,
+            "use_ema": request.use_ema,
+            "precision": request.precision,
+            "model": self.model,
+            "data": self.data,
+            **self.options,
+            "ranks": ranks,
+            **self.metrics,
+            "classes": self.classes,
+        }
+
+
+@dataclass(frozen=True)
+class TrainedNetwork:
+    """A run's network on a rank's device, in evaluation mode."""
+
+    network: nn.Module
+    messages: list[str]  # on the weights
+    normalization: Normalization
+    settings: Data
+    device: Any
+    threads: int
+
+
+def settings_of(request: DenseRequest) -> Config:
+    """Return a run's settings; raise UserError if predictions cannot be written."""
+    if request.predictions:
+        try:
+            Path(request.predictions).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--predictions cannot create {request.predictions}: {error.strerror}. Name another folder."
+            ) from None
+        if not os.access(request.predictions, os.W_OK):
+            raise UserError(f"--predictions cannot write into {request.predictions}. Name another folder.")
+    return settings_of_weights(request.weights, use_ema=request.use_ema)
+
+
+def settings_of_weights(source: str, *, use_ema: bool) -> Config:
+    """Return the settings of the run that weights are of, to load all of them."""
+    config = assemble(dict(settings_of_run(source)), fallback_name="")
+    return replace(config, model=replace(config.model, use_ema=use_ema, allow_mismatch=""))
+
+
+def open_network(request: DenseRequest, config: Config, samples: Samples, world: World) -> TrainedNetwork:
+    """Build and load a run's network. Collective: every rank calls this."""
+    task = DENSE_TASKS[config.model.task]
+
+    def load() -> tuple[nn.Module, list[str]]:
+        weights, _ = read_weights(request.weights, use_ema=request.use_ema)
+        classes = task.classes_in(config, weights)
+        if classes != len(samples.classes):
+            raise UserError(
+                f"{request.data_dir} has {len(samples.classes)} classes, but {request.weights} is for "
+                f"{classes}. Give images of the classes that it was trained on."
+            )
+        names = read_class_names(request.weights)  # weights of earlier versions have none
+        for number, (name, trained) in enumerate(zip(samples.classes, names, strict=False)):
+            if name != trained:
+                raise UserError(
+                    f"class {number} is {name} in {request.data_dir}, but {trained} in {request.weights}. "
+                    "Give images whose classes have the names and the order of its training."
+                )
+        network = task.build_network(config, classes)
+        return network, task.load_weights(network, config, request.weights)
+
+    network, messages = world.run_on_all_ranks(load)
+    world.assert_identical(network.parameters(), "The weights")
+    resources = rank_resources(world)
+    network.eval().requires_grad_(False).to(resources.device)
+    set_tf32(request.precision)
+    fix_convolutions(network, request.precision, resources.device)
+    return TrainedNetwork(
+        network,
+        messages,
+        Normalization(*statistics_of_run(config.data, config.model.model)),
+        # No number of damaged images ends the evaluation: the result names and counts them.
+        Data(
+            batch_size=request.batch_size,
+            image_decoder=request.image_decoder,
+            bad_samples="skip",
+            bad_samples_limit=len(samples),
+        ),
+        resources.device,
+        request.workers or resources.threads,
+    )

@@ -1,0 +1,272 @@
+"""Exact metrics of segmentation: every pixel of every image counts once, whatever the number of ranks.
+
+Images are scaled as in training, without a random factor, and predicted whole or in overlapping windows;
+logits are scaled back to the image's own size. Masks are never scaled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from types import EllipsisType
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from horovod_volo.cluster.world import World
+from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.core.batch import IGNORED
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.pipeline import Normalization
+from horovod_volo.dense.pictures import EvaluationPictures
+from horovod_volo.dense.scene_list import SceneList
+from horovod_volo.dense.scene_loader import Scene, SceneEvalLoader
+from horovod_volo.dense.scene_plan import keep_ratio
+from horovod_volo.engine.task import Beat, Metrics
+
+OnScene = Callable[[Scene, Tensor], object]  # given an image and its predicted classes
+Place = tuple[EllipsisType, slice, slice]  # of a window in an image
+Predict = Callable[[Tensor], Tensor]  # normalised images -> logits of the same height and width
+
+
+class ScenePredictor:
+    """Predicts the classes of an image's pixels, from one or several sizes of it, mirrored or not."""
+
+    def __init__(
+        self,
+        settings: Segmentation,
+        window: int,
+        normalization: Normalization,
+        device: torch.device,
+        *,
+        batch: int = 1,
+        scales: Sequence[float] = (1.0,),
+        flip: bool = False,
+    ) -> None:
+        """Predict `batch` windows at once.
+
+        `scales` are factors of --scene-size; with `flip` each is predicted mirrored too.
+        """
+        self._batch = batch
+        self._settings, self._window, self._device = settings, window, device
+        self._scales, self._flips = scales, (False, True) if flip else (False,)
+        self._mean = 255 * torch.tensor(normalization.mean, device=device).view(3, 1, 1)
+        self._std = 255 * torch.tensor(normalization.std, device=device).view(3, 1, 1)
+
+    def predictions(self, network: nn.Module, scenes: Iterable[Scene]) -> Iterator[tuple[Scene, Tensor]]:
+        """Yield each image with the classes of its pixels (height, width), in order.
+
+        Windows of several images are predicted together, always as many: zeros fill the last batch, so that
+        what is predicted does not depend on the other images of a rank.
+        """
+        views = [(scale, flip) for scale in self._scales for flip in self._flips]
+        waiting: deque[Scene] = deque()
+
+        def scaled() -> Iterator[Tensor]:
+            for scene in scenes:
+                waiting.append(scene)
+                levels = scene.pixels.to(self._device).float()
+                yield from (self._scaled(levels.flip(2) if flip else levels, scale) for scale, flip in views)
+
+        predict = partial(logits_of, network)
+        if self._settings.test_mode == "slide":
+            found = slide(predict, scaled(), self._window, self._settings.test_stride, self._batch)
+        else:
+            found = map(predict, scaled())
+        for first in found:
+            scene = waiting.popleft()
+            of_scene = [first, *islice(found, len(views) - 1)]
+            yield scene, self._classes(of_scene, [flip for _, flip in views], scene.mask.shape)
+
+    def _scaled(self, levels: Tensor, scale: float) -> Tensor:
+        """Return a normalised image (1, 3, height, width) of another size."""
+        longer, shorter = (int(side * scale) for side in self._settings.scene_size)
+        size = keep_ratio((levels.shape[1], levels.shape[2]), longer, shorter)
+        return ((resize(levels, size) - self._mean) / self._std)[None]
+
+    def _classes(self, found: Sequence[Tensor], flips: Sequence[bool], size: Sequence[int]) -> Tensor:
+        """Return the classes of an image of this height and width, from the logits of its views."""
+        full = [resize(logits[0], (size[0], size[1])) for logits in found]
+        if len(full) == 1:
+            return full[0].argmax(dim=0)
+        mirrored = (logits.flip(2) if flip else logits for logits, flip in zip(full, flips, strict=True))
+        total = next(mirrored).softmax(dim=0)
+        for logits in mirrored:
+            total += logits.softmax(dim=0)
+        return total.argmax(dim=0)
+
+
+def logits_of(network: nn.Module, images: Tensor) -> Tensor:
+    """Return logits of the images' height and width; the network pads them, and gives a quarter of that."""
+    height, width = images.shape[2:]
+    logits: Tensor = network(images).float()
+    full = (4 * logits.shape[2], 4 * logits.shape[3])
+    return F.interpolate(logits, size=full, mode="bilinear", align_corners=False)[..., :height, :width]
+
+
+def slide(
+    predict: Predict, images: Iterable[Tensor], window: int, stride: int, batch: int = 1
+) -> Iterator[Tensor]:
+    """Yield the mean over windows of the logits of each image (1, 3, height, width).
+
+    Windows are `stride` pixels apart; the last ones are moved back inside. `batch` of them are predicted at
+    once; those of an image that is smaller than a window, alone.
+    """
+    started: deque[_SlidImage] = deque()
+
+    def windows() -> Iterator[tuple[_SlidImage, Place]]:
+        for image in images:
+            started.append(_SlidImage(image, window, stride))
+            yield from ((started[-1], place) for place in started[-1].places)
+
+    rest = windows()
+    while group := list(islice(rest, batch)):
+        parts = [each.image[place] for each, place in group]
+        whole = [part for part in parts if part.shape[2:] == (window, window)]
+        filled = torch.cat([*whole, parts[0].new_zeros(batch - len(whole), 3, window, window)])
+        logits = iter(predict(filled) if whole else ())
+        for (each, place), part in zip(group, parts, strict=True):
+            each.add(place, next(logits) if part.shape[2:] == (window, window) else predict(part)[0])
+        while started and not started[0].missing:
+            yield started.popleft().mean()
+
+
+class _SlidImage:
+    """An image, and the logits of its windows so far."""
+
+    def __init__(self, image: Tensor, window: int, stride: int) -> None:
+        rows, columns = (_begins(side, window, stride) for side in image.shape[2:])
+        self.image = image
+        self.places: list[Place] = [
+            (..., slice(top, top + window), slice(left, left + window)) for top in rows for left in columns
+        ]
+        self.missing = len(self.places)
+        self._total: Tensor | None = None
+        self._counts = image.new_zeros(1, 1, *image.shape[2:])
+
+    def add(self, place: Place, logits: Tensor) -> None:
+        """Add the logits (classes, height, width) of a window."""
+        if self._total is None:
+            self._total = logits.new_zeros(1, logits.shape[0], *self.image.shape[2:])
+        self._total[place] += logits
+        self._counts[place] += 1
+        self.missing -= 1
+
+    def mean(self) -> Tensor:
+        """Return the mean over the windows of each pixel."""
+        assert self._total is not None
+        return self._total / self._counts
+
+
+def _begins(side: int, window: int, stride: int) -> list[int]:
+    count = -(-max(side - window, 0) // stride) + 1
+    return [max(0, min(number * stride, side - window)) for number in range(count)]
+
+
+def resize(values: Tensor, size: tuple[int, int]) -> Tensor:
+    """Resize (channels, height, width) bilinearly."""
+    return F.interpolate(values[None], size=size, mode="bilinear", align_corners=False)[0]
+
+
+def count_pixels(truth: Tensor, predicted: Tensor, classes: int) -> Tensor:
+    """Return how many pixels of each class were predicted as which (classes, classes) int64."""
+    labelled = truth != IGNORED
+    # Ignored pixels are counted in one more row, which is dropped: selecting them would wait for the device.
+    rows = torch.where(labelled, truth, classes).long()
+    pairs = (rows * classes + predicted.long()).flatten()
+    return torch.bincount(pairs, minlength=(classes + 1) * classes)[: classes * classes].view(
+        classes, classes
+    )
+
+
+def ious(confusion: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the IoU of each class (classes,); NaN for one that is neither in the masks nor predicted."""
+    right = confusion.diagonal()
+    union = confusion.sum(axis=1) + confusion.sum(axis=0) - right
+    return np.where(union > 0, right / np.maximum(union, 1), np.nan)
+
+
+def iou_metrics(confusion: NDArray[np.int64]) -> Metrics:
+    """Return the mean IoU, the accuracy of all pixels and its mean over classes, in per cent."""
+    right, labelled = confusion.diagonal(), confusion.sum(axis=1)
+    return {
+        "miou": 100 * float(np.nanmean(ious(confusion))),
+        "pixel_accuracy": 100 * float(right.sum() / labelled.sum()),
+        "class_accuracy": 100 * float((right[labelled > 0] / labelled[labelled > 0]).mean()),
+    }
+
+
+class SceneCounts(NamedTuple):
+    """The counts of all ranks."""
+
+    confusion: NDArray[np.int64]  # (classes, classes) pixels of a class that were predicted as another
+    images: int
+    bad_samples: int  # damaged ones, of which no pixel is counted
+
+    def metrics(self) -> Metrics:
+        """Return the metrics and the numbers of images."""
+        return iou_metrics(self.confusion) | {"images": self.images, "bad_samples": self.bad_samples}
+
+
+def count_scenes(
+    network: nn.Module,
+    loader: SceneEvalLoader,
+    scenes: SceneList,
+    predictor: ScenePredictor,
+    world: World,
+    device: torch.device,
+    on_scene: OnScene,
+) -> SceneCounts:
+    """Count the pixels of the images of all ranks. Collective: every rank calls this."""
+    classes = len(scenes.classes)
+    confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
+    images = bad = 0
+
+    def usable() -> Iterator[Scene]:
+        nonlocal bad
+        for scene in loader:
+            bad += scene is None
+            if scene is not None:
+                yield scene
+
+    for scene, predicted in predictor.predictions(network, usable()):
+        confusion += count_pixels(scene.mask.to(device), predicted, classes)
+        images += 1
+        on_scene(scene, predicted)
+    *counts, images_of_all, bad_of_all = world.sum_over_ranks(*confusion.flatten().tolist(), images, bad)
+    if images_of_all + bad_of_all != len(scenes):
+        raise RuntimeError(f"evaluation covered {images_of_all + bad_of_all:.0f} images of {len(scenes)}")
+    total = np.array(counts).astype(np.int64).reshape(classes, classes)
+    if not total.any():
+        raise UserError(f"no image in {scenes.root} can be read, or no pixel has a label.")
+    return SceneCounts(total, int(images_of_all), int(bad_of_all))
+
+
+def measure_iou(
+    network: nn.Module,
+    beat: Beat,
+    *,
+    loader: SceneEvalLoader,
+    scenes: SceneList,
+    predictor: ScenePredictor,
+    world: World,
+    device: torch.device,
+    arithmetic: torch.autocast,
+    pictures: EvaluationPictures,
+) -> Metrics:
+    """Return a network's metrics on the held-out images. Collective: every rank calls this."""
+
+    def on_scene(scene: Scene, predicted: Tensor) -> None:
+        if pictures.wants(scene.number):
+            pictures.add_masks(scene, predicted)
+        beat(1)
+
+    with torch.inference_mode(), arithmetic:
+        counts = count_scenes(network, loader, scenes, predictor, world, device, on_scene)
+    return counts.metrics()

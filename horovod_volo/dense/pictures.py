@@ -1,0 +1,111 @@
+"""Pictures of images beside what is true of them and what was predicted, for people to look at."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from torch import Tensor
+
+from horovod_volo.core.batch import IGNORED
+from horovod_volo.data.reading import decode_rgb
+from horovod_volo.dense.box_list import BoxList
+from horovod_volo.dense.scene_loader import Scene
+from horovod_volo.engine.task import Picture
+
+_GOLDEN_RATIO = 0.618  # of the circle of hues, between neighbouring classes
+_HIGHEST = 256  # pixels
+_LEAST_SCORE = 0.3  # of the boxes that are drawn
+
+Labelled = tuple[NDArray[np.floating], int, str]  # a box in pixels, its class and a label
+
+
+def class_colors() -> NDArray[np.uint8]:
+    """Return a colour for each class (256, 3), of which neighbours have different hues; IGNORED is black."""
+    hues = np.arange(256) * _GOLDEN_RATIO % 1
+    channels = [np.abs((6 * hues + offset) % 6 - 3) - 1 for offset in (0, 4, 2)]
+    levels = 55 + 200 * np.clip(np.stack(channels, axis=1), 0, 1)
+    levels[IGNORED] = 0
+    colors: NDArray[np.uint8] = levels.astype(np.uint8)
+    return colors
+
+
+class EvaluationPictures:
+    """Pictures of the first images of an evaluation."""
+
+    def __init__(self, most: int) -> None:
+        """`most` is the number of images; 0 on ranks that write nothing."""
+        self._most = most
+        self._pictures: dict[str, Picture] = {}
+
+    def wants(self, number: int) -> bool:
+        """Return whether an image is to be drawn."""
+        return len(self._pictures) < self._most or _name(number) in self._pictures
+
+    def add_masks(self, scene: Scene, predicted: Tensor) -> None:
+        """Draw an image beside its mask and its predicted classes."""
+        colors = class_colors()
+        parts = [scene.pixels.permute(1, 2, 0).numpy()]
+        parts += [colors[classes.to(torch.uint8).cpu().numpy()] for classes in (scene.mask, predicted)]
+        self._pictures[_name(scene.number)] = _encoded(parts)
+
+    def add_boxes(
+        self,
+        images: BoxList,
+        number: int,
+        boxes: NDArray[np.floating],
+        classes: NDArray[np.integer],
+        scores: NDArray[np.floating],
+    ) -> None:
+        """Draw an image with its true boxes beside one with those that were found."""
+        pixels, rows = decode_rgb(images, number), images.rows(number)
+        arrays, names = images.annotations.arrays, images.classes
+        true = [
+            (box, kind, names[kind])
+            for box, kind in zip(arrays.boxes[rows], arrays.classes[rows].tolist(), strict=True)
+        ]
+        found = [
+            (box, kind, f"{names[kind]} {score:.2f}")
+            for box, kind, score in zip(boxes, classes.tolist(), scores.tolist(), strict=True)
+            if score > _LEAST_SCORE
+        ]
+        self._pictures[_name(number)] = _encoded([_with_boxes(pixels, each) for each in (true, found)])
+
+    def latest(self) -> dict[str, Picture]:
+        """Return the pictures by the numbers of their images."""
+        return self._pictures
+
+
+def _name(number: int) -> str:
+    return f"image {number:05}"
+
+
+def _with_boxes(pixels: NDArray[np.uint8], boxes: Iterable[Labelled]) -> NDArray[np.uint8]:
+    # Small images are enlarged, so that labels can be read.
+    factor = max(1, _HIGHEST // max(pixels.shape[:2]))
+    image = Image.fromarray(pixels.repeat(factor, axis=0).repeat(factor, axis=1))
+    draw, colors = ImageDraw.Draw(image), class_colors()
+    for box, kind, label in boxes:
+        left, top, right, bottom = (factor * float(side) for side in box)
+        color = tuple(colors[kind % IGNORED].tolist())
+        draw.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=color, width=2)
+        draw.text((left + 3, top + 1), label, fill=color, stroke_width=1, stroke_fill=(0, 0, 0))
+    return np.asarray(image)
+
+
+def _encoded(parts: list[NDArray[np.uint8]]) -> Picture:
+    image = Image.fromarray(np.concatenate(parts, axis=1))
+    if image.height > _HIGHEST:
+        image = image.resize((max(1, image.width * _HIGHEST // image.height), _HIGHEST))
+    return encoded_picture(image)
+
+
+def encoded_picture(image: Image.Image) -> Picture:
+    """Return an image as PNG."""
+    file = io.BytesIO()
+    image.save(file, format="PNG")
+    return Picture(file.getvalue(), image.width, image.height)

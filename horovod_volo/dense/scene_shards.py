@@ -1,0 +1,147 @@
+"""Images and masks in tar shards, where each image NAME.jpg is followed by its mask NAME.mask.png.
+
+Invariant: a split has the same names in the same order, and so the same digest, as the folder that it was
+packed from. A run may therefore continue on either.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.data.images.catalog import SHARDS_OPEN
+from horovod_volo.data.images.open_files import OpenFile, OpenFiles
+from horovod_volo.data.images.shard_sample import damaged
+from horovod_volo.data.images.split_folder import FOLDER_NAMES
+from horovod_volo.data.images.tar_shards import MASK_ENDING, tar_members
+from horovod_volo.data.packing.manifest import MANIFEST, Manifest, PackedShard, read_manifest
+from horovod_volo.dense.scene_list import (
+    MASK_FOLDERS,
+    SceneLayout,
+    SceneList,
+    Split,
+    find_layout,
+    list_scenes,
+    read_classes,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class SceneShards(SceneList):
+    """The images and masks of a packed split."""
+
+    shards: tuple[Path, ...]
+    places: NDArray[np.int64]  # (images, 5): shard; offset and bytes of the image; those of the mask
+    _files: OpenFiles = field(default_factory=partial(OpenFiles, SHARDS_OPEN), init=False, repr=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how to make this list again in another process, which opens the shards itself."""
+        return SceneShards, (self.root, self.layout, self.split, self.names, self.shards, self.places)
+
+    def location(self, index: int) -> str:
+        return self._location(index, 1, self.names[index])
+
+    def mask_location(self, index: int) -> str:
+        return self._location(index, 3, mask_member(self.names[index]))
+
+    def read(self, index: int) -> NDArray[np.uint8]:
+        return np.frombuffer(self._content(index, 1, self.location(index)), dtype=np.uint8)
+
+    def encoded_mask(self, index: int) -> bytes:
+        return self._content(index, 3, self.mask_location(index))
+
+    def close(self) -> None:
+        self._files.clear()
+
+    def _location(self, index: int, column: int, name: str) -> str:
+        offset, length = self.places[index, column : column + 2].tolist()
+        return f"{self.shards[self.places[index, 0]]}, bytes {offset} to {offset + length - 1} ({name})"
+
+    def _content(self, index: int, column: int, where: str) -> bytes:
+        offset, length = self.places[index, column : column + 2].tolist()
+        try:
+            content = self._files.get(self.shards[self.places[index, 0]]).read(offset, length)
+        except OSError as error:
+            raise BadSampleError(f"{where} cannot be read: {error.strerror}") from error
+        if len(content) < length:
+            raise BadSampleError(f"{where} cannot be read: the shard has been cut short")
+        return content
+
+
+def has_scenes(root: Path) -> bool:
+    """Return whether a data folder, packed or not, holds images with masks rather than with classes."""
+    packed = [root / split for split in FOLDER_NAMES if (root / split / MANIFEST).is_file()]
+    if packed:
+        return _has_masks(read_manifest(packed[0]))
+    has_classes = any((root / name).is_dir() for names in FOLDER_NAMES.values() for name in names)
+    return not has_classes and any((root / name).is_dir() for name in MASK_FOLDERS)
+
+
+def open_scenes(root: Path, split: Split) -> SceneList:
+    """List a split of a data folder, packed or not; raise UserError if it has no images with masks."""
+    if not root.is_dir():
+        raise UserError(f"There is no folder {root}. Give the folder of the images and masks.")
+    if any((root / name / MANIFEST).is_file() for name in FOLDER_NAMES):
+        return _list_shards(root, split)
+    return list_scenes(root, find_layout(root), split)
+
+
+def mask_member(image: str) -> str:
+    """Return the name that the mask of an image has in a shard."""
+    return f"{image.removesuffix(PurePosixPath(image).suffix)}{MASK_ENDING}"
+
+
+def _has_masks(manifest: Manifest) -> bool:
+    return "layout" in manifest.asked
+
+
+def _list_shards(root: Path, split: Split) -> SceneShards:
+    folder = root / split
+    manifest = read_manifest(folder)
+    if not _has_masks(manifest):
+        raise UserError(
+            f"{folder} holds packed images without masks. Give a folder that was packed from images and "
+            "masks, or train with --task classification."
+        )
+    names: list[str] = []
+    places: list[tuple[int, ...]] = []
+    for number, shard in enumerate(manifest.shards):
+        for name, place in _pairs(folder, shard):
+            names.append(name)
+            places.append((number, *place))
+    layout = SceneLayout(manifest.asked["layout"], read_classes(folder), manifest.asked["zero_is_ignored"])
+    shards = tuple(folder / shard.file for shard in manifest.shards)
+    scenes = SceneShards(root, layout, split, tuple(names), shards, np.array(places, dtype=np.int64))
+    if scenes.digest != manifest.asked["scenes"]:
+        raise UserError(
+            f"{folder} does not hold the images or the classes that {MANIFEST} there was written for. Copy "
+            "its files again, or pack again."
+        )
+    return scenes
+
+
+def _pairs(folder: Path, shard: PackedShard) -> Iterator[tuple[str, tuple[int, int, int, int]]]:
+    """Yield the name of each image, and offset and bytes of the image and of its mask."""
+    path = folder / shard.file
+    try:
+        file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        size = os.fstat(file.descriptor).st_size
+        if size != shard.bytes:
+            raise damaged(path, f"has {size:,} bytes instead of {shard.bytes:,}")
+        members = tar_members(path, file)
+        for image in members:
+            mask = next(members, None)
+            if mask is None or mask.name != mask_member(image.name):
+                raise damaged(path, f"has {image.name} without its mask")
+            yield image.name, (image.offset, image.size, mask.offset, mask.size)
+    except OSError as error:
+        raise damaged(path, f"cannot be read: {error.strerror}") from error

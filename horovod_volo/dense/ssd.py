@@ -1,0 +1,219 @@
+"""SSD: a detector that predicts a box and class logits for each anchor from several feature maps.
+
+A backbone gives the first map, at stride 8, or the first two. Pairs of convolutions give the smaller maps,
+and on each map a convolution predicts the boxes and another the classes.
+
+Invariant: the outputs are in the order of the anchors (dense/anchors.py): map after map, within a map
+shape after shape, within a shape all positions, rows then columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.dense.backbones import build_backbone, fit_backbone
+from horovod_volo.models.build import our_name
+from horovod_volo.models.timm_api import create_model, is_model
+
+HEADS = ("box_heads", "class_heads")
+
+
+class ExtraMap(NamedTuple):
+    """The pair of convolutions that computes a map from the previous one."""
+
+    width: int  # channels between the two
+    channels: int
+    halves: bool  # the second has stride 2; otherwise it has no padding, and takes 2 from the side
+
+
+def extra_maps(sides: Sequence[int], taps: int) -> tuple[ExtraMap, ...]:
+    """Return the pairs of convolutions behind `taps` maps of a backbone, with the published widths."""
+    found = []
+    for number, before in enumerate(sides[:-1], start=1):
+        halves = before > 5 or before == 2
+        found.append(ExtraMap(256, 512, halves) if number < 3 else ExtraMap(128, 256, halves))
+    return tuple(found[taps - 1 :])
+
+
+class SSD(nn.Module):
+    """SSD over any backbone whose maps `taps` have these channels, the first at stride 8."""
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        channels: Sequence[int],
+        num_classes: int,
+        *,
+        extras: Sequence[ExtraMap],
+        anchors_per_position: Sequence[int],
+        taps: Sequence[int] = (0,),
+        normalize: bool = False,
+    ) -> None:
+        """`normalize` puts a layer norm behind each map of the backbone, for those that end without one."""
+        super().__init__()
+        of_maps = [*channels, *(extra.channels for extra in extras)]
+        if len(anchors_per_position) != len(of_maps):
+            raise ValueError(f"{len(of_maps)} maps, but {len(anchors_per_position)} numbers of anchors")
+        self.backbone, self.taps = backbone, tuple(taps)
+        self.norms = nn.ModuleList(MapNorm(width) if normalize else nn.Identity() for width in channels)
+        self.logits_per_anchor = num_classes + 1  # class 0 is the background
+        self.extras = nn.ModuleList(map(_extra_layers, of_maps[len(channels) - 1 :], extras))
+        # Output channels are shape after shape, so that in channels-last memory the values of an anchor are
+        # adjacent.
+        heads = list(zip(of_maps, anchors_per_position, strict=True))
+        self.box_heads = nn.ModuleList(nn.Conv2d(width, 4 * shapes, 3, padding=1) for width, shapes in heads)
+        self.class_heads = nn.ModuleList(
+            nn.Conv2d(width, self.logits_per_anchor * shapes, 3, padding=1) for width, shapes in heads
+        )
+        for new in (self.extras, self.box_heads, self.class_heads):
+            new.apply(_init_weights)
+
+    def feature_maps(self, images: Tensor, seed: int | None = None) -> list[Tensor]:
+        """Return the maps (batch, channels, side, side), from the largest to the smallest."""
+        found = self.backbone(images, seed)
+        maps = [norm(found[tap]) for norm, tap in zip(self.norms, self.taps, strict=True)]
+        for extra in self.extras:
+            maps.append(extra(maps[-1]))
+        return maps
+
+    def forward(self, images: Tensor, seed: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return encoded boxes (batch, anchors, 4) and class logits (batch, anchors, classes + 1).
+
+        In training, `seed` has 64 bits, for drop path.
+        """
+        maps = self.feature_maps(images, seed)
+        boxes = [_by_anchor(head(each), 4) for head, each in zip(self.box_heads, maps, strict=True)]
+        logits = [
+            _by_anchor(head(each), self.logits_per_anchor)
+            for head, each in zip(self.class_heads, maps, strict=True)
+        ]
+        return torch.cat(boxes, dim=1), torch.cat(logits, dim=1)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters without weight decay."""
+        exempt = getattr(self.backbone, "no_weight_decay", set)
+        return {f"backbone.{name}" for name in exempt()}
+
+
+class MapNorm(nn.LayerNorm):
+    """Layer norm of maps (batch, channels, height, width), at each position over its channels."""
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Return maps of the same shape."""
+        return super().forward(maps.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class ResNetTrunk(nn.Module):
+    """A ResNet up to its third stage, whose stride is 1 instead of 2; parameters have timm's names."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        resnet = create_model(name, num_classes=0)
+        if not hasattr(resnet, "layer3"):
+            raise UserError(f"{name} cannot be the trunk of SSD: it is not one of timm's ResNets.")
+        self.conv1, self.bn1, self.act1 = resnet.conv1, resnet.bn1, resnet.act1
+        self.maxpool = resnet.maxpool
+        self.layer1, self.layer2, self.layer3 = resnet.layer1, resnet.layer2, resnet.layer3
+        _remove_stride(self.layer3, name)
+        self.channels: tuple[int, ...] = (resnet.feature_info[3]["num_chs"],)
+        self.unused = tuple(name for name, _ in resnet.named_children() if not hasattr(self, name))
+
+    def forward(self, images: Tensor, drop_path_seed: int | None = None) -> list[Tensor]:  # noqa: ARG002
+        """Return the map (batch, channels, side / 8, side / 8), the side rounded up."""
+        maps = self.maxpool(self.act1(self.bn1(self.conv1(images))))
+        return [self.layer3(self.layer2(self.layer1(maps)))]
+
+
+def build_ssd(
+    name: str,
+    num_classes: int,
+    *,
+    img_size: int,
+    sides: Sequence[int],
+    anchors_per_position: Sequence[int],
+    drop_path: float = 0.0,
+    grad_checkpoint: bool = False,
+    stages: str = "all",
+) -> SSD:
+    """Build SSD with fresh weights over a ResNet of timm, as "resnet50", or over VOLO.
+
+    VOLO gives the outlookers' map and, at stride 16, that of its last transformer stage.
+    """
+    name = our_name(name)
+    taps: tuple[int, ...] = (0,)
+    if name.startswith("volo"):
+        backbone = build_backbone(
+            name, img_size=img_size, drop_path=drop_path, grad_checkpoint=grad_checkpoint, stages=stages
+        )
+        taps = (0, -1)
+    elif not is_model(name):
+        raise UserError(f"{name} cannot be the trunk of SSD. Use a ResNet of timm, or VOLO.")
+    elif drop_path or grad_checkpoint:
+        raise UserError(f"SSD on {name} has no drop path and no --grad-checkpoint. Drop them, or use VOLO.")
+    else:
+        backbone = ResNetTrunk(name)
+    channels = [backbone.channels[tap] for tap in taps]
+    return SSD(
+        backbone,
+        channels,
+        num_classes,
+        extras=extra_maps(sides, len(taps)),
+        anchors_per_position=anchors_per_position,
+        taps=taps,
+        normalize=len(taps) > 1,
+    )
+
+
+def fitted_weights(
+    network: SSD, given: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[str], list[str]]:
+    """Return weights under our names, tensors of the network that stay fresh, and messages.
+
+    The weights are of such a network, or of a network of classification.
+    """
+    if any(name.startswith(HEADS) for name in given):
+        return dict(given), [], []
+    kept, messages = fit_backbone(network.backbone, given)
+    fresh = [name for name in network.state_dict() if not name.startswith("backbone.")]
+    messages.insert(0, "extra maps and heads begin with fresh weights: these are of the backbone alone")
+    return {f"backbone.{name}": tensor for name, tensor in kept.items()}, fresh, messages
+
+
+def _extra_layers(channels: int, extra: ExtraMap) -> nn.Sequential:
+    stride, padding = (2, 1) if extra.halves else (1, 0)
+    return nn.Sequential(
+        nn.Conv2d(channels, extra.width, 1, bias=False),
+        nn.BatchNorm2d(extra.width),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(extra.width, extra.channels, 3, stride=stride, padding=padding, bias=False),
+        nn.BatchNorm2d(extra.channels),
+        nn.ReLU(inplace=True),
+    )
+
+
+def _init_weights(module: nn.Module) -> None:
+    """Initialize convolutions as published; biases keep torch's initialization."""
+    if isinstance(module, nn.Conv2d):
+        nn.init.xavier_uniform_(module.weight)
+
+
+def _by_anchor(outputs: Tensor, values: int) -> Tensor:
+    """Return the outputs of a head (batch, shapes x values, rows, columns) as (batch, anchors, values)."""
+    of_shape = torch.unflatten(outputs, 1, (-1, values))  # (batch, shapes, values, rows, columns)
+    return of_shape.permute(0, 1, 3, 4, 2).flatten(1, 3)
+
+
+def _remove_stride(stage: nn.Module, name: str) -> None:
+    for module in stage.modules():
+        if isinstance(module, nn.Conv2d):
+            module.stride = (1, 1)
+        elif not any(module.children()) and getattr(module, "stride", 1) not in (1, (1, 1)):
+            raise UserError(
+                f"{name} cannot be the trunk of SSD: it halves its maps with {type(module).__name__}, "
+                "whose stride cannot be removed. Use resnet34 or resnet50."
+            )

@@ -1,0 +1,145 @@
+"""Elastic runs: when hosts are lost or added, the ranks are formed again, and go on from the state in memory.
+
+Each rank keeps its state after the last step that it has completed. A step needs the exchanges of all ranks,
+so some ranks may have completed one that others have not; then all go on from the later state. Nothing of
+that step is missing in it, and no other step is lost.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from horovod_volo.cluster.binding import Binding
+from horovod_volo.cluster.entry import FAILED, LOST, run_on_ranks
+from horovod_volo.cluster.launch_env import read_launch_env
+from horovod_volo.cluster.watchdog import Watchdog
+from horovod_volo.cluster.world import AllRanksError, World
+from horovod_volo.config.schema import Config
+from horovod_volo.config.values import by_flag
+from horovod_volo.core.errors import UserError, print_error
+from horovod_volo.elastic.job import DriverLostError, ElasticJob, RemovedError
+from horovod_volo.engine.checkpoint.files import StateDicts
+from horovod_volo.engine.context import TrainContext
+from horovod_volo.engine.ledger import LedgerStep
+from horovod_volo.engine.state import TrainState
+
+_MOST_IN_VAIN = 5
+
+
+class Reached(NamedTuple):
+    """How far a rank has come when the ranks are formed again."""
+
+    step: int
+    formed: int  # how often the ranks had been formed
+    in_vain: int  # how often in a row without a step in between
+    scaler: dict[str, Any]
+    ledger: list[LedgerStep]
+
+
+class ElasticRun:
+    """What a process takes along from one set of ranks to the next."""
+
+    def __init__(self, job: ElasticJob) -> None:
+        self.job = job
+        self.formed = 0  # how often this run's ranks were formed before
+        self.failed: UserError | None = None  # in a callback, before the ranks were formed again
+        self.resumes = False  # whether the run had begun, but no rank has its state: it is in a checkpoint
+        self._began = False
+        self._progress: Reached | None = None
+        self._tensors: StateDicts = {}
+        self._newest: tuple[int, Reached] | None = None
+
+    def keep(self, context: TrainContext) -> None:
+        """Keep the state after the last complete step, unless it was being loaded from a checkpoint."""
+        state = context.state
+        if context.callbacks.failed is not None:  # without its traceback, which keeps the model in memory
+            self.failed = self.failed or UserError(str(context.callbacks.failed))
+        if state.step < 0:
+            return
+        statistics = state.reducer.statistics
+        for outcome in statistics.outcomes(of_all=True):
+            if outcome.own.step <= state.step:
+                context.ledger.note(outcome.own.step, outcome.checksums)
+        statistics.restore()  # the step under way has changed them
+        in_vain = 0
+        if self._newest is not None and self._newest[1].step == state.step:
+            in_vain = self._newest[1].in_vain + 1
+        self._tensors = {
+            file: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            for file, tensors in state.full_state_dict().items()
+        }
+        self._progress = Reached(
+            state.step, self.formed + 1, in_vain, state.scaler.state_dict(), context.ledger.latest()
+        )
+
+    def find_newest(self, world: World) -> Reached | None:
+        """Return the progress of the rank that has come furthest; None at the start of a run. Collective."""
+        by_rank: list[tuple[bool, Reached | None]] = world.allgather_object((self._began, self._progress))
+        reached = [(rank, progress) for rank, (_, progress) in enumerate(by_rank) if progress is not None]
+        self._newest = max(reached, key=lambda each: each[1].step, default=None)
+        self._began = any(began for began, _ in by_rank)  # a newcomer to the run learns it
+        self.resumes = self._began and self._newest is None
+        if self._newest is None:
+            return None
+        newest = self._newest[1]
+        if newest.in_vain > _MOST_IN_VAIN:
+            raise AllRanksError(
+                f"The ranks were formed again {newest.in_vain} times in a row without completing a step, so "
+                f"this run ends at step {newest.step}. Resume from its last checkpoint with --resume auto."
+            )
+        self.formed = newest.formed
+        return newest
+
+    def describe(self, step: int, hosts: Sequence[str]) -> str:
+        """Describe the ranks that have just been formed."""
+        by_host = ", ".join(f"{count} on {host}" for host, count in Counter(hosts).items())
+        return f"formed again ({self.formed}): {len(hosts)} ranks ({by_host}) go on after step {step}"
+
+    def unwritten(self) -> list[LedgerStep]:
+        """Return the latest steps, which a lost rank 0 may not have written into the ledger."""
+        return self._newest[1].ledger if self._newest is not None else []
+
+    def take_over(self, state: TrainState, world: World) -> None:
+        """Load the state of the rank that has come furthest. Collective: every rank calls this."""
+        assert self._newest is not None
+        root, newest = self._newest
+        saved = self._tensors if world.rank == root else {}
+        state.load_full_state_dict(saved, newest.scaler, newest.step, world, root)
+        world.assert_identical(state.replicated_tensors(), "Weights or optimizer state")
+
+    def forget(self) -> None:
+        """Drop what was kept: the run has begun, and `keep` can be called again."""
+        self._progress, self._tensors, self._began = None, {}, True
+
+
+def train_elastic(
+    config: Config, watchdog: Watchdog, bound: Binding, work: Callable[[World, ElasticRun], int]
+) -> int:
+    """Run `work` with the ranks that there are, as often as these change; return the exit status."""
+    elastic = ElasticRun(ElasticJob())
+    while True:
+        watchdog.heartbeat.watch(0.0)  # the driver waits for other hosts as long as it has been told to
+        try:
+            elastic.job.join()
+        except RemovedError:
+            print_error(f"rank {read_launch_env().rank} ends: the others go on without its host")
+            # At once, and not with status 0: if its host is back by then, the driver would take the end of
+            # this process for that of the new one, and success for the end of the job.
+            os._exit(FAILED)
+        except DriverLostError as error:
+            print_error(f"rank {read_launch_env().rank} stops: {error}")
+            return FAILED
+        watchdog.watch_ranks(read_launch_env().rank, [], Path())
+        status = run_on_ranks(lambda world: work(world, elastic), bound, by_flag(config), elastic=True)
+        if status != LOST:
+            return status
+        gc.collect()  # the model and its buckets, before they are built again
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()

@@ -1,0 +1,220 @@
+"""Pictures of a training batch of classification: what the network is given, and what it is to learn from it.
+
+Each image is shown as augmented, then with the class of each token label in colour, then as mixed with its
+partner. A second picture shows where the attention of an outlooker goes.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw
+from torch import Tensor, nn
+
+from horovod_volo.config.schema import Config
+from horovod_volo.core.batch import TrainBatch
+from horovod_volo.data.pipeline import Normalization
+from horovod_volo.engine.task import Picture
+from horovod_volo.labelling.figure import GREY, PALETTE, SECONDARY_TEXT, TEXT, load_font
+from horovod_volo.models.normalization import statistics_of_run
+from horovod_volo.models.outlook_attention import received_attention
+from horovod_volo.models.precision import autocast
+from horovod_volo.objective.label_map import most_probable
+from horovod_volo.objective.loss import Loss, TokenLabelLoss
+from horovod_volo.objective.mixing import Box, ImageMix, Mix
+
+_MOST = 6  # images
+_COLUMNS = 4  # of panels
+_SIDE = 128  # of a panel, pixels: TensorBoard shows pictures some 300 pixels wide
+_GAP, _CAPTION, _FONT = 8, 24, 16
+_TINT = 0.55  # opacity of a token's colour
+_BOX_COLOR = (255, 255, 255)
+_BACKGROUND = (255, 255, 255)
+
+Pixels = NDArray[np.uint8]
+
+
+class MixedLoss(Protocol):
+    """What a run learns: its loss, and how images are mixed."""
+
+    @property
+    def loss(self) -> Loss:
+        """Return the loss of a micro-batch."""
+
+    @property
+    def mix(self) -> Callable[[int, int], Mix]:
+        """Return the mix as a function of the step and the micro-batch's number."""
+
+
+@dataclass(frozen=True)
+class TrainingPictures:
+    """Draws micro-batches of a run."""
+
+    network: nn.Module
+    losses: MixedLoss
+    classes: Sequence[str]
+    config: Config
+
+    @torch.no_grad()
+    def __call__(self, batch: TrainBatch, step: int) -> dict[str, Picture]:
+        """Return pictures of the first images of a micro-batch, the first of a step."""
+        normalization = Normalization(*statistics_of_run(self.config.data, self.config.model.model))
+        images = _pixels(batch.images[:_MOST], normalization)
+        mix: Mix = self.losses.mix(step, 0)
+        partners = _pixels(batch.images.flip(0)[:_MOST], normalization)
+        tokens = self._token_classes(batch)
+        colors = _colors(tokens) if tokens is not None else {}
+        cells = []
+        for number, (pixels, partner) in enumerate(zip(images, partners, strict=True)):
+            panels = [_shown(pixels)]
+            if tokens is not None:
+                panels.append(_tinted(pixels, tokens[number], colors))
+            if (mixed := _mixed(pixels, partner, mix)) is not None:
+                panels.append(mixed)
+            cells.append(_captioned(panels, self._caption(batch, number, mix)))
+        legend = [(colors[kind], self.classes[kind]) for kind in colors if colors[kind] != GREY]
+        sheet = _sheet(cells, legend)
+        return {"batch": _picture(sheet), **self._attention(batch.images[:_COLUMNS], images[:_COLUMNS])}
+
+    def _token_classes(self, batch: TrainBatch) -> NDArray[np.int64] | None:
+        """Return the most probable class of each token (images, rows, columns), where tokens have labels."""
+        if not isinstance(self.losses.loss, TokenLabelLoss):
+            return None
+        targets = self.losses.loss.targets(batch.labels).tokens
+        classes = most_probable(targets).view(len(batch.images), -1)
+        side = round(classes.shape[1] ** 0.5)
+        found: NDArray[np.int64] = classes[:_MOST].view(-1, side, side).cpu().numpy()
+        return found
+
+    def _caption(self, batch: TrainBatch, number: int, mix: Mix) -> str:
+        own = self.classes[int(batch.labels.classes[number])]
+        if mix.lam == 1.0:
+            return own
+        partner = self.classes[int(batch.labels.classes[len(batch.images) - 1 - number])]
+        return f"{own} {100 * mix.lam:.0f} %, {partner} {100 - 100 * mix.lam:.0f} %"
+
+    def _attention(self, images: Tensor, pixels: Sequence[Pixels]) -> dict[str, Picture]:
+        with autocast(self.config.model.precision, images.device):
+            received = received_attention(self.network, images)
+        if received is None:
+            return {}
+        least, most = float(received.min()), float(received.max())
+        levels = ((received.float() - least) / max(most - least, 1e-6)).cpu().numpy()
+        captions = [f"blue: {least:.2f} of the mean", f"red: {most:.2f} of the mean"]
+        captions += [""] * (len(pixels) - len(captions))
+        cells = [
+            _captioned([_shown(each), _heated(each, heat)], caption)
+            for each, heat, caption in zip(pixels, levels, captions, strict=False)
+        ]
+        return {"outlook attention": _picture(_sheet(cells, ()))}
+
+
+def _pixels(images: Tensor, normalization: Normalization) -> list[Pixels]:
+    """Return normalised images as pixels (height, width, 3)."""
+    mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in normalization)
+    levels = ((images.float() * std + mean) * 255).round().clamp(0, 255).to(torch.uint8)
+    return list(levels.permute(0, 2, 3, 1).cpu().numpy())
+
+
+def _shown(pixels: Pixels) -> Image.Image:
+    return Image.fromarray(pixels).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
+
+
+def _colors(tokens: NDArray[np.int64]) -> dict[int, tuple[int, int, int]]:
+    """Return a colour for each class, the most frequent first; classes beyond the palette are grey."""
+    ordered = [int(kind) for kind, _ in Counter(tokens.ravel().tolist()).most_common()]
+    return {kind: PALETTE[number] if number < len(PALETTE) else GREY for number, kind in enumerate(ordered)}
+
+
+def _tinted(
+    pixels: Pixels, classes: NDArray[np.int64], colors: dict[int, tuple[int, int, int]]
+) -> Image.Image:
+    """Return an image with the colour of its class over each token."""
+    tint = np.array([[colors[int(kind)] for kind in row] for row in classes], dtype=np.uint8)
+    grid = Image.fromarray(tint).resize((_SIDE, _SIDE), Image.Resampling.NEAREST)
+    return Image.blend(_shown(pixels).convert("L").convert("RGB"), grid, _TINT)
+
+
+def _mixed(pixels: Pixels, partner: Pixels, mix: Mix) -> Image.Image | None:
+    """Return an image mixed with its partner, and the box drawn; None if nothing is mixed."""
+    if mix.lam == 1.0:
+        return None
+    if isinstance(mix, ImageMix) and mix.box is None:
+        return Image.blend(_shown(partner), _shown(pixels), mix.lam)
+    edges = mix if isinstance(mix, Box) else Box(*(mix.box or (0, 0, 0, 0)), grid=len(pixels))
+    scale = _SIDE / edges.grid
+    box = (
+        round(edges.left * scale),
+        round(edges.top * scale),
+        round((edges.left + edges.width) * scale),
+        round((edges.top + edges.height) * scale),
+    )
+    image = _shown(pixels)
+    image.paste(_shown(partner).crop(box), box[:2])
+    draw = ImageDraw.Draw(image)
+    draw.rectangle((box[0], box[1], box[2] - 1, box[3] - 1), outline=(0, 0, 0), width=4)
+    draw.rectangle((box[0] + 1, box[1] + 1, box[2] - 2, box[3] - 2), outline=_BOX_COLOR, width=2)
+    return image
+
+
+def _heated(pixels: Pixels, levels: NDArray[np.floating]) -> Image.Image:
+    """Return an image under a heat map of levels from 0, blue, to 1, red (rows, columns)."""
+    heat = np.stack([levels, 1 - 2 * np.abs(levels - 0.5), 1 - levels], axis=2)
+    colors = Image.fromarray((255 * np.nan_to_num(heat).clip(0, 1)).astype(np.uint8))  # of a diverged network
+    overlay = colors.resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
+    return Image.blend(_shown(pixels).convert("L").convert("RGB"), overlay, _TINT)
+
+
+def _captioned(panels: Sequence[Image.Image], caption: str) -> Image.Image:
+    """Return images side by side with a text under them."""
+    cell = Image.new("RGB", (_SIDE * len(panels), _SIDE + _CAPTION), _BACKGROUND)
+    for number, panel in enumerate(panels):
+        cell.paste(panel, (number * _SIDE, 0))
+    ImageDraw.Draw(cell).text((2, _SIDE + 3), caption, TEXT, load_font(_FONT))
+    return cell
+
+
+def _sheet(cells: Sequence[Image.Image], legend: Sequence[tuple[tuple[int, int, int], str]]) -> Image.Image:
+    """Return cells of equal size as a sheet, with a legend of colours under it."""
+    columns = max(1, _COLUMNS * _SIDE // cells[0].width)
+    rows = -(-len(cells) // columns)
+    width, height = cells[0].width + _GAP, cells[0].height + _GAP
+    places = _legend_places([name for _, name in legend], columns * width)
+    lines = places[-1][1] + 1 if places else 0
+    size = (columns * width + _GAP, rows * height + _GAP + lines * _CAPTION)
+    sheet = Image.new("RGB", size, _BACKGROUND)
+    for number, cell in enumerate(cells):
+        sheet.paste(cell, (_GAP + number % columns * width, _GAP + number // columns * height))
+    draw = ImageDraw.Draw(sheet)
+    for (color, name), (left, line) in zip(legend, places, strict=True):
+        top = rows * height + _GAP + line * _CAPTION
+        draw.rectangle((left, top, left + _FONT, top + _FONT), fill=color)
+        draw.text((left + _FONT + 5, top - 2), name, SECONDARY_TEXT, load_font(_FONT))
+    return sheet
+
+
+def _legend_places(names: Sequence[str], width: int) -> list[tuple[int, int]]:
+    """Return where each name of a legend begins, in pixels, and on which line."""
+    places, left, line = list[tuple[int, int]](), _GAP, 0
+    for name in names:
+        needed = _FONT + 5 + round(load_font(_FONT).getlength(name)) + 2 * _GAP
+        if left > _GAP and left + needed > width:
+            left, line = _GAP, line + 1
+        places.append((left, line))
+        left += needed
+    return places
+
+
+def _picture(image: Image.Image) -> Picture:
+    file = io.BytesIO()
+    # A palette takes a third of the bytes, and TensorBoard's checksum of events is slow. More compression
+    # saves a tenth of them, and takes longer than their checksum.
+    image.quantize(256, Image.Quantize.FASTOCTREE).save(file, format="PNG", compress_level=2)
+    return Picture(file.getvalue(), image.width, image.height)

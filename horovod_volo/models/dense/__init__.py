@@ -1,1 +1,0 @@
-"""Networks that predict every pixel: backbones with maps of several strides, necks, heads."""

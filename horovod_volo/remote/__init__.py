@@ -1,0 +1,1 @@
+"""Images of shards on a server, read over HTTP or S3."""

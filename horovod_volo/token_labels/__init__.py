@@ -1,0 +1,1 @@
+"""Token labels: how they are stored, found, and laid over their images."""

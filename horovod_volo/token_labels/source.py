@@ -1,0 +1,79 @@
+"""Open label maps, whether they are a packed store or a folder of published files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.token_labels.geometry import MapGeometry, assumption_warning
+from horovod_volo.token_labels.published_maps import PublishedMaps
+from horovod_volo.token_labels.store import LabelStore, is_store
+from horovod_volo.token_labels.store_writer import is_unfinished
+
+
+class LabelSource(Protocol):
+    """Label maps of a catalog's images, all of the same shape."""
+
+    map_shape: tuple[int, int, int]  # k, height, width
+    geometry: MapGeometry  # the part of its image that a map is taken to cover
+    geometry_assumed: bool  # neither recorded nor stated
+    recorded_geometry: MapGeometry | None  # None: nothing is recorded
+    teacher: str
+    generated: bool  # found by full names, with centred logits; else by published keys, with any logits
+
+    def read(self, index: int) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
+        """Return logits and class numbers of image `index`. Thread-safe; raises BadSampleError."""
+
+    def close(self) -> None:
+        """Close all files; maps that were read stay valid."""
+
+
+def open_labels(
+    folder: str, catalog: Catalog, cache: Path | None, geometry: MapGeometry | None = None
+) -> LabelSource:
+    """Open a packed store or a folder of published maps.
+
+    `cache` is a folder for the rows of a store's images; `geometry` overrides the recorded one.
+    """
+    source = _open(Path(folder), catalog, cache)
+    if geometry is not None:
+        source.geometry, source.geometry_assumed = geometry, False
+    return source
+
+
+def map_warnings(folder: str, source: LabelSource) -> list[str]:
+    """Warn of a geometry that is assumed or not the recorded one, and of logits that may not be centred."""
+    found = [assumption_warning(folder, source.geometry)] if source.geometry_assumed else []
+    recorded = source.recorded_geometry
+    if recorded is not None and recorded != source.geometry:
+        found.append(
+            f"the label maps in {folder} are recorded to cover {recorded.description}, but --map-geometry "
+            f"says {source.geometry.description}"
+        )
+    if source.teacher != PublishedMaps.teacher and not source.generated:
+        found.append(
+            f"an earlier version generated the maps in {folder}, so their logits may not be centred: "
+            f"tools/labels verify {folder} --data DATA_DIR --teacher NAME, with their teacher "
+            f"{source.teacher}, tells whether they are; or generate them again"
+        )
+    return found
+
+
+def _open(path: Path, catalog: Catalog, cache: Path | None) -> LabelSource:
+    if is_store(path):
+        return LabelStore(path, catalog, cache)
+    if is_unfinished(path):
+        raise UserError(
+            f"the label store {path} is unfinished. Run the tools/labels command that started it again."
+        )
+    if not path.is_dir():
+        raise UserError(
+            f"there is no folder {path}. --token-label-data takes a packed store, or a folder with "
+            "CLASS/IMAGE.pt for every training image."
+        )
+    return PublishedMaps(path, catalog)

@@ -1,0 +1,194 @@
+"""Write a label store shard by shard, in any order and from any number of processes.
+
+A shard is finished when its record, maps-NNNNN.json, is written. A later attempt with the same metadata
+reuses it if its checksum is still right. Invariant: only `finish` writes store.json, which makes the folder
+a store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from horovod_volo.core.atomic_file import atomic_write, file_sha256, remove_partials
+from horovod_volo.core.batch import NO_CLASS
+from horovod_volo.core.errors import UserError
+from horovod_volo.token_labels.keys import encode_keys
+from horovod_volo.token_labels.store import (
+    KEYS_FILE,
+    METADATA_FILE,
+    VERSION,
+    Shard,
+    StoreMetadata,
+    ids_type,
+    is_store,
+    read_metadata,
+)
+
+UNFINISHED_FILE = "making.json"  # the metadata of a store that is not finished
+SHARD_ROWS = 8192
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """A finished shard, with the reason for each map that is missing in it."""
+
+    shard: Shard
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LabelStoreWriter:
+    """Writer of an unfinished store; every process that writes shards has an equal one."""
+
+    folder: Path
+    metadata: StoreMetadata
+
+    @property
+    def shards(self) -> int:
+        """Return the number of shards of the finished store."""
+        return -(-self.metadata.maps // self.metadata.shard_rows)
+
+    def rows(self, number: int) -> range:
+        """Return the rows of a shard."""
+        first = number * self.metadata.shard_rows
+        return range(first, min(first + self.metadata.shard_rows, self.metadata.maps))
+
+    def empty_shard(self, number: int) -> tuple[NDArray[np.float16], NDArray[np.integer[Any]]]:
+        """Return a shard's logits and class numbers, with NO_CLASS in every row."""
+        shape = (len(self.rows(number)), *self.metadata.map_shape)  # (rows, k, height, width)
+        return np.zeros(shape, np.float16), np.full(shape, NO_CLASS, np.dtype(self.metadata.ids))
+
+    def write(
+        self,
+        number: int,
+        scores: NDArray[np.float16],
+        ids: NDArray[np.integer[Any]],
+        problems: Sequence[str],
+    ) -> ShardRecord:
+        """Write a shard atomically, then its record."""
+        content = save({"scores": scores, "ids": ids})
+        name = f"maps-{number:05}.safetensors"
+        missing = int((ids[:, 0, 0, 0] == NO_CLASS).sum())
+        shard = Shard(name, self.rows(number).start, len(ids), missing, hashlib.sha256(content).hexdigest())
+        record = ShardRecord(shard, tuple(problems))
+        try:
+            with atomic_write(self.folder / name) as file:
+                file.write(content)
+            with atomic_write(self._record_path(number)) as file:
+                file.write(json.dumps(asdict(record), indent=1).encode())
+        except OSError as error:
+            raise UserError(
+                f"{self.folder / name} cannot be written: {error}. Free disk space, then run the same "
+                "command again: finished shards are reused."
+            ) from None
+        return record
+
+    def finished(self, number: int) -> ShardRecord | None:
+        """Return the record of a shard that is finished and undamaged, else None."""
+        try:
+            stored = json.loads(self._record_path(number).read_bytes())
+            record = ShardRecord(Shard(**stored["shard"]), tuple(stored["problems"]))
+            undamaged = file_sha256(self.folder / record.shard.file) == record.shard.sha256
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return record if undamaged else None
+
+    def finish(self) -> StoreMetadata:
+        """Write store.json and remove the records; every shard must be finished."""
+        stored = [json.loads(self._record_path(number).read_bytes()) for number in range(self.shards)]
+        metadata = replace(self.metadata, shards=tuple(Shard(**record["shard"]) for record in stored))
+        with atomic_write(self.folder / METADATA_FILE) as file:
+            file.write(metadata.to_json())
+        for number in range(self.shards):
+            self._record_path(number).unlink()
+        (self.folder / UNFINISHED_FILE).unlink()
+        remove_partials(self.folder)
+        return metadata
+
+    def _record_path(self, number: int) -> Path:
+        return self.folder / f"maps-{number:05}.json"
+
+
+def open_writer(
+    folder: Path,
+    keys: Sequence[str],
+    *,
+    classes: int,
+    map_shape: tuple[int, int, int],
+    geometry: str,
+    teacher: str,
+    catalog: str,
+    shard_rows: int = SHARD_ROWS,
+    geometry_assumed: bool = False,
+    generated: bool = False,
+) -> LabelStoreWriter:
+    """Start a store with these keys, or resume an unfinished one that is equal; one process calls this."""
+    content = encode_keys(keys)
+    if content.count(b"\n") != len(keys):
+        raise UserError("the name of a class or an image contains a line break. Rename it.")
+    metadata = StoreMetadata(
+        version=VERSION,
+        maps=len(keys),
+        classes=classes,
+        top=map_shape[0],
+        height=map_shape[1],
+        width=map_shape[2],
+        ids=ids_type(classes),
+        geometry=geometry,
+        teacher=teacher,
+        keys=hashlib.sha256(content).hexdigest(),
+        catalog=catalog,
+        shard_rows=shard_rows,
+        shards=(),
+        geometry_assumed=geometry_assumed,
+        generated=generated,
+    )
+    check_new_store(folder)
+    if is_unfinished(folder):
+        _check_same_metadata(folder, metadata)
+        return LabelStoreWriter(folder, metadata)
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / KEYS_FILE) as file:
+        file.write(content)
+    with atomic_write(folder / UNFINISHED_FILE) as file:
+        file.write(metadata.to_json())
+    return LabelStoreWriter(folder, metadata)
+
+
+def check_new_store(folder: Path) -> None:
+    """Raise UserError if no store can be written or resumed in this folder."""
+    if is_store(folder):
+        raise UserError(
+            f"{folder} is already a complete label store. Remove it first, or name another folder."
+        )
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file. Name a folder for the store.")
+    if not folder.is_dir() or is_unfinished(folder):
+        return
+    # Temporary files of killed processes have names that start with a dot.
+    if any(entry.name != KEYS_FILE and not entry.name.startswith(".") for entry in folder.iterdir()):
+        raise UserError(f"{folder} holds other files. Name a folder that is empty or does not exist yet.")
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Return whether a folder is an unfinished store."""
+    return (folder / UNFINISHED_FILE).is_file() and not is_store(folder)
+
+
+def _check_same_metadata(folder: Path, metadata: StoreMetadata) -> None:
+    before, now = asdict(read_metadata(folder / UNFINISHED_FILE)), asdict(metadata)
+    changed = [f"{name} was {before[name]}, is {now[name]}" for name in now if before[name] != now[name]]
+    if changed:
+        raise UserError(
+            f"{folder} holds an unfinished store with other metadata ({'; '.join(changed)}). Run the command "
+            "that started it to resume it, or remove the folder to start again."
+        )
