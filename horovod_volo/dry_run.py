@@ -22,6 +22,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import config_warnings
 from horovod_volo.config.without_effect import RunFacts
 from horovod_volo.core.errors import escape_controls
+from horovod_volo.core.operators import estimated_with_kernels
 from horovod_volo.engine.banner import (
     batch_line,
     batch_warnings,
@@ -31,8 +32,7 @@ from horovod_volo.engine.banner import (
     precision_line,
     training_line,
 )
-from horovod_volo.engine.task_names import find_task
-from horovod_volo.kernels import estimated_with_kernels
+from horovod_volo.engine.classification import TASKS
 from horovod_volo.models.build import hidden_matrices
 from horovod_volo.models.freezing import freeze, start_training
 from horovod_volo.models.weights import TIMM
@@ -85,7 +85,7 @@ class Workload:
 def dry_run(config: Config, ranks: int) -> str:
     """Return the text of a dry run on this many ranks."""
     load_plugins(config.run.plugin)
-    task = find_task(config.model.task)
+    task = TASKS.find(config.model.task)
     config = task.fit_to_model(config)
     counted = task.count(config) if config.is_open and config.data.data_dir else None
     if counted is not None:
@@ -98,7 +98,7 @@ def dry_run(config: Config, ranks: int) -> str:
 
 def measure_workload(config: Config, counted: tuple[int, int] | None = None) -> Workload:
     """Count the images, unless that was done, and measure the model on the meta device."""
-    task = find_task(config.model.task)
+    task = TASKS.find(config.model.task)
     task.check(config)
     check_names(config)
     images, classes, warnings = _images_and_classes(config, counted)
@@ -192,7 +192,7 @@ def _images_and_classes(config: Config, counted: tuple[int, int] | None) -> tupl
     paths = [source for source in sources if source and not source.startswith(TIMM)]
     warnings = [f"{path} is not on this machine" for path in paths if not Path(path).exists()]
     if counted is None and config.data.data_dir:
-        counted = find_task(config.model.task).count(config)
+        counted = TASKS.find(config.model.task).count(config)
     if counted is not None:
         return (*counted, warnings)
     assumed = _IMAGENET_22K if config.model.num_classes == _IMAGENET_22K[2] else _IMAGENET_1K

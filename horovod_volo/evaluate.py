@@ -86,15 +86,11 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
 
 def _evaluate_dense(options: argparse.Namespace, task: str, world: World) -> int:
     """Evaluate a network that predicts pixels or boxes. Collective: every rank calls this."""
-    from horovod_volo.dense.evaluate import DenseRequest
-    from horovod_volo.dense.evaluate_boxes import measure_found
-    from horovod_volo.dense.evaluate_scenes import measure_scenes
+    from horovod_volo.engine.task import EVALUATIONS
 
-    given = {name: getattr(options, name) for name in DenseRequest.__dataclass_fields__}
-    request = DenseRequest(**given | {"scales": tuple(options.scales)})
-    measure = measure_found if task == "detection" else measure_scenes
-    result = measure(request, world, _progress(world))
-    lines, record = result.text(request, options.per_class), result.record(request, world.size)
+    evaluate = world.run_on_all_ranks(partial(EVALUATIONS.find, task))
+    result = evaluate(vars(options), world, _progress(world))
+    lines, record = result.text(options.per_class), result.record(world.size)
     _report(options, world, result.bad_samples, lines, record)
     return DONE
 

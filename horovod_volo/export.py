@@ -24,7 +24,7 @@ from horovod_volo.core.errors import UserError, escape_controls, print_error
 if TYPE_CHECKING:
     from torch import nn
 
-    from horovod_volo.evaluation.exported import TrainedDense
+    from horovod_volo.engine.task import Trained
     from horovod_volo.models.onnx_export import Sides
     from horovod_volo.models.pretrained import PretrainedModel
 
@@ -111,8 +111,9 @@ def export(options: argparse.Namespace) -> None:
     if options.onnx:
         onnx_export.check_packages()
     timm_export.check_folder(options.folder, replace=options.force)
-    if task_of(options.source) != "classification":
-        _export_dense(options)
+    task = task_of(options.source)
+    if task != "classification":
+        _export_dense(options, task)
         return
     trained = load_pretrained(
         options.source,
@@ -134,21 +135,21 @@ def export(options: argparse.Namespace) -> None:
     print(timm_export.how_timm_loads(trained.name, options.folder))
 
 
-def _export_dense(options: argparse.Namespace) -> None:
+def _export_dense(options: argparse.Namespace, task: str) -> None:
     """Export a network for pixels or boxes."""
-    from horovod_volo.evaluation.exported import load_dense, reloaded_difference, write_dense
+    from horovod_volo.engine.task import EXPORTS
     from horovod_volo.models import timm_export
 
     if options.model or options.aux_head != "auto" or options.mean or options.std:
         raise UserError(
             "--model, --aux-head, --mean and --std are for networks of classification. Drop them."
         )
-    trained = load_dense(options.source, image_side=options.img_size, use_ema=options.use_ema)
+    trained = EXPORTS.find(task)(options.source, options.img_size, options.use_ema)
     _print_messages(trained)
     side = trained.image_side
     with timm_export.atomic_folder(options.folder, replace=options.force) as exported:
-        write_dense(trained, exported)
-        difference = reloaded_difference(trained, exported, timm_export.fixed_images(2, side))
+        trained.write(exported)
+        difference = trained.reloaded_difference(exported, timm_export.fixed_images(2, side))
         _check_difference("torch", difference, _TIMM_TOLERANCE)
         if options.onnx:
             is_dynamic = trained.takes_any_size and not options.img_size
@@ -159,7 +160,7 @@ def _export_dense(options: argparse.Namespace) -> None:
     print(f"{options.folder}: {model.task} by {model.model} at {side} pixels: {', '.join(names)}")
 
 
-def _print_messages(trained: PretrainedModel | TrainedDense) -> None:
+def _print_messages(trained: PretrainedModel | Trained) -> None:
     """Print what was loaded."""
     unnamed = [] if trained.class_names else ["the weights hold no names of classes, nor will the export"]
     for message in trained.messages + unnamed:
@@ -175,7 +176,7 @@ def _compare_with_timm(trained: PretrainedModel, folder: Path) -> None:
 
 
 def _write_onnx(
-    trained: PretrainedModel | TrainedDense,
+    trained: PretrainedModel | Trained,
     network: nn.Module,
     outputs: Sequence[str],
     folder: Path,

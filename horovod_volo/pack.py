@@ -104,9 +104,11 @@ def build_parser() -> Parser:
 
 
 def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> int:
-    from horovod_volo.dense.scene_shards import has_scenes
+    from horovod_volo.data.packing.packed_split import PACKERS
 
-    pack = _pack_scenes if has_scenes(data_dir) else _pack_images
+    masks = "images with masks"
+    has_masks = PACKERS.has_extra(masks) and PACKERS.find(masks).fits(data_dir)
+    pack = _pack_scenes if has_masks else _pack_images
     try:
         left_out = pack(data_dir, out, args, workers)
     except OSError as error:
@@ -135,11 +137,11 @@ def _pack_images(data_dir: Path, out: Path, args: argparse.Namespace, workers: i
 
 
 def _pack_scenes(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> list[str]:
-    from horovod_volo.dense.pack_scenes import pack_scenes
+    from horovod_volo.data.packing.packed_split import PACKERS
 
     if args.resize:
         raise UserError(f"{data_dir} has masks, and images with masks are packed unchanged. Drop --resize.")
-    pack_scenes(
+    PACKERS.find("images with masks").pack(
         data_dir,
         out,
         shard_images=args.shard_images,

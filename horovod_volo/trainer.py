@@ -284,9 +284,6 @@ def _ignore(done: int, images: int) -> None:
 
 
 def _evaluate_dense(task: str, common: dict[str, Any], world: World) -> Metrics:
-    from horovod_volo.dense.evaluate import DenseRequest
-    from horovod_volo.dense.evaluate_boxes import measure_found
-    from horovod_volo.dense.evaluate_scenes import measure_scenes
+    from horovod_volo.engine.task import EVALUATIONS
 
-    measure = measure_found if task == "detection" else measure_scenes
-    return measure(DenseRequest(**common), world, _ignore).metrics
+    return EVALUATIONS.find(task)(common, world, _ignore).metrics

@@ -122,13 +122,13 @@ def main(arguments: list[str]) -> int:
         return 0
     before = os.getloadavg()[0]
     from horovod_volo.bench.results import append, lines, record_of
-    from horovod_volo.kernels import KERNELS, use_kernels
+    from horovod_volo.core.operators import OPERATORS, use_kernels
     from horovod_volo.plugins import load_plugins
 
     try:
         request = parse(arguments)
         load_plugins(request.plugin)
-        use_kernels(dict.fromkeys(KERNELS, 1.0))  # those that take steps choose by a check
+        use_kernels(dict.fromkeys(OPERATORS, 1.0))  # those that take steps choose by a check
         found = request.function(**request.settings)
         if isinstance(found, str):
             print(found)

@@ -19,6 +19,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import check
 from horovod_volo.config.values import assemble
 from horovod_volo.core.batch import LabelMaps, Labels, TrainBatch
+from horovod_volo.core.operators import choose_kernels
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.open_files import OpenFile
@@ -28,7 +29,6 @@ from horovod_volo.engine.context import TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
-from horovod_volo.kernels.choice import choose_kernels
 from horovod_volo.models.build import build_model, spec_of, training_forward
 from horovod_volo.monitor.logger import NullLogger
 
@@ -84,7 +84,7 @@ def synthetic_context(config: Config, world: World, resources: RankResources | N
     resources, num_classes = resources or rank_resources(world), config.model.num_classes
     task, device = Classification(), resources.device
     state, _ = build_state(config, world, task, num_classes=num_classes, device=device, finetune="")
-    choose_kernels(config, state.model, num_classes, device, world)
+    choose_kernels(config.model.kernels, device, config, state.model, num_classes, world)
     if world.size > 1:
         state.load_full_state_dict({}, {}, 0, world)
     global_batch = world.size * config.data.batch_size * config.update.accumulation

@@ -1,14 +1,38 @@
-"""Names that settings take: registries of built-in entries and those of plugins, and misspelt names."""
+"""Names that settings take: registries of built-in entries, of extras and of plugins, and misspelt names.
+
+An extra is a folder of this package that only some runs need. The core does not import it: EXTRAS says which
+of its modules to import when a setting has that name, and the module then registers what it brings, as a
+plugin does. Without its folder, the name is refused, and all else works.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Generic, TypeVar
 
 from horovod_volo.core.errors import UserError
 
 Entry = TypeVar("Entry")
+
+# By the kind of a registry and the name of an entry.
+EXTRAS: dict[str, dict[str, str]] = {
+    "task": {
+        "segmentation": "horovod_volo.dense.segmentation",
+        "detection": "horovod_volo.dense.detection",
+    },
+    "evaluation": {
+        "segmentation": "horovod_volo.dense.evaluate_scenes",
+        "detection": "horovod_volo.dense.evaluate_boxes",
+    },
+    "export": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.export"),
+    "kind of data to pack": {"images with masks": "horovod_volo.dense.pack_scenes"},
+    "choice of kernels": {"auto": "horovod_volo.kernels.choice"},
+    "address": dict.fromkeys(("http", "https", "s3"), "horovod_volo.remote.remote_catalog"),
+    "way to start ranks": {"elastic": "horovod_volo.elastic.run"},
+}
 
 
 class Registry(dict[str, Entry], Generic[Entry]):
@@ -19,6 +43,11 @@ class Registry(dict[str, Entry], Generic[Entry]):
         super().__init__()
         self.kind, self.flag = kind, flag
 
+    def has_extra(self, name: str) -> bool:
+        """Return whether an extra of this installation brings the entry."""
+        module = EXTRAS.get(self.kind, {}).get(name)
+        return module is not None and find_spec(module.rpartition(".")[0]) is not None
+
     def register(self, name: str, entry: Entry) -> None:
         """Add an entry under an unused name, or raise UserError."""
         if name in self:
@@ -27,6 +56,14 @@ class Registry(dict[str, Entry], Generic[Entry]):
 
     def find(self, name: str) -> Entry:
         """Return the entry of a name, or raise UserError."""
+        module = EXTRAS.get(self.kind, {}).get(name)
+        if name not in self and module is not None:
+            if not self.has_extra(name):
+                folder = module.rpartition(".")[0].replace(".", "/")
+                raise UserError(
+                    f"{self.flag} {name} needs {folder}, which is not installed. Install it whole."
+                )
+            import_module(module)  # registers the entry
         if name not in self:
             raise UserError(
                 f"There is no {self.kind} {name!r}.{nearest(name, self)} {self.flag} takes "

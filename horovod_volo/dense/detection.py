@@ -26,6 +26,7 @@ from horovod_volo.dense.box_loader import BoxTrainLoader
 from horovod_volo.dense.box_loss import DetectionLoss, detection_loss
 from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.dense.ssd import HEADS, SSD, build_ssd, fitted_weights
+from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.shared_catalog import catalog_folder
 from horovod_volo.engine.task import Metrics, TaskRun, better_value, check_classes, drop_path_seed
 from horovod_volo.models.build import check_model
@@ -242,3 +243,6 @@ def _fitting(config: Config, train: BoxList, held_out: BoxList) -> BoxImages:
     if not len(train.without_empty()):
         raise UserError(f"{train.files.annotations} has no box to learn. Add boxes.")
     return BoxImages(_to_learn(config, train), held_out)
+
+
+TASKS.register("detection", DetectionTask())

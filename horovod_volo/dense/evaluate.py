@@ -34,7 +34,7 @@ DENSE_TASKS: Mapping[str, SegmentationTask | DetectionTask] = {
     "segmentation": SegmentationTask(),
     "detection": DetectionTask(),
 }
-Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
+Progress = Callable[[int, int], object]  # given this rank's images that are done, and all of its images
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class DenseRequest:
 class EvaluatedDense:
     """The result of an evaluation, the same on every rank."""
 
+    request: DenseRequest
     model: str
     options: dict[str, Any]  # of segmentation
     data: str  # the folder of the images
@@ -69,8 +70,9 @@ class EvaluatedDense:
     messages: list[str]  # on the weights and the decoder
     bad_samples: list[str]  # one message for each damaged image
 
-    def text(self, request: DenseRequest, worst: int) -> list[str]:
+    def text(self, worst: int) -> list[str]:
         """Return the result as lines, with the classes of lowest value."""
+        request = self.request
         images, bad = self.metrics["images"], self.metrics["bad_samples"]
         scales = " ".join(f"{scale:g}" for scale in request.scales) + ", mirrored too" * request.flip
         how = f"; {self.options['test_mode']} images at scales {scales}" if self.options else ""
@@ -89,8 +91,9 @@ class EvaluatedDense:
             *(f"{name:<{width}}  {value:>6.2f} %" for name, value in lowest),
         ]
 
-    def record(self, request: DenseRequest, ranks: int) -> dict[str, Any]:
+    def record(self, ranks: int) -> dict[str, Any]:
         """Return the result as plain values."""
+        request = self.request
         return {
             "weights": request.weights,
             "use_ema": request.use_ema,
@@ -102,6 +105,12 @@ class EvaluatedDense:
             **self.metrics,
             "classes": self.classes,
         }
+
+
+def request_of(options: Mapping[str, Any]) -> DenseRequest:
+    """Return what the options of the command line, or of a program, ask for."""
+    given = {name: options[name] for name in DenseRequest.__dataclass_fields__ if name in options}
+    return DenseRequest(**given | {"scales": tuple(options.get("scales", (1.0,)))})
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import closing
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 from horovod_volo.cluster.world import World
 from horovod_volo.core.atomic_file import atomic_write
@@ -16,18 +18,19 @@ from horovod_volo.dense.average_precision import NO_TRUTH, BoxPredictions
 from horovod_volo.dense.box_evaluation import BoxPredictor, build_eval_loader, find_in_all
 from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes
 from horovod_volo.dense.evaluate import (
-    DenseRequest,
     EvaluatedDense,
     Progress,
     open_network,
+    request_of,
     settings_of,
 )
-from horovod_volo.engine.task import Metrics
+from horovod_volo.engine.task import EVALUATIONS, Metrics
 from horovod_volo.models.precision import autocast
 
 
-def measure_found(request: DenseRequest, world: World, progress: Progress) -> EvaluatedDense:
+def measure_found(options: Mapping[str, Any], world: World, progress: Progress) -> EvaluatedDense:
     """Evaluate a detector on every image once. Collective: every rank calls this."""
+    request = request_of(options)
     config = world.run_on_all_ranks(partial(settings_of, request))
     decoder = world.run_on_all_ranks(partial(decoder_messages, request.image_decoder))
     files = world.run_on_rank_zero(partial(find_boxes, Path(request.data_dir), request.split))
@@ -61,6 +64,7 @@ def measure_found(request: DenseRequest, world: World, progress: Progress) -> Ev
     bad = list(chain(*world.allgather_object(loader.bad_samples.new_messages())))
     precision = zip(images.classes, found.metrics.ap_of_classes.tolist(), strict=True)
     return EvaluatedDense(
+        request,
         config.model.model,
         options={},
         data=str(images.files.images),
@@ -95,3 +99,6 @@ def _rows(metrics: Metrics) -> list[tuple[str, str]]:
         ("by size", ", ".join(f"{size} {metrics[f'ap_{size}']:.3f} %" for size in sizes)),
         ("AR100", f"{metrics['ar100']:.3f} %"),
     ]
+
+
+EVALUATIONS.register("detection", measure_found)

@@ -5,11 +5,13 @@ Whatever can be wrong with the request is checked before the first image is read
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from horovod_volo.dense.evaluate import (
     EvaluatedDense,
     Progress,
     open_network,
+    request_of,
     settings_of,
 )
 from horovod_volo.dense.mean_iou import ScenePredictor, count_scenes, ious
@@ -32,11 +35,13 @@ from horovod_volo.dense.pictures import class_colors
 from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.dense.scene_loader import Scene, SceneEvalLoader
 from horovod_volo.dense.scene_shards import open_scenes
+from horovod_volo.engine.task import EVALUATIONS
 from horovod_volo.models.precision import autocast
 
 
-def measure_scenes(request: DenseRequest, world: World, progress: Progress) -> EvaluatedDense:
+def measure_scenes(options: Mapping[str, Any], world: World, progress: Progress) -> EvaluatedDense:
     """Evaluate a network on every image once. Collective: every rank calls this."""
+    request = request_of(options)
     config = world.run_on_all_ranks(partial(_settings, request))
     scenes = world.run_on_rank_zero(partial(open_scenes, Path(request.data_dir), request.split))
     trained = open_network(request, config, scenes, world)
@@ -65,6 +70,7 @@ def measure_scenes(request: DenseRequest, world: World, progress: Progress) -> E
     metrics, mode = counts.metrics(), config.segmentation.test_mode
     class_ious = zip(scenes.classes, 100 * ious(counts.confusion), strict=True)
     return EvaluatedDense(
+        request,
         config.model.model,
         options={"test_mode": mode, "scales": request.scales, "flip": request.flip},
         data=str(scenes.root),
@@ -99,3 +105,6 @@ def write_prediction(folder: Path, scenes: SceneList, number: int, predicted: Te
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         image.save(file, format="PNG")
+
+
+EVALUATIONS.register("segmentation", measure_scenes)

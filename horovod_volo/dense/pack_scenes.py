@@ -17,7 +17,9 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, Split
 from horovod_volo.data.packing.packed_split import (
+    PACKERS,
     WORK,
+    Packer,
     Progress,
     Sample,
     SplitContent,
@@ -25,7 +27,7 @@ from horovod_volo.data.packing.packed_split import (
     pack_split,
 )
 from horovod_volo.dense.scene_list import SceneList
-from horovod_volo.dense.scene_shards import mask_member, open_scenes
+from horovod_volo.dense.scene_shards import has_scenes, mask_member, open_scenes
 
 
 def pack_scenes(
@@ -71,3 +73,6 @@ def _read_scene(scenes: SceneList, index: int) -> Sample:
         return (name, scenes.read(index).tobytes()), (mask_member(name), scenes.encoded_mask(index))
     except BadSampleError as error:  # not left out: that would change the order of training
         raise UserError(f"{error}. Repair it or remove the image, and pack again.") from error
+
+
+PACKERS.register("images with masks", Packer(has_scenes, pack_scenes))

@@ -26,6 +26,7 @@ from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.dense.scene_loader import SceneEvalLoader, SceneTrainLoader
 from horovod_volo.dense.scene_shards import open_scenes
 from horovod_volo.dense.upernet import HEADS, UperNet, fitted_weights
+from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.task import Metrics, TaskRun, better_value, check_classes, drop_path_seed
 from horovod_volo.models.build import check_model
 from horovod_volo.models.normalization import statistics_of_run
@@ -224,3 +225,6 @@ def _list(config: Config) -> Scenes:
     train, held_out = open_scenes(root, "train"), open_scenes(root, "val")
     check_classes(config, train, str(root))
     return Scenes(train, held_out)
+
+
+TASKS.register("segmentation", SegmentationTask())

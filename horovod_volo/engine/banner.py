@@ -10,9 +10,9 @@ from horovod_volo.cluster.buckets import Bucket
 from horovod_volo.cluster.reducer import message_bytes
 from horovod_volo.config.derived import REFERENCE_BATCH, Derived, nearest_batches
 from horovod_volo.config.schema import Config, Published
+from horovod_volo.core.operators import describe_kernels
 from horovod_volo.data.image_decoder import describe_decoder
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.kernels import describe_kernels
 
 
 def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) -> list[str]:

@@ -17,6 +17,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import Registry
 from horovod_volo.data.augmentation.policy import parse_policy
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes
 from horovod_volo.data.images.image_list import ImageList
@@ -36,7 +37,7 @@ from horovod_volo.engine.confusions import ConfusionRecorder
 from horovod_volo.engine.given_data import GivenData
 from horovod_volo.engine.open_settings import choose_settings, device_facts, fit_to_model
 from horovod_volo.engine.shared_catalog import cache_settings, cache_warnings, catalog_folder, shared_catalog
-from horovod_volo.engine.task import Metrics, TaskRun, better_value, check_classes
+from horovod_volo.engine.task import Metrics, Task, TaskRun, better_value, check_classes
 from horovod_volo.engine.training_pictures import TrainingPictures
 from horovod_volo.models.build import (
     build_model,
@@ -289,3 +290,7 @@ def build_loaders(
         normalization=normalization,
     )
     return train_loader, eval_loader
+
+
+TASKS: Registry[Task] = Registry("task", "--task")
+TASKS.register("classification", Classification())

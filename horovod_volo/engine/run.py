@@ -28,6 +28,7 @@ from horovod_volo.config.validation import config_warnings
 from horovod_volo.config.without_effect import RunFacts
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.operators import choose_kernels
 from horovod_volo.elastic.job import HostsChangedError
 from horovod_volo.elastic.run import ElasticRun
 from horovod_volo.engine.banner import batch_warnings, format_banner
@@ -35,6 +36,7 @@ from horovod_volo.engine.callbacks import Callback, Callbacks, build_plugin_call
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS, clean_up
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
+from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.context import TrainContext, build_context, run_folder
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
@@ -44,8 +46,6 @@ from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.run_texts import describe_run
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.task import Task
-from horovod_volo.engine.task_names import find_task
-from horovod_volo.kernels.choice import choose_kernels
 from horovod_volo.models.compiled import check_compiler
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.further_loggers import check_packages
@@ -155,7 +155,8 @@ def setup(
     build = partial(build_state, config, world, task, num_classes=len(data.train.classes))
     state, state_warnings = world.run_on_all_ranks(partial(build, device=resources.device, finetune=finetune))
     begin_stage("checking kernels")
-    state_warnings += choose_kernels(config, state.model, len(data.train.classes), resources.device, world)
+    facts = config, state.model, len(data.train.classes), world
+    state_warnings += choose_kernels(config.model.kernels, resources.device, *facts)
     begin_stage("loading the state and copying it to all ranks", LONGEST_WRITE_SECONDS)
     if newest and elastic is not None:
         elastic.take_over(state, world)
@@ -194,7 +195,7 @@ def _warnings(context: TrainContext) -> list[str]:
 def _task_of(config: Config) -> Task:
     if not config.data.data_dir:
         raise UserError("The data folder is missing: python -m horovod_volo.train DATA_DIR ...")
-    return find_task(config.model.task)
+    return TASKS.find(config.model.task)
 
 
 def _check(config: Config, task: Task) -> None:

@@ -5,20 +5,34 @@ Training, evaluation and labelling use it. It is not in `data`, which does not d
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
+from horovod_volo.core.names import Registry
 from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalog
 from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.split_folder import HeldOut, Split
-from horovod_volo.remote.remote_catalog import (
-    CacheSettings,
-    RemoteCatalog,
-    download_catalog,
-    is_remote,
-    open_downloaded,
-)
+
+
+class CacheSettings(NamedTuple):
+    """The folder for blocks of remote shards, and its limit; without a folder, each image is one request."""
+
+    folder: str = ""
+    gib: float = 0.0
+
+
+class Server(NamedTuple):
+    """What reads shards at an address."""
+
+    # (address, split, which images are held out, folder or memory, cache) -> the downloaded list
+    download: Callable[[str, Split, HeldOut, Path | None, CacheSettings], Catalog]
+    open: Callable[[Path, str, str, CacheSettings], Catalog]  # (downloaded list, its digest, address, cache)
+
+
+SERVERS: Registry[Server] = Registry("address", "DATA_DIR")
 
 
 def catalog_folder(catalog_dir: str, output: str, world: World) -> Path | None:
@@ -42,17 +56,17 @@ def shared_catalog(
     The list is a file in `folder`; None keeps it in memory, which needs a world of one rank. That of shards
     on a server is downloaded, and `cache` keeps blocks of them.
     """
-    blocks = cache or CacheSettings()
+    blocks, scheme = cache or CacheSettings(), data_dir.partition("://")[0]
 
     def build() -> Catalog:
-        if is_remote(data_dir):
-            return download_catalog(data_dir, split, held_out or HeldOut(), folder, blocks)
+        if scheme != data_dir:
+            return SERVERS.find(scheme).download(data_dir, split, held_out or HeldOut(), folder, blocks)
         return build_catalog(data_dir, split, folder, held_out)
 
     def open_built(path: Path, digest: str, source: str) -> Catalog:
-        return (
-            open_downloaded(path, digest, source, blocks) if is_remote(source) else open_catalog(path, digest)
-        )
+        if scheme != data_dir:
+            return SERVERS.find(scheme).open(path, digest, source, blocks)
+        return open_catalog(path, digest)
 
     built = world.run_on_all_ranks(lambda: build() if world.is_rank_zero else None)
     facts = world.broadcast_object(None if built is None else (built.path, built.digest, built.source))
@@ -66,10 +80,8 @@ def cache_settings(settings: Data) -> CacheSettings:
 
 def cache_warnings(settings: Data, train: ImageList) -> list[str]:
     """Return a warning if blocks of shards on a server are read again and again."""
-    if not isinstance(train, RemoteCatalog) or not settings.cache_dir or settings.block_shuffle:
-        return []
-    gib = train.total_bytes / 2**30
-    if gib <= settings.cache_gib:
+    gib = getattr(train, "remote_bytes", 0) / 2**30
+    if not settings.cache_dir or settings.block_shuffle or gib <= settings.cache_gib:
         return []
     return [
         f"--cache-gib {settings.cache_gib:g} holds a part of the {gib:.1f} GiB of the training shards, whose "

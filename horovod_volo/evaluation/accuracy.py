@@ -30,14 +30,13 @@ from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.accuracy import EvalCounts, count_correct, sum_counts
 from horovod_volo.engine.per_class import ClassResult, class_results
 from horovod_volo.engine.predictions import PredictionCollector
-from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
+from horovod_volo.engine.shared_catalog import CacheSettings, catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
 from horovod_volo.models.aux_head import Choice
 from horovod_volo.models.crop_average import CropAverage
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import PretrainedModel, load_pretrained, settings_of_run
 from horovod_volo.models.weights import TIMM
-from horovod_volo.remote.remote_catalog import CacheSettings
 
 Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
 

@@ -6,8 +6,21 @@ rounding of interpolated pixels; colours are equal bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from horovod_volo.core.batch import copy_async
+from horovod_volo.core.operators import register_kernel
+from horovod_volo.data.augmentation import color_ops, geometric_ops
+from horovod_volo.data.augmentation.apply_ops import apply_groups, groups_of
+from horovod_volo.data.augmentation.operations import OPERATIONS, source_matrices
+from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.kernels.codes import PixelOp
 
 # Triton is imported where a kernel is launched: shapes and costs are known without it.
 _BLOCK = 512  # pixels of one program
@@ -15,6 +28,21 @@ _STATISTICS_BLOCK = 4096
 # Columns of the parameters of an image: operation, whether it is bicubic, argument, then six of a matrix.
 COLUMNS = 9
 LEVELS = 256
+_PIXEL_OPS: dict[Any, PixelOp] = {
+    color_ops.auto_contrast: PixelOp.AUTO_CONTRAST,
+    color_ops.equalize: PixelOp.EQUALIZE,
+    color_ops.invert: PixelOp.INVERT,
+    color_ops.posterize: PixelOp.POSTERIZE,
+    color_ops.solarize: PixelOp.SOLARIZE,
+    color_ops.solarize_add: PixelOp.SOLARIZE_ADD,
+    color_ops.brightness: PixelOp.BRIGHTNESS,
+    color_ops.contrast: PixelOp.CONTRAST,
+    color_ops.color: PixelOp.COLOR,
+    color_ops.sharpness: PixelOp.SHARPNESS,
+    geometric_ops.rotate: PixelOp.ROTATE,
+    geometric_ops.warp_along_x: PixelOp.ALONG_X,
+    geometric_ops.warp_along_y: PixelOp.ALONG_Y,
+}
 
 
 @torch.library.custom_op("horovod_volo::augment_tables", mutates_args=())
@@ -88,3 +116,48 @@ def _fake_normalize_images(
     images: Tensor, _mean: Tensor, _std: Tensor, _boxes: Tensor, _noise: Tensor, _mode: str
 ) -> Tensor:
     return torch.empty_like(images, dtype=torch.float32)
+
+
+def augment_(images: Tensor, operations: Operations) -> None:
+    """Change uint8 images in place. Operations of plugins are applied by their own functions."""
+    layers = range(operations.kinds.shape[1])
+    if not layers:
+        return
+    rows = np.stack([_parameters(operations, layer, images.shape[2:]) for layer in layers])
+    before, after = images.contiguous(), torch.empty_like(images, memory_format=torch.contiguous_format)
+    for layer, parameters in zip(layers, copy_async(rows, images.device), strict=True):
+        apply_layer(after, before, parameters, statistics_tables(before, parameters))
+        groups = groups_of(operations, layer)
+        others = {group: numbers for group, numbers in groups.items() if group[0] not in _PIXEL_OPS}
+        apply_groups(after, operations, layer, others)
+        before, after = after, before
+    if before is not images:
+        images.copy_(before)
+
+
+def _parameters(operations: Operations, layer: int, shape: Sequence[int]) -> NDArray[np.float64]:
+    """Return what the kernels need to know of each image, (batch, COLUMNS); see `PixelOp`."""
+    kinds, arguments = operations.kinds[:, layer], operations.arguments[:, layer]
+    height, width = shape
+    ops = np.array([_PIXEL_OPS.get(OPERATIONS[kind].function, 0) if kind else 0 for kind in kinds.tolist()])
+    matrices = source_matrices(kinds, arguments, np.tile([height, width], (len(kinds), 1)))
+    rows = np.zeros((len(kinds), COLUMNS))
+    rows[:, 0], rows[:, 1], rows[:, 2] = ops, operations.bicubic[:, layer], arguments
+    masks = ops == PixelOp.POSTERIZE
+    rows[masks, 2] = np.floor(256 - 2 ** (8 - arguments[masks])) % 256
+    turned, along_x, along_y = (ops == op for op in (PixelOp.ROTATE, PixelOp.ALONG_X, PixelOp.ALONG_Y))
+    scaled = (matrices * np.array([[2 / width], [2 / height]])).astype(np.float32)
+    scaled[:, :, 2] -= 1
+    rows[turned, 3:] = scaled[turned].reshape(-1, 6)
+    rows[along_x, 3:5], rows[along_y, 3:5] = matrices[along_x, 0, 1:], matrices[along_y, 1][:, ::2]
+    return rows
+
+
+class AugmentationKernels(NamedTuple):
+    """What the core calls in place of its operators."""
+
+    augment_: Callable[[Tensor, Operations], None]
+    normalize: Callable[..., Tensor]
+
+
+register_kernel("augmentation", AugmentationKernels(augment_, normalize_images))

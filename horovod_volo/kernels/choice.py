@@ -18,11 +18,13 @@ from torch import Tensor, nn
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
+from horovod_volo.core.operators import CHOICES, Operator, use_kernels
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
-from horovod_volo.kernels import Kernel, use_kernels
-from horovod_volo.models.outlook import Outlook, outlook
+from horovod_volo.kernels import augment, outlook, soft_cross_entropy  # noqa: F401  they register themselves
+from horovod_volo.models.outlook import Outlook
+from horovod_volo.models.outlook import outlook as outlook_attention
 from horovod_volo.models.precision import autocast
 from horovod_volo.objective.soft_target import SoftTarget, cross_entropy
 
@@ -35,20 +37,17 @@ _OF_PIXELS, _OF_HALF, _OF_TF32, _OF_FULL = 2e-2, 2e-2, 2e-3, 1e-4
 class Check(NamedTuple):
     """A computation that uses a kernel, or PyTorch's operators, as was chosen."""
 
-    kernel: Kernel
+    kernel: Operator
     inputs: Sequence[Tensor]
     compute: Callable[..., list[Tensor]]  # results and gradients
     tolerance: float  # norm of the difference, relative to that of the results
 
 
-def choose_kernels(
-    config: Config, model: nn.Module, num_classes: int, device: torch.device, world: World
+def choose_by_check(
+    device: torch.device, config: Config, model: nn.Module, num_classes: int, world: World
 ) -> list[str]:
     """Choose the kernels; return a warning about each that is not used, or slow. Collective on a GPU."""
-    use_kernels({})
-    if config.model.kernels == "plain" or device.type != "cuda":
-        return []
-    found: list[dict[Kernel, tuple[float, str]]] = world.allgather_object(
+    found: list[dict[Operator, tuple[float, str]]] = world.allgather_object(
         {check.kernel: outcome(check) for check in kernel_checks(config, model, num_classes, device)}
     )
     torch.cuda.reset_peak_memory_stats(device)  # which the log reports
@@ -133,7 +132,7 @@ def kernel_checks(
 
 def _outlook_of(layer: Outlook) -> Callable[[Tensor, Tensor], list[Tensor]]:
     def compute(values: Tensor, logits: Tensor) -> list[Tensor]:
-        mixed = outlook(
+        mixed = outlook_attention(
             values, logits, heads=layer.num_heads, kernel=layer.kernel_size, padding=layer.padding,
             stride=layer.stride, scale=layer.scale,
         )  # fmt: skip
@@ -162,3 +161,6 @@ def _augmentation_of(config: Config, device: torch.device) -> Callable[[Tensor],
         return [eraser.normalize(augmented, 0 * std, std, erasures)]
 
     return compute
+
+
+CHOICES.register("auto", choose_by_check)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horovod_volo.core.operators import register_kernel
+
 # Triton is imported where a kernel is launched: shapes and costs are known without it.
 _CELLS, _WINDOWS, _ROWS = 32, 8, 128  # of one program
 
@@ -108,3 +110,4 @@ def _backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, Tensor, None
 
 
 fused_outlook.register_autograd(_backward, setup_context=_setup_context)
+register_kernel("outlook attention", fused_outlook)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from horovod_volo.core.operators import register_kernel
+
 _MAX_BLOCK_CLASSES = 4096  # as many as fit into the registers of eight warps
 _BLOCK_ENTRIES = 64
 # More entries of a row are merged in a table with one column per class: comparing all pairs of them would
@@ -75,3 +77,6 @@ def _blocks(logits: Tensor) -> dict[str, Any]:
         "enable_fp_fusion": True,  # Triton's default, until 3.10
         "num_warps": 8 if block_classes == _MAX_BLOCK_CLASSES else 4,
     }
+
+
+register_kernel("loss", (loss_with_lse, write_gradient))

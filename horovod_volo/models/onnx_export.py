@@ -2,7 +2,7 @@
 
 ONNX represents a fold by Col2Im, which TensorRT and others lack, and an unfold by gathers of computed
 indices. Outlook attention is therefore exported with both as grouped convolutions with one-hot weights,
-which are exact; the pooling of UPerHead, which has gathers too, as products with matrices. Invariant: in
+which are exact; adaptive average pooling, which has gathers too, as products with matrices. Invariant: in
 evaluation the logits equal those of the trained model.
 """
 
@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.dense.uperhead import UPerHead
 from horovod_volo.models.outlook import Outlook
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.timm_export import fixed_images
@@ -223,12 +222,12 @@ class MatrixPool(nn.Module):
 
 
 def exportable(network: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode, with outlook attention and the pooling of UPerHead as above."""
+    """Return a copy in evaluation mode, with outlook attention and adaptive pooling as above."""
     own = copy.deepcopy(network).eval()
-    for head in own.modules():
-        if isinstance(head, UPerHead):
-            for pair in head.psp_modules:
-                pair[0] = MatrixPool(pair[0].output_size)  # type: ignore[index, operator]
+    for parent in list(own.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.AdaptiveAvgPool2d) and isinstance(child.output_size, int):
+                setattr(parent, name, MatrixPool(child.output_size))
     if any(isinstance(each, VOLO) for each in own.modules()):
         for block in list(own.modules()):
             attention = getattr(block, "attn", None)

@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.kernels import runs_kernel
-from horovod_volo.kernels.outlook import fused_outlook
+from horovod_volo.core.operators import kernel_of
 from horovod_volo.models.outlook_gather import outlook_gather
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,13 +30,10 @@ def outlook(
     geometry = [logits.shape[1], logits.shape[2], heads, kernel, padding, stride]
     if values.dtype != logits.dtype:
         return plain_outlook(values, logits, geometry, scale)
-    if (
-        runs_kernel("outlook attention", values)
-        and geometry[3:] == [3, 1, 2]
-        and values.dtype in _KERNEL_DTYPES
-    ):
-        fused: Tensor = fused_outlook(values, logits, heads, scale)[0]
-        return fused
+    fused = kernel_of("outlook attention", values)
+    if fused is not None and geometry[3:] == [3, 1, 2] and values.dtype in _KERNEL_DTYPES:
+        result: Tensor = fused(values, logits, heads, scale)[0]
+        return result
     if values.device.type == "cpu":
         mixed: Tensor = outlook_gather(values, logits, geometry, scale)[0]
         return mixed

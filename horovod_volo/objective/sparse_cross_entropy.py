@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from horovod_volo.kernels import runs_kernel
-from horovod_volo.kernels.soft_cross_entropy import loss_with_lse, write_gradient
+from horovod_volo.core.operators import kernel_of
 
 _BLOCK = 1 << 20  # numbers in a block of rows: 4 MiB in fp32
 
@@ -35,8 +34,8 @@ class SparseSoftTargetCE(Function):
         # The detached tensor shares the version counter, so autograd detects later changes of the logits.
         numbers = logits.detach().contiguous()
         target = (uniform, ids, weights)
-        on_gpu = runs_kernel("loss", numbers)
-        loss, lse = loss_with_lse(numbers, *target) if on_gpu else _loss(numbers, *target)
+        compute, _ = kernel_of("loss", numbers) or (_loss, _write_gradient)
+        loss, lse = compute(numbers, *target)
         ctx.overwrite = overwrite
         ctx.save_for_backward(numbers, lse, *target)
         return loss
@@ -46,7 +45,7 @@ class SparseSoftTargetCE(Function):
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None, None]:
         numbers, lse, *target = ctx.saved_tensors
         grad = numbers if ctx.overwrite else torch.empty_like(numbers)
-        write = write_gradient if runs_kernel("loss", numbers) else _write_gradient
+        _, write = kernel_of("loss", numbers) or (_loss, _write_gradient)
         write(grad, numbers, lse, grad_loss, *target)
         return grad, None, None, None, None
 

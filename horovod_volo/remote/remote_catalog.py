@@ -27,6 +27,7 @@ from horovod_volo.data.images.catalog import Catalog, open_catalog, open_list
 from horovod_volo.data.images.catalog_file import CatalogEntry, read_metadata
 from horovod_volo.data.images.open_files import OpenFile
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, PUBLISHED_CATALOG, HeldOut, Split
+from horovod_volo.engine.shared_catalog import SERVERS, CacheSettings, Server
 from horovod_volo.remote.block_cache import BlockCache
 from horovod_volo.remote.http_source import HttpSource
 from horovod_volo.remote.ranges import MissingError, RangeSource, RefusedError, RemoteFile
@@ -35,13 +36,6 @@ from horovod_volo.remote.s3_source import S3Source
 _SCHEMES = ("http://", "https://", "s3://")
 _THREADS = 16  # that wait for the server
 _GIB = 2**30
-
-
-class CacheSettings(NamedTuple):
-    """The folder for blocks of remote shards, and its limit; without a folder, each image is one request."""
-
-    folder: str = ""
-    gib: float = 0.0
 
 
 class _Announced(NamedTuple):
@@ -99,7 +93,7 @@ class RemoteCatalog(Catalog):
         if not metadata.get("sizes"):
             raise UserError(f"{url}/{PUBLISHED_CATALOG} is not a list of shards. {_REMEDY}")
         self.source = url
-        self.total_bytes: int = sum(metadata["sizes"])
+        self.remote_bytes: int = sum(metadata["sizes"])
         self._source = source_of(url)
         self._files = [
             RemoteFile(self._source, _url_of_shard(url, name), size)
@@ -198,3 +192,7 @@ def _open(content: bytes, url: str, split: Split, folder: Path | None, cache: Ca
         raise UserError(
             f"the list of {url} cannot be kept in {folder}: {error.strerror}. Name another --catalog-dir."
         ) from error
+
+
+for _scheme in _SCHEMES:
+    SERVERS.register(_scheme.removesuffix("://"), Server(download_catalog, open_downloaded))

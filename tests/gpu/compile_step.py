@@ -22,12 +22,12 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from horovod_volo import kernels
 from horovod_volo.bench import synthetic
 from horovod_volo.bench.synthetic import bench_config, random_batch, synthetic_context
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
+from horovod_volo.core import operators
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
@@ -119,8 +119,8 @@ def compile_steps(gpus: AbsentGpus, settings: dict[str, Any], steps: int) -> lis
 
 if __name__ == "__main__":
     driver.set_active(gpus := AbsentGpus())
-    kernels._DEVICES = ("cpu",)
-    synthetic.choose_kernels = lambda *_: kernels.use_kernels(dict.fromkeys(kernels.KERNELS, 1.0))
+    operators._DEVICES = ("cpu",)
+    synthetic.choose_kernels = lambda *_: operators.use_kernels(dict.fromkeys(operators.OPERATORS, 1.0))
     for argument in sys.argv[1:]:
         run = json.loads(argument)
         print(json.dumps(compile_steps(gpus, run, run.pop("steps", 1))), flush=True)

@@ -41,8 +41,8 @@ from horovod_volo.cluster.compression import BucketScales  # noqa: E402
 from horovod_volo.cluster.resources import RankResources  # noqa: E402
 from horovod_volo.cluster.world import World  # noqa: E402
 from horovod_volo.core.batch import TrainBatch  # noqa: E402
+from horovod_volo.core.operators import OPERATORS, use_kernels  # noqa: E402
 from horovod_volo.engine.step import train_step  # noqa: E402
-from horovod_volo.kernels import KERNELS, use_kernels  # noqa: E402
 from horovod_volo.models.compiled import compile_blocks  # noqa: E402
 from tests.gpu.synchronisation import RefuseSynchronisation  # noqa: E402
 
@@ -94,7 +94,7 @@ def take_step(settings: dict[str, Any], *, compiled: bool, planted: bool, ranks:
         patch.object(torch, "linspace", rates),
         patch.object(BucketScales, "update_after_restore", lambda _: None),  # at the start, where it may wait
         patch.object(torch, "compile", whole_graph),
-        patch.object(synthetic, "choose_kernels", lambda *_: use_kernels(dict.fromkeys(KERNELS, 1.0))),
+        patch.object(synthetic, "choose_kernels", lambda *_: use_kernels(dict.fromkeys(OPERATORS, 1.0))),
     ):
         with GPU:
             world = World(size=ranks, collectives=AlikeRanks(ranks))

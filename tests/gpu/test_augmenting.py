@@ -14,8 +14,9 @@ import torch
 from kernel_process import INTERPRETED, run_in_interpreter, skip_elsewhere
 from torch import Tensor
 
-from horovod_volo import kernels
 from horovod_volo.config.data_settings import Data
+from horovod_volo.core import operators
+from horovod_volo.core.operators import use_kernels
 from horovod_volo.data.augmentation import color_ops, geometric_ops
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.apply_ops import augment_
@@ -24,7 +25,7 @@ from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.rand_augment import Operations
 from horovod_volo.data.augmentation.random_erasing import NOISE_LENGTH, Eraser, Erasures, draw_erasures
 from horovod_volo.data.augmentation.whole_image import augment_part, parts_needed
-from horovod_volo.kernels import augment, use_kernels
+from horovod_volo.kernels import augment
 
 if INTERPRETED:  # fewer programs with larger tiles, because they run one after the other
     augment._BLOCK = 2**13
@@ -80,8 +81,8 @@ def test_erased_boxes_equal_the_cpus(device: torch.device) -> None:
 def _kernels(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """Use the kernels on the CPU too, and torch's form of what Pillow does there."""
     skip_elsewhere(device)
-    monkeypatch.setattr(kernels, "_DEVICES", ("cpu", "cuda"))
-    monkeypatch.setattr(kernels, "_used", {"augmentation": 1.0})
+    monkeypatch.setattr(operators, "_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(operators, "_speeds", {"augmentation": 1.0})
     monkeypatch.setattr(
         geometric_ops,
         "_rotate_by_pillow",
@@ -175,7 +176,7 @@ def test_blurs_and_mixtures_around_kernels_equal_the_operators(
         found, expected = images.clone(), images.clone()
         augment_(found, drawn)
         with monkeypatch.context() as patched:
-            patched.setattr(kernels, "_DEVICES", ())
+            patched.setattr(operators, "_DEVICES", ())
             augment_(expected, drawn)
         assert (found.int() - expected.int()).abs().float().mean() <= 0.02
         assert (found.int() - images.int()).abs().float().mean() > 5

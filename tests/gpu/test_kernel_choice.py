@@ -9,13 +9,14 @@ import torch
 from kernel_process import run_in_interpreter, skip_elsewhere
 from torch import nn
 
-from horovod_volo import kernels
 from horovod_volo.bench.synthetic import bench_config
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
-from horovod_volo.kernels import KERNELS, augment, describe_kernels, soft_cross_entropy
+from horovod_volo.core import operators
+from horovod_volo.core.operators import OPERATORS, describe_kernels
+from horovod_volo.kernels import augment, soft_cross_entropy
 from horovod_volo.kernels import choice as kernel_choice
-from horovod_volo.kernels.choice import choose_kernels, kernel_checks, outcome
+from horovod_volo.kernels.choice import choose_by_check, kernel_checks, outcome
 from horovod_volo.models.build import build_model
 
 SECONDS = {True: 1.0, False: 2.5}  # of a check, with its kernel and without
@@ -36,21 +37,21 @@ def _all_on_this_device(monkeypatch: pytest.MonkeyPatch, device: torch.device) -
     """Let the CPU take the place of a GPU, as fast as one."""
     skip_elsewhere(device)
     if device.type == "cpu":
-        monkeypatch.setattr(kernels, "_DEVICES", ("cpu",))
-        monkeypatch.setattr(kernel_choice, "_seconds", lambda _: SECONDS[bool(kernels._used)])
+        monkeypatch.setattr(operators, "_DEVICES", ("cpu",))
+        monkeypatch.setattr(kernel_choice, "_seconds", lambda _: SECONDS[bool(operators._speeds)])
         monkeypatch.setattr(augment, "_BLOCK", 2**13)
-    monkeypatch.setattr(kernels, "_used", {})
+    monkeypatch.setattr(operators, "_speeds", {})
 
 
 @pytest.mark.usefixtures("_all_on_this_device")
 def test_right_kernels_are_used(config: Config, network: nn.Module, device: torch.device) -> None:
     checks = list(kernel_checks(config, network.to(device), 5, device))
-    assert tuple(check.kernel for check in checks) == KERNELS
+    assert tuple(check.kernel for check in checks) == OPERATORS
     for check in checks:
         speed, problem = outcome(check)
         assert not problem, (check.kernel, problem)
         assert speed >= 1
-        assert list(kernels._used) == [check.kernel]
+        assert list(operators._speeds) == [check.kernel]
 
 
 def wrong(*_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,18 +67,17 @@ def test_wrong_kernels_are_not_used_and_slow_ones_are_named(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    operator: Callable[..., tuple[torch.Tensor, ...]] = soft_cross_entropy.loss_with_lse
+    compute: Callable[..., tuple[torch.Tensor, ...]] = soft_cross_entropy.loss_with_lse
+    write = soft_cross_entropy.write_gradient
     if planted == "fails":
-        monkeypatch.setattr("horovod_volo.objective.sparse_cross_entropy.loss_with_lse", wrong)
+        monkeypatch.setitem(operators._kernels, "loss", (wrong, write))
         expected = "loss is computed by PyTorch's operators: its kernel fails: RuntimeError: does not compile"
     elif planted == "differs":
-        monkeypatch.setattr(
-            "horovod_volo.objective.sparse_cross_entropy.loss_with_lse",
-            lambda *inputs: tuple(1.01 * result for result in operator(*inputs)),
-        )
+        differing = lambda *inputs: tuple(1.01 * result for result in compute(*inputs))  # noqa: E731
+        monkeypatch.setitem(operators._kernels, "loss", (differing, write))
         expected = "loss is computed by PyTorch's operators: its kernel gives results that differ by 0.0"
     else:
-        monkeypatch.setattr(kernel_choice, "_seconds", lambda _: 2.0 if "loss" in kernels._used else 1.0)
+        monkeypatch.setattr(kernel_choice, "_seconds", lambda _: 2.0 if "loss" in operators._speeds else 1.0)
         expected = (
             "loss: PyTorch's operators are 2.00 times as fast as its kernel; --kernels plain uses these"
         )
@@ -87,7 +87,7 @@ def test_wrong_kernels_are_not_used_and_slow_ones_are_named(
     monkeypatch.setattr(kernel_choice, "kernel_checks", lambda *_: checks)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
     as_gpu = torch.device("cuda")
-    (warning,) = choose_kernels(config, network, 5, as_gpu, World.single())
+    (warning,) = choose_by_check(as_gpu, config, network, 5, World.single())
     assert expected in warning
     assert describe_kernels() == ("loss (0.5 x PyTorch)" if planted == "is slower" else "PyTorch's own")
 

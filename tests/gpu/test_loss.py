@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.kernels import use_kernels
+from horovod_volo.core.operators import use_kernels
 from horovod_volo.objective.soft_target import SoftTarget, cross_entropy, cross_entropy_in_place
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -9,8 +9,8 @@ import torch
 
 from horovod_volo.bench.synthetic import forward_flops
 from horovod_volo.config.values import assemble
+from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.model_cost import block_of, count_cost
-from horovod_volo.engine.task_names import find_task
 from horovod_volo.monitor.hardware import peak_flops
 
 
@@ -32,7 +32,7 @@ def test_the_cost_of_a_network_is_that_of_its_blocks() -> None:
     settings = {"model": "volo_demo", "img_size": 64, "num_classes": 10, "token_label": True}
     config = assemble(settings, fallback_name="")
     before = torch.get_rng_state()
-    cost = count_cost(config, find_task("classification"), 10)
+    cost = count_cost(config, TASKS.find("classification"), 10)
     assert torch.equal(torch.get_rng_state(), before)
     assert sum(block.parameters for block in cost.blocks) == 533_606
     assert cost.forward_flops == forward_flops("volo_demo", 64, 10)

@@ -27,11 +27,11 @@ from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
+from horovod_volo.core.operators import estimated_with_kernels
 from horovod_volo.data.augmentation.apply_ops import augment_
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import Eraser, draw_erasures
 from horovod_volo.engine.step import train_step
-from horovod_volo.kernels import estimated_with_kernels
 from horovod_volo.models.build import tokens_per_side
 from horovod_volo.objective.mixing import Box
 

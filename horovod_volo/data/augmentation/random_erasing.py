@@ -16,9 +16,8 @@ from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import copy_async
+from horovod_volo.core.operators import kernel_of
 from horovod_volo.core.rng import Purpose, philox, uniforms_of_samples
-from horovod_volo.kernels import runs_kernel
-from horovod_volo.kernels.augment import normalize_images
 
 NOISE_LENGTH = 2**20
 AREA = (0.02, 1 / 3)  # of all boxes of an image together, as a fraction of the image
@@ -73,11 +72,14 @@ class Eraser:
 
     def normalize(self, pixels: Tensor, mean: Tensor, std: Tensor, erasures: Erasures) -> Tensor:
         """Return uint8 images (batch, 3, image_size, image_size) normalised to float32, with erased boxes."""
-        if runs_kernel("augmentation", pixels):
+        kernels = kernel_of("augmentation", pixels)
+        if kernels is not None:
             packed = np.concatenate([erasures.boxes, erasures.noise[..., None]], axis=2)
             boxes = copy_async(packed, pixels.device)
-            fused: Tensor = normalize_images(pixels.contiguous(), mean, std, boxes, self._noise, self._mode)
-            return fused
+            normalized: Tensor = kernels.normalize(
+                pixels.contiguous(), mean, std, boxes, self._noise, self._mode
+            )
+            return normalized
         images = pixels.float().sub_(mean).div_(std)
         self.erase_(images, erasures)
         return images

@@ -11,13 +11,14 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.core.atomic_file import atomic_write, remove_partials
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import Registry
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.split_folder import CLASSES_FILE, FOLDER_NAMES, Split, index_beside
 from horovod_volo.data.packing.manifest import Manifest, PackedShard, parse_shard, read_manifest, write_json
@@ -31,6 +32,16 @@ _PROBED_SAMPLES = 256  # their mean size determines how many samples fill a shar
 Progress = Callable[[int, int], None]  # images done, images in all
 Sample = tuple[tuple[str, bytes], ...]  # names and contents of members; the image is the first
 ReadSample = Callable[[int], Sample]  # raises BadSampleError for an image that is to be left out
+
+
+class Packer(NamedTuple):
+    """What packs data that an extra reads."""
+
+    fits: Callable[[Path], bool]  # whether a data folder holds such data
+    pack: Callable[..., None]
+
+
+PACKERS: Registry[Packer] = Registry("kind of data to pack", "to pack")
 
 
 @dataclass(frozen=True)

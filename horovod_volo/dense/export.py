@@ -18,6 +18,7 @@ from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
 from horovod_volo.dense.evaluate import DENSE_TASKS, settings_of_weights
 from horovod_volo.dense.mean_iou import logits_of
 from horovod_volo.dense.pictures import class_colors
+from horovod_volo.engine.task import EXPORTS
 from horovod_volo.models.class_names import read_class_names
 from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.timm_export import CONFIG, STATE_DICT
@@ -60,6 +61,36 @@ class TrainedDense:
             return PixelLogits(self.network).eval(), ("logits",)
         return BoxProbabilities(self.network, self.image_side).eval(), ("boxes", "probabilities")
 
+    def write(self, folder: Path) -> None:
+        """Write the weights as mmsegmentation reads them, and what is needed to use them."""
+        model = self.config.model
+        about: dict[str, Any] = {
+            "task": model.task,
+            "architecture": model.model,
+            "num_classes": self.num_classes,
+            "img_size": model.img_size,
+            "mean": self.mean,
+            "std": self.std,
+        }
+        meta = about
+        if self.class_names:
+            about["classes"] = self.class_names
+            named = {"classes": self.class_names, "palette": class_colors()[: self.num_classes].tolist()}
+            # mmsegmentation 1 reads the first, and 0 the others.
+            meta = about | {"dataset_meta": named, "CLASSES": named["classes"], "PALETTE": named["palette"]}
+        torch.save({"state_dict": self.network.state_dict(), "meta": meta}, folder / STATE_DICT)
+        (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+    def reloaded_difference(self, folder: Path, images: Tensor) -> float:
+        """Return the largest difference of the outputs of a fresh network with the written weights."""
+        task = DENSE_TASKS[self.config.model.task]
+        config = replace(self.config, model=replace(self.config.model, use_ema=False))
+        again = task.build_network(config, self.num_classes)
+        task.load_weights(again, config, str(folder / STATE_DICT))
+        with torch.inference_mode():
+            first, other = (_joined(network(images)) for network in (self.network, again.eval()))
+        return float((first - other).abs().max())
+
 
 class PixelLogits(nn.Module):
     """Logits (batch, classes, height, width) of images."""
@@ -89,7 +120,7 @@ class BoxProbabilities(nn.Module):
         return decode(values, self.anchors), logits.float().softmax(dim=2)[..., 1:]
 
 
-def load_dense(source: str, *, image_side: int, use_ema: bool) -> TrainedDense:
+def load_dense(source: str, image_side: int, use_ema: bool) -> TrainedDense:
     """Build a run's network and load its weights; `image_side` 0: the image size of its training."""
     config = settings_of_weights(source, use_ema=use_ema)
     if image_side:
@@ -104,38 +135,10 @@ def load_dense(source: str, *, image_side: int, use_ema: bool) -> TrainedDense:
     return TrainedDense(network.eval().requires_grad_(False), config, classes, messages, names)
 
 
-def write_dense(trained: TrainedDense, folder: Path) -> None:
-    """Write the weights as mmsegmentation reads them, and what is needed to use them."""
-    model = trained.config.model
-    about: dict[str, Any] = {
-        "task": model.task,
-        "architecture": model.model,
-        "num_classes": trained.num_classes,
-        "img_size": model.img_size,
-        "mean": trained.mean,
-        "std": trained.std,
-    }
-    meta = about
-    if trained.class_names:
-        about["classes"] = trained.class_names
-        named = {"classes": trained.class_names, "palette": class_colors()[: trained.num_classes].tolist()}
-        # mmsegmentation 1 reads the first, and 0 the others.
-        meta = about | {"dataset_meta": named, "CLASSES": named["classes"], "PALETTE": named["palette"]}
-    torch.save({"state_dict": trained.network.state_dict(), "meta": meta}, folder / STATE_DICT)
-    (folder / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-
-
-def reloaded_difference(trained: TrainedDense, folder: Path, images: Tensor) -> float:
-    """Return the largest difference of the outputs of a fresh network with the written weights."""
-    task = DENSE_TASKS[trained.config.model.task]
-    config = replace(trained.config, model=replace(trained.config.model, use_ema=False))
-    again = task.build_network(config, trained.num_classes)
-    task.load_weights(again, config, str(folder / STATE_DICT))
-    with torch.inference_mode():
-        first, other = (_joined(network(images)) for network in (trained.network, again.eval()))
-    return float((first - other).abs().max())
-
-
 def _joined(outputs: Any) -> Tensor:
     parts = (outputs,) if isinstance(outputs, Tensor) else outputs
     return torch.cat([part.flatten() for part in parts])
+
+
+for _task in DENSE_TASKS:
+    EXPORTS.register(_task, load_dense)

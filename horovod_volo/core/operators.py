@@ -1,0 +1,66 @@
+"""Operators that hand-written kernels may compute instead of PyTorch's own.
+
+The extra `kernels` registers them and chooses (kernels/choice.py). The choice holds for the whole process,
+which trains one model; until it is made, and without the extra, PyTorch's operators are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from horovod_volo.core.names import Registry
+
+Operator = Literal["outlook attention", "loss", "augmentation"]
+OPERATORS: tuple[Operator, ...] = get_args(Operator)
+# What --kernels takes: a function that chooses the kernels of a run and returns warnings.
+CHOICES: Registry[Callable[..., list[str]]] = Registry("choice of kernels", "--kernels")
+_DEVICES = ("cuda", "meta")  # on meta, memory and time of a step on a GPU are estimated
+_kernels: dict[Operator, Any] = {}
+_speeds: dict[Operator, float] = {}  # of those in use
+
+
+def register_kernel(name: Operator, kernel: Any) -> None:
+    """Make a kernel known: what the operator's caller expects, a function or several."""
+    _kernels[name] = kernel
+
+
+def choose_kernels(choice: str, device: torch.device, *run: Any) -> list[str]:
+    """Choose the kernels of a run, given what --kernels says; return warnings. Collective on a GPU."""
+    use_kernels({})
+    if device.type != "cuda" or not CHOICES.has_extra(choice):
+        return []
+    return CHOICES.find(choice)(device, *run)
+
+
+def use_kernels(speeds: Mapping[Operator, float]) -> None:
+    """Use these kernels, and no others, in all following calls; they are so many times as fast."""
+    if speeds:
+        CHOICES.find("auto")  # imports them
+    _speeds.clear()
+    _speeds.update(speeds)
+
+
+@contextmanager
+def estimated_with_kernels(choice: str) -> Iterator[None]:
+    """Use all kernels inside, or none with "plain": for the meta device, on which nothing is computed."""
+    before = dict(_speeds)
+    use_kernels(dict.fromkeys(OPERATORS if CHOICES.has_extra(choice) else (), 1.0))
+    try:
+        yield
+    finally:
+        use_kernels(before)
+
+
+def describe_kernels() -> str:
+    """Return which kernels are used."""
+    return ", ".join(f"{name} ({speed:.1f} x PyTorch)" for name, speed in _speeds.items()) or "PyTorch's own"
+
+
+def kernel_of(name: Operator, tensor: Tensor) -> Any | None:
+    """Return the kernel that is to compute an operator on a tensor; None: PyTorch's operators are."""
+    return _kernels[name] if name in _speeds and tensor.device.type in _DEVICES else None
