@@ -1,4 +1,4 @@
-"""The exception for mistakes of the user, and messages on stderr.
+"""The exceptions for mistakes of the user and for damaged samples, and messages on stderr.
 
 Entry points print a UserError's text without a traceback and exit with status 2. The text must therefore say
 what is wrong, where, and what to type instead.
@@ -14,6 +14,10 @@ SHOWN = 100
 
 class UserError(Exception):
     """A mistake that the user can correct; the message contains the remedy."""
+
+
+class BadSampleError(Exception):
+    """An image or label map that cannot be used; the message names it and says what is wrong with it."""
 
 
 def escape_controls(text: str) -> str:

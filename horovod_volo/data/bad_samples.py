@@ -12,14 +12,10 @@ from collections.abc import Callable
 from math import gcd
 from typing import Literal, TypeVar
 
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.errors import BadSampleError, UserError
 
 T = TypeVar("T")
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-
-
-class BadSampleError(Exception):
-    """An image or label map that cannot be used; the message names it and says what is wrong with it."""
 
 
 class BadSampleTracker:

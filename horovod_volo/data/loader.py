@@ -25,7 +25,7 @@ from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.augmentation.whole_image import parts_needed
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.balanced_order import balanced_order
-from horovod_volo.data.center_crop import resized_shapes
+from horovod_volo.core.center_crop import resized_shapes
 from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank, announced

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from horovod_volo.data.center_crop import is_mirrored
+from horovod_volo.core.center_crop import is_mirrored
 from horovod_volo.data.images.image_bytes import UNDECODABLE, decoded_rgb
 from horovod_volo.data.pipeline import (
     BATCHES_DECODED_AHEAD,

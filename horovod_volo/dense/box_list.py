@@ -16,8 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.reading import read_image
 from horovod_volo.dense.annotations import Annotations, BoxArrays, map_annotations, read_annotations
 

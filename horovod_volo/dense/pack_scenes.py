@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, Split
 from horovod_volo.data.packing.packed_split import (
     PACKERS,

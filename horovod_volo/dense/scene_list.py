@@ -16,8 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.image_bytes import UNDECODABLE, open_image
 from horovod_volo.data.images.split_folder import CLASSES_FILE, check_links, paths_below
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.core.batch import IGNORED, SceneBatch, copy_async
-from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
+from horovod_volo.core.errors import BadSampleError
+from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
 from horovod_volo.data.pipeline import Normalization

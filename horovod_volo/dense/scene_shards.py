@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import SHARDS_OPEN
 from horovod_volo.data.images.open_files import OpenFile, OpenFiles
 from horovod_volo.data.images.shard_sample import damaged

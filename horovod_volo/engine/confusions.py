@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from horovod_volo.core.batch import NO_CLASS
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.reading import ImageFiles, decode_rgb
 from horovod_volo.dense.pictures import encoded_picture
 from horovod_volo.engine.per_class import class_results

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.schema import Config
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.given_images import (
     GivenImages,
     Numbering,

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.center_crop import resized_shapes, view_corners
+from horovod_volo.core.center_crop import resized_shapes, view_corners
+from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.given_images import LooseImages
 from horovod_volo.data.pillow_pipeline import cropped_views
 from horovod_volo.data.reading import ImageFiles, decode_rgb, resized_shape

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from horovod_volo.core.atomic_file import file_sha256
 from horovod_volo.core.batch import NO_CLASS
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.token_labels.geometry import MapGeometry, describe_coverage
 from horovod_volo.token_labels.keys import NO_ROW, find_rows, read_keys

@@ -11,8 +11,7 @@ from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 from horovod_volo.core.atomic_file import remove_partials
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.process_pool import run_in_processes
 from horovod_volo.token_labels.geometry import MapGeometry, assumption_warning

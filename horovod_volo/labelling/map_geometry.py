@@ -23,7 +23,7 @@ from torch.nn.functional import interpolate
 
 from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.reading import read_image
 from horovod_volo.labelling.generate import centred, denormalize

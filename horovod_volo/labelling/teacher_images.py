@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.data.center_crop import resized_to
+from horovod_volo.core.center_crop import resized_to
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.loader import EvalBatches
 from horovod_volo.token_labels.geometry import WHOLE, MapGeometry

@@ -7,8 +7,7 @@ from pathlib import Path
 from PIL import Image
 
 from horovod_volo.core.atomic_file import atomic_write
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.reading import decode_rgb
 from horovod_volo.labelling.figure import LabelledImage, draw_labels

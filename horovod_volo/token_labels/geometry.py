@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_volo.core.center_crop import crop_corners, resized_to
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.center_crop import crop_corners, resized_to
 
 CENTRE_CROP = "centre-crop"
 

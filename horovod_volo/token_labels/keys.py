@@ -13,17 +13,40 @@ import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog
 
 NO_ROW = -1
 _CHECKSUM_BYTES = hashlib.sha256().digest_size  # at the end of a cache, where NumPy does not read
+
+
+class NamedImages(Protocol):
+    """The list of images that maps are found for; data/images/catalog.py has it."""
+
+    classes: tuple[str, ...]
+    source: str  # the folder, for messages
+
+    @property
+    def targets(self) -> NDArray[np.int32]:
+        """Return the class of each image, (images,)."""
+
+    @property
+    def digest(self) -> str:
+        """Return a checksum of the list."""
+
+    @property
+    def in_shards(self) -> bool:
+        """Return whether the images are packed in shards."""
+
+    def name(self, index: int) -> str:
+        """Return the name of an image, CLASS/FILE."""
+
+    def __len__(self) -> int: ...
 
 
 def label_key(name: str) -> str:
@@ -32,24 +55,24 @@ def label_key(name: str) -> str:
     return f"{class_name}/{file.partition('.')[0]}"
 
 
-def names_of(*catalogs: Catalog) -> Iterator[str]:
+def names_of(*catalogs: NamedImages) -> Iterator[str]:
     """Yield the names of all images, in the catalogs' order."""
     return (catalog.name(index) for catalog in catalogs for index in range(len(catalog)))
 
 
-def catalog_keys(catalog: Catalog) -> list[str]:
+def catalog_keys(catalog: NamedImages) -> list[str]:
     """Return the published keys of all images, in the catalog's order; raise UserError if two are equal."""
     check_published_keys(catalog)
     return [label_key(name) for name in names_of(catalog)]
 
 
-def check_published_keys(*catalogs: Catalog) -> None:
+def check_published_keys(*catalogs: NamedImages) -> None:
     """Raise UserError if two images have the same published key. Only hashes of the keys are in memory."""
     hashes = (hash(label_key(name)) for name in names_of(*catalogs))
     _check_unshared(np.fromiter(hashes, np.int64), *catalogs)
 
 
-def _check_unshared(maps: NDArray[np.integer[Any]], *catalogs: Catalog) -> None:
+def _check_unshared(maps: NDArray[np.integer[Any]], *catalogs: NamedImages) -> None:
     """Raise UserError if two images have the same map; `maps` (images,) has a number for each one's map."""
     order = np.argsort(maps, kind="stable")
     ascending = maps[order]
@@ -77,7 +100,7 @@ def read_keys(path: Path) -> list[str]:
 
 
 def find_rows(
-    catalog: Catalog, keys_file: Path, keys_digest: str, cache: Path | None, *, by_name: bool
+    catalog: NamedImages, keys_file: Path, keys_digest: str, cache: Path | None, *, by_name: bool
 ) -> NDArray[np.int32]:
     """Return the store's row for each image (images,), NO_ROW where it has no map.
 
@@ -100,7 +123,7 @@ def find_rows(
     return mapped
 
 
-def _match_keys(catalog: Catalog, keys_file: Path, keys_digest: str, by_name: bool) -> NDArray[np.int32]:
+def _match_keys(catalog: NamedImages, keys_file: Path, keys_digest: str, by_name: bool) -> NDArray[np.int32]:
     keys = read_keys(keys_file)
     if hashlib.sha256(encode_keys(keys)).hexdigest() != keys_digest:
         raise UserError(f"{keys_file} is damaged: it does not match its checksum. Copy the store again.")

@@ -18,11 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.token_labels.geometry import MapGeometry, assumed_geometry
-from horovod_volo.token_labels.keys import check_published_keys, label_key
+from horovod_volo.token_labels.keys import NamedImages, check_published_keys, label_key
 
 Scores = NDArray[np.float16]  # (k, height, width)
 Ids = NDArray[np.integer[Any]]  # (k, height, width)
@@ -36,7 +34,7 @@ class PublishedMaps:
 
     teacher, generated = "unknown", False
 
-    def __init__(self, root: str | Path, catalog: Catalog) -> None:
+    def __init__(self, root: str | Path, catalog: NamedImages) -> None:
         self._root = Path(root)
         self._catalog = catalog
         check_published_keys(catalog)

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.token_labels.geometry import MapGeometry, assumption_warning
+from horovod_volo.token_labels.keys import NamedImages
 from horovod_volo.token_labels.published_maps import PublishedMaps
 from horovod_volo.token_labels.store import LabelStore, is_store
 from horovod_volo.token_labels.store_writer import is_unfinished
@@ -34,7 +34,7 @@ class LabelSource(Protocol):
 
 
 def open_labels(
-    folder: str, catalog: Catalog, cache: Path | None, geometry: MapGeometry | None = None
+    folder: str, catalog: NamedImages, cache: Path | None, geometry: MapGeometry | None = None
 ) -> LabelSource:
     """Open a packed store or a folder of published maps.
 
@@ -64,7 +64,7 @@ def map_warnings(folder: str, source: LabelSource) -> list[str]:
     return found
 
 
-def _open(path: Path, catalog: Catalog, cache: Path | None) -> LabelSource:
+def _open(path: Path, catalog: NamedImages, cache: Path | None) -> LabelSource:
     if is_store(path):
         return LabelStore(path, catalog, cache)
     if is_unfinished(path):

@@ -26,11 +26,9 @@ from safetensors import SafetensorError, safe_open
 
 from horovod_volo.core.atomic_file import json_sha256
 from horovod_volo.core.batch import NO_CLASS
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.token_labels.geometry import CENTRE_CROP, PUBLISHED, MapGeometry, assumed_geometry
-from horovod_volo.token_labels.keys import NO_ROW, find_rows
+from horovod_volo.token_labels.keys import NO_ROW, NamedImages, find_rows
 
 METADATA_FILE = "store.json"
 KEYS_FILE = "keys.txt"
@@ -160,7 +158,7 @@ def read_shard(folder: Path, metadata: StoreMetadata, number: int) -> Maps:
 class LabelStore:
     """Read a store by the indices of a catalog's images. Thread-safe."""
 
-    def __init__(self, folder: str | Path, catalog: Catalog, cache: Path | None) -> None:
+    def __init__(self, folder: str | Path, catalog: NamedImages, cache: Path | None) -> None:
         self._folder = Path(folder)
         self._catalog = catalog
         self.metadata = read_metadata(self._folder / METADATA_FILE)
@@ -226,7 +224,7 @@ class LabelStore:
         return rows
 
 
-def _check_class_count(folder: Path, metadata: StoreMetadata, catalog: Catalog) -> None:
+def _check_class_count(folder: Path, metadata: StoreMetadata, catalog: NamedImages) -> None:
     if metadata.classes != len(catalog.classes):
         raise UserError(
             f"the label maps in {folder} have {metadata.classes} classes, the training images have "
@@ -234,7 +232,7 @@ def _check_class_count(folder: Path, metadata: StoreMetadata, catalog: Catalog) 
         )
 
 
-def _check_classes(folder: Path, rows: NDArray[np.int32], catalog: Catalog) -> None:
+def _check_classes(folder: Path, rows: NDArray[np.int32], catalog: NamedImages) -> None:
     """Raise UserError if some class has images but no map for any of them."""
     present = np.bincount(catalog.targets, minlength=len(catalog.classes))
     labelled = np.bincount(catalog.targets[rows != NO_ROW], minlength=len(catalog.classes))

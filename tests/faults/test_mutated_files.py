@@ -18,8 +18,7 @@ import torch
 from PIL import Image
 
 from horovod_volo.config.recipe import RECIPES, load_recipe
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalog
 from horovod_volo.data.packing.manifest import check_split
 from horovod_volo.data.packing.pack import PackOptions, pack

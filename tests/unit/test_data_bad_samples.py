@@ -20,8 +20,8 @@ from shard_writers import write_tar
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError, BadSampleTracker
+from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.image_decoder import DecoderName
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import EvalLoader, TrainLoader

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from box_samples import CATEGORIES, annotation, image, write_coco
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.dense import annotations as annotations_module
 from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes, open_boxes, read_sized
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from shard_writers import picture, write_tar
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images import split_folder
 from horovod_volo.data.images.catalog import build_catalog, check_same_classes, open_catalog
 from horovod_volo.data.images.split_folder import HeldOut

@@ -15,7 +15,7 @@ from timm.data import create_transform
 from torchvision.transforms.functional import center_crop, resize
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.data.center_crop import crop_corners, resized_shapes
+from horovod_volo.core.center_crop import crop_corners, resized_shapes
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import EvalLoader
 

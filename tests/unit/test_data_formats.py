@@ -20,8 +20,7 @@ from shard_writers import (
     write_tfrecord,
 )
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.images.open_files import OpenFiles
 from horovod_volo.data.images.tfrecord import masked_checksum

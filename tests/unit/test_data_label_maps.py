@@ -7,8 +7,7 @@ import pytest
 import torch
 from label_samples import catalog_of, publish, published_map, save
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.token_labels.keys import label_key
 from horovod_volo.token_labels.published_maps import PublishedMaps, flipped, read_published_map
 

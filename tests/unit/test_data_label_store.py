@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from label_samples import catalog_of, make_store, packed_catalog_of, publish, random_store
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.token_labels.keys import catalog_keys
 from horovod_volo.token_labels.published_maps import PublishedMaps
 from horovod_volo.token_labels.source import open_labels

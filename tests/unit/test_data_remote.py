@@ -22,8 +22,7 @@ from shard_writers import picture, write_tar
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.shared_catalog import cache_warnings, shared_catalog

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.core.batch import IGNORED
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.split_folder import paths_below
 from horovod_volo.dense.scene_list import find_layout, list_scenes
 

@@ -18,8 +18,7 @@ from PIL import Image
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.core.batch import SceneBatch
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.packing import packed_split

@@ -27,7 +27,6 @@ from horovod_volo.engine.run_lock import RunLock
 HOLD = """
 import sys
 from pathlib import Path
-from horovod_volo.core.errors import UserError
 from horovod_volo.engine.run_lock import RunLock
 try:
     lock = RunLock(Path(sys.argv[1]))

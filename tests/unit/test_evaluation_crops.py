@@ -14,7 +14,7 @@ from PIL import Image
 from torch import nn
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.data.center_crop import view_corners
+from horovod_volo.core.center_crop import view_corners
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD

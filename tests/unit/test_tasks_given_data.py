@@ -16,8 +16,7 @@ from PIL import Image
 from horovod_volo.cluster.world import World
 from horovod_volo.config.command_line import build_config
 from horovod_volo.config.data_settings import Data
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.engine.classification import Classification
 from horovod_volo.engine.given_data import GivenData
 

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.core.atomic_file import atomic_write
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog_file import (
     CatalogEntry,
     Form,

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.core import liveness
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.image_bytes import UNDECODABLE
 from horovod_volo.data.images.image_list import SampleSequence
 from horovod_volo.data.images.shard_sample import Label

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from horovod_volo.data.bad_samples import BadSampleError
+from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes, open_catalog
 from horovod_volo.data.images.image_bytes import (
     IMAGE_ENDINGS,
