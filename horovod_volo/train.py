@@ -10,6 +10,7 @@ data, explained in one message; 1 any other failure.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,8 @@ from horovod_volo.core.errors import UserError, print_error
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
-    from horovod_volo.elastic.run import ElasticRun
+    from horovod_volo.engine.callbacks import Callback
+    from horovod_volo.engine.setup import Start
 
 DONE, MISTAKE, STOPPED = 0, 2, 75
 
@@ -67,19 +69,23 @@ def _train(config: Config) -> int:
     from horovod_volo.cluster.watchdog import Watchdog
 
     with closing(Watchdog(config.run.hang_timeout, elastic=config.launch.elastic)) as watchdog:
-        from horovod_volo.elastic.run import train_elastic
-        from horovod_volo.engine.run import run
+        from horovod_volo.engine.callbacks import standard_callbacks
+        from horovod_volo.engine.run import LAUNCHES, run
+        from horovod_volo.engine.setup import FROM_DISK
 
-        def work(world: World, elastic: ElasticRun | None = None) -> int:
-            finished = run(config, world, stop, watchdog, elastic)
+        def train(config: Config, world: World, callbacks: Sequence[Callback], start: Start) -> int:
+            finished = run(config, world, stop, watchdog, callbacks=callbacks, start=start)
             world.leave_together()  # when all have closed their loggers
             return DONE if finished else STOPPED
 
+        def once(world: World) -> int:
+            return train(config, world, standard_callbacks(), FROM_DISK)
+
         try:
             if config.launch.elastic:
-                status = train_elastic(config, watchdog, bound, work)
+                status = LAUNCHES.find("elastic")(config, watchdog, bound, train)
             else:
-                status = run_on_ranks(work, bound, by_flag(config))
+                status = run_on_ranks(once, bound, by_flag(config))
         except UserError as problem:  # the launcher is not elastic
             return refuse(problem)
     stop.ignore_from_now_on()

@@ -101,7 +101,7 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Train to the end, or until a stop is requested; the next call resumes. Collective."""
         from horovod_volo.cluster.watchdog import watchdog_for
-        from horovod_volo.engine.callbacks import StartAndEnd
+        from horovod_volo.engine.callbacks import StartAndEnd, standard_callbacks
         from horovod_volo.engine.classification import Classification
         from horovod_volo.engine.interrupts import StopRequest
         from horovod_volo.engine.run import run
@@ -115,7 +115,8 @@ class Trainer:
         with closing(watchdog_for(config.run.hang_timeout)) as watchdog, StopRequest.while_training() as stop:
             world = connect_once(config)
             try:
-                finished = run(config, world, stop, watchdog, callbacks=[noted, *self._callbacks], task=task)
+                callbacks = [*standard_callbacks(), noted, *self._callbacks]
+                finished = run(config, world, stop, watchdog, callbacks=callbacks, task=task)
             finally:
                 self._ran, self._began = noted.config or self._ran, self._began or noted.config is not None
         return world.run_on_rank_zero(lambda: _read_result(self.folder, finished, noted.step))

@@ -31,6 +31,10 @@ class RankLostError(RuntimeError):
     """Another rank has exited, or does not answer; that rank or the launcher prints the reason."""
 
 
+class HostsChangedError(Exception):
+    """All ranks have agreed to end this set of ranks, because hosts have been added or are to leave."""
+
+
 def _check_host_name() -> None:
     """Raise UserError if this host's name has no address: gloo would end in a segmentation fault."""
     name = socket.gethostname()

@@ -37,9 +37,8 @@ def run_on_ranks(
     `flags` are the values of all flags, which must be the same on all ranks. If another rank is lost or hosts
     have changed, `elastic` ranks return LOST, to be formed again.
     """
-    from horovod_volo.cluster.collectives import RankLostError
+    from horovod_volo.cluster.collectives import HostsChangedError, RankLostError
     from horovod_volo.cluster.world import AllRanksError, World
-    from horovod_volo.elastic.job import HostsChangedError
 
     rank = read_launch_env().rank
     try:

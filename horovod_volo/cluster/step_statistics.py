@@ -10,19 +10,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.cluster.collectives import Wait
 from horovod_volo.cluster.world import World
+from horovod_volo.core.rng import Purpose, bits_of_samples
 
 CHECKSUM_BITS = 12
 # fp32 holds the mean of such numbers over 65,536 ranks so exactly that rounding gives back their sum.
 _NOTE_BITS = CHECKSUM_BITS // 2
 _STOP, _HOSTS, _LOSS, _CHECKSUMS = 0, 1, 2, slice(3, 7)  # upper and lower half of each checksum
 _NOTES = 7
+
+
+def checksums(seed: int, epoch: int, samples: NDArray[Any], *, axis: int = -1) -> tuple[Any, Any]:
+    """Return two checksums of CHECKSUM_BITS bits of a set of samples, whatever their order."""
+    total = bits_of_samples(Purpose.LEDGER, seed, epoch, samples).sum(axis=axis, dtype=np.uint64)
+    mask = np.uint64((1 << CHECKSUM_BITS) - 1)
+    return total & mask, total >> np.uint64(CHECKSUM_BITS) & mask
 
 
 class OwnStep(NamedTuple):

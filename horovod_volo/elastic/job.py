@@ -47,10 +47,6 @@ class DriverLostError(Exception):
     """horovodrun does not answer."""
 
 
-class HostsChangedError(Exception):
-    """All ranks have agreed to be formed again, because hosts have been added or are to leave."""
-
-
 class ElasticJob:
     """Gives this process its rank, again whenever the ranks are formed again. One per process."""
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +27,12 @@ from horovod_volo.config.schema import Config
 from horovod_volo.config.values import by_flag
 from horovod_volo.core.errors import UserError, print_error
 from horovod_volo.elastic.job import DriverLostError, ElasticJob, RemovedError
+from horovod_volo.elastic.ledger import LedgerCallback, LedgerStep
+from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.checkpoint.files import StateDicts
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.ledger import LedgerStep
+from horovod_volo.engine.run import LAUNCHES, Train
+from horovod_volo.engine.setup import Start
 from horovod_volo.engine.state import TrainState
 
 _MOST_IN_VAIN = 5
@@ -43,30 +48,41 @@ class Reached(NamedTuple):
     ledger: list[LedgerStep]
 
 
-class ElasticRun:
+class ElasticRun(Callback):
     """What a process takes along from one set of ranks to the next."""
 
     def __init__(self, job: ElasticJob) -> None:
         self.job = job
+        self.ledger = LedgerCallback()
         self.formed = 0  # how often this run's ranks were formed before
-        self.failed: UserError | None = None  # in a callback, before the ranks were formed again
         self.resumes = False  # whether the run had begun, but no rank has its state: it is in a checkpoint
+        self._failed: UserError | None = None  # in a callback, before the ranks were formed again
         self._began = False
         self._progress: Reached | None = None
         self._tensors: StateDicts = {}
         self._newest: tuple[int, Reached] | None = None
 
-    def keep(self, context: TrainContext) -> None:
+    def started(self, run: TrainContext) -> None:
+        if self.formed:
+            run.log(describe(self.formed, run.step, run.hosts))
+        self.forget()  # not before: a rank may be lost while the run is set up
+
+    def step_done(self, run: TrainContext) -> None:
+        run.callbacks.failed = run.callbacks.failed or self._failed  # raised when this state is saved
+        if self.job.hosts_changed:
+            run.state.reducer.statistics.note_changed_hosts()
+
+    def ranks_lost(self, run: TrainContext) -> None:
         """Keep the state after the last complete step, unless it was being loaded from a checkpoint."""
-        state = context.state
-        if context.callbacks.failed is not None:  # without its traceback, which keeps the model in memory
-            self.failed = self.failed or UserError(str(context.callbacks.failed))
+        state = run.state
+        if run.callbacks.failed is not None:  # without its traceback, which keeps the model in memory
+            self._failed = self._failed or UserError(str(run.callbacks.failed))
         if state.step < 0:
             return
         statistics = state.reducer.statistics
         for outcome in statistics.outcomes(of_all=True):
             if outcome.own.step <= state.step:
-                context.ledger.note(outcome.own.step, outcome.checksums)
+                self.ledger.step_agreed(run, outcome)
         statistics.restore()  # the step under way has changed them
         in_vain = 0
         if self._newest is not None and self._newest[1].step == state.step:
@@ -76,7 +92,7 @@ class ElasticRun:
             for file, tensors in state.full_state_dict().items()
         }
         self._progress = Reached(
-            state.step, self.formed + 1, in_vain, state.scaler.state_dict(), context.ledger.latest()
+            state.step, self.formed + 1, in_vain, state.scaler.state_dict(), self.ledger.latest()
         )
 
     def find_newest(self, world: World) -> Reached | None:
@@ -86,6 +102,7 @@ class ElasticRun:
         self._newest = max(reached, key=lambda each: each[1].step, default=None)
         self._began = any(began for began, _ in by_rank)  # a newcomer to the run learns it
         self.resumes = self._began and self._newest is None
+        self.ledger = LedgerCallback(self._newest[1].ledger if self._newest is not None else ())
         if self._newest is None:
             return None
         newest = self._newest[1]
@@ -97,15 +114,6 @@ class ElasticRun:
         self.formed = newest.formed
         return newest
 
-    def describe(self, step: int, hosts: Sequence[str]) -> str:
-        """Describe the ranks that have just been formed."""
-        by_host = ", ".join(f"{count} on {host}" for host, count in Counter(hosts).items())
-        return f"formed again ({self.formed}): {len(hosts)} ranks ({by_host}) go on after step {step}"
-
-    def unwritten(self) -> list[LedgerStep]:
-        """Return the latest steps, which a lost rank 0 may not have written into the ledger."""
-        return self._newest[1].ledger if self._newest is not None else []
-
     def take_over(self, state: TrainState, world: World) -> None:
         """Load the state of the rank that has come furthest. Collective: every rank calls this."""
         assert self._newest is not None
@@ -115,14 +123,28 @@ class ElasticRun:
         world.assert_identical(state.replicated_tensors(), "Weights or optimizer state")
 
     def forget(self) -> None:
-        """Drop what was kept: the run has begun, and `keep` can be called again."""
+        """Drop what was kept: the run has begun, and its ranks may be lost again."""
         self._progress, self._tensors, self._began = None, {}, True
 
+    def train(self, config: Config, world: World, watchdog: Watchdog, train: Train) -> int:
+        """Train with these ranks, from where those before were; return the exit status."""
+        world.collectives.heartbeat = watchdog.heartbeat
+        watchdog.heartbeat.begin("looking for the newest state")
+        newest = self.find_newest(world)
+        if self.resumes:
+            config = replace(config, run=replace(config.run, resume="auto"))
+        start = Start(self.job.name, self.take_over if newest else None)
+        return train(config, world, [self.ledger, self], start)
 
-def train_elastic(
-    config: Config, watchdog: Watchdog, bound: Binding, work: Callable[[World, ElasticRun], int]
-) -> int:
-    """Run `work` with the ranks that there are, as often as these change; return the exit status."""
+
+def describe(formed: int, step: int, hosts: Sequence[str]) -> str:
+    """Describe the ranks that have just been formed, again so often."""
+    by_host = ", ".join(f"{count} on {host}" for host, count in Counter(hosts).items())
+    return f"formed again ({formed}): {len(hosts)} ranks ({by_host}) go on after step {step}"
+
+
+def train_elastic(config: Config, watchdog: Watchdog, bound: Binding, train: Train) -> int:
+    """Train with the ranks that there are, as often as these change; return the exit status."""
     elastic = ElasticRun(ElasticJob())
     while True:
         watchdog.heartbeat.watch(0.0)  # the driver waits for other hosts as long as it has been told to
@@ -137,9 +159,13 @@ def train_elastic(
             print_error(f"rank {read_launch_env().rank} stops: {error}")
             return FAILED
         watchdog.watch_ranks(read_launch_env().rank, [], Path())
-        status = run_on_ranks(lambda world: work(world, elastic), bound, by_flag(config), elastic=True)
+        work = partial(elastic.train, config, watchdog=watchdog, train=train)
+        status = run_on_ranks(work, bound, by_flag(config), elastic=True)
         if status != LOST:
             return status
         gc.collect()  # the model and its buckets, before they are built again
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+LAUNCHES.register("elastic", train_elastic)

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
-from horovod_volo.cluster.collectives import RankLostError
+from horovod_volo.cluster.collectives import HostsChangedError, RankLostError
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.core.errors import UserError, print_error
-from horovod_volo.elastic.job import HostsChangedError
+from horovod_volo.core.names import EXTRAS, Registry
 from horovod_volo.plugins import callbacks_of_plugins
 
 if TYPE_CHECKING:
+    from horovod_volo.cluster.step_statistics import Outcome
     from horovod_volo.config.schema import Config
     from horovod_volo.engine.context import TrainContext
     from horovod_volo.engine.interrupts import StopRequest
@@ -46,6 +47,20 @@ class Callback:
 
     def ended(self, run: TrainContext, *, finished: bool) -> None:
         """Follow the last step, or a stop on request (not `finished`); not called after an error."""
+
+    # What follows is for the extras of this package.
+
+    def step_agreed(self, run: TrainContext, outcome: Outcome) -> None:
+        """Follow what all ranks agreed on in a step; with several GPUs, one step later."""
+
+    def flush(self, run: TrainContext) -> None:
+        """Write what was noted: at log points, before a checkpoint, and at the end."""
+
+    def went_back(self, run: TrainContext) -> None:
+        """Follow the return to an earlier step, `run.step`."""
+
+    def ranks_lost(self, run: TrainContext) -> None:
+        """Follow the loss of other ranks, or of their hosts: this set of ranks ends. Not collective."""
 
 
 class StartAndEnd(Callback):
@@ -97,7 +112,18 @@ class Callbacks:
     # Each calls its point of all callbacks.
     started, ended = partialmethod(_call, "started"), partialmethod(_call, "ended")
     step_done, logged = partialmethod(_call, "step_done"), partialmethod(_call, "logged")
-    evaluated = partialmethod(_call, "evaluated")
+    evaluated, step_agreed = partialmethod(_call, "evaluated"), partialmethod(_call, "step_agreed")
+    flush, went_back = partialmethod(_call, "flush"), partialmethod(_call, "went_back")
+    ranks_lost = partialmethod(_call, "ranks_lost")
+
+
+# Callbacks that every run has, if their extra is installed.
+STANDARD: Registry[Callable[[], Callback]] = Registry("callback of every run", "")
+
+
+def standard_callbacks() -> list[Callback]:
+    """Build the callbacks that every run has."""
+    return [STANDARD.find(name)() for name in EXTRAS[STANDARD.kind] if STANDARD.has_extra(name)]
 
 
 def build_plugin_callbacks(modules: str) -> list[Callback]:

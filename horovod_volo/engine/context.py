@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from horovod_volo.cluster.resources import RankResources
@@ -17,11 +15,9 @@ from horovod_volo.cluster.watchdog_process import Heartbeat
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive
 from horovod_volo.config.schema import Config
-from horovod_volo.core.errors import UserError
 from horovod_volo.engine.callbacks import Callbacks
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.ledger import LEDGER, Ledger, LedgerStart, write_classes
 from horovod_volo.engine.model_cost import UNKNOWN_COST, ModelCost
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState
@@ -57,7 +53,6 @@ class TrainContext:
     lr: Callable[[int], float]  # lr(step)
     stop: StopRequest
     logger: Logger
-    ledger: Ledger
     skipped: SkippedSteps
     clock: TrainingClock = field(default_factory=TrainingClock)
     cost: ModelCost = UNKNOWN_COST  # of the network
@@ -72,7 +67,7 @@ class TrainContext:
     recent: dict[str, list[float]] = field(default_factory=dict)  # values of the last log points, by name
     returns_in_vain: int = 0  # of them, those after which no step had a finite loss
     repairs: int = 0  # returns to a checkpoint, because the state of ranks differed
-    hosts_changed: Callable[[], bool] = lambda: False  # whether an elastic job has other hosts now
+    hosts: Sequence[str] = ()  # of the ranks
     stragglers: StragglerFinder | None = None  # on rank 0 of several
     logged_bad_samples: set[str] = field(default_factory=set)
     callbacks: Callbacks = field(default_factory=Callbacks)
@@ -119,8 +114,7 @@ class TrainContext:
             closing.callback(self.parts.close)
             closing.callback(self.parts.train_loader.close)
             closing.callback(self.checkpoints.close)
-            with suppress(UserError):  # another process has taken over the run folder
-                self.ledger.write()
+            self.callbacks.flush(self)
 
 
 def run_folder(config: Config) -> Path:
@@ -165,28 +159,9 @@ def build_context(
         lr=build_schedule(config, derived),
         stop=stop,
         logger=logger,
-        ledger=_build_ledger(config, world, data, derived, parts.classes),
         skipped=SkippedSteps(state.scaler),
         heartbeat=world.collectives.heartbeat,
     )
-
-
-def _build_ledger(
-    config: Config, world: World, data: TaskData, derived: Derived, classes: NDArray[np.int32] | None
-) -> Ledger:
-    start = LedgerStart(
-        seed=config.run.seed,
-        images=len(data.train),
-        block_shuffle=config.data.block_shuffle,
-        shuffle_window=config.data.shuffle_window,
-        global_batch=derived.global_batch,
-        steps_per_epoch=derived.steps_per_epoch,
-        ranks=world.size,
-        balance=0.0 if classes is None else config.data.balance,
-    )
-    if classes is not None and world.is_rank_zero:
-        write_classes(run_folder(config), classes)
-    return Ledger(run_folder(config) / LEDGER if world.is_rank_zero else None, start)
 
 
 def build_schedule(config: Config, derived: Derived) -> Callable[[int], float]:

@@ -31,7 +31,7 @@ _SPIKES = {"loss": 1.5, "gradient norm": 10.0}  # times the median of so many ea
 def note_outcome(context: TrainContext, outcome: Outcome) -> None:
     """Count a step if it was skipped, and say on which samples; go back after several. Collective."""
     step, samples, _ = outcome.own
-    context.ledger.note(step, outcome.checksums)
+    context.callbacks.step_agreed(context, outcome)
     if outcome.finite:
         context.skipped_in_a_row = context.returns_in_vain = 0
         return
@@ -73,7 +73,7 @@ def go_back(context: TrainContext, skipped: int) -> None:
 
 def train_again(context: TrainContext, different: Sequence[int]) -> None:
     """Restore the last checkpoint and its step, after the state of some ranks was corrupted. Collective."""
-    state, step, hosts = context.state, context.state.step, context.world.hosts()
+    state, step, hosts = context.state, context.state.step, context.hosts
     finish_checkpoint(context)
     checkpoint = context.world.run_on_rank_zero(lambda: next(intact_checkpoints(context.folder), None))
     names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in different)
@@ -88,7 +88,7 @@ def train_again(context: TrainContext, different: Sequence[int]) -> None:
     context.checkpoints.step = state.step
     context.skipped_in_a_row = context.returns_in_vain = 0
     context.logger.go_back(state.step)
-    context.ledger.begin(state.step, hosts)
+    context.callbacks.went_back(context)
     advice = f"Back to {checkpoint.name}: the steps since then are trained again"
     context.logger.log(f"warning: {found}. The memory of a host may be faulty. {advice}")
 

@@ -76,7 +76,7 @@ def log_point(context: TrainContext) -> None:
     if not context.config.run.hang_timeout:
         mean_seconds = sum(report.seconds for report in reports) / world.size
         context.heartbeat.watch(learned_limit(mean_seconds / steps))
-    context.ledger.write()
+    context.callbacks.flush(context)
     gc.collect()  # on all ranks at once: they have just synchronised in allgather_object
     meter.reset()
     context.timer.reset()

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from horovod_volo.elastic.job import HostsChangedError
+from horovod_volo.cluster.collectives import HostsChangedError
 from horovod_volo.engine.checkpoint.saving import (
     CorruptedError,
     finish_checkpoint,

@@ -18,9 +18,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.cluster.step_statistics import OwnStep
+from horovod_volo.cluster.step_statistics import OwnStep, checksums
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.ledger import checksums
 from horovod_volo.engine.showing import log_histograms
 from horovod_volo.engine.task import Batch
 from horovod_volo.optim.build import set_lr
@@ -51,8 +50,6 @@ def train_step(context: TrainContext, batches: Iterator[Batch]) -> None:
     statistics.note_step(OwnStep(state.step + 1, samples, (int(first), int(second))))
     if context.stop.received:
         statistics.ask_to_stop()
-    if context.hosts_changed():
-        statistics.note_changed_hosts()
     context.parts.train_loader.prepare_next()  # while the last buckets are reduced
     context.timer.end()
     with state.reducer.synchronized_gradients():  # inside, each `grad` is the average over ranks

@@ -18,8 +18,8 @@ from typing import Any
 
 from horovod_volo.config.values import all_settings, checked
 from horovod_volo.core.errors import UserError
+from horovod_volo.elastic.ledger import LEDGER, read_ledger
 from horovod_volo.engine.confusions import CONFUSIONS
-from horovod_volo.engine.ledger import LEDGER, read_ledger
 from horovod_volo.models.pretrained import SETTINGS_OF_RUN
 
 Record = dict[str, float]  # numbers by name; "step" is one of them

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from horovod_volo.engine.ledger import LEDGER, read_ledger
+from horovod_volo.elastic.ledger import LEDGER, read_ledger
 from tests.ranks.launching import SCRIPTS, environment, python
 
 GLOO_SECONDS = 5

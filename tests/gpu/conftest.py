@@ -16,7 +16,7 @@ from horovod_volo.config.values import assemble
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.run import setup
+from horovod_volo.engine.setup import setup
 
 OpenContext = Callable[..., TrainContext]
 

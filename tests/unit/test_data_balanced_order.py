@@ -12,14 +12,15 @@ import torch
 from coded_images import smooth, write_images
 from image_loaders import train_loader
 
+from horovod_volo.cluster.step_statistics import checksums
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.balanced_order import balanced_order, draws_of_classes
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.sampler import rank_indices
+from horovod_volo.elastic.ledger import CLASSES, LEDGER, Ledger, LedgerStart, write_classes
 from horovod_volo.elastic.ledger_check import check_ledger
-from horovod_volo.engine.ledger import CLASSES, LEDGER, Ledger, LedgerStart, checksums, write_classes
 
 COUNTS = np.array([900, 90, 9, 0, 1])
 TARGETS = np.random.default_rng(0).permutation(np.repeat(np.arange(5), COUNTS)).astype(np.int32)

@@ -22,7 +22,7 @@ from horovod_volo.engine.checkpoint.files import find_checkpoint, read_tensors
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.run import setup
+from horovod_volo.engine.setup import setup
 
 STEPS = 5  # of an epoch
 

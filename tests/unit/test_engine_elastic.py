@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,15 +15,17 @@ from horovod_volo.bench.synthetic import SyntheticRun, bench_config, flat_weight
 from horovod_volo.cluster.collectives import LocalCollectives, RankLostError
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import AllRanksError, World
+from horovod_volo.config.schema import Config
 from horovod_volo.config.values import assemble
 from horovod_volo.demo.demo_set import make_demo_set
-from horovod_volo.elastic.run import ElasticRun, Reached
+from horovod_volo.elastic.run import ElasticRun, Reached, describe
 from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.checkpoint.files import write_checkpoint
 from horovod_volo.engine.checkpoint.resuming import restore_state
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run import run as engine_run
+from horovod_volo.engine.setup import Start
 from horovod_volo.optim.muon import OneRank, share_matrices
 
 
@@ -49,16 +52,13 @@ def test_the_rank_that_has_come_furthest_is_found() -> None:
     elastic = ElasticRun(job=None)  # type: ignore[arg-type]
     assert elastic.find_newest(world) == reached(8)
     assert elastic.formed == 2
-    assert (
-        elastic.describe(8, ["a", "b", "a"])
-        == "formed again (2): 3 ranks (2 on a, 1 on b) go on after step 8"
-    )
+    text = describe(elastic.formed, 8, ["a", "b", "a"])
+    assert text == "formed again (2): 3 ranks (2 on a, 1 on b) go on after step 8"
 
 
 def test_a_new_run_has_nobody_to_go_on_from() -> None:
     elastic = ElasticRun(job=None)  # type: ignore[arg-type]
     assert elastic.find_newest(World(size=3, collectives=OtherRanks(None, None))) is None
-    assert elastic.unwritten() == []
     assert not elastic.resumes
 
 
@@ -76,13 +76,13 @@ def test_formations_without_a_step_are_counted_and_end_the_run() -> None:
     with closing(new_run()) as run:
         run.step()
         for _ in range(6):
-            elastic.keep(run.context)
+            elastic.ranks_lost(run.context)
             elastic.find_newest(World.single())
-        elastic.keep(run.context)
+        elastic.ranks_lost(run.context)
         with pytest.raises(AllRanksError, match="formed again 6 times in a row without completing a step"):
             elastic.find_newest(World.single())
         run.step()
-        elastic.keep(run.context)  # a step in between: the count begins again
+        elastic.ranks_lost(run.context)  # a step in between: the count begins again
         newest = elastic.find_newest(World.single())
         assert newest is not None
         assert newest.in_vain == 0
@@ -101,7 +101,7 @@ def test_a_rank_that_is_lost_while_updates_are_exchanged_leaves_the_state_before
         share_matrices(state.optimizer, RankLostMeanwhile())
         with pytest.raises(RankLostError):
             run.step()
-        ElasticRun(job=None).keep(run.context)  # type: ignore[arg-type]
+        ElasticRun(job=None).ranks_lost(run.context)  # type: ignore[arg-type]
         assert state.step == 1
         for name, tensor in state.model.state_dict().items():
             assert tensor.equal(expected[name]) or "num_batches" in name, name
@@ -120,12 +120,12 @@ def test_a_state_that_is_loaded_in_part_is_not_kept(monkeypatch: pytest.MonkeyPa
         with pytest.raises(RankLostError):
             restore_state(state, checkpoint, World.single(), step=2)
         elastic.forget()
-        elastic.keep(run.context)
+        elastic.ranks_lost(run.context)
         assert elastic.find_newest(World.single()) is None
         assert elastic.resumes
         monkeypatch.setattr(state.reducer, "scatter_optimizer_state", scatter)
         restore_state(state, checkpoint, World.single(), step=2)
-        elastic.keep(run.context)
+        elastic.ranks_lost(run.context)
         newest = elastic.find_newest(World.single())
         assert newest is not None
         assert newest.step == 2
@@ -154,12 +154,16 @@ def test_an_error_in_a_callback_outlives_the_ranks_of_its_step(tmp_path: Path) -
     settings |= {"data_dir": str(tmp_path / "images"), "output": str(tmp_path)}
     config, stop = assemble(settings, fallback_name=""), StopRequest()
     elastic = ElasticRun(SimpleNamespace(name="job", hosts_changed=False))  # type: ignore[arg-type]
-    callbacks = [FailsOnce(), LosesRankOnce()]
+    own = [FailsOnce(), LosesRankOnce()]
+
+    def train(config: Config, world: World, callbacks: Sequence[Callback], start: Start) -> int:
+        return engine_run(config, world, stop, watchdog, [*callbacks, *own], start=start)
+
     with closing(Watchdog(0.0, elastic=True)) as watchdog:
         with pytest.raises(RankLostError):
-            engine_run(config, World.single(), stop, watchdog, elastic, callbacks)
+            elastic.train(config, World.single(), watchdog, train)
         with pytest.raises(AllRanksError, match="FailsOnce failed in step_done: ZeroDivisionError"):
-            engine_run(config, World.single(), stop, watchdog, elastic, callbacks)
+            elastic.train(config, World.single(), watchdog, train)
     assert (tmp_path / "run" / "checkpoints" / "step_00000003").is_dir()
 
 
@@ -173,7 +177,7 @@ def test_the_state_of_the_last_complete_step_is_kept() -> None:
         averaged = [buffer for buffer in state.model.buffers() if buffer.is_floating_point()]
         averaged[0].add_(1.0)
         elastic = ElasticRun(job=None)  # type: ignore[arg-type]
-        elastic.keep(run.context)
+        elastic.ranks_lost(run.context)
         assert elastic.find_newest(World.single()) is not None
         elastic.take_over(other.context.state, World.single())
         elastic.take_over(other.context.state, World.single())  # a rank was lost while the run was set up

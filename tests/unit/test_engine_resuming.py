@@ -15,11 +15,12 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger_check import check_ledger
 from horovod_volo.engine import loop
+from horovod_volo.engine.callbacks import Callbacks, standard_callbacks
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.run import setup
+from horovod_volo.engine.setup import setup
 from horovod_volo.models.pretrained import load_pretrained
 
 Start = Callable[..., tuple[TrainContext, list[str]]]
@@ -122,12 +123,14 @@ def test_a_balanced_run_resumes_its_plan_and_proves_it(start: Start, tmp_path: P
     file.write_text("".join(f"{name} {0.5 + number}\n" for number, name in enumerate(classes)))
     context, warnings = start(balance=1.0, class_weights=str(file), stop_at_step=2)
     assert not any("no effect" in text for text in warnings)
-    context.ledger.begin(0, ["host"])
+    context.callbacks = Callbacks(standard_callbacks(), context.stop)
+    context.callbacks.started(context)
     assert not loop.fit(context)
     with pytest.raises(AllRanksError, match=r"has balance 1\.0, this run has 0\.0"):
         start(resume="auto")
     context, _ = start(resume="auto", balance=1.0, class_weights=str(file))
-    context.ledger.begin(2, ["host"])
+    context.callbacks = Callbacks(standard_callbacks(), context.stop)
+    context.callbacks.started(context)
     assert loop.fit(context)
     proved = check_ledger(context.folder)
     assert "each of 12 draws was taken once" in proved

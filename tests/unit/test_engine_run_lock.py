@@ -19,10 +19,12 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.elastic.ledger import LedgerCallback
 from horovod_volo.engine import loop, run_lock
+from horovod_volo.engine.callbacks import Callbacks
 from horovod_volo.engine.interrupts import StopRequest
-from horovod_volo.engine.run import setup
 from horovod_volo.engine.run_lock import RunLock
+from horovod_volo.engine.setup import setup
 
 HOLD = """
 import sys
@@ -166,7 +168,11 @@ def test_a_run_that_has_lost_its_lock_writes_nothing(tmp_path: Path, monkeypatch
     settings |= {"data_dir": str(tmp_path / "images"), "output": str(tmp_path / "runs"), "name": "run"}
     settings |= {"log_every": 1, "workers": 1, "warmup_epochs": 0, "cooldown_epochs": 0}
     context, _ = setup(assemble(settings, fallback_name=""), World.single(), StopRequest())
-    context.ledger.note(1, (0, 0))
+    ledger = LedgerCallback()
+    context.callbacks = Callbacks([ledger], context.stop)
+    context.callbacks.started(context)
+    assert ledger.ledger is not None
+    ledger.ledger.note(1, (0, 0))
     change(context.folder, id="another")
     files = {path: path.read_bytes() for path in context.folder.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"was taken over by process .* Nothing more is written here"):

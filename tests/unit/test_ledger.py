@@ -15,13 +15,13 @@ from torch import Tensor
 
 from horovod_volo.cluster.collectives import LocalCollectives, Wait
 from horovod_volo.cluster.reducer import Reducer
-from horovod_volo.cluster.step_statistics import CHECKSUM_BITS, OwnStep
+from horovod_volo.cluster.step_statistics import CHECKSUM_BITS, OwnStep, checksums
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.sampler import epoch_order, rank_indices
+from horovod_volo.elastic.ledger import LEDGER, Ledger, LedgerStart
 from horovod_volo.elastic.ledger_check import check_ledger
-from horovod_volo.engine.ledger import LEDGER, Ledger, LedgerStart, checksums
 
 START = LedgerStart(
     seed=7, images=50, block_shuffle=0, shuffle_window=64, global_batch=8, steps_per_epoch=6, ranks=2

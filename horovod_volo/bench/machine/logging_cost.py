@@ -34,8 +34,8 @@ from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.log_point import log_point
 from horovod_volo.engine.loop import garbage_collected_at_log_points, note_outcomes
 from horovod_volo.engine.model_cost import count_cost
-from horovod_volo.engine.run import setup
 from horovod_volo.engine.run_texts import describe_run
+from horovod_volo.engine.setup import setup
 from horovod_volo.engine.showing import log_histograms
 from horovod_volo.engine.step import train_step
 from horovod_volo.engine.task import Batch

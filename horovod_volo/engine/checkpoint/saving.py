@@ -56,7 +56,7 @@ def save_checkpoint(context: TrainContext) -> None:
     with context.clock.saving():
         if different := context.world.different_ranks(context.state.replicated_tensors()):
             raise CorruptedError(different)
-        context.ledger.write()  # so that it is never behind a checkpoint
+        context.callbacks.flush(context)  # what they write is never behind a checkpoint
         tensors = context.state.full_state_dict()
         finish_checkpoint(context)
         if context.world.is_rank_zero:
@@ -95,7 +95,7 @@ def _check_tensors(tensors_by_file: StateDicts, step: int) -> None:
 def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str]]:
     """Return the function that writes the current step's checkpoint; later steps do not change it."""
     folder, step, keep = _folder(context), context.state.step, context.config.run.keep_checkpoints
-    may_write = context.ledger.may_write
+    may_write = context.lock.check if context.lock is not None else _may
     metadata = run_metadata(context.config, context.derived, context.task, context.data.train)
     metadata["scaler"] = context.state.scaler.state_dict()
     config = context.config
@@ -109,6 +109,10 @@ def _checkpoint_writer(context: TrainContext) -> Callable[[StateDicts], list[str
         return delete_old_checkpoints(saved, keep)
 
     return write
+
+
+def _may() -> None:
+    """Permit to write: nobody else does."""
 
 
 def save_evaluation(context: TrainContext, metrics: Metrics) -> None:

@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.cluster.step_statistics import CHECKSUM_BITS
+from horovod_volo.cluster.step_statistics import Outcome
 from horovod_volo.core.atomic_file import atomic_write
-from horovod_volo.core.rng import Purpose, bits_of_samples
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.callbacks import STANDARD, Callback
+from horovod_volo.engine.context import TrainContext
 from horovod_volo.monitor.appended_file import AppendedFile
 
 LEDGER = "ledger.jsonl"
@@ -49,13 +51,6 @@ class LedgerStep(NamedTuple):
 
     step: int
     checksums: tuple[int, int]
-
-
-def checksums(seed: int, epoch: int, samples: NDArray[Any], *, axis: int = -1) -> tuple[Any, Any]:
-    """Return two checksums of CHECKSUM_BITS bits of a set of samples, whatever their order."""
-    total = bits_of_samples(Purpose.LEDGER, seed, epoch, samples).sum(axis=axis, dtype=np.uint64)
-    mask = np.uint64((1 << CHECKSUM_BITS) - 1)
-    return total & mask, total >> np.uint64(CHECKSUM_BITS) & mask
 
 
 class Ledger:
@@ -118,6 +113,53 @@ class Ledger:
                 self._file.append(text.encode())
 
 
+class LedgerCallback(Callback):
+    """Keeps the ledger of a run."""
+
+    def __init__(self, earlier: Sequence[LedgerStep] = ()) -> None:
+        """`earlier` are the latest steps of a set of ranks before, whose rank 0 may not have written them."""
+        self._earlier = earlier
+        self.ledger: Ledger | None = None
+
+    def started(self, run: TrainContext) -> None:
+        classes = run.parts.classes
+        start = LedgerStart(
+            seed=run.config.run.seed,
+            images=len(run.data.train),
+            block_shuffle=run.config.data.block_shuffle,
+            shuffle_window=run.config.data.shuffle_window,
+            global_batch=run.derived.global_batch,
+            steps_per_epoch=run.derived.steps_per_epoch,
+            ranks=run.world.size,
+            balance=0.0 if classes is None else run.config.data.balance,
+        )
+        if classes is not None and run.world.is_rank_zero:
+            write_classes(run.folder, classes)
+        self.ledger = Ledger(run.folder / LEDGER if run.world.is_rank_zero else None, start)
+        if run.lock is not None:
+            self.ledger.may_write = run.lock.check
+        self.ledger.begin(run.step, run.hosts, self._earlier)
+
+    def step_agreed(self, run: TrainContext, outcome: Outcome) -> None:  # noqa: ARG002
+        if self.ledger is not None:
+            self.ledger.note(outcome.own.step, outcome.checksums)
+
+    def flush(self, run: TrainContext) -> None:  # noqa: ARG002
+        if self.ledger is not None:
+            with contextlib.suppress(
+                UserError
+            ):  # another process has taken over the run folder: others say so
+                self.ledger.write()
+
+    def latest(self) -> list[LedgerStep]:
+        """Return the latest steps, of which rank 0 may not have written some before it was lost."""
+        return [] if self.ledger is None else self.ledger.latest()
+
+    def went_back(self, run: TrainContext) -> None:
+        if self.ledger is not None:
+            self.ledger.begin(run.step, run.hosts)
+
+
 def write_classes(folder: Path, classes: NDArray[np.int32]) -> None:
     """Write the class of each training image beside the ledger; a full disk is no error here."""
     with contextlib.suppress(OSError), atomic_write(folder / CLASSES) as file:
@@ -144,3 +186,6 @@ def read_ledger(path: Path) -> list[dict[str, Any]]:
         with contextlib.suppress(ValueError):
             records.append(json.loads(line))
     return [record for record in records if isinstance(record, dict)]
+
+
+STANDARD.register("ledger", LedgerCallback)
