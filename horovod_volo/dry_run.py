@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ def dry_run(config: Config, ranks: int) -> str:
     """Return the text of a dry run on this many ranks."""
     load_plugins(config.run.plugin)
     task = TASKS.find(config.model.task)
-    config = task.fit_to_model(config)
+    config = task.complete(config)
     counted = task.count(config) if config.is_open and config.data.data_dir else None
     if counted is not None:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -99,17 +98,17 @@ def dry_run(config: Config, ranks: int) -> str:
 def measure_workload(config: Config, counted: tuple[int, int] | None = None) -> Workload:
     """Count the images, unless that was done, and measure the model on the meta device."""
     task = TASKS.find(config.model.task)
-    task.check(config)
     check_names(config)
     images, classes, warnings = _images_and_classes(config, counted)
     with torch.device("meta"):
-        model = task.build_network(config, config.model.num_classes or classes)
-    parameters, heads = dict(model.named_parameters()), task.heads(config)
+        network = task.build(config, config.model.num_classes or classes)
+    model, heads = network.module, network.heads
+    parameters = dict(model.named_parameters())
     freeze(model, config.model.freeze, heads)
     start_training(model)
     matrices = [parameters[name] for name in hidden_matrices(model, heads)]
     with estimated_with_kernels(config.model.kernels):
-        activations = _activation_bytes(task.training_forward(model), model, config)
+        activations = _activation_bytes(network.training_forward, model, config)
     return Workload(
         images=images,
         classes=classes,
@@ -117,7 +116,7 @@ def measure_workload(config: Config, counted: tuple[int, int] | None = None) -> 
         activation_bytes=activations,
         heads=heads,
         matrix_elements=sum(matrix.numel() for matrix in matrices if matrix.requires_grad),
-        warnings=[*task.warnings(config), *warnings],
+        warnings=warnings,
     )
 
 
@@ -201,7 +200,7 @@ def _images_and_classes(config: Config, counted: tuple[int, int] | None) -> tupl
     return images, classes, [*warnings, f"the images and classes are assumed to be those of {name}"]
 
 
-def _activation_bytes(forward: Callable[[Tensor], Any], model: torch.nn.Module, config: Config) -> float:
+def _activation_bytes(forward: Callable[[Tensor], object], model: torch.nn.Module, config: Config) -> float:
     """Estimate the activations per image that autograd saves for backward, from a forward on the meta device.
 
     The seed of drop path is fixed, so the estimate is the same every time.

@@ -23,8 +23,9 @@ from horovod_volo.core.operators import choose_kernels
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
 from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.engine.classification import Classification, Images
-from horovod_volo.engine.classification_losses import ClassificationLosses
+from horovod_volo.engine.classification import Classification
+from horovod_volo.engine.classification_data import Images
+from horovod_volo.engine.classification_learner import ClassificationLearner
 from horovod_volo.engine.context import TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
@@ -93,11 +94,10 @@ def synthetic_context(config: Config, world: World, resources: RankResources | N
     return build_context(config, world, task, images, resources, state, NullLogger(), StopRequest())
 
 
-def losses_of(context: TrainContext) -> ClassificationLosses:
-    """Return the losses of a run, whose parts can be replaced."""
-    losses = context.parts.losses
-    assert isinstance(losses, ClassificationLosses)
-    return losses
+def learner_of(context: TrainContext) -> ClassificationLearner:
+    """Return the learner of a run, whose parts can be replaced."""
+    assert isinstance(context.learner, ClassificationLearner)
+    return context.learner
 
 
 def catalog_without_files(images: int, num_classes: int) -> Catalog:
@@ -130,9 +130,9 @@ class SyntheticRun:
         """Take steps and return the loss of each."""
         losses = []
         for _ in range(steps):
-            self.context.meter.reset()
+            self.context.progress.meter.reset()
             self.step()
-            sums = self.context.meter.sums()
+            sums = self.context.progress.meter.sums()
             losses.append(sums["total"] if sums["finite"] else math.nan)
         return torch.tensor(losses)
 

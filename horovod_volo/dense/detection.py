@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import BoxBatch
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.loader import EvalBatches
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.dense.anchors import Anchors, anchor_rule, build_anchors, encode
@@ -28,7 +29,7 @@ from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.dense.ssd import HEADS, SSD, build_ssd, fitted_weights
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.shared_catalog import catalog_folder
-from horovod_volo.engine.task import Metrics, TaskRun, better_value, check_classes, drop_path_seed
+from horovod_volo.engine.task import Beat, Learner, Metrics, Network, Picture, check_classes, drop_path_seed
 from horovod_volo.models.build import check_model
 from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.precision import autocast
@@ -48,23 +49,73 @@ class BoxImages:
     def close(self) -> None:
         """Close nothing: files are opened one by one."""
 
+    def describe(self, config: Config) -> str:
+        """Describe the images for the banner."""
+        rule = anchor_rule(config.model.img_size)
+        pairs = zip(rule.sides, rule.anchors_per_position, strict=True)
+        anchors = sum(side**2 * shapes for side, shapes in pairs)
+        empty = len(self.train.annotations.arrays.image_ids) - len(self.train)
+        without = f" ({empty:,} without boxes left out)" if empty else ""
+        return (
+            f"{len(self.train):,} training{without} and {len(self.held_out):,} held-out images with boxes, "
+            f"{len(self.train.classes):,} classes; {anchors:,} anchors"
+        )
+
+    def warnings(self, config: Config) -> list[str]:  # noqa: ARG002
+        """Return no warnings."""
+        return []
+
 
 @dataclass
-class DetectionLosses:
-    """The forward pass and the losses of a micro-batch."""
+class DetectionLearner(Learner[BoxBatch, tuple[Tensor, Tensor]]):
+    """The network of a run and its losses, fed by its loaders."""
 
+    config: Config
+    world: World
+    images: BoxImages
+    train_loader: BoxTrainLoader
+    eval_loader: EvalBatches
     network: SSD
     anchors: Anchors
     autocast: torch.autocast
-    seed: int
-    rank: int
 
-    def __call__(self, batch: BoxBatch, step: int, number: int) -> DetectionLoss:
-        """Return the losses of a micro-batch."""
-        seed = drop_path_seed(self.seed, step, self.rank, number)
+    loss_names = DetectionLoss._fields
+
+    def __post_init__(self) -> None:
+        self.bad_held_out = self.eval_loader.bad_samples
+        self._pictures = EvaluationPictures(_PICTURES if self.world.is_rank_zero else 0)
+
+    def forward(self, batch: BoxBatch, step: int, number: int) -> tuple[Tensor, Tensor]:
+        """Return the offsets and the logits of all anchors."""
+        seed = drop_path_seed(self.config.run.seed, step, self.world.rank, number)
         with self.autocast:
             values, logits = self.network(batch.images, seed)
-        return detection_loss(values, logits, encode(batch.boxes, batch.classes, self.anchors))
+        return values, logits
+
+    def loss(self, outputs: tuple[Tensor, Tensor], batch: BoxBatch) -> DetectionLoss:
+        """Return the losses of the boxes and of their classes."""
+        return detection_loss(*outputs, encode(batch.boxes, batch.classes, self.anchors))
+
+    def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
+        """Return the average precision of a model on the held-out images. Collective."""
+        return measure_detections(
+            model,
+            beat,
+            loader=self.eval_loader,
+            images=self.images.held_out,
+            predictor=BoxPredictor(self.config.detection, self.anchors, self.eval_loader.batch_size),
+            world=self.world,
+            arithmetic=self.autocast,
+            pictures=self._pictures,
+        )
+
+    def pictures(self) -> Mapping[str, Picture]:
+        """Return pictures of the first images of the last evaluation."""
+        return self._pictures.latest()
+
+    def close(self) -> None:
+        """End the threads of the evaluation."""
+        self.eval_loader.close()
 
 
 class DetectionTask:
@@ -72,7 +123,7 @@ class DetectionTask:
 
     scores = ("ap", "ap50")
 
-    def check(self, config: Config) -> None:
+    def complete(self, config: Config) -> Config:
         check_model(config.model.model, img_size=config.model.img_size, tokens=False)
         settings = config.detection
         for flag, (low, high) in (
@@ -85,8 +136,6 @@ class DetectionTask:
                 raise UserError(f"{flag} takes two numbers above 0 in ascending order, not {low:g} {high:g}.")
         if settings.crop_sides[1] > 1:
             raise UserError(f"--crop-sides takes fractions up to 1, not {settings.crop_sides[1]:g}.")
-
-    def fit_to_model(self, config: Config) -> Config:
         return config
 
     def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:  # noqa: ARG002
@@ -97,11 +146,7 @@ class DetectionTask:
         train, held_out = (_shared_list(config, split, cache, world) for split in ("train", "val"))
         return world.run_on_all_ranks(partial(_fitting, config, train, held_out))
 
-    def heads(self, config: Config) -> tuple[str, ...]:
-        maps = len(anchor_rule(config.model.img_size).sides)
-        return tuple(f"{head}.{number}" for head in HEADS for number in range(maps))
-
-    def build_network(self, config: Config, num_classes: int) -> nn.Module:
+    def build(self, config: Config, num_classes: int) -> Network:
         model, rule = config.model, anchor_rule(config.model.img_size)
         network = build_ssd(
             model.model,
@@ -115,27 +160,22 @@ class DetectionTask:
         )
         if model.sync_bn != "none":
             synchronize_norms(network if model.sync_bn == "all" else network.extras)
-        return network
+        heads = _heads(config)
+        return Network(
+            network,
+            heads,
+            training_forward=lambda images: network(images, 0),
+            load_weights=partial(_load_weights, network, heads, config),
+        )
 
     def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:
         """Return for how many classes weights are; 0 or less: they are of another network."""
         shapes = anchor_rule(config.model.img_size).anchors_per_position[0]
         return len(weights.get("class_heads.0.bias", ())) // shapes - 1
 
-    def load_weights(self, network: nn.Module, config: Config, source: str) -> list[str]:
-        assert isinstance(network, SSD)
-        weights, which = read_weights(source, use_ema=config.model.use_ema)
-        fitted, fresh, messages = fitted_weights(network, weights)
-        allowed, heads = config.model.allow_mismatch, self.heads(config)
-        loaded = load_fitted(network, fitted, source, heads=heads, fresh=fresh, allowed=allowed)
-        return [*which, *loaded, *messages]
-
-    def training_forward(self, network: nn.Module) -> Callable[[Tensor], Any]:
-        return lambda images: network(images, 0)
-
     def begin(
         self, config: Config, world: World, data: BoxImages, resources: RankResources, network: nn.Module
-    ) -> TaskRun:
+    ) -> DetectionLearner:
         assert isinstance(network, SSD)
         if config.model.sync_bn != "none":
             connect_norms(network, WorldSums(world))
@@ -163,38 +203,15 @@ class DetectionTask:
             threads=threads,
             normalization=normalization,
         )
-        arithmetic = autocast(config.model.precision, device)
-        pictures = EvaluationPictures(_PICTURES if world.is_rank_zero else 0)
-        return TaskRun(
+        return DetectionLearner(
+            config=config,
+            world=world,
+            images=data,
             train_loader=train_loader,
-            losses=DetectionLosses(network, anchors, arithmetic, config.run.seed, world.rank),
-            loss_names=DetectionLoss._fields,
-            evaluate=partial(
-                measure_detections,
-                loader=eval_loader,
-                images=data.held_out,
-                predictor=BoxPredictor(config.detection, anchors, eval_loader.batch_size),
-                world=world,
-                arithmetic=arithmetic,
-                pictures=pictures,
-            ),
-            bad_held_out=eval_loader.bad_samples,
-            close=eval_loader.close,
-            pictures=pictures.latest,
-        )
-
-    def warnings(self, config: Config, data: BoxImages | None = None) -> list[str]:  # noqa: ARG002
-        return []
-
-    def describe(self, config: Config, data: BoxImages) -> str:
-        rule = anchor_rule(config.model.img_size)
-        pairs = zip(rule.sides, rule.anchors_per_position, strict=True)
-        anchors = sum(side**2 * shapes for side, shapes in pairs)
-        empty = len(data.train.annotations.arrays.image_ids) - len(data.train)
-        without = f" ({empty:,} without boxes left out)" if empty else ""
-        return (
-            f"{len(data.train):,} training{without} and {len(data.held_out):,} held-out images with boxes, "
-            f"{len(data.train.classes):,} classes; {anchors:,} anchors"
+            eval_loader=eval_loader,
+            network=network,
+            anchors=anchors,
+            autocast=autocast(config.model.precision, device),
         )
 
     def count(self, config: Config) -> tuple[int, int] | None:
@@ -207,15 +224,25 @@ class DetectionTask:
     def metadata(self, config: Config) -> dict[str, Any]:
         return {"sync_bn": config.model.sync_bn}
 
-    def score(self, metrics: Metrics) -> float:
-        return better_value(metrics, "ap")
-
     def summary(self, metrics: Metrics) -> str:
         averaged = f", averaged weights {metrics['ema_ap']:.2f} %" if "ema_ap" in metrics else ""
         return (
             f"AP {metrics['ap']:.2f} %, AP at IoU 0.5 {metrics['ap50']:.2f} %{averaged} "
             f"on {metrics['images']} held-out images"
         )
+
+
+def _heads(config: Config) -> tuple[str, ...]:
+    maps = len(anchor_rule(config.model.img_size).sides)
+    return tuple(f"{head}.{number}" for head in HEADS for number in range(maps))
+
+
+def _load_weights(network: SSD, heads: tuple[str, ...], config: Config, source: str) -> list[str]:
+    weights, which = read_weights(source, use_ema=config.model.use_ema)
+    fitted, fresh, messages = fitted_weights(network, weights)
+    allowed = config.model.allow_mismatch
+    loaded = load_fitted(network, fitted, source, heads=heads, fresh=fresh, allowed=allowed)
+    return [*which, *loaded, *messages]
 
 
 def _shared_list(config: Config, split: Split, cache: Path | None, world: World) -> BoxList:

@@ -164,8 +164,8 @@ def open_network(request: DenseRequest, config: Config, samples: Samples, world:
                     f"class {number} is {name} in {request.data_dir}, but {trained} in {request.weights}. "
                     "Give images whose classes have the names and the order of its training."
                 )
-        network = task.build_network(config, classes)
-        return network, task.load_weights(network, config, request.weights)
+        network = task.build(config, classes)
+        return network.module, network.load_weights(request.weights)
 
     network, messages = world.run_on_all_ranks(load)
     world.assert_identical(network.parameters(), "The weights")

@@ -85,10 +85,10 @@ class TrainedDense:
         """Return the largest difference of the outputs of a fresh network with the written weights."""
         task = DENSE_TASKS[self.config.model.task]
         config = replace(self.config, model=replace(self.config.model, use_ema=False))
-        again = task.build_network(config, self.num_classes)
-        task.load_weights(again, config, str(folder / STATE_DICT))
+        again = task.build(config, self.num_classes)
+        again.load_weights(str(folder / STATE_DICT))
         with torch.inference_mode():
-            first, other = (_joined(network(images)) for network in (self.network, again.eval()))
+            first, other = (_joined(network(images)) for network in (self.network, again.module.eval()))
         return float((first - other).abs().max())
 
 
@@ -126,13 +126,13 @@ def load_dense(source: str, image_side: int, use_ema: bool) -> TrainedDense:
     if image_side:
         config = replace(config, model=replace(config.model, img_size=image_side))
     task = DENSE_TASKS[config.model.task]
-    task.check(config)
+    task.complete(config)
     weights, _ = read_weights(source, use_ema=use_ema)
     classes = task.classes_in(config, weights)
-    network = task.build_network(config, classes)
-    messages = task.load_weights(network, config, source)
+    network = task.build(config, classes)
+    messages = network.load_weights(source)
     names = read_class_names(source)
-    return TrainedDense(network.eval().requires_grad_(False), config, classes, messages, names)
+    return TrainedDense(network.module.eval().requires_grad_(False), config, classes, messages, names)
 
 
 def _joined(outputs: Any) -> Tensor:

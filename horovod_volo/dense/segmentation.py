@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from horovod_volo.dense.scene_loader import SceneEvalLoader, SceneTrainLoader
 from horovod_volo.dense.scene_shards import open_scenes
 from horovod_volo.dense.upernet import HEADS, UperNet, fitted_weights
 from horovod_volo.engine.classification import TASKS
-from horovod_volo.engine.task import Metrics, TaskRun, better_value, check_classes, drop_path_seed
+from horovod_volo.engine.task import Beat, Learner, Metrics, Network, Picture, check_classes, drop_path_seed
 from horovod_volo.models.build import check_model
 from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.precision import autocast
@@ -50,23 +50,72 @@ class Scenes:
         self.train.close()
         self.held_out.close()
 
+    def describe(self, config: Config) -> str:
+        """Describe the images for the banner."""
+        longer, shorter = config.segmentation.scene_size
+        return (
+            f"{len(self.train):,} training and {len(self.held_out):,} held-out images with masks, "
+            f"{self.train.layout.name} layout, {len(self.train.classes):,} classes; "
+            f"scaled to fit {longer:g} x {shorter:g}"
+        )
+
+    def warnings(self, config: Config) -> list[str]:  # noqa: ARG002
+        """Return no warnings."""
+        return []
+
 
 @dataclass
-class SegmentationLosses:
-    """The forward pass and the losses of a micro-batch."""
+class SegmentationLearner(Learner[SceneBatch, tuple[Tensor, Tensor]]):
+    """The network of a run and its losses, fed by its loaders."""
 
+    config: Config
+    world: World
+    device: torch.device
+    scenes: Scenes
+    train_loader: SceneTrainLoader
+    eval_loader: SceneEvalLoader
     network: UperNet
-    auxiliary_weight: float
+    predictor: ScenePredictor
     autocast: torch.autocast
-    seed: int
-    rank: int
 
-    def __call__(self, batch: SceneBatch, step: int, number: int) -> PixelLosses:
-        """Return the losses of a micro-batch."""
-        seed = drop_path_seed(self.seed, step, self.rank, number)
+    loss_names = PixelLosses._fields
+
+    def __post_init__(self) -> None:
+        self.bad_held_out = self.eval_loader.bad_samples
+        self._pictures = EvaluationPictures(_PICTURES if self.world.is_rank_zero else 0)
+
+    def forward(self, batch: SceneBatch, step: int, number: int) -> tuple[Tensor, Tensor]:
+        """Return the logits of the pixels, and those of the auxiliary head."""
+        seed = drop_path_seed(self.config.run.seed, step, self.world.rank, number)
         with self.autocast:
-            logits, auxiliary = self.network.training_logits(batch.images, seed)
-        return pixel_losses(logits, auxiliary, batch.masks, self.auxiliary_weight)
+            return self.network.training_logits(batch.images, seed)
+
+    def loss(self, outputs: tuple[Tensor, Tensor], batch: SceneBatch) -> PixelLosses:
+        """Return the losses of both heads."""
+        return pixel_losses(*outputs, batch.masks, self.config.segmentation.auxiliary_weight)
+
+    def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
+        """Return the mean IoU of a model on the held-out images. Collective: every rank calls this."""
+        return measure_iou(
+            model,
+            beat,
+            loader=self.eval_loader,
+            scenes=self.scenes.held_out,
+            predictor=self.predictor,
+            world=self.world,
+            device=self.device,
+            arithmetic=self.autocast,
+            pictures=self._pictures,
+        )
+
+    def pictures(self) -> Mapping[str, Picture]:
+        """Return pictures of the first images of the last evaluation."""
+        return self._pictures.latest()
+
+    def close(self) -> None:
+        """End the threads of the evaluation, and close all files."""
+        self.eval_loader.close()
+        self.scenes.close()
 
 
 class SegmentationTask:
@@ -74,7 +123,7 @@ class SegmentationTask:
 
     scores = ("miou", "pixel_accuracy")
 
-    def check(self, config: Config) -> None:
+    def complete(self, config: Config) -> Config:
         check_model(config.model.model, img_size=config.model.img_size, tokens=False)
         if config.model.img_size % 16:
             raise UserError(f"--img-size must be a multiple of 16, not {config.model.img_size}.")
@@ -86,8 +135,6 @@ class SegmentationTask:
             )
         if not 0 < shorter <= longer:
             raise UserError(f"--scene-size takes the longer side first, not {longer:g} {shorter:g}.")
-
-    def fit_to_model(self, config: Config) -> Config:
         return config
 
     def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:  # noqa: ARG002
@@ -96,10 +143,7 @@ class SegmentationTask:
     def read(self, config: Config, world: World) -> Scenes:
         return world.run_on_rank_zero(partial(_list, config))
 
-    def heads(self, config: Config) -> tuple[str, ...]:  # noqa: ARG002
-        return HEADS
-
-    def build_network(self, config: Config, num_classes: int) -> nn.Module:
+    def build(self, config: Config, num_classes: int) -> Network:
         model, settings = config.model, config.segmentation
         network = UperNet(
             model.model,
@@ -114,27 +158,20 @@ class SegmentationTask:
         )
         if model.sync_bn == "all":
             synchronize_norms(network)
-        return network
+        return Network(
+            network,
+            HEADS,
+            training_forward=lambda images: network.training_logits(images, _NONE_SEED),
+            load_weights=partial(_load_weights, network, config),
+        )
 
     def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:  # noqa: ARG002
         """Return for how many classes weights are; 0: they are of another network."""
         return max((len(weights.get(f"{head}.bias", ())) for head in HEADS), default=0)
 
-    def load_weights(self, network: nn.Module, config: Config, source: str) -> list[str]:
-        assert isinstance(network, UperNet)
-        weights, which = read_weights(source, use_ema=config.model.use_ema)
-        fitted, fresh, messages = fitted_weights(network, weights)
-        allowed = config.model.allow_mismatch
-        loaded = load_fitted(network, fitted, source, heads=HEADS, fresh=fresh, allowed=allowed)
-        return [*which, *loaded, *messages]
-
-    def training_forward(self, network: nn.Module) -> Callable[[Tensor], Any]:
-        assert isinstance(network, UperNet)
-        return lambda images: network.training_logits(images, _NONE_SEED)
-
     def begin(
         self, config: Config, world: World, data: Scenes, resources: RankResources, network: nn.Module
-    ) -> TaskRun:
+    ) -> SegmentationLearner:
         assert isinstance(network, UperNet)
         if config.model.sync_bn != "none":
             connect_norms(network, WorldSums(world))
@@ -154,49 +191,22 @@ class SegmentationTask:
         eval_loader = SceneEvalLoader(
             data.held_out, config.data, rank=world.rank, size=world.size, threads=threads
         )
-        arithmetic = autocast(config.model.precision, device)
-        pictures = EvaluationPictures(_PICTURES if world.is_rank_zero else 0)
-
-        def close() -> None:
-            eval_loader.close()
-            data.close()
-
-        return TaskRun(
+        return SegmentationLearner(
+            config=config,
+            world=world,
+            device=device,
+            scenes=data,
             train_loader=train_loader,
-            losses=SegmentationLosses(
-                network, config.segmentation.auxiliary_weight, arithmetic, config.run.seed, world.rank
+            eval_loader=eval_loader,
+            network=network,
+            predictor=ScenePredictor(
+                config.segmentation,
+                config.model.img_size,
+                normalization,
+                device,
+                batch=config.data.eval_batch_size or config.data.batch_size,
             ),
-            loss_names=PixelLosses._fields,
-            evaluate=partial(
-                measure_iou,
-                loader=eval_loader,
-                scenes=data.held_out,
-                predictor=ScenePredictor(
-                    config.segmentation,
-                    config.model.img_size,
-                    normalization,
-                    device,
-                    batch=config.data.eval_batch_size or config.data.batch_size,
-                ),
-                world=world,
-                device=device,
-                arithmetic=arithmetic,
-                pictures=pictures,
-            ),
-            bad_held_out=eval_loader.bad_samples,
-            close=close,
-            pictures=pictures.latest,
-        )
-
-    def warnings(self, config: Config, data: Scenes | None = None) -> list[str]:  # noqa: ARG002
-        return []
-
-    def describe(self, config: Config, data: Scenes) -> str:
-        longer, shorter = config.segmentation.scene_size
-        return (
-            f"{len(data.train):,} training and {len(data.held_out):,} held-out images with masks, "
-            f"{data.train.layout.name} layout, {len(data.train.classes):,} classes; "
-            f"scaled to fit {longer:g} x {shorter:g}"
+            autocast=autocast(config.model.precision, device),
         )
 
     def count(self, config: Config) -> tuple[int, int] | None:
@@ -209,15 +219,20 @@ class SegmentationTask:
         settings = config.segmentation
         return {"neck": settings.neck, "head_width": settings.head_width, "sync_bn": config.model.sync_bn}
 
-    def score(self, metrics: Metrics) -> float:
-        return better_value(metrics, "miou")
-
     def summary(self, metrics: Metrics) -> str:
         averaged = f", averaged weights {metrics['ema_miou']:.2f} %" if "ema_miou" in metrics else ""
         return (
             f"mean IoU {metrics['miou']:.2f} %, pixel accuracy {metrics['pixel_accuracy']:.2f} %{averaged} "
             f"on {metrics['images']} held-out images"
         )
+
+
+def _load_weights(network: UperNet, config: Config, source: str) -> list[str]:
+    weights, which = read_weights(source, use_ema=config.model.use_ema)
+    fitted, fresh, messages = fitted_weights(network, weights)
+    allowed = config.model.allow_mismatch
+    loaded = load_fitted(network, fitted, source, heads=HEADS, fresh=fresh, allowed=allowed)
+    return [*which, *loaded, *messages]
 
 
 def _list(config: Config) -> Scenes:

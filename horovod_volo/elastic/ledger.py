@@ -122,7 +122,7 @@ class LedgerCallback(Callback):
         self.ledger: Ledger | None = None
 
     def started(self, run: TrainContext) -> None:
-        classes = run.parts.classes
+        classes = run.learner.classes
         start = LedgerStart(
             seed=run.config.run.seed,
             images=len(run.data.train),

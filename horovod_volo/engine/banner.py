@@ -29,7 +29,7 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
         "model": f"{model.model}, {count:,} parameters, {model.img_size} px",
         **({"chosen": context.config.chosen} if context.config.chosen else {}),
         **training_line(context.config, parameters, context.state.reducer.buckets, world.size),
-        "data": context.task.describe(context.config, context.data),
+        "data": context.data.describe(context.config),
         "decoder": describe_decoder(context.config.data.image_decoder),
         "batch": batch_line(context.config, context.derived),
         "lr": lr_line(context.config, context.derived),

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,7 +22,7 @@ from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.model_cost import UNKNOWN_COST, ModelCost
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState
-from horovod_volo.engine.task import Task, TaskData, TaskRun
+from horovod_volo.engine.task import Learner, Task, TaskData
 from horovod_volo.monitor.logger import Logger
 from horovod_volo.monitor.meters import LossMeter
 from horovod_volo.monitor.stragglers import StepTimer, StragglerFinder
@@ -32,8 +33,27 @@ from horovod_volo.optim.schedule import find_decay, lr_at
 
 
 @dataclass
+class Progress:
+    """What moves with the steps of a run, besides its state: measurements, and setbacks that are counted."""
+
+    meter: LossMeter  # since the last log point
+    timer: StepTimer  # likewise
+    skipped: SkippedSteps
+    clock: TrainingClock = field(default_factory=TrainingClock)
+    stragglers: StragglerFinder | None = None  # on rank 0 of several
+    wants_histograms: bool = False  # of the next step
+    logged_norm: Tensor | None = None  # of the gradients, at the step of a log point
+    recent: dict[str, list[float]] = field(default_factory=dict)  # values of the last log points, by name
+    logged_bad_samples: set[str] = field(default_factory=set)
+    skipped_in_a_row: int = 0  # steps, because a loss is not finite
+    returns: int = 0  # to a checkpoint, because of such steps
+    futile_returns: int = 0  # of them, those after which no step had a finite loss
+    repairs: int = 0  # returns to a checkpoint, because the state of ranks differed
+
+
+@dataclass
 class TrainContext:
-    """One training run on one rank: the loop, the step and the checkpoints use it.
+    """One training run on one rank: the loop, the step and the checkpoints use it. Its fields stay the same.
 
     Callbacks are given it. For them `config`, `world`, and what is documented below the fields are public.
     """
@@ -45,32 +65,20 @@ class TrainContext:
     task: Task
     data: TaskData
     state: TrainState
-    parts: TaskRun
-    meter: LossMeter  # since the last log point
-    timer: StepTimer  # likewise
+    learner: Learner[Any, Any]
+    progress: Progress
     clip: Clip
     gradient_norm: Callable[[], Tensor]
     lr: Callable[[int], float]  # lr(step)
     stop: StopRequest
     logger: Logger
-    skipped: SkippedSteps
-    clock: TrainingClock = field(default_factory=TrainingClock)
+    heartbeat: Heartbeat
+    checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    hosts: Sequence[str] = ()  # of the ranks
+    lock: RunLock | None = None  # of the run folder, on rank 0
     cost: ModelCost = UNKNOWN_COST  # of the network
     peak_flops: float = 0.0  # FLOP/s of the devices of all ranks together; 0: not known
-    lock: RunLock | None = None  # of the run folder, on rank 0
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    checkpoints: CheckpointWriter = field(default_factory=CheckpointWriter)
-    skipped_in_a_row: int = 0  # steps, because a loss is not finite
-    returns: int = 0  # to a checkpoint, because of such steps
-    wants_histograms: bool = False  # of the next step
-    logged_norm: Tensor | None = None  # of the gradients, at the step of a log point
-    recent: dict[str, list[float]] = field(default_factory=dict)  # values of the last log points, by name
-    returns_in_vain: int = 0  # of them, those after which no step had a finite loss
-    repairs: int = 0  # returns to a checkpoint, because the state of ranks differed
-    hosts: Sequence[str] = ()  # of the ranks
-    stragglers: StragglerFinder | None = None  # on rank 0 of several
-    logged_bad_samples: set[str] = field(default_factory=set)
-    callbacks: Callbacks = field(default_factory=Callbacks)
 
     @property
     def folder(self) -> Path:
@@ -111,8 +119,8 @@ class TrainContext:
             if self.lock is not None:
                 closing.callback(self.lock.close)
             closing.callback(self.logger.close)
-            closing.callback(self.parts.close)
-            closing.callback(self.parts.train_loader.close)
+            closing.callback(self.learner.close)
+            closing.callback(self.learner.train_loader.close)
             closing.callback(self.checkpoints.close)
             self.callbacks.flush(self)
 
@@ -134,8 +142,8 @@ def build_context(
 ) -> TrainContext:
     """Build the task's parts and the schedules of a run, given its state."""
     derived = derive(config, ranks=world.size, images=len(data.train))
-    parts = task.begin(config, world, data, resources, state.model)
-    loader, reducer = parts.train_loader, state.reducer
+    learner = task.begin(config, world, data, resources, state.model)
+    loader, reducer = learner.train_loader, state.reducer
     return TrainContext(
         config=config,
         world=world,
@@ -144,22 +152,24 @@ def build_context(
         task=task,
         data=data,
         state=state,
-        parts=parts,
-        meter=LossMeter(parts.loss_names, resources.device, lambda: loader.waited_seconds),
-        timer=StepTimer(resources.device),
+        learner=learner,
+        progress=Progress(
+            LossMeter(learner.loss_names, resources.device, lambda: loader.waited_seconds),
+            StepTimer(resources.device),
+            SkippedSteps(state.scaler),
+        ),
         clip=build_clip(
             config.update.clip_mode,
             config.update.clip_grad,
             reducer.local_parameters,
             flat_gradients=reducer.local_gradients,
-            heads=task.heads(config),
+            heads=state.heads,
             global_grad_norm=reducer.global_grad_norm,
         ),
         gradient_norm=partial(gradient_norm, reducer.local_gradients, reducer.global_grad_norm),
         lr=build_schedule(config, derived),
         stop=stop,
         logger=logger,
-        skipped=SkippedSteps(state.scaler),
         heartbeat=world.collectives.heartbeat,
     )
 

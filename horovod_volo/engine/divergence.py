@@ -33,26 +33,26 @@ def note_outcome(context: TrainContext, outcome: Outcome) -> None:
     step, samples, _ = outcome.own
     context.callbacks.step_agreed(context, outcome)
     if outcome.finite:
-        context.skipped_in_a_row = context.returns_in_vain = 0
+        context.progress.skipped_in_a_row = context.progress.futile_returns = 0
         return
-    context.skipped_in_a_row += 1
-    context.skipped.add_not_finite()
+    context.progress.skipped_in_a_row += 1
+    context.progress.skipped.add_not_finite()
     own = outcome.fault()
     for rank, (fault, of_rank) in enumerate(context.world.allgather_object((own, samples if own else ()))):
         if fault:
             where = f"on rank {rank}, samples {', '.join(map(str, of_rank))}"
             context.logger.log(f"warning: step {step} is skipped: {fault} not finite {where}")
-    if context.skipped_in_a_row == _IN_A_ROW:
+    if context.progress.skipped_in_a_row == _IN_A_ROW:
         go_back(context, step)
 
 
 def note_value(context: TrainContext, name: str, value: float) -> None:
     """Log the loss, or the norm of the gradients, of a log point that is far above those before it."""
-    earlier = context.recent.get(name, [])
+    earlier = context.progress.recent.get(name, [])
     if len(earlier) == _EARLIER and value > _SPIKES[name] * (typical := median(earlier)):
         text = f"the {name} is {value:.3f}, {value / typical:.1f} times that of the last log points"
         context.logger.log(f"warning: step {context.state.step}: {text}")
-    context.recent[name] = [*earlier, value][-_EARLIER:]
+    context.progress.recent[name] = [*earlier, value][-_EARLIER:]
 
 
 def go_back(context: TrainContext, skipped: int) -> None:
@@ -60,12 +60,13 @@ def go_back(context: TrainContext, skipped: int) -> None:
     state, step = context.state, context.state.step
     finish_checkpoint(context)
     checkpoint = context.world.run_on_rank_zero(lambda: _checkpoint(context))
-    if checkpoint is None or context.returns == _RETURNS:
+    if checkpoint is None or context.progress.returns == _RETURNS:
         raise divergence(context, skipped)
     restore_state(state, checkpoint, context.world, step)
-    context.skipped.restart()
-    context.skipped_in_a_row = 0
-    context.returns, context.returns_in_vain = context.returns + 1, context.returns_in_vain + 1
+    context.progress.skipped.restart()
+    context.progress.skipped_in_a_row = 0
+    context.progress.returns += 1
+    context.progress.futile_returns += 1
     context.logger.log(
         f"warning: back to the weights of {checkpoint.name}; training goes on after step {step}"
     )
@@ -78,15 +79,15 @@ def train_again(context: TrainContext, different: Sequence[int]) -> None:
     checkpoint = context.world.run_on_rank_zero(lambda: next(intact_checkpoints(context.folder), None))
     names = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in different)
     found = f"At step {step} the weights or the optimizer state of {names} differ from those of other ranks"
-    if checkpoint is None or context.repairs == _RETURNS:
+    if checkpoint is None or context.progress.repairs == _RETURNS:
         advice = "The memory of a host may be faulty: leave it out, and start again with --resume auto."
-        repaired = f", after {context.repairs} repairs" if context.repairs else ""
+        repaired = f", after {context.progress.repairs} repairs" if context.progress.repairs else ""
         raise AllRanksError(f"{found}{repaired}. {advice}")
-    context.repairs += 1
+    context.progress.repairs += 1
     restore_state(state, checkpoint, context.world)
-    context.skipped.restart()
+    context.progress.skipped.restart()
     context.checkpoints.step = state.step
-    context.skipped_in_a_row = context.returns_in_vain = 0
+    context.progress.skipped_in_a_row = context.progress.futile_returns = 0
     context.logger.go_back(state.step)
     context.callbacks.went_back(context)
     advice = f"Back to {checkpoint.name}: the steps since then are trained again"
@@ -95,5 +96,5 @@ def train_again(context: TrainContext, different: Sequence[int]) -> None:
 
 def _checkpoint(context: TrainContext) -> Path | None:
     """Return the newest intact checkpoint, or an older one if the newest has not helped."""
-    candidates = list(islice(intact_checkpoints(context.folder), context.returns_in_vain + 1))
+    candidates = list(islice(intact_checkpoints(context.folder), context.progress.futile_returns + 1))
     return candidates[-1] if candidates else None

@@ -39,14 +39,14 @@ class RankReport(NamedTuple):
 
 def log_point(context: TrainContext) -> None:
     """Log losses and speed since the last log point. Collective: every rank calls this."""
-    meter, world, step = context.meter, context.world, context.state.step
+    meter, world, step = context.progress.meter, context.world, context.state.step
     steps = meter.micro_batches / context.config.update.accumulation
     names = meter.sums().keys()
-    context.skipped.count(round(steps))
+    context.progress.skipped.count(round(steps))
     reports: list[RankReport] = world.allgather_object(_report(context, steps))
     if any(report.failed for report in reports):
         finish_checkpoint(context)
-    log_bad_samples(context, context.parts.train_loader.bad_samples)
+    log_bad_samples(context, context.learner.train_loader.bad_samples)
     losses = [sum(values) for values in zip(*(report.sums for report in reports), strict=True)]
     finite = losses[-1]  # micro-batches
     if not finite and not context.state.reducer.statistics.looks:
@@ -61,7 +61,8 @@ def log_point(context: TrainContext) -> None:
         **_speed(context, reports, steps),
         **_memory(reports),
     }
-    norm, context.logged_norm = context.logged_norm, None  # none at an epoch's end between log points
+    norm = context.progress.logged_norm  # none at an epoch's end between log points
+    context.progress.logged_norm = None
     if norm is not None and norm.isfinite():
         values["gradient_norm"] = float(norm)
         note_value(context, "gradient norm", float(norm))
@@ -71,7 +72,7 @@ def log_point(context: TrainContext) -> None:
         context.logger.log_training(step, values)
         note_value(context, "loss", values["loss"])
         context.callbacks.logged(context, values)
-    if context.stragglers is not None:
+    if context.progress.stragglers is not None:
         log_own_times(context, [report.own for report in reports])
     if not context.config.run.hang_timeout:
         mean_seconds = sum(report.seconds for report in reports) / world.size
@@ -79,15 +80,16 @@ def log_point(context: TrainContext) -> None:
     context.callbacks.flush(context)
     gc.collect()  # on all ranks at once: they have just synchronised in allgather_object
     meter.reset()
-    context.timer.reset()
+    context.progress.timer.reset()
 
 
 def _report(context: TrainContext, steps: float) -> RankReport:
-    meter, device = context.meter, context.resources.device
+    meter, device = context.progress.meter, context.resources.device
     sums = list(meter.sums().values())
-    own_seconds, exchanged = context.timer.seconds_per_step(), context.timer.exchange_seconds()
+    timer = context.progress.timer
+    own_seconds, exchanged = timer.seconds_per_step(), timer.exchange_seconds()
     waited = meter.data_wait_seconds
-    saved, outside = context.clock.take_checkpoint_seconds()
+    saved, outside = context.progress.clock.take_checkpoint_seconds()
     return RankReport(
         sums=sums,
         seconds=meter.seconds,
@@ -95,10 +97,10 @@ def _report(context: TrainContext, steps: float) -> RankReport:
         exchanged=exchanged if context.world.size > 1 else 0.0,
         saved=saved,
         outside=outside,
-        bad_samples=context.parts.train_loader.bad_samples.skipped,
+        bad_samples=context.learner.train_loader.bad_samples.skipped,
         failed=context.checkpoints.failed,
         own=OwnTime(own_seconds, waited / steps),
-        hours=context.clock.hours,
+        hours=context.progress.clock.hours,
         host_memory=host_memory_gib(),
         device_memory=device_memory_gib(device),
     )
@@ -115,7 +117,7 @@ def _speed(context: TrainContext, reports: Sequence[RankReport], steps: float) -
         "images_per_second": images_per_second,
         "data_wait": waited / seconds,
         "bad_samples": sum(report.bad_samples for report in reports),
-        "skipped_steps": context.skipped.total,
+        "skipped_steps": context.progress.skipped.total,
         "hours": round(reports[0].hours, _DIGITS),
         "time_data": round(data, _DIGITS),
         # On a GPU, the host may wait for data while the device still exchanges.
@@ -155,8 +157,8 @@ def _spread(times: Sequence[OwnTime]) -> Values:
 
 def log_own_times(context: TrainContext, times: Sequence[OwnTime]) -> None:
     """Log the time of each rank's own part of a step, and name a rank that the others wait for."""
-    assert context.stragglers is not None
-    step, hosts = context.state.step, context.stragglers.hosts
+    assert context.progress.stragglers is not None
+    step, hosts = context.state.step, context.progress.stragglers.hosts
     values = {
         f"rank {name}/{rank:03}_{host}": value
         for rank, (own, host) in enumerate(zip(times, hosts, strict=True))
@@ -165,7 +167,7 @@ def log_own_times(context: TrainContext, times: Sequence[OwnTime]) -> None:
     context.logger.log_ranks(step, values)
     if step % context.derived.steps_per_epoch == 0:
         context.logger.log_text(step, "ranks/spread", spread_table(times, hosts))
-    if message := context.stragglers.find(times):
+    if message := context.progress.stragglers.find(times):
         context.logger.log(message)
 
 
@@ -194,6 +196,6 @@ def log_bad_samples(context: TrainContext, tracker: BadSampleTracker) -> None:
     for messages in context.world.allgather_object(skipped):
         for message in messages:
             # Another rank may have read, and logged, this sample in an earlier epoch.
-            if message not in context.logged_bad_samples:
-                context.logged_bad_samples.add(message)
+            if message not in context.progress.logged_bad_samples:
+                context.progress.logged_bad_samples.add(message)
                 context.logger.log(f"left out: {message}")

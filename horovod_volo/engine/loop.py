@@ -48,11 +48,11 @@ def train_epochs(context: TrainContext) -> bool:
         if evaluated:
             save_checkpoint(context)  # if ranks were formed again, or another run's checkpoint was resumed
             metrics = evaluate(context)
-            log_bad_samples(context, context.parts.bad_held_out)
+            log_bad_samples(context, context.learner.bad_held_out)
             save_evaluation(context, metrics)
             context.callbacks.evaluated(context, metrics)
-            context.logger.log_pictures(context.state.step, "evaluation", context.parts.pictures)
-            for name, content in context.parts.files(context.state.step).items():
+            context.logger.log_pictures(context.state.step, "evaluation", context.learner.pictures)
+            for name, content in context.learner.files(context.state.step).items():
                 context.logger.write_file(name, content)
         if context.state.step == context.derived.total_steps or stops_early(context):
             finish_checkpoint(context)
@@ -72,17 +72,17 @@ def train_epoch(context: TrainContext) -> bool:
     if run.stop_at_step and state.step == run.stop_at_step:  # it was reached before ranks were formed again
         return False
     epoch, first_step = context.derived.epoch_of(state.step)
-    batches = with_pictures(context, context.parts.train_loader.batches(epoch, first_step))
-    context.wants_histograms = is_due(context, context.config.logging.histograms_every)
-    context.meter.reset()
-    context.timer.reset()
-    context.clock.begin_epoch()
+    batches = with_pictures(context, context.learner.train_loader.batches(epoch, first_step))
+    context.progress.wants_histograms = is_due(context, context.config.logging.histograms_every)
+    context.progress.meter.reset()
+    context.progress.timer.reset()
+    context.progress.clock.begin_epoch()
     for _ in range(first_step, context.derived.steps_per_epoch):
         train_step(context, batches)
         last = state.step == run.stop_at_step or state.step % context.derived.steps_per_epoch == 0
         logs, saves = (every and state.step % every == 0 for every in (run.log_every, run.checkpoint_every))
         # After a skipped step at once: the third in a row goes back, and no step may be taken before it does.
-        at_once = bool(last or logs or saves or context.skipped_in_a_row)
+        at_once = bool(last or logs or saves or context.progress.skipped_in_a_row)
         stop, hosts_changed = note_outcomes(context, of_all=at_once)
         if stop or hosts_changed:
             note_outcomes(context, of_all=True)
@@ -94,9 +94,9 @@ def train_epoch(context: TrainContext) -> bool:
             raise HostsChangedError
         if stop or state.step == run.stop_at_step:
             return False
-        if saves and not (context.skipped_in_a_row or context.returns_in_vain):
+        if saves and not (context.progress.skipped_in_a_row or context.progress.futile_returns):
             save_checkpoint(context)
-    if context.meter.micro_batches:
+    if context.progress.meter.micro_batches:
         log_point(context)
     return True
 
@@ -122,11 +122,11 @@ def evaluate(context: TrainContext) -> Metrics:
         context.logger.evaluating(min(done, total - 1), total)
 
     context.logger.evaluating(0, total)
-    metrics = context.parts.evaluate(context.state.model.eval(), beat)
+    metrics = context.learner.evaluate(context.state.model.eval(), beat)
     for name, model in averaged.items():
         metrics |= {
             f"{name}_{key}": value
-            for key, value in context.parts.evaluate(model.eval(), beat).items()
+            for key, value in context.learner.evaluate(model.eval(), beat).items()
             if key not in ("images", "bad_samples")
         }
     start_training(context.state.model)

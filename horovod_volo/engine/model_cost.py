@@ -50,12 +50,12 @@ def count_cost(config: Config, task: Task, num_classes: int) -> ModelCost:
     blocks: dict[str, BlockCost] = {}
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.no_grad():
-            network = task.build_network(config, num_classes)
-            blocks = _blocks(network)
+            network = task.build(config, num_classes)
+            blocks = _blocks(network.module)
             side = config.model.img_size
             images = torch.empty(_BATCH, 3, side, side)
-            with FlopCounterMode(display=False) as counter, _Counted(network, blocks, counter):
-                task.training_forward(network)(images)
+            with FlopCounterMode(display=False) as counter, _Counted(network.module, blocks, counter):
+                network.training_forward(images)
     # Networks of plugins and of timm may do what the meta device cannot, and may raise anything.
     except Exception as error:
         for block in blocks.values():

@@ -14,7 +14,7 @@ import torch
 
 from horovod_volo.config.schema import Config
 from horovod_volo.config.values import all_settings
-from horovod_volo.models.build import our_name, spec_of
+from horovod_volo.models.build import our_name, spec_of, tokens_per_side
 
 # Two CPU cores train volo_demo on about 300 images of 64 px a second: six minutes.
 _IMAGES_ON_CPU = 100_000
@@ -65,6 +65,18 @@ def fit_to_model(config: Config) -> Config:
     warning = f"without MixToken, because {name} has no token logits"
     changed = _with(config, {"mix_token": False})
     return replace(changed, warnings=(*config.warnings, warning)) if config.objective.mix_token else changed
+
+
+def with_token_size_warning(config: Config) -> Config:
+    """Add a warning if --token-label-size is not the number of tokens per side, which is used instead."""
+    size, side = config.objective.token_label_size, tokens_per_side(config.model.model, config.model.img_size)
+    if not config.objective.token_label or size in (0, side):
+        return config
+    warning = (
+        f"--token-label-size {size} does not fit --img-size {config.model.img_size}: "
+        f"the network has {side} x {side} tokens, so {side} is used"
+    )
+    return replace(config, warnings=(*config.warnings, warning))
 
 
 def choose_settings(config: Config, images: int, ranks: int, device: DeviceFacts) -> Config:

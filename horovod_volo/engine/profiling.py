@@ -61,9 +61,10 @@ class StepProfiler(Callback):
         names = {module: name for name, module in run.state.model.named_modules()}
         for block in find_blocks(run.state.model):
             self._undo.callback(_record_forward(block, names[block], self._recorder))
-        usual_timer, run.timer = run.timer, RecordingTimer(run.timer, self._recorder)
-        self._undo.callback(partial(setattr, run, "timer", usual_timer))
-        self._waited_before = run.parts.train_loader.waited_seconds
+        usual_timer = run.progress.timer
+        run.progress.timer = RecordingTimer(usual_timer, self._recorder)
+        self._undo.callback(partial(setattr, run.progress, "timer", usual_timer))
+        self._waited_before = run.learner.train_loader.waited_seconds
         self._profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
         self._profiler.start()
 
@@ -76,11 +77,11 @@ class StepProfiler(Callback):
         if not taken:
             return
         world, device = run.world, run.resources.device
-        times = times_of(self._recorder.ranges, run.parts.train_loader.waited_seconds - self._waited_before)
+        times = times_of(self._recorder.ranges, run.learner.train_loader.waited_seconds - self._waited_before)
         gathered = world.allgather_object((times, self._recorder.ranges))
         if not world.is_rank_zero:
             return
-        hosts = run.stragglers.hosts if run.stragglers is not None else ["this host"]
+        hosts = run.progress.stragglers.hosts if run.progress.stragglers is not None else ["this host"]
         operators = _operators(profiler, on_gpu=device.type == "cuda")
         all_times, all_ranges = zip(*gathered, strict=True)
         text = describe(taken, all_times, hosts, operators, on_gpu=device.type == "cuda")

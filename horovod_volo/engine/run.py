@@ -65,14 +65,16 @@ def run(
     try:
         begin_stage("starting callbacks and loggers")
         context.hosts = hosts
-        context.stragglers = StragglerFinder(hosts) if world.is_rank_zero and world.size > 1 else None
+        if world.is_rank_zero and world.size > 1:
+            context.progress.stragglers = StragglerFinder(hosts)
         of_plugins = world.run_on_all_ranks(partial(build_plugin_callbacks, config.run.plugin))
         context.callbacks = Callbacks([*profiled, *callbacks, *of_plugins], stop)
         log_start(context, warnings, banner=start.take_over is None)
         context.callbacks.started(context)
         context.callbacks.raise_on_all_ranks(context)
         before = world.run_on_rank_zero(lambda: progress_so_far(context.folder / METRICS))
-        context.skipped.total, context.clock = before.skipped_steps, TrainingClock(before.hours)
+        context.progress.skipped.total = before.skipped_steps
+        context.progress.clock = TrainingClock(before.hours)
         context.heartbeat.beat(context.state.step)
         finished = fit(context)
         context.callbacks.raise_on_all_ranks(context)

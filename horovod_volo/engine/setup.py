@@ -70,9 +70,9 @@ def settle(config: Config, world: World, task: Task | None) -> Plan:
     def complete() -> tuple[Task, Config, Config]:
         load_plugins(config.run.plugin)
         chosen = task or _task_of(config)
-        stated = chosen.fit_to_model(config)
+        stated = chosen.complete(config)
         resolved = resolve(stated, world.size)
-        _check(resolved, chosen)
+        _check(resolved)
         return chosen, stated, resolved
 
     task, stated, config = world.run_on_all_ranks(complete)
@@ -199,7 +199,7 @@ def _warnings(context: TrainContext) -> list[str]:
     facts = RunFacts(context.world.size, device.type, context.state.step, derived.total_steps)
     return [
         *config_warnings(config, facts),
-        *context.task.warnings(config, context.data),
+        *context.data.warnings(config),
         *batch_warnings(config, derived, len(context.data.train)),
         *precision_warnings(config.model.precision, device),
     ]
@@ -211,7 +211,7 @@ def _task_of(config: Config) -> Task:
     return TASKS.find(config.model.task)
 
 
-def _check(config: Config, task: Task) -> None:
+def _check(config: Config) -> None:
     for flag, file in (
         ("autotune", config.launch.horovod_autotune),
         ("timeline", config.launch.horovod_timeline),
@@ -220,7 +220,6 @@ def _check(config: Config, task: Task) -> None:
             raise UserError(
                 f"--horovod-{flag} {file}: the folder {Path(file).parent} does not exist. Create it first."
             )
-    task.check(config)
     check_names(config)
     if config.run.profile:
         parse_steps(config.run.profile)

@@ -37,6 +37,7 @@ class TrainState:
     """
 
     model: nn.Module
+    heads: tuple[str, ...]  # prefixes of the names of the layers that give the logits
     reducer: Reducer
     optimizer: Optimizer
     optimizer_keys: tuple[str, ...]
@@ -97,11 +98,11 @@ def build_state(
     """Return the state before the first step, with the weights of `finetune` if given, and warnings."""
     torch.manual_seed(config.run.seed)
     settings, update = config.model, config.update
-    model = task.build_network(config, num_classes)
+    network = task.build(config, num_classes)
+    model, heads = network.module, network.heads
     warnings: list[str] = []
     if finetune:
-        warnings = [f"weights from {finetune}", *task.load_weights(model, config, finetune)]
-    heads = task.heads(config)
+        warnings = [f"weights from {finetune}", *network.load_weights(finetune)]
     freeze(model, settings.freeze, heads)
     start_training(model.to(device))
     set_tf32(config.model.precision)
@@ -125,8 +126,11 @@ def build_state(
     )
     optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
     share_matrices(optimizer, WorldSums(world))
+    scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         reducer.statistics.skip_on_device()
+        if not scaler.is_enabled():
+            optimizer.found_inf = reducer.statistics.found_inf  # type: ignore[attr-defined]
     average = (
         Ema(model, reducer.buckets, update.ema_decay, warmup=update.ema_warmup)
         if update.ema_decay
@@ -134,9 +138,8 @@ def build_state(
     )
     if settings.compile:
         compile_blocks(model)
-    scaler = torch.amp.GradScaler(device.type, enabled=config.model.precision == "fp16")
     keys = OPTIMIZERS.find(update.opt).state_keys
-    return TrainState(model, reducer, optimizer, keys, average, scaler), warnings
+    return TrainState(model, heads, reducer, optimizer, keys, average, scaler), warnings
 
 
 def _hidden_matrices(config: Config, model: nn.Module, heads: tuple[str, ...]) -> set[str]:

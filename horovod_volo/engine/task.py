@@ -2,15 +2,16 @@
 data, a network, the losses of a micro-batch and an evaluation.
 
 `Task` is a task by name. From the settings of a run it reads the data and builds the network, and then its
-part of the run on one rank, `TaskRun`. docs/tasks.md says what another task would bring.
+part of the run on one rank, a `Learner`. docs/tasks.md says what another task would bring.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from horovod_volo.core.names import Registry
 from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.data.bad_samples import BadSampleTracker
 
+MicroBatch = TypeVar("MicroBatch")
+Outputs = TypeVar("Outputs")  # of the network for a micro-batch
 Metrics = dict[str, float | int]
 Beat = Callable[[int], object]  # told that so many images were evaluated: the rank is alive
 
@@ -90,33 +93,71 @@ class TaskData(Protocol):
     def held_out(self) -> Samples:
         """Return the samples of the evaluation."""
 
+    def describe(self, config: Config) -> str:
+        """Describe the samples and what is learned from them, for the banner."""
+
+    def warnings(self, config: Config) -> list[str]:
+        """Return warnings about the data."""
+
     def close(self) -> None:
         """Close all files."""
 
 
-def no_pictures(batch: Any, step: int) -> Mapping[str, Picture]:  # noqa: ARG001
-    """Return no pictures of a micro-batch."""
-    return {}
+class Losses(Protocol):
+    """The losses of a micro-batch: a named tuple of scalars, whose first one is minimised."""
+
+    @property
+    def total(self) -> Tensor:
+        """Return the one that is minimised."""
+
+    def __iter__(self) -> Iterator[Tensor]: ...
 
 
-@dataclass
-class TaskRun:
-    """A task's part of a run on one rank."""
+class Learner(ABC, Generic[MicroBatch, Outputs]):
+    """A task's part of a run on one rank: its batches, its forward pass, its losses and its evaluation."""
 
     train_loader: TrainBatches
-    # (micro-batch, step, its number in the step) -> its losses: a named tuple of scalars, `total` the first.
-    losses: Callable[[Any, int, int], Any]
     loss_names: tuple[str, ...]
-    # Evaluates a model on the held-out samples: the same metrics on every rank. Collective.
-    evaluate: Callable[[nn.Module, Beat], Metrics]
     bad_held_out: BadSampleTracker
-    close: Callable[[], None]
     classes: NDArray[np.int32] | None = None  # of the training samples, if --balance orders by them
-    pictures: Callable[[], Mapping[str, Picture]] = dict  # of the last evaluation, by name
-    # Text files for the run folder, by name, of the last evaluation, which was at this step.
-    files: Callable[[int], Mapping[str, str]] = lambda step: {}  # noqa: ARG005
-    # (micro-batch, step) -> pictures of it by name. Changes nothing, and is called on one rank alone.
-    training_pictures: Callable[[Any, int], Mapping[str, Picture]] = no_pictures
+
+    @abstractmethod
+    def forward(self, batch: MicroBatch, step: int, number: int) -> Outputs:
+        """Return what the network makes of a micro-batch, `number` in its step."""
+
+    @abstractmethod
+    def loss(self, outputs: Outputs, batch: MicroBatch) -> Losses:
+        """Return the losses of these outputs."""
+
+    @abstractmethod
+    def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
+        """Return the metrics of a model on the held-out samples, the same on every rank. Collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files of the data, and end the threads of the evaluation."""
+
+    def pictures(self) -> Mapping[str, Picture]:
+        """Return pictures of the last evaluation by name."""
+        return {}
+
+    def files(self, step: int) -> Mapping[str, str]:  # noqa: ARG002
+        """Return text files for the run folder, by name, of the last evaluation, which was at this step."""
+        return {}
+
+    def training_pictures(self, batch: MicroBatch, step: int) -> Mapping[str, Picture]:  # noqa: ARG002
+        """Return pictures of a micro-batch by name. Changes nothing, and is called on one rank alone."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network of a task, on the device where torch builds."""
+
+    module: nn.Module
+    heads: tuple[str, ...]  # prefixes of the names of the layers that give the logits
+    training_forward: Callable[[Tensor], object]  # images -> outputs, to measure the forward of training
+    load_weights: Callable[[str], list[str]]  # loads those to begin with; returns what to tell about them
 
 
 class Task(Protocol):
@@ -126,11 +167,8 @@ class Task(Protocol):
     def scores(self) -> Sequence[str]:
         """Return the metrics of an evaluation that tell how good a network is, the most important first."""
 
-    def check(self, config: Config) -> None:
-        """Raise UserError for settings that are wrong with any data."""
-
-    def fit_to_model(self, config: Config) -> Config:
-        """Return the settings, with those that no flag and no recipe set as the model needs them."""
+    def complete(self, config: Config) -> Config:
+        """Return the settings with those that the model needs; raise UserError if some are wrong."""
 
     def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:
         """Return the settings, with those that were left open chosen for the images and the device."""
@@ -138,37 +176,19 @@ class Task(Protocol):
     def read(self, config: Config, world: World) -> TaskData:
         """List the samples; raise UserError if they do not fit. Collective: every rank calls this."""
 
-    def heads(self, config: Config) -> tuple[str, ...]:
-        """Return the prefixes of the names of the layers that give the logits."""
-
-    def build_network(self, config: Config, num_classes: int) -> nn.Module:
-        """Build the network with fresh weights from torch's random state."""
-
-    def load_weights(self, network: nn.Module, config: Config, source: str) -> list[str]:
-        """Load the weights to begin with; return what to tell about them."""
-
-    def training_forward(self, network: nn.Module) -> Callable[[Tensor], Any]:
-        """Return the forward pass of training, to measure it."""
-
-    def begin(
-        self, config: Config, world: World, data: Any, resources: RankResources, network: nn.Module
-    ) -> TaskRun:
-        """Build the loaders, the losses and the evaluation of a run."""
-
-    def warnings(self, config: Config, data: Any | None = None) -> list[str]:
-        """Return warnings about settings, and about data if there are any."""
-
-    def describe(self, config: Config, data: Any) -> str:
-        """Describe the samples and what is learned from them, for the banner."""
-
     def count(self, config: Config) -> tuple[int, int] | None:
         """Return the numbers of training samples and classes; None if the data is on another machine."""
 
+    def build(self, config: Config, num_classes: int) -> Network:
+        """Build the network with fresh weights from torch's random state."""
+
+    def begin(
+        self, config: Config, world: World, data: Any, resources: RankResources, network: nn.Module
+    ) -> Learner[Any, Any]:
+        """Build the loaders, the losses and the evaluation of a run."""
+
     def metadata(self, config: Config) -> dict[str, Any]:
         """Return settings that a resumed run must share, besides those of all tasks."""
-
-    def score(self, metrics: Metrics) -> float:
-        """Return what the best weights have most of; raise KeyError, TypeError or ValueError without it."""
 
     def summary(self, metrics: Metrics) -> str:
         """Describe an evaluation in one line."""

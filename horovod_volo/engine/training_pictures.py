@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -41,79 +39,59 @@ _BACKGROUND = (255, 255, 255)
 Pixels = NDArray[np.uint8]
 
 
-class MixedLoss(Protocol):
-    """What a run learns: its loss, and how images are mixed."""
+@torch.no_grad()
+def draw_batch(
+    batch: TrainBatch, mix: Mix, loss: Loss, network: nn.Module, classes: Sequence[str], config: Config
+) -> dict[str, Picture]:
+    """Return pictures of the first images of a micro-batch, as they are mixed, with their labels."""
+    normalization = Normalization(*statistics_of_run(config.data, config.model.model))
+    images = _pixels(batch.images[:_MOST], normalization)
+    partners = _pixels(batch.images.flip(0)[:_MOST], normalization)
+    tokens = _token_classes(batch, loss)
+    colors = _colors(tokens) if tokens is not None else {}
+    cells = []
+    for number, (pixels, partner) in enumerate(zip(images, partners, strict=True)):
+        panels = [_shown(pixels)]
+        if tokens is not None:
+            panels.append(_tinted(pixels, tokens[number], colors))
+        if (mixed := _mixed(pixels, partner, mix)) is not None:
+            panels.append(mixed)
+        cells.append(_captioned(panels, _caption(batch, number, mix, classes)))
+    legend = [(colors[kind], classes[kind]) for kind in colors if colors[kind] != GREY]
+    with autocast(config.model.precision, batch.images.device):
+        received = received_attention(network, batch.images[:_COLUMNS])
+    attention = {} if received is None else _attention(received, images[:_COLUMNS])
+    return {"batch": _picture(_sheet(cells, legend)), **attention}
 
-    @property
-    def loss(self) -> Loss:
-        """Return the loss of a micro-batch."""
 
-    @property
-    def mix(self) -> Callable[[int, int], Mix]:
-        """Return the mix as a function of the step and the micro-batch's number."""
+def _token_classes(batch: TrainBatch, loss: Loss) -> NDArray[np.int64] | None:
+    """Return the most probable class of each token (images, rows, columns), where tokens have labels."""
+    if not isinstance(loss, TokenLabelLoss):
+        return None
+    classes = most_probable(loss.targets(batch.labels).tokens).view(len(batch.images), -1)
+    side = round(classes.shape[1] ** 0.5)
+    found: NDArray[np.int64] = classes[:_MOST].view(-1, side, side).cpu().numpy()
+    return found
 
 
-@dataclass(frozen=True)
-class TrainingPictures:
-    """Draws micro-batches of a run."""
+def _caption(batch: TrainBatch, number: int, mix: Mix, classes: Sequence[str]) -> str:
+    own = classes[int(batch.labels.classes[number])]
+    if mix.lam == 1.0:
+        return own
+    partner = classes[int(batch.labels.classes[len(batch.images) - 1 - number])]
+    return f"{own} {100 * mix.lam:.0f} %, {partner} {100 - 100 * mix.lam:.0f} %"
 
-    network: nn.Module
-    losses: MixedLoss
-    classes: Sequence[str]
-    config: Config
 
-    @torch.no_grad()
-    def __call__(self, batch: TrainBatch, step: int) -> dict[str, Picture]:
-        """Return pictures of the first images of a micro-batch, the first of a step."""
-        normalization = Normalization(*statistics_of_run(self.config.data, self.config.model.model))
-        images = _pixels(batch.images[:_MOST], normalization)
-        mix: Mix = self.losses.mix(step, 0)
-        partners = _pixels(batch.images.flip(0)[:_MOST], normalization)
-        tokens = self._token_classes(batch)
-        colors = _colors(tokens) if tokens is not None else {}
-        cells = []
-        for number, (pixels, partner) in enumerate(zip(images, partners, strict=True)):
-            panels = [_shown(pixels)]
-            if tokens is not None:
-                panels.append(_tinted(pixels, tokens[number], colors))
-            if (mixed := _mixed(pixels, partner, mix)) is not None:
-                panels.append(mixed)
-            cells.append(_captioned(panels, self._caption(batch, number, mix)))
-        legend = [(colors[kind], self.classes[kind]) for kind in colors if colors[kind] != GREY]
-        sheet = _sheet(cells, legend)
-        return {"batch": _picture(sheet), **self._attention(batch.images[:_COLUMNS], images[:_COLUMNS])}
-
-    def _token_classes(self, batch: TrainBatch) -> NDArray[np.int64] | None:
-        """Return the most probable class of each token (images, rows, columns), where tokens have labels."""
-        if not isinstance(self.losses.loss, TokenLabelLoss):
-            return None
-        targets = self.losses.loss.targets(batch.labels).tokens
-        classes = most_probable(targets).view(len(batch.images), -1)
-        side = round(classes.shape[1] ** 0.5)
-        found: NDArray[np.int64] = classes[:_MOST].view(-1, side, side).cpu().numpy()
-        return found
-
-    def _caption(self, batch: TrainBatch, number: int, mix: Mix) -> str:
-        own = self.classes[int(batch.labels.classes[number])]
-        if mix.lam == 1.0:
-            return own
-        partner = self.classes[int(batch.labels.classes[len(batch.images) - 1 - number])]
-        return f"{own} {100 * mix.lam:.0f} %, {partner} {100 - 100 * mix.lam:.0f} %"
-
-    def _attention(self, images: Tensor, pixels: Sequence[Pixels]) -> dict[str, Picture]:
-        with autocast(self.config.model.precision, images.device):
-            received = received_attention(self.network, images)
-        if received is None:
-            return {}
-        least, most = float(received.min()), float(received.max())
-        levels = ((received.float() - least) / max(most - least, 1e-6)).cpu().numpy()
-        captions = [f"blue: {least:.2f} of the mean", f"red: {most:.2f} of the mean"]
-        captions += [""] * (len(pixels) - len(captions))
-        cells = [
-            _captioned([_shown(each), _heated(each, heat)], caption)
-            for each, heat, caption in zip(pixels, levels, captions, strict=False)
-        ]
-        return {"outlook attention": _picture(_sheet(cells, ()))}
+def _attention(received: Tensor, pixels: Sequence[Pixels]) -> dict[str, Picture]:
+    least, most = float(received.min()), float(received.max())
+    levels = ((received.float() - least) / max(most - least, 1e-6)).cpu().numpy()
+    captions = [f"blue: {least:.2f} of the mean", f"red: {most:.2f} of the mean"]
+    captions += [""] * (len(pixels) - len(captions))
+    cells = [
+        _captioned([_shown(each), _heated(each, heat)], caption)
+        for each, heat, caption in zip(pixels, levels, captions, strict=False)
+    ]
+    return {"outlook attention": _picture(_sheet(cells, ()))}
 
 
 def _pixels(images: Tensor, normalization: Normalization) -> list[Pixels]:

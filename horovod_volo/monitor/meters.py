@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ class LossMeter:
         self._start_time = time.monotonic()
         self._waited_at_reset = self._waited_seconds()
 
-    def add(self, values: tuple[Tensor, ...]) -> None:
+    def add(self, values: Iterable[Tensor]) -> None:
         """Add the losses of one micro-batch. Does not synchronise with the device."""
         losses = torch.stack([*(value.detach() for value in values), self._one]).to(self._sums.dtype)
         self._sums += torch.where(losses.isfinite().all(), losses, 0.0)

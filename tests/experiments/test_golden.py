@@ -90,11 +90,11 @@ def context_of(images: Path, output: Path, **settings: Any) -> TrainContext:
 def losses_of(context: TrainContext, observe: Callable[[Any], Any] = lambda batch: batch) -> Tensor:
     """Train for an epoch and return the loss of each step, (steps,)."""
     losses = []
-    batches: Iterator[Any] = map(observe, context.parts.train_loader.batches(0, 0))
+    batches: Iterator[Any] = map(observe, context.learner.train_loader.batches(0, 0))
     for _ in range(STEPS):
-        context.meter.reset()
+        context.progress.meter.reset()
         train_step(context, batches)
-        losses.append(context.meter.sums()["total"])
+        losses.append(context.progress.meter.sums()["total"])
     return torch.tensor(losses)
 
 

@@ -17,12 +17,12 @@ STEPS = 3
 
 
 def losses(context: TrainContext) -> list[float]:
-    batches = context.parts.train_loader.batches(0, 0)
+    batches = context.learner.train_loader.batches(0, 0)
     found = []
     for _ in range(STEPS):
-        context.meter.reset()
+        context.progress.meter.reset()
         train_step(context, batches)
-        found.append(context.meter.sums()["total"])
+        found.append(context.progress.meter.sums()["total"])
     return found
 
 

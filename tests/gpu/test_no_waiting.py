@@ -77,15 +77,15 @@ def test_the_next_batch_is_prepared_before_the_exchange_ends(open_context: OpenC
     """The transform of each batch but the first runs between backward and the update of the step before."""
     context = open_context(accumulation=2)
     parameters = list(context.state.model.parameters())
-    transform = context.parts.train_loader._prefetcher._transform
+    transform = context.learner.train_loader._prefetcher._transform
     found: list[tuple[int, bool]] = []
 
     def observed(pending: PendingTrainBatch, decoded: Any) -> torch.Tensor:
         found.append((context.state.step, all(parameter.grad is not None for parameter in parameters)))
         return transform(pending, decoded)
 
-    context.parts.train_loader._prefetcher._transform = observed
-    batches = context.parts.train_loader.batches(0, 0)
+    context.learner.train_loader._prefetcher._transform = observed
+    batches = context.learner.train_loader.batches(0, 0)
     for _ in range(3):
         train_step(context, batches)
     # Two batches of each step: the first was prepared at the end of the step before, after backward.
@@ -123,14 +123,15 @@ def test_fp16_compression_does_not_synchronise(
 
 def assert_steps_do_not_synchronise(context: TrainContext, device: torch.device) -> None:
     """Train a few steps; in the last ones a synchronisation is an error."""
-    batches = context.parts.train_loader.batches(0, 0)
+    batches = context.learner.train_loader.batches(0, 0)
     for _ in range(WARM_UP_STEPS):
         train_step(context, batches)
     with no_synchronisation(device):
         for _ in range(CHECKED_STEPS):
             train_step(context, batches)
-    assert context.meter.micro_batches == context.config.update.accumulation * (WARM_UP_STEPS + CHECKED_STEPS)
-    assert all(value > 0 for value in context.meter.sums().values())
+    meter, accumulation = context.progress.meter, context.config.update.accumulation
+    assert meter.micro_batches == accumulation * (WARM_UP_STEPS + CHECKED_STEPS)
+    assert all(value > 0 for value in meter.sums().values())
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_an_overflow_changes_only_the_loss_scale(open_context: OpenContext) -> N
     scaler.load_state_dict(
         scaler.state_dict() | {"scale": 256.0}
     )  # so low that only the hook below overflows
-    batches = context.parts.train_loader.batches(0, 0)
+    batches = context.learner.train_loader.batches(0, 0)
     fresh = weights_with_optimizer_state(context)
     train_step(context, batches)
     trained = weights_with_optimizer_state(context)
@@ -56,12 +56,12 @@ def test_an_overflow_changes_only_the_loss_scale(open_context: OpenContext) -> N
 
 def losses(context: TrainContext, steps: int) -> list[float]:
     """Train and return each step's loss."""
-    batches = context.parts.train_loader.batches(0, 0)
+    batches = context.learner.train_loader.batches(0, 0)
     found = []
     for _ in range(steps):
-        context.meter.reset()
+        context.progress.meter.reset()
         train_step(context, batches)
-        found.append(context.meter.sums()["total"])
+        found.append(context.progress.meter.sums()["total"])
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.bench.synthetic import bench_config, losses_of, synthetic_context
+from horovod_volo.bench.synthetic import bench_config, learner_of, synthetic_context
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.engine.context import TrainContext
@@ -113,13 +113,13 @@ def train_ours(context: TrainContext) -> tuple[TrainedModel, list[Step]]:
     for number in range(STEPS):
         labels = labels_of(BATCH, seed=number)
         images = torch.randn(BATCH, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(number))
-        box = losses_of(context).mix(number, 0)
+        box = learner_of(context).mix(number, 0)
         assert isinstance(box, Box)
         batch = TrainBatch(images, labels, np.arange(BATCH), np.arange(BATCH))
-        context.meter.reset()
+        context.progress.meter.reset()
         with record_draws_of_ours() as draws:
             train_step(context, iter([batch]))
-        losses.append(context.meter.sums()["total"])
+        losses.append(context.progress.meter.sums()["total"])
         steps.append(Step(images, labels, box, context.lr(number), draws))
     return trained(losses, context.state.model), steps
 

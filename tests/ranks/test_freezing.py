@@ -53,7 +53,7 @@ def test_frozen_weights_stay_and_the_state_is_that_of_the_others(images: Path, t
 
     config = assemble(load_recipe(str(plain / "run" / "resolved.toml")), fallback_name="")
     torch.manual_seed(config.run.seed)
-    network = Classification().build_network(config, 10)
+    network = Classification().build(config, 10).module
     freeze(network, PARTS, ("head", "aux_head"))
     names = dict(network.named_parameters())
     for name, parameter in names.items():

@@ -33,7 +33,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("runs") / request.param
     config = parse(["--recipe", f"{request.param}_demo", "--img-size", "64"]).config
     torch.manual_seed(0)
-    network = DENSE_TASKS[request.param].build_network(config, CLASSES[request.param])
+    network = DENSE_TASKS[request.param].build(config, CLASSES[request.param]).module
     (folder / "checkpoints" / "last").mkdir(parents=True)
     weights = folder / "checkpoints" / "last" / "model.safetensors"
     save_file(network.state_dict(), weights, metadata=header_of(NAMES[request.param]))
@@ -123,8 +123,9 @@ def test_the_state_dict_names_the_classes_and_can_be_finetuned(
     finetuned = ["--recipe", "segmentation_demo", "--img-size", "64", "--finetune", str(folder / "model.pth")]
     config = parse(finetuned).config
     torch.manual_seed(1)
-    network = task.build_network(config, 7)
-    task.load_weights(network, config, config.model.finetune)
+    built = task.build(config, 7)
+    built.load_weights(config.model.finetune)
+    network = built.module
     written = load_file(trained / "checkpoints" / "last" / "model.safetensors")
     assert network.state_dict().keys() == written.keys()
     assert all(torch.equal(tensor, written[name]) for name, tensor in network.state_dict().items())

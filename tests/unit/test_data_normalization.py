@@ -18,7 +18,8 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION, Normalization
-from horovod_volo.engine.classification import Images, build_loaders
+from horovod_volo.engine.classification_data import Images
+from horovod_volo.engine.classification_learner import build_loaders
 from horovod_volo.models.normalization import statistics_of_weights
 
 SIDE = 32

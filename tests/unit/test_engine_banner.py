@@ -10,7 +10,7 @@ from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.values import assemble
 from horovod_volo.engine.banner import batch_warnings, lr_line
-from horovod_volo.engine.classification_losses import labels_line
+from horovod_volo.engine.classification_data import labels_line
 
 IMAGENET = 1_281_167
 

@@ -11,6 +11,7 @@ from horovod_volo.bench.synthetic import forward_flops
 from horovod_volo.config.values import assemble
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.model_cost import block_of, count_cost
+from horovod_volo.engine.task import Network
 from horovod_volo.monitor.hardware import peak_flops
 
 
@@ -64,11 +65,9 @@ class UnknownNetwork:
     def __init__(self, build: Callable[[], torch.nn.Module]) -> None:
         self._build = build
 
-    def build_network(self, *_: object) -> torch.nn.Module:
-        return self._build()
-
-    def training_forward(self, network: torch.nn.Module) -> torch.nn.Module:
-        return network
+    def build(self, *_: object) -> Network:
+        network = self._build()
+        return Network(network, (), network, lambda _: [])
 
 
 @pytest.mark.parametrize(

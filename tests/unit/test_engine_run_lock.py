@@ -29,6 +29,7 @@ from horovod_volo.engine.setup import setup
 HOLD = """
 import sys
 from pathlib import Path
+from horovod_volo.core.errors import UserError
 from horovod_volo.engine.run_lock import RunLock
 try:
     lock = RunLock(Path(sys.argv[1]))

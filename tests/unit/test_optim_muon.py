@@ -21,6 +21,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.dry_run import dry_run
 from horovod_volo.engine.classification import Classification
 from horovod_volo.engine.state import build_state
+from horovod_volo.engine.task import Network
 from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, spec_of
 from horovod_volo.optim.build import build_optimizer, check_optimizer, parameter_groups, set_lr, state_tensors
 from horovod_volo.optim.clip import divide
@@ -351,9 +352,8 @@ def test_it_is_refused_with_a_sharded_optimizer() -> None:
 
 
 def test_a_model_without_hidden_matrices_is_refused() -> None:
-    task: Any = SimpleNamespace(
-        build_network=lambda *_: nn.Sequential(nn.Flatten(), nn.Linear(12, 5)), heads=lambda _: ("1",)
-    )
+    network = Network(nn.Sequential(nn.Flatten(), nn.Linear(12, 5)), ("1",), nn.Identity(), lambda _: [])
+    task: Any = SimpleNamespace(build=lambda *_: network)
     config = parse(["--opt", "muon", "--model", "linear"]).config
     with pytest.raises(UserError, match="linear has no hidden matrices for --opt muon"):
         build_state(config, World.single(), task, num_classes=5, device=torch.device("cpu"), finetune="")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,16 +13,9 @@ from torch import nn
 from horovod_volo.config.command_line import build_config
 from horovod_volo.core.batch import Labels, TrainBatch
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
-from horovod_volo.engine.training_pictures import TrainingPictures
-from horovod_volo.objective.loss import Loss, build_loss
-from horovod_volo.objective.mixing import NO_BOX, Mix
-
-
-class UnmixedLoss(NamedTuple):
-    """A loss of class labels, without mixing."""
-
-    loss: Loss
-    mix: Callable[[int, int], Mix]
+from horovod_volo.engine.training_pictures import draw_batch
+from horovod_volo.objective.loss import build_loss
+from horovod_volo.objective.mixing import NO_BOX
 
 
 @pytest.mark.parametrize("statistics", [{}, {"mean": (0.2, 0.3, 0.4), "std": (0.5, 0.4, 0.3)}])
@@ -40,7 +31,7 @@ def test_colors_are_those_of_the_images_whatever_the_statistics(
     pixels = torch.tensor(color).view(3, 1, 1).expand(2, 3, 32, 32) / 255
     indices = np.arange(2)
     batch = TrainBatch((pixels - mean) / std, Labels(torch.tensor([0, 1])), indices, indices)
-    losses = UnmixedLoss(build_loss(config.objective, 2, 4), lambda step, number: NO_BOX)
-    (picture,) = TrainingPictures(nn.Identity(), losses, ("ant", "bee"), config)(batch, 0).values()
+    loss = build_loss(config.objective, 2, 4)
+    (picture,) = draw_batch(batch, NO_BOX, loss, nn.Identity(), ("ant", "bee"), config).values()
     sheet = Image.open(io.BytesIO(picture.png)).convert("RGB")
     assert np.abs(np.array(sheet.getpixel((60, 60))) - color).max() <= 2

@@ -36,8 +36,8 @@ from horovod_volo.engine.loop import garbage_collected_at_log_points, note_outco
 from horovod_volo.engine.model_cost import count_cost
 from horovod_volo.engine.run_texts import describe_run
 from horovod_volo.engine.setup import setup
-from horovod_volo.engine.showing import log_histograms
 from horovod_volo.engine.step import train_step
+from horovod_volo.engine.step_record import log_histograms
 from horovod_volo.engine.task import Batch
 from horovod_volo.monitor.logger import NullLogger
 
@@ -124,14 +124,14 @@ class _MeasuredRun:
 
     def _batches(self) -> Iterator[Batch]:
         for epoch in itertools.count():
-            yield from self.context.parts.train_loader.batches(epoch, 0)
+            yield from self.context.learner.train_loader.batches(epoch, 0)
 
     def interval(self, *, logs: bool) -> tuple[float, float, float, float]:
         """Train to the next log point; return wall and processor time, and those of the log point in them."""
         context = self.context
         context.logger = self._loggers[logs]
-        context.meter.reset()
-        context.timer.reset()
+        context.progress.meter.reset()
+        context.progress.timer.reset()
         wall, processor = perf_counter(), process_time()
         for _ in range(context.config.run.log_every):
             train_step(context, self.batches)
@@ -163,7 +163,7 @@ def _seconds_once(run: _MeasuredRun) -> tuple[float, float]:
     for parameter in context.state.reducer.local_parameters.values():
         parameter.grad = parameter.detach().clone()
     wall, processor = perf_counter(), process_time()
-    context.logger.log_pictures(step, "training", partial(context.parts.training_pictures, batch, step))
+    context.logger.log_pictures(step, "training", partial(context.learner.training_pictures, batch, step))
     log_histograms(context)
     context.logger.log_evaluation(step, dict(_SCORES))
     seconds = perf_counter() - wall, process_time() - processor

@@ -24,7 +24,7 @@ from horovod_volo.bench.cli import BatchSize, DropPath, Flag, ImgSize, ModelName
 from horovod_volo.bench.comparison import Action, assert_agree, compare, one_thread
 from horovod_volo.bench.machine.peers_timm import LoopName, TrainingLoop, training_loop
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import SyntheticRun, bench_config, flat_weights, losses_of
+from horovod_volo.bench.synthetic import SyntheticRun, bench_config, flat_weights, learner_of
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import Labels
 from horovod_volo.models.build import tokens_per_side, training_forward
@@ -88,7 +88,7 @@ def _sides(form: LoopName, config: Config) -> tuple[SyntheticRun, TrainingLoop]:
     run = SyntheticRun(config)
     side = tokens_per_side(config.model.model, config.model.img_size)
     box = Box(0, 0, side // 2, side // 2, grid=side) if config.objective.mix_token else NO_BOX
-    losses_of(run.context).mix = lambda step, number: box  # noqa: ARG005
+    learner_of(run.context).mix = lambda step, number: box  # noqa: ARG005
     peer = training_loop(form, config, run.batch, run.device, box)
     peer.network.load_state_dict(run.context.state.model.state_dict())
     return run, peer
@@ -139,7 +139,7 @@ def measure_overhead(*, batch_size: BatchSize = 8, pairs: Pairs = 7) -> Result:
 
 def _bare_step(model: nn.Module, run: SyntheticRun) -> Action:
     """Return a plain training step."""
-    ours, batch, forward = losses_of(run.context), run.batch, training_forward(model)
+    ours, batch, forward = learner_of(run.context), run.batch, training_forward(model)
     weight, bias = model.parameters()
     groups = [{"params": [weight], "weight_decay": _WEIGHT_DECAY}, {"params": [bias], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=_LR, fused=True)
@@ -150,7 +150,8 @@ def _bare_step(model: nn.Module, run: SyntheticRun) -> Action:
         box = next(boxes)
         with ours.autocast:
             class_logits, token_logits = forward(batch.images, box.swap_tokens, 0)
-        ours.loss(class_logits, token_logits, labels, box).total.backward()  # type: ignore[no-untyped-call]
+        losses = ours.criterion(class_logits, token_logits, labels, box)
+        losses.total.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 

@@ -22,7 +22,7 @@ from horovod_volo.bench.machine.cuda_autocast import CudaAutocast
 from horovod_volo.bench.machine.peers_timm import LoopName, training_loop
 from horovod_volo.bench.machine.step_cost import CostMode, GpuRates, Operator, StepCost
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.synthetic import CLASSES, bench_config, losses_of, random_labels, synthetic_context
+from horovod_volo.bench.synthetic import CLASSES, bench_config, learner_of, random_labels, synthetic_context
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.schema import Config
@@ -102,10 +102,10 @@ def count_step(config: Config) -> StepCost:
 
         return run
 
-    losses = losses_of(context)
-    losses.forward = in_part("network", losses.forward)
-    losses.loss = in_part("loss", losses.loss)
-    losses.autocast = CudaAutocast()  # type: ignore[assignment]
+    learner = learner_of(context)
+    learner.network_forward = in_part("network", learner.network_forward)
+    learner.criterion = in_part("loss", learner.criterion)
+    learner.autocast = CudaAutocast()  # type: ignore[assignment]
     context.clip = in_part("update", context.clip)
     batch = _batch(config)
     with counter.counting() as cost, estimated_with_kernels(config.model.kernels):

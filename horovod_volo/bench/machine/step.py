@@ -120,8 +120,9 @@ def _seconds_of_parts(run: SyntheticRun) -> dict[str, list[float]]:
 
     # The engine's step calls these at the end of its parts; in fp16 unscaling counts as exchange.
     context = run.context
-    context.parts.losses = noting_end("forward and loss", context.parts.losses)
-    context.meter.add = noting_end("backward", context.meter.add)  # type: ignore[method-assign]
+    learner = context.learner
+    learner.loss = noting_end("forward and loss", learner.loss)  # type: ignore[method-assign]
+    context.progress.meter.add = noting_end("backward", context.progress.meter.add)  # type: ignore[method-assign]
     context.clip = noting_end("exchange wait", context.clip)
     step = noting_end("update", run.step)
     wait_for(run.device)

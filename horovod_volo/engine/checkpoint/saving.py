@@ -25,7 +25,7 @@ from horovod_volo.engine.checkpoint.files import (
 )
 from horovod_volo.engine.checkpoint.metadata import run_metadata
 from horovod_volo.engine.context import TrainContext
-from horovod_volo.engine.task import Metrics
+from horovod_volo.engine.task import Metrics, better_value
 from horovod_volo.models.build import spec_of
 from horovod_volo.models.class_names import header_of
 from horovod_volo.models.normalization import statistics_of_run
@@ -51,9 +51,9 @@ def save_checkpoint(context: TrainContext) -> None:
     """
     if context.checkpoints.step == context.state.step:
         return
-    if context.returns_in_vain:
+    if context.progress.futile_returns:
         raise divergence(context, context.state.step)
-    with context.clock.saving():
+    with context.progress.clock.saving():
         if different := context.world.different_ranks(context.state.replicated_tensors()):
             raise CorruptedError(different)
         context.callbacks.flush(context)  # what they write is never behind a checkpoint
@@ -68,7 +68,7 @@ def finish_checkpoint(context: TrainContext) -> None:
     """Wait until the checkpoint is on disk; raise if it cannot be written. Collective."""
     # A slow disk is no hang, unless it takes very long.
     limit = time.monotonic() + LONGEST_WRITE_SECONDS
-    with context.clock.saving():
+    with context.progress.clock.saving():
         while context.world.broadcast_object(not context.checkpoints.done_within(_BEAT_SECONDS)):
             if time.monotonic() < limit:
                 context.heartbeat.beat(context.state.step)
@@ -78,9 +78,9 @@ def finish_checkpoint(context: TrainContext) -> None:
 
 def divergence(context: TrainContext, last: int) -> AllRanksError:
     """Return the error of a run whose loss or gradients are no longer finite, up to the `last` step."""
-    count = context.skipped_in_a_row
+    count = context.progress.skipped_in_a_row
     steps = f"steps {last - count + 1} to {last}" if count else f"the steps up to {last}"
-    since = f", after {context.returns} returns to a checkpoint" if context.returns else ""
+    since = f", after {context.progress.returns} returns to a checkpoint" if context.progress.returns else ""
     return AllRanksError(f"The loss or its gradients are not finite in {steps}{since}. {_AFTER_DIVERGENCE}")
 
 
@@ -123,7 +123,7 @@ def save_evaluation(context: TrainContext, metrics: Metrics) -> None:
     reached = {
         "epoch": epochs_done,
         "images_seen": step * context.derived.global_batch,
-        "hours": round(context.clock.hours, 6),
+        "hours": round(context.progress.clock.hours, 6),
     }
     context.logger.log_evaluation(step, reached | metrics)
     after = f"after epoch {epochs_done} of {context.derived.epochs}"
@@ -179,7 +179,7 @@ def _score(checkpoint: Path, context: TrainContext) -> float:
     if not file.exists():  # `best` was saved again, after a resume from an earlier checkpoint
         return -1.0
     try:
-        return context.task.score(json.loads(file.read_bytes()))
+        return better_value(json.loads(file.read_bytes()), context.task.scores[0])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         context.logger.log(
             f"{file.resolve()} is damaged: {checkpoint.parent / 'best'} gives way to this evaluation"

@@ -1,0 +1,83 @@
+"""What is noted of a step besides its arithmetic: losses, times, samples, histograms.
+
+Nothing is changed by it, and it does not wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from horovod_volo.cluster.step_statistics import OwnStep, checksums
+from horovod_volo.engine.context import TrainContext
+from horovod_volo.engine.model_cost import block_of
+from horovod_volo.engine.task import Batch, Losses
+
+
+class StepRecord:
+    """Notes one step of this rank."""
+
+    def __init__(self, run: TrainContext) -> None:
+        self._run = run
+        self._samples, self._in_order = list[int](), list[NDArray[np.int64]]()
+        self._statistics = run.state.reducer.statistics
+        run.progress.timer.begin()
+
+    def add(self, batch: Batch, losses: Losses) -> None:
+        """Note a micro-batch."""
+        self._statistics.add_loss(losses.total)
+        self._run.progress.meter.add(losses)
+        self._samples += batch.indices.tolist()
+        self._in_order.append(batch.drawn)
+
+    def end_backward(self) -> None:
+        """Move the samples of the step, and a request to stop, into its exchange."""
+        run = self._run
+        epoch, _ = run.derived.epoch_of(run.step)
+        first, second = checksums(run.config.run.seed, epoch, np.concatenate(self._in_order))
+        self._statistics.note_step(OwnStep(run.step + 1, self._samples, (int(first), int(second))))
+        if run.stop.received:
+            self._statistics.ask_to_stop()
+
+    def end_own_part(self) -> None:
+        """Note that from here on the rank waits for others."""
+        self._run.progress.timer.end()
+
+    def end_exchange(self) -> None:
+        """Note that the gradients are averaged."""
+        self._run.progress.timer.exchanged()
+
+    def note_gradients(self) -> None:
+        """Note the norm of the averaged gradients, and histograms, if this step shows them. Collective."""
+        run = self._run
+        if run.progress.wants_histograms:
+            log_histograms(run)
+        if (run.step + 1) % run.config.run.log_every == 0:
+            run.progress.logged_norm = run.gradient_norm()
+
+
+def log_histograms(run: TrainContext) -> None:
+    """Log weights and gradients of each block, before the update; of a sharded optimizer, those of rank 0."""
+    run.progress.wants_histograms = False
+    parameters = run.state.reducer.local_parameters
+
+    def weights() -> dict[str, list[Tensor]]:
+        return _by_block({name: parameter.detach() for name, parameter in parameters.items()})
+
+    def gradients() -> dict[str, list[Tensor]]:
+        return _by_block({name: each.grad for name, each in parameters.items() if each.grad is not None})
+
+    with torch.no_grad():
+        run.logger.log_histograms(run.step, "weights", weights)
+        run.logger.log_histograms(run.step, "gradients", gradients)
+
+
+def _by_block(tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+    found: defaultdict[str, list[Tensor]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        found[block_of(name)].append(tensor)
+    return found
