@@ -86,7 +86,7 @@ def _evaluate(options: argparse.Namespace, world: World) -> int:
 
 def _evaluate_dense(options: argparse.Namespace, task: str, world: World) -> int:
     """Evaluate a network that predicts pixels or boxes. Collective: every rank calls this."""
-    from horovod_volo.engine.task import EVALUATIONS
+    from horovod_volo.evaluation.task_results import EVALUATIONS
 
     evaluate = world.run_on_all_ranks(partial(EVALUATIONS.find, task))
     result = evaluate(vars(options), world, _progress(world))

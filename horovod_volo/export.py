@@ -24,7 +24,7 @@ from horovod_volo.core.errors import UserError, escape_controls, print_error
 if TYPE_CHECKING:
     from torch import nn
 
-    from horovod_volo.engine.task import Trained
+    from horovod_volo.evaluation.task_results import Trained
     from horovod_volo.models.onnx_export import Sides
     from horovod_volo.models.pretrained import PretrainedModel
 
@@ -137,7 +137,7 @@ def export(options: argparse.Namespace) -> None:
 
 def _export_dense(options: argparse.Namespace, task: str) -> None:
     """Export a network for pixels or boxes."""
-    from horovod_volo.engine.task import EXPORTS
+    from horovod_volo.evaluation.task_results import EXPORTS
     from horovod_volo.models import timm_export
 
     if options.model or options.aux_head != "auto" or options.mean or options.std:

@@ -111,7 +111,7 @@ class Trainer:
             config = replace(config, run=replace(config.run, resume="auto"))
         given = self._given()
         noted = StartAndEnd()
-        task = None if given is None else Classification(given)
+        task = None if given is None else Classification(given.lists)
         with closing(watchdog_for(config.run.hang_timeout)) as watchdog, StopRequest.while_training() as stop:
             world = connect_once(config)
             try:
@@ -285,6 +285,6 @@ def _ignore(done: int, images: int) -> None:
 
 
 def _evaluate_dense(task: str, common: dict[str, Any], world: World) -> Metrics:
-    from horovod_volo.engine.task import EVALUATIONS
+    from horovod_volo.evaluation.task_results import EVALUATIONS
 
     return EVALUATIONS.find(task)(common, world, _ignore).metrics

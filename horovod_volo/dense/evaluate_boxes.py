@@ -24,7 +24,8 @@ from horovod_volo.dense.evaluate import (
     request_of,
     settings_of,
 )
-from horovod_volo.engine.task import EVALUATIONS, Metrics
+from horovod_volo.engine.task import Metrics
+from horovod_volo.evaluation.task_results import EVALUATIONS
 from horovod_volo.models.precision import autocast
 
 

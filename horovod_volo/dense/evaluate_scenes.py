@@ -35,7 +35,7 @@ from horovod_volo.dense.pictures import class_colors
 from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.dense.scene_loader import Scene, SceneEvalLoader
 from horovod_volo.dense.scene_shards import open_scenes
-from horovod_volo.engine.task import EVALUATIONS
+from horovod_volo.evaluation.task_results import EVALUATIONS
 from horovod_volo.models.precision import autocast
 
 

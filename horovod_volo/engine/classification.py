@@ -18,12 +18,12 @@ from horovod_volo.core.names import Registry
 from horovod_volo.data.augmentation.policy import parse_policy
 from horovod_volo.engine.classification_data import (
     Images,
+    ReadLists,
     count_images,
     map_geometry,
     read_images,
 )
 from horovod_volo.engine.classification_learner import ClassificationLearner, build_learner
-from horovod_volo.engine.given_data import GivenData
 from horovod_volo.engine.open_settings import (
     choose_settings,
     device_facts,
@@ -47,8 +47,8 @@ from horovod_volo.objective.loss import LOSSES
 class Classification:
     """The task of the published training, on the data sets of a program or on those of the data folder."""
 
-    def __init__(self, given: GivenData | None = None) -> None:
-        self._given = given
+    def __init__(self, lists: ReadLists | None = None) -> None:
+        self._lists = lists
 
     scores = ("top1", "top5")
 
@@ -67,7 +67,7 @@ class Classification:
         return with_token_size_warning(choose_settings(config, images, ranks, device_facts(device)))
 
     def read(self, config: Config, world: World) -> Images:
-        return read_images(config, world, self._given)
+        return read_images(config, world, self._lists)
 
     def count(self, config: Config) -> tuple[int, int] | None:
         return count_images(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,6 @@ from horovod_volo.config.schema import Config
 from horovod_volo.data.images.catalog import Catalog, build_catalog, check_same_classes
 from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.split_folder import HeldOut
-from horovod_volo.engine.given_data import GivenData
 from horovod_volo.engine.shared_catalog import cache_settings, cache_warnings, catalog_folder, shared_catalog
 from horovod_volo.engine.task import check_classes
 from horovod_volo.models.build import tokens_per_side
@@ -58,9 +58,13 @@ class Images:
         return found
 
 
-def read_images(config: Config, world: World, given: GivenData | None) -> Images:
+# Lists the training and held-out images of data sets that a program gives. Collective.
+ReadLists = Callable[[Config, World], tuple[ImageList, ImageList]]
+
+
+def read_images(config: Config, world: World, lists: ReadLists | None) -> Images:
     """List the images of a data folder, or of given data sets, and open the label maps. Collective."""
-    train, held_out, label_maps = _lists(config, world, given)
+    train, held_out, label_maps = _lists(config, world, lists)
 
     def weights_of_classes() -> ClassWeights | None:
         check_threshold(config.objective, len(train.classes))
@@ -78,10 +82,10 @@ def count_images(config: Config) -> tuple[int, int] | None:
 
 
 def _lists(
-    config: Config, world: World, given: GivenData | None
+    config: Config, world: World, lists: ReadLists | None
 ) -> tuple[ImageList, ImageList, LabelSource | None]:
-    if given is not None:
-        return (*given.lists(config, world), None)
+    if lists is not None:
+        return (*lists(config, world), None)
     folder = catalog_folder(config.data.catalog_dir, config.run.output, world)
     train, held_out = (
         shared_catalog(

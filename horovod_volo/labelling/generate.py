@@ -22,11 +22,11 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.engine.shared_catalog import shared_catalog
+from horovod_volo.labelling.store_writer import SHARD_ROWS, LabelStoreWriter, check_new_store, open_writer
 from horovod_volo.labelling.teacher import Teacher, load_teacher
 from horovod_volo.labelling.teacher_images import TeacherImages
 from horovod_volo.token_labels.geometry import WHOLE
 from horovod_volo.token_labels.keys import names_of
-from horovod_volo.token_labels.store_writer import SHARD_ROWS, LabelStoreWriter, check_new_store, open_writer
 
 Progress = Callable[[int, int], None]  # images that this rank has labelled, images it has to label
 CATALOG_FOLDER = ".catalog"

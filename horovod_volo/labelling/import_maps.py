@@ -14,6 +14,13 @@ from horovod_volo.core.atomic_file import remove_partials
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.process_pool import run_in_processes
+from horovod_volo.labelling.store_writer import (
+    SHARD_ROWS,
+    LabelStoreWriter,
+    ShardRecord,
+    check_new_store,
+    open_writer,
+)
 from horovod_volo.token_labels.geometry import MapGeometry, assumption_warning
 from horovod_volo.token_labels.keys import catalog_keys
 from horovod_volo.token_labels.published_maps import (
@@ -21,13 +28,6 @@ from horovod_volo.token_labels.published_maps import (
     probe_map_shape,
     read_geometry,
     read_published_map,
-)
-from horovod_volo.token_labels.store_writer import (
-    SHARD_ROWS,
-    LabelStoreWriter,
-    ShardRecord,
-    check_new_store,
-    open_writer,
 )
 
 Progress = Callable[[int, int], None]  # maps done, maps in all

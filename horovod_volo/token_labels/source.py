@@ -12,8 +12,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.token_labels.geometry import MapGeometry, assumption_warning
 from horovod_volo.token_labels.keys import NamedImages
 from horovod_volo.token_labels.published_maps import PublishedMaps
-from horovod_volo.token_labels.store import LabelStore, is_store
-from horovod_volo.token_labels.store_writer import is_unfinished
+from horovod_volo.token_labels.store import LabelStore, is_store, is_unfinished
 
 
 class LabelSource(Protocol):

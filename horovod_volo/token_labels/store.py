@@ -31,6 +31,7 @@ from horovod_volo.token_labels.geometry import CENTRE_CROP, PUBLISHED, MapGeomet
 from horovod_volo.token_labels.keys import NO_ROW, NamedImages, find_rows
 
 METADATA_FILE = "store.json"
+UNFINISHED_FILE = "making.json"  # the metadata of a store that is not finished
 KEYS_FILE = "keys.txt"
 VERSION = 1
 UNKNOWN_GEOMETRY = "unknown"  # in stores that were imported before the geometry was recorded
@@ -93,6 +94,11 @@ def ids_type(classes: int) -> str:
 def is_store(folder: Path) -> bool:
     """Return whether a folder is a complete store."""
     return (folder / METADATA_FILE).is_file()
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Return whether a folder is an unfinished store."""
+    return (folder / UNFINISHED_FILE).is_file() and not is_store(folder)
 
 
 def read_metadata(path: Path) -> StoreMetadata:

@@ -33,10 +33,10 @@ from horovod_volo.engine.checkpoint.files import (
     write_checkpoint,
 )
 from horovod_volo.labelling.check import check_store
+from horovod_volo.labelling.store_writer import open_writer
 from horovod_volo.models.weights import read_weights
 from horovod_volo.token_labels.keys import catalog_keys
 from horovod_volo.token_labels.store import LabelStore
-from horovod_volo.token_labels.store_writer import open_writer
 from tests.unit.shard_writers import example, picture, recordio_content, write_recordio, write_tfrecord
 
 MUTATIONS = int(os.environ.get("MUTATIONS", "40"))  # of each kind of file

@@ -9,9 +9,9 @@ import torch
 from shard_writers import picture, write_tar
 
 from horovod_volo.data.images.catalog import Catalog, build_catalog
+from horovod_volo.labelling.store_writer import open_writer
 from horovod_volo.token_labels.keys import catalog_keys, label_key
 from horovod_volo.token_labels.store import StoreMetadata
-from horovod_volo.token_labels.store_writer import open_writer
 
 
 def catalog_of(root: Path, *names: str) -> Catalog:

@@ -19,13 +19,13 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 from torchvision.transforms.functional import center_crop, resize
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.labelling.store_writer import open_writer
 from horovod_volo.labels import main
 from horovod_volo.token_labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.token_labels.keys import catalog_keys
 from horovod_volo.token_labels.published_maps import PublishedMaps
 from horovod_volo.token_labels.source import map_warnings, open_labels
 from horovod_volo.token_labels.store import LabelStore, read_metadata
-from horovod_volo.token_labels.store_writer import open_writer
 
 NAMES = tuple(f"{name}/{number}.jpg" for name in "ab" for number in range(2))
 

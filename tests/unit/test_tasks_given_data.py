@@ -190,7 +190,7 @@ def test_settings_are_checked_against_the_number_of_classes() -> None:
     samples = [(pixels(), 0), (pixels(), 1)]
     config = build_config("", {"loss": "bce", "bce_target_threshold": 0.05})
     with pytest.raises(UserError, match=r"gives each of 2 classes a target of 0\.05"):
-        Classification(GivenData(samples, samples)).read(config, ALONE)
+        Classification(GivenData(samples, samples).lists).read(config, ALONE)
 
 
 def test_an_empty_image_is_a_bad_sample() -> None:

@@ -25,15 +25,16 @@ from horovod_volo.token_labels.keys import encode_keys
 from horovod_volo.token_labels.store import (
     KEYS_FILE,
     METADATA_FILE,
+    UNFINISHED_FILE,
     VERSION,
     Shard,
     StoreMetadata,
     ids_type,
     is_store,
+    is_unfinished,
     read_metadata,
 )
 
-UNFINISHED_FILE = "making.json"  # the metadata of a store that is not finished
 SHARD_ROWS = 8192
 
 
@@ -177,11 +178,6 @@ def check_new_store(folder: Path) -> None:
     # Temporary files of killed processes have names that start with a dot.
     if any(entry.name != KEYS_FILE and not entry.name.startswith(".") for entry in folder.iterdir()):
         raise UserError(f"{folder} holds other files. Name a folder that is empty or does not exist yet.")
-
-
-def is_unfinished(folder: Path) -> bool:
-    """Return whether a folder is an unfinished store."""
-    return (folder / UNFINISHED_FILE).is_file() and not is_store(folder)
 
 
 def _check_same_metadata(folder: Path, metadata: StoreMetadata) -> None:
