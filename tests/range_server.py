@@ -23,7 +23,7 @@ class FolderServer(ThreadingHTTPServer):
         self.authorizations: list[str] = []  # the header of each request for a file
         self.connections = 0
         self.failures: list[Any] = []  # a status, "cut" or "close", each for one request for a shard
-        self.answers_ranges, self.version, self.redirects = True, "1", ""
+        self.answers_ranges, self.version = True, "1"
         self.absent = 404  # the status for a file that is not there; stores that may not be listed: 403
         self.login = ("", "")  # the header with a password that requests must have, and its value
         self.tunnels: list[tuple[str, str]] = []  # hosts that a proxy was asked for, and the header for it
@@ -59,10 +59,7 @@ class RangeRequest(BaseHTTPRequestHandler):
             self._answer(407 if header.startswith("Proxy") else 401, b"", {})
             return
         path = unquote(urlsplit(self.path).path)
-        if server.redirects and not path.startswith(server.redirects):
-            self._answer(302, b"", {"Location": server.redirects + self.path})
-            return
-        file = server.folder / path.removeprefix(server.redirects).lstrip("/")
+        file = server.folder / path.lstrip("/")
         if not file.is_file():
             self._answer(server.absent, b"nothing here", {})
             return

@@ -35,7 +35,7 @@ class BlockCache:
 
         A fault of the folder is a UserError: the samples are not damaged.
         """
-        size, version = remote.version(name)
+        size, version = remote.size_and_version(name)
         key = hashlib.sha256(f"{remote.url_of(name)} {size} {version}".encode()).hexdigest()[:32]
         parts, end = [], min(offset + length, size)
         try:
@@ -97,9 +97,8 @@ class BlockCache:
         if used + added > self._limit:
             blocks = [(path.stat(), path) for path in (self._folder / "blocks").glob("*/*")]
             used = sum(status.st_size for status, _ in blocks)
-            left = self._limit - added if used + added <= self._limit else 0.9 * self._limit - added
             for status, path in sorted(blocks, key=lambda block: block[0].st_mtime_ns):
-                if used <= left:
+                if used + added <= 0.9 * self._limit:
                     break
                 path.unlink()
                 used -= status.st_size

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import os
 import re
+from contextlib import suppress
 from datetime import timedelta
 from netrc import NetrcParseError, netrc
 from typing import Any
@@ -86,8 +87,8 @@ class RemoteFolder:
             )
         return data
 
-    def version(self, name: str) -> tuple[int, str]:
-        """Return the size and the version of a file; ask the server if it has not answered yet."""
+    def size_and_version(self, name: str) -> tuple[int, str]:
+        """Return what the first answer said of a file; ask the server if there was none yet."""
         if name not in self._first_answers:
             self.read(name, 0, 1)
         return self._first_answers[name]
@@ -109,12 +110,12 @@ def _open_store(url: str) -> Any:
 
 def _login(host: str) -> dict[str, str]:
     """Return the header with a host's password in ~/.netrc, or in the file that NETRC names."""
-    try:
+    with suppress(NetrcParseError, OSError, UnicodeError):  # matters only where the server wants a password
         found = netrc(os.environ.get("NETRC")).hosts.get(host)  # not `default`, which is for any server
-    except (NetrcParseError, OSError, UnicodeError):  # matters only where the server wants a password
-        found = None
-    login = base64.b64encode(f"{found[0]}:{found[2]}".encode()).decode() if found else ""
-    return {"Authorization": f"Basic {login}"} if found else {}
+        if found is not None:
+            login = base64.b64encode(f"{found[0]}:{found[2]}".encode()).decode()
+            return {"Authorization": f"Basic {login}"}
+    return {}
 
 
 def _with_remedy(url: str, error: Exception) -> UserError:
