@@ -66,6 +66,9 @@ class RangeRequest(BaseHTTPRequestHandler):
         content = file.read_bytes()
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         part = content[first : last + 1]
+        if not part:
+            self._answer(416, b"", {"Content-Range": f"bytes */{len(content)}"})
+            return
         server.requests.append((self.path, first, len(part)))
         server.authorizations.append(self.headers.get("Authorization", ""))
         failure = server.failures.pop(0) if server.failures and file.suffix == ".tar" else None

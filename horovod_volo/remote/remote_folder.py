@@ -33,9 +33,11 @@ _REMEDIES = {  # by what the class or the text of an error contains
     "get_credentials|ProfileNotFound": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on "
     "every host; for a public bucket AWS_SKIP_SIGNATURE=true",
     "NotSupported": "Use a server that answers range requests, such as nginx, or an object store",
+    "416 Range|Wanted range": "It was changed: upload the shards with the list that belongs to them",
     "407 Proxy|ProxyAuthRequired": "Give the proxy's user and password in https_proxy or http_proxy, as "
     "http://USER:PASSWORD@HOST:PORT",
     "TunnelUnsuccessful": "Check the proxy, or name the host in no_proxy",
+    "InvalidCertificate": "Set SSL_CERT_FILE to a file with the certificate of the server's authority",
     "retries|HTTP error": "Restart with --resume auto when the server answers",
     "": "Check the server and its settings",
 }
@@ -120,10 +122,11 @@ def _login(host: str) -> dict[str, str]:
 
 def _with_remedy(url: str, error: Exception) -> UserError:
     text, _, details = str(error).partition("\n\nDebug source:")
-    reason = text.partition(" - ")[2].strip(" :\n") or text
+    reason = text.partition(" - ")[2] or text
     if "sending request" in reason:  # the cause, such as a refused connection, is among the details only
         reason = ", ".join([reason, *re.findall(r'"([^"]+)"', details)[1:]])
     found = f"{type(error).__name__} {error}"
+    reason = " ".join(re.sub("<[^>]+>", " ", reason).split())[:200].strip(" :.")  # without the tags of a page
     remedy = next(remedy for pattern, remedy in _REMEDIES.items() if re.search(pattern, found))
     kind = MissingError if re.match("FileNotFound|PermissionDenied", found) else UserError
     return kind(f"{url} cannot be read: {reason}. {remedy}.")

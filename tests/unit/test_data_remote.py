@@ -237,6 +237,10 @@ def test_what_is_wrong_with_a_server_is_said(server: FolderServer, tmp_path: Pat
         with pytest.raises(UserError, match=r"was changed: .* its list says [\d,]+ bytes.*Upload"):
             catalog.read(0)
         for shard in shards:
+            shard.write_bytes(b"less")
+        with pytest.raises(UserError, match=r"train-00000\d.tar cannot be read: .*416.*upload"):
+            catalog.read(1)
+        for shard in shards:
             shard.unlink()
         with pytest.raises(UserError, match=r"train-00000\d.tar cannot be read: .*404"):
             catalog.read(1)
