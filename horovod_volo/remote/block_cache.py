@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.images.open_files import OpenFile
 from horovod_volo.remote.remote_folder import RemoteFolder
 
 BLOCK_BYTES = 2**22
@@ -27,7 +28,8 @@ class BlockCache:
     """A folder with blocks of files. Threads may share it."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self._folder, self._limit = folder, max(limit_bytes, 2 * BLOCK_BYTES)
+        self._folder, self._blocks = folder, folder / "blocks"
+        self._limit = max(limit_bytes, 2 * BLOCK_BYTES)
         self._verified: set[Path] = set()
 
     def read(self, remote: RemoteFolder, name: str, offset: int, length: int) -> bytes:
@@ -36,11 +38,12 @@ class BlockCache:
         A fault of the folder is a UserError: the samples are not damaged.
         """
         size, version = remote.size_and_version(name)
-        key = hashlib.sha256(f"{remote.url_of(name)} {size} {version}".encode()).hexdigest()[:32]
+        identity = f"{remote.url_of(name)} {size} {version}"
+        folder = self._blocks / hashlib.sha256(identity.encode()).hexdigest()[:32]
         parts, end = [], min(offset + length, size)
         try:
             for first in range(offset - offset % BLOCK_BYTES, end, BLOCK_BYTES):
-                path = self._folder / "blocks" / key / str(first // BLOCK_BYTES)
+                path = folder / str(first // BLOCK_BYTES)
                 span = slice(max(0, offset - first), min(BLOCK_BYTES, end - first))
                 part = self._read_kept(path, span)
                 if part is None:
@@ -62,19 +65,18 @@ class BlockCache:
     def _read_kept(self, path: Path, span: slice) -> bytes | None:
         """Return a part of a block; None if the block is not in the folder, or damaged."""
         try:
-            file = path.open("rb", buffering=0)
+            file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
         except FileNotFoundError:
             self._verified.discard(path)
             return None
-        with file:
-            if path not in self._verified:
-                content = file.readall()
-                if _checksum(content[:-_CHECKSUM_BYTES]) != content[-_CHECKSUM_BYTES:]:
-                    return None
-                self._verified.add(path)
-            with suppress(OSError):
-                os.utime(file.fileno())  # the blocks that were not used for longest are evicted
-            return os.pread(file.fileno(), span.stop - span.start, span.start)
+        if path not in self._verified:
+            content = file.read(0, BLOCK_BYTES + _CHECKSUM_BYTES)
+            if _checksum(content[:-_CHECKSUM_BYTES]) != content[-_CHECKSUM_BYTES:]:
+                return None
+            self._verified.add(path)
+        with suppress(OSError):
+            os.utime(file.descriptor)  # the blocks that were not used for longest are evicted
+        return file.read(span.start, span.stop - span.start)
 
     def _keep(self, path: Path, block: memoryview) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,7 +97,7 @@ class BlockCache:
         with suppress(FileNotFoundError, ValueError):
             used = int(usage.read_text())
         if used + added > self._limit:
-            blocks = [(path.stat(), path) for path in (self._folder / "blocks").glob("*/*")]
+            blocks = [(path.stat(), path) for path in self._blocks.glob("*/*")]
             used = sum(status.st_size for status, _ in blocks)
             for status, path in sorted(blocks, key=lambda block: block[0].st_mtime_ns):
                 if used + added <= 0.9 * self._limit:

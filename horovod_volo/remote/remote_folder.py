@@ -21,9 +21,9 @@ from urllib.parse import quote, urlsplit
 from horovod_volo.core.errors import UserError
 
 SCHEMES = ("http://", "https://", "s3://", "gs://", "az://")
-# A pause is random, from the first one to `base` times the previous one: about half a minute in all.
-BACKOFF = {"init_backoff": timedelta(seconds=0.25), "max_backoff": timedelta(seconds=30), "base": 4}
-RETRIES = 7
+# Each pause is random, from the first to `base` times the previous one: about half a minute in all.
+BACKOFF = {"init_backoff": timedelta(seconds=0.25), "max_backoff": timedelta(seconds=4), "base": 3}
+RETRIES = 15
 _CLIENT = {"allow_http": True, "read_timeout": "60s", "timeout": "1h"}
 _REMEDIES = {  # by what the class or the text of an error contains
     "FileNotFound": "Correct the address",
