@@ -20,13 +20,11 @@ class FolderServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), RangeRequest)
         self.folder = folder
         self.requests: list[tuple[str, int, int]] = []  # path, first byte, number of bytes
+        self.authorizations: list[str] = []  # the header of each request for a file
         self.connections = 0
         self.failures: list[Any] = []  # a status, "cut" or "close", each for one request for a shard
-        self.answers_ranges, self.version, self.redirects = True, "1", ""
-        self.elsewhere = ""  # the server to which `redirects` leads; empty: this one
-        self.absent = (
-            404  # the status for a file that is not there; of a store whose files one may not list: 403
-        )
+        self.answers_ranges, self.version = True, "1"
+        self.absent = 404  # the status for a file that is not there; stores that may not be listed: 403
         self.login = ("", "")  # the header with a password that requests must have, and its value
         self.tunnels: list[tuple[str, str]] = []  # hosts that a proxy was asked for, and the header for it
         self.tunnel_status = 502  # its answer
@@ -47,6 +45,7 @@ class RangeRequest(BaseHTTPRequestHandler):
     """One request."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
     server: FolderServer
 
     def do_CONNECT(self) -> None:
@@ -60,28 +59,32 @@ class RangeRequest(BaseHTTPRequestHandler):
             self._answer(407 if header.startswith("Proxy") else 401, b"", {})
             return
         path = unquote(urlsplit(self.path).path)
-        if server.redirects and not path.startswith(server.redirects):
-            to = (server.elsewhere + server.redirects).encode().decode("latin-1")  # as servers send UTF-8
-            self._answer(302, b"", {"Location": to + self.path})
-            return
-        file = server.folder / path.removeprefix(server.redirects).lstrip("/")
+        file = server.folder / path.lstrip("/")
         if not file.is_file():
             self._answer(server.absent, b"nothing here", {})
             return
         content = file.read_bytes()
         first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
         part = content[first : last + 1]
+        if not part:
+            self._answer(416, b"", {"Content-Range": f"bytes */{len(content)}"})
+            return
         server.requests.append((self.path, first, len(part)))
+        server.authorizations.append(self.headers.get("Authorization", ""))
         failure = server.failures.pop(0) if server.failures and file.suffix == ".tar" else None
         if isinstance(failure, int):
-            self._answer(failure, b"", {"Retry-After": "0"})
+            self._answer(failure, b"", {})
         elif failure == "close":
             self.close_connection = True
         elif not server.answers_ranges:
             self._answer(200, content, {})
         else:
             last = first + len(part) - 1
-            headers = {"ETag": server.version, "Content-Range": f"bytes {first}-{last}/{len(content)}"}
+            headers = {
+                "ETag": server.version,
+                "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT",
+                "Content-Range": f"bytes {first}-{last}/{len(content)}",
+            }
             self._answer(206, part, headers, sent=len(part) // 2 if failure == "cut" else None)
 
     def _answer(self, status: int, body: bytes, headers: dict[str, str], sent: int | None = None) -> None:

@@ -30,7 +30,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     "export": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.export"),
     "kind of data to pack": {"images with masks": "horovod_volo.dense.pack_scenes"},
     "choice of kernels": {"auto": "horovod_volo.kernels.choice"},
-    "address": dict.fromkeys(("http", "https", "s3"), "horovod_volo.remote.remote_catalog"),
+    "address": dict.fromkeys(("http", "https", "s3", "gs", "az"), "horovod_volo.remote.remote_catalog"),
     "callback of every run": {"ledger": "horovod_volo.elastic.ledger"},
     "way to start ranks": {"elastic": "horovod_volo.elastic.run"},
 }

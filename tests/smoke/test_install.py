@@ -30,7 +30,7 @@ EACH_EXTRA = {  # what each one alone adds, and what is trained with it
     "wandb": (("wandb",), ("--log-to", "wandb")),
     "mlflow": (("mlflow",), ("--log-to", "mlflow")),
     "datasets": (("datasets",), ()),
-    "s3": (("boto3",), ()),
+    "remote": (("obstore", "boto3"), ()),
     "test": (("pytest", "xdist", "triton"), ()),
     "dev": (("mypy",), ()),
     "docs": (("mkdocs", "material"), ()),

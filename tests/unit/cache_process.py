@@ -7,8 +7,7 @@ from pathlib import Path
 
 from horovod_volo.remote import block_cache
 from horovod_volo.remote.block_cache import BlockCache
-from horovod_volo.remote.http_source import HttpSource
-from horovod_volo.remote.ranges import RemoteFile
+from horovod_volo.remote.remote_folder import RemoteFolder
 
 BLOCK = 4096
 
@@ -23,11 +22,10 @@ def used_bytes(cache: Path) -> int:
 
 
 def read_all(address: str, cache: Path, limit: int, order: list[int]) -> None:
-    """Read a file by parts through a cache; runs in a process of its own."""
+    """Read `file` by parts through a cache; runs in a process of its own."""
     block_cache.BLOCK_BYTES = BLOCK
-    source = HttpSource()
-    file, blocks = RemoteFile(source, address), BlockCache(cache, limit)
+    folder, blocks = RemoteFolder(address), BlockCache(cache, limit)
     for number in order:
-        content = blocks.read(file, number * 1000, 1000)
+        content = blocks.read(folder, "file", number * 1000, 1000)
         assert content == bytes([number % 251]) * 1000, number
         assert used_bytes(cache) <= limit

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import base64
+import json
 import multiprocessing
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
 import pytest
-import torch
 from cache_process import BLOCK, read_all, used_bytes
 from image_loaders import evaluated_images, train_loader
 from numpy.typing import NDArray
@@ -24,14 +27,13 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
+from horovod_volo.data.images.catalog_file import CatalogEntry
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.engine.shared_catalog import cache_warnings, shared_catalog
 from horovod_volo.pack import main
-from horovod_volo.remote import block_cache, ranges
-from horovod_volo.remote.http_source import HttpSource
-from horovod_volo.remote.ranges import RemoteFile
-from horovod_volo.remote.remote_catalog import CacheSettings, ReadAhead, RemoteCatalog
-from horovod_volo.remote.s3_source import _as_error
+from horovod_volo.remote import block_cache, remote_folder
+from horovod_volo.remote.remote_catalog import CacheSettings, RemoteCatalog
+from horovod_volo.remote.remote_folder import RemoteFolder
 from horovod_volo.train import main as train
 from tests.range_server import FolderServer, serving
 
@@ -58,8 +60,8 @@ def server(packed: Path, tmp_path: Path) -> Iterator[FolderServer]:
 @pytest.fixture(autouse=True)
 def small_blocks_and_short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_cache, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(ranges, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(ranges, "LONGEST_PAUSE_SECONDS", 0.01)
+    pauses = {"init_backoff": timedelta(seconds=0.001), "max_backoff": timedelta(seconds=0.01), "base": 2}
+    monkeypatch.setattr(remote_folder, "BACKOFF", pauses)
 
 
 def remote(
@@ -76,12 +78,11 @@ def content(catalog: Catalog) -> list[tuple[str, int, bytes]]:
     return [(catalog.name(n), int(catalog.targets[n]), catalog.read(n).tobytes()) for n in numbers]
 
 
-def samples(
-    catalog: Catalog, first_step: int = 0, **settings: object
-) -> list[tuple[list[int], torch.Tensor]]:
+def samples(catalog: Catalog, first_step: int = 0, **settings: object) -> list[tuple[list[int], bytes]]:
     """Return the indices and the augmented pixels of an epoch's batches."""
     with closing(train_loader(catalog, Data(batch_size=4, **settings), rank=1, size=2)) as loader:  # type: ignore[arg-type]
-        return [(batch.indices.tolist(), batch.images.clone()) for batch in loader.batches(1, first_step)]
+        batches = loader.batches(1, first_step)
+        return [(batch.indices.tolist(), batch.images.numpy().tobytes()) for batch in batches]
 
 
 @pytest.mark.parametrize("has_cache", [False, True])
@@ -96,40 +97,37 @@ def test_samples_are_those_of_local_shards(
         assert server.bytes_of(".tar") == 0  # the list needs no shard
         assert content(catalog) == content(local)
         for first_step in (0, 3):  # the second as after a restart
-            found = samples(catalog, first_step, block_shuffle=8)
-            assert len(found) == 5 - first_step
-            for (indices, pixels), (own, own_pixels) in zip(expected[first_step:], found, strict=True):
-                assert indices == own
-                assert pixels.equal(own_pixels)
+            assert samples(catalog, first_step, block_shuffle=8) == expected[first_step:]
         assert catalog.location(0).startswith(f"{server.address}/train/train-000000.tar, bytes ")
     assert server.connections <= 1 + 16 + 2 * 2 * 2  # they are kept open
 
 
-def test_each_image_that_is_announced_is_read_once_and_none_is_kept_for_ever() -> None:
-    reads = list[int]()
+def test_each_announced_image_is_read_once_and_none_is_kept_for_ever(
+    server: FolderServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = list[tuple[int, int]]()
+    read_range = RemoteCatalog._range_of_shard
 
-    def read(index: int) -> bytes:
-        reads.append(index)
-        return b"%d" % index
+    def noted(catalog: RemoteCatalog, record: CatalogEntry) -> bytes:
+        reads.append((record.shard, record.offset))
+        return read_range(catalog, record)
 
-    batches = np.arange(3000).reshape(6, 500)
-    ahead = ReadAhead(read)
-    with closing(ahead), ThreadPoolExecutor(4) as pool:
+    monkeypatch.setattr(RemoteCatalog, "_range_of_shard", noted)
+    with closing(remote(server)) as catalog, ThreadPoolExecutor(4) as pool:
+        batches = np.arange(40).reshape(4, 10)
         for batch in batches:
-            ahead.expect(batch)
+            catalog.read_ahead(batch)
         for batch in batches:
-            taken = list(pool.map(ahead.take, batch.tolist()))
-            assert taken == [b"%d" % index for index in batch]
-        assert sorted(reads) == list(range(3000))
+            list(pool.map(catalog.read, batch.tolist()))
+        assert len(reads) == len(set(reads)) == 40
         # An epoch that is left in the middle: its images are dropped when the next epoch begins.
-        ahead.expect(np.arange(100))
-        ahead.expect(np.arange(200, 300))
-        while len(reads) < 3200:
-            time.sleep(0.001)
-        ahead.take(200)
-        ahead.take(7)
-    assert reads.count(200) == 2
-    assert reads.count(7) == 3
+        catalog.read_ahead(np.arange(10))
+        catalog.read_ahead(np.arange(20, 30))
+        catalog.read(20)
+        assert [len(batch) for batch in catalog._announced] == [9]
+        expected = catalog.read(7)
+        catalog.read_ahead(np.array([7, 7, 8]))
+        assert all((catalog.read(7) == expected).all() for _ in range(2))
 
 
 def test_an_evaluation_reads_held_out_shards(packed: Path, server: FolderServer) -> None:
@@ -144,8 +142,8 @@ def test_an_evaluation_reads_held_out_shards(packed: Path, server: FolderServer)
 def test_without_a_cache_each_image_is_one_range(server: FolderServer) -> None:
     with closing(remote(server)) as catalog:
         listed = len(server.requests)
-        encoded = catalog.read(5)
-        assert [length for _, _, length in server.requests[listed:]] == [len(encoded)]
+        assert catalog.read(5).size == sum(length for _, _, length in server.requests[listed:])
+        assert len(server.requests) == listed + 1
 
 
 def test_blocks_are_kept_for_the_next_process_and_read_once(server: FolderServer, tmp_path: Path) -> None:
@@ -170,6 +168,8 @@ def test_a_damaged_block_is_read_again(server: FolderServer, tmp_path: Path) -> 
     blocks[0].write_bytes(bytes(blocks[0].stat().st_size))
     blocks[1].write_bytes(blocks[1].read_bytes()[:100])
     blocks[2].write_bytes(b"")
+    blocks[0].with_name(".0.partial").write_bytes(b"of a process that was killed")
+    (cache / "usage").write_bytes(b"")
     with closing(remote(server, cache=cache)) as catalog:
         assert content(catalog) == expected
 
@@ -178,32 +178,31 @@ def test_a_fault_of_the_cache_is_no_damage_of_samples(server: FolderServer, tmp_
     cache = tmp_path / "cache"
     with closing(remote(server, cache=cache)) as catalog:
         catalog.read(0)
-        shutil.rmtree(cache / "locks")
-        with pytest.raises(UserError, match=r"the cache in .*cache cannot be used: No such file"):
+        shutil.rmtree(cache)
+        cache.write_bytes(b"")
+        with pytest.raises(UserError, match=r"the cache in .* cannot be used: .*--cache-dir"):
             [catalog.read(number) for number in range(40)]
 
 
-def test_the_cache_stays_below_its_limit_with_several_processes(tmp_path: Path) -> None:
+def test_processes_share_a_cache_below_its_limit_while_one_is_killed(tmp_path: Path) -> None:
     (tmp_path / "served").mkdir()
-    (tmp_path / "served" / "file").write_bytes(
-        b"".join(bytes([number % 251]) * 1000 for number in range(100))
-    )
-    limit = 6 * (BLOCK + 4)
+    (tmp_path / "served" / "file").write_bytes(b"".join(bytes([n % 251]) * 1000 for n in range(100)))
+    cache, limit = tmp_path / "cache", 6 * (BLOCK + 4)
     with serving(tmp_path / "served") as server:
         context = multiprocessing.get_context("spawn")
-        orders = [np.random.default_rng(seed).permutation(100).tolist() for seed in range(2)]
-        started = [
-            context.Process(
-                target=read_all, args=(f"{server.address}/file", tmp_path / "cache", limit, order)
-            )
-            for order in orders
-        ]
+        orders = [np.random.default_rng(seed).permutation(100).tolist() for seed in range(3)]
+        orders[0] *= 100  # goes on until it is killed
+        arguments = [(server.address, cache, limit, order) for order in orders]
+        started = [context.Process(target=read_all, args=each) for each in arguments]
         for process in started:
             process.start()
+        while not used_bytes(cache):
+            time.sleep(0.01)
+        started[0].kill()
         for process in started:
             process.join()
-    assert [process.exitcode for process in started] == [0, 0]
-    assert 0 < used_bytes(tmp_path / "cache") <= limit
+    assert [process.exitcode for process in started] == [-signal.SIGKILL, 0, 0]
+    assert 0 < used_bytes(cache) <= limit
 
 
 @pytest.mark.parametrize("failures", [[503, 429], ["cut", "cut"], ["close"], [500, "cut", "close", 502]])
@@ -215,64 +214,58 @@ def test_a_failure_that_passes_is_tried_again(server: FolderServer, failures: li
         assert server.failures == []
 
 
-def test_a_failure_that_lasts_ends_the_run(server: FolderServer) -> None:
+@pytest.mark.parametrize("failure", [503, "cut", "close"])
+def test_a_failure_that_lasts_ends_the_run(server: FolderServer, failure: object) -> None:
     with closing(remote(server)) as catalog:
-        server.failures = [503] * ranges.ATTEMPTS
-        with pytest.raises(
-            UserError, match=r"train-00000\d.tar cannot be read, in 8 attempts; the last: 503"
-        ):
+        server.failures = [failure] * (2 * remote_folder.RETRIES)
+        with pytest.raises(UserError, match=r"train-00000\d.tar cannot be read: .*--resume auto"):
             catalog.read(7)
+        assert len(server.failures) <= remote_folder.RETRIES
 
 
 def test_what_is_wrong_with_a_server_is_said(server: FolderServer, tmp_path: Path) -> None:
+    shards = list((server.folder / "train").glob("*.tar"))
     with closing(remote(server, cache=tmp_path / "cache")) as catalog:
         catalog.read(0)
         server.version = "2"
-        with pytest.raises(UserError, match=r"train-00000\d.tar was changed while it was read. Restart"):
+        with pytest.raises(UserError, match=r"train-00000\d.tar was changed: .* version 2.*--resume auto"):
             [catalog.read(number) for number in range(40)]
-    server.version = "1"
     with closing(remote(server)) as catalog:
-        for shard in (server.folder / "train").glob("*.tar"):
+        for shard in shards:
             shard.write_bytes(shard.read_bytes() + b"more")
-        with pytest.raises(UserError, match=r"bytes, but its list says [\d,]+: it was changed. Upload"):
+        with pytest.raises(UserError, match=r"was changed: .* its list says [\d,]+ bytes.*Upload"):
             catalog.read(0)
-        for shard in (server.folder / "train").glob("*.tar"):
+        for shard in shards:
+            shard.write_bytes(b"less")
+        with pytest.raises(UserError, match=r"train-00000\d.tar cannot be read: .*416.*upload"):
+            catalog.read(1)
+        for shard in shards:
             shard.unlink()
-        with pytest.raises(UserError, match=r"the server has no http.*train-00000\d.tar \(404"):
+        with pytest.raises(UserError, match=r"train-00000\d.tar cannot be read: .*404"):
             catalog.read(1)
     server.answers_ranges = False
-    with pytest.raises(UserError, match="does not answer range requests"):
+    with pytest.raises(UserError, match="range requests, such as nginx"):
         remote(server)
     server.answers_ranges = True
     (server.folder / "train" / "images.catalog").write_bytes(b"damaged")
-    with pytest.raises(UserError, match=r"images\.catalog is damaged, or of"):
+    with pytest.raises(UserError, match=r"images\.catalog is damaged, .*tools/pack"):
         remote(server)
     (server.folder / "train" / "images.catalog").unlink()
     with pytest.raises(
-        UserError, match=r"has no train/images.catalog. `tools/pack` writes images.catalog beside"
+        UserError, match=r"no list of shards: .*train/images.catalog .*404.*`tools/pack` writes"
     ):
         remote(server)
-    with pytest.raises(UserError, match="cannot be read, in 8 attempts; the last: ConnectionRefusedError"):
-        RemoteFile(HttpSource(), "http://127.0.0.1:1/x").read(0, 1)
+    with pytest.raises(UserError, match=r"Connection refused.*--resume auto"):
+        RemoteFolder("http://127.0.0.1:1").read("x", 0, 1)
+    with pytest.raises(UserError, match="http:// cannot be read"):
+        RemoteFolder("http://")
 
 
-def test_a_file_that_grows_while_it_is_read_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranges, "_PART_BYTES", 1000)
-    (tmp_path / "file").write_bytes(bytes(range(250)) * 10)
-    with serving(tmp_path) as server, closing(HttpSource()) as source:
-        file = RemoteFile(source, f"{server.address}/file")
-        assert file.read_all() == bytes(range(250)) * 10
-        (tmp_path / "file").write_bytes(bytes(range(250)) * 11)
-        with pytest.raises(UserError, match="file was changed while it was read"):
-            file.read_all()
-
-
-def test_a_redirection_is_followed(server: FolderServer) -> None:
-    server.redirects = "/elsewhere"
-    with closing(remote(server)) as catalog:
-        assert len(content(catalog)) == 40
+@pytest.mark.parametrize("package", ["obstore", "botocore.exceptions"])
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"needs {package}: pip install 'horovod_volo\[remote\]'"):
+        shared_catalog("https://127.0.0.1:1", "train", None, ALONE)
 
 
 def basic(login: str) -> str:
@@ -293,62 +286,39 @@ def test_an_address_with_a_password_is_refused_and_not_printed(
     assert server.connections == 0
 
 
+@pytest.mark.parametrize("variable", ["HOME", "NETRC"])
 def test_user_and_password_are_those_of_netrc(
-    server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".netrc"
+    file.write_text("machine 127.0.0.1 login jane password s3cret\n")
+    file.chmod(0o600)
     monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path if variable == "HOME" else file))
     server.login = ("Authorization", basic("jane:s3cret"))
-    with pytest.raises(
-        UserError, match=r"401 Unauthorized. Give a user and a password in ~/\.netrc on every h"
-    ):
-        remote(server)
-    (tmp_path / ".netrc").write_text("machine 127.0.0.1 login jane password s3cret\n")
-    (tmp_path / ".netrc").chmod(0o644)
-    with pytest.raises(
-        UserError, match=r"401 Unauthorized\. ~/\.netrc cannot be used\..* chmod 600"
-    ) as raised:
-        remote(server)
-    assert "s3cret" not in str(raised.value)
-    (tmp_path / ".netrc").chmod(0o600)
     with closing(remote(server)) as catalog:
         assert len(content(catalog)) == 40
         assert "s3cret" not in catalog.source + catalog.location(0)
-    (tmp_path / ".netrc").rename(tmp_path / "passwords")
-    monkeypatch.setenv("NETRC", str(tmp_path / "passwords"))
-    with closing(remote(server)) as catalog:
-        assert len(catalog) == 40
 
 
-@pytest.mark.parametrize("how", ["open to all", "not UTF-8", "no file", "no folder"])
-def test_a_netrc_that_cannot_be_used_matters_only_where_a_password_is_wanted(
+@pytest.mark.parametrize("how", ["absent", "open to all", "not UTF-8", "a folder", "for any host"])
+def test_a_netrc_without_the_password_matters_only_where_one_is_wanted(
     server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.delenv("NETRC", raising=False)
-    monkeypatch.setenv("HOME", "/dev/null" if how == "no folder" else str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
     file = tmp_path / ".netrc"
-    if how == "no file":
+    if how == "a folder":
         file.mkdir()
-    else:
-        ending = b"\xff" if how == "not UTF-8" else b""
+    elif how != "absent":
+        ending = b"\xff" if how == "not UTF-8" else b"\ndefault login jane password s3cret\n"
         file.write_bytes(b"machine elsewhere.test login jane password s3cret" + ending)
         file.chmod(0o644 if how == "open to all" else 0o600)
-    with closing(remote(server)) as catalog:
-        assert len(content(catalog)) == 40
+    remote(server).close()
     server.login = ("Authorization", basic("jane:s3cret"))
-    with pytest.raises(UserError, match=r"401 Unauthorized\. ~/\.netrc cannot be used"):
+    with pytest.raises(UserError, match=r"401 Unauthorized.*~/\.netrc.*chmod 600") as raised:
         remote(server)
-
-
-def test_a_password_is_sent_to_the_very_host_that_netrc_names(
-    server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A redirect may lead to a store that refuses a signed address with a further password."""
-    (tmp_path / "netrc").write_text("machine a.test login a password b\ndefault login jane password s3cret\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    server.login = ("Authorization", basic("jane:s3cret"))
-    with pytest.raises(UserError, match=r"401 Unauthorized\. Give a user and a password"):
-        remote(server)
+    assert "s3cret" not in str(raised.value)
 
 
 def test_a_proxy_may_want_a_password(server: FolderServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,28 +329,14 @@ def test_a_proxy_may_want_a_password(server: FolderServer, monkeypatch: pytest.M
     with closing(shared_catalog("http://shards.test", "train", None, ALONE)) as catalog:
         assert len(content(catalog)) == 40
         assert catalog.location(0).startswith("http://shards.test/train/train-000000.tar, bytes ")
-    with closing(HttpSource()) as source, pytest.raises(ranges.TemporaryError, match="502"):
-        source.read("https://shards.test/train/images.catalog", 0, 1)
-    assert server.tunnels == [("shards.test:443", server.login[1])]
-    for status, message in (
-        (407, r"407 Proxy Authentication Required\. Give the proxy's user and password in https_proxy"),
-        (403, r"403 Forbidden\. Check the proxy, or name the host in no_proxy\."),
-    ):
+    for status, message in ((407, "https_proxy or http_proxy"), (502, "name the host in no_proxy")):
         server.tunnel_status = status
-        with pytest.raises(UserError, match=f"the proxy refuses shards.test: {message}") as raised:
+        with pytest.raises(UserError, match=message) as raised:
             shared_catalog("https://shards.test", "train", None, ALONE)
         assert "jane" not in str(raised.value)
-    assert len(server.tunnels) == 3, "a refusal is not asked for again"
-    server.login = ("Proxy-Authorization", "")
-    monkeypatch.setenv("http_proxy", "http://jane:p/w@127.0.0.1:1")
-    with pytest.raises(
-        UserError, match=r"the port of the proxy is no number\. Write / in passwords as %2F\."
-    ):
-        shared_catalog("http://shards.test", "train", None, ALONE)
+    assert set(server.tunnels) == {("shards.test:443", server.login[1])}
     monkeypatch.setenv("http_proxy", server.address.replace("://", "://jane:other@"))
-    with pytest.raises(
-        UserError, match=r"shards\.test/train/images\.catalog cannot be read: 407 Proxy A"
-    ) as raised:
+    with pytest.raises(UserError, match=r"407 Proxy Auth.*https_proxy or http_proxy") as raised:
         shared_catalog("http://shards.test", "train", None, ALONE)
     assert "jane" not in str(raised.value)
 
@@ -394,9 +350,6 @@ def test_names_of_folders_are_quoted(server: FolderServer, name: str, tmp_path: 
     address = name.replace("#", "%23")
     with closing(shared_catalog(f"{server.address}/{address}", "train", None, ALONE)) as catalog:
         assert len(content(catalog)) == 40
-    server.redirects = "/über uns"
-    with closing(remote(server)) as catalog:
-        assert len(content(catalog)) == 40
 
 
 def test_a_store_that_says_403_of_what_is_not_there(server: FolderServer) -> None:
@@ -406,10 +359,8 @@ def test_a_store_that_says_403_of_what_is_not_there(server: FolderServer) -> Non
     with closing(remote(server, "val")) as catalog:
         assert catalog.source == f"{server.address}/validation"
     shutil.rmtree(server.folder / "validation")
-    with pytest.raises(UserError, match=r"refuses http.*/val/images\.catalog: 403 Forbidden\. Check"):
+    with pytest.raises(UserError, match=r"/val/images\.catalog cannot be read: .*403 Forbidden.*credentials"):
         remote(server, "val")
-    for code, kind in (("AccessDenied", ranges.RefusedError), ("ExpiredToken", UserError)):
-        assert type(_as_error("s3://bucket/val/images.catalog", {"Error": {"Code": code}})) is kind
 
 
 def test_a_list_that_another_run_has_open_is_not_replaced(server: FolderServer, tmp_path: Path) -> None:
@@ -419,23 +370,6 @@ def test_a_list_that_another_run_has_open_is_not_replaced(server: FolderServer, 
             assert catalog.path is not None
             inodes.add(catalog.path.stat().st_ino)
     assert len(inodes) == 1
-
-
-def test_an_answer_of_another_server_that_is_not_wanted_is_not_read_as_the_next_one(
-    server: FolderServer, tmp_path: Path
-) -> None:
-    (tmp_path / "front").mkdir()
-    with serving(tmp_path / "front") as front, closing(HttpSource()) as source:
-        front.redirects, front.elsewhere, server.redirects = "/there", server.address, "/there"
-        server.answers_ranges = False
-        shard = RemoteFile(source, f"{front.address}/train/train-000000.tar")
-        with pytest.raises(UserError, match=r"the server of http.*tar does not answer range requests"):
-            shard.read(0, 8)
-        server.answers_ranges = True
-        before = server.connections
-        assert shard.read(0, 8) == (server.folder / "train" / "train-000000.tar").read_bytes()[:8]
-        assert server.connections == before + 1  # the connection with the rest of the answer was closed
-        assert len(server.requests) == 2
 
 
 def test_a_shard_that_holds_no_image_there_is_a_bad_sample(server: FolderServer) -> None:
@@ -472,20 +406,17 @@ def test_repeated_draws_of_rare_classes_are_read_ahead(
     for split in ("train", "val"):
         write_tar(tmp_path / split / "a.tar", members)
     assert main([str(tmp_path), "--catalog"]) == 0
-    local = build_catalog(str(tmp_path), "train", None)
-    expected = samples(local, balance=1.0)
+    announced = list[int]()
+    read_ahead = RemoteCatalog.read_ahead
+
+    def noted(catalog: RemoteCatalog, indices: NDArray[np.int64]) -> None:
+        announced.extend(indices.tolist())
+        read_ahead(catalog, indices)
+
+    monkeypatch.setattr(RemoteCatalog, "read_ahead", noted)
     with serving(tmp_path) as server, closing(remote(server)) as catalog:
-        announced = list[int]()
-
-        def read_ahead(indices: NDArray[np.int64]) -> None:
-            announced.extend(indices.tolist())
-            RemoteCatalog.read_ahead(catalog, indices)
-
-        monkeypatch.setattr(catalog, "read_ahead", read_ahead)
         found = samples(catalog, balance=1.0)
-    for (indices, pixels), (own, own_pixels) in zip(expected, found, strict=True):
-        assert indices == own
-        assert pixels.equal(own_pixels)
+    assert found == samples(build_catalog(str(tmp_path), "train", None), balance=1.0)
     assert announced == [index for indices, _ in found for index in indices]
     assert len(announced) > len(set(announced))
 
@@ -499,3 +430,66 @@ def test_a_cache_that_is_too_small_for_a_random_order_is_a_warning(
         assert "holds a part of the 0.0 GiB of the training shards" in warning
         assert cache_warnings(Data(cache_dir="x", cache_gib=1e-5, block_shuffle=8), catalog) == []
         assert cache_warnings(Data(cache_dir="x"), catalog) == []
+
+
+@pytest.fixture
+def stores(server: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FolderServer:
+    """The environment of object stores, all of which are at the server: a bucket is a folder there."""
+    google = {"gcs_base_url": server.address, "disable_oauth": True}
+    variables = {
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": server.address,
+        "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(google | dict.fromkeys(GOOGLE_KEYS, "")),
+        "AZURE_STORAGE_ACCOUNT_NAME": "account",
+        "AZURE_STORAGE_ENDPOINT": server.address,
+        "AZURE_SKIP_SIGNATURE": "true",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (server.folder / "bucket").mkdir()
+    shutil.copytree(server.folder / "train", server.folder / "bucket" / "a 100%25 #1, ä" / "train")
+    return server
+
+
+GOOGLE_KEYS = ("client_email", "private_key", "private_key_id")
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
+def test_object_stores_give_the_samples_of_local_shards(
+    packed: Path, stores: FolderServer, tmp_path: Path, scheme: str
+) -> None:
+    local = build_catalog(str(packed), "train", None)
+    address = f"{scheme}://bucket/a 100%25 #1, ä"
+    for cache in (CacheSettings(), CacheSettings(str(tmp_path / "cache"), 1.0)):
+        with closing(shared_catalog(address, "train", None, ALONE, cache=cache)) as catalog:
+            assert catalog.digest == local.digest
+            assert content(catalog) == content(local)
+            assert catalog.location(0).startswith(f"{address}/train/train-000000.tar, bytes ")
+    with pytest.raises(UserError, match=r"no list of shards: .*://bucket/elsewhere/train/images\.catalog"):
+        shared_catalog(f"{scheme}://bucket/elsewhere", "train", None, ALONE)
+
+
+def test_credentials_of_s3_are_those_of_the_tools_of_aws(
+    stores: FolderServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+
+    def read() -> str:
+        RemoteFolder("s3://bucket/a 100%25 #1, ä/train").read("images.catalog", 0, 1)
+        return stores.authorizations[-1]
+
+    with pytest.raises(UserError, match=r"Set AWS_PROFILE.*AWS_SKIP_SIGNATURE=true"):
+        read()
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    with pytest.raises(UserError, match="Set AWS_PROFILE"):
+        read()
+    (tmp_path / "credentials").write_text("[mine]\naws_access_key_id = ABC\naws_secret_access_key = s3cret\n")
+    assert "Credential=ABC/" in read()
+    monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    assert read() == ""

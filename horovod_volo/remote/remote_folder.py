@@ -1,0 +1,132 @@
+"""Folders on a server, read by obstore: HTTP and HTTPS, S3, Google Cloud Storage and Azure.
+
+obstore keeps connections open, follows redirections, uses the proxies of the environment, signs requests and
+repeats those that fail for a moment.
+
+Invariant: all bytes of a file are of one version. The first answer names the version and the size of the
+whole file; a later one with others is an error, not data.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from contextlib import suppress
+from datetime import timedelta
+from netrc import NetrcParseError, netrc
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from horovod_volo.core.errors import UserError
+
+SCHEMES = ("http://", "https://", "s3://", "gs://", "az://")
+# Each pause is random, from the first to `base` times the previous one: about half a minute in all.
+BACKOFF = {"init_backoff": timedelta(seconds=0.25), "max_backoff": timedelta(seconds=4), "base": 3}
+RETRIES = 15
+_CLIENT = {"allow_http": True, "read_timeout": "60s", "timeout": "1h"}
+_REMEDIES = {  # by what the class or the text of an error contains
+    "FileNotFound": "Correct the address",
+    "PermissionDenied": "Check the credentials, and who may read it",
+    "Unauthenticated": "Write `machine HOST login USER password PASSWORD` into ~/.netrc on every host, and "
+    "let nobody else read it: chmod 600",
+    "get_credentials|ProfileNotFound": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on "
+    "every host; for a public bucket AWS_SKIP_SIGNATURE=true",
+    "NotSupported": "Use a server that answers range requests, such as nginx, or an object store",
+    "416 Range|Wanted range": "It was changed: upload the shards with the list that belongs to them",
+    "407 Proxy|ProxyAuthRequired": "Give the proxy's user and password in https_proxy or http_proxy, as "
+    "http://USER:PASSWORD@HOST:PORT",
+    "TunnelUnsuccessful": "Check the proxy, or name the host in no_proxy",
+    "InvalidCertificate": "Set SSL_CERT_FILE to a file with the certificate of the server's authority",
+    "retries|HTTP error": "Restart with --resume auto when the server answers",
+    "": "Check the server and its settings",
+}
+
+
+class MissingError(UserError):
+    """A file that the server does not have or, as stores do that may not be listed, refuses."""
+
+
+class RemoteFolder:
+    """A folder on a server. Threads may share it."""
+
+    def __init__(self, url: str, sizes: dict[str, int] | None = None) -> None:
+        """`sizes` are what files must have, by their names."""
+        self.url, self._sizes = url, sizes or {}
+        self._first_answers: dict[str, tuple[int, str]] = {}  # sizes and versions by name
+        try:
+            from botocore.exceptions import BotoCoreError
+            from obstore.exceptions import BaseError
+
+            self._errors = (OSError, ValueError, BaseError, BotoCoreError)
+            self._store = _open_store(url)
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"{url} needs {error.name}: pip install 'horovod_volo[remote]' on every host."
+            ) from None
+        except self._errors as error:
+            raise _with_remedy(url, error) from error
+
+    def url_of(self, name: str) -> str:
+        """Return the address of a file. Keys in object stores are not quoted."""
+        return f"{self.url}/{quote(name) if self.url.startswith('http') else name}"
+
+    def read(self, name: str, offset: int, length: int) -> memoryview:
+        """Return `length` bytes of a file from `offset`; fewer only at its end."""
+        try:
+            answer = self._store.get(name, options={"range": (offset, offset + length)})
+            data = memoryview(answer.bytes())
+        except self._errors as error:
+            raise _with_remedy(self.url_of(name), error) from error
+        size, version = answer.meta["size"], answer.meta["e_tag"] or str(answer.meta["last_modified"])
+        first = self._first_answers.setdefault(name, (size, version))
+        listed = self._sizes.get(name, size)
+        if first != (size, version) or listed != size:
+            raise UserError(
+                f"{self.url_of(name)} was changed: it has {size:,} bytes and version {version}, but its list "
+                f"says {listed:,} bytes and the first answer said version {first[1]}. Upload the shards with "
+                "the list that belongs to them, and restart with --resume auto."
+            )
+        return data
+
+    def size_and_version(self, name: str) -> tuple[int, str]:
+        """Return what the first answer said of a file; ask the server if there was none yet."""
+        if name not in self._first_answers:
+            self.read(name, 0, 1)
+        return self._first_answers[name]
+
+
+def _open_store(url: str) -> Any:
+    from obstore import store
+
+    options: dict[str, Any] = {"retry_config": {"max_retries": RETRIES, "backoff": BACKOFF}}
+    if url.startswith("http"):
+        options["client_options"] = _CLIENT | {"default_headers": _login(urlsplit(url).hostname or "")}
+        return store.HTTPStore.from_url(url, **options)
+    if url.startswith("s3://") and os.environ.get("AWS_SKIP_SIGNATURE", "false") == "false":
+        from obstore.auth.boto3 import Boto3CredentialProvider  # also reads ~/.aws, which obstore does not
+
+        options["credential_provider"] = Boto3CredentialProvider()
+    return store.from_url(quote(url, safe=":/"), client_options=_CLIENT, **options)
+
+
+def _login(host: str) -> dict[str, str]:
+    """Return the header with a host's password in ~/.netrc, or in the file that NETRC names."""
+    with suppress(NetrcParseError, OSError, UnicodeError):  # matters only where the server wants a password
+        found = netrc(os.environ.get("NETRC")).hosts.get(host)  # not `default`, which is for any server
+        if found is not None:
+            login = base64.b64encode(f"{found[0]}:{found[2]}".encode()).decode()
+            return {"Authorization": f"Basic {login}"}
+    return {}
+
+
+def _with_remedy(url: str, error: Exception) -> UserError:
+    text, _, details = str(error).partition("\n\nDebug source:")
+    reason = text.partition(" - ")[2] or text
+    if "sending request" in reason:  # the cause, such as a refused connection, is among the details only
+        reason = ", ".join([reason, *re.findall(r'"([^"]+)"', details)[1:]])
+    found = f"{type(error).__name__} {error}"
+    reason = " ".join(re.sub("<[^>]+>", " ", reason).split())[:200].strip(" :.")  # without the tags of a page
+    remedy = next(remedy for pattern, remedy in _REMEDIES.items() if re.search(pattern, found))
+    kind = MissingError if re.match("FileNotFound|PermissionDenied", found) else UserError
+    return kind(f"{url} cannot be read: {reason}. {remedy}.")
