@@ -18,6 +18,7 @@ from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import NO_CLASS, EvalBatch, LabelMaps, Labels, TrainBatch, copy_async
+from horovod_volo.core.center_crop import resized_shapes
 from horovod_volo.data.augmentation.crop_flip import draw_crops, relative_boxes
 from horovod_volo.data.augmentation.label_map_ops import covered_after_warp, warp_maps
 from horovod_volo.data.augmentation.policy import draw_operations
@@ -25,7 +26,6 @@ from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.augmentation.whole_image import parts_needed
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.balanced_order import balanced_order
-from horovod_volo.core.center_crop import resized_shapes
 from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank, announced

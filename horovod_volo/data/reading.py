@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from horovod_volo.core.center_crop import view_corners
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.bad_samples import BadSampleTracker
-from horovod_volo.core.center_crop import view_corners
 from horovod_volo.data.images.image_bytes import UNDECODABLE, decoded_rgb, jpeg_size, open_image, to_rgb
 from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.thread_pool import READING_ALONE_SECONDS, ImageThreadPool
