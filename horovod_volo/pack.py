@@ -4,6 +4,7 @@
     tools/pack /path/to/imagenet /path/to/packed256 --resize 256
     tools/pack /path/to/packed --verify
     tools/pack /path/to/shards --catalog
+    tools/pack /path/to/records /path/to/packed --from tfrecord
 
 OUT_DIR is a data folder for training: train/ and val/ with NAME-000000.tar, their indexes, classes.txt and
 manifest.json. Images with masks are packed for segmentation, unchanged and in order, each beside its mask.
@@ -97,6 +98,12 @@ def build_parser() -> Parser:
             help="exit status if undecodable images were left out; fail: 1, skip: 0",
         ),
     )
+    add(
+        "--from",
+        dest="records",
+        choices=("tfrecord", "recordio"),
+        help="convert shards of this format (MXNet's RecordIO, TFRecord as of ImageNet)",
+    )
     add("--no-shuffle", action="store_true", help="keep the order of the images, class by class")
     add("--catalog", action="store_true", help="list the images of shards, to read these from a server")
     add("--verify", action="store_true", help="read all shards and compare their checksums")
@@ -106,7 +113,7 @@ def build_parser() -> Parser:
 def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> int:
     from horovod_volo.dense.scene_shards import has_scenes
 
-    pack = _pack_scenes if has_scenes(data_dir) else _pack_images
+    pack = _pack_scenes if has_scenes(data_dir) and not args.records else _pack_images
     try:
         left_out = pack(data_dir, out, args, workers)
     except OSError as error:
@@ -131,7 +138,7 @@ def _pack_images(data_dir: Path, out: Path, args: argparse.Namespace, workers: i
         seed=args.seed,
         shuffle=not args.no_shuffle,
     )
-    return pack(data_dir, out, options, workers=workers, progress=_progress)
+    return pack(data_dir, out, options, workers=workers, progress=_progress, records=args.records)
 
 
 def _pack_scenes(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> list[str]:

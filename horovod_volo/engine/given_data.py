@@ -25,8 +25,7 @@ from horovod_volo.data.images.given_images import (
     read_labels,
 )
 from horovod_volo.data.images.hugging_face import HuggingFaceSamples, is_hugging_face
-from horovod_volo.data.images.image_list import SampleSequence
-from horovod_volo.data.images.shard_sample import Label
+from horovod_volo.data.images.image_list import Label, SampleSequence
 from horovod_volo.data.images.split_folder import shortened
 from horovod_volo.engine.task import check_classes
 from horovod_volo.monitor.progress import ThroughputLine

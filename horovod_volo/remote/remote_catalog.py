@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from horovod_volo.config.data_checks import check_address
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog, open_catalog, open_list
-from horovod_volo.data.images.catalog_file import CatalogEntry, read_metadata
-from horovod_volo.data.images.open_files import OpenFile
+from horovod_volo.data.images.catalog import Catalog, open_catalog
+from horovod_volo.data.images.catalog_file import CatalogEntry, OpenFile, open_file
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, PUBLISHED_CATALOG, HeldOut, Split
 from horovod_volo.remote.block_cache import BlockCache
 from horovod_volo.remote.http_source import HttpSource
@@ -95,7 +94,7 @@ class RemoteCatalog(Catalog):
     def __init__(self, file: OpenFile, path: Path | None, url: str, cache: CacheSettings) -> None:
         """Take the list in an open file; `url` is the folder of the shards."""
         super().__init__(file, path)
-        metadata = read_metadata(file.descriptor, self._header)
+        metadata = self._file.metadata
         if not metadata.get("sizes"):
             raise UserError(f"{url}/{PUBLISHED_CATALOG} is not a list of shards. {_REMEDY}")
         self.source = url
@@ -124,11 +123,11 @@ class RemoteCatalog(Catalog):
     def _shard_name(self, shard: int) -> str:
         return self._files[shard].url
 
-    def _range_of_shard(self, record: CatalogEntry) -> bytes:
-        file = self._files[record.shard]
+    def _range_of_shard(self, entry: CatalogEntry) -> bytes:
+        file = self._files[entry.shard]
         if self._cache is None:
-            return file.read(record.offset, record.length)
-        return self._cache.read(file, record.offset, record.length)
+            return file.read(entry.offset, entry.length)
+        return self._cache.read(file, entry.offset, entry.length)
 
 
 _REMEDY = (
@@ -176,7 +175,7 @@ def download_catalog(
 def open_downloaded(path: Path, digest: str, url: str, cache: CacheSettings) -> RemoteCatalog:
     """Open the list of a split that another rank has downloaded."""
     open_catalog(path, digest)  # it is the same list, or an error
-    return RemoteCatalog(open_list(path), path, url, cache)
+    return RemoteCatalog(open_file(path), path, url, cache)
 
 
 def _open(content: bytes, url: str, split: Split, folder: Path | None, cache: CacheSettings) -> RemoteCatalog:
@@ -191,7 +190,7 @@ def _open(content: bytes, url: str, split: Split, folder: Path | None, cache: Ca
         if not path.exists() or path.read_bytes() != content:  # another run may have it open
             with atomic_write(path) as written:
                 written.write(content)
-        return RemoteCatalog(open_list(path), path, url, cache)
+        return RemoteCatalog(open_file(path), path, url, cache)
     except ValueError:
         raise UserError(f"{url}/{PUBLISHED_CATALOG} is damaged, or of another version. {_REMEDY}") from None
     except OSError as error:

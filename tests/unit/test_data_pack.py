@@ -86,7 +86,7 @@ def test_images_that_are_found_in_shards_whatever_they_are_called(tmp_path, kind
         ]
         (tmp_path / "images" / split).mkdir(parents=True)
         write_tfrecord(tmp_path / f"images/{split}/s.tfrecord", records)
-    assert pack(tmp_path / "images", tmp_path / "out", "--workers", 1) == 0
+    assert pack(tmp_path / "images", tmp_path / "out", "--workers", 1, "--from", "tfrecord") == 0
     images = sorted(image for _, image in content(tmp_path / "out", "train").values())
     assert images == sorted(picture(number, kind) for number in range(2))
 
@@ -292,14 +292,6 @@ def test_damaged_images_are_reported_and_left_out(tmp_path, capsys):
     assert pack(*arguments, "--bad-samples", "skip") == 0  # reported again
     assert "2 images were left out" in capsys.readouterr().err
     assert len(content(tmp_path / "out", "train")) == 10
-
-
-def test_names_without_a_suffix_get_one(tmp_path):
-    for split in ("train", "val"):
-        features = {"image/encoded": picture(3, "PNG"), "image/class/label": 1, "image/filename": "x"}
-        write_tfrecord(tmp_path / f"images/{split}/s.tfrecord", [example(features)])
-    assert pack(tmp_path / "images", tmp_path / "out", "--workers", 1) == 0
-    assert content(tmp_path / "out", "val") == {"1/x.png": ("1", picture(3, "PNG"))}
 
 
 def test_wrong_arguments_are_refused(capsys):

@@ -25,8 +25,7 @@ from horovod_volo.core import liveness
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.image_bytes import UNDECODABLE
-from horovod_volo.data.images.image_list import SampleSequence
-from horovod_volo.data.images.shard_sample import Label
+from horovod_volo.data.images.image_list import ImageList, Label, SampleSequence
 from horovod_volo.data.images.split_folder import Part, shortened
 from horovod_volo.data.reading import Encoded, to_ppm
 
@@ -52,7 +51,7 @@ class Numbering(NamedTuple):
         return np.array([self.number_of[label] for label in labels], np.int32)
 
 
-class GivenImages:
+class GivenImages(ImageList):
     """Samples of a data set, as a list of images."""
 
     def __init__(
@@ -96,17 +95,6 @@ class GivenImages:
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise UserError(f"{self.location(index)} is {_described(sample)}, not a pair (image, label).")
         return _encoded(sample[0], self.location(index))
-
-    def read_ahead(self, indices: NDArray[np.int64]) -> None:
-        """Do nothing: the data set is read when it is needed."""
-
-    def number_as(self, classes: tuple[str, ...]) -> None:
-        """Number the classes by their positions among `classes`, which has all of them."""
-        numbers = np.array([classes.index(name) for name in self.classes], np.int32)
-        self.targets, self.classes = numbers[self.targets], classes
-
-    def close(self) -> None:
-        """Close nothing: the data set belongs to the caller."""
 
 
 class LooseImages:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from horovod_volo.core.atomic_file import atomic_write, remove_partials
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
-from horovod_volo.data.images.split_folder import CLASSES_FILE, FOLDER_NAMES, Split, index_beside
+from horovod_volo.data.images.split_folder import CLASSES_FILE, FOLDER_NAMES, Split
+from horovod_volo.data.images.tar_shards import index_beside
 from horovod_volo.data.packing.manifest import Manifest, PackedShard, parse_shard, read_manifest, write_json
 from horovod_volo.data.packing.tar_writer import TarWriter, sample_bytes
 from horovod_volo.data.process_pool import run_in_processes
