@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.balanced_order import balanced_order, draws_of_classes
-from horovod_volo.data.sampler import epoch_order
+from horovod_volo.data.sampler import balanced_order, draws_of_classes, epoch_order
 from horovod_volo.engine.ledger import CLASSES, LEDGER, LedgerStart, checksums, read_ledger
 
 

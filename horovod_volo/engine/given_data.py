@@ -19,12 +19,13 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.given_images import (
     GivenImages,
+    HuggingFaceSamples,
     Numbering,
     held_out_positions,
+    is_hugging_face,
     number_labels,
     read_labels,
 )
-from horovod_volo.data.images.hugging_face import HuggingFaceSamples, is_hugging_face
 from horovod_volo.data.images.image_list import Label, SampleSequence
 from horovod_volo.data.images.split_folder import shortened
 from horovod_volo.engine.task import check_classes

@@ -15,9 +15,8 @@ from image_loaders import train_loader
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.balanced_order import balanced_order, draws_of_classes
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.sampler import rank_indices
+from horovod_volo.data.sampler import balanced_order, draws_of_classes, rank_indices
 from horovod_volo.elastic.ledger_check import check_ledger
 from horovod_volo.engine.ledger import CLASSES, LEDGER, Ledger, LedgerStart, checksums, write_classes
 

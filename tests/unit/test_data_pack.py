@@ -198,10 +198,7 @@ def test_a_killed_worker_ends_the_command(tmp_path):
 
 def test_another_pack_in_the_same_folder_is_refused(images, packed, tmp_path, capsys):
     assert pack(images, packed, "--shard-images", 16, "--seed", 1) == 2
-    assert (
-        "train was packed from other images or with other options. Give those it was packed"
-        in capsys.readouterr().err
-    )
+    assert "train was packed from other images" in capsys.readouterr().err
     assert pack(images, images) == 2
     assert "train has no manifest.json: it is not a packed split. Name another" in capsys.readouterr().err
     assert not (images / ".packing").exists()
@@ -219,9 +216,7 @@ def test_a_pack_that_an_earlier_version_began_in_another_order_is_refused(
     plan = tmp_path / ".packing/train.plan.json"
     plan.write_text(json.dumps({**json.loads(plan.read_text()), "order": 1}))
     assert pack(images, tmp_path, "--workers", 1) == 2
-    assert (
-        f"began to pack into {tmp_path} and shuffled the images in another order" in capsys.readouterr().err
-    )
+    assert "remove this one" in capsys.readouterr().err
     plan.unlink()
     assert pack(images, tmp_path, "--workers", 1) == 0
 

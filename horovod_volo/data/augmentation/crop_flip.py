@@ -61,7 +61,7 @@ class CropFlip:
         return relative_boxes(whole, self._mirrored(covered, np.ones(2))).astype(np.float32)
 
     def _mirrored(self, boxes: NDArray[Any], extents: NDArray[Any]) -> NDArray[Any]:
-        """Mirror boxes (batch, 4) as the images are flipped, within extents (batch, 2) of height and width."""
+        """Mirror boxes (batch, 4) as the images of these heights and widths (batch, 2) are flipped."""
         flips = np.stack([self.flip_vertical, self.flip_horizontal], axis=1)
         corners = np.where(flips, extents - boxes[:, :2] - boxes[:, 2:], boxes[:, :2])
         return np.concatenate([corners, boxes[:, 2:]], axis=1)

@@ -80,7 +80,9 @@ def _factor(level: Floats, sign: Floats, increasing: bool) -> Floats:
     return np.maximum(0.1, 1 + sign * 0.9 * level) if increasing else 1.8 * level + 0.1
 
 
-def _color(number: int, name: str, argument: Argument, function: Function, *, neighbors: int = 0) -> Operation:
+def _color(
+    number: int, name: str, argument: Argument, function: Function, *, neighbors: int = 0
+) -> Operation:
     return Operation(number, name, Kind.COLOR, argument, function, neighbors=neighbors)
 
 

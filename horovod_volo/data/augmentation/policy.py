@@ -92,8 +92,8 @@ def _parsed(parsed: Policy, policy: str, words: Words, example: str) -> Policy:
             parsed = replace(parsed, **{field: value_of(float(part.removeprefix(word)))})
         except (KeyError, ValueError):
             raise UserError(
-                f"--aa {policy}: {part!r} is not known. Known are {', '.join(words)} with a number each, as in "
-                f"{example}."
+                f"--aa {policy}: {part!r} is not known. Known are {', '.join(words)} with a number each, as "
+                f"in {example}."
             ) from None
     return parsed
 

@@ -37,7 +37,7 @@ class ImageList(ABC):
     def read(self, index: int) -> NDArray[np.uint8]:
         """Return the encoded image; raise BadSampleError if it cannot be read. Thread-safe."""
 
-    def read_ahead(self, indices: NDArray[np.int64]) -> None:
+    def read_ahead(self, indices: NDArray[np.int64]) -> None:  # noqa: B027  # most lists have no need of it
         """Begin to read images that are needed soon, if that saves time."""
 
     def number_as(self, classes: tuple[str, ...]) -> None:
@@ -46,7 +46,7 @@ class ImageList(ABC):
         numbers = np.array([number_of[name] for name in self.classes], np.int32)
         self.targets, self.classes = numbers[self.targets], classes
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close all files."""
 
 

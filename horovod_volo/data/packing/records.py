@@ -143,7 +143,9 @@ def _features(data: Bytes, example: Range) -> dict[bytes, Range]:
     for _, entry in _fields(data, _field(data, example, 1)):
         name = data[slice(*_field(data, entry, 1))]
         if name in (_IMAGE, _LABEL, _CLASS, _NAME):
-            values = _field(data, _field(data, entry, 2), 3 if name == _LABEL else 1)  # of numbers, or of bytes
+            values = _field(
+                data, _field(data, entry, 2), 3 if name == _LABEL else 1
+            )  # of numbers, or of bytes
             found[name] = _field(data, values, 1)
     return found
 
