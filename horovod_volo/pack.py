@@ -4,6 +4,7 @@
     tools/pack /path/to/imagenet /path/to/packed256 --resize 256
     tools/pack /path/to/packed --verify
     tools/pack /path/to/shards --catalog
+    tools/pack /path/to/records /path/to/packed --from tfrecord
 
 OUT_DIR is a data folder for training: train/ and val/ with NAME-000000.tar, their indexes, classes.txt and
 manifest.json. Images with masks are packed for segmentation, unchanged and in order, each beside its mask.
@@ -97,6 +98,12 @@ def build_parser() -> Parser:
             help="exit status if undecodable images were left out; fail: 1, skip: 0",
         ),
     )
+    add(
+        "--from",
+        dest="records",
+        choices=("tfrecord", "recordio"),
+        help="convert shards of this format (MXNet's RecordIO, TFRecord as of ImageNet)",
+    )
     add("--no-shuffle", action="store_true", help="keep the order of the images, class by class")
     add("--catalog", action="store_true", help="list the images of shards, to read these from a server")
     add("--verify", action="store_true", help="read all shards and compare their checksums")
@@ -107,7 +114,7 @@ def _pack(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> 
     from horovod_volo.data.packing.packed_split import PACKERS
 
     masks = "images with masks"
-    has_masks = PACKERS.has_extra(masks) and PACKERS.find(masks).fits(data_dir)
+    has_masks = PACKERS.has_extra(masks) and PACKERS.find(masks).fits(data_dir) and not args.records
     pack = _pack_scenes if has_masks else _pack_images
     try:
         left_out = pack(data_dir, out, args, workers)
@@ -133,7 +140,7 @@ def _pack_images(data_dir: Path, out: Path, args: argparse.Namespace, workers: i
         seed=args.seed,
         shuffle=not args.no_shuffle,
     )
-    return pack(data_dir, out, options, workers=workers, progress=_progress)
+    return pack(data_dir, out, options, workers=workers, progress=_progress, records=args.records)
 
 
 def _pack_scenes(data_dir: Path, out: Path, args: argparse.Namespace, workers: int) -> list[str]:

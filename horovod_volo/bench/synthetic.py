@@ -21,8 +21,7 @@ from horovod_volo.config.values import assemble
 from horovod_volo.core.batch import LabelMaps, Labels, TrainBatch
 from horovod_volo.core.operators import choose_kernels
 from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.images.catalog_file import CatalogWriter, Rows
-from horovod_volo.data.images.open_files import OpenFile
+from horovod_volo.data.images.catalog_file import CatalogWriter, OpenFile
 from horovod_volo.engine.classification import Classification
 from horovod_volo.engine.classification_data import Images
 from horovod_volo.engine.classification_learner import ClassificationLearner
@@ -104,7 +103,7 @@ def catalog_without_files(images: int, num_classes: int) -> Catalog:
     """Build an in-memory catalog of images that do not exist."""
     memory = OpenFile(os.memfd_create("catalog"))
     writer = CatalogWriter(memory.descriptor)
-    writer.add(Rows(labels=0, names=[f"{number}.jpg" for number in range(images)]))
+    writer.add(0, [f"{number}.jpg" for number in range(images)])
     classes = [str(number) for number in range(num_classes)]
     writer.finish(classes, range(num_classes), shards=(), source="nowhere", state="")
     return Catalog(memory, path=None)

@@ -6,9 +6,8 @@ not load is an error; no rank falls back to Pillow at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.data import pillow_pipeline, pipeline
@@ -17,36 +16,16 @@ DecoderName = Literal["auto", "dali", "pillow"]
 INSTALL_DALI = "pip install 'horovod_volo[dali]'"
 
 
-class ImageDecoder(NamedTuple):
-    """The pipelines of one library."""
-
-    name: Literal["dali", "pillow"]
-    build_train_pipeline: Callable[..., Any]
-    build_eval_pipeline: Callable[..., Any]
-    build_scene_pipeline: Callable[..., Any]
-    undecodable: Callable[[pipeline.Input], list[int]]
-
-
-def _of_library(name: Literal["dali", "pillow"], library: Any) -> ImageDecoder:
-    builds = (library.build_train_pipeline, library.build_eval_pipeline, library.build_scene_pipeline)
-    return ImageDecoder(name, *builds, library.undecodable)
-
-
-_DALI, _PILLOW = _of_library("dali", pipeline), _of_library("pillow", pillow_pipeline)
-
-
-def image_decoder(setting: DecoderName = "auto") -> ImageDecoder:
-    """Return the decoder for `--image-decoder`; raise UserError if it is not installed."""
-    if setting == "pillow":
-        return _PILLOW
-    if dali_is_installed():
-        return _DALI
+def image_decoder(setting: DecoderName = "auto") -> Any:
+    """Return the module with the pipelines of `--image-decoder`; raise UserError if it is not installed."""
+    if setting != "pillow" and dali_is_installed():
+        return pipeline
     if setting == "dali":
         raise UserError(
             f"--image-decoder dali: DALI is not installed. Install it ({INSTALL_DALI}), or give "
             "--image-decoder pillow."
         )
-    return _PILLOW
+    return pillow_pipeline
 
 
 def describe_decoder(setting: DecoderName = "auto") -> str:

@@ -7,7 +7,8 @@ to save, so a resumed run sees the same pixels as the interrupted one would have
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,15 +18,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.core.batch import NO_CLASS, EvalBatch, LabelMaps, Labels, TrainBatch, copy_async
-from horovod_volo.core.center_crop import resized_shapes
-from horovod_volo.data.augmentation.crop_flip import draw_crops, relative_boxes
-from horovod_volo.data.augmentation.label_map_ops import covered_after_warp, warp_maps
+from horovod_volo.core.batch import NO_CLASS, EvalBatch, Labels, TrainBatch, copy_async
+from horovod_volo.core.center_crop import resized_shapes, view_corners
+from horovod_volo.core.errors import BadSampleError
+from horovod_volo.data.augmentation.crop_flip import draw_crops
+from horovod_volo.data.augmentation.label_map_ops import (
+    LabelMap,
+    augmented_maps,
+)
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.random_erasing import draw_erasures
 from horovod_volo.data.augmentation.whole_image import parts_needed
 from horovod_volo.data.bad_samples import BadSampleTracker
-from horovod_volo.data.balanced_order import balanced_order
 from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank, announced
@@ -34,13 +38,14 @@ from horovod_volo.data.pipeline import (
     Normalization,
     resizing_inputs,
 )
-from horovod_volo.data.prefetcher import BatchPrefetcher
-from horovod_volo.data.reading import ImageFiles, PendingEvalBatch, Resize, read_eval_batch, read_image
+from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
+from horovod_volo.data.reading import Encoded, ImageFiles, Resize, read_image, resized_shape
+from horovod_volo.data.sampler import balanced_order
 from horovod_volo.data.thread_pool import READING_ALONE_SECONDS, ImageThreadPool
 from horovod_volo.data.train_transform import AugmentParams, PendingTrainBatch, TrainTransform
-from horovod_volo.token_labels.geometry import MapGeometry
-from horovod_volo.token_labels.published_maps import flipped
 from horovod_volo.token_labels.source import LabelSource
+
+_BLACK_PIXEL: Encoded = np.frombuffer(b"P6\n1 1\n255\n\0\0\0", dtype=np.uint8)
 
 
 class Sample(NamedTuple):
@@ -48,7 +53,7 @@ class Sample(NamedTuple):
 
     encoded: NDArray[np.uint8]
     size: tuple[int, int]  # height, width
-    label_map: tuple[NDArray[np.float16], NDArray[np.integer[Any]]] | None
+    label_map: LabelMap | None
 
 
 class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
@@ -139,8 +144,13 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         erasures = draw_erasures(self._seed, epoch, drawn, self._settings, self._image_size)
         params = AugmentParams(crop_flip, operations, erasures, parts)
         classes = torch.from_numpy(self._catalog.targets[indices].astype(np.int64))
-        source = self._label_maps
-        maps = None if source is None else _augmented_maps(samples, sizes, params, source.geometry)
+        maps = None
+        if self._label_maps is not None:
+            read_maps = [sample.label_map for sample in samples if sample.label_map is not None]
+            covered = self._label_maps.geometry.covered(sizes)
+            maps = augmented_maps(
+                read_maps, crop_flip, operations, sizes, covered, on_whole_images=on_whole_images
+            )
         return PendingTrainBatch(indices, inputs, Labels(classes, maps), params, drawn)
 
     def _read_ahead(self, indices: NDArray[np.int64]) -> None:
@@ -159,29 +169,11 @@ class TrainLoader(OrderedBatches[PendingTrainBatch, TrainBatch]):
         return Sample(encoded, size, label_map)
 
 
-def _augmented_maps(
-    samples: list[Sample], sizes: NDArray[np.int64], params: AugmentParams, geometry: MapGeometry
-) -> LabelMaps:
-    """Flip and warp the label maps as their images are."""
-    crop_flip, operations = params.crop_flip, params.operations
-    maps = [
-        flipped(*sample.label_map, horizontal, vertical)
-        for sample, horizontal, vertical in zip(
-            samples, crop_flip.flip_horizontal, crop_flip.flip_vertical, strict=True
-        )
-        if sample.label_map is not None
-    ]
-    scores = np.stack([scores for scores, _ in maps])  # (batch, k, height, width)
-    ids = np.stack([ids for _, ids in maps])  # same
-    covered = geometry.covered(sizes)
-    boxes = crop_flip.fractions(sizes, covered)
-    covered_by_result = covered_after_warp(boxes, operations.geometric)
-    on_whole_images = params.parts is not None
-    regions, region_sizes = (crop_flip.whole_images(covered), sizes) if on_whole_images else (boxes, 1.0)
-    scores, ids = warp_maps(scores, ids, regions, operations, region_sizes, covered_by_result)
-    boxes = relative_boxes(boxes, covered_by_result)
-    reach = max(1.0, float(boxes[:, 2:].max()))
-    return LabelMaps(torch.from_numpy(scores), torch.from_numpy(ids), torch.from_numpy(boxes), reach)
+@dataclass(frozen=True, eq=False)
+class PendingEvalBatch(PendingBatch):
+    """A batch of evaluation images that has been read, but not decoded."""
+
+    bad: NDArray[np.bool_]  # (batch,) damaged images; a black one is decoded in their place
 
 
 class EvalBatches:
@@ -209,15 +201,7 @@ class EvalBatches:
         self.batch_size = settings.eval_batch_size or settings.batch_size
         self._indices = np.arange(rank, count, size, dtype=np.int64)
         self._readers = ImageThreadPool(threads, "file-reader")
-        self._read_batch = partial(
-            read_eval_batch,
-            files=files,
-            bad_samples=self.bad_samples,
-            readers=self._readers,
-            resize=resize,
-            image_size=image_size,
-            crops=crops,
-        )
+        self._files, self._resize, self._image_size, self._crops = files, resize, image_size, crops
         self._prefetcher = BatchPrefetcher[PendingEvalBatch](
             partial(
                 decoder.build_eval_pipeline,
@@ -254,6 +238,24 @@ class EvalBatches:
 
     def _read_ahead(self, indices: NDArray[np.int64]) -> None:
         """Begin to read the images of a batch, where that saves time."""
+
+    def _read_batch(self, indices: NDArray[np.int64]) -> PendingEvalBatch:
+        samples = self._readers.map(self._read_usable, indices.tolist(), READING_ALONE_SECONDS)
+        black = _BLACK_PIXEL, np.array([self._image_size, self._image_size])
+        encoded, shapes = zip(*(sample or black for sample in samples), strict=True)
+        resized = np.stack(shapes)
+        corners = view_corners(resized, self._image_size, self._crops).reshape(len(resized), -1)
+        inputs = (list(encoded), list(resized.astype(np.float32)), list(corners.astype(np.int32)))
+        return PendingEvalBatch(indices, inputs, np.array([sample is None for sample in samples]))
+
+    def _read_usable(self, index: int) -> tuple[Encoded, NDArray[np.int64]] | None:
+        with suppress(BadSampleError):
+            return self.bad_samples.read_or_raise(index, self._read)
+        return None
+
+    def _read(self, index: int) -> tuple[Encoded, NDArray[np.int64]]:
+        encoded, size = read_image(self._files, index)
+        return encoded, resized_shape(self._files, index, size, self._resize)
 
 
 class EvalLoader(EvalBatches):

@@ -29,6 +29,7 @@ from horovod_volo.data.pipeline import (
     Source,
 )
 
+name = "pillow"
 _FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 Batch = Tensor | list[Tensor]  # a list where the images differ in size
 

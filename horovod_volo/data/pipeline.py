@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from horovod_volo.core.center_crop import is_mirrored
 
+name = "dali"
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 BATCHES_DECODED_AHEAD = 2
@@ -58,9 +59,7 @@ def build_train_pipeline(
         encoded, corners, shapes, *rest = dali.fn.external_source(
             source=source,
             num_outputs=inputs,
-            dtype=[dali.types.UINT8, dali.types.INT32, dali.types.INT32, dali.types.INT32, dali.types.INT32][
-                :inputs
-            ],
+            dtype=[dali.types.UINT8, *[dali.types.INT32] * (inputs - 1)],
             ndim=[1, 1, 1, 1, 0][:inputs],
         )
         images = dali.fn.decoders.image_slice(
@@ -93,7 +92,7 @@ def build_scene_pipeline(source: Source, *, batch: int, device: torch.device, th
         encoded, begins, ends, sizes, flips = dali.fn.external_source(
             source=source,
             num_outputs=5,
-            dtype=[dali.types.UINT8, dali.types.FLOAT, dali.types.FLOAT, dali.types.FLOAT, dali.types.INT32],
+            dtype=[dali.types.UINT8, *[dali.types.FLOAT] * 3, dali.types.INT32],
             ndim=[1, 1, 1, 1, 0],
         )
         images = dali.fn.decoders.image(

@@ -1,8 +1,8 @@
 """Prefetches batches: one thread reads them, DALI or Pillow decodes them, and they are returned in order.
 
 The reading thread stays some batches ahead of the pipeline, and the pipeline stays ahead of the consumer. On
-a CPU, batches of images that are cached are read by the consumer: threads that mostly run Python would wait
-for each other.
+a CPU, the consumer reads while the images are cached: threads that mostly run Python would wait for each
+other.
 
 Invariant: a pipeline returns batches in the order in which it was fed, so the oldest entry of `_decoding`
 belongs to the next batch that it returns. Every batch fed to it is appended there exactly once.
@@ -34,7 +34,7 @@ class PendingBatch:
 
 Pending = TypeVar("Pending", bound=PendingBatch)
 _CACHED_SECONDS = 2e-4  # of reading an image that is cached: 0.1 ms or less
-_MOST_SLOW = 3  # batches in a row, until the thread reads them
+_READS_REMEMBERED = 4
 
 
 class BatchPrefetcher(Generic[Pending]):
@@ -65,7 +65,7 @@ class BatchPrefetcher(Generic[Pending]):
         self._to_read: Iterator[Callable[[], Pending]] = iter(())
         # The reads of the next batches; None: to be read by the consumer.
         self._reading: deque[tuple[Callable[[], Pending], Future[Pending] | None]] = deque()
-        self._slow_reads = _MOST_SLOW + 1  # by the consumer, in a row
+        self._were_cached = deque([True], maxlen=_READS_REMEMBERED)
         self._decoding: deque[tuple[Callable[[], Pending], Pending]] = deque()
         self._iteration: object = None  # identifies the current call of `batches`
         self._prepared: tuple[Pending, torch.Tensor] | None = None  # by `prepare_next`
@@ -79,8 +79,7 @@ class BatchPrefetcher(Generic[Pending]):
         """
         self.stop()
         self._iteration = iteration = object()
-        if self._device.type == "cpu":  # the images may be cached now: try once
-            self._slow_reads = min(self._slow_reads, _MOST_SLOW)
+        self._were_cached.append(True)  # the images may be cached now: try
         self._to_read = iter(reads)
         try:
             while True:
@@ -170,7 +169,7 @@ class BatchPrefetcher(Generic[Pending]):
         if not self._reading:
             raise StopIteration
         read, future = self._reading.popleft()
-        pending = self._read_now(read) if future is None else future.result()
+        pending = self._read(read) if future is None else future.result()
         self._read_ahead()
         self._decoding.append((read, pending))
         return pending.inputs
@@ -183,13 +182,11 @@ class BatchPrefetcher(Generic[Pending]):
             self._reading.append((read, self._begin(read)))
 
     def _begin(self, read: Callable[[], Pending]) -> Future[Pending] | None:
-        return None if self._slow_reads <= _MOST_SLOW else self._reader.submit(read)
+        by_consumer = self._device.type == "cpu" and any(self._were_cached)
+        return None if by_consumer else self._reader.submit(self._read, read)
 
-    def _read_now(self, read: Callable[[], Pending]) -> Pending:
+    def _read(self, read: Callable[[], Pending]) -> Pending:
         began = perf_counter()
         pending = read()
-        is_slow = perf_counter() - began > _CACHED_SECONDS * len(pending.indices)
-        self._slow_reads = self._slow_reads + 1 if is_slow else 0
-        if self._slow_reads > _MOST_SLOW:
-            self._reading = deque((later, begun or self._begin(later)) for later, begun in self._reading)
+        self._were_cached.append(perf_counter() - began < _CACHED_SECONDS * len(pending.indices))
         return pending

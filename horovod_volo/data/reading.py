@@ -8,19 +8,14 @@ very likely complete, but only decoding shows it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from horovod_volo.core.center_crop import view_corners
 from horovod_volo.core.errors import BadSampleError
-from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.images.image_bytes import UNDECODABLE, decoded_rgb, jpeg_size, open_image, to_rgb
-from horovod_volo.data.prefetcher import PendingBatch
-from horovod_volo.data.thread_pool import READING_ALONE_SECONDS, ImageThreadPool
 
 Encoded = NDArray[np.uint8]
 # Maps stored heights and widths (batch, 2) to those before the crops.
@@ -32,14 +27,6 @@ _END_MARKERS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 _TAIL_BYTES = 64
 # The largest image of ImageNet has about 40 million. Decoding takes ten bytes of memory for each pixel.
 _MOST_PIXELS = 100_000_000
-_BLACK_PIXEL: Encoded = np.frombuffer(b"P6\n1 1\n255\n\0\0\0", dtype=np.uint8)
-
-
-@dataclass(frozen=True, eq=False)
-class PendingEvalBatch(PendingBatch):
-    """A batch of evaluation images that has been read, but not decoded."""
-
-    bad: NDArray[np.bool_]  # (batch,) damaged images; a black one is decoded in their place
 
 
 class ImageFiles(Protocol):
@@ -92,36 +79,6 @@ def resized_shape(images: ImageFiles, index: int, size: tuple[int, int], resize:
 def _too_large(images: ImageFiles, index: int, remedy: str) -> BadSampleError:
     millions = _MOST_PIXELS // 1_000_000
     return BadSampleError(f"{images.location(index)} has more than {millions} million pixels{remedy}")
-
-
-def read_eval_batch(
-    indices: NDArray[np.int64],
-    files: ImageFiles,
-    bad_samples: BadSampleTracker,
-    readers: ImageThreadPool,
-    resize: Resize,
-    image_size: int,
-    crops: int = 1,
-) -> PendingEvalBatch:
-    """Read the inputs of the evaluation pipeline for one batch."""
-
-    def read(index: int) -> tuple[Encoded, NDArray[np.int64]]:
-        encoded, size = read_image(files, index)
-        return encoded, resized_shape(files, index, size, resize)
-
-    def read_usable(index: int) -> tuple[Encoded, NDArray[np.int64]] | None:
-        try:
-            return bad_samples.read_or_raise(index, read)
-        except BadSampleError:
-            return None
-
-    samples = readers.map(read_usable, indices.tolist(), READING_ALONE_SECONDS)
-    black = _BLACK_PIXEL, np.array([image_size, image_size])
-    encoded, shapes = zip(*(sample or black for sample in samples), strict=True)
-    resized = np.stack(shapes)
-    corners = view_corners(resized, image_size, crops).reshape(len(resized), -1)
-    inputs = (list(encoded), list(resized.astype(np.float32)), list(corners.astype(np.int32)))
-    return PendingEvalBatch(indices, inputs, np.array([sample is None for sample in samples]))
 
 
 def _is_plain(image: Image.Image, encoded: Encoded) -> bool:

@@ -6,10 +6,9 @@ packed from. A run may therefore continue on either.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,10 +17,9 @@ from numpy.typing import NDArray
 
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import SHARDS_OPEN
-from horovod_volo.data.images.open_files import OpenFile, OpenFiles
-from horovod_volo.data.images.shard_sample import damaged
+from horovod_volo.data.images.catalog_file import open_file
 from horovod_volo.data.images.split_folder import FOLDER_NAMES
-from horovod_volo.data.images.tar_shards import MASK_ENDING, tar_members
+from horovod_volo.data.images.tar_shards import MASK_ENDING, damaged, tar_members
 from horovod_volo.data.packing.manifest import MANIFEST, Manifest, PackedShard, read_manifest
 from horovod_volo.dense.scene_list import (
     MASK_FOLDERS,
@@ -40,7 +38,7 @@ class SceneShards(SceneList):
 
     shards: tuple[Path, ...]
     places: NDArray[np.int64]  # (images, 5): shard; offset and bytes of the image; those of the mask
-    _files: OpenFiles = field(default_factory=partial(OpenFiles, SHARDS_OPEN), init=False, repr=False)
+    _open: Any = field(default_factory=lambda: lru_cache(SHARDS_OPEN)(open_file), init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how to make this list again in another process, which opens the shards itself."""
@@ -59,7 +57,7 @@ class SceneShards(SceneList):
         return self._content(index, 3, self.mask_location(index))
 
     def close(self) -> None:
-        self._files.clear()
+        self._open.cache_clear()
 
     def _location(self, index: int, column: int, name: str) -> str:
         offset, length = self.places[index, column : column + 2].tolist()
@@ -68,7 +66,7 @@ class SceneShards(SceneList):
     def _content(self, index: int, column: int, where: str) -> bytes:
         offset, length = self.places[index, column : column + 2].tolist()
         try:
-            content = self._files.get(self.shards[self.places[index, 0]]).read(offset, length)
+            content: bytes = self._open(self.shards[self.places[index, 0]]).read(offset, length)
         except OSError as error:
             raise BadSampleError(f"{where} cannot be read: {error.strerror}") from error
         if len(content) < length:
@@ -132,10 +130,9 @@ def _pairs(folder: Path, shard: PackedShard) -> Iterator[tuple[str, tuple[int, i
     """Yield the name of each image, and offset and bytes of the image and of its mask."""
     path = folder / shard.file
     try:
-        file = OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
-        size = os.fstat(file.descriptor).st_size
-        if size != shard.bytes:
-            raise damaged(path, f"has {size:,} bytes instead of {shard.bytes:,}")
+        file = open_file(path)
+        if file.size != shard.bytes:
+            raise damaged(path, f"has {file.size:,} bytes instead of {shard.bytes:,}")
         members = tar_members(path, file)
         for image in members:
             mask = next(members, None)

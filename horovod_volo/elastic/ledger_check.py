@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from horovod_volo.cluster.step_statistics import checksums
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.balanced_order import balanced_order, draws_of_classes
-from horovod_volo.data.sampler import epoch_order
+from horovod_volo.data.sampler import balanced_order, draws_of_classes, epoch_order
 from horovod_volo.elastic.ledger import CLASSES, LEDGER, LedgerStart, read_ledger
 
 

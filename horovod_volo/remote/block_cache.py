@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.open_files import OpenFile
+from horovod_volo.data.images.catalog_file import OpenFile
 from horovod_volo.remote.remote_folder import RemoteFolder
 
 BLOCK_BYTES = 2**22

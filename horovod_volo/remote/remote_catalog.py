@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from horovod_volo.config.data_checks import check_address
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog, open_catalog, open_list
-from horovod_volo.data.images.catalog_file import CatalogEntry, read_metadata
-from horovod_volo.data.images.open_files import OpenFile
+from horovod_volo.data.images.catalog import Catalog, open_catalog
+from horovod_volo.data.images.catalog_file import CatalogEntry, OpenFile, open_file
 from horovod_volo.data.images.split_folder import FOLDER_NAMES, PUBLISHED_CATALOG, HeldOut, Split
 from horovod_volo.engine.shared_catalog import SERVERS, CacheSettings, Server
 from horovod_volo.remote.block_cache import BlockCache
@@ -37,7 +36,7 @@ class RemoteCatalog(Catalog):
     def __init__(self, file: OpenFile, path: Path | None, url: str, cache: CacheSettings) -> None:
         """Take the list in an open file; `url` is the folder of the shards."""
         super().__init__(file, path)
-        metadata = read_metadata(file.descriptor, self._header)
+        metadata = self._file.metadata
         sizes = dict(zip(metadata["shards"], metadata.get("sizes", ()), strict=True))
         if not sizes:
             raise ValueError("not a list of shards")
@@ -71,11 +70,11 @@ class RemoteCatalog(Catalog):
     def _shard_name(self, shard: int) -> str:
         return self._remote.url_of(self._names[shard])
 
-    def _range_of_shard(self, record: CatalogEntry) -> bytes:
-        name = self._names[record.shard]
+    def _range_of_shard(self, entry: CatalogEntry) -> bytes:
+        name = self._names[entry.shard]
         if self._cache is None:
-            return bytes(self._remote.read(name, record.offset, record.length))
-        return self._cache.read(self._remote, name, record.offset, record.length)
+            return bytes(self._remote.read(name, entry.offset, entry.length))
+        return self._cache.read(self._remote, name, entry.offset, entry.length)
 
 
 _REMEDY = (
@@ -110,7 +109,7 @@ def download_catalog(
 def open_downloaded(path: Path, digest: str, url: str, cache: CacheSettings) -> RemoteCatalog:
     """Open the list of a split that another rank has downloaded."""
     open_catalog(path, digest)  # it is the same list, or an error
-    return RemoteCatalog(open_list(path), path, url, cache)
+    return RemoteCatalog(open_file(path), path, url, cache)
 
 
 def _open(content: bytes, url: str, split: Split, folder: Path | None, cache: CacheSettings) -> RemoteCatalog:
@@ -125,7 +124,7 @@ def _open(content: bytes, url: str, split: Split, folder: Path | None, cache: Ca
             if not path.exists() or path.read_bytes() != content:  # another run may have it open
                 with atomic_write(path) as written:
                     written.write(content)
-            file = open_list(path)
+            file = open_file(path)
         return RemoteCatalog(file, path, url, cache)
     except ValueError:
         raise UserError(

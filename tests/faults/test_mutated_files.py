@@ -7,6 +7,7 @@ read differently; reading them raises no other error. MUTATIONS=1000 in the envi
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog, open_catalog
 from horovod_volo.data.packing.manifest import check_split
 from horovod_volo.data.packing.pack import PackOptions, pack
+from horovod_volo.data.packing.records import list_records
 from horovod_volo.data.reading import decode_rgb
 from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.dense.pack_scenes import pack_scenes
@@ -155,13 +157,21 @@ def indexed_tar_shard(folder: Path) -> Case:
 
 def record_shards(folder: Path) -> Case:
     files = [folder / "a" / "train" / "0.tfrecord", folder / "b" / "train" / "0.rec"]
+
+    def load() -> bool:
+        for number, (name, form) in enumerate((("a", "tfrecord"), ("b", "recordio"))):
+            lists = folder / f"lists{number}"
+            shutil.rmtree(lists, ignore_errors=True)
+            catalog = list_records(str(folder / name), "train", lists, form)
+        return len(catalog) > 0
+
     shown = [picture(number) for number in range(6)]
     features = [{"image/encoded": image, "image/class/label": len(image) % 3} for image in shown]
     write_tfrecord(files[0], list(map(example, features)))
     write_recordio(
         files[1], [recordio_content(number % 3, number, image) for number, image in enumerate(shown)]
     )
-    return files, lambda: bool(listed(folder / "a") and listed(folder / "b"))
+    return files, load
 
 
 def classes_file(folder: Path) -> Case:

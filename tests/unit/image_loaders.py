@@ -11,6 +11,7 @@ from torch import Tensor
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.loader import EvalLoader, TrainLoader
+from horovod_volo.token_labels.source import LabelSource
 
 _COMMON: dict[str, Any] = {
     "image_size": 32,
@@ -21,12 +22,19 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def train_loader(images: ImageList, settings: Data, **changes: Any) -> TrainLoader:
-    """Return a loader of training batches without label maps."""
-    return TrainLoader(images, None, settings, **_COMMON | {"seed": 5, "accumulation": 1} | changes)
+def train_loader(
+    images: ImageList, settings: Data, labels: LabelSource | None = None, **changes: Any
+) -> TrainLoader:
+    """Return a loader of training batches."""
+    return TrainLoader(images, labels, settings, **_COMMON | {"seed": 5, "accumulation": 1} | changes)
+
+
+def eval_loader(images: ImageList, settings: Data, **changes: Any) -> EvalLoader:
+    """Return a loader of evaluation batches."""
+    return EvalLoader(images, settings, **_COMMON | {"crop_pct": 1.0} | changes)
 
 
 def evaluated_images(images: ImageList, settings: Data, **changes: Any) -> Tensor:
     """Return all images as an evaluation has them, (images, 3, image_size, image_size)."""
-    with closing(EvalLoader(images, settings, **_COMMON | {"crop_pct": 1.0} | changes)) as loader:
+    with closing(eval_loader(images, settings, **changes)) as loader:
         return torch.cat([batch.images.clone() for batch in loader])

@@ -14,6 +14,7 @@ from PIL import Image
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data import loader as loader_module
+from horovod_volo.data.augmentation import label_map_ops
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.crop_flip import draw_crops
 from horovod_volo.data.augmentation.geometric_ops import FILL
@@ -165,7 +166,7 @@ def test_labels_move_with_rotated_sheared_and_translated_images(tmp_path, monkey
 
 
 def batch_with_unwarp_maps(tmp_path, folder, monkeypatch, settings):
-    monkeypatch.setattr(loader_module, "warp_maps", lambda scores, ids, *_: (scores, ids))
+    monkeypatch.setattr(label_map_ops, "warp_maps", lambda scores, ids, *_: (scores, ids))
     return one_batch(folder, tmp_path / "maps", **settings)[1]
 
 

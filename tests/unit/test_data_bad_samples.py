@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from coded_images import PLAIN, smooth, unnormalised, write_images
+from image_loaders import eval_loader, evaluated_images, train_loader
 from PIL import Image
 from shard_writers import write_tar
 
@@ -24,7 +25,7 @@ from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.bad_samples import BadSampleTracker
 from horovod_volo.data.image_decoder import DecoderName
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.loader import EvalLoader, TrainLoader
+from horovod_volo.data.loader import TrainLoader
 from horovod_volo.data.reading import decode_rgb, read_image
 from horovod_volo.token_labels.source import open_labels
 
@@ -43,18 +44,8 @@ def folder(tmp_path: Path) -> Path:
 
 def open_loader(folder: Path, maps: Path | None = None, **settings: object) -> TrainLoader:
     catalog = build_catalog(str(folder), "train", None)
-    return TrainLoader(
-        catalog,
-        None if maps is None else open_labels(str(maps), catalog, None),
-        Data(batch_size=4, **(PLAIN | settings)),  # type: ignore[arg-type]
-        image_size=SIDE,
-        seed=5,
-        rank=0,
-        size=1,
-        accumulation=1,
-        device=torch.device("cpu"),
-        threads=2,
-    )
+    labels = None if maps is None else open_labels(str(maps), catalog, None)
+    return train_loader(catalog, Data(batch_size=4, **(PLAIN | settings)), labels)  # type: ignore[arg-type]
 
 
 def indices_of(loader: TrainLoader) -> list[int]:
@@ -266,25 +257,14 @@ def test_unusual_images_are_read_as_by_pillow(tmp_path: Path, name: str) -> None
     assert read_image(catalog, 0)[1] == size
     if name == "turned.jpg":
         assert size == (50, 70)  # timm ignores the EXIF orientation
-    loader = EvalLoader(
-        catalog,
-        Data(batch_size=1),
-        image_size=SIDE,
-        crop_pct=1.0,
-        rank=0,
-        size=1,
-        device=torch.device("cpu"),
-        threads=1,
-    )
-    (batch,) = loader
-    loader.close()
+    (images,) = unnormalised(evaluated_images(catalog, Data(batch_size=1)))
     short = [SIDE, SIDE]
     height, width = size
     short[width > height] = int(SIDE * max(size) / min(size))
     resized = Image.fromarray(expected).resize((short[1], short[0]), Image.Resampling.BICUBIC)
     top, left = round((short[0] - SIDE) / 2), round((short[1] - SIDE) / 2)
     theirs = np.asarray(resized)[top : top + SIDE, left : left + SIDE].astype(float)
-    difference = np.abs(unnormalised(batch.images)[0].transpose(1, 2, 0) - theirs)
+    difference = np.abs(images.transpose(1, 2, 0) - theirs)
     assert difference.mean() < 1.5
 
 
@@ -330,8 +310,7 @@ def test_gray_images_of_more_than_8_bits_are_scaled_or_refused(
     file.write_bytes(deep_images()[name])
     settings = Data(batch_size=1, image_decoder=decoder, bad_samples="skip")
     catalog = build_catalog(str(tmp_path), "val", None)
-    common = {"image_size": 50, "crop_pct": 1.0, "rank": 0, "size": 1, "device": torch.device("cpu")}
-    loader = EvalLoader(catalog, settings, **common, threads=1)  # type: ignore[arg-type]
+    loader = eval_loader(catalog, settings, image_size=50)
     (batch,) = loader
     loader.close()
     if name in ("integers.tif", "floats.tif"):
@@ -373,8 +352,7 @@ def test_an_image_of_too_many_pixels_after_resizing_is_left_out(tmp_path: Path, 
         f"{tmp_path}/val/a/line.png has more than 100 million pixels when it is resized to 2620000 x 40; "
         "crop it to use it"
     )
-    common = {"image_size": 40, "crop_pct": 1.0, "rank": 0, "size": 1, "device": torch.device("cpu")}
-    loader = EvalLoader(catalog, settings, **common, threads=1)  # type: ignore[arg-type]
+    loader = eval_loader(catalog, settings, image_size=40)
     (batch,) = loader
     loader.close()
     assert batch.classes.tolist() == [NO_CLASS, 0]
@@ -385,16 +363,7 @@ def test_evaluation_leaves_out_unreadable_images(folder: Path) -> None:
     shutil.copytree(folder / "train", folder / "val")
     catalog = build_catalog(str(folder), "val", None)
     (folder / "val" / "a" / "03.jpg").write_bytes(b"")
-    loader = EvalLoader(
-        catalog,
-        Data(batch_size=5),
-        image_size=SIDE,
-        crop_pct=1.0,
-        rank=0,
-        size=1,
-        device=torch.device("cpu"),
-        threads=1,
-    )
+    loader = eval_loader(catalog, Data(batch_size=5))
     batches = list(loader)
     loader.close()
     classes = torch.cat([batch.classes for batch in batches])

@@ -16,9 +16,8 @@ from horovod_volo.cluster.step_statistics import checksums
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.balanced_order import balanced_order, draws_of_classes
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.sampler import rank_indices
+from horovod_volo.data.sampler import balanced_order, draws_of_classes, rank_indices
 from horovod_volo.elastic.ledger import CLASSES, LEDGER, Ledger, LedgerStart, write_classes
 from horovod_volo.elastic.ledger_check import check_ledger
 

@@ -109,21 +109,6 @@ def test_finds_any_name_of_the_validation_folder(tmp_path, name):
     assert read_folder(str(tmp_path), "val").source == str(tmp_path / name)
 
 
-def test_no_data_folder(tmp_path):
-    with pytest.raises(UserError, match=r"no data folder .*nowhere. Name the folder"):
-        read_folder(str(tmp_path / "nowhere"), "train")
-    with pytest.raises(UserError, match=r"no data folder is given. Name the folder"):
-        read_folder("", "train")
-
-
-def test_a_missing_split_folder_is_an_error_that_lists_the_existing_ones(tmp_path):
-    with pytest.raises(UserError, match=r"no folder train; it has no folders at all"):
-        read_folder(str(tmp_path), "train")
-    touch(tmp_path, "training/a/1.jpg")
-    with pytest.raises(UserError, match=r"no folder val or validation or valid or test; it has training. "):
-        read_folder(str(tmp_path), "val")
-
-
 def test_the_folder_of_held_out_images_can_be_chosen(tmp_path):
     touch(tmp_path, "train/a/1.jpg", "val/a/2.jpg", "dev/a/3.jpg", "test/4.jpg")
     assert names(build_catalog(str(tmp_path), "val", None, HeldOut("dev"))) == ("a/3.jpg",)
@@ -153,45 +138,40 @@ def test_a_share_of_each_class_is_held_out(tmp_path, inside):
     assert names(train) == tuple(sorted(names(train)))
 
 
-def test_parts_that_cannot_be_made(tmp_path):
-    touch(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "train/b/2.jpg")
-    for split in ("train", "val"):
-        with pytest.raises(UserError, match=r"class a has one image, and one must be held out. Add an image"):
-            build_catalog(str(tmp_path), split, None, HeldOut(share=0.1))
-    write_tar(tmp_path / "shards/train/1.tar", [("x.jpg", picture(1)), ("x.cls", b"0")])
-    with pytest.raises(UserError, match=r"holds shards, from which no images can be held out. Put others"):
-        build_catalog(str(tmp_path / "shards"), "val", None, HeldOut(share=0.1))
+@pytest.mark.parametrize(
+    ("files", "split", "share", "message"),
+    [
+        ([], "train", 0, "no folders at all"),
+        (["training/a/1.jpg"], "val", 0, "no folder val .* it has training"),
+        (["train/1.jpg"], "train", 0, "train has no class folders.*train/CLASS"),
+        (["train/a/1.jpg", "train/0.tar", "train/0.rec"], "train", 0, "formats: .*0.tar .* a .folder"),
+        (["train/a/1.jpg", "train/b/1.jpg"], "train", 0.1, "class a has one image.*Add an image"),
+        (["train/a/1.jpg", "train/b/1.jpg"], "val", 0.1, "class a has one image.*Add an image"),
+        (["train/1.tar"], "val", 0.1, "holds shards, from which no images can be held out"),
+        (["1.jpg", "2.jpg"], "train", 0.1, "2 images .1.jpg, 2.jpg.* and no folders. Put"),
+        (["pets/cats/1.jpg", "cars/trucks/1.jpg"], "train", 0.1, "such as cars/trucks, .* one level deep"),
+        (["cats/1.jpg", "cats/2.jpg"], "train", 0.1, "one class only, cats. Add"),
+        (["train/pets/cats/1.jpg", "train/b/1.jpg"], "train", 0, "pets. The first has folders .cats"),
+    ],
+)
+def test_what_is_there_instead_of_classes_is_said(tmp_path, files, split, share, message):
+    touch(tmp_path, *files)
+    with pytest.raises(UserError, match=message):
+        build_catalog(str(tmp_path), split, None, HeldOut(share=share))
 
 
-def test_what_is_there_instead_of_classes_is_said(tmp_path):
-    touch(tmp_path / "flat", "1.jpg", "2.jpg")
-    with pytest.raises(UserError, match=r"flat has 2 images \(1.jpg, 2.jpg, ...\) and no folders. Put"):
-        build_catalog(str(tmp_path / "flat"), "train", None, HeldOut(share=0.1))
-    touch(tmp_path / "deep", "pets/cats/1.jpg", "cars/trucks/1.jpg")
-    with pytest.raises(UserError, match=r"\(cars, pets\) hold folders, such as cars/trucks, instead of im"):
-        build_catalog(str(tmp_path / "deep"), "train", None, HeldOut(share=0.1))
-    touch(tmp_path / "single", "cats/1.jpg", "cats/2.jpg")
-    with pytest.raises(UserError, match=r"single has images of one class only, cats. Add folders of other"):
-        build_catalog(str(tmp_path / "single"), "train", None, HeldOut(share=0.1))
-    touch(tmp_path / "nested", "train/pets/cats/1.jpg", "train/pets/dogs/1.jpg", "train/b/1.jpg")
-    with pytest.raises(UserError, match=r"pets. The first has folders \(cats, dogs\): classes are one level"):
-        read_folder(str(tmp_path / "nested"), "train")
-
-
-def test_no_class_folders(tmp_path):
-    touch(tmp_path, "train/1.jpg")
-    with pytest.raises(UserError, match=r"train has no class folders. Put each image under .*train/CLASS/"):
-        read_folder(str(tmp_path), "train")
+def test_no_data_folder(tmp_path):
+    for data_dir in (str(tmp_path / "nowhere"), ""):
+        with pytest.raises(UserError, match=r"no data folder .*Name the folder"):
+            read_folder(data_dir, "train")
 
 
 def test_only_the_first_empty_class_folders_are_named(tmp_path):
     touch(tmp_path, "train/full/1.jpg")
     for number in range(12):
         (tmp_path / "train" / f"empty{number:02d}").mkdir()
-    with pytest.raises(UserError, match=r"no images in .*train/empty00, .*empty07 and 4 more. Add") as caught:
+    with pytest.raises(UserError, match=r"train/empty00, .*empty07 and 4 more. Add"):
         read_folder(str(tmp_path), "train")
-    assert "empty08" not in str(caught.value)
-    assert "full" not in str(caught.value)
 
 
 def test_splits_of_different_classes_are_refused(tmp_path):
@@ -355,9 +335,3 @@ def test_no_descriptor_is_left_open(tmp_path):
         catalog.close()
         del catalog
     assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-def test_several_formats_in_one_folder_are_refused(tmp_path):
-    touch(tmp_path, "train/a/1.jpg", "train/0.tar", "train/0.rec")
-    with pytest.raises(UserError, match=r"several formats: .*0.tar \(tar\).* and a \(folder\). Leave one"):
-        read_folder(str(tmp_path), "train")

@@ -1,11 +1,13 @@
 """Evaluation images equal those of timm's evaluation transform, including black borders."""
 
 import itertools
+from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
 from coded_images import smooth, unnormalised, write_images
+from image_loaders import eval_loader
 from PIL import Image
 
 import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only after it
@@ -17,40 +19,16 @@ from torchvision.transforms.functional import center_crop, resize
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.center_crop import crop_corners, resized_shapes
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.loader import EvalLoader
 
-SIZES = [
-    (300, 200),
-    (199, 301),
-    (91, 61),
-    (64, 64),
-    (40, 57),
-    (500, 375),
-    (224, 225),
-    (33, 160),
-]  # width, height
+# width, height
+SIZES = [(300, 200), (199, 301), (91, 61), (64, 64), (40, 57), (500, 375), (224, 225), (33, 160)]
 
 
-def evaluated(
-    folder, *, image_size, crop_pct, rank=0, size=1, batch_size=3, interpolation="bicubic", **options
-):
+def evaluated(folder, *, batch_size=3, **options):
     """Return the catalog and all batches of one rank."""
     catalog = build_catalog(str(folder), "val", None)
-    loader = EvalLoader(
-        catalog,
-        Data(batch_size=1, eval_batch_size=batch_size),
-        image_size=image_size,
-        crop_pct=crop_pct,
-        interpolation=interpolation,
-        rank=rank,
-        size=size,
-        device=torch.device("cpu"),
-        threads=2,
-        **options,
-    )
-    batches = list(loader)
-    loader.close()
-    return catalog, batches
+    with closing(eval_loader(catalog, Data(batch_size=1, eval_batch_size=batch_size), **options)) as loader:
+        return catalog, list(loader)
 
 
 def timm_pixels(file, image_size, crop_pct, interpolation, crop_mode="center"):
@@ -103,27 +81,6 @@ def test_pixels_of_squashed_images_equal_timms(folder, crop_pct):
         assert np.abs(pixels - theirs).max() < 1.01
 
 
-def test_every_kind_of_file_is_decoded_as_by_pil(tmp_path):
-    colours = smooth(90, 60, seed=1)
-    rotated = Image.Exif()
-    rotated[0x0112] = 6  # "rotate by 90 degrees", which timm ignores
-    translucent = colours.convert("RGBA")
-    translucent.putalpha(100)
-    write_images(tmp_path, {"val/a/colour.jpg": colours, "val/a/grey.jpg": colours.convert("L")}, quality=95)
-    write_images(tmp_path, {"val/a/print.jpg": colours.convert("CMYK")}, quality=95)
-    write_images(tmp_path, {"val/a/turned.jpg": colours}, exif=rotated, quality=95)
-    write_images(tmp_path, {"val/a/progressive.jpeg": colours}, progressive=True, quality=95)
-    write_images(tmp_path, {"val/a/palette.png": colours.convert("P"), "val/a/translucent.png": translucent})
-    write_images(tmp_path, {"val/a/plain.bmp": colours, "val/a/plain.tiff": colours})
-    write_images(tmp_path, {"val/a/web.webp": colours}, quality=90)
-    catalog, batches = evaluated(tmp_path, image_size=48, crop_pct=0.9)
-    ours = np.concatenate([unnormalised(batch.images) for batch in batches])
-    assert len(ours) == 10
-    for index, pixels in enumerate(ours):
-        theirs, _ = timm_pixels(catalog.location(index), 48, 0.9, "bicubic")
-        assert np.abs(pixels - theirs).mean() < 0.35, catalog.location(index)
-
-
 def test_sizes_and_crops_equal_torchvisions():
     """torchvision's transform is applied to images whose pixels are numbered."""
     for image_size, crop_pct in itertools.product([32, 33], [0.875, 0.96, 1.0, 1.15]):
@@ -154,16 +111,7 @@ def test_all_ranks_together_read_each_image_once(folder, size):
 
 def test_a_loader_can_be_iterated_repeatedly(folder):
     catalog = build_catalog(str(folder), "val", None)
-    loader = EvalLoader(
-        catalog,
-        Data(batch_size=3),
-        image_size=32,
-        crop_pct=1.0,
-        rank=0,
-        size=1,
-        device=torch.device("cpu"),
-        threads=1,
-    )
+    loader = eval_loader(catalog, Data(batch_size=3))
     first, second = ([batch.images for batch in loader] for _ in range(2))
     loader.close()
     assert len(first) == 3

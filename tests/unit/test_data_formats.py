@@ -1,30 +1,19 @@
 """Each shard format returns the bytes, names and classes that were written, and errors name the damage."""
 
 import os
-import struct
 import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from shard_writers import (
-    RECORDIO_MAGIC,
-    crc32c,
-    example,
     picture,
-    recordio_content,
-    recordio_parts,
-    write_recordio,
     write_tar,
     write_tar_index,
-    write_tfrecord,
 )
 
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.images.open_files import OpenFiles
-from horovod_volo.data.images.tfrecord import masked_checksum
-from horovod_volo.data.packing.pack import PackOptions, pack
 
 INDEX = pytest.mark.parametrize("index", [False, True], ids=["searched", "indexed"])
 
@@ -139,9 +128,7 @@ def test_tar_shards_of_another_layout_are_refused(tmp_path, members, message):
 def test_names_that_lead_out_of_a_folder_are_refused(tmp_path):
     for shard, parent in (("1/train/0.tar", "../n1"), ("2/train/0.tar", "/n1"), ("3/train/0.tar", "n1/..")):
         write_tar(tmp_path / shard, [(f"{parent}/1.jpg", b"x"), (f"{parent}/1.cls", b"1")])
-    features = {"image/encoded": picture(1), "image/filename": "1.jpg", "image/class/synset": "n1/.."}
-    write_tfrecord(tmp_path / "4/train/0.tfrecord", [example(features)])
-    for number in "1234":
+    for number in "123":
         with pytest.raises(
             UserError, match=r"0\.\w+ has '.*/1.jpg', which is no name inside a folder\. Copy"
         ):
@@ -246,209 +233,16 @@ def test_an_index_of_another_tar_shard_is_refused(tmp_path):
             train(tmp_path)
 
 
-# TFRecord
+def write_shard(folder):
+    write_tar(
+        folder / "train/s.tar",
+        [(f"{n}.{e}", d) for n in range(3) for e, d in (("jpg", picture(n)), ("cls", b"1"))],
+    )
+    return folder / "train/s.tar"
 
 
-def imagenet_examples():
-    one, two, three = pictures("JPEG", "JPEG", "PNG")
-    return [
-        example(
-            {
-                "image/height": 3,
-                "image/encoded": one,
-                "image/class/label": 300,
-                "image/class/synset": "n2",
-                "image/filename": "n2_1.JPEG",
-                "image/object/bbox/xmin": 0.5,
-            }
-        ),
-        example(
-            {
-                "image/class/synset": "n1",
-                "image/filename": "n1_7.JPEG",
-                "image/class/label": 1,
-                "image/encoded": two,
-            },
-            packed=False,
-        ),
-        example(
-            {
-                "image/class/text": "t" * 5000,
-                "image/filename": "n2_3.JPEG",
-                "image/encoded": three,
-                "image/class/synset": "n2",
-                "image/class/label": 300,
-            }
-        ),
-    ]
-
-
-@INDEX
-def test_tfrecord_shards(tmp_path, index):
-    one, two, three = imagenet_examples()
-    write_tfrecord(tmp_path / "train/train-00000-of-00002", [one, two], index=index)
-    write_tfrecord(tmp_path / "train/train-00001-of-00002", [three], index=index)
-    catalog = train(tmp_path)
-    assert catalog.classes == ("n1", "n2")
-    images = pictures("JPEG", "JPEG", "PNG")
-    assert listed(catalog) == [
-        ("n2/n2_1.JPEG", "n2", images[0]),
-        ("n1/n1_7.JPEG", "n1", images[1]),
-        ("n2/n2_3.JPEG", "n2", images[2]),
-    ]
-
-
-def test_tfrecord_shards_without_names(tmp_path):
-    examples = [
-        example({"image/encoded": picture(number), "image/class/label": label}, packed=bool(number))
-        for number, label in enumerate((12, 3))
-    ]
-    write_tfrecord(tmp_path / "train/part.tfrecord", examples)
-    assert listed(train(tmp_path)) == [
-        ("12/part-000000.jpg", "12", picture(0)),
-        ("03/part-000001.jpg", "03", picture(1)),
-    ]
-
-
-def test_classes_that_begin_with_a_slash_are_packed(tmp_path):
-    """Those of Open Images do."""
-    for split in ("train", "val"):
-        features = {"image/encoded": picture(1), "image/filename": "1.jpg", "image/class/synset": "/m/01"}
-        write_tfrecord(tmp_path / f"data/{split}/0.tfrecord", [example(features)])
-    assert listed(train(tmp_path / "data")) == [("/m/01/1.jpg", "/m/01", picture(1))]
-    options = {"workers": 1, "progress": lambda split: lambda done, total: None}
-    assert pack(tmp_path / "data", tmp_path / "packed", PackOptions(), **options) == []
-    assert [entry[1:] for entry in listed(train(tmp_path / "packed"))] == [("/m/01", picture(1))]
-
-
-def test_the_checksum_is_crc32c():
-    assert crc32c(b"123456789") == 0xE3069283  # the published check value
-    assert masked_checksum(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8) % 2**32
-
-
-@INDEX
-def test_damaged_tfrecord_shards_are_refused_at_the_start(tmp_path, index):
-    shard = tmp_path / "train/x.tfrecord"
-    write_tfrecord(shard, imagenet_examples(), index=index)
-    whole = shard.read_bytes()
-    shard.write_bytes(b"\1" + whole[1:])
-    with pytest.raises(
-        UserError, match=r"x.(idx does not fit|tfrecord is damaged): the checksum is wrong at byte 0"
-    ):
-        train(tmp_path)
-    shard.write_bytes(whole[:-50])
-    with pytest.raises(UserError, match=r"x.(idx does not fit|tfrecord is damaged): the record is cut short"):
-        train(tmp_path)
-    (tmp_path / "train/x.idx").unlink(missing_ok=True)
-    write_tfrecord(shard, [example({"image/encoded": picture(0)})])
-    with pytest.raises(UserError, match=r"x.tfrecord has no image with a class at byte 12: .*label"):
-        train(tmp_path)
-    write_tfrecord(shard, [imagenet_examples()[0], example({"image/encoded": b"x", "image/class/label": 7})])
-    with pytest.raises(UserError, match=r"some images .* by name \(n2\) and some only by number \(7\)"):
-        train(tmp_path)
-
-
-def test_an_index_of_another_tfrecord_shard_is_refused(tmp_path):
-    write_tfrecord(tmp_path / "train/x.tfrecord", imagenet_examples())
-    for text, message in (
-        ("7 100\n", "the checksum is wrong at byte 7"),
-        ("0\n", "not an offset and a size"),
-    ):
-        (tmp_path / "train/x.idx").write_text(text)
-        with pytest.raises(UserError, match=rf"x.idx .*{message}.* Make this index again"):
-            train(tmp_path)
-
-
-# RecordIO
-
-
-@INDEX
-def test_recordio_shards(tmp_path, index):
-    one, two, three = pictures("JPEG", "PNG", "JPEG")
-    # A record with the magic number at multiples of 4, also at its end, is stored in parts.
-    header = 24
-    tail = bytes(-(header + len(three)) % 4)
-    split = three + tail + RECORDIO_MAGIC + b"between." + RECORDIO_MAGIC * 2 + b"end" + b"\0" + RECORDIO_MAGIC
-    contents = [
-        recordio_content([24.0, 3.0], 0, b""),  # some tools write a first record without an image
-        recordio_content(11.0, 1, one),
-        recordio_content([2.0, 5.0], 2, two),
-        recordio_content(2.0, 3, split),
-        recordio_content(11.0, 4, picture(9)),
-    ]
-    assert len(recordio_parts(contents[3])) == 5
-    write_recordio(tmp_path / "train/data.rec", contents, index=index)
-    catalog = train(tmp_path)
-    assert catalog.classes == ("02", "11")
-    assert listed(catalog) == [
-        ("11/data-00000001.jpg", "11", one),
-        ("02/data-00000002.png", "02", two),
-        ("02/data-00000003.jpg", "02", split),
-        ("11/data-00000004.jpg", "11", picture(9)),
-    ]
-
-
-@INDEX
-def test_damaged_recordio_shards_are_refused_at_the_start(tmp_path, index):
-    shard = tmp_path / "train/x.rec"
-    write_recordio(shard, [recordio_content(1.0, n, picture(n)) for n in range(3)], index=index)
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-9])
-    with pytest.raises(
-        UserError, match=r"x.(idx does not fit|rec is damaged): the record is cut short at byte"
-    ):
-        train(tmp_path)
-    shard.write_bytes(b"\0" + whole[1:])
-    with pytest.raises(UserError, match=r"x.(idx does not fit|rec is damaged): no record begins at byte 0"):
-        train(tmp_path)
-    (tmp_path / "train/x.idx").unlink(missing_ok=True)
-    for label in (1.5, -1.0, float("nan")):
-        write_recordio(shard, [recordio_content(label, 0, picture(0))])
-        with pytest.raises(
-            UserError, match=r"x.rec has .*, not the number of a class, in the record at byte 0"
-        ):
-            train(tmp_path)
-
-
-def test_an_index_of_another_recordio_shard_is_refused(tmp_path):
-    write_recordio(tmp_path / "train/x.rec", [recordio_content(1.0, 0, picture(0))])
-    for text, message in (
-        ("0\t8\n", "no record begins at byte 8"),
-        ("0 8\n", "not a number, a tab and an offset"),
-    ):
-        (tmp_path / "train/x.idx").write_text(text)
-        with pytest.raises(UserError, match=rf"x.idx .*{message}.* Make this index again"):
-            train(tmp_path)
-
-
-# All shards
-
-
-def write_shard(folder, form):
-    if form == "tar":
-        write_tar(
-            folder / "train/s.tar",
-            [(f"{n}.{e}", d) for n in range(3) for e, d in (("jpg", picture(n)), ("cls", b"1"))],
-        )
-    elif form == "tfrecord":
-        write_tfrecord(
-            folder / "train/s.tfrecord",
-            [example({"image/class/label": 1, "image/encoded": picture(n)}) for n in range(3)],
-        )
-    else:
-        split = [picture(n) + bytes(-len(picture(n)) % 4) + RECORDIO_MAGIC * 2 for n in range(3)]
-        write_recordio(
-            folder / "train/s.rec", [recordio_content(1.0, n, image) for n, image in enumerate(split)]
-        )
-    return next((folder / "train").iterdir())
-
-
-FORMS = pytest.mark.parametrize("form", ["tar", "tfrecord", "recordio"])
-
-
-@FORMS
-def test_damage_during_the_run_is_a_bad_sample_with_its_path(tmp_path, form):
-    shard = write_shard(tmp_path, form)
+def test_damage_during_the_run_is_a_bad_sample_with_its_path(tmp_path):
+    shard = write_shard(tmp_path)
     catalog = train(tmp_path)
     first = catalog.read(0).tobytes()
     data = shard.read_bytes()
@@ -473,20 +267,8 @@ def test_damage_during_the_run_is_a_bad_sample_with_its_path(tmp_path, form):
         catalog.read(0)
 
 
-def test_damaged_parts_of_a_record_are_a_bad_sample(tmp_path):
-    shard = write_shard(tmp_path, "recordio")
-    catalog = train(tmp_path)
-    data = bytearray(shard.read_bytes())
-    end = data.index(picture(0)) + len(picture(0)) + -len(picture(0)) % 4
-    struct.pack_into("<I", data, end, 0)  # the magic number before the second part
-    shard.write_bytes(data)
-    with pytest.raises(BadSampleError, match=r"s.rec, bytes .*no record begins"):
-        catalog.read(0)
-
-
-@FORMS
-def test_a_cached_catalog_is_used_until_a_shard_changes(tmp_path, form):
-    shard = write_shard(tmp_path, form)
+def test_a_cached_catalog_is_used_until_a_shard_changes(tmp_path):
+    shard = write_shard(tmp_path)
     inode = train(tmp_path, tmp_path / "cached").path.stat().st_ino
     again = train(tmp_path, tmp_path / "cached")
     assert again.path.stat().st_ino == inode
@@ -509,12 +291,3 @@ def test_many_threads_read_more_shards_than_can_be_open(tmp_path):
     assert open_files_under(tmp_path) == 64
     catalog.close()
     assert open_files_under(tmp_path) == 0
-
-
-def test_an_evicted_file_can_still_be_read(tmp_path):
-    for name in "ab":
-        (tmp_path / name).write_text(name)
-    files = OpenFiles(limit=1)
-    first = files.get(tmp_path / "a")
-    files.get(tmp_path / "b")
-    assert first.read(0, 1) == b"a"

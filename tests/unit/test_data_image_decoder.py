@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from coded_images import PLAIN, smooth, write_images
-from image_loaders import evaluated_images, train_loader
+from image_loaders import eval_loader, evaluated_images, train_loader
 from PIL import Image, features
 from torch import Tensor
 
@@ -22,7 +22,6 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data import image_decoder as decoders
 from horovod_volo.data.image_decoder import DecoderName, describe_decoder, image_decoder
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.demo.scene_set import make_scene_set
@@ -145,16 +144,7 @@ def test_scenes_and_boxes(tmp_path: Path) -> None:
 def test_order_repetition_and_threads(folder: Path) -> None:
     """A loader can be left in the middle and used again, and its threads end with it."""
     before = threading.active_count()
-    loader = EvalLoader(
-        build_catalog(str(folder), "val", None),
-        Data(batch_size=2, image_decoder="pillow"),
-        image_size=32,
-        crop_pct=1.0,
-        rank=0,
-        size=1,
-        device=CPU,
-        threads=2,
-    )
+    loader = eval_loader(build_catalog(str(folder), "val", None), Data(batch_size=2, image_decoder="pillow"))
     first = next(iter(loader))
     batches = list(loader)
     assert [index for batch in batches for index in batch.indices] == list(range(IMAGES))

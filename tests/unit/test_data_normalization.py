@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from coded_images import PLAIN, smooth, unnormalised, write_images
+from image_loaders import evaluated_images, train_loader
 
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
@@ -16,7 +18,6 @@ from horovod_volo.config.run_settings import Run
 from horovod_volo.config.schema import Config, Model
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION, Normalization
 from horovod_volo.engine.classification_data import Images
 from horovod_volo.engine.classification_learner import build_loaders
@@ -34,21 +35,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def batch_of(folder: Path, split: str, **colours: Any) -> torch.Tensor:
-    settings = Data(batch_size=4, **PLAIN)
-    common = {"rank": 0, "size": 1, "device": CPU, "threads": 1}
-    loader: TrainLoader | EvalLoader
-    if split == "train":
-        catalog = build_catalog(str(folder), "train", None)
-        loader = TrainLoader(
-            catalog, None, settings, image_size=SIDE, seed=Run().seed, accumulation=1, **common, **colours
-        )
-        batches = loader.batches(0, 0)
-    else:
-        catalog = build_catalog(str(folder), "val", None)
-        loader = EvalLoader(catalog, settings, image_size=SIDE, crop_pct=0.9, **common, **colours)
-        batches = iter(loader)
-    (batch,) = batches
-    loader.close()
+    settings, catalog = Data(batch_size=4, **PLAIN), build_catalog(str(folder), split, None)
+    if split == "val":
+        return evaluated_images(catalog, settings, crop_pct=0.9, **colours)
+    with closing(train_loader(catalog, settings, seed=Run().seed, **colours)) as loader:
+        (batch,) = loader.batches(0, 0)
     return batch.images
 
 
@@ -68,31 +59,25 @@ def test_a_loader_normalises_with_the_given_mean_and_std(folder: Path, split: st
 
 
 @pytest.mark.parametrize(
-    ("model", "half"), [("volo_demo", False), ("volo_d1", False), ("vit_tiny_patch16_224", True)]
+    ("model", "own", "colours"),
+    [
+        ("volo_demo", {}, IMAGENET_NORMALIZATION),
+        ("vit_tiny_patch16_224", {}, Normalization((0.5,) * 3, (0.5,) * 3)),
+        ("volo_demo", {"mean": OTHERS.mean, "std": OTHERS.std}, OTHERS),
+    ],
 )
-def test_a_run_shows_its_networks_colours(folder: Path, model: str, half: bool) -> None:
+def test_a_run_shows_its_networks_colours_or_its_own(
+    folder: Path, model: str, own: dict[str, Any], colours: Normalization
+) -> None:
     images = Images(*(build_catalog(str(folder), split, None) for split in ("train", "val")), None)
-    config = Config(model=Model(model=model, img_size=SIDE), data=Data(batch_size=4, crop_pct=0.9, **PLAIN))
+    settings = Data(batch_size=4, crop_pct=0.9, **own, **PLAIN)
+    config = Config(model=Model(model=model, img_size=SIDE), data=settings)
     train, held_out = build_loaders(config, World.single(), images, RankResources(CPU, 1, 1))
     (trained,), (evaluated,) = train.batches(0, 0), held_out
     train.close()
     held_out.close()
-    colours = Normalization((0.5,) * 3, (0.5,) * 3) if half else IMAGENET_NORMALIZATION
     assert torch.equal(evaluated.images, batch_of(folder, "val", normalization=colours))
     assert torch.equal(trained.images, batch_of(folder, "train", normalization=colours))
-
-
-def test_a_run_may_have_a_mean_and_std_of_its_own(folder: Path) -> None:
-    images = Images(*(build_catalog(str(folder), split, None) for split in ("train", "val")), None)
-    own = {"mean": OTHERS.mean, "std": OTHERS.std}
-    settings = Data(batch_size=4, crop_pct=0.9, **own, **PLAIN)
-    config = Config(model=Model(model="volo_demo", img_size=SIDE), data=settings)
-    train, held_out = build_loaders(config, World.single(), images, RankResources(CPU, 1, 1))
-    (trained,), (evaluated,) = train.batches(0, 0), held_out
-    train.close()
-    held_out.close()
-    assert torch.equal(evaluated.images, batch_of(folder, "val", normalization=OTHERS))
-    assert torch.equal(trained.images, batch_of(folder, "train", normalization=OTHERS))
 
 
 def test_the_statistics_of_a_run_are_those_of_flags_that_repeat_them() -> None:

@@ -24,7 +24,7 @@ from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.packing import packed_split
 from horovod_volo.data.packing.manifest import read_manifest
 from horovod_volo.data.packing.pack import PackOptions, pack
-from horovod_volo.data.packing.tar_writer import TarWriter
+from horovod_volo.data.packing.packed_split import TarWriter
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.demo.scene_set import make_scene_set
 from horovod_volo.dense.scene_list import SceneList, Split

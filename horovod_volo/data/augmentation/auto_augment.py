@@ -11,7 +11,6 @@ never changes.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, uniforms_of_samples
 from horovod_volo.data.augmentation import operations as ops
 from horovod_volo.data.augmentation.operations import Operation
@@ -52,86 +50,41 @@ class AutoAugment:
         return POLICIES[self.name]
 
 
-def _steps(*texts: str) -> tuple[tuple[PolicyStep, ...], ...]:
-    """Read sub-policies such as "Color 0.4 9, Equalize 0.6 3"."""
-    pairs = [[step.split() for step in text.split(", ")] for text in texts]
+def _sub_policies(text: str) -> tuple[tuple[PolicyStep, ...], ...]:
+    """Read sub-policies such as "Color 0.4 9, Equalize 0.6 3; Rotate 1 7"."""
+    pairs = [[step.split() for step in pair.split(",")] for pair in text.split(";")]
     return tuple(tuple(PolicyStep(name, float(p), float(m)) for name, p, m in pair) for pair in pairs)
 
 
-_V0 = _steps(
-    "Equalize 0.8 1, ShearY 0.8 4",
-    "Color 0.4 9, Equalize 0.6 3",
-    "Color 0.4 1, Rotate 0.6 8",
-    "Solarize 0.8 3, Equalize 0.4 7",
-    "Solarize 0.4 2, Solarize 0.6 2",
-    "Color 0.2 0, Equalize 0.8 8",
-    "Equalize 0.4 8, SolarizeAdd 0.8 3",
-    "ShearX 0.2 9, Rotate 0.6 8",
-    "Color 0.6 1, Equalize 1.0 2",
-    "Invert 0.4 9, Rotate 0.6 0",
-    "Equalize 1.0 9, ShearY 0.6 3",
-    "Color 0.4 7, Equalize 0.6 0",
-    "Posterize 0.4 6, AutoContrast 0.4 7",
-    "Solarize 0.6 8, Color 0.6 9",
-    "Solarize 0.2 4, Rotate 0.8 9",
-    "Rotate 1.0 7, TranslateYRel 0.8 9",
-    "ShearX 0.0 0, Solarize 0.8 4",
-    "ShearY 0.8 0, Color 0.6 4",
-    "Color 1.0 0, Rotate 0.6 2",
-    "Equalize 0.8 4, Equalize 0.0 8",
-    "Equalize 1.0 4, AutoContrast 0.6 2",
-    "ShearY 0.4 7, SolarizeAdd 0.6 7",
-    "Posterize 0.8 2, Solarize 0.6 10",
-    "Solarize 0.6 8, Equalize 0.6 1",
-    "Color 0.8 6, Rotate 0.4 5",
-)
-_ORIGINAL = _steps(
-    "PosterizeOriginal 0.4 8, Rotate 0.6 9",
-    "Solarize 0.6 5, AutoContrast 0.6 5",
-    "Equalize 0.8 8, Equalize 0.6 3",
-    "PosterizeOriginal 0.6 7, PosterizeOriginal 0.6 6",
-    "Equalize 0.4 7, Solarize 0.2 4",
-    "Equalize 0.4 4, Rotate 0.8 8",
-    "Solarize 0.6 3, Equalize 0.6 7",
-    "PosterizeOriginal 0.8 5, Equalize 1.0 2",
-    "Rotate 0.2 3, Solarize 0.6 8",
-    "Equalize 0.6 8, PosterizeOriginal 0.4 6",
-    "Rotate 0.8 8, Color 0.4 0",
-    "Rotate 0.4 9, Equalize 0.6 2",
-    "Equalize 0.0 7, Equalize 0.8 8",
-    "Invert 0.6 4, Equalize 1.0 8",
-    "Color 0.6 4, Contrast 1.0 8",
-    "Rotate 0.8 8, Color 1.0 2",
-    "Color 0.8 8, Solarize 0.8 7",
-    "Sharpness 0.4 7, Invert 0.6 8",
-    "ShearX 0.6 5, Equalize 1.0 9",
-    "Color 0.4 0, Equalize 0.6 3",
-    "Equalize 0.4 7, Solarize 0.2 4",
-    "Solarize 0.6 5, AutoContrast 0.6 5",
-    "Invert 0.6 4, Equalize 1.0 8",
-    "Color 0.6 4, Contrast 1.0 8",
-    "Equalize 0.8 8, Equalize 0.6 3",
-)
-
-
-def _with_research_posterize(
-    policy: tuple[tuple[PolicyStep, ...], ...],
-) -> tuple[tuple[PolicyStep, ...], ...]:
-    return tuple(
-        tuple(
-            step._replace(name="PosterizeIncreasing") if step.name.startswith("Posterize") else step
-            for step in pair
-        )
-        for pair in policy
-    )
-
-
-POLICIES: dict[str, tuple[tuple[PolicyStep, ...], ...]] = {
-    "original": _ORIGINAL,
-    "originalr": _with_research_posterize(_ORIGINAL),
-    "v0": _V0,
-    "v0r": _with_research_posterize(_V0),
-    THREE_AUGMENT: _steps("Solarize 1 5", "Desaturate 1 10", "GaussianBlurRand 1 10"),
+_V0 = """
+    Equalize 0.8 1, ShearY 0.8 4; Color 0.4 9, Equalize 0.6 3; Color 0.4 1, Rotate 0.6 8;
+    Solarize 0.8 3, Equalize 0.4 7; Solarize 0.4 2, Solarize 0.6 2; Color 0.2 0, Equalize 0.8 8;
+    Equalize 0.4 8, SolarizeAdd 0.8 3; ShearX 0.2 9, Rotate 0.6 8; Color 0.6 1, Equalize 1.0 2;
+    Invert 0.4 9, Rotate 0.6 0; Equalize 1.0 9, ShearY 0.6 3; Color 0.4 7, Equalize 0.6 0;
+    Posterize 0.4 6, AutoContrast 0.4 7; Solarize 0.6 8, Color 0.6 9; Solarize 0.2 4, Rotate 0.8 9;
+    Rotate 1.0 7, TranslateYRel 0.8 9; ShearX 0.0 0, Solarize 0.8 4; ShearY 0.8 0, Color 0.6 4;
+    Color 1.0 0, Rotate 0.6 2; Equalize 0.8 4, Equalize 0.0 8; Equalize 1.0 4, AutoContrast 0.6 2;
+    ShearY 0.4 7, SolarizeAdd 0.6 7; Posterize 0.8 2, Solarize 0.6 10; Solarize 0.6 8, Equalize 0.6 1;
+    Color 0.8 6, Rotate 0.4 5
+"""
+_ORIGINAL = """
+    PosterizeOriginal 0.4 8, Rotate 0.6 9; Solarize 0.6 5, AutoContrast 0.6 5;
+    Equalize 0.8 8, Equalize 0.6 3; PosterizeOriginal 0.6 7, PosterizeOriginal 0.6 6;
+    Equalize 0.4 7, Solarize 0.2 4; Equalize 0.4 4, Rotate 0.8 8; Solarize 0.6 3, Equalize 0.6 7;
+    PosterizeOriginal 0.8 5, Equalize 1.0 2; Rotate 0.2 3, Solarize 0.6 8;
+    Equalize 0.6 8, PosterizeOriginal 0.4 6; Rotate 0.8 8, Color 0.4 0; Rotate 0.4 9, Equalize 0.6 2;
+    Equalize 0.0 7, Equalize 0.8 8; Invert 0.6 4, Equalize 1.0 8; Color 0.6 4, Contrast 1.0 8;
+    Rotate 0.8 8, Color 1.0 2; Color 0.8 8, Solarize 0.8 7; Sharpness 0.4 7, Invert 0.6 8;
+    ShearX 0.6 5, Equalize 1.0 9; Color 0.4 0, Equalize 0.6 3; Equalize 0.4 7, Solarize 0.2 4;
+    Solarize 0.6 5, AutoContrast 0.6 5; Invert 0.6 4, Equalize 1.0 8; Color 0.6 4, Contrast 1.0 8;
+    Equalize 0.8 8, Equalize 0.6 3
+"""
+POLICIES = {
+    "original": _sub_policies(_ORIGINAL),
+    "originalr": _sub_policies(_ORIGINAL.replace("PosterizeOriginal", "PosterizeIncreasing")),
+    "v0": _sub_policies(_V0),
+    "v0r": _sub_policies(_V0.replace("Posterize", "PosterizeIncreasing")),
+    THREE_AUGMENT: _sub_policies("Solarize 1 5; Desaturate 1 10; GaussianBlurRand 1 10"),
 }
 
 # The argument of an operation, given its level from 0 to 1 and a uniform number for what it draws.
@@ -162,18 +115,6 @@ _NAMED: dict[str, tuple[Operation, _Argument]] = {
     "Desaturate": (ops.COLOR, _factor_of_gray),
     "GaussianBlurRand": (ops.GAUSSIAN_BLUR, _blur_radius),
 }
-
-
-def parse_auto_augment(policy: str) -> AutoAugment:
-    """Parse timm's syntax; raise UserError where it is not understood."""
-    name, *rest = policy.split("-")
-    parsed = AutoAugment(name)
-    for part in rest:
-        match = re.fullmatch(r"mstd(\d+(?:\.\d+)?)", part)
-        if match is None:
-            raise UserError(f"--aa {policy}: {part!r} is not known. Known is mstd, as in {name}-mstd0.5.")
-        parsed = AutoAugment(name, float(match[1]))
-    return parsed
 
 
 def draw_auto_augment(

@@ -9,7 +9,7 @@ never of the other samples of its batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.rng import Purpose, uniforms_of_samples
+from horovod_volo.data.augmentation.rand_augment import interpolations
 
 AnyFloat = TypeVar("AnyFloat", np.float32, np.float64)
 
@@ -39,16 +40,7 @@ class CropFlip:
 
     def stored(self, boxes: NDArray[np.int32], sizes: NDArray[np.int64]) -> NDArray[np.int32]:
         """Map boxes (batch, 4) in the flipped image to the stored image, which the decoder crops."""
-        top, left, height, width = boxes.T
-        return np.stack(
-            [
-                np.where(self.flip_vertical, sizes[:, 0] - top - height, top),
-                np.where(self.flip_horizontal, sizes[:, 1] - left - width, left),
-                height,
-                width,
-            ],
-            axis=1,
-        ).astype(np.int32)  # (batch, 4)
+        return self._mirrored(boxes, sizes).astype(np.int32)
 
     def fractions(
         self, sizes: NDArray[np.int64], covered: NDArray[np.float64] | None = None
@@ -60,25 +52,19 @@ class CropFlip:
         """
         boxes = self.boxes / np.tile(sizes, 2)  # (batch, 4)
         if covered is not None:
-            boxes = relative_boxes(boxes, self._flipped(covered))
+            boxes = relative_boxes(boxes, self._mirrored(covered, np.ones(2)))
         return boxes.astype(np.float32)
 
     def whole_images(self, covered: NDArray[np.float64]) -> NDArray[np.float32]:
         """Return the boxes of whole images as fractions of the part that label maps cover, (batch, 4)."""
         whole = np.tile([0.0, 0.0, 1.0, 1.0], (len(covered), 1))
-        return relative_boxes(whole, self._flipped(covered)).astype(np.float32)
+        return relative_boxes(whole, self._mirrored(covered, np.ones(2))).astype(np.float32)
 
-    def _flipped(self, covered: NDArray[np.float64]) -> NDArray[np.float64]:
-        top, left, height, width = covered.T
-        return np.stack(
-            [
-                np.where(self.flip_vertical, 1 - top - height, top),
-                np.where(self.flip_horizontal, 1 - left - width, left),
-                height,
-                width,
-            ],
-            axis=1,
-        )  # (batch, 4)
+    def _mirrored(self, boxes: NDArray[Any], extents: NDArray[Any]) -> NDArray[Any]:
+        """Mirror boxes (batch, 4) as the images of these heights and widths (batch, 2) are flipped."""
+        flips = np.stack([self.flip_vertical, self.flip_horizontal], axis=1)
+        corners = np.where(flips, extents - boxes[:, :2] - boxes[:, 2:], boxes[:, :2])
+        return np.concatenate([corners, boxes[:, 2:]], axis=1)
 
 
 def relative_boxes(boxes: NDArray[AnyFloat], references: NDArray[AnyFloat]) -> NDArray[AnyFloat]:
@@ -101,14 +87,8 @@ def draw_crops(
         boxes=np.concatenate([corners, shapes], axis=1).astype(np.int32),
         flip_horizontal=draws[:, -3] < settings.hflip,
         flip_vertical=draws[:, -2] < settings.vflip,
-        bicubic=_bicubic(draws[:, -1], settings.train_interpolation),
+        bicubic=interpolations(draws[:, -1], settings.train_interpolation),
     )
-
-
-def _bicubic(draws: NDArray[np.float64], interpolation: str) -> NDArray[np.bool_]:
-    if interpolation == "random":
-        return draws < 0.5
-    return np.full(draws.shape, interpolation == "bicubic")
 
 
 def _crop_shapes(

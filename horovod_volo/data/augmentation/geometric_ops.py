@@ -34,30 +34,19 @@ def rotations(degrees: Floats, extents: Floats) -> Floats:
     return matrices
 
 
-def shears_x(amounts: Floats, extents: Floats) -> Floats:  # noqa: ARG001
-    """Return the matrices that shear along x, by `amounts` pixels per pixel down."""
-    return _identity_with(0, 1, amounts)
+def _one_entry(row: int, column: int) -> Matrices:
+    """Return what makes identities with another entry; in the last column it is a fraction of the extent."""
 
+    def matrices(values: Floats, extents: Floats) -> Floats:
+        made = np.tile(np.eye(2, 3), (len(values), 1, 1))
+        made[:, row, column] = values * extents[:, row] if column == 2 else values
+        return made
 
-def shears_y(amounts: Floats, extents: Floats) -> Floats:  # noqa: ARG001
-    """Return the matrices that shear along y, by `amounts` pixels per pixel to the right."""
-    return _identity_with(1, 0, amounts)
-
-
-def translations_x(fractions: Floats, extents: Floats) -> Floats:
-    """Return the matrices that translate along x, by fractions of the width."""
-    return _identity_with(0, 2, fractions * extents[:, 0])
-
-
-def translations_y(fractions: Floats, extents: Floats) -> Floats:
-    """Return the matrices that translate along y, by fractions of the height."""
-    return _identity_with(1, 2, fractions * extents[:, 1])
-
-
-def _identity_with(row: int, column: int, values: Floats) -> Floats:
-    matrices = np.tile(np.eye(2, 3), (len(values), 1, 1))
-    matrices[:, row, column] = values
     return matrices
+
+
+shears_x, shears_y = _one_entry(0, 1), _one_entry(1, 0)  # pixels per pixel down, or to the right
+translations_x, translations_y = _one_entry(0, 2), _one_entry(1, 2)
 
 
 def rotate(images: Tensor, matrices: Floats, shape: tuple[int, int], *, bicubic: bool) -> Tensor:

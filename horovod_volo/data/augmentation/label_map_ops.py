@@ -5,12 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from horovod_volo.core.batch import LabelMaps
+from horovod_volo.data.augmentation.crop_flip import CropFlip, relative_boxes
 from horovod_volo.data.augmentation.operations import GEOMETRIC, source_matrices
 from horovod_volo.data.augmentation.rand_augment import Operations
+from horovod_volo.token_labels.published_maps import flipped
 
 ROUNDING = 1e-6  # of float32 near 1
+LabelMap = tuple[NDArray[np.float16], NDArray[np.integer[Any]]]  # scores and ids, (k, height, width)
+
+
+def augmented_maps(
+    maps: list[LabelMap],
+    crop_flip: CropFlip,
+    operations: Operations,
+    sizes: NDArray[np.int64],
+    covered: NDArray[np.float64],
+    *,
+    on_whole_images: bool,
+) -> LabelMaps:
+    """Flip and warp label maps as their images of these `sizes` are; `covered` are the parts they cover."""
+    flips = zip(crop_flip.flip_horizontal, crop_flip.flip_vertical, strict=True)
+    turned = [flipped(*label_map, *flip) for label_map, flip in zip(maps, flips, strict=True)]
+    scores, ids = (np.stack(each) for each in zip(*turned, strict=True))  # (batch, k, height, width) each
+    boxes = crop_flip.fractions(sizes, covered)
+    covered_by_result = covered_after_warp(boxes, operations.geometric)
+    regions, region_sizes = (crop_flip.whole_images(covered), sizes) if on_whole_images else (boxes, 1.0)
+    scores, ids = warp_maps(scores, ids, regions, operations, region_sizes, covered_by_result)
+    boxes = relative_boxes(boxes, covered_by_result)
+    reach = max(1.0, float(boxes[:, 2:].max()))
+    return LabelMaps(torch.from_numpy(scores), torch.from_numpy(ids), torch.from_numpy(boxes), reach)
 
 
 def covered_after_warp(boxes: NDArray[np.float32], geometric: NDArray[np.bool_]) -> NDArray[np.float32]:

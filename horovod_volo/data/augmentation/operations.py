@@ -19,6 +19,7 @@ from horovod_volo.data.augmentation import color_ops, geometric_ops
 
 Floats = NDArray[np.float64]
 Argument = Callable[[Floats, Floats, bool], Floats]  # (level from 0 to 1, sign -1 or 1, increasing)
+Function = Callable[..., Tensor]
 
 
 class Kind(Enum):
@@ -35,7 +36,7 @@ class Operation(int):
     name: str  # timm's
     kind: Kind
     argument: Argument
-    function: Callable[..., Tensor]
+    function: Function
     matrices: geometric_ops.Matrices | None  # of a geometric operation
     neighbors: int  # pixels that the function reads on each side of a pixel
 
@@ -45,7 +46,7 @@ class Operation(int):
         name: str,
         kind: Kind,
         argument: Argument,
-        function: Callable[..., Tensor],
+        function: Function,
         *,
         matrices: geometric_ops.Matrices | None = None,
         neighbors: int = 0,
@@ -79,77 +80,61 @@ def _factor(level: Floats, sign: Floats, increasing: bool) -> Floats:
     return np.maximum(0.1, 1 + sign * 0.9 * level) if increasing else 1.8 * level + 0.1
 
 
-def _signed(largest: float) -> Argument:
-    return lambda level, sign, increasing: sign * largest * level  # noqa: ARG005
+def _color(
+    number: int, name: str, argument: Argument, function: Function, *, neighbors: int = 0
+) -> Operation:
+    return Operation(number, name, Kind.COLOR, argument, function, neighbors=neighbors)
 
 
-_degrees, _shear, _translation = _signed(30), _signed(0.3), _signed(0.45)
+def _histogram(number: int, name: str, argument: Argument, function: Function) -> Operation:
+    return Operation(number, name, Kind.HISTOGRAM, argument, function)
+
+
+def _geometric(
+    number: int, name: str, largest: float, function: Function, matrices: geometric_ops.Matrices
+) -> Operation:
+    def signed(level: Floats, sign: Floats, increasing: bool) -> Floats:  # noqa: ARG001
+        return sign * largest * level
+
+    return Operation(number, name, Kind.GEOMETRIC, signed, function, matrices=matrices)
+
 
 NONE = 0
-AUTO_CONTRAST = Operation(1, "AutoContrast", Kind.HISTOGRAM, _no_argument, color_ops.auto_contrast)
-EQUALIZE = Operation(2, "Equalize", Kind.HISTOGRAM, _no_argument, color_ops.equalize)
-INVERT = Operation(3, "Invert", Kind.COLOR, _no_argument, color_ops.invert)
-ROTATE = Operation(
-    4, "Rotate", Kind.GEOMETRIC, _degrees, geometric_ops.rotate, matrices=geometric_ops.rotations
-)
-POSTERIZE = Operation(5, "Posterize", Kind.COLOR, _bits, color_ops.posterize)
-SOLARIZE = Operation(6, "Solarize", Kind.COLOR, _threshold, color_ops.solarize)
-SOLARIZE_ADD = Operation(7, "SolarizeAdd", Kind.COLOR, _amount, color_ops.solarize_add)
-COLOR = Operation(8, "Color", Kind.COLOR, _factor, color_ops.color)
-CONTRAST = Operation(9, "Contrast", Kind.HISTOGRAM, _factor, color_ops.contrast)
-BRIGHTNESS = Operation(10, "Brightness", Kind.COLOR, _factor, color_ops.brightness)
-SHARPNESS = Operation(11, "Sharpness", Kind.COLOR, _factor, color_ops.sharpness, neighbors=1)
-SHEAR_X = Operation(
-    12, "ShearX", Kind.GEOMETRIC, _shear, geometric_ops.warp_along_x, matrices=geometric_ops.shears_x
-)
-SHEAR_Y = Operation(
-    13, "ShearY", Kind.GEOMETRIC, _shear, geometric_ops.warp_along_y, matrices=geometric_ops.shears_y
-)
-TRANSLATE_X = Operation(
-    14,
-    "TranslateXRel",
-    Kind.GEOMETRIC,
-    _translation,
-    geometric_ops.warp_along_x,
-    matrices=geometric_ops.translations_x,
-)
-TRANSLATE_Y = Operation(
-    15,
-    "TranslateYRel",
-    Kind.GEOMETRIC,
-    _translation,
-    geometric_ops.warp_along_y,
-    matrices=geometric_ops.translations_y,
-)
-
-GAUSSIAN_BLUR = Operation(
-    16,
-    "GaussianBlur",
-    Kind.COLOR,
-    _no_argument,  # no list that draws by level has it
-    color_ops.gaussian_blur,
-    neighbors=color_ops.BLUR_REACH,
-)
-
 # RandAugment as timm has it and as the published runs used it. Draws are indices into this list.
 RAND_V1 = (
-    AUTO_CONTRAST,
-    EQUALIZE,
-    INVERT,
-    ROTATE,
-    POSTERIZE,
-    SOLARIZE,
-    SOLARIZE_ADD,
-    COLOR,
-    CONTRAST,
-    BRIGHTNESS,
-    SHARPNESS,
-    SHEAR_X,
-    SHEAR_Y,
-    TRANSLATE_X,
-    TRANSLATE_Y,
+    AUTO_CONTRAST := _histogram(1, "AutoContrast", _no_argument, color_ops.auto_contrast),
+    EQUALIZE := _histogram(2, "Equalize", _no_argument, color_ops.equalize),
+    INVERT := _color(3, "Invert", _no_argument, color_ops.invert),
+    ROTATE := _geometric(4, "Rotate", 30, geometric_ops.rotate, geometric_ops.rotations),
+    POSTERIZE := _color(5, "Posterize", _bits, color_ops.posterize),
+    SOLARIZE := _color(6, "Solarize", _threshold, color_ops.solarize),
+    SOLARIZE_ADD := _color(7, "SolarizeAdd", _amount, color_ops.solarize_add),
+    COLOR := _color(8, "Color", _factor, color_ops.color),
+    CONTRAST := _histogram(9, "Contrast", _factor, color_ops.contrast),
+    BRIGHTNESS := _color(10, "Brightness", _factor, color_ops.brightness),
+    SHARPNESS := _color(11, "Sharpness", _factor, color_ops.sharpness, neighbors=1),
+    SHEAR_X := _geometric(12, "ShearX", 0.3, geometric_ops.warp_along_x, geometric_ops.shears_x),
+    SHEAR_Y := _geometric(13, "ShearY", 0.3, geometric_ops.warp_along_y, geometric_ops.shears_y),
+    TRANSLATE_X := _geometric(
+        14, "TranslateXRel", 0.45, geometric_ops.warp_along_x, geometric_ops.translations_x
+    ),
+    TRANSLATE_Y := _geometric(
+        15, "TranslateYRel", 0.45, geometric_ops.warp_along_y, geometric_ops.translations_y
+    ),
+)
+# No list that draws by level has it.
+GAUSSIAN_BLUR = _color(
+    16, "GaussianBlur", _no_argument, color_ops.gaussian_blur, neighbors=color_ops.BLUR_REACH
 )
 OPERATIONS: dict[int, Operation] = {int(each): each for each in (*RAND_V1, GAUSSIAN_BLUR)}  # by number
+
+
+def named(names: str) -> tuple[Operation, ...]:
+    """Return the operations of these names, in their order."""
+    by_name = {operation.name: operation for operation in OPERATIONS.values()}
+    return tuple(by_name[name] for name in names.split())
+
+
 # By the first word of --aa. Plugins may add sets, which draw from operations of color and histogram kinds.
 RAND_AUGMENT_SETS: dict[str, tuple[Operation, ...]] = {"rand": RAND_V1}
 OTHER_POLICIES = ("original", "originalr", "v0", "v0r", "augmix")  # first words of --aa that draw otherwise
@@ -172,13 +157,8 @@ def register_rand_augment(name: str, operations: Sequence[Operation]) -> None:
     RAND_AUGMENT_SETS[name] = tuple(operations)
 
 
-def of_kind(kind: Kind) -> tuple[Operation, ...]:
-    """Return the operations of one kind."""
-    return tuple(operation for operation in OPERATIONS.values() if operation.kind is kind)
-
-
-GEOMETRIC = of_kind(Kind.GEOMETRIC)
-HISTOGRAM = of_kind(Kind.HISTOGRAM)
+GEOMETRIC = tuple(each for each in OPERATIONS.values() if each.kind is Kind.GEOMETRIC)
+HISTOGRAM = tuple(each for each in OPERATIONS.values() if each.kind is Kind.HISTOGRAM)
 
 
 def source_matrices(

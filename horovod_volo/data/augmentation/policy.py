@@ -6,29 +6,96 @@ Draws are pure functions of (seed, epoch, sample index).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.config.data_settings import Data
+from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, uniforms_of_samples
 from horovod_volo.data.augmentation import operations as ops
-from horovod_volo.data.augmentation.augmix import AUGMIX, AugMix, draw_augmix, parse_augmix
 from horovod_volo.data.augmentation.auto_augment import (
     POLICIES,
     THREE_AUGMENT,
     AutoAugment,
     draw_auto_augment,
-    parse_auto_augment,
 )
-from horovod_volo.data.augmentation.rand_augment import Operations, RandAugment, draw_rand_augment, parse
+from horovod_volo.data.augmentation.rand_augment import (
+    HIGHEST_LEVEL,
+    AugMix,
+    Operations,
+    RandAugment,
+    draw_augmix,
+    draw_rand_augment,
+)
+
+Policy = TypeVar("Policy", RandAugment, AutoAugment, AugMix)
+# The field that each word of a policy sets, and what makes its value of the number; ValueError: it cannot.
+Words = dict[str, tuple[str, Callable[[float], Any]]]
+
+
+def _whole(value: float) -> int:
+    if not value.is_integer():
+        raise ValueError
+    return int(value)
+
+
+def _above_zero(value: float) -> float:
+    if not value:
+        raise ValueError
+    return value
+
+
+_RAND_AUGMENT: Words = {
+    "m": ("magnitude", float),
+    "n": ("layers", _whole),
+    "p": ("probability", float),
+    "mstd": ("magnitude_std", float),
+    "mmax": ("max_magnitude", lambda value: value or HIGHEST_LEVEL),
+    "inc": ("increasing", bool),
+}
+_AUTO_AUGMENT: Words = {"mstd": ("magnitude_std", float)}
+_AUGMIX: Words = {
+    "m": ("magnitude", float),
+    "w": ("width", lambda value: _above_zero(_whole(value))),
+    "d": ("depth", _whole),
+    "a": ("alpha", _above_zero),
+    "mstd": ("magnitude_std", float),
+}
 
 
 def parse_policy(policy: str) -> RandAugment | AutoAugment | AugMix:
     """Parse timm's syntax of any policy; raise UserError where it is not understood."""
     first = policy.split("-")[0]
-    if first == AUGMIX:
-        return parse_augmix(policy)
-    return parse_auto_augment(policy) if first in POLICIES else parse(policy)
+    if first == "augmix":
+        # timm's b1 approximates AugMix and is not known here; b0 is its default.
+        return _parsed(AugMix(), policy.replace("-b0", ""), _AUGMIX, "augmix-m5-w4-d2")
+    if first in POLICIES:
+        return _parsed(AutoAugment(first), policy, _AUTO_AUGMENT, f"{first}-mstd0.5")
+    if first in ops.RAND_AUGMENT_SETS:
+        choices = ops.RAND_AUGMENT_SETS[first]
+        return _parsed(RandAugment(choices), policy, _RAND_AUGMENT, "rand-m9-n2-p0.5-mstd0.5-inc1")
+    raise UserError(
+        f"--aa {policy} is not known. Write RandAugment as rand-m9-mstd0.5-inc1, AutoAugment as original, "
+        "originalr, v0 or v0r, 3-Augment as 3a, or AugMix as augmix-m3-w3."
+    )
+
+
+def _parsed(parsed: Policy, policy: str, words: Words, example: str) -> Policy:
+    for part in policy.split("-")[1:]:
+        word = part.rstrip("0123456789.")
+        try:
+            field, value_of = words[word]
+            parsed = replace(parsed, **{field: value_of(float(part.removeprefix(word)))})
+        except (KeyError, ValueError):
+            raise UserError(
+                f"--aa {policy}: {part!r} is not known. Known are {', '.join(words)} with a number each, as "
+                f"in {example}."
+            ) from None
+    return parsed
 
 
 def draw_operations(seed: int, epoch: int, indices: NDArray[np.int64], settings: Data) -> Operations:

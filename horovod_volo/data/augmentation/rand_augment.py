@@ -1,28 +1,38 @@
-"""Draws the operations of RandAugment and their arguments for each image.
+"""Draws the operations of RandAugment and AugMix and their arguments for each image.
 
-The syntax of `--aa`, the operations and their magnitudes are timm's, so that published settings mean the same
-here. Draws are pure functions of (seed, epoch, sample index).
+The operations and their magnitudes are timm's, so that published settings mean the same here. AugMix draws
+chains of operations for each image, and how their results are mixed:
+
+    mixture = sum over chains of weight x chain(image)          weights ~ Dirichlet(alpha, ..., alpha)
+    result  = (1 - share) x image + share x mixture             share   ~ Beta(alpha, alpha)
+
+Draws are pure functions of (seed, epoch, sample index).
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.core.errors import UserError
-from horovod_volo.core.rng import Purpose, uniforms_of_samples
+from horovod_volo.core.rng import Purpose, bits_of_samples, generator, uniforms_of_samples
 from horovod_volo.data.augmentation import operations as ops
-from horovod_volo.data.augmentation.operations import RAND_AUGMENT_SETS, RAND_V1, Floats, Operation
+from horovod_volo.data.augmentation.operations import RAND_V1, Floats, Operation
 
 DRAWS_PER_LAYER = 6
 HIGHEST_LEVEL = 10.0
 UNIFORM_FROM_MSTD = 100.0  # a larger mstd means a uniform magnitude up to m, as in timm
 UNIFORM = math.inf
+_AUGMIX_DRAWS = 5
+_DEEPEST_CHAIN = 3  # operations of a chain, where their number is drawn
+
+AUGMIX_CHOICES = ops.named(
+    "AutoContrast Color Contrast Brightness Sharpness Equalize Rotate Posterize Solarize "
+    "ShearX ShearY TranslateXRel TranslateYRel"
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,17 @@ class RandAugment:
     magnitude_std: float = 0.0
     max_magnitude: float = HIGHEST_LEVEL
     increasing: bool = False
+
+
+@dataclass(frozen=True)
+class AugMix:
+    """The parameters of a policy such as augmix-m5-w4-d2."""
+
+    magnitude: float = 3.0
+    width: int = 3  # chains
+    depth: int = 0  # operations of each chain; 0: drawn
+    alpha: float = 1.0
+    magnitude_std: float = UNIFORM
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,42 +105,6 @@ class Operations:
         )
 
 
-def parse(policy: str) -> RandAugment:
-    """Parse timm's syntax; raise UserError where it is not understood."""
-    first, *rest = policy.split("-")
-    if first not in RAND_AUGMENT_SETS:
-        raise UserError(
-            f"--aa {policy} is not known. Write RandAugment as rand-m9-mstd0.5-inc1, AutoAugment as "
-            "original, originalr, v0 or v0r, 3-Augment as 3a, or AugMix as augmix-m3-w3."
-        )
-    parsed = RandAugment(RAND_AUGMENT_SETS[first])
-    for part in rest:
-        match = re.fullmatch(r"(mstd|mmax|inc|m|n|p)(\d+(?:\.\d+)?)", part)
-        if match is None:
-            raise UserError(
-                f"--aa {policy}: {part!r} is not known. Known are m, n, p, mstd, mmax and inc with a "
-                "number each, as in rand-m9-n2-p0.5-mstd0.5-inc1."
-            )
-        parsed = _with(parsed, match[1], float(match[2]))
-    return parsed
-
-
-def _with(parsed: RandAugment, key: str, value: float) -> RandAugment:
-    match key:
-        case "m":
-            return replace(parsed, magnitude=value)
-        case "n":
-            return replace(parsed, layers=int(value))
-        case "p":
-            return replace(parsed, probability=value)
-        case "mstd":
-            return replace(parsed, magnitude_std=value)
-        case "mmax":
-            return replace(parsed, max_magnitude=value or HIGHEST_LEVEL)
-        case _:
-            return replace(parsed, increasing=bool(value))
-
-
 def draw_rand_augment(
     seed: int,
     epoch: int,
@@ -139,6 +124,42 @@ def draw_rand_augment(
     arguments = select_arguments(choices, kinds, level, signs(sign), increasing=policy.increasing)
     kinds = np.where(applied < policy.probability, kinds, ops.NONE)
     return Operations(kinds, arguments.astype(np.float32), interpolations(filtering, interpolation))
+
+
+def draw_augmix(
+    seed: int, epoch: int, indices: NDArray[np.int64], policy: AugMix, interpolation: str
+) -> Operations:
+    """Draw the operations of all chains of each image, (batch, chains x depth), and their mixing."""
+    width, depth, batch = policy.width, policy.depth or _DEEPEST_CHAIN, len(indices)
+    draws = uniforms_of_samples(
+        width * (1 + depth * _AUGMIX_DRAWS), Purpose.AUGMIX, seed, epoch, indices
+    ).reshape(batch, width, -1)
+    of_layers = draws[..., 1:].reshape(batch, width, depth, _AUGMIX_DRAWS)
+    chosen, angle, radius, sign, filtering = np.moveaxis(of_layers, -1, 0)  # (batch, width, depth) each
+    kinds = np.array(AUGMIX_CHOICES, dtype=np.int64)[np.floor(chosen * len(AUGMIX_CHOICES)).astype(np.int64)]
+    level = levels(policy.magnitude, policy.magnitude_std, angle, radius)
+    arguments = select_arguments(AUGMIX_CHOICES, kinds, level, signs(sign), increasing=True)
+    lengths = np.full((batch, width), depth)
+    if not policy.depth:
+        lengths = 1 + np.floor(draws[..., 0] * _DEEPEST_CHAIN).astype(np.int64)
+    kinds = np.where(np.arange(depth) < lengths[..., None], kinds, int(ops.NONE))
+    flat = (batch, width * depth)
+    return Operations(
+        kinds.reshape(flat),
+        arguments.astype(np.float32).reshape(flat),
+        interpolations(filtering, interpolation).reshape(flat),
+        _draw_mixing(seed, epoch, indices, policy),
+    )
+
+
+def _draw_mixing(seed: int, epoch: int, indices: NDArray[np.int64], policy: AugMix) -> Mixing:
+    weights = np.empty((len(indices), policy.width), dtype=np.float32)
+    shares = np.empty(len(indices), dtype=np.float32)
+    for row, bits in enumerate(bits_of_samples(Purpose.AUGMIX_WEIGHTS, seed, epoch, indices).tolist()):
+        random = generator(bits)
+        weights[row] = random.dirichlet([policy.alpha] * policy.width)
+        shares[row] = random.beta(policy.alpha, policy.alpha)
+    return Mixing(weights, shares)
 
 
 def levels(

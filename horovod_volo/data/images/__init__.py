@@ -1,1 +1,1 @@
-"""The catalog of images in class folders, tar, TFRecord or RecordIO shards."""
+"""The catalog of images in class folders or tar shards, and lists of images in memory."""

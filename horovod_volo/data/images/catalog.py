@@ -9,6 +9,7 @@ Invariant: a class's number is its position in `classes`. Weights, label maps an
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -17,58 +18,55 @@ from numpy.typing import NDArray
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog_file import (
+    AS_FILE,
+    IN_PARTS,
     CatalogEntry,
-    Form,
-    map_targets,
-    read_header,
-    read_metadata,
-    read_record,
+    CatalogFile,
+    OpenFile,
+    open_file,
 )
 from horovod_volo.data.images.image_bytes import START_BYTES, ending_of
+from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.images.listing import list_images
-from horovod_volo.data.images.open_files import OpenFile, OpenFiles
-from horovod_volo.data.images.recordio import image_of_parts
 from horovod_volo.data.images.split_folder import HeldOut, Split, SplitFolder, find_split, shortened
+from horovod_volo.data.images.tar_shards import ShardReader, tar_samples
 
 SHARDS_OPEN = 64
 
 
-class Catalog:
+class Catalog(ImageList):
     """The images of one split, in a fixed order."""
 
     def __init__(self, file: OpenFile, path: Path | None) -> None:
-        header = read_header(file.descriptor)
-        if header is None:
-            raise ValueError("not a catalog")
-        metadata = read_metadata(file.descriptor, header)
+        """Raise ValueError if the file is not a catalog, or damaged."""
+        self._file = CatalogFile(file)
+        metadata = self._file.metadata
         self.path = path  # None: in memory only
-        self.classes: tuple[str, ...] = tuple(metadata["classes"])
-        self.targets = map_targets(file.descriptor, header)  # (images,) int32
-        self.digest = header.digest  # identifies the images and their order
-        self.state = header.state  # of the split folder at the time of listing
-        self.source: str = metadata["source"]
-        self._file = file
-        self._header = header
+        self.classes = tuple(metadata["classes"])
+        self.targets = self._file.targets
+        self.digest = self._file.digest
+        self.state = self._file.state  # of the split folder at the time of listing
+        self.source = metadata["source"]
         self._shards = [Path(self.source) / shard for shard in metadata["shards"]]
         self.in_shards = bool(self._shards)  # else in class folders
-        self._open_shards = OpenFiles(SHARDS_OPEN)
+        # A file is closed with its last reference, so none is closed while another thread reads it.
+        self._open_shard = lru_cache(SHARDS_OPEN)(open_file)
 
     def __len__(self) -> int:
-        return self._header.images
+        return self._file.images
 
     def name(self, index: int) -> str:
         """Return "CLASS/FILE", which is unique."""
-        record = read_record(self._file.descriptor, self._header, index)
-        name = os.fsdecode(self._file.read(record.name_start, record.name_length))
+        name = self._file.name(self._file.entry(index))
         return name if "/" in name else f"{self.classes[self.targets[index]]}/{name}"
 
     def location(self, index: int) -> str:
         """Return the file of an image, or its shard and bytes, for messages."""
-        record = read_record(self._file.descriptor, self._header, index)
-        if record.form == Form.FILE:
+        entry = self._file.entry(index)
+        if entry.form == AS_FILE:
             return str(Path(self.source) / self.name(index))
-        last = record.offset + record.length - 1
-        return f"{self._shard_name(record.shard)}, bytes {record.offset} to {last} ({self.name(index)})"
+        last = entry.offset + entry.length - 1
+        return f"{self._shard_name(entry.shard)}, bytes {entry.offset} to {last} ({self.name(index)})"
 
     def read(self, index: int) -> NDArray[np.uint8]:
         """Return the encoded image; raise BadSampleError if it cannot be read. Thread-safe."""
@@ -84,30 +82,21 @@ class Catalog:
             raise BadSampleError(f"{self.location(index)} is empty")
         return np.frombuffer(encoded, dtype=np.uint8)
 
-    def read_ahead(self, indices: NDArray[np.int64]) -> None:
-        """Do nothing: the operating system reads files and shards ahead."""
-
-    def number_as(self, classes: tuple[str, ...]) -> None:
-        """Number the classes by their positions among `classes`, which has all of them."""
-        number_of = {name: number for number, name in enumerate(classes)}
-        numbers = np.array([number_of[name] for name in self.classes], np.int32)
-        self.targets, self.classes = numbers[self.targets], classes
-
     def close(self) -> None:
         """Close the shards; the catalog's own file is closed with the last reference to the catalog."""
-        self._open_shards.clear()
+        self._open_shard.cache_clear()
 
     def _encoded(self, index: int) -> bytes:
-        record = read_record(self._file.descriptor, self._header, index)
-        if record.form == Form.FILE:
+        entry = self._file.entry(index)
+        if entry.form == AS_FILE:
             # A string, because Path interns every name in the interpreter's table.
             with open(f"{self.source}/{self.name(index)}", "rb", buffering=0) as file:  # noqa: PTH123
                 return file.read()
-        encoded = self._range_of_shard(record)
-        if len(encoded) < record.length:
+        if entry.form == IN_PARTS:
+            raise ValueError("is a RecordIO record in several parts; convert such shards by `pack --from`")
+        encoded = self._range_of_shard(entry)
+        if len(encoded) < entry.length:
             raise ValueError("cannot be read: the shard has been cut short")
-        if record.form == Form.PARTS:
-            encoded = image_of_parts(encoded)
         if encoded and not ending_of(encoded[:START_BYTES]):
             raise ValueError("does not begin as an image: the shard is damaged or has changed")
         return encoded
@@ -116,8 +105,8 @@ class Catalog:
     def _shard_name(self, shard: int) -> str:
         return str(self._shards[shard])
 
-    def _range_of_shard(self, record: CatalogEntry) -> bytes:
-        return self._open_shards.get(self._shards[record.shard]).read(record.offset, record.length)
+    def _range_of_shard(self, entry: CatalogEntry) -> bytes:
+        return self._open_shard(self._shards[entry.shard]).read(entry.offset, entry.length)
 
 
 def build_catalog(
@@ -129,7 +118,7 @@ def build_catalog(
     """
     try:
         images = find_split(data_dir, split, held_out)
-        return in_memory(images) if folder is None else _in_folder(images, folder, split)
+        return in_memory(images) if folder is None else in_folder(images, folder, split)
     except OSError as error:
         where = "" if folder is None else f" and keep the list in {folder}"
         raise UserError(
@@ -180,24 +169,22 @@ def in_memory(images: SplitFolder) -> Catalog:
     return Catalog(memory, path=None)
 
 
-def _in_folder(images: SplitFolder, folder: Path, split: Split) -> Catalog:
+def in_folder(
+    images: SplitFolder, folder: Path, split: Split, read_shard: ShardReader = tar_samples
+) -> Catalog:
+    """List the images of a split into a folder, or open the list there if it is up to date."""
     path = folder / f"{split}-{images.key}.catalog"
     existing = _open_if_valid(path)
     if existing is not None and existing.state == images.state:
         return existing
     folder.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
-        list_images(images, file.fileno())
-    return Catalog(open_list(path), path)
+        list_images(images, file.fileno(), read_shard)
+    return Catalog(open_file(path), path)
 
 
 def _open_if_valid(path: Path) -> Catalog | None:
     try:
-        return Catalog(open_list(path), path)
+        return Catalog(open_file(path), path)
     except (OSError, ValueError):
         return None
-
-
-def open_list(path: Path) -> OpenFile:
-    """Open the file of a catalog."""
-    return OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))

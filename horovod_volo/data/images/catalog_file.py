@@ -1,4 +1,4 @@
-"""The layout of a catalog file, its writer and its readers.
+"""The layout of a catalog file, its writer and its reader.
 
     header    fixed size: magic and version, number of images, offsets of the sections, digest, state
     checksum  SHA-256 of the sections below, then of the header
@@ -19,77 +19,67 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.core import liveness
-from horovod_volo.data.images.open_files import read_at
 
 MAGIC = b"HVVCAT02"
 HEADER = struct.Struct("<8s6Q32s32s")
 STATE_BYTES = 32
 START = HEADER.size + 32  # of the sections after the checksum
-RECORD = struct.Struct("<QQIIHH")
-RECORD_FIELDS = np.dtype(
-    [
-        ("name_start", "<u8"),
-        ("offset", "<u8"),
-        ("length", "<u4"),
-        ("shard", "<u4"),
-        ("name_length", "<u2"),
-        ("form", "<u2"),
-    ]
-)
 MAPPING_UNIT = 65536  # a multiple of every page size in use
 READ_BYTES = 2**22  # at a time
-
-
-class Form(IntEnum):
-    """How the bytes of an image are stored."""
-
-    FILE = 0  # as a file
-    BYTES = 1  # as a range of bytes of a shard
-    PARTS = 2  # as a range that is a RecordIO record in several parts
+# How the bytes of an image are stored: as a file, or as a range of a shard. IN_PARTS is a record of RecordIO
+# that is stored in several parts; only earlier versions listed such shards.
+AS_FILE, IN_SHARD, IN_PARTS = range(3)
 
 
 class CatalogEntry(NamedTuple):
-    """The fields of RECORD: what is stored for one image besides its class."""
+    """What is stored for one image besides its class."""
 
     name_start: int
     offset: int
     length: int
     shard: int
     name_length: int
-    form: int
+    form: int  # AS_FILE, IN_SHARD or IN_PARTS
 
 
-class Rows(NamedTuple):
-    """Consecutive images to be written; a single number applies to all of them."""
-
-    labels: int | Sequence[int]  # `finish` maps them to class numbers
-    names: Sequence[str]  # FILE, or CLASS/FILE where CLASS is not the class's name
-    shard: int = 0
-    offsets: int | Sequence[int] = 0
-    lengths: int | Sequence[int] = 0
-    forms: int | Sequence[int] = Form.FILE
+RECORD = np.dtype(list(zip(CatalogEntry._fields, ("<u8", "<u8", "<u4", "<u4", "<u2", "<u2"), strict=True)))
 
 
-@dataclass(frozen=True)
-class Header:
-    """The header: offsets of the sections, and what identifies the contents."""
+class OpenFile:
+    """An open file, read at any offset by any thread. It is closed with the last reference."""
 
-    images: int
-    names_at: int
-    records_at: int
-    targets_at: int
-    metadata_at: int
-    size: int
-    digest: str
-    state: str  # of the source at the time of listing
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Return `length` bytes from `offset`; fewer only at the end of the file."""
+        data = os.pread(self.descriptor, length, offset)
+        # A file system may return fewer bytes than are there.
+        while len(data) < length and (
+            more := os.pread(self.descriptor, length - len(data), offset + len(data))
+        ):
+            data += more
+        return data
+
+    @property
+    def size(self) -> int:
+        """Return the bytes in the file."""
+        return os.fstat(self.descriptor).st_size
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+
+def open_file(path: Path) -> OpenFile:
+    """Open a file for reading; raise OSError if that fails."""
+    return OpenFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
 
 
 class CatalogWriter:
@@ -103,21 +93,31 @@ class CatalogWriter:
         self._records: list[NDArray[Any]] = []
         self._labels: list[NDArray[np.int32]] = []
 
-    def add(self, rows: Rows) -> None:
-        """Write the names of images; their records are written by `finish`."""
+    def add(
+        self,
+        labels: int | Sequence[int],
+        names: Sequence[str],
+        *,
+        shard: int | None = None,
+        offsets: int | Sequence[int] = 0,
+        lengths: int | Sequence[int] = 0,
+    ) -> None:
+        """Write the names of images, which are files unless they are in a shard.
+
+        A name is FILE, or CLASS/FILE where CLASS is not the class's name. `finish` writes the records, and
+        maps labels to class numbers. A single label applies to all images.
+        """
         liveness.note_progress()
-        names = [os.fsencode(name) for name in rows.names]
-        records = np.zeros(len(names), dtype=RECORD_FIELDS)
-        lengths = np.fromiter(map(len, names), dtype=np.int64, count=len(names))
-        records["name_start"] = self._position + np.cumsum(lengths + 1) - lengths - 1
-        records["name_length"] = lengths
-        records["shard"] = rows.shard
-        records["offset"] = rows.offsets
-        records["length"] = rows.lengths
-        records["form"] = rows.forms
+        encoded = [os.fsencode(name) for name in names]
+        records = np.zeros(len(encoded), dtype=RECORD)
+        name_lengths = np.fromiter(map(len, encoded), dtype=np.int64, count=len(encoded))
+        records["name_start"] = self._position + np.cumsum(name_lengths + 1) - name_lengths - 1
+        records["name_length"] = name_lengths
+        records["shard"], records["form"] = (0, AS_FILE) if shard is None else (shard, IN_SHARD)
+        records["offset"], records["length"] = offsets, lengths
         self._records.append(records)
-        self._labels.append(np.full(len(names), rows.labels, dtype=np.int32))
-        self._write(b"".join(name + b"\0" for name in names), digested=True)
+        self._labels.append(np.full(len(encoded), labels, dtype=np.int32))
+        self._write(b"".join(name + b"\0" for name in encoded), digested=True)
 
     def finish(
         self,
@@ -164,40 +164,38 @@ class CatalogWriter:
             view = view[written:]
 
 
-def read_header(descriptor: int) -> Header | None:
-    """Return the header of an open catalog; None for another kind of file or version, or a damaged file."""
-    data = os.pread(descriptor, START, 0)
-    if len(data) < START or not data.startswith(MAGIC):
-        return None
-    _, images, names_at, records_at, targets_at, metadata_at, size, digest, state = HEADER.unpack_from(data)
-    header = Header(
-        images, names_at, records_at, targets_at, metadata_at, size, digest=digest.hex(), state=state.hex()
-    )
-    if os.fstat(descriptor).st_size != size:
-        return None
-    checksum = hashlib.sha256()
-    for start in range(START, size, READ_BYTES):
-        checksum.update(read_at(descriptor, start, READ_BYTES))
-    checksum.update(data[: HEADER.size])
-    return header if data[HEADER.size :] == checksum.digest() else None
+class CatalogFile:
+    """An open catalog."""
 
+    def __init__(self, file: OpenFile) -> None:
+        """Raise ValueError for another kind of file or version, and for a damaged file."""
+        start = file.read(0, START)
+        if len(start) < START or not start.startswith(MAGIC):
+            raise ValueError("not a catalog")
+        self.images: int
+        _, self.images, _, self._records_at, targets_at, metadata_at, size, digest, state = (
+            HEADER.unpack_from(start)
+        )
+        checksum = hashlib.sha256()
+        for position in range(START, file.size, READ_BYTES):
+            checksum.update(file.read(position, READ_BYTES))
+        checksum.update(start[: HEADER.size])
+        if file.size != size or start[HEADER.size :] != checksum.digest():
+            raise ValueError("damaged")
+        self.digest: str = digest.hex()  # identifies the images and their order
+        self.state: str = state.hex()  # of the source at the time of listing
+        self.metadata: dict[str, Any] = json.loads(file.read(metadata_at, size - metadata_at))
+        # (images,) class numbers, memory-mapped
+        self.targets: NDArray[np.int32] = np.frombuffer(
+            mmap.mmap(file.descriptor, 4 * self.images, access=mmap.ACCESS_READ, offset=targets_at), "<i4"
+        )
+        self._file = file
 
-def read_metadata(descriptor: int, header: Header) -> dict[str, Any]:
-    """Return class names, shards and source."""
-    metadata: dict[str, Any] = json.loads(
-        read_at(descriptor, header.metadata_at, header.size - header.metadata_at).decode()
-    )
-    return metadata
+    def entry(self, index: int) -> CatalogEntry:
+        """Return what is stored for one image."""
+        record = self._file.read(self._records_at + index * RECORD.itemsize, RECORD.itemsize)
+        return CatalogEntry(*np.frombuffer(record, RECORD)[0].item())
 
-
-def read_record(descriptor: int, header: Header, index: int) -> CatalogEntry:
-    """Return the record of one image."""
-    return CatalogEntry(
-        *RECORD.unpack(os.pread(descriptor, RECORD.size, header.records_at + index * RECORD.size))
-    )
-
-
-def map_targets(descriptor: int, header: Header) -> NDArray[np.int32]:
-    """Return the class numbers, (images,), memory-mapped."""
-    mapped = mmap.mmap(descriptor, 4 * header.images, access=mmap.ACCESS_READ, offset=header.targets_at)
-    return np.frombuffer(mapped, dtype="<i4")
+    def name(self, entry: CatalogEntry) -> str:
+        """Return the name that was written."""
+        return os.fsdecode(self._file.read(entry.name_start, entry.name_length))

@@ -24,13 +24,14 @@ from PIL import Image
 from horovod_volo.core import liveness
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.image_bytes import UNDECODABLE
-from horovod_volo.data.images.image_list import SampleSequence
-from horovod_volo.data.images.shard_sample import Label
+from horovod_volo.data.images.image_list import ImageList, Label, SampleSequence
 from horovod_volo.data.images.split_folder import Part, shortened
 from horovod_volo.data.reading import Encoded, to_ppm
 
 # What a data set raises for a damaged image. Any other error is one of its code.
 _DAMAGE = (OSError, EOFError, SyntaxError, ValueError)
+_LABEL_NAMES = ("label", "labels", "class", "target")
+_IMAGE_NAMES = ("image", "img")
 _WANTED = "the bytes of an image file, a path, a PIL image, or an array (height, width, 3) of uint8"
 
 
@@ -51,7 +52,7 @@ class Numbering(NamedTuple):
         return np.array([self.number_of[label] for label in labels], np.int32)
 
 
-class GivenImages:
+class GivenImages(ImageList):
     """Samples of a data set, as a list of images."""
 
     def __init__(
@@ -95,17 +96,6 @@ class GivenImages:
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise UserError(f"{self.location(index)} is {_described(sample)}, not a pair (image, label).")
         return _encoded(sample[0], self.location(index))
-
-    def read_ahead(self, indices: NDArray[np.int64]) -> None:
-        """Do nothing: the data set is read when it is needed."""
-
-    def number_as(self, classes: tuple[str, ...]) -> None:
-        """Number the classes by their positions among `classes`, which has all of them."""
-        numbers = np.array([classes.index(name) for name in self.classes], np.int32)
-        self.targets, self.classes = numbers[self.targets], classes
-
-    def close(self) -> None:
-        """Close nothing: the data set belongs to the caller."""
 
 
 class LooseImages:
@@ -153,6 +143,62 @@ def encode(image: Any) -> Encoded | None:
         raise ValueError("it has no pixels")
     return to_ppm(
         Image.fromarray(pixels[..., 0] if pixels.shape[2:] == (1,) else np.ascontiguousarray(pixels))
+    )
+
+
+class HuggingFaceSamples:
+    """The samples of a data set with a column of images and one of classes."""
+
+    def __init__(self, dataset: Any) -> None:
+        import datasets
+
+        if isinstance(dataset, dict):
+            raise UserError(
+                f"this is a DatasetDict of {shortened(sorted(dataset))}, not one data set. Give one of them, "
+                f"as train=dataset[{min(dataset)!r}]."
+            )
+        if not isinstance(dataset, datasets.Dataset):
+            raise UserError(
+                f"a {type(dataset).__name__} has no length and no positions, so it has no order to resume. "
+                "Load it without streaming=True."
+            )
+        features = dataset.features
+        images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+        images = images or [name for name in _IMAGE_NAMES if name in features]
+        labels = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+        labels = labels or [name for name in _LABEL_NAMES if name in features]
+        self._image, self._label = _one_of(images, "images", features), _one_of(labels, "classes", features)
+        kind = features[self._label]
+        if isinstance(kind, datasets.ClassLabel):
+            self.classes: tuple[str, ...] = tuple(kind.names)
+        if isinstance(features[self._image], datasets.Image):
+            dataset = dataset.cast_column(self._image, datasets.Image(decode=False))
+        self.targets = dataset.with_format(None).select_columns([self._label])[:][self._label]
+        self._rows = dataset.with_format(None).select_columns([self._image])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """Return an image, as stored, and its class."""
+        image = self._rows[index][self._image]
+        if isinstance(image, dict):
+            image = image["path"] if image["bytes"] is None else image["bytes"]
+        return image, self.targets[index]
+
+
+def is_hugging_face(dataset: object) -> bool:
+    """Return whether a data set is of `datasets`, which is then installed."""
+    return any(kind.__module__.partition(".")[0] == "datasets" for kind in type(dataset).__mro__)
+
+
+def _one_of(columns: list[str], what: str, features: Any) -> str:
+    if len(columns) == 1:
+        return columns[0]
+    found = f"{len(columns)} columns of {what} ({', '.join(columns)})" if columns else f"no column of {what}"
+    raise UserError(
+        f"the data set has {found} among {', '.join(features)}. Keep one column of images and one of "
+        "classes, with select_columns; rename_column can call it `label`."
     )
 
 

@@ -5,13 +5,16 @@ A `Catalog` of files or shards and `GivenImages` of a data set in memory are bot
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+Label = int | str  # class number or name
 
-class ImageList(Protocol):
+
+class ImageList(ABC):
     """The images of a split, in a fixed order, with their classes."""
 
     classes: tuple[str, ...]
@@ -19,24 +22,31 @@ class ImageList(Protocol):
     digest: str  # identifies the images and their order: a resumed run must share it
     source: str  # where the images are, for messages
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def name(self, index: int) -> str:
         """Return "CLASS/NAME", which is unique."""
 
+    @abstractmethod
     def location(self, index: int) -> str:
         """Return where an image is, for messages."""
 
+    @abstractmethod
     def read(self, index: int) -> NDArray[np.uint8]:
         """Return the encoded image; raise BadSampleError if it cannot be read. Thread-safe."""
 
-    def read_ahead(self, indices: NDArray[np.int64]) -> None:
+    def read_ahead(self, indices: NDArray[np.int64]) -> None:  # noqa: B027  # most lists have no need of it
         """Begin to read images that are needed soon, if that saves time."""
 
     def number_as(self, classes: tuple[str, ...]) -> None:
         """Number the classes by their positions among `classes`, which has all of them."""
+        number_of = {name: number for number, name in enumerate(classes)}
+        numbers = np.array([number_of[name] for name in self.classes], np.int32)
+        self.targets, self.classes = numbers[self.targets], classes
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close all files."""
 
 

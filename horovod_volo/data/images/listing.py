@@ -1,9 +1,10 @@
-"""Lists the images of a split, in any format, into a catalog file."""
+"""Lists the images of a split, in class folders or shards, into a catalog file."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -12,15 +13,12 @@ from numpy.typing import NDArray
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog_file import STATE_BYTES, CatalogWriter, Rows
+from horovod_volo.data.images.catalog_file import STATE_BYTES, CatalogWriter
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
-from horovod_volo.data.images.recordio import recordio_samples
-from horovod_volo.data.images.shard_sample import Label, ShardSample, check_name
+from horovod_volo.data.images.image_list import Label
 from horovod_volo.data.images.split_folder import (
     CLASSES_FILE,
     PUBLISHED_CATALOG,
-    Format,
-    Part,
     Split,
     SplitFolder,
     check_links,
@@ -29,15 +27,10 @@ from horovod_volo.data.images.split_folder import (
     shortened,
     visible,
 )
-from horovod_volo.data.images.tar_shards import tar_samples
-from horovod_volo.data.images.tfrecord import tfrecord_samples
+from horovod_volo.data.images.tar_shards import ShardReader, ShardSample, check_name, tar_samples
 
 SAMPLES_AT_A_TIME = 8192
-_READERS: dict[Format, Callable[[Path], Iterator[ShardSample]]] = {
-    "tar": tar_samples,
-    "tfrecord": tfrecord_samples,
-    "recordio": recordio_samples,
-}
+ReadShard = Callable[[str], Iterator[ShardSample]]  # by the name of the shard
 
 
 def publish_catalog(data_dir: str, split: Split) -> int:
@@ -52,55 +45,60 @@ def publish_catalog(data_dir: str, split: Split) -> int:
         )
     sizes = [(images.root / shard).stat().st_size for shard in images.parts]
     with atomic_write(images.root / PUBLISHED_CATALOG) as file:
-        list_images(images, file.fileno(), sizes)
+        list_images(images, file.fileno(), sizes=sizes)
     return len(sizes)
 
 
-def list_images(images: SplitFolder, descriptor: int, sizes: Sequence[int] = ()) -> None:
+def list_images(
+    images: SplitFolder, descriptor: int, read_shard: ShardReader = tar_samples, sizes: Sequence[int] = ()
+) -> None:
     """Write the catalog of a split into an open, empty file; with `sizes` of its shards, to be published."""
     writer = CatalogWriter(descriptor)
     if images.format == "folder":
-        list_folders(images.root, images.parts, writer.add, images.part)
+        _list_folders(images, writer)
         classes, numbers, shards = images.parts, list(range(len(images.parts))), tuple[str, ...]()
     else:
         class_names = _read_class_names(images)
-        labels = _list_shards(images, class_names, writer)
+        read = partial(_named, images.root, class_names, read_shard)
+        labels = _list_shards(images, read, writer)
         classes, numbers = _numbered(labels, class_names, images.root)
         shards = images.parts
     source, state = ("", "00" * STATE_BYTES) if sizes else (str(images.root), images.state)
     writer.finish(classes, numbers, shards, source, state, sizes)
 
 
-def _list_shards(images: SplitFolder, class_names: tuple[str, ...], writer: CatalogWriter) -> list[Label]:
+def _list_shards(images: SplitFolder, read: ReadShard, writer: CatalogWriter) -> list[Label]:
     """Add all samples; return the labels, whose positions are the numbers passed to the writer."""
     number_of: dict[Label, int] = {}
     hashes: list[NDArray[np.int64]] = []
-    for shard_number, shard in enumerate(images.parts):
-        samples = _named(images, shard, class_names)
+    for number, shard in enumerate(images.parts):
+        samples = read(shard)
         while chunk := list(islice(samples, SAMPLES_AT_A_TIME)):
-            labels, names, offsets, lengths, forms = zip(*chunk, strict=True)
+            labels, names, offsets, lengths = zip(*chunk, strict=True)
             numbers = [number_of.setdefault(label, len(number_of)) for label in labels]
-            writer.add(Rows(numbers, names, shard_number, offsets, lengths, forms))
+            writer.add(numbers, names, shard=number, offsets=offsets, lengths=lengths)
             hashes.append(np.fromiter((hash(_name(sample)) for sample in chunk), np.int64, len(chunk)))
     if not hashes:
         raise UserError(f"no images in {images.root}: {shortened(images.parts)} hold none. Make them again.")
-    _check_unique(images, class_names, np.concatenate(hashes))
+    _check_unique(images, read, np.concatenate(hashes))
     return list(number_of)
 
 
-def _named(images: SplitFolder, shard: str, class_names: tuple[str, ...]) -> Iterator[ShardSample]:
+def _named(
+    root: Path, class_names: tuple[str, ...], read_shard: ShardReader, shard: str
+) -> Iterator[ShardSample]:
     """Yield the samples of a shard, with class names instead of numbers where classes.txt gives them."""
-    for sample in _READERS[images.format](images.root / shard):
+    for sample in read_shard(root / shard):
         label = sample.label
         if class_names:
             if not isinstance(label, int) or label >= len(class_names):
                 raise UserError(
-                    f"{sample.name} in {images.root / shard} is of class {label}, but {CLASSES_FILE} has "
+                    f"{sample.name} in {root / shard} is of class {label}, but {CLASSES_FILE} has "
                     f"{len(class_names)} lines, numbered from 0. Mend {CLASSES_FILE}."
                 )
             label = class_names[label]
         name = sample.name.removeprefix(f"{label}/")
-        check_name(images.root / shard, f"{label}/{name}".lstrip("/"))
+        check_name(root / shard, f"{label}/{name}".lstrip("/"))
         yield sample._replace(label=label, name=name)
 
 
@@ -109,12 +107,12 @@ def _name(sample: ShardSample) -> str:
     return sample.name if "/" in sample.name else f"{sample.label}/{sample.name}"
 
 
-def _check_unique(images: SplitFolder, class_names: tuple[str, ...], hashes: NDArray[np.int64]) -> None:
+def _check_unique(images: SplitFolder, read: ReadShard, hashes: NDArray[np.int64]) -> None:
     unique, counts = np.unique(hashes, return_counts=True)
     repeated = set(unique[counts > 1].tolist())
     shard_of: dict[str, str] = {}
     for shard in images.parts if repeated else ():
-        for name in map(_name, _named(images, shard, class_names)):
+        for name in map(_name, read(shard)):
             if name in shard_of:
                 raise UserError(
                     f"{images.root} has two images named {name}, in {shard_of[name]} and in {shard}. "
@@ -159,21 +157,19 @@ def _numbered(
     return tuple(f"{number:0{digits}d}" for number in sorted(numbers)), order.tolist()
 
 
-def list_folders(
-    root: Path, classes: tuple[str, ...], add: Callable[[Rows], None], part: Part | None = None
-) -> None:
+def _list_folders(images: SplitFolder, writer: CatalogWriter) -> None:
     """Add the images of all classes in order, each class sorted by name; of a part, those that it has."""
     empty, lost, count = [], list[str](), 0
-    for number, name in enumerate(classes):
-        _, found, links = visible(root / name)
+    for number, name in enumerate(images.parts):
+        _, found, links = visible(images.root / name)
         files = sorted(filter(is_image, found))
         lost += [f"{name}/{file}" for file in filter(is_image, links)]
         count += len(files)
         if files:
-            add(Rows(labels=number, names=part.of(name, files) if part else files))
+            writer.add(number, images.part.of(name, files) if images.part else files)
         else:
-            empty.append(str(root / name))
-    check_links(root, lost, count)
+            empty.append(str(images.root / name))
+    check_links(images.root, lost, count)
     if empty:
         inside = sorted(each.name for each in Path(empty[0]).iterdir() if each.is_dir())
         seen = f" The first has folders ({shortened(inside)}): classes are one level deep." if inside else ""

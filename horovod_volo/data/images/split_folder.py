@@ -86,8 +86,13 @@ class SplitFolder:
         return _sha256(f"{self.root}{part}").hex()[:12]
 
 
-def find_split(data_dir: str, split: Split, held_out: HeldOut | None = None) -> SplitFolder:
-    """Find one split of `data_dir`; raise UserError if it has no images."""
+def find_split(
+    data_dir: str, split: Split, held_out: HeldOut | None = None, *, records: Format | None = None
+) -> SplitFolder:
+    """Find one split of `data_dir`; raise UserError if it has no images, or shards to convert first.
+
+    With `records`, a split that holds shards of this format, to be converted.
+    """
     root, part = _find_root(data_dir, split, held_out or HeldOut())
     folders, files, lost = visible(root)
     check_links(root, lost, len(folders) + len(files))
@@ -96,10 +101,12 @@ def find_split(data_dir: str, split: Split, held_out: HeldOut | None = None) -> 
     }
     found["folder"] = folders
     present = [form for form, parts in found.items() if parts]
+    if records and records not in present:
+        raise UserError(f"{root} holds no {records} shards. Mend --from, or name another folder.")
     if not present:
         raise UserError(
             f"{root} has no class folders. Put each image under {root}/CLASS/, one folder for each class, "
-            "or shards directly inside: *.tar, *.tfrecord or *.rec."
+            "or tar shards directly inside."
         )
     if len(present) > 1:
         examples = " and ".join(f"{found[form][0]} ({form})" for form in present)
@@ -107,22 +114,19 @@ def find_split(data_dir: str, split: Split, held_out: HeldOut | None = None) -> 
             f"{root} holds images in several formats: {examples}. Leave one of them and move the others away."
         )
     form = present[0]
+    if form not in ("folder", "tar") and not records:
+        raise UserError(
+            f"{root} holds {form} shards, such as {min(found[form])}, which are not read directly. Convert "
+            f"them once: horovod-volo pack --from {form} {data_dir} OUT_DIR, and use OUT_DIR."
+        )
     if part and form != "folder":
         raise UserError(
             f"{root} holds shards, from which no images can be held out. Put others into "
             f"{root.parent / 'val'}."
         )
     parts = tuple(sorted(found[form]))
-    beside = [] if form == "folder" else [name for name in files if name.endswith(".idx")]
-    if form == "tar" and CLASSES_FILE in files:
-        beside.append(CLASSES_FILE)
+    beside = [name for name in files if form == "tar" and (name.endswith(".idx") or name == CLASSES_FILE)]
     return SplitFolder(root, form, parts, _state(root, form, [*parts, *sorted(beside)]), part)
-
-
-def index_beside(shard: Path) -> Path:
-    """Return the path of a shard's index, which need not exist."""
-    known_ending = any(shard.name.endswith(ending) for ending in (".tar", ".tfrecord", ".rec"))
-    return shard.with_suffix(".idx") if known_ending else shard.with_name(f"{shard.name}.idx")
 
 
 def shortened(names: Sequence[str]) -> str:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.images.catalog_file import OpenFile, open_file
 from horovod_volo.data.images.image_bytes import IMAGE_ENDINGS
-from horovod_volo.data.images.open_files import OpenFile
-from horovod_volo.data.images.shard_sample import ShardSample, check_name, damaged, wrong_index
-from horovod_volo.data.images.split_folder import index_beside
+from horovod_volo.data.images.image_list import Label
 
 INDEX_VERSION = "v1.2"
 MASK_ENDING = ".mask.png"  # of what follows an image for segmentation
@@ -26,6 +25,18 @@ _NAME, _SIZE, _MAGIC = slice(100), slice(124, 136), slice(257, 262)  # of a memb
 _END_BYTES = 2 * BLOCK_BYTES  # zeros that end a tar file
 _LONGEST_END_BYTES = 2**20  # GNU tar pads to at most that; longer ones are damage
 _LARGEST_CLASS = 2**31 - 1
+
+
+class ShardSample(NamedTuple):
+    """One image of a shard."""
+
+    label: Label
+    name: str
+    offset: int
+    length: int
+
+
+ShardReader = Callable[[Path], Iterator[ShardSample]]  # yields the images of a shard in order
 
 
 class Member(NamedTuple):
@@ -46,7 +57,7 @@ def tar_members(shard: Path, file: OpenFile) -> Iterator[Member]:
 
 def tar_samples(shard: Path) -> Iterator[ShardSample]:
     """Yield the images of a shard in order."""
-    file = OpenFile(os.open(shard, os.O_RDONLY | os.O_CLOEXEC))
+    file = open_file(shard)
     key, image, number = "", None, None
     for member in tar_members(shard, file):
         folder, _, base = member.name.removeprefix("./").rpartition("/")
@@ -104,25 +115,24 @@ def _searched(file: OpenFile, shard: Path) -> Iterator[Member]:
 
 
 def _indexed(file: OpenFile, index: Path) -> Iterator[Member]:
-    size = os.fstat(file.descriptor).st_size
     with index.open(encoding="utf-8", errors="surrogateescape") as lines:
         version, *count = next(lines, "").split()[:2] or [""]
         if version != INDEX_VERSION:
-            raise wrong_index(index, f"does not begin with {INDEX_VERSION}")
+            raise _wrong_index(index, f"does not begin with {INDEX_VERSION}")
         number = 0
         for number, line in enumerate(lines, 1):
             words = line.split()
             if len(words) % 4 or not all(word.isdigit() for word in words[1::4] + words[2::4]):
-                raise wrong_index(index, f"has no ending, offset, size and name in line {number + 1}")
+                raise _wrong_index(index, f"has no ending, offset, size and name in line {number + 1}")
             for _, offset, length, name in zip(*[iter(words)] * 4, strict=True):
                 member = Member(name, int(offset), int(length))
-                if member.offset + member.size > size:
-                    raise wrong_index(index, f"does not fit: {name} would lie beyond the end of the shard")
+                if member.offset + member.size > file.size:
+                    raise _wrong_index(index, f"does not fit: {name} would lie beyond the end of the shard")
                 if not _follows_its_header(file, member):
-                    raise wrong_index(index, f"does not fit: {name} is not where line {number + 1} says")
+                    raise _wrong_index(index, f"does not fit: {name} is not where line {number + 1} says")
                 yield member
     if count != [str(number)]:
-        raise wrong_index(index, f"lists {number} samples, but says {' '.join(count) or 'nothing'} of them")
+        raise _wrong_index(index, f"lists {number} samples, but says {' '.join(count) or 'nothing'} of them")
 
 
 def _follows_its_header(file: OpenFile, member: Member) -> bool:
@@ -133,3 +143,26 @@ def _follows_its_header(file: OpenFile, member: Member) -> bool:
     fits = bool(named) and any(name.startswith(named) or name.endswith(named) for name in names)
     has_size = header[_SIZE].strip(b"\0 ").zfill(11) == b"%011o" % member.size
     return header[_MAGIC] == b"ustar" and fits and has_size
+
+
+def index_beside(shard: Path) -> Path:
+    """Return the path of a shard's index, which need not exist."""
+    return shard.with_suffix(".idx")
+
+
+def check_name(shard: Path, name: str) -> None:
+    """Raise UserError for a name by which a file would be written outside the folder that it is meant for."""
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        raise damaged(shard, f"has {name!r}, which is no name inside a folder")
+
+
+def damaged(shard: Path, what: str) -> UserError:
+    """Return the error for a damaged shard, with the remedy."""
+    return UserError(f"{shard} {what}. Copy this shard again, or make it again.")
+
+
+def _wrong_index(index: Path, what: str) -> UserError:
+    return UserError(
+        f"{index} {what}. Make this index again for the shard beside it, or remove it: without an index the "
+        "shard is searched through."
+    )

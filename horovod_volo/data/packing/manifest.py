@@ -11,7 +11,8 @@ from typing import Any
 
 from horovod_volo.core.atomic_file import atomic_write, file_sha256, json_sha256
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.split_folder import CLASSES_FILE, index_beside
+from horovod_volo.data.images.split_folder import CLASSES_FILE
+from horovod_volo.data.images.tar_shards import index_beside
 
 MANIFEST = "manifest.json"
 _CHECKSUM = "checksum"  # its last entry; earlier versions wrote none

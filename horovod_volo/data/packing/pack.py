@@ -24,7 +24,7 @@ from horovod_volo.data.images.image_bytes import (
     to_rgb,
 )
 from horovod_volo.data.images.listing import publish_catalog
-from horovod_volo.data.images.split_folder import FOLDER_NAMES, Split
+from horovod_volo.data.images.split_folder import FOLDER_NAMES, Format, Split
 from horovod_volo.data.packing.packed_split import (
     WORK,
     Progress,
@@ -34,6 +34,7 @@ from horovod_volo.data.packing.packed_split import (
     check_packed,
     pack_split,
 )
+from horovod_volo.data.packing.records import list_records, open_records
 from horovod_volo.data.sampler import packing_order
 
 _DRAFT_SCALE = 8  # decoding a JPEG at 1/8 scale is fast and still reads the whole file
@@ -52,12 +53,26 @@ class PackOptions:
 
 
 def pack(
-    data_dir: Path, out: Path, options: PackOptions, *, workers: int, progress: Callable[[Split], Progress]
+    data_dir: Path,
+    out: Path,
+    options: PackOptions,
+    *,
+    workers: int,
+    progress: Callable[[Split], Progress],
+    records: Format | None = None,
 ) -> list[str]:
-    """Pack both splits, or resume; return one message for each image that was left out."""
+    """Pack both splits, or resume; return one message for each image that was left out.
+
+    With `records` the images are in shards of this format, which are converted.
+    """
     check_packed(out)
     work = out / WORK
-    catalogs = {split: build_catalog(str(data_dir), split, work) for split in FOLDER_NAMES}
+    catalogs = {
+        split: list_records(str(data_dir), split, work, records)
+        if records
+        else build_catalog(str(data_dir), split, work)
+        for split in FOLDER_NAMES
+    }
     check_same_classes(catalogs["train"], catalogs["val"])
     left_out = []
     for split, catalog in catalogs.items():
@@ -70,7 +85,7 @@ def pack(
             shard_images=options.shard_images,
             shard_bytes=options.shard_bytes,
             provenance={**asdict(options), "catalog": catalog.digest, "images": images},
-            open=partial(_open_images, catalog.path, catalog.digest, options),
+            open=partial(_open_images, catalog.path, catalog.digest, options, records),
         )
         left_out += pack_split(content, out, split, workers=workers, progress=progress(split))
         catalog.close()
@@ -79,8 +94,9 @@ def pack(
     return left_out
 
 
-def _open_images(path: Path, digest: str, options: PackOptions) -> ReadSample:
-    return partial(_read_image, open_catalog(path, digest), options)
+def _open_images(path: Path, digest: str, options: PackOptions, records: Format | None) -> ReadSample:
+    catalog = open_records(path, digest, records) if records else open_catalog(path, digest)
+    return partial(_read_image, catalog, options)
 
 
 def _read_image(catalog: Catalog, options: PackOptions, index: int) -> Sample:

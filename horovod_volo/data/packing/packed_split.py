@@ -1,17 +1,22 @@
 """Pack the samples of a split into tar shards with several processes; a killed run can be resumed.
 
-A split is written into SPLIT.packing and renamed to SPLIT when it is complete. Invariant: the record of a
-shard is written into the work folder after the shard itself, so shards with a record are finished.
+The bytes of a shard depend only on the samples, not on times, owners or paths, so that equal shards have
+equal checksums. A split is written into SPLIT.packing and renamed to SPLIT when it is complete.
+
+Invariant: the record of a shard is written into the work folder after the shard itself, so shards with a
+record are finished.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import tarfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +24,13 @@ from numpy.typing import NDArray
 from horovod_volo.core.atomic_file import atomic_write, remove_partials
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.core.names import Registry
-from horovod_volo.data.images.split_folder import CLASSES_FILE, FOLDER_NAMES, Split, index_beside
+from horovod_volo.data.images.split_folder import CLASSES_FILE, FOLDER_NAMES, Split
+from horovod_volo.data.images.tar_shards import BLOCK_BYTES, INDEX_VERSION, index_beside
 from horovod_volo.data.packing.manifest import Manifest, PackedShard, parse_shard, read_manifest, write_json
-from horovod_volo.data.packing.tar_writer import TarWriter, sample_bytes
 from horovod_volo.data.process_pool import run_in_processes
 
 WORK = ".packing"  # work folder beside the splits, removed at the end
+_TAR_BYTES = 20 * BLOCK_BYTES  # the size of a tar file is a multiple of it
 _ORDER = 2  # version of the shuffled order; shards of different orders must not be mixed
 _PROBED_SAMPLES = 256  # their mean size determines how many samples fill a shard
 
@@ -63,6 +69,54 @@ class _ShardTask:
     indices: NDArray[np.uint32]  # (images,)
     shard: Path
     record: Path
+
+
+class TarWriter:
+    """Appends samples to an open tar file in WebDataset layout."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.bytes = 0
+        self.images = 0
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._lines: list[str] = []
+        self._indexable = True
+
+    def add(self, *members: tuple[str, bytes]) -> None:
+        """Add the names and contents of an image and of what belongs to it."""
+        words = []
+        for name, data in members:
+            # The fields of an index are separated by spaces, so it cannot contain names with spaces.
+            self._indexable &= name.split() == [name]
+            ending = name.rpartition("/")[2].partition(".")[2]
+            words.append(f"{ending} {self._append(name, data)} {len(data)} {name}")
+        self._lines.append(" ".join(words))
+        self.images += 1
+
+    def finish(self) -> str:
+        """Write the end of the tar file; return its SHA-256 in hexadecimal."""
+        end = self.bytes + 2 * BLOCK_BYTES
+        self._write(bytes(end - self.bytes + -end % _TAR_BYTES))
+        return self._digest.hexdigest()
+
+    def index(self) -> bytes | None:
+        """Return the content of the index; None if a name contains spaces."""
+        lines = [f"{INDEX_VERSION} {self.images}", *self._lines]
+        return os.fsencode("\n".join(lines) + "\n") if self._indexable else None
+
+    def _append(self, name: str, data: bytes) -> int:
+        """Append a member; return the offset of its content."""
+        member = tarfile.TarInfo(name)
+        member.size = len(data)
+        self._write(member.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape"))
+        start = self.bytes
+        self._write(data + bytes(-len(data) % BLOCK_BYTES))
+        return start
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self.bytes += len(data)
 
 
 def check_packed(out: Path) -> None:
@@ -173,13 +227,10 @@ def _images_per_shard(plan: Path, content: SplitContent) -> int:
         per_shard = content.shard_images or _estimate(content)
         write_json(plan, {"asked": content.provenance, "images": per_shard, "order": _ORDER})
     planned = json.loads(plan.read_text())
-    if planned["asked"] != content.provenance:
+    # An earlier version shuffled in another order.
+    in_order = planned.get("order") == _ORDER or not content.provenance.get("shuffle")
+    if planned["asked"] != content.provenance or not in_order:
         raise _mismatch(plan)
-    if content.provenance.get("shuffle") and planned.get("order") != _ORDER:
-        raise UserError(
-            f"An earlier version began to pack into {plan.parent.parent} and shuffled the images in another "
-            "order. Remove this folder, or name another one."
-        )
     return int(planned["images"])
 
 
@@ -188,7 +239,7 @@ def _estimate(content: SplitContent) -> int:
     read, images, sizes = content.open(), len(content.order), []
     for index in np.linspace(0, images - 1, min(_PROBED_SAMPLES, images), dtype=np.int64).tolist():
         try:
-            sizes.append(sample_bytes(read(index)))
+            sizes.append(sum(2 * BLOCK_BYTES + len(data) for _, data in read(index)))
         except BadSampleError:
             continue  # reported when its shard is written
     return max(1, content.shard_bytes * len(sizes) // max(1, sum(sizes)))
