@@ -10,17 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 # What CUDA's autocast casts, of the functions that these networks call.
-_TO_BF16 = {
-    F.linear,
-    F.conv2d,
-    F.scaled_dot_product_attention,
-    torch.matmul,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    torch.bmm,
-    Tensor.bmm,
-    torch.einsum,
-}
+_TO_BF16 = {F.linear, F.conv2d, F.scaled_dot_product_attention, torch.einsum}
+_TO_BF16 |= {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 _TO_FP32 = {F.layer_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, F.cross_entropy}
 
 

@@ -54,7 +54,6 @@ def measure(
         kernels=kernels, compile=compile,
     )  # fmt: skip
     world = World.connect()
-    what = f"the losses of {_FIRST_STEPS} steps, with blocks compiled and without"
     if compile:
         check_compiler()
         uncompiled = replace(config, model=replace(config.model, compile=False))
@@ -65,6 +64,7 @@ def measure(
         losses = run.losses(_FIRST_STEPS)
         first_seconds = perf_counter() - began
         if compile:
+            what = f"the losses of {_FIRST_STEPS} steps, with blocks compiled and without"
             assert_agree(what, losses, eager, _TOLERANCES[precision])
         # A step is a collective, so all ranks take the number of repeats from rank 0.
         repeats = world.broadcast_object(repeats_for(timed(run.step, 1, run.device)))
