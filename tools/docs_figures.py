@@ -3,7 +3,7 @@
 A figure has a background of its own and two sets of colours, so that it can be read on a light and on a dark
 page; it is drawn at the width of a column, so that its text can be read on a phone.
 tests/style/test_docs_site.py compares the files with what this program draws. `./tools/docs generate`
-calls it. The charts of `bench simulate --figures` are drawn by that benchmark.
+calls it.
 """
 
 from __future__ import annotations

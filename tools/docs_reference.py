@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from horovod_volo.__main__ import COMMANDS
-from horovod_volo.bench.__main__ import MACHINE, REPORTS, SCALING_STUDY
+from horovod_volo.bench.__main__ import MEASUREMENTS, REPORTS
 from horovod_volo.config.command_line import build_parser as parser_of_training
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.values import all_settings, count_of, group_types, metavar, shown
@@ -156,7 +156,7 @@ def _parser_sections(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def _benchmarks() -> list[str]:
-    kinds = {"On this machine": MACHINE, "Scaling study": SCALING_STUDY, "Reports": REPORTS}
+    kinds = {"Measurements": MEASUREMENTS, "Reports": REPORTS}
     parts = ["`horovod-volo bench NAME --help` lists the flags of one benchmark."]
     for title, entries in kinds.items():
         parts += [f"### {title}", _table(("Name", "What it measures"), _as_rows(entries))]

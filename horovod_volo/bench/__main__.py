@@ -31,56 +31,26 @@ if TYPE_CHECKING:
 
 # torch is imported where it is used, so that --help answers at once.
 
-MACHINE = {
-    "step": "speed of a training step, the time of its parts, and the fraction of a GPU's peak FLOP/s",
+MEASUREMENTS = {
+    "step": "speed of a training step, and the fraction of a GPU's peak FLOP/s",
     "peers": "training step against plain and published training loops around timm's VOLO",
-    "roofline": "time of a training step on a GPU, counted without one",
-    "overhead": "time of the engine's step beyond torch's operations",
-    "outlook": "outlook attention, operation and module, against timm's",
-    "loss": "sparse token-label loss against its published and its dense form",
-    "optimizer": "gradient clipping, AdamW and weight averaging against timm's",
-    "muon": "update by Muon, shared between ranks, against AdamW's; start with horovodrun for several ranks",
+    "loss": "sparse token-label loss against its published form",
     "reduce": "exposed time of the gradient all-reduce; start with horovodrun or mpirun",
-    "overlap": "the same on a slow link emulated on this machine for two ranks; needs root",
-    "compression": "error of fp16 gradient compression, tensor by tensor",
-    "data": "training images per second against Pillow",
     "loader": "augmented training images per second against timm's loader",
     "labels": "reading a token-label map against torch.load",
-    "scenes": "crops of images and masks per second against Pillow",
-    "pixel_loss": "loss of segmentation against PyTorch's on the whole batch",
-    "boxes": "training images with boxes per second against Pillow and DALI's own operators",
-    "box_loss": "targets and loss of detection against encoding image by image",
-    "catalog": "start-up time and memory of the image catalog against timm's",
-    "logging": "time that logging takes of an epoch of the demo",
-    "learning": "accuracy after equal training, against timm's train.py",
     "ceilings": "what a GPU reaches in copies, matrix products and attention",
-}
-SCALING_STUDY = {
-    "scaling": "parameter server against ring all-reduce, and steps of 1, 2 and 4 ranks",
-    "growth": "cost of a step as resolution, classes and batch grow",
+    "roofline": "time of a training step on a GPU, counted without one",
     "simulate": "predicted efficiency on many GPUs",
 }
 REPORTS = {
     "gpu": "measure what one GPU is to be measured for, in parts",
     "profile": "print the operators of a training step, the longest first",
     "table": "print the recorded results as the table of docs/results.md",
-    "goals": "print which goals for one GPU the recorded results meet",
 }
 # Module and function of those that are not `measure` in a module of their own.
-_ELSEWHERE = {
-    "gpu": ("machine.gpu", "measure"),
-    "profile": ("machine.profiled_step", "measure"),
-    "overhead": ("machine.peers", "measure_overhead"),
-    "overlap": ("machine.reduce", "measure_overlap"),
-    "loader": ("machine.data", "measure_loader"),
-    "logging": ("machine.logging_cost", "measure"),
-    "pixel_loss": ("machine.scenes", "measure_loss"),
-    "box_loss": ("machine.boxes", "measure_loss"),
-    "table": ("results", "table"),
-    "goals": ("machine.goals", "goals"),
-}
+_ELSEWHERE = {"profile": ("step", "measure_operators"), "table": ("results", "table")}
 # Whose --model may be a plugin's.
-_TAKES_PLUGINS = {"step", "roofline", "reduce", "optimizer", "muon", "growth"}
+_TAKES_PLUGINS = {"step", "profile", "roofline", "reduce"}
 
 
 class BenchRequest(NamedTuple):
@@ -97,15 +67,14 @@ class BenchRequest(NamedTuple):
 def parse(arguments: list[str]) -> BenchRequest:
     """Read the command line. Only the named benchmark is imported: others may need what is not installed."""
     name, *flags = arguments
-    descriptions = MACHINE | SCALING_STUDY | REPORTS
+    descriptions = MEASUREMENTS | REPORTS
     if name not in descriptions:
         raise UserError(f"There is no benchmark {name!r}.{nearest(name, descriptions)} --help lists all.")
-    part = "machine" if name in MACHINE else "scaling_study"
-    module, attribute = _ELSEWHERE.get(name, (f"{part}.{name}", "measure"))
+    module, attribute = _ELSEWHERE.get(name, (name, "measure"))
     function = getattr(import_module(f"horovod_volo.bench.{module}"), attribute)
     parser = Parser(prog=f"python -m horovod_volo.bench {name}", description=descriptions[name])
     add_flags(parser, function)
-    if name not in REPORTS:
+    if name in MEASUREMENTS:
         parser.add_argument("--json", action="store_true", help="print the record as one JSON object")
         parser.add_argument("--record", action="store_true", help="append the record to docs/results.jsonl")
     if name in _TAKES_PLUGINS:
@@ -144,10 +113,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _overview() -> str:
-    rows = ["usage: python -m horovod_volo.bench NAME [FLAGS]", "", __doc__.strip()]
-    titles = {"On this machine": MACHINE, "Scaling study": SCALING_STUDY, "Reports": REPORTS}
-    for title, entries in titles.items():
-        rows += [f"\n{title}:", *(f"  {name:<14}{description}" for name, description in entries.items())]
+    rows = ["usage: python -m horovod_volo.bench NAME [FLAGS]", "", __doc__.strip(), ""]
+    rows += [f"  {name:<14}{description}" for name, description in (MEASUREMENTS | REPORTS).items()]
     return "\n".join(rows)
 
 

@@ -2,7 +2,7 @@
 
 `batch_size: Annotated[int, Flag("images per rank")] = 8` declares the flag `--batch-size N` with the help
 "images per rank (default: 8)". A Literal gives choices, a sequence takes several values, a bool is a switch;
-without a default a flag is required. Parameters that several benchmarks share are declared here.
+a parameter without a default is positional. Parameters that several benchmarks share are declared here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class Flag:
 
     help: str
     read: Callable[[str], object] | None = None  # instead of the type, where not every value is allowed
-    positional: bool = False
     may_be_empty: bool = False  # of a sequence
 
 
@@ -31,12 +30,11 @@ ImgSize = Annotated[int, Flag("side of the square input images, in pixels")]
 BatchSize = Annotated[int, Flag("images per rank and step")]
 Precision = Annotated[Literal["fp32", "tf32", "bf16", "fp16"], Flag("arithmetic of forward and backward")]
 Kernels = Annotated[Literal["auto", "plain"], Flag("on a GPU: Triton kernels, or PyTorch's own operators")]
+Compile = Annotated[bool, Flag("compile the network's blocks")]
 DropPath = Annotated[float, Flag("largest drop path rate (stochastic depth)")]
 Pairs = Annotated[
     int, Flag("timed blocks of each side", read=whole_number(2, because=": one pair has no spread"))
 ]
-DataDir = Annotated[str, Flag("folder with train/CLASS/IMAGE")]
-GeneratedImages = Annotated[int, Flag("images to generate, about 500 x 375 pixels")]
 
 
 def add_flags(parser: argparse.ArgumentParser, function: Callable[..., object]) -> None:
@@ -45,10 +43,9 @@ def add_flags(parser: argparse.ArgumentParser, function: Callable[..., object]) 
     for name, parameter in inspect.signature(function).parameters.items():
         kind, flag = get_args(hints[name])
         options: dict[str, Any] = {"help": flag.help}
-        if parameter.default is not parameter.empty:
+        has_default = parameter.default is not parameter.empty
+        if has_default:
             options = {"help": flag.help + _shown_default(parameter.default), "default": parameter.default}
-        elif not flag.positional:
-            options["required"] = True
         if get_origin(kind) is Sequence:
             options["nargs"] = "*" if flag.may_be_empty else "+"
             (kind,) = get_args(kind)
@@ -58,7 +55,7 @@ def add_flags(parser: argparse.ArgumentParser, function: Callable[..., object]) 
             options["choices"] = get_args(kind)
         else:
             options |= {"type": flag.read or kind, "metavar": "N" if kind is int else name.upper()}
-        parser.add_argument(name if flag.positional else f"--{name.replace('_', '-')}", **options)
+        parser.add_argument(f"--{name.replace('_', '-')}" if has_default else name, **options)
 
 
 def _shown_default(default: object) -> str:

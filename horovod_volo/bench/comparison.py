@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -137,17 +136,6 @@ def peak_extra_bytes(action: Action, device: torch.device) -> int:
         watched.export_chrome_trace(trace.name)
         events = json.loads(Path(trace.name).read_text(encoding="utf-8"))["traceEvents"]
     return max(int(event["args"]["Total Allocated"]) for event in events if event.get("name") == "[memory]")
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Make torch compute in one thread inside."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def wait_for(device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """The result of a benchmark, the file that keeps it with its provenance, and how it is printed.
 
 A line of docs/results.jsonl is one record and is never changed: a newer record of the same name takes its
-place in the tables of README.md and docs/results.md.
+place in the table of docs/results.md.
 """
 
 from __future__ import annotations
@@ -14,63 +14,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from horovod_volo.bench.cli import Flag
 from horovod_volo.bench.comparison import Samples, estimate
 from horovod_volo.core.environment import code_commit
 from horovod_volo.core.errors import UserError
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results.jsonl"
-# Figures that support the claims of the README: name of the record, label, and what the README calls it.
-# docs/results.md has all figures.
-HEADLINES = (
-    (
-        "loss",
-        "1,000 classes, batch 64: faster than published",
-        "token-label loss: speed, relative to the published code",
-    ),
-    (
-        "loss",
-        "1,000 classes, batch 64: less memory than published",
-        "token-label loss: memory of the published code, relative to ours",
-    ),
-    ("labels", "faster than torch.load", "reading a label map: speed, relative to `torch.load`"),
-    ("loader", "faster than timm's loader", "augmented images a second at 224 px, relative to timm's loader"),
-    (
-        "reduce volo_d1 64 px",
-        "exposed, relative to stock Horovod's",
-        "exposed exchange of gradients, relative to Horovod's optimizer",
-    ),
-    (
-        "reduce volo_d1 64 px",
-        "exposed, relative to torch DDP's",
-        "exposed exchange of gradients, relative to torch DDP",
-    ),
-    (
-        "optimizer volo_d1",
-        "faster than timm's defaults",
-        "clipping, AdamW and averaged weights: speed, relative to timm's",
-    ),
-    (
-        "peers volo_d1 fp32 eager channels-last published",
-        "faster than published",
-        "whole step of one rank at 224 px: speed, relative to the published code",
-    ),
-)
-# Labels of recorded figures, and what the benchmarks call them now.
-_RENAMED = {
-    "update beside 50 bytes a parameter at that speed": (
-        "update: time relative to moving 50 bytes per parameter at the copy's rate"
-    ),
-    "exposed, as a share of stock Horovod's": "exposed, relative to stock Horovod's",
-    "exposed, as a share of torch DDP's": "exposed, relative to torch DDP's",
-}
-
-_HEAD = ("Measured", "Value", "On", "With", "At")
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "µs": 1e6}
 
 Record = dict[str, Any]
@@ -141,11 +94,7 @@ def read_records(path: Path = RESULTS) -> list[Record]:
     """Read all records, oldest first; none where there is no file."""
     if not path.exists():
         return []
-    records: list[Record] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    for record in records:
-        for figure in record["figures"]:
-            figure["label"] = _RENAMED.get(figure["label"], figure["label"])
-    return records
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _hardware() -> dict[str, str | int]:
@@ -168,38 +117,20 @@ def lines(record: Record) -> str:
     return "\n".join([f"{record['name']}: {record['title']}", *rows, last])
 
 
-def table(*, headlines: Annotated[bool, Flag("only the figures of the README")] = False) -> str:
+def table() -> str:
     """Format the recorded results as Markdown."""
-    return headline_table(read_records()) if headlines else markdown(read_records())
-
-
-def headline_table(records: list[Record]) -> str:
-    """Format the figures of the README as a Markdown table, a row for each of HEADLINES."""
-    newest = {record["name"]: record for record in records}
-    rows = [("Measured on two CPU cores", "Value", "Command", "Commit")]
-    for name, label, meaning in HEADLINES:
-        record = newest[name]
-        figure = next(figure for figure in record["figures"] if figure["label"] == label)
-        rows.append((meaning, _shown(figure), f"`{record['command']}`", record["commit"][:7]))
-    return _table(rows)
+    return markdown(read_records())
 
 
 def markdown(records: list[Record]) -> str:
     """Format the newest record of each name as a Markdown table, sorted by name."""
-    if not records:
-        return ""
     newest = {record["name"]: record for record in records}
-    rows = [_HEAD]
+    rows = [("Measured", "Value", "On", "With", "At"), ("---",) * 5]
     for _, record in sorted(newest.items()):
         title, at = f"**{record['name']}**: {record['title']}", f"{record['commit']}, {record['date']}"
         rows.append((title, "", _shown_hardware(record), f"`{record['command']}`", at))
         rows += [(figure["label"], _shown(figure), "", "", "") for figure in record["figures"]]
-    return _table(rows)
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    head, *others = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *others))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _shown_hardware(record: Record) -> str:

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from horovod_volo.cluster.resources import RankResources, rank_resources
 from horovod_volo.cluster.world import World
@@ -29,7 +27,7 @@ from horovod_volo.engine.context import TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
-from horovod_volo.models.build import build_model, spec_of, training_forward
+from horovod_volo.models.build import spec_of
 from horovod_volo.monitor.logger import NullLogger
 
 MAP_SIDE, TOP = 18, 5  # of the published label maps: cells per side, and classes in each cell
@@ -136,33 +134,6 @@ class SyntheticRun:
         return torch.tensor(losses)
 
 
-class ModelWithLoss(nn.Module):
-    """A network whose forward returns a loss that every parameter contributes to."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: Tensor, classes: Tensor) -> Tensor:
-        """Return the loss of a batch: class token and, weighted by half, all tokens, if there are any."""
-        class_logits, token_logits = training_forward(self.network)(images, lambda tokens: tokens, 0)
-        loss = F.cross_entropy(class_logits, classes)
-        if not token_logits.shape[1]:
-            return loss
-        token_classes = classes.repeat_interleave(token_logits.shape[1])
-        return loss + 0.5 * F.cross_entropy(token_logits.flatten(0, 1), token_classes)
-
-
 def flat_weights(model: nn.Module) -> Tensor:
     """Return a copy of all weights in one tensor."""
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-
-
-def forward_flops(model: str, img_size: int, num_classes: int = CLASSES) -> int:
-    """Count the floating-point operations of the products in the forward of one image."""
-    with torch.device("meta"):
-        network = build_model(model, img_size=img_size, num_classes=num_classes, drop_path=0.0)
-        images = torch.empty(1, 3, img_size, img_size)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        training_forward(network)(images, lambda tokens: tokens, 0)
-    return int(counter.get_total_flops())

@@ -1,4 +1,4 @@
-"""timm: its models, their metadata and its data loader. The only importer of timm.
+"""timm: its models and their metadata. The only importer of timm, except benchmarks that compare with it.
 
 timm imports torchvision. With a CPU-only torch, torchvision cannot load its compiled operators, and its
 import fails because two operators are not declared. Declaring them makes the Python part importable, which
@@ -52,17 +52,7 @@ __all__ = [
     "imagenet_classes",
     "is_model",
     "list_models",
-    "listed_images",
-    "training_loader",
 ]
-
-
-def training_loader(folder: str, **settings: Any) -> Any:
-    """Build timm's training loader of an image folder, for benchmarks."""
-    from timm.data import create_loader
-
-    allow_posterize_to_no_bits()
-    return create_loader(listed_images(folder), **settings)
 
 
 def allow_posterize_to_no_bits() -> None:
@@ -76,13 +66,6 @@ def allow_posterize_to_no_bits() -> None:
         return posterize(image, bits, **others) if bits else image.point([0] * 256 * len(image.getbands()))
 
     NAME_TO_OP["PosterizeIncreasing"] = keep_bits
-
-
-def listed_images(folder: str) -> Any:
-    """Return timm's dataset of an image folder."""
-    from timm.data import create_dataset
-
-    return create_dataset("", root=folder, is_training=True)
 
 
 def adapted_by_timm(model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

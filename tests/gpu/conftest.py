@@ -55,7 +55,7 @@ def open_context(
         return RankResources(device=device, threads=2, binding="test")
 
     # A run would use the GPU if there is one; the test's device replaces it.
-    monkeypatch.setattr("horovod_volo.engine.run.rank_resources", use_device)
+    monkeypatch.setattr("horovod_volo.engine.setup.rank_resources", use_device)
     contexts: list[TrainContext] = []
 
     def opening(**settings: Any) -> TrainContext:

@@ -21,12 +21,11 @@ from horovod_volo.demo.demo_set import make_demo_set
 pytestmark = pytest.mark.install
 ROOT = Path(__file__).parents[2]
 CONSTRAINTS = ROOT / "tools" / "constraints.txt"
-EXTRAS = ("dali", "export", "horovod", "bench")
+EXTRAS = ("dali", "export", "horovod")
 EACH_EXTRA = {  # what each one alone adds, and what is trained with it
     "dali": (("nvidia.dali",), ()),
     "horovod": (("cloudpickle", "cffi", "psutil", "yaml"), ()),
     "export": (("onnx", "onnxscript", "onnxruntime"), ()),
-    "bench": (("matplotlib",), ()),
     "wandb": (("wandb",), ("--log-to", "wandb")),
     "mlflow": (("mlflow",), ("--log-to", "mlflow")),
     "datasets": (("datasets",), ()),

@@ -95,7 +95,7 @@ def operators(requirement: Requirement) -> set[str]:
     return {each.operator for each in requirement.specifier}
 
 
-@pytest.mark.parametrize("name", ["horovod", "dali", "export", "bench", "test", "dev"])
+@pytest.mark.parametrize("name", ["horovod", "dali", "export", "test", "dev"])
 def test_extras(name: str) -> None:
     assert extras()[name]
     comments = re.search(rf"^{name} =\n(.*?)(?=^\w|\Z)", section("options.extras_require"), re.M | re.S)

@@ -1,4 +1,4 @@
-"""The tables of results are generated from the recorded results, and one command measures them again."""
+"""The table of results is generated from the recorded results, and one command measures them again."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import re
 import subprocess
 from pathlib import Path
 
-import pytest
-
-from horovod_volo.bench.results import headline_table, markdown, read_records
+from horovod_volo.bench.results import markdown, read_records
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("file", ["README.md", "docs/results.md"])
-def test_the_tables_are_generated_from_the_results(file: str) -> None:
-    text = (ROOT / file).read_text(encoding="utf-8")
-    blocks = re.findall(r"<!-- results -->\n(.*?)\n?<!-- /results -->", text, flags=re.DOTALL)
-    assert len(blocks) == 1, f"{file} has no <!-- results --> ... <!-- /results --> block, or several"
-    flag, table = (" --headlines", headline_table) if file == "README.md" else ("", markdown)
-    assert blocks[0].strip() == table(read_records()), (
-        f"Replace the text between the markers with the output of: python -m horovod_volo.bench table{flag}"
+def test_the_table_is_generated_from_the_results() -> None:
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"<!-- results -->\n(.*?)\n?<!-- /results -->", text, flags=re.DOTALL)
+    assert block.strip() == markdown(read_records()), (
+        "Replace the text between the markers with the output of: python -m horovod_volo.bench table"
     )
 
 

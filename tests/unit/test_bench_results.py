@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from horovod_volo.bench.results import (
-    HEADLINES,
     Figure,
     Result,
     append,
-    headline_table,
     lines,
     markdown,
     read_records,
@@ -71,28 +69,10 @@ def test_the_table_shows_the_newest_of_each_name() -> None:
     ]
 
 
-def test_no_results_make_no_table() -> None:
-    assert markdown([]) == ""
-
-
 def test_lines_for_people() -> None:
     assert lines(record()).splitlines() == [
         "step volo_d1: training step",
         "  whole step  1,234 ms (12.3 to 2,000)",
         "  memory      0.50 x",
         "  on Some CPU, cores: 2, compute threads a rank: 1; load 0.12 to 2.0",
-    ]
-
-
-def test_the_short_table_has_the_newest_figure_of_each_headline() -> None:
-    older = [record(name, commit="0000000old") for name, _, _ in HEADLINES]
-    newer = [record(name, commit="1234567890") for name, _, _ in HEADLINES]
-    for made in newer:
-        labels = [label for name, label, _ in HEADLINES if name == made["name"]]
-        made["figures"] = [made["figures"][0] | {"label": label} for label in labels]
-    head, _, *rows = headline_table(older + newer).splitlines()
-    assert head == "| Measured on two CPU cores | Value | Command | Commit |"
-    assert rows == [
-        f"| {meaning} | 1,234 ms (12.3 to 2,000) | `python -m horovod_volo.bench step` | 1234567 |"
-        for _, _, meaning in HEADLINES
     ]

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
-from horovod_volo.bench.machine.cuda_autocast import CudaAutocast
-from horovod_volo.bench.machine.roofline import GPUS, count_loop, count_step, fused, usual
-from horovod_volo.bench.machine.step_cost import CostMode, StepCost
-from horovod_volo.bench.synthetic import bench_config, forward_flops
+from horovod_volo.bench.cuda_autocast import CudaAutocast
+from horovod_volo.bench.roofline import GPUS, count_loop, count_step, usual
+from horovod_volo.bench.step_cost import CostMode, StepCost, fused
+from horovod_volo.bench.synthetic import CLASSES, bench_config
 from horovod_volo.config.schema import Config
+from horovod_volo.engine.classification import Classification
+from horovod_volo.engine.model_cost import count_cost
 from horovod_volo.kernels.outlook import fused_outlook
 
 H100 = GPUS["h100"]
@@ -140,7 +142,8 @@ def test_the_products_of_a_step_are_three_times_those_of_the_forward(of_d1: Step
     of_attention = [operator for operator in of_d1.operators if "flash" in operator.name]
     products = sum(operator.flops for operator in of_d1.operators) - sum(each.flops for each in of_attention)
     layers, heads, tokens, width = 14, 12, 196, 32
-    expected = forward_flops("volo_d1", 224) - layers * heads * 2 * 2 * tokens**2 * width
+    cost = count_cost(config_of("volo_d1", BATCH, 0.1), Classification(), CLASSES)
+    expected = cost.forward_flops - layers * heads * 2 * 2 * tokens**2 * width
     assert products == pytest.approx(3 * expected * BATCH, rel=0.05)
     assert len(of_attention) == 2 * layers
     tiles = 2 * BATCH * heads * 256**2 * width  # 196 tokens fill two tiles of 128
@@ -158,7 +161,7 @@ def test_all_products_of_a_step_in_bf16_are_in_bf16(monkeypatch: pytest.MonkeyPa
                 dtypes.setdefault(func.__name__, set()).update(found - {torch.uint64})
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    monkeypatch.setattr("horovod_volo.bench.machine.roofline.CostMode", Watching)
+    monkeypatch.setattr("horovod_volo.bench.roofline.CostMode", Watching)
     count_step(config_of("volo_demo", 4, 0.1))
     count_step(config_of("lvvit_t", 4, 0.1))
     flash = {name for name in dtypes if "flash" in name}

@@ -38,15 +38,9 @@ def measure(
             torch.save(torch.from_numpy(np.stack([logits, ids])), path)
         catalog = catalog_without_files(maps, CLASSES)
         import_labels(
-            published,
-            packed,
-            catalog,
-            classes=CLASSES,
-            workers=1,
-            fail_on_bad_samples=True,
-            progress=lambda *_: None,
-            warn=lambda _: None,
-        )
+            published, packed, catalog, classes=CLASSES, workers=1, fail_on_bad_samples=True,
+            progress=lambda *_: None, warn=lambda _: None,
+        )  # fmt: skip
         store = LabelStore(packed, catalog, cache=None)
         order = random.permutation(maps).tolist()
         for index in order:

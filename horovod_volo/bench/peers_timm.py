@@ -1,4 +1,4 @@
-"""Peers made of timm: its outlook attention, its weight update, and training steps around its VOLO.
+"""Peers made of timm: training steps around its VOLO, and its loader.
 
 Invariant: no line of our step, network or update takes part, so that no mistake is on both sides; what is
 shared is sizes, images, labels and MixToken's box.
@@ -14,21 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.bench.machine.loss import PublishedLoss
+from horovod_volo.bench.loss import PublishedLoss
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.timm_api import VOLO
+from horovod_volo.models.timm_api import VOLO, allow_posterize_to_no_bits
 from horovod_volo.models.volo import SIZES
 from horovod_volo.objective.mixing import Box
 
 # isort: split
 # After timm_api, which makes torchvision importable for timm.
-import timm.optim
-import timm.utils
-from timm.models.volo import OutlookAttention as OutlookAttention
+from timm.data import create_dataset, create_loader
 
 LoopName = Literal["eager", "channels-last", "compile", "published"]
 
@@ -120,39 +119,24 @@ def _published_loss(model: Any, config: Config, batch: TrainBatch, box: Box) -> 
     return loss
 
 
-class TimmUpdate:
-    """Clips the gradients, updates and averages the weights; timm leaves zeroing gradients to backward.
-
-    By timm's defaults AdamW is not fused and the average is ModelEmaV2. With `fastest`, torch's fused AdamW
-    and ModelEmaV3, which averages all tensors at once.
-    """
-
-    def __init__(
-        self, model: nn.Module, *, lr: float, weight_decay: float, max_norm: float, ema: float, fastest: bool
-    ) -> None:
-        self._model, self._max_norm = model, max_norm
-        self._optimizer = timm.optim.create_optimizer_v2(
-            model, opt="adamw", lr=lr, weight_decay=weight_decay, **({"fused": True} if fastest else {})
-        )
-        kind, settings = (
-            (timm.utils.ModelEmaV3, {"foreach": True}) if fastest else (timm.utils.ModelEmaV2, {})
-        )
-        self.average: Any = kind(model, decay=ema, **settings)
-
-    def __call__(self) -> None:
-        """Take one step."""
-        timm.utils.dispatch_clip_grad(list(self._model.parameters()), self._max_norm, mode="norm")
-        self._optimizer.step()
-        self.average.update(self._model)
-
-
-def outlook_core(values: Tensor, scores: Tensor, heads: int, scale: float) -> Tensor:
-    """Apply the operations between its linear layers to values (batch, height, width, channels)."""
-    batch, height, width, channels = values.shape
-    windows = scores.shape[1] * scores.shape[2]
-    unfolded = F.unfold(values.permute(0, 3, 1, 2), kernel_size=3, padding=1, stride=2)
-    sources = unfolded.reshape(batch, heads, channels // heads, 9, windows).permute(0, 1, 4, 3, 2)
-    by_window = scores.reshape(batch, windows, heads, 9, 9).permute(0, 2, 1, 3, 4)
-    mixed = (by_window * scale).softmax(dim=-1) @ sources
-    columns = mixed.permute(0, 1, 4, 3, 2).reshape(batch, channels * 9, windows)
-    return F.fold(columns, (height, width), kernel_size=3, padding=1, stride=2).permute(0, 2, 3, 1)
+def training_loader(folder: str, settings: Data, img_size: int, workers: int) -> Any:
+    """Build timm's loader of the training images of a folder, with the same augmentation as ours."""
+    allow_posterize_to_no_bits()
+    return create_loader(
+        create_dataset("", root=f"{folder}/train", is_training=True),
+        input_size=(3, img_size, img_size),
+        batch_size=settings.batch_size,
+        is_training=True,
+        use_prefetcher=False,  # made for GPUs; without one, workers that normalise are faster
+        auto_augment=settings.aa,
+        interpolation=settings.train_interpolation,
+        scale=settings.scale,
+        ratio=settings.ratio,
+        hflip=settings.hflip,
+        re_prob=settings.reprob,
+        re_mode=settings.remode,
+        num_workers=workers,
+        persistent_workers=True,
+        pin_memory=False,
+        device=torch.device("cpu"),
+    )

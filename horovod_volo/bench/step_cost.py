@@ -10,10 +10,9 @@ fills tiles of 128 tokens, and its widths are multiples of 32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from torch.utils.flop_counter import flop_registry
 
-from horovod_volo.bench.machine.cuda_autocast import in_cuda_memory_format
-
-aten: Any = torch.ops.aten
+from horovod_volo.bench.cuda_autocast import in_cuda_memory_format
 
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh"}
 _SELECTING = {"index_select", "gather", "embedding", "index", "slice_backward"}  # read only what they return
@@ -46,42 +43,10 @@ _KERNELS = {
 _PER_IMAGE = {"im2col", "col2im"}  # in PyTorch's library, one kernel for each image of the batch
 _ATTENTION = {"_scaled_dot_product_flash_attention": 2, "_scaled_dot_product_flash_attention_backward": 5}
 _TILE, _WIDTH = 128, 32  # of attention: tokens, and of a head
-# Instructions of a warp for each window and head, in the programs that Triton 3.9 compiles for sm_90, and
-# where the logits are among the arguments.
-_INSTRUCTIONS = {"outlook_fused": (316, 1), "outlook_fused_backward": (664, 2)}
-_PARTS = {
-    "patch_embed": "stem",
-    "blocks": "transformers",
-    "post_network": "class attention",
-    "norm": "heads",
-    "head": "heads",
-    "head_drop": "heads",
-    "pos_drop": "network",
-    "aux_head": "heads",
-}
+# Outlook attention: the place of the logits among the arguments, products of weights and values, and
+# instructions of a warp for each window and head in the programs that Triton 3.9 compiles for sm_90.
+_OUTLOOK = {"outlook_fused": (1, 1, 316), "outlook_fused_backward": (2, 2, 664)}
 _NAMESPACE = "horovod_volo"  # of the operators in kernels/
-_EXTERN = {"convolution", "convolution_backward", "mm", "addmm", "bmm", "baddbmm"}
-
-
-def _outlook_flops(products: int, *args: Any, **_: Any) -> int:
-    """Return the operations of so many products of attention weights and the values of a head."""
-    values, logits, heads = args[-4 if products == 1 else -5], args[-3 if products == 1 else -4], args[-2]
-    return int(2 * products * logits.numel() * (values.shape[-1] // heads))
-
-
-def _attention_flops(products: int, *args: Any, **_: Any) -> int:
-    """Return the operations of so many products of queries and keys, in tiles."""
-    batch, heads, tokens, width = args[0].shape
-    padded = -(-tokens // _TILE) * _TILE
-    return int(2 * products * batch * heads * padded**2 * (-(-width // _WIDTH) * _WIDTH))
-
-
-# Of this package's operators, and of attention in tiles.
-_FLOPS: dict[str, Callable[..., int]] = {
-    "outlook_fused": partial(_outlook_flops, 1),
-    "outlook_fused_backward": partial(_outlook_flops, 2),
-    **{name: partial(_attention_flops, products) for name, products in _ATTENTION.items()},
-}
 
 
 class GpuRates(NamedTuple):
@@ -98,7 +63,6 @@ class Operator(NamedTuple):
     """One operator of a step."""
 
     name: str
-    part: str
     backward: bool
     flops: int
     inputs: dict[int, int]  # bytes read, by tensor
@@ -113,14 +77,20 @@ class Operator(NamedTuple):
         return sum(self.inputs.values()) + sum(self.outputs.values())
 
     @property
-    def fusible(self) -> bool:
-        """Return whether a compiler may fuse it with its neighbours."""
-        return not self.flops and not self.custom and self.name not in _EXTERN | {"col2im"}
+    def kind(self) -> str:
+        """Return the kind of work that it is."""
+        if self.name in _ATTENTION:
+            return "attention"
+        if self.name.startswith("outlook"):
+            return "outlook attention"
+        if self.name.startswith("convolution"):
+            return "convolutions"
+        return "matrix products" if self.flops else "passes over memory"
 
     @property
-    def begins_kernel(self) -> bool:
-        """Return whether it needs a sum over the batch first, so that no operator before it can be fused."""
-        return self.name in _TWO_PASSES
+    def fusible(self) -> bool:
+        """Return whether a compiler may fuse it with its neighbours."""
+        return not self.flops and not self.custom and self.name != "col2im"
 
     def seconds(self, gpu: GpuRates) -> float:
         """Return the time that a GPU of these rates takes."""
@@ -153,34 +123,16 @@ class CostMode(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.cost = StepCost()
-        self.part = "data"  # of the step, outside the model's modules
-        self._modules: list[str] = []  # that are being called
         # Storages, as a freed one's address could be used again. Not tensors: autograd clones a gradient that
         # others hold, instead of taking it.
         self._alive: list[torch.UntypedStorage] = []
         self._kept = {_storage(parameter) for parameter in model.parameters()}
-        for name, module in model.named_modules():
-            module.register_forward_pre_hook(lambda *_, name=name: self._modules.append(name))
-            module.register_forward_hook(lambda _, __, output, name=name: self._leave(name, output))
 
     @contextmanager
     def counting(self) -> Iterator[StepCost]:
         """Count inside this context."""
         with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor), self:
             yield self.cost
-
-    def label(self, part: str, output: Any) -> None:
-        """Attribute the backward of all operators that led to `output`, and belong to no part yet, to one."""
-        nodes: list[Any] = [tensor.grad_fn for tensor in _tensors(output) if tensor.grad_fn is not None]
-        while nodes:
-            node = nodes.pop()
-            if "part" not in node.metadata:
-                node.metadata["part"] = part
-                nodes += [before for before, _ in node.next_functions if before is not None]
-
-    def _leave(self, name: str, output: Any) -> None:
-        self._modules.pop()
-        self.label(_part_of(name), output)
 
     def _saved(self, tensor: Tensor) -> Tensor:
         storage = _storage(tensor)
@@ -203,34 +155,72 @@ class CostMode(TorchDispatchMode):
             return result  # an allocation or a view
         self._alive += [tensor.untyped_storage() for tensor in outputs]
         outputs += _tensors(list(_mutated(func, args, kwargs)))
-        formula = _FLOPS.get(name) or flop_registry.get(func._overloadpacket)
-        flops = int(formula(*args, **kwargs, out_val=result)) if formula else 0
+        formula = flop_registry.get(func._overloadpacket)
+        flops, instructions = int(formula(*args, **kwargs, out_val=result)) if formula else 0, 0
+        if name in _ATTENTION:
+            flops = _ATTENTION[name] * _flops_in_tiles(*args[0].shape)
+        elif name in _OUTLOOK:
+            place, products, of_window = _OUTLOOK[name]
+            values, logits, heads = args[place - 1], args[place], args[-2]
+            flops = 2 * products * logits.numel() * (values.shape[-1] // heads)
+            instructions = of_window * logits.numel() // 81
         kernels = len(args[0]) if name in _PER_IMAGE else _KERNELS.get(name, 1)
-        where, custom = self._current_part(), func.namespace == _NAMESPACE
+        backward = torch._C._current_autograd_node() is not None
+        custom = func.namespace == _NAMESPACE
         if name in _TWO_PASSES:
             first = _sizes(inputs[: _TWO_PASSES[name]])
-            self.cost.operators.append(Operator(f"{name}_sums", *where, 0, first, {}, 1, custom))
+            self.cost.operators.append(Operator(f"{name}_sums", backward, 0, first, {}, 1, custom))
         read = _read(name, inputs, outputs)
-        of_window, logits = _INSTRUCTIONS.get(name, (0, 0))
-        instructions = of_window * args[logits].numel() // 81 if of_window else 0
         self.cost.operators.append(
-            Operator(name, *where, flops, read, _sizes(outputs), kernels, custom, instructions)
+            Operator(name, backward, flops, read, _sizes(outputs), kernels, custom, instructions)
         )
         return result
 
-    def _current_part(self) -> tuple[str, bool]:
-        node: Any = torch._C._current_autograd_node()
-        if node is not None:
-            return node.metadata.get("part", self.part), True
-        return (_part_of(self._modules[-1]) if self._modules else self.part), False
+
+def fused(operators: Sequence[Operator]) -> list[Operator]:
+    """Return the operators as a compiler would fuse them at best.
+
+    Neighbours without matrix products become one kernel, and what only this kernel needs is neither written
+    nor read. Unfold is then reading at other places, and fold is one kernel.
+    """
+    last_use: dict[int, int] = {}
+    for number, operator in enumerate(operators):
+        last_use.update(dict.fromkeys(operator.inputs, number))
+    result: list[Operator] = []
+    group: list[Operator] = []
+    start = 0
+    for number, operator in enumerate(operators):
+        joins = not group or operator.backward == group[-1].backward
+        # A sum over the batch comes first, so that no operator before it can be fused.
+        if operator.fusible and joins and operator.name not in _TWO_PASSES:
+            group.append(operator)
+            continue
+        result += _merged(group, range(start, number), last_use)
+        start = number
+        group = [operator] if operator.fusible else []
+        if not operator.fusible:
+            result.append(operator)
+            start = number + 1
+    return result + _merged(group, range(start, len(operators)), last_use)
 
 
-def _part_of(module: str) -> str:
-    """Return the part of a network that a module belongs to, by its name."""
-    first, _, rest = module.partition(".")
-    if first == "network":
-        return {"0": "outlookers", "1": "downsampling"}.get(rest.split(".")[0], "transformers")
-    return _PARTS.get(first, first or "network")
+def _merged(group: list[Operator], numbers: range, last_use: dict[int, int]) -> list[Operator]:
+    """Return one operator for a group of neighbours."""
+    if not group:
+        return []
+    inputs: dict[int, int] = {}
+    written: dict[int, int] = {}
+    for operator in group:
+        inputs |= {key: size for key, size in operator.inputs.items() if key not in written}
+        written |= operator.outputs
+    outputs = {key: size for key, size in written.items() if last_use.get(key, math.inf) >= numbers.stop}
+    return [Operator("fused", group[0].backward, 0, inputs, outputs, 1)]
+
+
+def _flops_in_tiles(batch: int, heads: int, tokens: int, width: int) -> int:
+    """Return the operations of a product of queries and keys, in tiles."""
+    padded = -(-tokens // _TILE) * _TILE
+    return 2 * batch * heads * padded**2 * (-(-width // _WIDTH) * _WIDTH)
 
 
 def _read(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> dict[int, int]:

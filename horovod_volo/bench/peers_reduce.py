@@ -17,23 +17,41 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from horovod_volo.bench.comparison import Action
-from horovod_volo.bench.synthetic import ModelWithLoss
 from horovod_volo.cluster.collectives import Collectives, Wait
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
+from horovod_volo.models.build import training_forward
 
 STOCK, DDP = "stock Horovod", "torch DDP"
 CompressionName = Literal["none", "fp16"]
 _DTYPES: dict[CompressionName, str] = {"none": "fp32", "fp16": "fp16"}
 _BUCKET_MIB = 25
 _TIMEOUT = timedelta(minutes=2)
+
+
+class ModelWithLoss(nn.Module):
+    """A network whose forward returns a loss that every parameter contributes to."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor, classes: Tensor) -> Tensor:
+        """Return the loss of a batch: class token and, weighted by half, all tokens, if there are any."""
+        class_logits, token_logits = training_forward(self.network)(images, lambda tokens: tokens, 0)
+        loss = F.cross_entropy(class_logits, classes)
+        if not token_logits.shape[1]:
+            return loss
+        token_classes = classes.repeat_interleave(token_logits.shape[1])
+        return loss + 0.5 * F.cross_entropy(token_logits.flatten(0, 1), token_classes)
 
 
 @dataclass
@@ -92,34 +110,33 @@ class ReducerMethod(Method):
 
     def __init__(self, work: Work, compression: CompressionName, *, overlap: bool) -> None:
         super().__init__(_DTYPES[compression], compression, work.model(), self._step)
-        self.collectives = _CountingCollectives(work.world.collectives, f"{compression}.{overlap}")
-        world = replace(work.world, collectives=cast(Collectives, self.collectives))
+        named = _NamedCollectives(work.world.collectives, f"{compression}.{overlap}")
+        world = replace(work.world, collectives=cast(Collectives, named))
         # Waiting for a second micro-batch, which never comes, the reducer sends no bucket during backward.
         micro_batches, settings = 1 if overlap else 2, Exchange(compression=compression)
-        self._reducer = Reducer(self.model, world, settings, micro_batches=micro_batches, heads=work.heads)
+        self.reducer = Reducer(self.model, world, settings, micro_batches=micro_batches, heads=work.heads)
         self._work, self._optimizer = work, _sgd(self.model)
 
     def _step(self) -> None:
         self._work.loss(self.model).backward()  # type: ignore[no-untyped-call]
-        with self._reducer.synchronized_gradients():
+        with self.reducer.synchronized_gradients():
             self._optimizer.step()
 
     def exchange(self) -> None:
         """Run the exchange without forward, backward and update."""
-        with self._reducer.synchronized_gradients():
+        with self.reducer.synchronized_gradients():
             pass
 
 
-class _CountingCollectives:
-    """Counts all-reduces and gives them names of their own, as Horovod caches responses by name."""
+@dataclass
+class _NamedCollectives:
+    """Gives all-reduces names of their own, as Horovod caches responses by name."""
 
-    def __init__(self, collectives: Collectives, prefix: str) -> None:
-        self._collectives, self._prefix = collectives, prefix
-        self.allreduces = 0
+    collectives: Collectives
+    prefix: str
 
     def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
-        self.allreduces += 1
-        return self._collectives.allreduce_async(tensor, f"{self._prefix}.{name}", scale)
+        return self.collectives.allreduce_async(tensor, f"{self.prefix}.{name}", scale)
 
 
 def _stock_horovod(work: Work, compression: CompressionName, groups: int) -> Method:

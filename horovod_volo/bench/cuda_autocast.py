@@ -10,17 +10,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 # What CUDA's autocast casts, of the functions that these networks call.
-_TO_BF16 = {
-    F.linear,
-    F.conv2d,
-    F.scaled_dot_product_attention,
-    torch.matmul,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    torch.bmm,
-    Tensor.bmm,
-    torch.einsum,
-}
+_TO_BF16 = {F.linear, F.conv2d, F.scaled_dot_product_attention, torch.einsum}
+_TO_BF16 |= {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 _TO_FP32 = {F.layer_norm, F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, F.cross_entropy}
 
 
@@ -47,11 +38,14 @@ class CudaAutocast(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _TO_BF16:
-            args = tuple(self._to_bf16(value) for value in args)
+            args = tuple(map(self._to_bf16, args))
             kwargs = {key: self._to_bf16(value) for key, value in kwargs.items()}
         elif func in _TO_FP32:
-            args = tuple(_to_fp32(value) for value in args)
-        return _attention_as_flash(func, args, kwargs)
+            args = tuple(map(_to_fp32, args))
+        if func is F.scaled_dot_product_attention and args[0].dtype == torch.bfloat16:
+            # The flash kernel, which meta would not choose.
+            return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
+        return func(*args, **kwargs)
 
     def _to_bf16(self, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dtype != torch.float32:
@@ -66,13 +60,6 @@ class CudaAutocast(TorchFunctionMode):
 def _to_fp32(value: Any) -> Any:
     half = isinstance(value, Tensor) and value.dtype == torch.bfloat16
     return value.float() if half else value
-
-
-def _attention_as_flash(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a function; attention in bf16 is the flash kernel, which meta would not choose."""
-    if func is F.scaled_dot_product_attention and args[0].dtype == torch.bfloat16:
-        return torch.ops.aten._scaled_dot_product_flash_attention(*args[:3])[0]
-    return func(*args, **kwargs)
 
 
 def in_cuda_memory_format(name: str, args: tuple[Any, ...], result: Any) -> Any:

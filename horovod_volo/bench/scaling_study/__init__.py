@@ -1,1 +1,0 @@
-"""How training grows: measured on emulated hosts, and computed for many GPUs."""

@@ -1,0 +1,251 @@
+"""Predicted efficiency of training on many GPUs. No other rank takes part.
+
+When buckets of gradients are ready is measured on one rank of the real network, as a fraction of backward:
+work done over all work, which depends little on the machine. Each bucket is one message, which Horovod
+negotiates in its cycles and does not fuse. At the end all ranks wait for the slowest.
+
+Rates are bus rates, as NCCL's tests report them: an all-reduce of S bytes takes 2(N-1)/N S over the rate. The
+rate between hosts is that of all network cards of a host together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import fmean
+from time import perf_counter
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.bench.cli import Flag
+from horovod_volo.bench.results import Figure, Result
+from horovod_volo.bench.synthetic import CLASSES
+from horovod_volo.cluster.reducer import build_gradient_buckets, message_bytes
+from horovod_volo.config.arguments import whole_number
+from horovod_volo.config.update_settings import Exchange
+from horovod_volo.models.build import build_model, spec_of, training_forward
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What connects the ranks; times in seconds, rates in bytes per second.
+
+    The latencies are those of NCCL's src/graph/tuning.cc: base and hardware latencies of the Simple protocol.
+    Inside a host a hop of the ring costs three overheads of 2 us, which are above NVLink's 3.4 us.
+    """
+
+    name: str
+    inside: float  # rate inside a host
+    between: float  # rate between hosts
+    ranks_per_host: int = 8
+    start: float = 8.4e-6  # of each collective
+    ring_hop_inside: float = 6e-6
+    ring_hop_between: float = 14e-6
+    tree_hop_inside: float = 4e-6
+    tree_hop_between: float = 14e-6
+
+    def hosts(self, ranks: int) -> int:
+        """Return the number of hosts of so many ranks."""
+        return math.ceil(ranks / self.ranks_per_host)
+
+    def bytes_seconds(self, size: float, ranks: int) -> float:
+        """Return the time of the bytes of an all-reduce, of which each rank sends 2(N-1)/N."""
+        rate = self.between if self.hosts(ranks) > 1 else self.inside
+        return 2 * (ranks - 1) / ranks * size / rate
+
+
+FabricName = Literal["a100-hdr", "h200-ndr"]
+# Rates that others measured. A100: inside, nccl issue 1048; between, nccl issues 812 and 1576. H200: inside,
+# an H100 with NVLS in nccl-tests issue 212, which has the same links; between, nccl issue 1221 (320 to 330).
+FABRICS: dict[FabricName, Fabric] = {
+    "a100-hdr": Fabric("DGX A100, 8 x HDR200", inside=232.5e9, between=192e9),
+    "h200-ndr": Fabric("8 x H200, 8 x NDR400", inside=480e9, between=330e9),
+}
+PredictedModel = Literal["volo_d1", "volo_d5"]
+MODELS: tuple[PredictedModel, ...] = ("volo_d1", "volo_d5")
+# Seconds of a step on one GPU, of 128 images, with H200 and D1 of 256: estimates from operations and bytes at
+# 0.60 to 0.68 of their limits. Nobody has measured them.
+STEP_SECONDS: dict[tuple[FabricName, PredictedModel], float] = {
+    ("a100-hdr", "volo_d1"): 48.9e-3,
+    ("a100-hdr", "volo_d5"): 366e-3,
+    ("h200-ndr", "volo_d1"): 36.1e-3,
+    ("h200-ndr", "volo_d5"): 128e-3,
+}
+# Assumed: 0.8 and 0.9 of the data sheets' bytes per second.
+_COPY_RATE: dict[FabricName, float] = {"a100-hdr": 1.6e12, "h200-ndr": 4.3e12}
+_BACKWARD_FRACTION = 2 / 3  # of a step; assumed: two of three multiplications
+_COPIED_BYTES = 12  # read and written per parameter: one pass to fp16, one back
+_REPEATS = 3  # of the measured backward
+_PHASES = 8  # a step begins at a random point of a cycle: the mean over these
+_LIMIT, _POINTS = 10.0, 20_001  # of the integral, in standard deviations
+
+
+class Message(NamedTuple):
+    """Some gradients, and the time when the last of them is ready."""
+
+    ready: float
+    size: float  # bytes
+
+
+class GradientTimes(NamedTuple):
+    """The buckets of a network: bytes to send, and the fraction of backward after which they are ready."""
+
+    parameters: int
+    buckets: tuple[Message, ...]
+
+
+class Assumed(NamedTuple):
+    """Assumptions of a prediction besides the fabric."""
+
+    sigma: float  # standard deviation of a rank's step, as a fraction
+    negotiation_per_level: float  # seconds, times log2 of the ranks
+    cycle: float  # seconds
+    step_seconds: float  # of one GPU alone
+    copy_rate: float  # bytes per second of its memory
+
+
+def measure(
+    *,
+    models: Annotated[Sequence[PredictedModel], Flag("models whose step time is known")] = MODELS,
+    fabrics: Annotated[Sequence[FabricName], Flag("what connects the GPUs")] = tuple(FABRICS),
+    ranks: Annotated[
+        Sequence[int],
+        Flag("numbers of GPUs", read=whole_number(2, because=": one rank exchanges nothing")),
+    ] = (8, 40, 256, 1024, 10_000),
+    img_size: Annotated[int, Flag("side of the images of the measured backward, in pixels")] = 112,
+    negotiation_us: Annotated[
+        float, Flag("microseconds in which all ranks agree on a message, times log2 of the ranks")
+    ] = 100.0,
+    cycle_ms: Annotated[float, Flag("HOROVOD_CYCLE_TIME, in milliseconds")] = 1.0,
+    sigma: Annotated[float, Flag("standard deviation of a rank's step, as a fraction of it")] = 0.005,
+) -> Result:
+    """Predict the efficiency of each network on each fabric."""
+    workloads = {model: measured_gradient_times(model, img_size) for model in models}
+    figures = []
+    for fabric in fabrics:
+        for model, workload in workloads.items():
+            alone = STEP_SECONDS[fabric, model]
+            assumed = Assumed(sigma, negotiation_us / 1e6, cycle_ms / 1e3, alone, _COPY_RATE[fabric])
+            for count in ranks:
+                step = predicted_step(workload, FABRICS[fabric], count, assumed)
+                label = f"{FABRICS[fabric].name}, {model}, {count} ranks"
+                figures.append(Figure(label, 100 * alone / step, "%"))
+    title = f"predicted efficiency; spread of a step {100 * sigma:g} %"
+    title += f", {negotiation_us:g} us a level to agree, {cycle_ms:g} ms cycles"
+    return Result("simulate", title, figures)
+
+
+def measured_gradient_times(model: str, img_size: int, repeats: int = _REPEATS) -> GradientTimes:
+    """Run backward several times after a warm-up; each gradient's fraction is the median."""
+    network = build_model(model, img_size=img_size, num_classes=CLASSES, drop_path=0.0).train()
+    parameters = dict(network.named_parameters())
+    heads = spec_of(model).heads
+    buckets = build_gradient_buckets(parameters, Exchange(), heads=heads, ranks=2, shards=1)
+    fractions = _ready_fractions(network, img_size, repeats)
+    messages = [
+        Message(max(fractions[name] for name in bucket.parameters), message_bytes(bucket, Exchange()))
+        for bucket in buckets
+    ]
+    count = sum(parameter.numel() for parameter in parameters.values())
+    return GradientTimes(count, tuple(sorted(messages)))
+
+
+def _ready_fractions(network: nn.Module, img_size: int, repeats: int) -> dict[str, float]:
+    """Return the median fraction of each gradient by name."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in network.named_parameters()}
+    ready: dict[str, float] = {}
+
+    def note(parameter: Tensor) -> None:
+        ready[names[parameter]] = perf_counter()
+
+    for parameter in names:
+        parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+    images, fractions = torch.randn(1, 3, img_size, img_size), []
+    for _ in range(repeats + 1):
+        class_logits, token_logits = training_forward(network)(images, lambda tokens: tokens, 0)
+        began = perf_counter()
+        (class_logits.sum() + token_logits.sum()).backward()  # type: ignore[no-untyped-call]
+        lasted = perf_counter() - began
+        fractions.append([(ready[name] - began) / lasted for name in ready])
+        network.zero_grad()
+    return dict(zip(ready, np.median(fractions[1:], axis=0).tolist(), strict=True))
+
+
+def predicted_step(workload: GradientTimes, fabric: Fabric, ranks: int, assumed: Assumed) -> float:
+    """Return the seconds of a step on so many ranks."""
+    alone = assumed.step_seconds
+    backward = _BACKWARD_FRACTION * alone
+    messages = [Message(alone - backward + ready * backward, size) for ready, size in workload.buckets]
+    negotiation = assumed.negotiation_per_level * math.log2(ranks)
+    seconds = partial(all_reduce_seconds, ranks=ranks, fabric=fabric)
+    end = fmean(
+        end_of_exchange(messages, seconds, assumed.cycle, negotiation, assumed.cycle * number / _PHASES)
+        for number in range(_PHASES)
+    )
+    # Casts and copies run on the device between backward's kernels, on any number of ranks.
+    copying = _COPIED_BYTES * workload.parameters / assumed.copy_rate
+    exposed = max(0.0, end - alone) + copying
+    return alone + exposed + alone * assumed.sigma * expected_largest(ranks)
+
+
+def expected_largest(ranks: int) -> float:
+    """Return the mean of the largest of N standard normal draws: how late the slowest rank is, in sigmas.
+
+    The integral of 1 - F^N above zero minus that of F^N below zero.
+    """
+    x = torch.linspace(0.0, _LIMIT, _POINTS, dtype=torch.float64)
+    above, below = torch.special.ndtr(x), torch.special.ndtr(-x)
+    return float(torch.trapezoid(1 - above**ranks - below**ranks, x))
+
+
+def end_of_exchange(
+    messages: Sequence[Message],
+    seconds: Callable[[float], float],
+    cycle: float,
+    negotiation: float,
+    phase: float = 0.0,
+) -> float:
+    """Return when all messages have arrived; `seconds` is the time of a message of a size.
+
+    Once in a cycle Horovod's thread negotiates which messages are ready, and queues them for NCCL. Messages
+    are in the order of their ready times. Cycles begin at `phase`.
+    """
+    period = max(cycle, negotiation)
+    now, free, number = phase, 0.0, 0
+    while number < len(messages):
+        wait = messages[number].ready - now
+        if wait > 0:  # until the first cycle that finds the message; rounding must not put it just before it
+            cycles = math.ceil(wait / period) * period if period else 0.0
+            now = max(now + cycles, messages[number].ready)
+        free = max(now + negotiation, free)
+        while number < len(messages) and messages[number].ready <= now:
+            free += seconds(messages[number].size)
+            number += 1
+        now += period
+    return free
+
+
+def ring_seconds(size: float, ranks: int, fabric: Fabric) -> float:
+    """Return the time of a ring all-reduce: 2(N-1) hops, of which 2(H-1) are between hosts."""
+    between = 2 * (fabric.hosts(ranks) - 1)
+    inside = 2 * (ranks - 1) - between
+    hops = inside * fabric.ring_hop_inside + between * fabric.ring_hop_between
+    return fabric.start + hops + fabric.bytes_seconds(size, ranks)
+
+
+def tree_seconds(size: float, ranks: int, fabric: Fabric) -> float:
+    """Return the time of a tree all-reduce: up and down a chain in each host and a tree of hosts."""
+    chain = min(ranks, fabric.ranks_per_host) - 1
+    levels = math.ceil(math.log2(fabric.hosts(ranks)))
+    hops = 2 * (chain * fabric.tree_hop_inside + levels * fabric.tree_hop_between)
+    return fabric.start + hops + fabric.bytes_seconds(size, ranks)
+
+
+def all_reduce_seconds(size: float, ranks: int, fabric: Fabric) -> float:
+    """Return the time of the faster algorithm: NCCL chooses it for each size."""
+    return min(ring_seconds(size, ranks, fabric), tree_seconds(size, ranks, fabric))
