@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from horovod_volo.cluster.world import World
@@ -15,7 +17,6 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.data.loader import EvalLoader
 from horovod_volo.engine.confusions import ConfusionRecorder
-from horovod_volo.engine.predictions import PredictionCollector
 from horovod_volo.engine.task import Beat, Metrics
 
 # Given a batch, its predicted classes (batch,) and their probabilities (batch,).
@@ -94,3 +95,89 @@ def sum_counts(counts: Tensor, catalog: ImageList, world: World) -> EvalCounts:
     if not images:
         raise UserError(f"none of the images in {catalog.source} can be read.")
     return EvalCounts(int(top1), int(top5), loss_sum, int(images), int(bad_samples))
+
+
+class PredictionCollector:
+    """Collects the predicted classes of this rank's images on the device, without synchronising with it."""
+
+    def __init__(self) -> None:
+        self.done = 0  # images of this rank
+        self._indices: list[NDArray[np.int64]] = []
+        self._predictions: list[Tensor] = []
+        self._probabilities: list[Tensor] = []
+
+    def add(self, batch: EvalBatch, predictions: Tensor, probabilities: Tensor) -> None:
+        """Add the predicted classes of a batch and their probabilities, both (batch,).
+
+        Damaged images get NO_CLASS.
+        """
+        self._indices.append(batch.indices)
+        self._predictions.append(torch.where(batch.classes == NO_CLASS, NO_CLASS, predictions))
+        self._probabilities.append(probabilities)
+        self.done += len(batch.indices)
+
+    def gather(self, world: World, images: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Return the predicted class of every image of the catalog and its probability, both (images,).
+
+        Collective: every rank calls this.
+        """
+        own: tuple[NDArray[Any], ...] = (
+            np.empty(0, np.int64),
+            np.empty(0, np.int32),
+            np.empty(0, np.float32),
+        )
+        if self._indices:
+            own = (
+                np.concatenate(self._indices),
+                torch.cat(self._predictions).to(torch.int32).cpu().numpy(),
+                torch.cat(self._probabilities).float().cpu().numpy(),
+            )
+        predictions, probabilities = np.full(images, NO_CLASS), np.zeros(images, np.float32)
+        for of_rank, rank_predictions, rank_probabilities in world.allgather_object(own):
+            predictions[of_rank] = rank_predictions
+            probabilities[of_rank] = np.nan_to_num(rank_probabilities)
+        return predictions, probabilities
+
+
+class ClassResult(NamedTuple):
+    """The result of one class."""
+
+    name: str
+    images: int  # without damaged ones
+    right: int  # images that are predicted correctly
+    mistaken_for: str  # the most frequent wrong prediction; empty: there is none
+    mistaken: int  # images with that prediction
+
+    @property
+    def top1(self) -> float:
+        """Return the accuracy in per cent; 0 without images."""
+        return 100 * self.right / max(1, self.images)
+
+
+def class_results(
+    classes: Sequence[str], targets: NDArray[np.integer[Any]], predictions: NDArray[np.integer[Any]]
+) -> list[ClassResult]:
+    """Return each class's result, the worst first, from the true and the predicted class of each image."""
+    valid = predictions != NO_CLASS
+    # Count (target, prediction) pairs: a confusion matrix would grow with the square of the classes.
+    pairs = np.stack([targets[valid], predictions[valid]], axis=1)
+    pairs, counts = np.unique(pairs, axis=0, return_counts=True)
+    images, right = np.zeros(len(classes), np.int64), np.zeros(len(classes), np.int64)
+    mistaken, mistaken_for = np.zeros(len(classes), np.int64), np.full(len(classes), NO_CLASS)
+    for (target, prediction), count in zip(pairs.tolist(), counts.tolist(), strict=True):
+        images[target] += count
+        if prediction == target:
+            right[target] = count
+        elif count > mistaken[target]:  # if several are equally frequent, the first class
+            mistaken[target], mistaken_for[target] = count, prediction
+    results = [
+        ClassResult(
+            name,
+            int(images[number]),
+            int(right[number]),
+            classes[mistaken_for[number]] if mistaken[number] else "",
+            int(mistaken[number]),
+        )
+        for number, name in enumerate(classes)
+    ]
+    return sorted(results, key=lambda result: (result.images == 0, result.top1))

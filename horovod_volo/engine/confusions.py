@@ -18,7 +18,7 @@ from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.reading import ImageFiles, decode_rgb
 from horovod_volo.dense.pictures import encoded_picture
-from horovod_volo.engine.per_class import class_results
+from horovod_volo.engine.accuracy import class_results
 from horovod_volo.engine.task import Picture
 
 CONFUSIONS = "confusions.json"

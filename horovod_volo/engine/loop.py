@@ -22,8 +22,8 @@ from horovod_volo.engine.checkpoint.saving import (
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import note_outcome, train_again
 from horovod_volo.engine.log_point import log_bad_samples, log_point
-from horovod_volo.engine.showing import is_due, with_pictures
 from horovod_volo.engine.step import train_step
+from horovod_volo.engine.step_record import is_due, with_pictures
 from horovod_volo.engine.task import Metrics
 from horovod_volo.models.freezing import start_training
 

@@ -6,6 +6,8 @@ Nothing is changed by it, and it does not wait for the device.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -81,3 +83,26 @@ def _by_block(tensors: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     for name, tensor in tensors.items():
         found[block_of(name)].append(tensor)
     return found
+
+
+def is_due(context: TrainContext, every: int) -> bool:
+    """Return whether an epoch begins for which something is shown that is shown every so many epochs."""
+    epoch, step = context.derived.epoch_of(context.state.step)
+    is_last = epoch == context.derived.epochs - 1
+    return every > 0 and step == 0 and (epoch % every == 0 or is_last)
+
+
+def with_pictures(context: TrainContext, batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield the micro-batches; if it is time, log pictures of the first before."""
+    if is_due(context, context.config.logging.images_every):
+        first = next(batches)
+        _log_pictures(context, first)
+        yield first
+        del first  # its memory is needed for the batches of the epoch
+    yield from batches
+
+
+def _log_pictures(context: TrainContext, batch: Batch) -> None:
+    step = context.state.step
+    draw = partial(context.learner.training_pictures, batch, step)
+    context.logger.log_pictures(step, "training", draw)

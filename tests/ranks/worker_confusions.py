@@ -9,8 +9,8 @@ import torch
 from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.data.images.catalog import build_catalog
+from horovod_volo.engine.accuracy import PredictionCollector
 from horovod_volo.engine.confusions import ConfusionRecorder
-from horovod_volo.engine.predictions import PredictionCollector
 
 BATCH = 4
 

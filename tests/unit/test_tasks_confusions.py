@@ -18,6 +18,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.core.batch import NO_CLASS, EvalBatch
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.demo.demo_set import make_demo_set
+from horovod_volo.engine.accuracy import PredictionCollector
 from horovod_volo.engine.confusions import (
     WORST_CLASSES,
     WRONG_IMAGES,
@@ -25,7 +26,6 @@ from horovod_volo.engine.confusions import (
     draw_confusions,
     find_confusions,
 )
-from horovod_volo.engine.predictions import PredictionCollector
 from tests.gpu.synchronisation import RefuseSynchronisation
 
 

@@ -23,7 +23,7 @@ from horovod_volo.engine.checkpoint.files import (
     update_link,
     write_checkpoint,
 )
-from horovod_volo.engine.checkpoint.metadata import run_metadata
+from horovod_volo.engine.checkpoint.resuming import run_metadata
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.task import Metrics, better_value
 from horovod_volo.models.build import spec_of
