@@ -7,8 +7,8 @@ function of the predictions of all held-out images, so they do not depend on the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,6 @@ from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.reading import ImageFiles, decode_rgb
 from horovod_volo.dense.pictures import encoded_picture
-from horovod_volo.engine.accuracy import class_results
 from horovod_volo.engine.task import Picture
 
 CONFUSIONS = "confusions.json"
@@ -157,3 +156,47 @@ def thumbnail(images: ImageFiles, index: int, size: tuple[int, int]) -> Image.Im
 
 def _printable(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+class ClassResult(NamedTuple):
+    """The result of one class."""
+
+    name: str
+    images: int  # without damaged ones
+    right: int  # images that are predicted correctly
+    mistaken_for: str  # the most frequent wrong prediction; empty: there is none
+    mistaken: int  # images with that prediction
+
+    @property
+    def top1(self) -> float:
+        """Return the accuracy in per cent; 0 without images."""
+        return 100 * self.right / max(1, self.images)
+
+
+def class_results(
+    classes: Sequence[str], targets: NDArray[np.integer[Any]], predictions: NDArray[np.integer[Any]]
+) -> list[ClassResult]:
+    """Return each class's result, the worst first, from the true and the predicted class of each image."""
+    valid = predictions != NO_CLASS
+    # Count (target, prediction) pairs: a confusion matrix would grow with the square of the classes.
+    pairs = np.stack([targets[valid], predictions[valid]], axis=1)
+    pairs, counts = np.unique(pairs, axis=0, return_counts=True)
+    images, right = np.zeros(len(classes), np.int64), np.zeros(len(classes), np.int64)
+    mistaken, mistaken_for = np.zeros(len(classes), np.int64), np.full(len(classes), NO_CLASS)
+    for (target, prediction), count in zip(pairs.tolist(), counts.tolist(), strict=True):
+        images[target] += count
+        if prediction == target:
+            right[target] = count
+        elif count > mistaken[target]:  # if several are equally frequent, the first class
+            mistaken[target], mistaken_for[target] = count, prediction
+    results = [
+        ClassResult(
+            name,
+            int(images[number]),
+            int(right[number]),
+            classes[mistaken_for[number]] if mistaken[number] else "",
+            int(mistaken[number]),
+        )
+        for number, name in enumerate(classes)
+    ]
+    return sorted(results, key=lambda result: (result.images == 0, result.top1))
