@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.rank_sums import WorldSums
 from horovod_volo.cluster.resources import RankResources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import BoxBatch
 from horovod_volo.core.errors import UserError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config, flat_weights
-from horovod_volo.cluster.collectives import LocalCollectives, RankLostError
+from horovod_volo.cluster.collectives import Collectives, RankLostError
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.values import assemble
@@ -26,7 +26,7 @@ from horovod_volo.engine.run import run as engine_run
 from horovod_volo.optim.muon import OneRank, share_matrices
 
 
-class OtherRanks(LocalCollectives):
+class OtherRanks(Collectives):
     """Rank 0 of three, of which the others have come this far."""
 
     def __init__(self, *others: Reached | None, began: bool = False) -> None:

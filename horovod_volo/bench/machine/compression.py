@@ -21,7 +21,7 @@ from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import CLASSES, ModelWithLoss
 from horovod_volo.cluster.buckets import Bucket
 from horovod_volo.cluster.collectives import Wait
-from horovod_volo.cluster.compression import BucketScales, Fp16Compression, NoCompression
+from horovod_volo.cluster.compression import BucketScales, Fp16Compression
 from horovod_volo.cluster.reducer import build_gradient_buckets
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.errors import UserError
@@ -195,7 +195,7 @@ def _fp16_sum(bucket: Bucket, ranks: int, scales: BucketScales) -> Sum:
         total.add_(tensor)
         return lambda: total
 
-    compression = Fp16Compression(NoCompression(own, own, allreduce, ranks, "bucket"), scales, 0)
+    compression = Fp16Compression(own, own, allreduce, ranks, "bucket", scales=scales, number=0)
 
     def add(gradients: Tensor) -> None:
         own.copy_(gradients)

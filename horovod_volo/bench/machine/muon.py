@@ -23,9 +23,8 @@ from horovod_volo.bench.cli import ModelName, Pairs
 from horovod_volo.bench.comparison import assert_agree, repeats_for, timed
 from horovod_volo.bench.results import Figure, Result
 from horovod_volo.bench.synthetic import CLASSES, flat_weights
-from horovod_volo.cluster.rank_sums import WorldSums
 from horovod_volo.cluster.resources import rank_resources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, spec_of
 from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr
 from horovod_volo.optim.muon import MatrixRanks, OneRank, share_matrices

@@ -27,7 +27,7 @@ CONSTANTS = (
     # Horovod.
     ("horovod cycle", 1e-3, "s", "published", f"HOROVOD_CYCLE_TIME, {_HOROVOD}"),
     ("horovod fusion", 128 * 2**20, "byte", "published", f"HOROVOD_FUSION_THRESHOLD, {_HOROVOD}"),
-    ("our fusion", 0, "byte", "published", "this code, cluster/env_vars.py: buckets are not fused"),
+    ("our fusion", 0, "byte", "published", "this code, cluster/pinning.py: buckets are not fused"),
     ("negotiation per level", 100e-6, "s", "assumed", "negotiation of all ranks, times log2 of the ranks"),
     ("hook", 40e-6, "s", "assumed", "Python of a gradient hook and its call; stock: one per tensor"),
     ("stock passes", 20, "byte/parameter", "published", "Horovod's code: cast, copy in, copy out, cast"),
