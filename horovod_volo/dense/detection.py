@@ -28,10 +28,10 @@ from horovod_volo.dense.ssd import HEADS, SSD, build_ssd, fitted_weights
 from horovod_volo.engine.shared_catalog import catalog_folder
 from horovod_volo.engine.task import Metrics, TaskRun, better_value, check_classes, drop_path_seed
 from horovod_volo.models.build import check_model
-from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.weights import load_fitted, read_weights
+from horovod_volo.models.weights_header import statistics_of_run
 
 _PICTURES = 4  # in TensorBoard
 

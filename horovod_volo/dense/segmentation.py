@@ -27,10 +27,10 @@ from horovod_volo.dense.scene_shards import open_scenes
 from horovod_volo.dense.upernet import HEADS, UperNet, fitted_weights
 from horovod_volo.engine.task import Metrics, TaskRun, better_value, check_classes, drop_path_seed
 from horovod_volo.models.build import check_model
-from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.weights import load_fitted, read_weights
+from horovod_volo.models.weights_header import statistics_of_run
 
 _NONE_SEED = 0
 _PICTURES = 4  # in TensorBoard

@@ -18,8 +18,6 @@ SMALL_MODULES_WITH_ONE_IMPORTER = {
     "monitor.meters",
     # What a scaler has skipped follows from optimization, its importer belongs to `engine`.
     "optim.loss_scale",
-    # The network computes what `tasks` draws.
-    "models.outlook_attention",
 }
 
 

@@ -19,7 +19,7 @@ from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.loader import EvalLoader, TrainLoader
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION, Normalization
 from horovod_volo.engine.classification import Images, build_loaders
-from horovod_volo.models.normalization import statistics_of_weights
+from horovod_volo.models.weights_header import statistics_of_weights
 
 SIDE = 32
 CPU = torch.device("cpu")

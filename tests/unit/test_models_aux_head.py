@@ -15,9 +15,8 @@ from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.aux_head import reason_to_leave_out
 from horovod_volo.models.build import build_model, training_forward
-from horovod_volo.models.pretrained import load_pretrained
+from horovod_volo.models.pretrained import load_pretrained, reason_to_leave_out
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.volo import SIZES
 from horovod_volo.objective.loss import build_loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from horovod_volo.models.build import build_model
-from horovod_volo.models.outlook_attention import received_attention
+from horovod_volo.models.volo import received_attention
 
 
 def test_it_agrees_with_a_loop() -> None:

@@ -11,7 +11,7 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.engine.task import Samples, Task
-from horovod_volo.models.normalization import statistics_of_run
+from horovod_volo.models.weights_header import statistics_of_run
 
 _OF_THE_MODEL = "of the model"
 

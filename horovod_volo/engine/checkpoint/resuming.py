@@ -21,7 +21,7 @@ from horovod_volo.engine.checkpoint.metadata import check_metadata, run_metadata
 from horovod_volo.engine.context import run_folder
 from horovod_volo.engine.state import TrainState
 from horovod_volo.engine.task import Samples, Task
-from horovod_volo.models.aux_head import AUX_HEAD
+from horovod_volo.models.weights import AUX_HEAD
 
 
 def checkpoint_to_resume(config: Config, world: World, task: Task, train: Samples) -> Path | None:
