@@ -89,14 +89,15 @@ def read_host(root: Path = Path("/"), driver_gpus: Sequence[tuple[str, str]] = (
     )
 
 
-def distance(host: Host, one: Device, other: Device) -> tuple[int, int]:
-    """Return the distance of two devices, to compare it with others: shared bridges first, then NUMA nodes.
+def distance(host: Host, one: Device, other: Device) -> tuple[int, int, int]:
+    """Return the distance of two devices, for comparison: shared bridges first, then hops, then NUMA nodes.
 
     It increases in the order: same switch, same root bridge, same NUMA node, same socket, other socket.
     """
     pairs = zip(one.path, other.path, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return -shared, node_distance(host, one.node, other.node)
+    hops = len(one.path) + len(other.path) if shared else 0
+    return -shared, hops, node_distance(host, one.node, other.node)
 
 
 def node_distance(host: Host, one: int, other: int) -> int:
