@@ -22,7 +22,7 @@ CPUS_OF_DGX_2 = " ".join(f"{first}-{first + 2},{first + 48}-{first + 50}" for fi
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchCase:
     """Ranks on a machine and what each of them should have, rank by rank; None is not checked."""
 
     machine: str
@@ -41,7 +41,7 @@ class Launch:
 
 
 LAUNCHES = {
-    "eight ranks of a DGX A100": Launch(
+    "eight ranks of a DGX A100": LaunchCase(
         "dgx_a100",
         8,
         CPUS_OF_A100,
@@ -51,7 +51,7 @@ LAUNCHES = {
         nics=NICS_OF_A100,
         background="183 191 151 159 247 255 215 223",
     ),
-    "each of them sees one GPU": Launch(
+    "each of them sees one GPU": LaunchCase(
         "dgx_a100",
         8,
         CPUS_OF_A100,
@@ -60,13 +60,13 @@ LAUNCHES = {
         nics=NICS_OF_A100,
         each_sees_one=True,
     ),
-    "one rank has all of its GPU's node": Launch(
+    "one rank has all of its GPU's node": LaunchCase(
         "dgx_a100", 1, "48-63,176-191", nodes=(3,), threads=[32], gpus="07", nics="mlx5_0", background="191"
     ),
-    "GPUs in the order in which CUDA shows them": Launch(
+    "GPUs in the order in which CUDA shows them": LaunchCase(
         "dgx_a100", 2, "80-87,208-215 88-95,216-223", gpus="bd b7", nics="mlx5_8 mlx5_9", visible=(7, 6)
     ),
-    "GPUs of two nodes": Launch(
+    "GPUs of two nodes": LaunchCase(
         "dgx_a100",
         2,
         "48-63,176-191 112-127,240-255",
@@ -75,16 +75,16 @@ LAUNCHES = {
         background="191 255",
         visible=(1, 4),
     ),
-    "fewer GPUs than ranks are not assigned": Launch(
+    "fewer GPUs than ranks are not assigned": LaunchCase(
         "container", 3, "0-7,32-39 8-15,40-47 16-31,48-63", nodes=(0, 0, 1), gpus="- - -", visible=(0, 1)
     ),
-    "no more ranks are assumed on a node than there are": Launch(
+    "no more ranks are assumed on a node than there are": LaunchCase(
         "dgx_2", 2, "0-11,48-59 12-23,60-71", nics="mlx5_0 mlx5_0", each_sees_one=True
     ),
-    "one rank that sees one GPU has the node for itself": Launch(
+    "one rank that sees one GPU has the node for itself": LaunchCase(
         "dgx_a100", 1, "112-127,240-255", visible=(5,)
     ),
-    "mode core takes one thread of each core": Launch(
+    "mode core takes one thread of each core": LaunchCase(
         "dgx_a100",
         8,
         "48-55 56-63 16-23 24-31 112-119 120-127 80-87 88-95",
@@ -93,13 +93,13 @@ LAUNCHES = {
         background="55 63 23 31 119 127 87 95",
         mode="core",
     ),
-    "mode core takes the first allowed thread": Launch(
+    "mode core takes the first allowed thread": LaunchCase(
         "dgx_a100", 1, "48-51,180-183", mode="core", allowed="48-51,176-183"
     ),
-    "cores are not divided, whichever of their threads are allowed": Launch(
+    "cores are not divided, whichever of their threads are allowed": LaunchCase(
         "dgx_a100", 2, "48-51,176-179 180-183", threads=(8, 4), background="179 183", allowed="48-51,176-183"
     ),
-    "mode none changes no CPUs, but has GPU and NIC": Launch(
+    "mode none changes no CPUs, but has GPU and NIC": LaunchCase(
         "dgx_a100",
         8,
         " ".join(["0-255"] * 8),
@@ -110,10 +110,10 @@ LAUNCHES = {
         background="",
         mode="none",
     ),
-    "mode none divides the threads": Launch(
+    "mode none divides the threads": LaunchCase(
         "cpu_vm", 3, "0-6 0-6 0-6", threads=(2, 2, 2), mode="none", allowed="0-6"
     ),
-    "two GPUs of a DGX-2 share the NIC of their switch": Launch(
+    "two GPUs of a DGX-2 share the NIC of their switch": LaunchCase(
         "dgx_2",
         16,
         CPUS_OF_DGX_2,
@@ -122,18 +122,20 @@ LAUNCHES = {
         nics=" ".join(f"{nic} {nic}" for nic in NICS_OF_A100.split()),
         background="50 53 56 59 62 65 68 71 74 77 80 83 86 89 92 95",
     ),
-    "with fewer than four CPUs none is left to the background thread": Launch(
+    "with fewer than four CPUs none is left to the background thread": LaunchCase(
         "dgx_2", 16, " ".join(f"{first}-{first + 2}" for first in range(0, 48, 3)), background="", mode="core"
     ),
-    "a workstation is used completely, without a memory policy": Launch(
+    "a workstation is used completely, without a memory policy": LaunchCase(
         "workstation", 1, "0-15", nodes=[()], threads=[16], gpus="01", nics="-", background="15"
     ),
-    "all ranks have the only GPU of a machine": Launch("workstation", 3, "0-3 4-9 10-15", gpus="01 01 01"),
-    "one rank without GPUs": Launch("cpu_vm", 1, "0-7", nodes=[()], gpus="-", nics="-", background="7"),
-    "two nodes, two ranks": Launch("cpu_vm", 2, "0-3 4-7", nodes=(0, 1), background="3 7"),
-    "two nodes, three ranks": Launch("cpu_vm", 3, "0-1 2-3 4-7", nodes=(0, 0, 1), background=""),
-    "two nodes, eight ranks": Launch("cpu_vm", 8, "0 1 2 3 4 5 6 7", nodes=[0] * 4 + [1] * 4),
-    "ranks of a node without enough cores share all of it": Launch(
+    "all ranks have the only GPU of a machine": LaunchCase(
+        "workstation", 3, "0-3 4-9 10-15", gpus="01 01 01"
+    ),
+    "one rank without GPUs": LaunchCase("cpu_vm", 1, "0-7", nodes=[()], gpus="-", nics="-", background="7"),
+    "two nodes, two ranks": LaunchCase("cpu_vm", 2, "0-3 4-7", nodes=(0, 1), background="3 7"),
+    "two nodes, three ranks": LaunchCase("cpu_vm", 3, "0-1 2-3 4-7", nodes=(0, 0, 1), background=""),
+    "two nodes, eight ranks": LaunchCase("cpu_vm", 8, "0 1 2 3 4 5 6 7", nodes=[0] * 4 + [1] * 4),
+    "ranks of a node without enough cores share all of it": LaunchCase(
         "cpu_vm",
         9,
         "0-3 0-3 0-3 0-3 0-3 4 5 6 7",
@@ -141,12 +143,12 @@ LAUNCHES = {
         background="",  # they would share one CPU
         warned=(0, 1, 2, 3, 4),
     ),
-    "sharing ranks divide the threads of a core": Launch(
+    "sharing ranks divide the threads of a core": LaunchCase(
         "workstation", 2, "6-7 6-7", threads=(1, 1), warned=(0, 1), allowed="6-7", visible=()
     ),
-    "allowed CPUs of two nodes": Launch("cpu_vm", 2, "2-3 4-5", nodes=(0, 1), allowed="2-5"),
-    "allowed CPUs of one node": Launch("cpu_vm", 2, "5 6-7", nodes=(1, 1), allowed="5-7"),
-    "fewer ranks than nodes": Launch(
+    "allowed CPUs of two nodes": LaunchCase("cpu_vm", 2, "2-3 4-5", nodes=(0, 1), allowed="2-5"),
+    "allowed CPUs of one node": LaunchCase("cpu_vm", 2, "5 6-7", nodes=(1, 1), allowed="5-7"),
+    "fewer ranks than nodes": LaunchCase(
         "dgx_a100",
         3,
         "0-31,128-159 32-79,160-207 80-127,208-255",
@@ -157,7 +159,7 @@ LAUNCHES = {
         background="159 207 255",
         visible=(),
     ),
-    "a container on one socket with the GPUs of both": Launch(
+    "a container on one socket with the GPUs of both": LaunchCase(
         "container",
         4,
         "4-5 6-7 8-9 10-11",
@@ -168,7 +170,7 @@ LAUNCHES = {
         warned=(2, 3),
         allowed="4-11",
     ),
-    "nodes that are not allowed are replaced by the nearest": Launch(
+    "nodes that are not allowed are replaced by the nearest": LaunchCase(
         "dgx_a100",
         8,
         "32-35 36-39 40-43 44-47 96-99 100-103 104-107 108-111",
@@ -178,37 +180,37 @@ LAUNCHES = {
         warned=range(8),
         allowed="32-47,96-111",
     ),
-    "GPUs without a known node are assigned in order": Launch(
+    "GPUs without a known node are assigned in order": LaunchCase(
         "virtual_gpus", 4, "0-1,8-9 2-3,10-11 4-5,12-13 6-7,14-15", nodes=[()] * 4, background="9 11 13 15"
     ),
-    "equally near NICs are assigned in turn": Launch(
+    "equally near NICs are assigned in turn": LaunchCase(
         "separate_domains",
         4,
         "12-17 18-23 0-5 6-11",
         nics="mlx5_ib2 mlx5_ib3 mlx5_ib0 mlx5_ib1",
         background="17 23 5 11",
     ),
-    "after the last of the near NICs the first again": Launch(
+    "after the last of the near NICs the first again": LaunchCase(
         "separate_domains",
         6,
         "0-3 4-7 8-11 12-15 16-19 20-23",
         nics="mlx5_ib0 mlx5_ib1 mlx5_ib0 mlx5_ib2 mlx5_ib3 mlx5_ib2",
         visible=(),
     ),
-    "Ethernet NICs are used without InfiniBand": Launch(
+    "Ethernet NICs are used without InfiniBand": LaunchCase(
         "roce", 2, "0-3 12-15", nodes=(0, 3), nics="mlx5_10 mlx5_1", background="3 15"
     ),
-    "a core with a thread switched off": Launch(
+    "a core with a thread switched off": LaunchCase(
         "two_ports", 2, "0-1,4 2-3,6-7", threads=(3, 4), background="", nics="mlx4_0 mlx4_2"
     ),
-    "no rank is bound to a node without CPUs": Launch(
+    "no rank is bound to a node without CPUs": LaunchCase(
         "memory_node", 2, "0-3 4-7", nodes=[(), ()], visible=()
     ),
 }
 
 
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
-def test_each_rank_has_what_is_near_its_gpu(launch: Launch) -> None:
+def test_each_rank_has_what_is_near_its_gpu(launch: LaunchCase) -> None:
     planned = bindings(launch)
     assert [cpu_ranges(binding.cpus) for binding in planned] == launch.cpus.split()
     if launch.nodes is not None:
@@ -231,7 +233,7 @@ def test_each_rank_has_what_is_near_its_gpu(launch: Launch) -> None:
     assert {binding.mode for binding in planned} == {launch.mode}
 
 
-def bindings(launch: Launch) -> list[Binding]:
+def bindings(launch: LaunchCase) -> list[Binding]:
     host = host_of(launch.machine)
     allowed = frozenset(cpu_list(launch.allowed)) if launch.allowed else every_cpu(host)
     return [
