@@ -20,12 +20,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from horovod_volo.cluster.horovod_build import BUILD_SCRIPT
 from horovod_volo.config.arguments import Parser
 from horovod_volo.core.errors import UserError, print_error
 
+BUILD_SCRIPT = Path(__file__).parent / "cluster/build_horovod.sh"
 MISTAKE = 2
 
 

@@ -58,8 +58,7 @@ def _train(config: Config) -> int:
     from horovod_volo.engine.interrupts import StopRequest
 
     stop = StopRequest.listening()  # before torch is imported, which takes seconds
-    from horovod_volo.cluster.env_vars import HorovodOptions
-    from horovod_volo.cluster.pinning import bind
+    from horovod_volo.cluster.pinning import HorovodOptions, bind
 
     # Before torch starts threads: they inherit the binding.
     bound = bind(

@@ -231,7 +231,7 @@ class Trainer:
     def _list(self, data: Any, source: str, split: str, world: World) -> Any:
         """Return the list of a data set's images, with the numbers that the classes had in training."""
         from horovod_volo.engine.given_data import GivenData
-        from horovod_volo.models.class_names import read_class_names
+        from horovod_volo.models.weights_header import read_class_names
 
         given = self._given() or GivenData(None)
         if data is not None:

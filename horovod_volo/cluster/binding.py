@@ -7,19 +7,11 @@ initialized yet. Nothing is changed here: `pinning.py` applies the result.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from horovod_volo.cluster.topology import (
-    UNKNOWN,
-    Device,
-    Gpu,
-    Host,
-    Nic,
-    cpu_ranges,
-    distance,
-    node_distance,
-)
+from horovod_volo.cluster.topology import UNKNOWN, Device, Gpu, Host, Nic, cpu_ranges, distance, node_distance
 
 _MIN_CPUS_FOR_BACKGROUND_THREAD = 4  # with fewer, a rank does not leave one to Horovod's background thread
 
@@ -42,12 +34,12 @@ class Binding:
 
     mode: str
     cpus: tuple[int, ...]
-    memory_nodes: tuple[int, ...]  # preferred NUMA nodes; empty: no memory policy
-    gpu: Gpu | None
-    nic: Nic | None
-    nics: tuple[Nic, ...]  # of all ranks of the host
-    background_cpus: tuple[int, ...]  # CPU of Horovod's background thread, by local rank; empty: any
-    threads: int
+    memory_nodes: tuple[int, ...] = ()  # preferred NUMA nodes; empty: no memory policy
+    gpu: Gpu | None = None
+    nic: Nic | None = None
+    nics: tuple[Nic, ...] = ()  # of all ranks of the host
+    background_cpus: tuple[int, ...] = ()  # CPU of Horovod's background thread, by local rank; empty: any
+    threads: int = 1
     warnings: tuple[str, ...] = ()
     by_launcher: bool = False  # the launcher had bound the rank, and that was not changed
 
@@ -66,10 +58,21 @@ def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
     cpus_by_node = _allowed_cpus_by_node(host, rank)
     nodes_of_ranks = _nodes_of_ranks(host, gpus, cpus_by_node)
     nic_of_ranks = _assign_nics(host, gpus, nodes_of_ranks)
-    nics = tuple(nic for nic in host.nics if nic in nic_of_ranks)
-    if mode == "none" or rank.ranks_bound_here:
-        return _unchanged_binding(host, rank, mode, gpus[index], nic_of_ranks[index], nics)
-
+    cpus = tuple(sorted(rank.allowed_cpus))
+    unchanged = Binding(
+        mode,
+        cpus,
+        gpu=gpus[index],
+        nic=nic_of_ranks[index],
+        nics=tuple(nic for nic in host.nics if nic in nic_of_ranks),
+        threads=max(1, len(cpus) // (rank.ranks_bound_here or rank.local_size)),
+    )
+    if mode == "none":
+        return unchanged
+    if rank.ranks_bound_here:
+        warning = f"the launcher bound this rank to CPUs {cpu_ranges(cpus)}: --binding does not change that"
+        nodes = _memory_nodes(host, cpus)
+        return replace(unchanged, memory_nodes=nodes, warnings=(warning,), by_launcher=True)
     slices = [_cpus_of_rank(host, cpus_by_node, nodes_of_ranks, other, mode) for other in range(len(gpus))]
     cpus, sharing_ranks = slices[index]
     # Only with the real local ranks as indices is the list of background CPUs right for Horovod.
@@ -77,47 +80,27 @@ def plan_binding(host: Host, rank: LaunchedRank, mode: str = "numa") -> Binding:
     spare = indexed_by_local_rank and all(
         len(part) >= _MIN_CPUS_FOR_BACKGROUND_THREAD and sharing == 1 for part, sharing in slices
     )
-    return Binding(
-        mode=mode,
+    return replace(
+        unchanged,
         cpus=cpus,
         memory_nodes=_memory_nodes(host, cpus),
-        gpu=gpus[index],
-        nic=nic_of_ranks[index],
-        nics=nics,
         background_cpus=tuple(part[-1] for part, _ in slices) if spare else (),
         threads=max(1, len(cpus) // sharing_ranks),
-        warnings=_warnings(gpus, index, nodes_of_ranks[index], cpus, sharing_ranks),
+        warnings=tuple(_warnings(gpus, index, nodes_of_ranks[index], cpus, sharing_ranks)),
     )
-
-
-def _unchanged_binding(
-    host: Host, rank: LaunchedRank, mode: str, gpu: Gpu | None, nic: Nic | None, nics: tuple[Nic, ...]
-) -> Binding:
-    """Return the binding of a rank that stays on the CPUs on which it was started."""
-    cpus = tuple(sorted(rank.allowed_cpus))
-    threads = max(1, len(cpus) // (rank.ranks_bound_here or rank.local_size))
-    if mode == "none":
-        return Binding(mode, cpus, (), gpu, nic, nics, (), threads)
-    warning = f"the launcher bound this rank to CPUs {cpu_ranges(cpus)}: --binding does not change that"
-    memory = _memory_nodes(host, cpus)
-    return Binding(mode, cpus, memory, gpu, nic, nics, (), threads, (warning,), by_launcher=True)
 
 
 def _warnings(
     gpus: list[Gpu | None], index: int, nodes: tuple[int, ...], cpus: tuple[int, ...], sharing_ranks: int
-) -> tuple[str, ...]:
-    warnings = []
+) -> Iterator[str]:
     gpu = gpus[index]
     if gpu is not None and _all_have_nodes(gpus) and gpu.node not in nodes:
-        warnings.append(
+        yield (
             f"GPU {gpu.name} is at NUMA node {gpu.node}, but this process may use no CPU there: "
             f"node {cpu_ranges(nodes)} is the nearest"
         )
     if sharing_ranks > 1:
-        warnings.append(
-            f"{sharing_ranks} ranks share CPUs {cpu_ranges(cpus)}: there are fewer cores than ranks"
-        )
-    return tuple(warnings)
+        yield f"{sharing_ranks} ranks share CPUs {cpu_ranges(cpus)}: there are fewer cores than ranks"
 
 
 def _gpus_of_ranks(host: Host, rank: LaunchedRank) -> tuple[list[Gpu | None], int]:
@@ -150,10 +133,8 @@ def _nodes_of_ranks(
     if _all_have_nodes(gpus):
         gpu_nodes = [gpu.node for gpu in gpus if gpu is not None]
         return [(min(nodes, key=lambda node: node_distance(host, at, node)),) for at in gpu_nodes]
-    if ranks >= len(nodes):
-        return [(nodes[rank * len(nodes) // ranks],) for rank in range(ranks)]
     cuts = [rank * len(nodes) // ranks for rank in range(ranks + 1)]
-    return [nodes[first:last] for first, last in pairwise(cuts)]
+    return [nodes[first : max(first + 1, last)] for first, last in pairwise(cuts)]
 
 
 def _all_have_nodes(gpus: list[Gpu | None]) -> bool:

@@ -1,30 +1,38 @@
-"""Collective operations: Horovod's, and those of a single process. Given a flat tensor and a name, an
-all-reduce replaces it by its sum over ranks, which Horovod computes while the caller continues.
+"""Collective operations of Horovod, and how Horovod was built. Given a flat tensor and a name, an all-reduce
+replaces it by its sum over ranks, which Horovod computes while the caller continues.
 
-Every rank calls the same methods in the same order. With one rank, each method of `LocalCollectives` is the
-identity, so that callers need not distinguish the two.
+Every rank calls the same methods in the same order. With one rank each method is the identity: callers need
+not distinguish the two.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import io
 import os
 import pickle
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from horovod_volo.cluster.horovod_build import read_build
 from horovod_volo.cluster.watchdog_process import Heartbeat
 from horovod_volo.core.errors import UserError
 
 Wait = Callable[[], None]
 WaitForResult = Callable[[], Tensor]
 _POLL_SECONDS = 1e-4
+BUILD = 'pip install "$(horovod-volo build_horovod)"'
+_REBUILD = (
+    "Build it for the PyTorch that is installed: "
+    'pip install --force-reinstall --no-deps "$(horovod-volo build_horovod)".'
+)
+_MAX_VERSION_BYTES = 8192  # MPI_MAX_LIBRARY_VERSION_STRING of MPICH, the longest
 
 
 class RankLostError(RuntimeError):
@@ -47,60 +55,39 @@ def _check_host_name() -> None:
         ) from None
 
 
-class Collectives(Protocol):
-    """The collective operations in use. An `_async` method returns a function that waits for the result."""
+class Collectives:
+    """The collective operations of a single rank; `HorovodCollectives` has those of several.
 
-    heartbeat: Heartbeat  # notes whether this rank waits for others
+    An `_async` method returns a function that waits for the result.
+    """
 
-    def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:
-        """Replace `tensor` by `scale` times its sum over ranks."""
-
-    def reduce_scatter_async(self, tensor: Tensor, name: str) -> WaitForResult:
-        """Sum a flat tensor over ranks and return this rank's 1/size of the sum."""
-
-    def allgather_async(self, part: Tensor, name: str) -> WaitForResult:
-        """Concatenate the flat tensors of all ranks, which may differ in length, in the order of ranks."""
-
-    def broadcast_async(self, tensor: Tensor, name: str, root: int = 0) -> Wait:
-        """Replace `tensor` by that of rank `root`."""
-
-    def allgather_object(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank."""
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's `value`."""
-
-
-class LocalCollectives:
-    """The collectives of a single rank."""
-
-    heartbeat = Heartbeat()
+    heartbeat = Heartbeat()  # notes whether this rank waits for others
 
     def allreduce_async(self, tensor: Tensor, name: str, scale: float) -> Wait:  # noqa: ARG002
+        """Replace `tensor` by `scale` times its sum over ranks."""
         if scale != 1.0:
             tensor.mul_(scale)
         return lambda: None
 
     def reduce_scatter_async(self, tensor: Tensor, name: str) -> WaitForResult:  # noqa: ARG002
+        """Sum a flat tensor over ranks and return this rank's 1/size of the sum."""
         return lambda: tensor
 
     def allgather_async(self, part: Tensor, name: str) -> WaitForResult:  # noqa: ARG002
+        """Concatenate the flat tensors of all ranks, which may differ in length, in the order of ranks."""
         return lambda: part
 
     def broadcast_async(self, tensor: Tensor, name: str, root: int = 0) -> Wait:  # noqa: ARG002
+        """Replace `tensor` by that of rank `root`."""
         return lambda: None
 
     def allgather_object(self, value: Any) -> list[Any]:
+        """Return every rank's `value`, by rank."""
         return [value]
 
-    def broadcast_object(self, value: Any) -> Any:
-        return value
 
-
-class HorovodCollectives:
+class HorovodCollectives(Collectives):
     """Horovod's collectives among the ranks that the launcher started."""
-
-    heartbeat = Heartbeat()
 
     def __init__(self) -> None:
         read_build()  # raises UserError for a Horovod without PyTorch, whose import raises nothing
@@ -172,10 +159,7 @@ class HorovodCollectives:
         payloads = self.allgather_async(payload, "object")()
         return [pickle.loads(part.numpy().tobytes()) for part in torch.split(payloads, sizes().tolist())]
 
-    def broadcast_object(self, value: Any) -> Any:
-        return self.allgather_object(value if self.rank == 0 else None)[0]
-
-    @contextmanager
+    @contextlib.contextmanager
     def _lost_rank_as_error(self) -> Iterator[None]:
         try:
             yield
@@ -184,3 +168,50 @@ class HorovodCollectives:
             reason = "does not answer: it hangs, or its host cannot be reached" if timed_out else "has exited"
             first_sentence, _, _ = str(error).partition(". ")
             raise RankLostError(f"another rank {reason} ({first_sentence})") from None
+
+
+@dataclass(frozen=True)
+class HorovodBuild:
+    """Version and build options of a Horovod that PyTorch can use."""
+
+    version: str
+    mpi: bool
+    gloo: bool
+    nccl: bool
+    mpi_library: str  # name and version; empty without MPI
+
+
+def read_build() -> HorovodBuild:
+    """Return how Horovod was built; raise UserError where PyTorch cannot use it."""
+    try:
+        # A Horovod without PyTorch support prints to stdout, which --json - reserves, and does not raise.
+        with contextlib.redirect_stdout(io.StringIO()):
+            import horovod
+            import horovod.torch as hvd
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "horovod":
+            raise
+        raise UserError(
+            f"Horovod is not installed in this Python, and several ranks need it. Build it: {BUILD}. "
+            "One rank needs no Horovod: start it without a launcher."
+        ) from None
+    except (ImportError, OSError) as error:
+        cause = str(error).splitlines()[0]
+        raise UserError(f"Horovod does not load: {cause}. {_REBUILD}") from None
+    if not hasattr(hvd, "init"):
+        raise UserError(f"Horovod {horovod.__version__} was built without PyTorch. {_REBUILD}")
+    return HorovodBuild(
+        version=horovod.__version__,
+        mpi=hvd.mpi_built(),
+        gloo=hvd.gloo_built(),
+        nccl=bool(hvd.nccl_built()),
+        mpi_library=_mpi_library() if hvd.mpi_built() else "",
+    )
+
+
+def _mpi_library() -> str:
+    """Return name and version of the MPI library that Horovod loaded; legal before MPI_Init."""
+    text, length = ctypes.create_string_buffer(_MAX_VERSION_BYTES), ctypes.c_int()
+    if ctypes.CDLL(None).MPI_Get_library_version(text, ctypes.byref(length)):
+        return ""
+    return text.value.decode(errors="replace").partition(",")[0].strip()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,50 +52,34 @@ def summed_in_fp32(parameters: Mapping[str, Tensor], heads: Collection[str]) -> 
     return of_heads | {name for name, parameter in parameters.items() if parameter.dim() <= 1}
 
 
-class Compression(Protocol):
-    """Compresses the gradients of one bucket, reduces them over ranks and decompresses the result."""
-
-    buffer: Tensor  # the compressed gradients, in the bucket's layout
-
-    @property
-    def compresses_per_gradient(self) -> bool:
-        """Return whether each gradient may be compressed as soon as backward has computed it."""
-
-    def compress_gradient(self, target: Tensor, gradient: Tensor) -> None:
-        """Compress a gradient into `target`, its view of `buffer`; this may overwrite the gradient."""
-
-    def compress_bucket(self) -> None:
-        """Compress the bucket's gradients into `buffer`."""
-
-    def launch(self) -> Wait:
-        """Launch the reduction of `buffer`; the returned function waits, then writes averaged gradients."""
-
-
 class NoCompression:
     """Sums gradients as they are; copying them into the bucket divides them by the number of ranks."""
 
-    compresses_per_gradient = True
+    compresses_per_gradient = True  # whether each may be compressed as soon as backward has computed it
 
     def __init__(
         self, gradients: Tensor, output: Tensor, reduce_async: ReduceAsync, size: int, name: str
     ) -> None:
         """Reduce `gradients` over `size` ranks into `output`; `name` is the name of the collective."""
-        self.buffer, self.output, self.reduce_async = gradients, output, reduce_async
+        self.gradients, self.output, self.reduce_async = gradients, output, reduce_async
+        self.buffer = gradients  # the compressed gradients, in the bucket's layout
         self.size, self.name = size, name
         self.maximum: Tensor | None = None  # max |gradient| is written here, if anybody looks at it
-        self._scale = 1.0 / size
 
     def compress_gradient(self, target: Tensor, gradient: Tensor) -> None:
-        torch.mul(gradient, self._scale, out=target)
+        """Compress a gradient into `target`, its view of `buffer`; this may overwrite the gradient."""
+        torch.mul(gradient, 1.0 / self.size, out=target)
 
     def compress_bucket(self) -> None:
+        """Compress the bucket's gradients into `buffer`."""
         if self.size > 1:
-            self.buffer.mul_(self._scale)
+            self.gradients.mul_(1.0 / self.size)
 
     def launch(self) -> Wait:
+        """Launch the reduction of `buffer`; the returned function waits, then writes averaged gradients."""
         if self.maximum is not None:
-            torch.mul(max_abs(self.buffer), self.size, out=self.maximum)
-        wait_for_result = self.reduce_async(self.buffer, self.name)
+            torch.mul(max_abs(self.gradients), self.size, out=self.maximum)
+        wait_for_result = self.reduce_async(self.gradients, self.name)
 
         def finish() -> None:
             result = wait_for_result()
@@ -105,23 +89,24 @@ class NoCompression:
         return finish
 
 
-class Fp16Compression:
+class Fp16Compression(NoCompression):
     """Multiplies gradients by the bucket's scale and rounds them to fp16.
 
     The first step has no maximum yet (nor has a checkpoint without maxima): it sums in fp32.
     """
 
-    def __init__(self, uncompressed: NoCompression, scales: BucketScales, bucket_number: int) -> None:
-        """Compress the gradients that `uncompressed` would reduce, with the scale of this bucket."""
-        self.buffer = torch.zeros_like(uncompressed.buffer, dtype=torch.float16)
-        self._uncompressed, self._scales = uncompressed, scales
-        self._scale, self._inverse_scale = scales.scale[bucket_number], scales.inverse_scale[bucket_number]
-        self._maximum = scales.maxima[bucket_number : bucket_number + 1]
-        self._maxima = [torch.zeros_like(self._maximum)]  # and those of what was compressed in this step
-        self._limit = _LARGEST_SUM / _next_power_of_two(uncompressed.size)
+    def __init__(self, *bucket: Any, scales: BucketScales, number: int) -> None:
+        """Compress with the scale of bucket `number`; for the other arguments see `NoCompression`."""
+        super().__init__(*bucket)
+        self.buffer = torch.zeros_like(self.gradients, dtype=torch.float16)
+        self._scales = scales
+        self._scale, self._inverse_scale = scales.scale[number], scales.inverse_scale[number]
+        self.maximum = scales.maxima[number : number + 1] if scales.adaptive else None
+        self._maxima = [torch.zeros_like(scales.maxima[:1])]  # and those of what was compressed in this step
+        self._limit = _LARGEST_SUM / _next_power_of_two(self.size)
 
     @property
-    def compresses_per_gradient(self) -> bool:
+    def compresses_per_gradient(self) -> bool:  # type: ignore[override]  # it changes after the first step
         return self._scales.initialized
 
     def compress_gradient(self, target: Tensor, gradient: Tensor) -> None:
@@ -131,22 +116,23 @@ class Fp16Compression:
 
     def compress_bucket(self) -> None:
         if self._scales.initialized:
-            self.compress_gradient(self.buffer, self._uncompressed.buffer)
+            self.compress_gradient(self.buffer, self.gradients)
+        else:
+            super().compress_bucket()
 
     def launch(self) -> Wait:
         if not self._scales.initialized:
-            self._uncompressed.compress_bucket()
-            return self._uncompressed.launch()
-        if self._scales.adaptive:
-            self._clamp()
-        wait_for_result = self._uncompressed.reduce_async(self.buffer, f"{self._uncompressed.name}.fp16")
+            return super().launch()
+        if self.maximum is not None:
+            self._clamp(self.maximum)
+        wait_for_result = self.reduce_async(self.buffer, f"{self.name}.fp16")
 
         def finish() -> None:
-            scale_into(self._uncompressed.output, wait_for_result(), self._inverse_scale)
+            scale_into(self.output, wait_for_result(), self._inverse_scale)
 
         return finish
 
-    def _clamp(self) -> None:
+    def _clamp(self, own_maximum: Tensor) -> None:
         """Clamp the buffer so that its sum over ranks is finite, and store this rank's maximum."""
         maximum = torch.cat(self._maxima).amax(0, keepdim=True)
         del self._maxima[1:]
@@ -155,7 +141,7 @@ class Fp16Compression:
         if not _on_cpu(self.buffer) or not maximum <= limit:
             self.buffer.clamp_(-self._limit, self._limit)
         # That of clamped values; nan if one of them was infinite.
-        torch.add(maximum.minimum(limit), maximum, alpha=0.0, out=self._maximum)
+        torch.add(maximum.minimum(limit), maximum, alpha=0.0, out=own_maximum)
 
 
 class BucketScales:

@@ -62,8 +62,7 @@ def connect_once(config: Config) -> World:
 
     Raise UserError if the ranks' settings differ, or this process was connected with other ones.
     """
-    from horovod_volo.cluster.env_vars import HorovodOptions
-    from horovod_volo.cluster.pinning import bind
+    from horovod_volo.cluster.pinning import HorovodOptions, bind
     from horovod_volo.cluster.world import World
 
     launch = config.launch

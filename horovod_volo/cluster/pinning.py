@@ -10,19 +10,18 @@ import ctypes
 import math
 import os
 import platform
-from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from horovod_volo.cluster.binding import Binding, LaunchedRank, plan_binding
-from horovod_volo.cluster.env_vars import HorovodOptions, launch_env_vars
 from horovod_volo.cluster.launch_env import read_launch_env
-from horovod_volo.cluster.nvml import cuda_visible_devices, list_gpus
 from horovod_volo.cluster.topology import (
     Host,
     cpu_list,
     cpu_ranges,
     kernel_address,
+    list_gpus,
     read_host,
     read_text_or_empty,
 )
@@ -36,11 +35,24 @@ _MAX_NUMA_NODES = 1024
 _LAUNCHERS = {"mpirun", "mpiexec", "orterun", "orted", "prterun", "prted", "hydra_pmi_proxy", "slurmstepd"}
 
 
+@dataclass(frozen=True)
+class HorovodOptions:
+    """Optional features of Horovod; empty or false means off."""
+
+    autotune: str = ""  # file of the autotuner's log
+    timeline: str = ""  # file of the timeline
+    elastic: bool = False
+
+
 def bind(mode: str, options: HorovodOptions | None = None, root: Path = Path("/")) -> Binding:
-    """Bind this process and set the variables that its libraries read; return the binding in effect."""
+    """Bind this process and set the variables that its libraries read; return the binding in effect.
+
+    A variable that is set already is not changed: the user, the site or the launcher chose it.
+    """
     binding = plan_own_binding(mode, root)
-    set_variables(os.environ, launch_env_vars(binding, options or HorovodOptions()))
-    threads = compute_threads(os.environ, binding.threads)
+    for name, value in launch_env_vars(binding, options or HorovodOptions()).items():
+        os.environ.setdefault(name, value)
+    threads = compute_threads(binding.threads)
     warnings = [*binding.warnings]
     if threads != binding.threads:
         warnings.append(
@@ -49,36 +61,10 @@ def bind(mode: str, options: HorovodOptions | None = None, root: Path = Path("/"
     return replace(binding, warnings=(*warnings, *_apply(binding)))
 
 
-def compute_threads(environment: Mapping[str, str], default: int) -> int:
+def compute_threads(default: int) -> int:
     """Return the number of threads that torch computes with: OMP_NUM_THREADS, or else `default`."""
-    outermost = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2": nested parallelism
+    outermost = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2": nested parallelism
     return int(outermost) if outermost.isdecimal() and int(outermost) > 0 else default
-
-
-def plan_own_binding(mode: str, root: Path = Path("/")) -> Binding:
-    """Return the binding of this rank on the host whose /sys and /proc lie below `root`; change nothing."""
-    launch, driver_gpus = read_launch_env(), list_gpus()
-    host = read_host(root, driver_gpus)
-    rank = LaunchedRank(
-        local_rank=launch.local_rank,
-        local_size=launch.local_size,
-        allowed_cpus=frozenset(os.sched_getaffinity(0)),
-        ranks_bound_here=ranks_bound_by_launcher(launch.local_size, os.environ),
-        visible_gpus=visible_gpus(host, driver_gpus, os.environ),
-    )
-    return plan_binding(host, rank, mode)
-
-
-def visible_gpus(
-    host: Host, driver_gpus: Sequence[tuple[str, str]], environment: Mapping[str, str]
-) -> tuple[int, ...] | None:
-    """Return the indices of the host's GPUs that CUDA shows to this process; None: all."""
-    numbers = cuda_visible_devices(driver_gpus, environment)
-    if numbers is None and len(driver_gpus) == len(host.gpus):
-        return None
-    visible = driver_gpus if numbers is None else [driver_gpus[number] for number in numbers]
-    names = [gpu.name for gpu in host.gpus]
-    return tuple(names.index(kernel_address(address)) for address, _ in visible)
 
 
 def unbound() -> Binding:
@@ -86,10 +72,45 @@ def unbound() -> Binding:
     return plan_own_binding("none")
 
 
-def set_variables(environment: MutableMapping[str, str], variables: dict[str, str]) -> None:
-    """Set the variables that the user, the site or the launcher has not set."""
-    for name, value in variables.items():
-        environment.setdefault(name, value)
+def plan_own_binding(mode: str, root: Path = Path("/")) -> Binding:
+    """Return the binding of this rank on the host whose /sys lies below `root`; change nothing."""
+    launch, driver_gpus = read_launch_env(), list_gpus()
+    host = read_host(root, driver_gpus)
+    rank = LaunchedRank(
+        local_rank=launch.local_rank,
+        local_size=launch.local_size,
+        allowed_cpus=frozenset(os.sched_getaffinity(0)),
+        ranks_bound_here=ranks_bound_by_launcher(launch.local_size, os.environ),
+        visible_gpus=visible_gpus(host, driver_gpus, os.environ.get("CUDA_VISIBLE_DEVICES")),
+    )
+    return plan_binding(host, rank, mode)
+
+
+def visible_gpus(
+    host: Host, driver_gpus: Sequence[tuple[str, str]], setting: str | None
+) -> tuple[int, ...] | None:
+    """Return the indices of the host's GPUs that CUDA shows to this process; None: all.
+
+    `setting` is CUDA_VISIBLE_DEVICES, or None if it is not set.
+    """
+    # A MIG device is a part of a GPU, nobody can say of which: then all GPUs count as visible.
+    shown = driver_gpus if setting is None or "MIG-" in setting else [*_selected(driver_gpus, setting)]
+    if shown is driver_gpus and len(driver_gpus) == len(host.gpus):
+        return None
+    names = [gpu.name for gpu in host.gpus]
+    return tuple(names.index(kernel_address(address)) for address, _ in shown)
+
+
+def _selected(driver_gpus: Sequence[tuple[str, str]], setting: str) -> Iterator[tuple[str, str]]:
+    """Yield the GPUs that CUDA_VISIBLE_DEVICES selects, by index or UUID, in its order."""
+    for name in filter(None, map(str.strip, setting.split(","))):
+        if name.isdecimal():
+            matching = driver_gpus[int(name) : int(name) + 1]
+        else:
+            matching = [gpu for gpu in driver_gpus if gpu[1].startswith(name)]
+        if len(matching) != 1:
+            return  # CUDA ignores the rest of the list from the first invalid name on
+        yield matching[0]
 
 
 def ranks_bound_by_launcher(
@@ -99,16 +120,21 @@ def ranks_bound_by_launcher(
 
     The count is 1 where each rank has a core or a slice of the host, and more where ranks share a socket.
     """
-    own = _allowed_cpus(proc / "self")
-    process = _parent(proc / "self")
-    while process not in ("", "0"):
-        if _name(proc / process).partition(".")[0] in _LAUNCHERS:
-            of_launcher = len(_allowed_cpus(proc / process))
+    process = _status(proc / "self")
+    own = len(cpu_list(process.get("Cpus_allowed_list", "")))
+    while process := _status(proc / process.get("PPid", "0")):
+        if process["Name"].partition(".")[0] in _LAUNCHERS:
+            of_launcher = len(cpu_list(process["Cpus_allowed_list"]))
             # slurmstepd itself is not confined to the CPUs of its job.
             of_launcher = min(of_launcher, int(environment.get("SLURM_CPUS_ON_NODE", of_launcher)))
-            return math.ceil(local_size * len(own) / of_launcher) if len(own) < of_launcher else 0
-        process = _parent(proc / process)
+            return math.ceil(local_size * own / of_launcher) if own < of_launcher else 0
     return 0
+
+
+def _status(process: Path) -> dict[str, str]:
+    """Return the fields of a process's status; nothing if there is no such process."""
+    lines = read_text_or_empty(process / "status").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def memory_nodes() -> tuple[int, ...]:
@@ -160,18 +186,44 @@ def _prefer_memory(nodes: tuple[int, ...]) -> str:
     return os.strerror(ctypes.get_errno()) if failed else ""
 
 
-def _allowed_cpus(process: Path) -> set[int]:
-    return set(cpu_list(_status(process, "Cpus_allowed_list")))
-
-
-def _parent(process: Path) -> str:
-    return _status(process, "PPid")
-
-
-def _name(process: Path) -> str:
-    return _status(process, "Name")
-
-
-def _status(process: Path, field: str) -> str:
-    lines = read_text_or_empty(process / "status").splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(f"{field}:")), "")
+def launch_env_vars(binding: Binding, options: HorovodOptions) -> dict[str, str]:
+    """Return the variables of a rank that Horovod, NCCL, MPI and the thread libraries read."""
+    variables = {
+        # Threads of PyTorch: those of this rank. By default each rank starts one for every core of the host.
+        "OMP_NUM_THREADS": str(binding.threads),
+        "MKL_NUM_THREADS": str(binding.threads),  # MKL has its own variable
+        # OpenMP threads sleep while they wait for each other. By default they spin; on a core that another
+        # process needs too, each wait then lasts until the scheduler preempts the thread.
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # NumPy only draws random numbers and sorts here; its pool of BLAS threads would be idle.
+        "OPENBLAS_NUM_THREADS": "1",
+        # CUDA's default order is fastest first. By PCI address, its GPU 3 is the driver's GPU 3 on any host.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID" if binding.gpu else "",
+        # The NICs next to this host's GPUs, without those for storage. All ranks of a host have the same
+        # list: NCCL picks the nearest NIC for each GPU itself, and builds wrong rings where lists differ.
+        "NCCL_IB_HCA": "=" + ",".join(map(str, binding.nics)) if binding.gpu and binding.nics else "",
+        # MPI over UCX: only the NIC of this rank. UCX would spread each rank over several.
+        "UCX_NET_DEVICES": str(binding.nic or ""),
+        # The interface of this rank's NIC for gloo, unless horovodrun --network-interface chose one.
+        "HOROVOD_GLOO_IFACE": binding.nic.interface if binding.nic else "",
+        # Horovod's background thread on the last CPU of each rank, because the training loop tends to run on
+        # the first. Not set where a rank has too few CPUs to spare one.
+        "HOROVOD_THREAD_AFFINITY": ",".join(map(str, binding.background_cpus)),
+        # Milliseconds between Horovod's negotiation cycles. For a rank that computes on one core, cycles take
+        # a tenth of that core with Horovod's default of 1, and a twentieth with 10; a step then waits some
+        # 6 ms more. A rank with a GPU has spare cores and keeps the default, and so do elastic ranks: Horovod
+        # crashes when it is initialized again with this and a fusion threshold.
+        "HOROVOD_CYCLE_TIME": "" if binding.gpu or options.autotune or options.elastic else "10",
+        # No tensor fusion: buckets are reduced in place. Horovod would copy those that happen to be ready
+        # together into one buffer, and more than two ranks would round differently from run to run.
+        "HOROVOD_FUSION_THRESHOLD": "" if options.autotune else "0",
+        # Open MPI waits by spinning, and Horovod's thread waits for the slowest rank in every cycle: with
+        # 5 ms between cycles it used 85 % as much CPU time as the computing thread, and 4 % with yielding.
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        # --horovod-autotune: Horovod tries fusion thresholds and cycle times during training, and logs them.
+        "HOROVOD_AUTOTUNE": "1" if options.autotune else "",
+        "HOROVOD_AUTOTUNE_LOG": options.autotune,
+        # --horovod-timeline: the phases of each collective, for Chrome's trace viewer.
+        "HOROVOD_TIMELINE": options.timeline,
+    }
+    return {name: value for name, value in variables.items() if value}

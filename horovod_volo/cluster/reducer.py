@@ -20,7 +20,6 @@ from horovod_volo.cluster.buckets import Bucket, build_buckets
 from horovod_volo.cluster.collectives import Wait, WaitForResult
 from horovod_volo.cluster.compression import (
     BucketScales,
-    Compression,
     Fp16Compression,
     NoCompression,
     ReduceAsync,
@@ -97,7 +96,7 @@ class Reducer:
             adaptive=compressed and not loss_is_scaled,
         )
         self._reductions = [
-            _BucketReduction(bucket, micro_batches, self._compression(bucket, number, compressed))
+            _BucketReduction(bucket, micro_batches, self._compression(bucket, number, number < compressible))
             for number, bucket in enumerate(self.buckets)
         ]
 
@@ -110,14 +109,14 @@ class Reducer:
     def _local_gradients(self) -> list[Tensor]:
         return [bucket.gradients for bucket in self.buckets]
 
-    def _compression(self, bucket: Bucket, number: int, compressed: bool) -> Compression:
-        output, reduce_async = self._reduction(bucket)
-        name = f"bucket.{number}"
-        uncompressed = NoCompression(bucket.gradients, output, reduce_async, self._world.size, name)
+    def _compression(self, bucket: Bucket, number: int, compressed: bool) -> NoCompression:
+        arguments = (bucket.gradients, *self._reduction(bucket), self._world.size, f"bucket.{number}")
+        if compressed:
+            return Fp16Compression(*arguments, scales=self.scales, number=number)
+        uncompressed = NoCompression(*arguments)
         if self.statistics.looks and not self._loss_is_scaled:
             uncompressed.maximum = self.statistics.maxima[number : number + 1]
-        compressed = compressed and bucket.compressible
-        return Fp16Compression(uncompressed, self.scales, number) if compressed else uncompressed
+        return uncompressed
 
     def _reduction(self, bucket: Bucket) -> tuple[Tensor, ReduceAsync]:
         """Return the tensor for a bucket's averaged gradients, and the collective that sums over ranks."""
@@ -182,7 +181,7 @@ class Reducer:
 class _BucketReduction:
     """Launches the reduction of one bucket when its last gradient of a step is ready."""
 
-    def __init__(self, bucket: Bucket, micro_batches: int, compression: Compression) -> None:
+    def __init__(self, bucket: Bucket, micro_batches: int, compression: NoCompression) -> None:
         self._compression = compression
         self._micro_batches = micro_batches
         self._wait: Wait | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from dataclasses import dataclass
 
@@ -30,7 +29,7 @@ def rank_resources(world: World) -> RankResources:
     device = world.run_on_all_ranks(lambda: _device(world))
     _check_devices(device, world)
     binding = world.binding
-    torch.set_num_threads(compute_threads(os.environ, binding.threads))
+    torch.set_num_threads(compute_threads(binding.threads))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return RankResources(device, binding.threads, str(binding))

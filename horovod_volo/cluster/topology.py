@@ -1,25 +1,26 @@
-"""The topology of a host: cores, NUMA nodes, GPUs and network cards (NICs), read from /sys and /proc.
+"""The topology of a host: cores, NUMA nodes and network cards (NICs) from /sys, and GPUs from NVML, which is
+the library of NVIDIA's driver.
 
-No torch: this is read before anything that starts threads is imported. Files that are missing, as in a
-container or a virtual machine, leave the corresponding fields empty or unknown.
+No torch and no CUDA: this is read before anything that starts threads is imported. Files that are missing, as
+in a container or a virtual machine, leave the corresponding fields empty or unknown.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
+import pynvml
+
 UNKNOWN = -1
-_CPUS = "sys/devices/system/cpu"
-_NODES = "sys/devices/system/node"
 _DEVICES = "sys/bus/pci/devices"
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI vendor, and the first byte of the class of display controllers
-_NICS = "sys/class/infiniband"
 _BRIDGE = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}")
 _LOCAL, _FAR = 10, 255  # the kernel's distance of a node to itself, and to an unreachable one
-_ROOT_BRIDGE, _OTHER_BRIDGE = 100, 1000  # more than any path below one switch, and below one root bridge
 
 
 @dataclass(frozen=True)
@@ -62,35 +63,41 @@ class Host:
 
 def read_host(root: Path = Path("/"), driver_gpus: Sequence[tuple[str, str]] = ()) -> Host:
     """Read the host whose /sys lies below `root`; `driver_gpus` are PCI addresses and UUIDs from NVML."""
-    numbers = sorted(int(folder.name[4:]) for folder in (root / _NODES).glob("node[0-9]*"))
-    nodes = {
-        number: cpu_list(read_text_or_empty(root / _NODES / f"node{number}/cpulist")) for number in numbers
+    folder = root / "sys/devices/system"
+    numbers = sorted(int(node.name[4:]) for node in (folder / "node").glob("node[0-9]*"))
+    of_nodes = {
+        field: {number: read_text_or_empty(folder / f"node/node{number}/{field}") for number in numbers}
+        for field in ("cpulist", "distance")
     }
+    nodes = {number: cpu_list(text) for number, text in of_nodes["cpulist"].items()}
     cpus_of_nodes = tuple(sorted(cpu for cpus in nodes.values() for cpu in cpus))
-    online = cpu_list(read_text_or_empty(root / _CPUS / "online")) or cpus_of_nodes
+    online = cpu_list(read_text_or_empty(folder / "cpu/online")) or cpus_of_nodes
+    cores = set()
+    for cpu in online:
+        siblings = cpu_list(read_text_or_empty(folder / f"cpu/cpu{cpu}/topology/thread_siblings_list"))
+        cores.add(tuple(sorted(set(siblings) & set(online))) or (cpu,))
     return Host(
-        cores=_cores(root, online),
+        cores=tuple(sorted(cores)),
         nodes=nodes if cpus_of_nodes else {0: online},
-        distances=_distances(root, numbers),
+        # A row has one number for each online node, in ascending order of nodes.
+        distances={
+            number: dict(zip(numbers, map(int, row.split()), strict=False))
+            for number, row in of_nodes["distance"].items()
+        },
         gpus=_gpus(root, driver_gpus),
         nics=_nics(root),
     )
 
 
-def distance(host: Host, one: Device, other: Device) -> int:
-    """Return the distance of two devices.
+def distance(host: Host, one: Device, other: Device) -> tuple[int, int, int]:
+    """Return the distance of two devices, for comparison: shared bridges first, then hops, then NUMA nodes.
 
     It increases in the order: same switch, same root bridge, same NUMA node, same socket, other socket.
     """
-    shared = 0
-    for mine, its in zip(one.path, other.path, strict=False):
-        if mine != its:
-            break
-        shared += 1
-    if shared:
-        hops = len(one.path) + len(other.path) - 2 * shared
-        return hops if shared > 1 else _ROOT_BRIDGE + hops
-    return _OTHER_BRIDGE + node_distance(host, one.node, other.node)
+    pairs = zip(one.path, other.path, strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    hops = len(one.path) + len(other.path) if shared else 0
+    return -shared, hops, node_distance(host, one.node, other.node)
 
 
 def node_distance(host: Host, one: int, other: int) -> int:
@@ -128,22 +135,6 @@ def cpu_ranges(numbers: Iterable[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
 
 
-def _cores(root: Path, online: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    cores = set()
-    for cpu in online:
-        text = read_text_or_empty(root / _CPUS / f"cpu{cpu}/topology/thread_siblings_list")
-        cores.add(tuple(sorted(set(cpu_list(text)) & set(online))) or (cpu,))
-    return tuple(sorted(cores))
-
-
-def _distances(root: Path, numbers: list[int]) -> dict[int, dict[int, int]]:
-    rows = {
-        number: read_text_or_empty(root / _NODES / f"node{number}/distance").split() for number in numbers
-    }
-    # A row has one number for each online node, in ascending order of nodes.
-    return {number: dict(zip(numbers, map(int, row), strict=False)) for number, row in rows.items() if row}
-
-
 def kernel_address(text: str) -> str:
     """Return a PCI address in the kernel's form: four digits of the domain, where the driver has eight."""
     domain, _, rest = text.lower().partition(":")
@@ -174,7 +165,7 @@ def _gpus(root: Path, driver_gpus: Sequence[tuple[str, str]]) -> tuple[Gpu, ...]
 def _nics(root: Path) -> tuple[Nic, ...]:
     """Return the active InfiniBand ports; without any, the active ports for RDMA over Ethernet."""
     by_link: dict[str, list[Nic]] = {"InfiniBand": [], "Ethernet": []}
-    for nic in sorted((root / _NICS).glob("*"), key=lambda folder: _natural(folder.name)):
+    for nic in sorted((root / "sys/class/infiniband").glob("*"), key=lambda folder: _natural(folder.name)):
         folder = (nic / "device").resolve()
         # The kernel counts the ports of a card from 0 in dev_port, and from 1 below ports/.
         interfaces = {
@@ -206,3 +197,39 @@ def _numa_node(folder: Path) -> int:
 def _natural(name: str) -> list[str | int]:
     """Return a sort key that puts mlx5_2 before mlx5_10."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
+
+
+def list_gpus() -> list[tuple[str, str]]:
+    """Return PCI address and UUID of each GPU; nothing without a driver."""
+    gpus = []
+    with _nvml() as available:
+        for index in range(pynvml.nvmlDeviceGetCount() if available else 0):
+            with suppress(pynvml.NVMLError):  # a GPU that has failed does not hide the others
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                gpus.append((pynvml.nvmlDeviceGetPciInfo(handle).busId, pynvml.nvmlDeviceGetUUID(handle)))
+    return gpus
+
+
+def driver_versions() -> tuple[str, int]:
+    """Return the driver's version and the newest CUDA that it supports, as 12040 for 12.4; else "" and 0."""
+    version, cuda = "", 0
+    with _nvml() as available:
+        if available:
+            version = pynvml.nvmlSystemGetDriverVersion()
+            cuda = pynvml.nvmlSystemGetCudaDriverVersion()
+    return version, cuda
+
+
+@contextmanager
+def _nvml() -> Iterator[bool]:
+    """Initialize NVML inside the block; yield False where there is no driver. An error ends the block."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield False
+        return
+    with suppress(pynvml.NVMLError):
+        try:
+            yield True
+        finally:
+            pynvml.nvmlShutdown()

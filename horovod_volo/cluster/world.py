@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from horovod_volo.cluster.binding import Binding
-from horovod_volo.cluster.collectives import Collectives, HorovodCollectives, LocalCollectives, RankLostError
+from horovod_volo.cluster.collectives import Collectives, HorovodCollectives, RankLostError, WaitForResult
 from horovod_volo.cluster.launch_env import LaunchEnv, read_launch_env
 from horovod_volo.cluster.pinning import unbound
 from horovod_volo.core.errors import UserError
@@ -37,7 +37,7 @@ class World:
     launcher: str = "none"
     controller: str = "none"
     binding: Binding = field(default_factory=unbound)
-    collectives: Collectives = field(default_factory=LocalCollectives, repr=False)
+    collectives: Collectives = field(default_factory=Collectives, repr=False)
 
     @classmethod
     def connect(cls, binding: Binding | None = None) -> World:
@@ -79,7 +79,7 @@ class World:
 
     def broadcast_object(self, value: Any) -> Any:
         """Return rank 0's value. Collective: every rank calls this."""
-        return self.collectives.broadcast_object(value)
+        return self.allgather_object(value if self.is_rank_zero else None)[0]
 
     def sum_over_ranks(self, *values: float) -> list[float]:
         """Return the sum over ranks of each value, exact up to 2^53. Collective: every rank calls this."""
@@ -149,6 +149,33 @@ class World:
             raise RuntimeError(
                 f"{description} on rank {', '.join(map(str, different))} differ from rank 0's."
             )
+
+
+class WorldSums:
+    """The exchanges of synchronised batch norm and of Muon. Each has a name, the same on all ranks."""
+
+    def __init__(self, world: World) -> None:
+        self.rank, self.size = world.rank, world.size
+        self.exchanges = 0
+        self._collectives = world.collectives
+
+    def gather(self, row: Tensor, name: str) -> Tensor:
+        """Return the flat tensors of all ranks (ranks, length). Collective: every rank calls this."""
+        self.exchanges += 1
+        return self._collectives.allgather_async(row, name)().view(self.size, -1)
+
+    def sum(self, values: Tensor, name: str) -> Tensor:
+        """Return the sum over ranks, in the memory of `values`. Collective: every rank calls this."""
+        self.exchanges += 1
+        self._collectives.allreduce_async(values, name, 1.0)()
+        return values
+
+    def concatenate_async(self, part: Tensor, name: str) -> WaitForResult:
+        """Start to concatenate the flat tensors of all ranks, which may differ in length. Collective."""
+        self.exchanges += 1
+        # Horovod does not support bf16: concatenate the bytes.
+        wait = self._collectives.allgather_async(part.view(torch.uint8), name)
+        return lambda: wait().view(part.dtype)
 
 
 def _check_size(launch: LaunchEnv, collectives: HorovodCollectives) -> None:

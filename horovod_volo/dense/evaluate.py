@@ -24,11 +24,10 @@ from horovod_volo.data.pipeline import Normalization
 from horovod_volo.dense.detection import DetectionTask
 from horovod_volo.dense.segmentation import SegmentationTask
 from horovod_volo.engine.task import Metrics, Samples
-from horovod_volo.models.class_names import read_class_names
-from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import settings_of_run
 from horovod_volo.models.weights import read_weights
+from horovod_volo.models.weights_header import read_class_names, statistics_of_run
 
 DENSE_TASKS: Mapping[str, SegmentationTask | DetectionTask] = {
     "segmentation": SegmentationTask(),

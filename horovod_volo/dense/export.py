@@ -19,10 +19,9 @@ from horovod_volo.dense.evaluate import DENSE_TASKS, settings_of_weights
 from horovod_volo.dense.mean_iou import logits_of
 from horovod_volo.dense.pictures import class_colors
 from horovod_volo.evaluation.task_results import EXPORTS
-from horovod_volo.models.class_names import read_class_names
-from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.timm_export import CONFIG, STATE_DICT
 from horovod_volo.models.weights import read_weights
+from horovod_volo.models.weights_header import read_class_names, statistics_of_run
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.rank_sums import WorldSums
 from horovod_volo.cluster.resources import RankResources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import SceneBatch
 from horovod_volo.core.errors import UserError
@@ -29,10 +28,10 @@ from horovod_volo.dense.upernet import HEADS, UperNet, fitted_weights
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.task import Beat, Learner, Metrics, Network, Picture, check_classes, drop_path_seed
 from horovod_volo.models.build import check_model
-from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.weights import load_fitted, read_weights
+from horovod_volo.models.weights_header import statistics_of_run
 
 _NONE_SEED = 0
 _PICTURES = 4  # in TensorBoard

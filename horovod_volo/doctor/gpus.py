@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from horovod_volo.cluster.topology import gpus_on_bus, read_text_or_empty
+from horovod_volo.cluster.topology import driver_versions, gpus_on_bus, read_text_or_empty
 from horovod_volo.doctor.finding import Finding, failure, ok, run_check, warning
 
 _DRIVERS = {12: 525, 13: 580}  # the oldest that run a version of CUDA
@@ -103,8 +103,6 @@ def assess_gpus(state: GpuState) -> list[Finding]:
 
 def _read_state() -> GpuState:
     import torch
-
-    from horovod_volo.cluster.nvml import driver_versions
 
     driver, driver_cuda = driver_versions()
     count = torch.cuda.device_count()

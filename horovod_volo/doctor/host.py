@@ -15,8 +15,7 @@ from pathlib import Path
 
 from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.launch_env import LaunchEnv
-from horovod_volo.cluster.nvml import list_gpus
-from horovod_volo.cluster.topology import Host, read_host
+from horovod_volo.cluster.topology import Host, list_gpus, read_host
 from horovod_volo.doctor.finding import Finding, failure, ok, run_check, warning
 
 _MIB, _GIB = 2**20, 2**30

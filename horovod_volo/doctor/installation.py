@@ -42,7 +42,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _horovod() -> Iterator[Finding]:
-    from horovod_volo.cluster.horovod_build import BUILD, read_build
+    from horovod_volo.cluster.collectives import BUILD, read_build
 
     if importlib.util.find_spec("horovod") is None and read_launch_env().size == 1:
         yield ok("horovod", f"not installed; one rank needs none. For several ranks build it: {BUILD}")

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_volo.cluster.rank_sums import WorldSums
 from horovod_volo.cluster.resources import RankResources
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import trains_aux_head, uses_tokens
 from horovod_volo.core.errors import UserError
@@ -38,9 +37,9 @@ from horovod_volo.models.build import (
     spec_of,
     training_forward,
 )
-from horovod_volo.models.normalization import finetune_warnings
 from horovod_volo.models.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.weights import load_weights, read_weights
+from horovod_volo.models.weights_header import finetune_warnings
 from horovod_volo.objective.loss import LOSSES
 
 

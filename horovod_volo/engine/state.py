@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from horovod_volo.cluster.rank_sums import WorldSums
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.engine.checkpoint.files import StateDicts

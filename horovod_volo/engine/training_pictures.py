@@ -21,9 +21,9 @@ from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.task import Picture
 from horovod_volo.labelling.figure import GREY, PALETTE, SECONDARY_TEXT, TEXT, load_font
-from horovod_volo.models.normalization import statistics_of_run
-from horovod_volo.models.outlook_attention import received_attention
 from horovod_volo.models.precision import autocast
+from horovod_volo.models.volo import received_attention
+from horovod_volo.models.weights_header import statistics_of_run
 from horovod_volo.objective.label_map import most_probable
 from horovod_volo.objective.loss import Loss, TokenLabelLoss
 from horovod_volo.objective.mixing import Box, ImageMix, Mix

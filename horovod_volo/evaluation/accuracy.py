@@ -31,10 +31,14 @@ from horovod_volo.engine.accuracy import EvalCounts, PredictionCollector, count_
 from horovod_volo.engine.confusions import ClassResult, class_results
 from horovod_volo.engine.shared_catalog import CacheSettings, catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
-from horovod_volo.models.aux_head import Choice
-from horovod_volo.models.crop_average import CropAverage
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
-from horovod_volo.models.pretrained import PretrainedModel, load_pretrained, settings_of_run
+from horovod_volo.models.pretrained import (
+    AuxHead,
+    CropAverage,
+    PretrainedModel,
+    load_pretrained,
+    settings_of_run,
+)
 from horovod_volo.models.weights import TIMM
 
 Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
@@ -48,7 +52,7 @@ class EvalRequest:
     weights: str
     model: str  # empty: the model of the run that the weights are in
     use_ema: bool  # the averaged weights, where the source holds raw and averaged ones
-    aux_head: Choice  # whether the auxiliary head's logits are added
+    aux_head: AuxHead  # whether the auxiliary head's logits are added
     img_size: int  # 0: the one of training
     mean: tuple[float, ...]  # of training pixels, if the weights do not record it; empty: the model's
     std: tuple[float, ...]  # likewise

@@ -20,9 +20,8 @@ from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.given_images import LooseImages
 from horovod_volo.data.pillow_pipeline import cropped_views
 from horovod_volo.data.reading import ImageFiles, decode_rgb, resized_shape
-from horovod_volo.models.crop_average import CropAverage
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
-from horovod_volo.models.pretrained import PretrainedModel
+from horovod_volo.models.pretrained import CropAverage, PretrainedModel
 from horovod_volo.models.timm_api import described
 
 Classes = list[tuple[str, float]]  # names and probabilities, the most probable first

@@ -119,3 +119,15 @@ def transformer(timm_block: Any) -> Block:
 
 def _rate(drop_path: nn.Module) -> float:
     return float(getattr(drop_path, "drop_prob", 0.0))
+
+
+def stem_input(images: Tensor, *, training: bool) -> Tensor:
+    """Return the images in channels-last memory in training on a GPU, and under autocast in its dtype.
+
+    Convolutions on tensor cores are channels-last: they would transpose others. On a CPU, batch norm in that
+    memory sums in fp32 one by one, which costs three digits of its gradients.
+    """
+    if not training or images.device.type == "cpu":
+        return images
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else images.dtype
+    return images.to(dtype, memory_format=torch.channels_last)

@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from horovod_volo.models.blocks import Mlp, TwoBranches
+from horovod_volo.models.blocks import Mlp, TwoBranches, stem_input
 from horovod_volo.models.drop_path import sample_drop_path
 from horovod_volo.models.position_embedding import fit_position_embedding
 from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
-from horovod_volo.models.stem_input import stem_input
-from horovod_volo.models.volo import TokenSwap, run_blocks
+from horovod_volo.models.volo import TwoHeads, build_network, run_blocks
 
 LVVIT_SIZES: dict[str, dict[str, Any]] = {
     "lvvit_t": {"layers": 12, "embed_dim": 240, "num_heads": 4, "stem_width": 64, "residual_divisor": 1.0},
@@ -83,8 +82,8 @@ class LvVitBlock(TwoBranches):
         self.weight = 1.0 / divisor
 
 
-class LvVit(nn.Module):
-    """LV-ViT; token labels need the auxiliary head."""
+class LvVit(TwoHeads, nn.Module):
+    """LV-ViT."""
 
     def __init__(
         self,
@@ -115,7 +114,7 @@ class LvVit(nn.Module):
         )
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, num_classes)
-        self.aux_head: nn.Linear | None = nn.Linear(embed_dim, num_classes)
+        self.aux_head = nn.Linear(embed_dim, num_classes)
         self._draw_weights()
         if not use_aux_head:
             # Removed after the weights are drawn: the other weights are the same with and without it.
@@ -131,24 +130,6 @@ class LvVit(nn.Module):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def training_logits(
-        self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return class and token logits; tokens are swapped after the stem and back before the token head."""
-        grid = swap_tokens(self.patch_embed(images))  # (batch, rows, columns, channels)
-        features = self._transformed(grid.flatten(1, 2), drop_path_seed)  # (batch, 1 + tokens, channels)
-        own = swap_tokens(features[:, 1:].reshape(grid.shape))
-        assert self.aux_head is not None, "without it there are class logits alone"
-        return self.head(features[:, 0]), self.aux_head(own).flatten(1, 2)
-
-    def class_logits(
-        self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return class logits and empty token logits; tokens are swapped after the stem."""
-        grid = swap_tokens(self.patch_embed(images))  # (batch, rows, columns, channels)
-        logits: Tensor = self.head(self._transformed(grid.flatten(1, 2), drop_path_seed)[:, 0])
-        return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
-
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits for evaluation, (batch, classes).
 
@@ -161,13 +142,15 @@ class LvVit(nn.Module):
         token_logits: Tensor = self.aux_head(features[:, 1:])  # (batch, tokens, classes)
         return logits + 0.5 * token_logits.amax(dim=1)
 
-    def forward_features(self, images: Tensor) -> Tensor:
-        """Return normalized features (batch, 1 + tokens, channels), the class token first."""
-        return self._transformed(self.patch_embed(images).flatten(1, 2))
+    def stem(self, images: Tensor) -> Tensor:
+        """Return a grid of tokens (batch, rows, columns, channels)."""
+        tokens: Tensor = self.patch_embed(images)
+        return tokens
 
-    def _transformed(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
+    def body(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
+        """Return normalized features (batch, 1 + tokens, channels) of a grid, the class token first."""
         first = self.cls_token.expand(tokens.shape[0], -1, -1)
-        tokens = torch.cat([first, tokens], dim=1) + self.pos_embed  # (batch, 1 + tokens, channels)
+        tokens = torch.cat([first, tokens.flatten(1, 2)], dim=1) + self.pos_embed
         rates = [rate if self.training else 0.0 for rate in self.rates for _ in range(2)]
         samples = iter(sample_drop_path(rates, tokens, drop_path_seed))
         features: Tensor = self.norm(run_blocks(self, self.blocks, tokens, samples))
@@ -192,23 +175,11 @@ class LvVit(nn.Module):
         return self.head
 
 
-def _build(
-    settings: dict[str, Any], *, img_size: int, num_classes: int, drop_path: float, aux_head: bool
-) -> LvVit:
-    return LvVit(
-        img_size=img_size,
-        num_classes=num_classes,
-        drop_path_rate=drop_path,
-        use_aux_head=aux_head,
-        **settings,
-    )
-
-
 for _name, _settings in LVVIT_SIZES.items():
     register_model(
         ModelSpec(
             name=_name,
-            build=partial(_build, _settings),
+            build=partial(build_network, LvVit, _settings),
             stride=_PATCH,
             heads=("head", "aux_head"),
             crop_pct=0.9 if _name in ("lvvit_t", "lvvit_s") else 1.0,

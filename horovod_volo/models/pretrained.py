@@ -1,26 +1,32 @@
-"""Loads a trained model for evaluation from a run, a checkpoint, a file of weights, or timm."""
+"""Loads a trained model for evaluation from a run, a checkpoint, a file of weights, or timm.
+
+Evaluation adds half of the highest token logit to each class logit. An auxiliary head that no loss has
+trained would add noise, so evaluation leaves it out.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from horovod_volo.config.recipe import load_recipe
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.aux_head import AUX_HEAD, Choice, reason_to_leave_out
 from horovod_volo.models.build import build_model, check_model, our_name, spec_of
-from horovod_volo.models.class_names import read_class_names, read_header
-from horovod_volo.models.normalization import statistics_of_weights
 from horovod_volo.models.registry import ModelSpec, registered_model
 from horovod_volo.models.timm_api import is_model
-from horovod_volo.models.weights import TIMM, load_weights, read_weights, weights_file
+from horovod_volo.models.weights import AUX_HEAD, TIMM, load_weights, read_weights, weights_file
+from horovod_volo.models.weights_header import read_class_names, read_header, statistics_of_weights
 
 SETTINGS_OF_RUN = "resolved.toml"
+
+AuxHead = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,7 @@ def load_pretrained(
     name: str = "",
     image_side: int = 0,
     use_ema: bool = False,
-    aux_head: Choice = "auto",
+    aux_head: AuxHead = "auto",
     mean: tuple[float, ...] = (),
     std: tuple[float, ...] = (),
 ) -> PretrainedModel:
@@ -120,6 +126,29 @@ def _crop(source: str, run: Mapping[str, Any], published: ModelSpec) -> tuple[st
         return published.crop_mode, published.crop_pct
 
 
+def reason_to_leave_out(
+    tensors: Mapping[str, Tensor], run: Mapping[str, Any], choice: AuxHead, source: str
+) -> str:
+    """Return why evaluation leaves the auxiliary head out, or an empty string if it does not.
+
+    `run` holds the settings of the weights' run, as far as they are known.
+    """
+    if not any(name.startswith(AUX_HEAD) for name in tensors):
+        if choice == "on":
+            raise UserError(f"The weights in {source} have no auxiliary head. Drop --aux-head on.")
+        return "the weights have no auxiliary head"
+    if choice != "auto":
+        return "" if choice == "on" else "--aux-head off"
+    if run.get("token_label") is False or run.get("dense_weight") == 0:
+        return "the run did not train the auxiliary head"
+    # The published code, timm and this code initialize biases to 0. One training step changes them, as no
+    # softmax is exactly 0; without a gradient they stay 0, also under weight decay.
+    bias = tensors.get(f"{AUX_HEAD}bias")
+    if bias is not None and not bias.any():
+        return "the auxiliary head was never trained, its biases are all 0"
+    return ""
+
+
 def task_of(source: str) -> str:
     """Return the task of the run that weights are in."""
     return str(settings_of_run(source).get("task", "classification"))
@@ -143,3 +172,20 @@ def _classes(name: str, state: Mapping[str, Tensor], source: str) -> int:
             if key in state and state[key].dim():
                 return len(state[key])
     raise UserError(f"The weights in {source} have no head of {name}. Check --model.")
+
+
+class CropAverage(nn.Module):
+    """Averages the class probabilities of the crops of each image."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logarithm of the mean probabilities (batch, classes).
+
+        images  (batch, crops, 3, height, width)
+        """
+        # One crop of all images after the other, so that crops need no more memory.
+        crops = [self.network(crop).float().log_softmax(dim=1) for crop in images.unbind(dim=1)]
+        return torch.stack(crops).logsumexp(dim=0) - math.log(len(crops))

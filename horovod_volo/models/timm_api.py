@@ -19,37 +19,26 @@ from torch import Tensor, nn
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
-
-def _declare_missing_operators() -> None:
-    for name, signature in (
-        ("nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
-        ("qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
-    ):
-        torch.library.define(f"torchvision::{name}", signature)
-
-
 try:
     import torchvision  # noqa: F401
 except RuntimeError:  # "operator torchvision::nms does not exist"
-    _declare_missing_operators()
+    for _name in ("nms", "qnms"):
+        _signature = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        torch.library.define(f"torchvision::{_name}", _signature)
 
-from timm import create_model, get_pretrained_cfg, is_model, list_models  # noqa: E402
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD  # noqa: E402
-from timm.models import group_parameters  # noqa: E402
-from timm.models.volo import VOLO  # noqa: E402
+from timm import create_model, get_pretrained_cfg, is_model, list_models
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import group_parameters
+from timm.models.volo import VOLO
 
+# Imported from here by other modules.
 __all__ = [
     "IMAGENET_DEFAULT_MEAN",
     "IMAGENET_DEFAULT_STD",
     "VOLO",
-    "adapted_by_timm",
-    "allow_posterize_to_no_bits",
     "create_model",
-    "described",
-    "downloaded_weights",
     "get_pretrained_cfg",
     "group_parameters",
-    "imagenet_classes",
     "is_model",
     "list_models",
 ]

@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from horovod_volo.core.atomic_file import flush
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import spec_of
-from horovod_volo.models.class_names import header_of
-from horovod_volo.models.normalization import PixelStatistics
 from horovod_volo.models.pretrained import PretrainedModel
 from horovod_volo.models.registry import registered_model
 from horovod_volo.models.timm_api import create_model, get_pretrained_cfg, is_model
+from horovod_volo.models.weights_header import PixelStatistics, header_of
 
 WEIGHTS, CONFIG, ONNX = "model.safetensors", "config.json", "model.onnx"
 STATE_DICT = "model.pth"  # of a network for pixels or boxes

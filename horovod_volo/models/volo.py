@@ -8,19 +8,20 @@ head. Parameter names and the results of evaluation are timm's, so checkpoints a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from horovod_volo.models.blocks import Block, outlooker, transformer
+from horovod_volo.models.blocks import Block, outlooker, stem_input, transformer
 from horovod_volo.models.drop_path import DropPathSample, sample_drop_path
+from horovod_volo.models.outlook import Outlook
 from horovod_volo.models.position_embedding import fit_position_embedding
 from horovod_volo.models.registry import ModelSpec, TimmExport, register_model
-from horovod_volo.models.stem_input import stem_input
 from horovod_volo.models.timm_api import VOLO
 
 TokenSwap = Callable[[Tensor], Tensor]  # of a grid (batch, rows, columns, channels); its own inverse
@@ -79,10 +80,46 @@ def _checkpointed(block: nn.Module, tokens: Tensor, *samples: DropPathSample) ->
     return result
 
 
-class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
-    """timm's VOLO with a training forward; token labels need the auxiliary head."""
+class TwoHeads:
+    """The training forward of a network of a stem, a body, a class head and a token head."""
 
-    aux_head: nn.Linear | None
+    head: nn.Module
+    aux_head: nn.Linear | None  # gives token logits, which token labels need
+    grid: tuple[int, int]  # rows and columns of tokens
+
+    def stem(self, images: Tensor) -> Tensor:
+        """Return a grid of tokens (batch, rows, columns, channels)."""
+        raise NotImplementedError
+
+    def body(self, tokens: Tensor, drop_path_seed: int | None = None) -> Tensor:
+        """Return normalized features (batch, 1 + tokens, channels) of a grid, the class token first."""
+        raise NotImplementedError
+
+    def training_logits(
+        self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return class and token logits; tokens are swapped after the stem and back before the token head."""
+        features = self.body(swap_tokens(self.stem(images)), drop_path_seed)
+        assert self.aux_head is not None, "without it there are class logits alone"
+        own = swap_tokens(torch.unflatten(features[:, 1:], 1, self.grid))
+        return self.head(features[:, 0]), self.aux_head(own).flatten(1, 2)  # (batch, tokens, classes)
+
+    def class_logits(
+        self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return class logits and empty token logits; tokens are swapped after the stem."""
+        features = self.body(swap_tokens(self.stem(images)), drop_path_seed)
+        logits: Tensor = self.head(features[:, 0])
+        return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
+
+    def forward_features(self, images: Tensor) -> Tensor:
+        """Return normalized features (batch, 1 + tokens, channels), the class token first."""
+        return self.body(self.stem(images))
+
+
+class Volo(TwoHeads, VOLO):  # type: ignore[misc]  # timm ships no types
+    """timm's VOLO with a training forward."""
+
     checkpointed_stages = "all"  # or "outlookers" or "transformers": of these, if checkpointing is on at all
 
     def __init__(self, *, use_aux_head: bool = True, **settings: Any) -> None:
@@ -94,35 +131,9 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
             if isinstance(stage, nn.Sequential):
                 build_block = outlooker if number == 0 else transformer
                 self.network[number] = nn.Sequential(*map(build_block, stage))
+        self.grid = (self.pos_embed.shape[1], self.pos_embed.shape[2])
         # Listed once: finding them among hundreds of modules takes longer than sampling drop path.
         self._rates = [rate for block in self.modules() if isinstance(block, Block) for rate in block.rates]
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Return the rows and columns of the grid of tokens."""
-        return self.pos_embed.shape[1], self.pos_embed.shape[2]
-
-    def training_logits(
-        self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return class and token logits; tokens are swapped after the stem and back before the token head."""
-        features = self.body(swap_tokens(self.stem(images)), drop_path_seed)
-        class_logits = self.head(self.head_drop(features[:, 0]))  # (batch, classes)
-        assert self.aux_head is not None, "without it there are class logits alone"
-        grid = swap_tokens(features[:, 1:].reshape(-1, *self.pos_embed.shape[1:]))
-        return class_logits, self.aux_head(grid).flatten(1, 2)  # token logits (batch, tokens, classes)
-
-    def class_logits(
-        self, images: Tensor, swap_tokens: TokenSwap, drop_path_seed: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return class logits and empty token logits; tokens are swapped after the stem."""
-        features = self.body(swap_tokens(self.stem(images)), drop_path_seed)
-        logits: Tensor = self.head(self.head_drop(features[:, 0]))
-        return logits, logits.new_empty(len(logits), 0, logits.shape[-1])
-
-    def forward_features(self, images: Tensor) -> Tensor:
-        """Return normalized features (batch, 1 + tokens, channels), the class token first."""
-        return self.body(self.stem(images))
 
     def stem(self, images: Tensor) -> Tensor:
         """Return a grid of tokens (batch, rows, columns, channels)."""
@@ -168,10 +179,54 @@ class Volo(VOLO):  # type: ignore[misc]  # timm ships no types
         return features
 
 
-def _build(
-    settings: dict[str, Any], *, img_size: int, num_classes: int, drop_path: float, aux_head: bool
-) -> Volo:
-    return Volo(
+@torch.no_grad()
+def received_attention(network: nn.Module, images: Tensor) -> Tensor | None:
+    """Return the attention that positions receive in the last outlooker (batch, rows, columns); None without.
+
+    In a window, every target position distributes its attention over all positions of the window. What a
+    position receives, summed over targets and windows, is 1 on average inside the image. The network is
+    evaluated, and left as it was.
+    """
+    if not isinstance(network, Volo):
+        return None
+    modes = {module: module.training for module in network.modules()}  # frozen batch norm does not train
+    network.eval()
+    try:
+        tokens = network.stem(images)
+        *before, last = network.network[0]
+        for block in before:
+            tokens = block(tokens)
+        return _received(last.attn, last.norm1(tokens))
+    finally:
+        for module, is_training in modes.items():
+            module.training = is_training
+
+
+def _received(attention: Outlook, tokens: Tensor) -> Tensor:
+    """Return what positions of tokens (batch, height, width, channels) receive (batch, height, width)."""
+    height, width = tokens.shape[1:3]
+    pooled = attention.pool(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    positions = attention.kernel_size**2
+    logits = attention.attn(pooled).flatten(1, 2).unflatten(2, (attention.num_heads, positions, positions))
+    weights = (logits.float() * attention.scale).softmax(dim=-1)  # (batch, windows, heads, targets, sources)
+    by_source = weights.mean(dim=2).sum(dim=2).transpose(1, 2)  # (batch, sources, windows)
+    fold = {"kernel_size": attention.kernel_size, "padding": attention.padding, "stride": attention.stride}
+    received = F.fold(by_source, (height, width), **fold)
+    windows = F.fold(torch.ones_like(by_source), (height, width), **fold)  # that contain a position
+    return (received / windows).squeeze(1)
+
+
+def build_network(
+    constructor: Callable[..., nn.Module],
+    settings: Mapping[str, Any],
+    *,
+    img_size: int,
+    num_classes: int,
+    drop_path: float,
+    aux_head: bool,
+) -> nn.Module:
+    """Build a network of this class, with the settings of its size."""
+    return constructor(
         img_size=img_size,
         num_classes=num_classes,
         drop_path_rate=drop_path,
@@ -187,7 +242,7 @@ for _name, _settings in SIZES.items():
     register_model(
         ModelSpec(
             name=_name,
-            build=partial(_build, _settings),
+            build=partial(build_network, Volo, _settings),
             stride=16,  # the stem divides by 8, the downsampling by 2
             heads=("head", "aux_head"),
             crop_pct=_CROP_PCT.get(_name, 0.96),

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from horovod_volo.core.atomic_file import file_sha256
 from horovod_volo.core.errors import UserError
-from horovod_volo.models.aux_head import AUX_HEAD
 from horovod_volo.models.build import spec_of
 from horovod_volo.models.registry import State
 from horovod_volo.models.timm_api import downloaded_weights
 
 TIMM = "timm:"
+AUX_HEAD = "aux_head."  # prefix of its parameters' names in all published code
 _RAW_FILE, _EMA_FILE = "model.safetensors", "ema.safetensors"  # of a checkpoint
 _CHECKSUMS = "state.json"  # of the files of a checkpoint
 _RAW_KEYS, _EMA_KEYS = ("state_dict", "model"), ("state_dict_ema", "model_ema")  # of timm's and DeiT's

@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from horovod_volo.bench import synthetic  # noqa: E402
 from horovod_volo.bench.synthetic import bench_config, random_labels, synthetic_context  # noqa: E402
-from horovod_volo.cluster.collectives import LocalCollectives  # noqa: E402
+from horovod_volo.cluster.collectives import Collectives  # noqa: E402
 from horovod_volo.cluster.compression import BucketScales  # noqa: E402
 from horovod_volo.cluster.resources import RankResources  # noqa: E402
 from horovod_volo.cluster.world import World  # noqa: E402
@@ -50,7 +50,7 @@ GPU = torch.device("cuda:0")
 BATCH, SIDE = 8, 224
 
 
-class AlikeRanks(LocalCollectives):
+class AlikeRanks(Collectives):
     """The collectives of several ranks, which all have the same."""
 
     def __init__(self, ranks: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from horovod_volo.cluster.collectives import LocalCollectives
+from horovod_volo.cluster.collectives import Collectives
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
@@ -100,7 +100,7 @@ def test_fp16_compression_does_not_synchronise(
     # CPU tensors have another code path; this forces that of the GPU on a CPU, too.
     monkeypatch.setattr("horovod_volo.cluster.compression._on_cpu", lambda _: False)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).to(device)
-    world = World(size=2, collectives=LocalCollectives())  # its sums over ranks are the values of one rank
+    world = World(size=2, collectives=Collectives())  # its sums over ranks are the values of one rank
     settings = Exchange(compression="fp16", bucket_mib=0.01)
     reducer = Reducer(model, world, settings, micro_batches=micro_batches)
     images = torch.randn(16, 64, device=device)

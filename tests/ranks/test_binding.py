@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.cluster.topology import cpu_list, cpu_ranges
+from horovod_volo.cluster.topology import cpu_ranges
 from horovod_volo.demo.demo_set import make_demo_set
 from tests.ranks.launching import environment, launcher, ranks_of
 
@@ -91,25 +92,10 @@ def test_a_run_has_the_binding_that_it_reports(tmp_path: Path, start_with: str) 
     images = tmp_path / "images"
     make_demo_set(images, train=64, val=16)
     command = [*launcher(start_with, 2, plain=True), sys.executable, "-m", "horovod_volo.train", str(images)]
-    command += [
-        "--recipe",
-        "demo",
-        "--img-size",
-        "32",
-        "--batch-size",
-        "8",
-        "--epochs",
-        "500",
-        "--log-every",
-        "1",
-    ]
-    command += ["--output", str(tmp_path), "--name", "run"]
-    command += [
-        "--horovod-timeline",
-        str(tmp_path / "line.json"),
-        "--horovod-autotune",
-        str(tmp_path / "tried.csv"),
-    ]
+    command += shlex.split(f"""
+        --recipe demo --img-size 32 --batch-size 8 --epochs 500 --log-every 1 --output {tmp_path} --name run
+        --horovod-timeline {tmp_path / "line.json"} --horovod-autotune {tmp_path / "tried.csv"}
+    """)
     with (
         (tmp_path / "output").open("w") as log,
         subprocess.Popen(
@@ -170,9 +156,3 @@ def cpus_of(thread: Path) -> str:
     """Return the CPUs that the kernel lets a thread run on."""
     lines = (thread / "status").read_text().splitlines()
     return next(line.split()[1] for line in lines if line.startswith("Cpus_allowed_list"))
-
-
-def test_lists_of_cpus_have_the_format_of_the_kernel() -> None:
-    assert cpu_list("0-3,8\n") == (0, 1, 2, 3, 8)
-    assert cpu_ranges((8, 0, 1, 2, 3)) == "0-3,8"
-    assert cpu_list("") == ()

@@ -87,22 +87,9 @@ MORE = ("--ema-decay", "0.9", "--drop-path", "0.0", "--hflip", "0.5", "--eval-ev
 
 
 def start(images: Path, output: Path, ranks: int, *arguments: str, batch: int) -> None:
-    done = train(
-        str(images),
-        *SMALL,
-        *MORE,
-        "--output",
-        str(output),
-        "--name",
-        "run",
-        "--batch-size",
-        str(batch),
-        "--resume",
-        "auto",
-        *arguments,
-        ranks=ranks,
-        start_with="none" if ranks == 1 else "gloo",
-    )
+    paths = ("--output", str(output), "--name", "run", "--resume", "auto", "--batch-size", str(batch))
+    start_with = "none" if ranks == 1 else "gloo"
+    done = train(str(images), *SMALL, *MORE, *paths, *arguments, ranks=ranks, start_with=start_with)
     assert done.returncode in (0, 75) or "stopped at step" in done.stdout, done.stdout
 
 

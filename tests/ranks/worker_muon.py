@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from horovod_volo.cluster.rank_sums import WorldSums
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.models.build import build_model, hidden_matrices, spec_of
 from horovod_volo.optim import muon, orthogonal
 from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr, state_tensors

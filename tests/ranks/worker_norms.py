@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from horovod_volo.cluster.rank_sums import WorldSums
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.dense.upernet import UperNet
 from horovod_volo.models.sync_batch_norm import SyncBatchNorm, connect_norms, synchronize_norms
 

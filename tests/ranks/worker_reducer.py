@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from horovod_volo.cluster.rank_sums import WorldSums
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
-from horovod_volo.cluster.world import World
+from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.models.build import build_model, hidden_matrices
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, set_lr, state_tensors

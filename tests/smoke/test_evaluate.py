@@ -21,7 +21,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 import timm
 from timm.data import create_transform, resolve_model_data_config
 
-from horovod_volo.models.class_names import read_class_names
+from horovod_volo.models.weights_header import read_class_names
 from tests.ranks.forking import path_of_forks
 from tests.ranks.launching import python, run, train
 from tests.smoke.conftest import HELD_OUT_IMAGES

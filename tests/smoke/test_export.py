@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 from horovod_volo import export
 from horovod_volo.models import onnx_export, timm_export
 from horovod_volo.models.build import build_model
-from horovod_volo.models.class_names import header_of, read_class_names
-from horovod_volo.models.normalization import read_statistics
+from horovod_volo.models.weights_header import header_of, read_class_names, read_statistics
 from tests.ranks.launching import run
 
 ROOT = Path(__file__).parents[2]

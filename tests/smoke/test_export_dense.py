@@ -20,8 +20,8 @@ from horovod_volo.dense.evaluate import DENSE_TASKS
 from horovod_volo.dense.export import load_dense
 from horovod_volo.dense.mean_iou import logits_of
 from horovod_volo.dense.pictures import class_colors
-from horovod_volo.models.class_names import header_of
 from horovod_volo.models.timm_export import fixed_images
+from horovod_volo.models.weights_header import header_of
 
 CLASSES = {"segmentation": 7, "detection": 6}
 NAMES = {task: [f"class of {number}" for number in range(count)] for task, count in CLASSES.items()}

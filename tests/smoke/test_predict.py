@@ -24,8 +24,8 @@ from horovod_volo.data.loader import EvalLoader
 from horovod_volo.evaluation.predictions import PredictRequest
 from horovod_volo.evaluation.predictions import predict as predictions_of
 from horovod_volo.models.build import build_model
-from horovod_volo.models.class_names import header_of
 from horovod_volo.models.pretrained import load_pretrained
+from horovod_volo.models.weights_header import header_of
 from tests.ranks.launching import run
 from tests.smoke.conftest import HELD_OUT_IMAGES
 

@@ -54,10 +54,6 @@ def test_inside_a_slurm_job_step_the_inner_launcher_is_used() -> None:
     assert read_launch_env(SRUN | PMI) == LaunchEnv("mpirun (PMI)", 0, 2, 0, 2)
 
 
-def test_without_a_launcher_there_is_one_rank() -> None:
-    assert LaunchEnv("none", 0, 1, 0, 1) == ALONE
-
-
 def test_the_default_is_the_environment_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in HOROVODRUN.items():
         monkeypatch.setenv(name, value)

@@ -11,16 +11,24 @@ import pytest
 from topologies_on_disk import host_of, lay_out
 
 from horovod_volo.cluster.binding import Binding, LaunchedRank, plan_binding
-from horovod_volo.cluster.env_vars import ENV_VARS, HorovodOptions, launch_env_vars
-from horovod_volo.cluster.nvml import cuda_visible_devices, driver_versions, list_gpus
 from horovod_volo.cluster.pinning import (
+    HorovodOptions,
     bind,
     compute_threads,
+    launch_env_vars,
     ranks_bound_by_launcher,
-    set_variables,
     visible_gpus,
 )
-from horovod_volo.cluster.topology import Gpu, Nic, cpu_ranges, read_host
+from horovod_volo.cluster.topology import (
+    Gpu,
+    Host,
+    Nic,
+    cpu_ranges,
+    driver_versions,
+    kernel_address,
+    list_gpus,
+    read_host,
+)
 
 GPUS = [(f"00000000:{bus}:00.0", f"GPU-{bus}{bus}-aaaa") for bus in ("07", "0F", "47", "4E")]
 NICS = tuple(Nic(f"mlx5_{number}", (), 0, interface=f"ib{number}") for number in range(2))
@@ -31,31 +39,30 @@ def binding(gpu: Gpu | None = None, nics: tuple[Nic, ...] = (), background: tupl
     return Binding("numa", (4, 5, 6, 7), (1,), gpu, nic, nics, background, threads=4)
 
 
+ALWAYS = {
+    "OMP_NUM_THREADS": "4",
+    "MKL_NUM_THREADS": "4",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+}
+
+
 def test_variables_of_a_rank_with_a_gpu_and_a_nic() -> None:
     chosen = binding(Gpu("0000:07:00.0", (), 1), NICS, background=(3, 7))
-    assert launch_env_vars(chosen, HorovodOptions()) == {
-        "OMP_NUM_THREADS": "4",
-        "MKL_NUM_THREADS": "4",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "OPENBLAS_NUM_THREADS": "1",
+    assert launch_env_vars(chosen, HorovodOptions()) == ALWAYS | {
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1",
         "UCX_NET_DEVICES": "mlx5_1:1",
         "HOROVOD_GLOO_IFACE": "ib1",
         "HOROVOD_THREAD_AFFINITY": "3,7",
         "HOROVOD_FUSION_THRESHOLD": "0",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
     }
 
 
 def test_variables_of_a_rank_without_gpu_and_nic() -> None:
     options = HorovodOptions(autotune="tried.csv", timeline="line.json")
-    assert launch_env_vars(binding(), options) == {
-        "OMP_NUM_THREADS": "4",
-        "MKL_NUM_THREADS": "4",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
+    assert launch_env_vars(binding(), options) == ALWAYS | {
         "HOROVOD_AUTOTUNE": "1",
         "HOROVOD_AUTOTUNE_LOG": "tried.csv",
         "HOROVOD_TIMELINE": "line.json",
@@ -65,24 +72,27 @@ def test_variables_of_a_rank_without_gpu_and_nic() -> None:
 def test_on_cpus_the_cycle_time_is_longer_unless_horovod_tunes_it() -> None:
     assert launch_env_vars(binding(), HorovodOptions())["HOROVOD_CYCLE_TIME"] == "10"
     assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), HorovodOptions(autotune="tried.csv"))
+    assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), HorovodOptions(elastic=True))
 
 
-def test_every_variable_has_a_reason() -> None:
-    assert [variable.name for variable in ENV_VARS if len(variable.reason.split()) < 4] == []
-
-
-def test_variables_that_are_set_are_not_changed() -> None:
-    environment = {"OMP_NUM_THREADS": "7"}
-    set_variables(environment, {"OMP_NUM_THREADS": "4", "MKL_NUM_THREADS": "4"})
-    assert environment == {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "4"}
+def test_variables_that_are_set_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", os.environ | {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "ACTIVE"})
+    os.environ.pop("OPENBLAS_NUM_THREADS", None)
+    bind("none")
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OPENBLAS_NUM_THREADS")
+    assert [os.environ[name] for name in names] == ["7", "ACTIVE", "1"]
 
 
 @pytest.mark.parametrize(
     ("set_to", "threads"), [(None, 4), ("", 4), ("7", 7), ("2,3", 2), (" 1 ", 1), ("0", 4), ("many", 4)]
 )
-def test_a_number_of_threads_that_is_set_is_respected(set_to: str | None, threads: int) -> None:
-    environment = {} if set_to is None else {"OMP_NUM_THREADS": set_to}
-    assert compute_threads(environment, default=4) == threads
+def test_a_number_of_threads_that_is_set_is_respected(
+    set_to: str | None, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if set_to is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", set_to)
+    assert compute_threads(default=4) == threads
 
 
 @pytest.mark.parametrize("set_to", ["1", "3"])
@@ -116,7 +126,9 @@ def test_torch_uses_the_threads_that_are_set(set_to: str) -> None:
     ],
 )
 def test_cuda_visible_devices_are_read_as_by_cuda(setting: str | None, shown: tuple[int, ...] | None) -> None:
-    assert cuda_visible_devices(GPUS, {} if setting is None else {"CUDA_VISIBLE_DEVICES": setting}) == shown
+    on_host = tuple(Gpu(kernel_address(address), (), 0, uuid) for address, uuid in GPUS)
+    host = Host(cores=(), nodes={}, distances={}, gpus=on_host, nics=())
+    assert visible_gpus(host, GPUS, setting) == shown
 
 
 def test_gpus_that_a_cgroup_hides_count_as_those_of_other_ranks(tmp_path: Path) -> None:
@@ -125,11 +137,11 @@ def test_gpus_that_a_cgroup_hides_count_as_those_of_other_ranks(tmp_path: Path) 
     host = read_host(root, gpus[5:6])
     assert [gpu.name for gpu in host.gpus] == [gpu.name for gpu in read_host(root, gpus).gpus]
     assert [gpu.uuid for gpu in host.gpus if gpu.uuid] == [gpus[5][1]]
-    assert visible_gpus(host, gpus[5:6], {}) == (5,)
-    assert visible_gpus(host, gpus[5:6], {"CUDA_VISIBLE_DEVICES": "0"}) == (5,)
+    assert visible_gpus(host, gpus[5:6], None) == (5,)
+    assert visible_gpus(host, gpus[5:6], "0") == (5,)
     rank = LaunchedRank(local_rank=5, local_size=8, allowed_cpus=frozenset(range(256)), visible_gpus=(5,))
     assert cpu_ranges(plan_binding(host, rank).cpus) == "120-127,248-255"  # the second half of node 7
-    assert visible_gpus(read_host(root, gpus), gpus, {}) is None
+    assert visible_gpus(read_host(root, gpus), gpus, None) is None
 
 
 def process(proc: Path, number: str, name: str, parent: str, cpus: str) -> None:
@@ -159,10 +171,6 @@ def test_the_number_of_ranks_that_the_launcher_bound_to_these_cpus(
     process(tmp_path, "1", "systemd", "0", "0-127")
     slurm = {"SLURM_CPUS_ON_NODE": "16"} if launcher == "slurmstepd" else {}
     assert ranks_bound_by_launcher(8, slurm, tmp_path) == placed
-
-
-def test_without_proc_the_launcher_did_not_bind(tmp_path: Path) -> None:
-    assert ranks_bound_by_launcher(2, {}, tmp_path) == 0
 
 
 def test_threads_are_divided_among_the_ranks_of_a_socket() -> None:
@@ -221,7 +229,9 @@ def test_gpus_are_read_from_the_drivers_library(tmp_path: Path) -> None:
     subprocess.run(
         ["gcc", "-shared", "-fPIC", "-o", library, str(tmp_path / "nvml.c")], check=True, timeout=60
     )
-    program = "from horovod_volo.cluster import nvml; print(nvml.list_gpus(), *nvml.driver_versions())"
+    program = (
+        "from horovod_volo.cluster import topology; print(topology.list_gpus(), *topology.driver_versions())"
+    )
     command = [sys.executable, "-c", program]
     environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.cluster.buckets import build_buckets
-from horovod_volo.cluster.collectives import LocalCollectives, Wait
+from horovod_volo.cluster.collectives import Collectives, Wait
 from horovod_volo.cluster.compression import scale_into
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
@@ -90,19 +90,10 @@ def test_gradients_are_bit_identical_to_autograds(
         with reducer.synchronized_gradients():
             found = gradients(reduced)
         assert set(found) == set(expected) | {"unused"}
+        assert found["unused"].tolist() == [0.0, 0.0, 0.0]
         for name in expected:
             assert torch.equal(found[name], expected[name]), name
         assert all(parameter.any() for parameter in expected.values())
-
-
-def test_a_parameter_that_the_loss_does_not_depend_on_has_zero_gradients() -> None:
-    model = SmallNetwork()
-    reducer = reducer_of(model)
-    loss(model, 0).backward()  # type: ignore[no-untyped-call]
-    with reducer.synchronized_gradients():
-        assert model.unused.grad is not None
-        assert model.unused.grad.tolist() == [0.0, 0.0, 0.0]
-    assert model.frozen.weight.grad is None
 
 
 @BUCKETS
@@ -126,19 +117,6 @@ def test_gradients_are_views_of_the_buckets_during_the_update(bucket_bytes: int,
     assert len(set(*layouts)) == len(trained)
 
 
-def test_buckets_contain_each_gradient_once_in_reverse_order_of_use() -> None:
-    model = SmallNetwork()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for bucket_bytes, expected in ((1, len(trained)), (2**20, 1)):
-        buckets = reducer_of(model, bucket_bytes=bucket_bytes).buckets
-        assert len(buckets) == expected
-        assert [id(p) for bucket in buckets for p in bucket.parameters.values()] == [
-            id(p) for p in trained[::-1]
-        ]
-    # The gradient of the last parameter is ready first.
-    assert reducer_of(model, bucket_bytes=1).buckets[0].parameters.keys() == {"head.bias"}
-
-
 @pytest.mark.parametrize("last_bytes", [64, 300, 2**20])
 def test_buckets_grow_from_a_small_last_one(last_bytes: int) -> None:
     sizes = [40, 25, 30, 60, 35, 10, 50, 20, 45, 15, 55, 70, 5]  # elements of 4 bytes
@@ -156,7 +134,7 @@ def test_buckets_grow_from_a_small_last_one(last_bytes: int) -> None:
             assert used + 4 * next_parameter.numel() > min(last_bytes * 4**number, 600)
 
 
-class RecordingCollectives(LocalCollectives):
+class RecordingCollectives(Collectives):
     """Collectives of one rank that record the names of the allreduces."""
 
     def __init__(self) -> None:
@@ -232,16 +210,12 @@ def test_statistics_are_those_of_a_network_without_a_reducer() -> None:
     for step in range(3):
         for model in (plain, reduced):
             loss(model, step).backward()  # type: ignore[no-untyped-call]
-        before = {name: buffer.clone() for name, buffer in reduced.named_buffers()}
         with reducer.synchronized_gradients():
             pass
         for name, buffer in plain.named_buffers():
-            assert torch.equal(reduced.get_buffer(name), before[name]), name
             assert torch.equal(reduced.get_buffer(name), buffer), name
     assert reduced.norm.running_mean is not None
     assert reduced.norm.running_mean.abs().min() > 0  # the forward pass has updated them
-    reduced.load_state_dict(SmallNetwork().state_dict())
-    assert not reduced.norm.running_mean.any()
 
 
 OPTIMIZERS: list[Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = [
@@ -257,8 +231,6 @@ def test_an_optimizer_steps_equal_those_without_a_reducer(
     plain, reduced = SmallNetwork(), SmallNetwork()
     plain.unused.grad = torch.zeros(3)  # the reducer gives every parameter a gradient
     optimizers = [build([p for p in m.parameters() if p.requires_grad]) for m in (plain, reduced)]
-    optimizers[1].attribute = "kept"  # type: ignore[attr-defined]
-    attributes = set(vars(optimizers[1]))
     reducer = reducer_of(reduced)
     for step in range(4):
         loss(plain, step).backward()  # type: ignore[no-untyped-call]
@@ -267,22 +239,12 @@ def test_an_optimizer_steps_equal_those_without_a_reducer(
         loss(reduced, step).backward()  # type: ignore[no-untyped-call]
         with reducer.synchronized_gradients():
             optimizers[1].step()
-    assert set(vars(optimizers[1])) == attributes
     for one, other in zip(plain.parameters(), reduced.parameters(), strict=True):
         assert torch.equal(one, other)
         states = [optimizer.state[p] for optimizer, p in zip(optimizers, (one, other), strict=True)]
         assert states[0].keys() == states[1].keys()
         for key, value in states[0].items():
             assert torch.equal(value, states[1][key])
-
-
-def test_a_network_without_batch_norm() -> None:
-    model = nn.Linear(2, 2)
-    reducer = Reducer(model, World.single(), Exchange(compression="none"), micro_batches=1)
-    model(torch.ones(1, 2)).sum().backward()
-    with reducer.synchronized_gradients():
-        assert model.weight.grad is not None
-        assert model.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from horovod_volo.cluster.collectives import LocalCollectives
+from horovod_volo.cluster.collectives import Collectives
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.sharding import ShardedReducer
 from horovod_volo.cluster.world import World
@@ -67,7 +67,7 @@ def test_the_shards_of_all_ranks_are_the_parameters(ranks: int) -> None:
     elements = []
     for rank in range(ranks):
         model = network()
-        world = World(rank=rank, size=ranks, collectives=LocalCollectives())
+        world = World(rank=rank, size=ranks, collectives=Collectives())
         reducer = ShardedReducer(model, world, Exchange(compression="none", bucket_mib=1e-3), micro_batches=1)
         if rank >= 5:  # their shards are padding, and an optimizer needs a parameter
             (padding,) = reducer.local_parameters.values()
@@ -96,7 +96,7 @@ def test_the_last_of_a_hundred_ranks_steps_without_a_parameter() -> None:
 def test_the_messages_of_the_state_are_as_many_as_the_buckets() -> None:
     messages: list[int] = []
 
-    class CountedGathers(LocalCollectives):
+    class CountedGathers(Collectives):
         def allgather_async(self, part: Tensor, name: str) -> Any:
             messages.append(len(part))
             return super().allgather_async(part, name)

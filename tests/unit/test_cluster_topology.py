@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from topologies_on_disk import MACHINES, host_of, lay_out
+from topologies_on_disk import host_of, lay_out
 
 from horovod_volo.cluster.topology import Device, Gpu, Host, Nic, cpu_list, cpu_ranges, distance, read_host
 
@@ -18,49 +18,23 @@ def nic(host: Host, name: str) -> Nic:
     return next(nic for nic in host.nics if nic.name == name)
 
 
-@pytest.mark.parametrize(
-    ("text", "cpus"),
-    [
-        ("0-3,8", (0, 1, 2, 3, 8)),
-        ("5", (5,)),
-        ("0,2,4", (0, 2, 4)),
-        ("0-1,48-49\n", (0, 1, 48, 49)),
-        ("\n", ()),
-        ("", ()),
-    ],
-)
-def test_cpus_are_read_as_the_kernel_lists_them(text: str, cpus: tuple[int, ...]) -> None:
-    assert cpu_list(text) == cpus
+LISTS = {"0-3,8": (0, 1, 2, 3, 8), "5": (5,), "0,2,4": (0, 2, 4), "0-1,48-49": (0, 1, 48, 49), "": ()}
 
 
-@pytest.mark.parametrize(
-    ("cpus", "text"),
-    [
-        ((0, 1, 2, 3, 8), "0-3,8"),
-        ((5,), "5"),
-        ((0, 2, 4), "0,2,4"),
-        ((0, 1, 48, 49), "0-1,48-49"),
-        ((), ""),
-    ],
-)
-def test_cpus_are_written_as_the_kernel_lists_them(cpus: tuple[int, ...], text: str) -> None:
-    assert cpu_ranges(cpus) == text
+@pytest.mark.parametrize(("text", "cpus"), LISTS.items())
+def test_lists_of_cpus_have_the_format_of_the_kernel(text: str, cpus: tuple[int, ...]) -> None:
+    assert cpu_list(f"{text}\n") == cpus
+    assert cpu_ranges(reversed(cpus)) == text
 
 
 @pytest.mark.parametrize(
     ("machine", "cores", "cpus", "first", "last"),
     [
         ("dgx_a100", 128, 256, (0, 128), (127, 255)),
-        ("dgx_2", 48, 96, (0, 48), (47, 95)),
         ("workstation", 8, 16, (0, 1), (14, 15)),
         ("cpu_vm", 8, 8, (0,), (7,)),
-        ("container", 32, 64, (0, 32), (31, 63)),
         ("bare", 4, 4, (0,), (3,)),
-        ("virtual_gpus", 8, 16, (0, 8), (7, 15)),
-        ("separate_domains", 24, 24, (0,), (23,)),
-        ("roce", 16, 16, (0,), (15,)),
-        ("two_ports", 4, 7, (0, 4), (3, 7)),
-        ("memory_node", 8, 8, (0,), (7,)),
+        ("two_ports", 4, 7, (0, 4), (3, 7)),  # a thread of core 1 is offline
     ],
 )
 def test_cores_have_their_threads(
@@ -73,33 +47,12 @@ def test_cores_have_their_threads(
     assert len(threads) == len(set(threads)) == cpus
 
 
-def test_a_core_has_the_threads_that_are_online() -> None:
-    assert host_of("two_ports").cores == ((0, 4), (1,), (2, 6), (3, 7))
-
-
 @pytest.mark.parametrize(
     ("machine", "nodes"),
     [
-        (
-            "dgx_a100",
-            {
-                0: "0-15,128-143",
-                1: "16-31,144-159",
-                2: "32-47,160-175",
-                3: "48-63,176-191",
-                4: "64-79,192-207",
-                5: "80-95,208-223",
-                6: "96-111,224-239",
-                7: "112-127,240-255",
-            },
-        ),
         ("dgx_2", {0: "0-23,48-71", 1: "24-47,72-95"}),
         ("workstation", {0: "0-15"}),
-        ("cpu_vm", {0: "0-3", 1: "4-7"}),
-        ("container", {0: "0-15,32-47", 1: "16-31,48-63"}),
         ("bare", {0: "0-3"}),
-        ("virtual_gpus", {0: "0-15"}),
-        ("separate_domains", {0: "0-11", 1: "12-23"}),
         ("roce", {0: "0-3", 1: "4-7", 2: "8-11", 3: "12-15"}),
         ("two_ports", {0: "0-4,6-7"}),
         ("memory_node", {0: "0-7", 1: ""}),
@@ -118,36 +71,20 @@ def test_distances_of_nodes_are_those_of_the_firmware() -> None:
 @pytest.mark.parametrize(
     ("machine", "gpus"),
     [
-        ("dgx_a100", "07@3 0f@3 47@1 4e@1 87@7 90@7 b7@5 bd@5"),
-        (
-            "dgx_2",
-            "34@0 36@0 39@0 3b@0 57@0 59@0 5c@0 5e@0 b7@1 b9@1 bc@1 be@1 e0@1 e2@1 e5@1 e7@1",
-        ),
-        ("workstation", "01@0"),
+        ("dgx_a100", "0000:07@3 0000:0f@3 0000:47@1 0000:4e@1 0000:87@7 0000:90@7 0000:b7@5 0000:bd@5"),
+        ("workstation", "0000:01@0"),
         ("cpu_vm", ""),
-        ("container", "17@0 65@0 ca@1 e3@1"),
-        ("roce", "23@0 c1@3"),
+        ("container", "0000:17@0 0000:65@0 0000:ca@1 0000:e3@1"),
+        ("separate_domains", "0001:00@1 0002:00@1 000b:00@0 000c:00@0"),
     ],
 )
 def test_gpus_are_in_driver_order_and_have_their_node(machine: str, gpus: str) -> None:
-    expected = [gpu.split("@") for gpu in gpus.split()]
-    assert [(gpu.name, gpu.uuid, gpu.node) for gpu in host_of(machine).gpus] == [
-        (f"0000:{bus}:00.0", f"GPU-{bus}", int(node)) for bus, node in expected
-    ]
+    found = [f"{gpu.name.removesuffix(':00.0')}@{gpu.node}" for gpu in host_of(machine).gpus]
+    assert found == gpus.split()
 
 
 def test_gpus_without_a_known_node_have_node_minus_one() -> None:
-    assert [(gpu.name, gpu.node) for gpu in host_of("virtual_gpus").gpus] == [
-        ("0000:00:04.0", -1),
-        ("0000:00:05.0", -1),
-        ("0000:00:06.0", -1),
-        ("0000:00:07.0", -1),
-    ]
-
-
-def test_pci_domains_keep_four_digits() -> None:
-    gpus = host_of("separate_domains").gpus
-    assert [gpu.name for gpu in gpus] == ["0001:00:00.0", "0002:00:00.0", "000b:00:00.0", "000c:00:00.0"]
+    assert [gpu.node for gpu in host_of("virtual_gpus").gpus] == [-1] * 4
 
 
 def test_a_path_begins_at_the_root_bridge() -> None:
@@ -162,7 +99,6 @@ def test_a_path_begins_at_the_root_bridge() -> None:
     [
         ("dgx_a100", "mlx5_0@3 mlx5_1@3 mlx5_2@1 mlx5_3@1 mlx5_6@7 mlx5_7@7 mlx5_8@5 mlx5_9@5"),
         ("dgx_2", "mlx5_0@0 mlx5_1@0 mlx5_2@0 mlx5_3@0 mlx5_6@1 mlx5_7@1 mlx5_8@1 mlx5_9@1"),
-        ("workstation", ""),
         ("bare", ""),
         ("separate_domains", "mlx5_ib0@0 mlx5_ib1@0 mlx5_ib2@1 mlx5_ib3@1"),
         ("roce", "mlx5_1@2 mlx5_2@0 mlx5_3@0 mlx5_4@1 mlx5_10@0"),
@@ -190,12 +126,6 @@ def test_a_shared_switch_is_nearer_than_a_root_bridge_a_node_a_socket() -> None:
     assert far == sorted(set(far))
 
 
-def test_devices_of_one_switch_are_equally_near() -> None:
-    host = host_of("dgx_a100")
-    for gpu in host.gpus[:2]:
-        assert distance(host, gpu, nic(host, "mlx5_0")) == distance(host, gpu, nic(host, "mlx5_1"))
-
-
 def test_a_leaf_switch_is_nearer_than_the_one_above_it() -> None:
     """On a DGX-2 four GPUs share an upper switch, and only two of them the NIC's own switch."""
     host = host_of("dgx_2")
@@ -221,11 +151,6 @@ def test_distances_are_symmetric(machine: str) -> None:
             assert one is other or distance(host, one, one) < distance(host, one, other)
 
 
-@pytest.mark.parametrize("file", sorted(MACHINES.glob("*.txt")), ids=lambda file: file.stem)
-def test_every_machine_is_read(file: Path) -> None:
-    assert host_of(file.stem).cores != ()
-
-
 def remove(path: Path) -> None:
     """Remove a file or folder, which must exist."""
     if path.is_dir() and not path.is_symlink():
@@ -240,17 +165,12 @@ def remove(path: Path) -> None:
         "sys/devices/system/cpu/online",
         "sys/devices/system/node",
         "sys/devices/system/node/node1/cpulist",
-        "sys/devices/system/node/node1/distance",
         "sys/devices/system/cpu/cpu3/topology",
-        "sys/bus",
         "sys/bus/pci/devices/0000:23:00.0",
         "sys/devices/pci0000:20/0000:20:01.1/0000:21:00.0/0000:22:00.0/0000:23:00.0/numa_node",
         "sys/class",
         "sys/class/infiniband/mlx5_2/device",
-        "sys/class/infiniband/mlx5_2/ports",
         "sys/class/infiniband/mlx5_2/ports/1/state",
-        "sys/class/infiniband/mlx5_2/ports/1/link_layer",
-        "sys/class/infiniband/mlx5_2/ports/1/rate",
         "sys/devices/pci0000:00/0000:00:03.1/0000:01:00.0/net",
     ],
 )
@@ -270,19 +190,6 @@ def test_a_gpu_that_linux_does_not_list_has_no_path(tmp_path: Path) -> None:
     (gpu,) = read_host(root, [("00000000:AF:00.0", "GPU-af")]).gpus
     assert isinstance(gpu, Gpu)
     assert (gpu.name, gpu.uuid, gpu.node, gpu.path) == ("0000:af:00.0", "GPU-af", -1, ())
-
-
-def test_a_gpu_without_a_node_file_has_no_node(tmp_path: Path) -> None:
-    root, gpus = lay_out("workstation", tmp_path)
-    remove(root / "sys/devices/pci0000:00/0000:00:01.0/0000:01:00.0/numa_node")
-    assert [gpu.node for gpu in read_host(root, gpus).gpus] == [-1]
-
-
-def test_a_nic_without_an_interface_is_listed(tmp_path: Path) -> None:
-    root, gpus = lay_out("roce", tmp_path)
-    remove(root / "sys/devices/pci0000:00/0000:00:03.1/0000:01:00.0/net")
-    host = read_host(root, gpus)
-    assert (nic(host, "mlx5_2").interface, nic(host, "mlx5_3").interface) == ("", "enp42s0np0")
 
 
 def test_a_nic_without_a_state_is_not_used(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION, Normalization
 from horovod_volo.engine.classification_data import Images
 from horovod_volo.engine.classification_learner import build_loaders
-from horovod_volo.models.normalization import statistics_of_weights
+from horovod_volo.models.weights_header import statistics_of_weights
 
 SIDE = 32
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from horovod_volo.cluster.horovod_build import BUILD_SCRIPT
+from horovod_volo.build_horovod import BUILD_SCRIPT
 from horovod_volo.cluster.topology import gpus_on_bus
 from horovod_volo.doctor.gpus import GpuState, assess_gpus, assess_rdma
 from horovod_volo.doctor.installation import compare_mpi
@@ -154,7 +154,7 @@ def test_the_build_of_horovod_names_what_is_missing(
 
 @pytest.mark.filterwarnings("ignore:sys.meta_path is empty:ImportWarning")  # this test empties it
 def test_a_missing_horovod_is_reported_as_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from horovod_volo.cluster.horovod_build import read_build
+    from horovod_volo.cluster.collectives import read_build
     from horovod_volo.core.errors import UserError
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:

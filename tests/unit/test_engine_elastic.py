@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from horovod_volo.bench.synthetic import SyntheticRun, bench_config, flat_weights
-from horovod_volo.cluster.collectives import LocalCollectives, RankLostError
+from horovod_volo.cluster.collectives import Collectives, RankLostError
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import AllRanksError, World
 from horovod_volo.config.schema import Config
@@ -29,7 +29,7 @@ from horovod_volo.engine.setup import Start
 from horovod_volo.optim.muon import OneRank, share_matrices
 
 
-class OtherRanks(LocalCollectives):
+class OtherRanks(Collectives):
     """Rank 0 of three, of which the others have come this far."""
 
     def __init__(self, *others: Reached | None, began: bool = False) -> None:

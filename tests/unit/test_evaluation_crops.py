@@ -20,8 +20,7 @@ from horovod_volo.data.loader import EvalLoader
 from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.engine.accuracy import count_correct
 from horovod_volo.evaluation.predictions import PredictRequest, predict
-from horovod_volo.models.crop_average import CropAverage
-from horovod_volo.models.pretrained import PretrainedModel
+from horovod_volo.models.pretrained import CropAverage, PretrainedModel
 
 SIDE, CROP_PCT, CLASSES = 32, 0.6, 7
 SIZES = ((90, 60), (60, 90), (64, 64), (120, 41), (53, 57))  # resized to a shorter side of 53

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.cluster.collectives import LocalCollectives, Wait
+from horovod_volo.cluster.collectives import Collectives, Wait
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.step_statistics import CHECKSUM_BITS, OwnStep, checksums
 from horovod_volo.cluster.world import World
@@ -180,7 +180,7 @@ def test_no_ledger(tmp_path: Path) -> None:
         check_ledger(tmp_path)
 
 
-class ManyRanks(LocalCollectives):
+class ManyRanks(Collectives):
     """Sums in fp32 what ranks send, each of which sends one of a few messages."""
 
     def __init__(self, messages: list[Tensor], ranks: Tensor) -> None:

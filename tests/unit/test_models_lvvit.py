@@ -1,4 +1,4 @@
-"""LV-ViT: the published sizes, names, initial weights and formulas, and the training forward."""
+"""LV-ViT: the published sizes, names, initial weights and formulas. For its training see test_models_volo."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from network_samples import perturbed, random_images, unchanged
 from torch import Tensor, nn
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit, LvVitBlock
-from horovod_volo.objective.mixing import Box
 
 timm_optim = pytest.importorskip("timm.optim")
 
@@ -29,17 +27,6 @@ def on_meta(name: str, *, img_size: int = 224, drop_path: float = 0.0) -> LvVit:
     """Build a network without the memory for its weights."""
     with torch.device("meta"):
         return LvVit(img_size=img_size, num_classes=1000, drop_path_rate=drop_path, **LVVIT_SIZES[name])
-
-
-def demo(drop_path: float = 0.0) -> LvVit:
-    """Build a small network with perturbed weights, none of them 0 or 1."""
-    torch.manual_seed(0)
-    model = LvVit(img_size=64, num_classes=10, drop_path_rate=drop_path, **DEMO)
-    return perturbed(model, strength=0.05)
-
-
-def images(batch: int) -> Tensor:
-    return random_images(batch, 64)
 
 
 @pytest.mark.parametrize(
@@ -117,67 +104,13 @@ def test_a_block_is_the_published_formula(divisor: float) -> None:
     torch.testing.assert_close(block(x), expected, rtol=0, atol=1e-12)
 
 
-@torch.inference_mode()
-def test_evaluation_adds_half_the_best_token_to_the_class() -> None:
-    model = demo().eval()
-    class_logits, token_logits = model.training_logits(images(3), unchanged)
-    assert class_logits.shape == (3, 10)
-    assert token_logits.shape == (3, 16, 10)
-    assert torch.equal(class_logits + 0.5 * token_logits.max(dim=1).values, model(images(3)))
-    features = model.forward_features(images(3))  # (batch, 1 + tokens, channels)
-    assert torch.equal(token_logits, model.aux_head(features[:, 1:]))
-    assert torch.equal(class_logits, model.get_classifier()(features[:, 0]))
-
-
-@torch.inference_mode()
-def test_the_same_box_is_swapped_after_the_stem_and_before_the_head() -> None:
-    model, pictures = demo().eval(), images(4)
-    box = Box(top=1, left=0, height=2, width=3, grid=4)
-    grids: list[Tensor] = []
-
-    def watched(grid: Tensor) -> Tensor:
-        grids.append(grid)
-        return box.swap_tokens(grid)
-
-    passed: list[Tensor] = []
-
-    def only_before(grid: Tensor) -> Tensor:
-        passed.append(grid)
-        return box.swap_tokens(grid) if len(passed) == 1 else grid
-
-    class_logits, token_logits = model.training_logits(pictures, watched)
-    class_of_mixed, tokens_of_mixed = model.training_logits(pictures, only_before)
-    unmixed, _ = model.training_logits(pictures, unchanged)
-    assert [tuple(grid.shape) for grid in grids] == [(4, 4, 4, 48)] * 2
-    assert torch.equal(class_logits, class_of_mixed)
-    assert not torch.allclose(class_logits, unmixed, atol=1e-3)
-    assert not torch.allclose(token_logits, tokens_of_mixed, atol=1e-3)
-    own = box.swap_tokens(tokens_of_mixed.view(4, 4, 4, 10)).flatten(1, 2)
-    torch.testing.assert_close(own, token_logits, rtol=0, atol=1e-6)
-
-
-def test_the_training_logits_give_every_weight_a_gradient() -> None:
-    model = demo().train()
-    class_logits, token_logits = model.training_logits(images(4), unchanged)
-    (class_logits.square().mean() + token_logits.square().mean()).backward()
-    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
-
-
 def test_stochastic_depth_rises_over_all_blocks() -> None:
     model = on_meta("lvvit_s", drop_path=0.3)
     assert model.rates == pytest.approx([0.02 * n for n in range(16)])
 
 
-def test_stochastic_depth_drops_branches_of_images_in_training_only() -> None:
-    model = demo(drop_path=0.6).train()
-    first = model.training_logits(images(4), unchanged, 1)[0]
-    assert not torch.equal(model.training_logits(images(4), unchanged, 2)[0], first)
-    model.eval()
-    assert torch.equal(model(images(4)), model(images(4)))
-
-
 def test_layers_are_numbered_from_the_stem_to_the_heads() -> None:
-    model = demo()
+    model = LvVit(img_size=64, num_classes=10, drop_path_rate=0.0, **DEMO)
     names = {id(p): name for name, p in model.named_parameters()}
     groups = timm_optim.param_groups_layer_decay(
         model, weight_decay=0.05, no_weight_decay_list=model.no_weight_decay(), layer_decay=0.5

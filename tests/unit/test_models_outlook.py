@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 # The reference is timm's module. timm_api comes first, because timm imports torchvision.
 from horovod_volo.models import outlook_gather, timm_api
+from horovod_volo.models.build import build_model
 from horovod_volo.models.outlook import Outlook, outlook, plain_outlook
+from horovod_volo.models.volo import received_attention
 
 assert timm_api
 from timm.models.volo import OutlookAttention  # noqa: E402
@@ -97,38 +99,10 @@ def test_images_are_the_same_some_at_a_time_and_alone(images: int, monkeypatch: 
         torch.testing.assert_close(value[number], own_value[0], rtol=1e-12, atol=1e-12)
 
 
-def test_results_are_deterministic() -> None:
-    _, ours = pair(2, 3, 1, 2, torch.float32)
-    pixels = drawn(2, 7, 9, 12, dtype=torch.float32)
-    first, second = value_and_gradients(ours, pixels), value_and_gradients(ours, pixels)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
 def test_pixels_may_be_a_view() -> None:
     theirs, ours = pair(2, 3, 1, 2, torch.float32)
     pixels = drawn(2, 12, 6, 5, dtype=torch.float32).permute(0, 2, 3, 1)
     torch.testing.assert_close(ours(pixels), theirs(pixels), rtol=1e-5, atol=1e-5)
-
-
-def test_parameters_keep_timms_names_and_order() -> None:
-    theirs, ours = pair(2, 3, 1, 2, torch.float32)
-    assert list(ours.state_dict()) == list(theirs.state_dict())
-    assert [name for name, _ in ours.named_parameters()] == [name for name, _ in theirs.named_parameters()]
-    _, other = pair(2, 3, 1, 2, torch.float32)
-    with torch.no_grad():
-        other.v.weight.add_(1)
-    theirs.load_state_dict(other.state_dict())
-    ours.load_state_dict(theirs.state_dict())
-    assert torch.equal(ours.v.weight, other.v.weight)
-
-
-def test_replacing_timms_module_draws_no_random_numbers() -> None:
-    theirs, _ = pair(2, 3, 1, 2, torch.float32)
-    before = torch.get_rng_state()
-    ours = Outlook(theirs)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert ours.v is theirs.v
-    assert ours.attn is theirs.attn
 
 
 def test_attention_dropout_is_refused() -> None:
@@ -148,3 +122,35 @@ def test_the_operation_is_registered_correctly_for_the_compiler() -> None:
     values, scores = drawn(2, 4, 5, 4, dtype=torch.float32), drawn(2, 2, 3, 2 * 81, dtype=torch.float32)
     operation = torch.ops.horovod_volo.outlook_gather.default
     torch.library.opcheck(operation, (values, scores, [2, 3, 2, 3, 1, 2], 0.7))
+
+
+def test_the_attention_that_positions_receive_agrees_with_a_loop() -> None:
+    torch.manual_seed(0)
+    network = build_model("volo_demo", img_size=64, num_classes=3, drop_path=0.1)
+    images = torch.randn(2, 3, 64, 64)
+    found = received_attention(network, images)
+    assert found is not None
+    assert network.training
+    network.eval()
+    block = network.network[0][-1]
+    with torch.no_grad():
+        tokens = block.norm1(network.stem(images))
+        attention = block.attn
+        pooled = attention.pool(tokens.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        logits = attention.attn(pooled) * attention.scale
+    side, heads = tokens.shape[1], attention.num_heads
+    received = torch.zeros(2, side, side)
+    windows = torch.zeros(side, side)
+    for row in range(logits.shape[1]):
+        for column in range(logits.shape[2]):
+            weights = logits[:, row, column].view(2, heads, 9, 9).softmax(dim=-1)
+            for source in range(9):
+                y, x = 2 * row - 1 + source // 3, 2 * column - 1 + source % 3
+                if 0 <= y < side and 0 <= x < side:
+                    received[:, y, x] += weights[..., source].sum(dim=(1, 2)) / heads
+                    windows[y, x] += 1
+    torch.testing.assert_close(found, received / windows)
+
+
+def test_other_networks_receive_no_attention() -> None:
+    assert received_attention(torch.nn.Linear(2, 2), torch.zeros(1, 2)) is None

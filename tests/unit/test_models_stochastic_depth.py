@@ -89,9 +89,10 @@ def test_kept_branches_are_scaled_up() -> None:
         sample_drop_path([0.75], torch.empty(8), None)
 
 
-def test_a_network_drops_branches_in_training_only() -> None:
+@pytest.mark.parametrize("name", ["volo_demo", "lvvit_t"])
+def test_a_network_drops_branches_in_training_only(name: str) -> None:
     torch.manual_seed(0)
-    model = build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.6)
+    model = build_model(name, img_size=64, num_classes=10, drop_path=0.6)
     pictures = random_images(4, 64)
 
     def logits(seed: int) -> Tensor:

@@ -8,7 +8,6 @@ import torch
 from horovod_volo.core.errors import UserError
 from horovod_volo.labelling.teacher import load_teacher, token_logits
 from horovod_volo.models.build import build_model
-from horovod_volo.models.lvvit import LVVIT_SIZES, LvVit
 from horovod_volo.models.timm_api import create_model
 
 CLASSES = 7
@@ -87,35 +86,18 @@ def test_a_channels_last_network():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("implementation", ["ours", "timm"])
-def test_a_volo_labels_cells_with_its_auxiliary_head(implementation):
-    if implementation == "ours":
-        network = build_model("volo_demo", img_size=64, num_classes=CLASSES, drop_path=0.0).eval()
+@pytest.mark.parametrize("name", ["volo_demo", "volo_d1_224", "lvvit_t"])
+def test_networks_with_an_auxiliary_head_label_cells_with_it(name):
+    if name == "volo_d1_224":  # timm's
+        network = network_of(name, img_size=64)
     else:
-        network = network_of("volo_d1_224", img_size=64)
-    batch = images(64)
-    logits = token_logits(network, batch)
-    assert logits.shape == (2, CLASSES, 4, 4)
-    whole = network.head(network.forward_features(batch)[:, 0])
-    # Evaluation adds half of each class's highest token logit to the class token's.
-    torch.testing.assert_close(whole + 0.5 * logits.amax(dim=(2, 3)), network(batch))
-    last = network.aux_head(network.forward_features(batch)[:, -1])
-    torch.testing.assert_close(logits[:, :, 3, 3], last)
-
-
-@torch.inference_mode()
-def test_an_lvvit_labels_cells_with_its_auxiliary_head():
-    torch.manual_seed(0)
-    settings = LVVIT_SIZES["lvvit_t"] | {"layers": 2}
-    network = LvVit(img_size=64, num_classes=CLASSES, drop_path_rate=0.0, **settings).eval()
+        network = build_model(name, img_size=64, num_classes=CLASSES, drop_path=0.0).eval()
     batch = images(64)
     features = network.forward_features(batch)  # (images, 1 + 16, channels)
     logits = token_logits(network, batch)
-    assert logits.shape == (2, CLASSES, 4, 4)
-    for row in range(4):
-        for column in range(4):
-            expected = network.aux_head(features[:, 1 + 4 * row + column])
-            torch.testing.assert_close(logits[:, :, row, column], expected)
+    expected = network.aux_head(features[:, 1:]).unflatten(1, (4, 4)).permute(0, 3, 1, 2)
+    torch.testing.assert_close(logits, expected)
+    # Evaluation adds half of each class's highest token logit to the class token's.
     whole = network.head(features[:, 0])
     torch.testing.assert_close(whole + 0.5 * logits.amax(dim=(2, 3)), network(batch))
 

@@ -1,8 +1,10 @@
-"""The networks equal timm's VOLO up to rounding, and the training forward uses the same modules."""
+"""The networks equal timm's VOLO up to rounding; the training forward, also that of LV-ViT."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import build_model, check_model, spec_of
+from horovod_volo.models.lvvit import LvVit
 from horovod_volo.models.volo import Volo
 from horovod_volo.objective.mixing import Box
 
@@ -25,9 +28,24 @@ def on_meta(name: str, *, img_size: int, drop_path: float = 0.0) -> Volo:
         return build_model(name, img_size=img_size, num_classes=1000, drop_path=drop_path)
 
 
-def demo(drop_path: float = 0.0) -> Volo:
+def demo() -> Volo:
     torch.manual_seed(0)
-    return perturbed(build_model("volo_demo", img_size=64, num_classes=10, drop_path=drop_path))
+    return perturbed(build_model("volo_demo", img_size=64, num_classes=10, drop_path=0.0))
+
+
+def demo_of_lvvit() -> LvVit:
+    torch.manual_seed(0)
+    return perturbed(LvVit(img_size=64, num_classes=10, drop_path_rate=0.0, **LVVIT_DEMO), strength=0.05)
+
+
+LVVIT_DEMO: dict[str, Any] = {
+    "layers": 3,
+    "embed_dim": 48,
+    "num_heads": 4,
+    "stem_width": 8,
+    "residual_divisor": 2.0,
+}
+BOTH = pytest.mark.parametrize("build", [demo, demo_of_lvvit])
 
 
 @pytest.mark.parametrize(
@@ -74,31 +92,40 @@ def test_evaluation_equals_timms_with_the_weights_of_either() -> None:
         torch.testing.assert_close(ours(picture), theirs(picture), rtol=0, atol=1e-5)
 
 
-def test_evaluation_adds_half_the_best_token_to_the_class() -> None:
-    model = demo().eval()
-    with torch.inference_mode():
-        class_logits, token_logits = model.training_logits(random_images(3, 64), unchanged)
-        assert class_logits.shape == (3, 10)
-        assert token_logits.shape == (3, 16, 10)
-        both = class_logits + 0.5 * token_logits.max(dim=1).values
-        torch.testing.assert_close(both, model(random_images(3, 64)), rtol=0, atol=1e-6)
-        features = model.forward_features(random_images(3, 64))  # (batch, 1 + tokens, channels)
-        torch.testing.assert_close(token_logits, model.aux_head(features[:, 1:]), rtol=0, atol=1e-6)
-        assert torch.equal(class_logits, model.head(features[:, 0]))
+@BOTH
+@torch.inference_mode()
+def test_evaluation_adds_half_the_best_token_to_the_class(build: Callable[[], Volo | LvVit]) -> None:
+    model = build().eval()
+    class_logits, token_logits = model.training_logits(random_images(3, 64), unchanged)
+    assert class_logits.shape == (3, 10)
+    assert token_logits.shape == (3, 16, 10)
+    both = class_logits + 0.5 * token_logits.max(dim=1).values
+    torch.testing.assert_close(both, model(random_images(3, 64)), rtol=0, atol=1e-6)
+    features = model.forward_features(random_images(3, 64))  # (batch, 1 + tokens, channels)
+    torch.testing.assert_close(token_logits, model.aux_head(features[:, 1:]), rtol=0, atol=1e-6)
+    assert torch.equal(class_logits, model.get_classifier()(features[:, 0]))
 
 
-def test_swapping_all_tokens_reverses_the_batch() -> None:
-    model = demo().eval()
-    with torch.inference_mode():
-        class_logits, token_logits = model.training_logits(random_images(3, 64), unchanged)
-        of_others, own = model.training_logits(random_images(3, 64), lambda grid: grid.flip(0))
+@BOTH
+@torch.inference_mode()
+def test_swapping_all_tokens_reverses_the_batch(build: Callable[[], Volo | LvVit]) -> None:
+    model = build().eval()
+    class_logits, token_logits = model.training_logits(random_images(3, 64), unchanged)
+    of_others, own = model.training_logits(random_images(3, 64), lambda grid: grid.flip(0))
     assert not torch.allclose(class_logits, class_logits.flip(0), atol=1e-3)
     torch.testing.assert_close(of_others, class_logits.flip(0), rtol=0, atol=1e-5)
     torch.testing.assert_close(own, token_logits, rtol=0, atol=1e-5)  # undone for the token logits
 
 
-def test_the_same_box_is_swapped_after_the_stem_and_before_the_head() -> None:
-    model, pictures = demo().eval(), random_images(4, 64)
+@pytest.mark.parametrize(
+    ("build", "shapes"),
+    [(demo, [(4, 8, 8, 48), (4, 4, 4, 96)]), (demo_of_lvvit, [(4, 4, 4, 48), (4, 4, 4, 48)])],
+)
+@torch.inference_mode()
+def test_the_same_box_is_swapped_after_the_stem_and_before_the_head(
+    build: Callable[[], Volo | LvVit], shapes: list[tuple[int, ...]]
+) -> None:
+    model, pictures = build().eval(), random_images(4, 64)
     box = Box(top=1, left=0, height=2, width=3, grid=4)
     grids: list[Tensor] = []
 
@@ -107,45 +134,27 @@ def test_the_same_box_is_swapped_after_the_stem_and_before_the_head() -> None:
         return box.swap_tokens(grid)
 
     def only_before(grid: Tensor) -> Tensor:
-        return box.swap_tokens(grid) if grid.shape[1] == 8 else grid
+        grids.append(grid)
+        return box.swap_tokens(grid) if len(grids) == 3 else grid
 
-    with torch.inference_mode():
-        class_logits, token_logits = model.training_logits(pictures, watched)
-        stem = model.patch_embed(pictures)  # (batch, channels, rows, columns)
-        class_of_mixed, tokens_of_mixed = model.training_logits(pictures, only_before)
-        unmixed, _ = model.training_logits(pictures, unchanged)
-    assert [tuple(grid.shape) for grid in grids] == [(4, 8, 8, 48), (4, 4, 4, 96)]
-    assert torch.equal(grids[0].permute(0, 3, 1, 2), stem)
+    class_logits, token_logits = model.training_logits(pictures, watched)
+    assert [tuple(grid.shape) for grid in grids] == shapes
+    assert torch.equal(grids[0], model.stem(pictures))
+    class_of_mixed, tokens_of_mixed = model.training_logits(pictures, only_before)
     assert torch.equal(class_logits, class_of_mixed)
-    assert not torch.allclose(class_logits, unmixed, atol=1e-3)
+    assert not torch.allclose(class_logits, model.training_logits(pictures, unchanged)[0], atol=1e-3)
     grid, mixed = token_logits.view(4, 4, 4, 10), tokens_of_mixed.view(4, 4, 4, 10)
-    for image in range(4):
-        for row in range(4):
-            for column in range(4):
-                source = 3 - image if row in (1, 2) and column < 3 else image
-                torch.testing.assert_close(
-                    grid[image, row, column], mixed[source, row, column], rtol=0, atol=1e-6
-                )
+    for image, row, column in product(range(4), repeat=3):
+        source = 3 - image if row in (1, 2) and column < 3 else image
+        torch.testing.assert_close(grid[image, row, column], mixed[source, row, column], rtol=0, atol=1e-6)
 
 
-def test_swapping_twice_restores_the_tokens() -> None:
-    model = demo().eval()
-    box = Box(top=0, left=1, height=3, width=2, grid=4)
-    with torch.inference_mode():
-        plain = model.training_logits(random_images(3, 64), unchanged)
-        twice = model.training_logits(
-            random_images(3, 64), lambda grid: box.swap_tokens(box.swap_tokens(grid))
-        )
-    assert torch.equal(plain[0], twice[0])
-    assert torch.equal(plain[1], twice[1])
-
-
-def test_the_training_logits_give_every_weight_a_gradient() -> None:
-    model = demo().train()
+@BOTH
+def test_the_training_logits_give_every_weight_a_gradient(build: Callable[[], Volo | LvVit]) -> None:
+    model = build().train()
     class_logits, token_logits = model.training_logits(random_images(4, 64), unchanged)
     (class_logits.square().mean() + token_logits.square().mean()).backward()
-    without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert without == []
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
 
 @pytest.mark.parametrize(("name", "rate"), [("volo_d1", 0.2), ("volo_d5", 0.75)])
@@ -163,30 +172,13 @@ def test_stochastic_depth_rises_over_the_transformers_only(name: str, rate: floa
         assert (per_branch[0], per_branch[-1]) == pytest.approx((0.0471, 0.2), abs=5e-5)
 
 
-def test_without_stochastic_depth_there_is_none() -> None:
-    model = on_meta("volo_d1", img_size=224)
-    assert not any(isinstance(module, DropPath) for module in model.modules())
-
-
-def test_an_unknown_network_names_the_nearest() -> None:
-    with pytest.raises(
-        UserError, match=r"no model 'vollo_d1'. Did you mean volo_d1\? Models: volo_demo, volo"
-    ):
+def test_mistakes_name_the_nearest() -> None:
+    with pytest.raises(UserError, match=r"no model 'vollo_d1'.*volo_d1\?"):
         check_model("vollo_d1", img_size=224, tokens=True)
-    with pytest.raises(UserError, match="no model 'resnet'"):
-        build_model("resnet", img_size=64, num_classes=10, drop_path=0.0)
-
-
-def test_the_suggested_image_size_is_the_nearest_valid_one() -> None:
-    for side in range(32, 300):
-        if side % 16:
-            with pytest.raises(UserError, match="must be a multiple of 16 for volo_d1") as raised:
-                check_model("volo_d1", img_size=side, tokens=True)
-            match = re.search(r"The nearest is (\d+)\.$", str(raised.value))
-            assert match is not None
-            assert abs(int(match[1]) - side) <= 8
-            side = int(match[1])
-        check_model("volo_d1", img_size=side, tokens=True)
+    for side, nearest in ((33, 32), (199, 192), (201, 208), (17, 32)):
+        with pytest.raises(UserError, match=rf"multiple of 16 for volo_d1.* nearest is {nearest}\."):
+            check_model("volo_d1", img_size=side, tokens=True)
+        check_model("volo_d1", img_size=nearest, tokens=True)
 
 
 @pytest.mark.parametrize(("name", "crop"), [("volo_d1", 0.96), ("volo_d3", 0.96), ("volo_d5", 1.15)])

@@ -67,13 +67,6 @@ def test_position_embeddings_are_resized_bicubically(was: tuple[int, int], new: 
     assert resized[0].numpy() == pytest.approx(resized_slowly(embedding[0].double().numpy(), *new), abs=1e-5)
 
 
-def test_a_resize_to_the_same_grid_changes_nothing() -> None:
-    embedding = torch.randn(1, 14, 14, 3, dtype=torch.float16)
-    resized = resize_position_embedding(embedding, (14, 14), (14, 14))
-    assert resized.dtype == torch.float16
-    assert torch.equal(resized, embedding)
-
-
 def test_weights_of_another_input_size_load_with_the_embedding_resized() -> None:
     source, target = demo().state_dict(), demo(img_size=96, seed=1)
     assert load_weights(target, "volo_demo", source, "some.pth") == [
@@ -84,13 +77,6 @@ def test_weights_of_another_input_size_load_with_the_embedding_resized() -> None
     assert same(target.state_dict(), expected)
     assert source["pos_embed"].shape == (1, 4, 4, 96)  # the given weights are unchanged
     assert target.eval()(torch.zeros(1, 3, 96, 96)).shape == (1, 10)
-
-
-def test_weights_that_fit_load_as_they_are() -> None:
-    source, target = demo().state_dict(), demo(seed=1)
-    assert not same(target.state_dict(), source)
-    assert load_weights(target, "volo_demo", source, "some.pth") == [ALL_LOADED]
-    assert same(target.state_dict(), source)
 
 
 def changed(state: State, **entries: Tensor) -> State:
@@ -111,12 +97,11 @@ def small() -> State:
         (without(small(), "norm.weight"), r"1 missing \(first: norm.weight\). Check --model"),
         (changed(small(), extra=torch.zeros(1)), r"1 unknown \(first: extra\)"),
         (changed(small(), norm__weight=torch.zeros(1)), r"1 of another shape \(first: norm.weight\)"),
-        (changed(small(), pos_embed=torch.zeros(1, 4, 4, 5)), r"1 of another shape \(first: pos_embed\)"),
         # A plain transformer of the same width, whose embedding is a sequence of tokens instead of a grid.
         (changed(small(), pos_embed=torch.zeros(1, 17, 96)), r"1 of another shape \(first: pos_embed\)"),
         ({}, "missing"),
     ],
-    ids=["missing", "unknown", "shape", "width", "row of tokens", "nothing"],
+    ids=["missing", "unknown", "shape", "row of tokens", "nothing"],
 )
 def test_weights_that_do_not_fit_are_refused(state: State, message: str) -> None:
     target = demo(seed=1)
@@ -293,16 +278,11 @@ def test_of_a_checkpoint_the_raw_weights_are_the_default(tmp_path: Path) -> None
         assert (float(found.tensors["number"]), found.messages) == (number, messages)
 
 
-@pytest.mark.parametrize("source", ["{folder}/weights.pth", "timm:volo_d1_224"])
-def test_missing_averages_are_not_replaced_by_other_weights(source: str, tmp_path: Path) -> None:
+def test_missing_averages_are_not_replaced_by_other_weights(tmp_path: Path) -> None:
     torch.save({"state_dict": STATE}, tmp_path / "weights.pth")
-    with pytest.raises(UserError, match=r"There are no averaged weights \(EMA\) in .*Drop --use-ema\."):
-        read_weights(source.format(folder=tmp_path), use_ema=True)
-
-
-def test_safetensors(tmp_path: Path) -> None:
-    save_file(STATE, tmp_path / "weights.safetensors")
-    assert same(read_weights(str(tmp_path / "weights.safetensors")).tensors, STATE)
+    for source in (str(tmp_path / "weights.pth"), "timm:volo_d1_224"):
+        with pytest.raises(UserError, match="no averaged weights"):
+            read_weights(source, use_ema=True)
 
 
 def write(path: Path, number: float) -> None:
@@ -327,81 +307,55 @@ def test_the_weights_in_a_folder_are_found(tmp_path: Path) -> None:
     assert read_weights(str(run)).tensors["number"] == 4
 
 
-def test_a_folder_of_several_or_no_weights_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "readme.txt").write_text("nothing here")
-    with pytest.raises(UserError, match="holds 0 files of weights"):
-        read_weights(str(tmp_path))
+def test_a_path_without_exactly_one_file_of_weights_is_refused(tmp_path: Path) -> None:
+    for source, message in ((tmp_path / "nowhere", "no weights at"), (tmp_path, "holds 0 files of weights")):
+        with pytest.raises(UserError, match=message):
+            read_weights(str(source))
     write(tmp_path / "one.pth", 1)
     write(tmp_path / "two.safetensors", 2)
-    with pytest.raises(UserError, match="holds 2 files of weights; name one of"):
+    with pytest.raises(UserError, match="holds 2 files of weights"):
         read_weights(str(tmp_path))
-
-
-def test_a_missing_path_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"There are no weights at .*nowhere"):
-        read_weights(str(tmp_path / "nowhere"))
-
-
-def one_line(raised: pytest.ExceptionInfo[UserError]) -> bool:
-    return str(raised.value).isprintable()
 
 
 @pytest.mark.parametrize("name", ["broken.pth", "broken.safetensors"])
-@pytest.mark.parametrize("content", [b"", b"garbage" * 100], ids=["empty", "garbage"])
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"cut"], ids=["empty", "garbage", "cut"])
 def test_a_damaged_file_is_one_error_message(name: str, content: bytes, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content)
+    write(tmp_path / name, 1)
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole[:-1] if content == b"cut" else content)
     with pytest.raises(UserError, match=f"{name} cannot be read as weights") as raised:
         read_weights(str(tmp_path / name))
-    assert one_line(raised)
+    assert str(raised.value).isprintable()
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    for name in ("cut.pth", "cut.safetensors"):
-        write(tmp_path / name, 1)
-        whole = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(whole[:-1])
-        with pytest.raises(UserError, match="cannot be read as weights"):
-            read_weights(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("content", [torch.zeros(3), [torch.zeros(3)], {3: torch.zeros(3)}])
-def test_a_file_without_names_is_refused(content: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [torch.zeros(3), [torch.zeros(3)], {3: torch.zeros(3)}]
+    + [{"state_dict": STATE | {"odd": value}} for value in (3, None, {"a": torch.zeros(1)})],
+)
+def test_a_file_without_a_state_dict_is_refused(content: object, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "odd.pth")
     with pytest.raises(UserError, match=r"odd\.pth holds no state_dict\(\)"):
         read_weights(str(tmp_path / "odd.pth"))
 
 
 ODD_TENSORS = {
-    "sparse": torch.eye(3).to_sparse(),
-    "compressed": torch.eye(3).to_sparse_csr(),
-    "meta": torch.empty(3, 3, device="meta"),
-    "complex": torch.eye(3).cfloat(),
-    "integers": torch.eye(3).to(torch.int8),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "compressed": lambda: torch.eye(3).to_sparse_csr(),
+    "meta": lambda: torch.empty(3, 3, device="meta"),
+    "complex": lambda: torch.eye(3).cfloat(),
+    "integers": lambda: torch.eye(3).to(torch.int8),
+    "quantised": lambda: torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8),
 }
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch deprecates quantised tensors
 @pytest.mark.parametrize("kind", ODD_TENSORS)
 def test_tensors_that_cannot_be_loaded_are_named(kind: str, tmp_path: Path) -> None:
-    torch.save({"state_dict": STATE | {"odd": ODD_TENSORS[kind]}}, tmp_path / "odd.pth")
-    with pytest.raises(
-        UserError, match=r"odd in .*odd\.pth is not a dense tensor of floating-point"
-    ) as raised:
+    torch.save({"state_dict": STATE | {"odd": ODD_TENSORS[kind]()}}, tmp_path / "odd.pth")
+    with pytest.raises(UserError, match=r"odd in .*odd\.pth is not a dense tensor") as raised:
         read_weights(str(tmp_path / "odd.pth"))
-    assert one_line(raised)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch deprecates them
-def test_quantised_tensors_are_named(tmp_path: Path) -> None:
-    torch.save({"odd": torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8)}, tmp_path / "odd.pth")
-    with pytest.raises(UserError, match=r"odd in .*odd\.pth is not a dense tensor of floating-point"):
-        read_weights(str(tmp_path / "odd.pth"))
-
-
-@pytest.mark.parametrize("value", [3, "text", None, {"a": torch.zeros(1)}], ids=repr)
-def test_a_state_dict_with_other_values_is_refused(value: object, tmp_path: Path) -> None:
-    torch.save({"state_dict": STATE | {"odd": value}}, tmp_path / "odd.pth")
-    with pytest.raises(UserError, match=r"odd\.pth holds no state_dict\(\)"):
-        read_weights(str(tmp_path / "odd.pth"))
+    assert str(raised.value).isprintable()
 
 
 def test_parameters_that_require_a_gradient_are_loaded(tmp_path: Path) -> None:
@@ -411,7 +365,7 @@ def test_parameters_that_require_a_gradient_are_loaded(tmp_path: Path) -> None:
     assert same(model.state_dict(), saved.state_dict())
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (0, 4, 4, 48), (2, 4, 4, 48), (1, 0, 48), (1, 0, 4, 48)])
+@pytest.mark.parametrize("shape", [(), (3,), (1, 4, 4, 5), (2, 4, 4, 48), (1, 0, 48), (1, 0, 4, 48)])
 @pytest.mark.parametrize("name", ["pos_embed", "head.bias"])
 def test_tensors_of_other_dimensions_are_refused(shape: tuple[int, ...], name: str) -> None:
     state = demo().state_dict() | {name: torch.zeros(shape)}
@@ -431,7 +385,6 @@ class Malicious:
 
 def test_nothing_in_a_file_is_executed(tmp_path: Path) -> None:
     torch.save({"state_dict": STATE, "args": Malicious(tmp_path / "executed")}, tmp_path / "bad.pth")
-    with pytest.raises(UserError, match="holds objects other than tensors, which are never loaded") as raised:
+    with pytest.raises(UserError, match="objects other than tensors"):
         read_weights(str(tmp_path / "bad.pth"))
-    assert one_line(raised)
     assert not (tmp_path / "executed").exists()

@@ -87,15 +87,9 @@ def _port(folder: Path, device_port: list[str], properties: list[str]) -> None:
 
 def _files(folder: Path, path: str, content: str) -> None:
     found = RANGE.search(path)
-    if found is None:
-        _write(folder / path, content)
-        return
-    for n in range(int(found[1]), int(found[2]) + 1):
-        _write(folder / RANGE.sub(str(n), path, count=1), _spelled(content, n))
-
-
-def _spelled(content: str, n: int) -> str:
-    return NUMBER.sub(lambda found: str(n + int(found[1] or 0)), content)
+    for n in range(int(found[1]), int(found[2]) + 1) if found else [0]:
+        own = NUMBER.sub(lambda number, n=n: str(n + int(number[1] or 0)), content)  # type: ignore[misc]
+        _write(folder / RANGE.sub(str(n), path, count=1), own)
 
 
 def _write(path: Path, content: str) -> None:

@@ -26,8 +26,8 @@ from horovod_volo.engine.checkpoint.files import (
 from horovod_volo.engine.context import run_folder
 from horovod_volo.engine.state import TrainState
 from horovod_volo.engine.task import Samples, Task
-from horovod_volo.models.aux_head import AUX_HEAD
-from horovod_volo.models.normalization import statistics_of_run
+from horovod_volo.models.weights import AUX_HEAD
+from horovod_volo.models.weights_header import statistics_of_run
 
 _OF_THE_MODEL = "of the model"
 

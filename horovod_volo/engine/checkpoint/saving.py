@@ -27,8 +27,7 @@ from horovod_volo.engine.checkpoint.resuming import run_metadata
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.task import Metrics, better_value
 from horovod_volo.models.build import spec_of
-from horovod_volo.models.class_names import header_of
-from horovod_volo.models.normalization import statistics_of_run
+from horovod_volo.models.weights_header import header_of, statistics_of_run
 
 _EVALUATION = "evaluation.json"
 LONGEST_WRITE_SECONDS = 3600.0  # of a checkpoint, on a slow disk

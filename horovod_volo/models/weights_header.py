@@ -1,23 +1,27 @@
-"""The mean and standard deviation of pixels with which a network is trained and used.
+"""What is known of weights besides their tensors: the names of the classes, in the order of the logits, and
+the mean and standard deviation of pixels with which the network is trained and used.
 
-They are the model's own, unless the settings of its run say otherwise. Checkpoints and exports have them in
-the header of their safetensors files, beside the classes and the crop of evaluation: they travel with the
-weights.
+They are in the header of the safetensors files of checkpoints and exports, beside the crop of evaluation, so
+they travel with the weights. Statistics are the model's own, unless the settings of its run say otherwise.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 from horovod_volo.config.data_checks import check_statistics
 from horovod_volo.config.data_settings import Data
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import spec_of
-from horovod_volo.models.class_names import read_header
+from horovod_volo.models.timm_api import imagenet_classes
+from horovod_volo.models.weights import TIMM, weights_file
 
-_MEAN, _STD = "mean", "std"
+_CLASSES, _MEAN, _STD = "classes", "mean", "std"
 
 
 class PixelStatistics(NamedTuple):
@@ -79,3 +83,33 @@ def finetune_warnings(source: str, settings: Data, model: str) -> list[str]:
     if before is None or before == now:
         return []
     return [f"the weights in {source} were trained with {before.describe()}, this run uses {now.describe()}"]
+
+
+def header_of(names: Sequence[str]) -> dict[str, str]:
+    """Return the header of a safetensors file of a network with these classes."""
+    return {"format": "pt"} | ({_CLASSES: json.dumps(list(names))} if names else {})
+
+
+def read_class_names(source: str) -> tuple[str, ...]:
+    """Return the names that are with the weights at `source`; none, if they are of an earlier version."""
+    if source.startswith(TIMM):
+        return imagenet_classes(source.removeprefix(TIMM))
+    try:
+        names = json.loads(read_header(source).get(_CLASSES, "[]"))
+    except ValueError:
+        return ()
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
+def read_header(source: str) -> dict[str, str]:
+    """Return the header of the safetensors file at `source`; nothing, if there is no such file."""
+    if source.startswith(TIMM):
+        return {}
+    file = weights_file(Path(source))
+    if file.suffix != ".safetensors":
+        return {}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return opened.metadata() or {}
+    except (OSError, SafetensorError):
+        return {}  # reading the weights explains what is wrong
