@@ -179,8 +179,7 @@ class Trainer:
 
         `images` is a list of paths, bytes of image files, PIL images or arrays (height, width, 3) of uint8.
         """
-        from horovod_volo.data.images.given_images import LooseImages
-        from horovod_volo.evaluation.predictions import PredictRequest, predict_images
+        from horovod_volo.evaluation.predictions import PredictRequest, predict
         from horovod_volo.models.pretrained import load_pretrained
         from horovod_volo.plugins import load_plugins
 
@@ -192,7 +191,7 @@ class Trainer:
         batch = settings.data.eval_batch_size or settings.data.batch_size
         request = PredictRequest(top, settings.data.crop_pct, batch, settings.model.precision)
         bad: list[str] = []
-        found = dict(predict_images(trained, LooseImages(images), len(images), request, bad))
+        found = dict(predict(trained, images, request, bad))
         if bad:
             raise UserError(f"{bad[0]}. Leave it out.")
         return [found[number] for number in range(len(images))]

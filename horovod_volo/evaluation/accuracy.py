@@ -32,10 +32,11 @@ from horovod_volo.engine.per_class import ClassResult, class_results
 from horovod_volo.engine.predictions import PredictionCollector
 from horovod_volo.engine.shared_catalog import catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
+from horovod_volo.evaluation.predictions import load_network
 from horovod_volo.models.aux_head import Choice
 from horovod_volo.models.crop_average import CropAverage
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
-from horovod_volo.models.pretrained import PretrainedModel, load_pretrained, settings_of_run
+from horovod_volo.models.pretrained import PretrainedModel, settings_of_run
 from horovod_volo.models.weights import TIMM
 from horovod_volo.remote.remote_catalog import CacheSettings
 
@@ -146,15 +147,7 @@ def held_out_by(weights: str, data_dir: str) -> HeldOut:
 
 
 def _load_model(request: EvalRequest, catalog: ImageList) -> PretrainedModel:
-    model = load_pretrained(
-        request.weights,
-        name=request.model,
-        image_side=request.img_size,
-        use_ema=request.use_ema,
-        aux_head=request.aux_head,
-        mean=request.mean,
-        std=request.std,
-    )
+    model = load_network(request.weights, request)
     if model.class_names and not request.v2 and not request.weights.startswith(TIMM):
         _number_by_name(catalog, model.class_names, request.weights)
     if model.num_classes != len(catalog.classes):
