@@ -31,7 +31,7 @@ from horovod_volo.cluster.pinning import bind
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags
 from horovod_volo.config.values import setting_of_training
-from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.atomic_file import write_text
 from horovod_volo.core.errors import UserError, print_error
 from horovod_volo.doctor import gpus, host, installation, network
 from horovod_volo.doctor.report import Check, Finding, build_report, format_report, ok, run_check
@@ -116,14 +116,13 @@ def _check_ledger(run: Path) -> int:
 
 def _publish(report: dict[str, Any], json_file: str) -> int:
     """Print the report and write its JSON; return the exit status."""
-    record = json.dumps(report, indent=2)
-    print(record if json_file == STDOUT else format_report(report), flush=True)
+    record = json.dumps(report, indent=2) + "\n"
+    print(record if json_file == STDOUT else f"{format_report(report)}\n", end="", flush=True)
     if json_file not in ("", STDOUT):
         try:
-            with atomic_write(Path(json_file)) as opened:
-                opened.write(f"{record}\n".encode())
-        except OSError as error:
-            print_error(f"error: --json cannot write {json_file}: {error.strerror}. Name another file.")
+            write_text(Path(json_file), record, "--json")
+        except UserError as error:
+            print_error(f"error: {error}")
             return MISTAKE
     return FAILED if report["failures"] else DONE
 

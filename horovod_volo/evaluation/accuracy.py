@@ -43,28 +43,28 @@ from horovod_volo.remote.remote_catalog import CacheSettings
 Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalRequest:
-    """The model, the images and the settings of an evaluation."""
+    """The model, the images and the settings of an evaluation; by default the model is as it was trained."""
 
     data_dir: str
     weights: str
-    model: str  # empty: the model of the run that the weights are in
+    model: str = ""  # empty: the model of the run that the weights are in
     use_ema: bool  # the averaged weights, where the source holds raw and averaged ones
-    aux_head: Choice  # whether the auxiliary head's logits are added
-    img_size: int  # 0: the one of training
-    mean: tuple[float, ...]  # of training pixels, if the weights do not record it; empty: the model's
-    std: tuple[float, ...]  # likewise
+    aux_head: Choice = "auto"  # whether the auxiliary head's logits are added
+    img_size: int = 0  # 0: the one of training
+    mean: tuple[float, ...] = ()  # of training pixels, if the weights do not record it; empty: the model's
+    std: tuple[float, ...] = ()  # likewise
     crop_pct: float  # 0: the model's own
-    crops: int  # of each image, whose probabilities are averaged
+    crops: int = 1  # of each image, whose probabilities are averaged
     batch_size: int  # per rank
     workers: int  # 0: one per core of the rank
     image_decoder: DecoderName
     precision: str
     split: Split
     catalog_dir: str  # empty: inside the default --output, if there are several ranks
-    real: str  # ImageNet-ReaL's file; empty: none
-    v2: bool  # the images are ImageNet-V2's
+    real: str = ""  # ImageNet-ReaL's file; empty: none
+    v2: bool = False  # the images are ImageNet-V2's
     cache_dir: str = ""  # for blocks of shards on a server
     cache_gib: float = 0.0
     images: Callable[[World], ImageList] | None = None  # those of a program, instead of the data folder's

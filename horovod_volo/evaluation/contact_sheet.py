@@ -10,8 +10,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from horovod_volo.core.atomic_file import atomic_write
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.atomic_file import write_text
 from horovod_volo.data.images.image_bytes import decoded_rgb
 from horovod_volo.evaluation.predictions import Classes
 
@@ -40,11 +39,7 @@ def write_contact_sheet(path: Path, weights: str, predictions: Sequence[tuple[Pa
         *(_figure(file, classes) for file, classes in predictions),
         "</main></body></html>\n",
     ]
-    try:
-        with atomic_write(path) as file:
-            file.write("\n".join(page).encode("utf-8", "replace"))
-    except OSError as error:
-        raise UserError(f"--html cannot write {path}: {error.strerror}. Name another file.") from None
+    write_text(path, "\n".join(page), "--html")
 
 
 def _figure(file: Path, classes: Classes) -> str:
