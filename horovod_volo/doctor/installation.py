@@ -23,6 +23,7 @@ def check_torch() -> Iterator[Finding]:
     import torch
 
     yield ok(f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'without CUDA'}")
+    yield from compare_release("torch", importlib.metadata.version("torch"))
 
 
 def check_horovod() -> Iterator[Finding]:
@@ -98,7 +99,9 @@ def check_dali() -> Iterator[Finding]:
 def check_timm() -> Iterator[Finding]:
     """Report the version of timm, once it imports."""
     importlib.import_module("horovod_volo.models.timm_api")
-    yield ok(importlib.metadata.version("timm"))
+    version = importlib.metadata.version("timm")
+    yield ok(version)
+    yield from compare_release("timm", version)
 
 
 def check_apex() -> Iterator[Finding]:
@@ -114,3 +117,20 @@ def check_apex() -> Iterator[Finding]:
         yield replace(from_error(error), level="warning")
     else:
         yield ok("NVIDIA's, with its CUDA kernels")
+
+
+def compare_release(package: str, installed: str) -> Iterator[Finding]:
+    """Warn if a version is below the range of this package's requirements."""
+    for line in importlib.metadata.requires("horovod_volo") or ():
+        needed = re.match(rf"{package}\b[^;]*>=([\d.]+)", line)
+        # Of "2.8.0a0+cuda", as containers have it, the numbers before the first other part count.
+        release = re.match(r"[\d.]*\d", installed)
+        if needed and release and _numbers(release[0]) < _numbers(needed[1]):
+            remedy = (
+                "Install a newer version: pip install --upgrade horovod_volo, or run ./tools/setup again."
+            )
+            yield warning(f"is {installed}, but at least {needed[1]} is needed", remedy)
+
+
+def _numbers(version: str) -> list[int]:
+    return list(map(int, version.split(".")))

@@ -21,7 +21,7 @@ from horovod_volo.cluster.world import World
 from horovod_volo.core.environment import code_hashes
 from horovod_volo.core.errors import UserError
 from horovod_volo.doctor import between_ranks, gpus, host, network
-from horovod_volo.doctor.installation import compare_mpi
+from horovod_volo.doctor.installation import compare_mpi, compare_release
 from horovod_volo.doctor.report import (
     Finding,
     build_report,
@@ -100,6 +100,14 @@ def test_an_exception_in_a_check_is_a_failure() -> None:
 
 
 # This rank: installation and GPUs
+
+
+@pytest.mark.parametrize(
+    ("installed", "old"), [("2.8.0a0+cuda", 0), ("2.10.1", 0), ("2.7.1", 1), ("2.8rc1", 0)]
+)
+def test_a_package_older_than_the_requirements_is_a_warning(installed: str, old: int) -> None:
+    found = list(compare_release("torch", installed))
+    assert [one.level for one in found] == ["warning"] * old
 
 
 @pytest.mark.parametrize(
