@@ -27,6 +27,13 @@ COMMANDS = {
     "completion": "print a script that completes commands and flags in bash or zsh",
 }
 DONE, MISTAKE = 0, 2
+_SHOWN_PACKAGES = ("torch", "horovod", "nvidia-dali-cuda120", "timm")
+_HELP = """horovod-volo COMMAND ..., or python -m horovod_volo.COMMAND ...
+
+{}
+
+--help after a command lists its flags; --version prints the versions of what is used.
+On several ranks: horovodrun -np RANKS horovod-volo COMMAND ..."""
 
 
 def main() -> int:
@@ -35,43 +42,23 @@ def main() -> int:
     if name in COMMANDS:
         del sys.argv[1]  # what is left is what `python -m` would have
         runpy.run_module(f"horovod_volo.{name}", run_name="__main__", alter_sys=True)
-        return DONE
-    if name == "--version":
-        print(f"horovod_volo {installed_version()}")
-        return DONE
-    if name in ("--help", "-h"):
-        print(_help())
-        return DONE
-    print_error(
-        f"error: there is no command {name!r}.{nearest(name, list(COMMANDS))} One of: {', '.join(COMMANDS)}."
-    )
-    return MISTAKE
+    elif name == "--version":
+        others = ", ".join(f"{package} {_version(package)}" for package in _SHOWN_PACKAGES)
+        print(f"horovod_volo {_version('horovod_volo')} ({others})")
+    elif name in ("--help", "-h"):
+        print(_HELP.format("\n".join(f"  {name:<15}{text}" for name, text in COMMANDS.items())))
+    else:
+        known = f"{nearest(name, list(COMMANDS))} One of: {', '.join(COMMANDS)}."
+        print_error(f"error: there is no command {name!r}.{known}")
+        return MISTAKE
+    return DONE
 
 
-def installed_version() -> str:
-    """Return the version of this package, and those of torch, Horovod and DALI."""
-    found = {}
-    for package in ("horovod_volo", "torch", "horovod", "nvidia-dali-cuda120", "timm"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    own = found.pop("horovod_volo")
-    return f"{own} ({', '.join(f'{name} {each}' for name, each in found.items())})"
-
-
-def _help() -> str:
-    lines = [f"  {name:<15}{text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "horovod-volo COMMAND ..., or python -m horovod_volo.COMMAND ...",
-            "",
-            *lines,
-            "",
-            "--help after a command lists its flags; --version prints the versions of what is used.",
-            "On several ranks: horovodrun -np RANKS horovod-volo COMMAND ...",
-        ]
-    )
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 if __name__ == "__main__":

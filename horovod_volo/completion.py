@@ -19,15 +19,11 @@ from horovod_volo.config.recipe import recipe_names
 from horovod_volo.core.errors import UserError, print_error
 
 DONE, MISTAKE = 0, 2
-# The modules that have a function `build_parser`.
-_PARSERS = {
-    "train": "horovod_volo.config.command_line",
-    "doctor": "horovod_volo.doctor.__main__",
-    "report": "horovod_volo.report.__main__",
-    **{
-        name: f"horovod_volo.{name}"
-        for name in ("evaluate", "predict", "export", "labels", "pack", "build_horovod")
-    },
+_PARSERS = {  # the modules that have a function `build_parser`
+    "train": "config.command_line",
+    "doctor": "doctor.__main__",
+    "report": "report.__main__",
+    **{name: name for name in ("evaluate", "predict", "export", "labels", "pack", "build_horovod")},
 }
 
 
@@ -51,31 +47,21 @@ def build_parser() -> Parser:
 
 def script(shell: str) -> str:
     """Return the script for a shell."""
-    commands = " ".join([*_PARSERS, "bench", "completion"])
-    of_commands, of_flags = [], []
+    commands = [*_PARSERS, "bench", "completion", "--help", "--version"]
+    cases = [f'"1 "*) words="{" ".join(commands)}" ;;']
     for name, module in _PARSERS.items():
-        flags, others = _words(import_module(module).build_parser())
-        of_commands.append(f'        {name}) flags="{" ".join([*flags, *others])}" ;;')
+        words = _words(import_module(f"horovod_volo.{module}").build_parser())
         # By command too: a flag of the same name may take other values in another command.
-        for flag, found in flags.items():
-            if values := " ".join(recipe_names()) if flag == "--recipe" else found:
-                case = f'"{name} {flag}") COMPREPLY=($(compgen -W "{values}" -- "$word")); return ;;'
-                of_flags.append(f"        {case}")
+        cases += [f'*" {name} {flag}") words="{values}" ;;' for flag, values in words.items() if values]
+        cases.append(f'*" {name} "*) words="{" ".join(words)}" files=yes ;;')
     lines = [
         "_horovod_volo() {",
-        '    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} flags=""',
-        "    COMPREPLY=()",
-        "    if [[ $COMP_CWORD == 1 ]]; then",
-        f'        COMPREPLY=($(compgen -W "{commands} --help --version" -- "$word")); return',
-        "    fi",
-        '    case "${COMP_WORDS[1]} $before" in',
-        *sorted(of_flags),
+        '    local word=${COMP_WORDS[COMP_CWORD]} words="" files=""',
+        '    case "$COMP_CWORD ${COMP_WORDS[1]} ${COMP_WORDS[COMP_CWORD-1]}" in',
+        *(f"        {case}" for case in [*cases, "*) files=yes ;;"]),
         "    esac",
-        '    case "${COMP_WORDS[1]}" in',
-        *of_commands,
-        "    esac",
-        '    COMPREPLY=($(compgen -W "$flags" -- "$word"))',
-        '    [[ $word == -* ]] || COMPREPLY+=($(compgen -f -- "$word"))',
+        '    COMPREPLY=($(compgen -W "$words" -- "$word"))',
+        '    [[ ! $files || $word == -* ]] || COMPREPLY+=($(compgen -f -- "$word"))',
         "}",
         "complete -o filenames -F _horovod_volo horovod-volo",
     ]
@@ -83,26 +69,21 @@ def script(shell: str) -> str:
     return "\n".join([*before, *lines])
 
 
-def _words(parser: argparse.ArgumentParser) -> tuple[dict[str, str], list[str]]:
-    """Return the flags of a command with the values they take, if those are few; and its own commands."""
-    flags: dict[str, str] = {}
-    commands: list[str] = []
+def _words(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Return a command's flags and commands of its own, each with the values it takes, if those are few."""
+    words: dict[str, str] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            commands += action.choices
+            words |= dict.fromkeys(action.choices, "")
             for below in action.choices.values():
-                flags |= _words(below)[0]
+                words |= _words(below)
+        choices = action.choices or ()
+        if isinstance(action.metavar, str) and action.metavar.startswith("{"):
+            choices = action.metavar[1:-1].split(",")
         for flag in action.option_strings:
             if flag.startswith("--"):
-                flags[flag] = _values(action)
-    return flags, commands
-
-
-def _values(action: argparse.Action) -> str:
-    choices = action.choices
-    if choices is None and isinstance(action.metavar, str) and action.metavar.startswith("{"):
-        choices = action.metavar[1:-1].split(",")
-    return " ".join(map(str, choices)) if choices else ""
+                words[flag] = " ".join(map(str, recipe_names() if flag == "--recipe" else choices))
+    return words
 
 
 if __name__ == "__main__":

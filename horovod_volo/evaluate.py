@@ -29,7 +29,7 @@ from horovod_volo.config.arguments import (
 )
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.values import setting_of_training
-from horovod_volo.core.errors import UserError, escape_controls
+from horovod_volo.core.errors import UserError, escape_controls, list_problems
 
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
@@ -115,26 +115,17 @@ def _report(
     options: argparse.Namespace, world: World, bad: list[str], lines: Sequence[str], record: dict[str, Any]
 ) -> None:
     """Print and write the result on rank 0. Collective: every rank calls this."""
-    from horovod_volo.core.errors import list_problems
+    from horovod_volo.core.atomic_file import write_text
 
     if world.is_rank_zero:
         list_problems([f"left out: {text}" for text in bad])
         if options.json != STDOUT:
             print("\n".join(map(escape_controls, lines)), flush=True)
-    world.run_on_rank_zero(lambda: _write(options.json, json.dumps(record, indent=2)))
-
-
-def _write(file: str, text: str) -> None:
-    from horovod_volo.core.atomic_file import atomic_write
-
-    if file == STDOUT:
-        print(text, flush=True)
-    elif file:
-        try:
-            with atomic_write(Path(file)) as opened:
-                opened.write(f"{text}\n".encode())
-        except OSError as error:
-            raise UserError(f"--json cannot write {file}: {error.strerror}. Name another file.") from None
+    text = json.dumps(record, indent=2) + "\n"
+    if options.json == STDOUT:
+        world.run_on_rank_zero(lambda: print(text, end="", flush=True))
+    elif options.json:
+        world.run_on_rank_zero(lambda: write_text(Path(options.json), text, "--json"))
 
 
 def build_parser() -> Parser:

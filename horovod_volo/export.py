@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags, flags_of_trained_network, whole_number
+from horovod_volo.config.setting import Setting
 from horovod_volo.core.errors import UserError, escape_controls, print_error
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ DONE, DIFFERS, MISTAKE = 0, 1, 2
 _TIMM_TOLERANCE, _ONNX_TOLERANCE = 1e-5, 1e-4
 _ANY_BATCH = 0
 _OTHER_SIZES = ((45, 93), (128, 80))  # height and width; a model with dynamic sides is compared with them too
-_OLDEST_OPSET, _NEWEST_OPSET = 18, 23  # that torch's exporter supports; most runtimes read the oldest
 
 # Heavy modules are imported where they are used, so that --help answers at once.
 
@@ -78,13 +78,8 @@ def build_parser() -> Parser:
         metavar="N",
         help="batch size of model.onnx, images, or 'dynamic' (default: dynamic)",
     )
-    add(
-        "--opset",
-        type=_opset,
-        default=_OLDEST_OPSET,
-        metavar="N",
-        help=f"ONNX opset version of model.onnx, {_OLDEST_OPSET} to {_NEWEST_OPSET} (default: %(default)s)",
-    )
+    text = "ONNX opset version of model.onnx, 18 to 23"  # those of torch's exporter; most runtimes read 18
+    add_flags(parser, Setting(name="opset", kind=int, default=18, at_least=18, below=24, help=text))
     add("--force", action="store_true", help="replace an existing export in FOLDER")
     return parser
 
@@ -93,18 +88,11 @@ def _batch(text: str) -> int:
     return _ANY_BATCH if text == "dynamic" else whole_number(1, because="; or dynamic")(text)
 
 
-def _opset(text: str) -> int:
-    if not (text.isdecimal() and _OLDEST_OPSET <= int(text) <= _NEWEST_OPSET):
-        raise argparse.ArgumentTypeError(
-            f"takes a whole number from {_OLDEST_OPSET} to {_NEWEST_OPSET}, not {text!r}"
-        )
-    return int(text)
-
-
 def export(options: argparse.Namespace) -> None:
     """Export the network that the parsed options name; raise DifferentLogitsError if the result differs."""
+    from horovod_volo.evaluation.predictions import load_network
     from horovod_volo.models import onnx_export, timm_export
-    from horovod_volo.models.pretrained import load_pretrained, task_of
+    from horovod_volo.models.pretrained import task_of
     from horovod_volo.plugins import load_plugins
 
     load_plugins(options.plugin)
@@ -115,15 +103,7 @@ def export(options: argparse.Namespace) -> None:
     if task != "classification":
         _export_dense(options, task)
         return
-    trained = load_pretrained(
-        options.source,
-        name=options.model,
-        image_side=options.img_size,
-        use_ema=options.use_ema,
-        aux_head=options.aux_head,
-        mean=options.mean,
-        std=options.std,
-    )
+    trained = load_network(options.source, options)
     _print_messages(trained)
     with timm_export.atomic_folder(options.folder, replace=options.force) as exported:
         timm_export.write_timm_folder(trained, exported)

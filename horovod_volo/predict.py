@@ -10,11 +10,13 @@ Exit status: 0 done; 1 some images cannot be read; 2 a mistake in the command li
 from __future__ import annotations
 
 import argparse
+import csv
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import (
@@ -29,7 +31,7 @@ from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, escape_controls, list_problems, print_error
 
 if TYPE_CHECKING:
-    from horovod_volo.evaluation.predictions import Prediction
+    from horovod_volo.evaluation.predictions import Classes
 
 DONE, LEFT_OUT, MISTAKE = 0, 1, 2
 _STDIN = "-"
@@ -74,36 +76,40 @@ def build_parser() -> Parser:
 
 def _predict(options: argparse.Namespace) -> int:
     from horovod_volo.evaluation.contact_sheet import write_contact_sheet
-    from horovod_volo.evaluation.predictions import PredictRequest, predict
-    from horovod_volo.models.pretrained import load_pretrained
+    from horovod_volo.evaluation.predictions import PredictRequest, load_network, predict
     from horovod_volo.plugins import load_plugins
 
     load_plugins(options.plugin)
     bad = list[str]()
     files = _files(options.images, bad)
-    trained = load_pretrained(
-        options.weights,
-        name=options.model,
-        image_side=options.img_size,
-        use_ema=options.use_ema,
-        aux_head=options.aux_head,
-        mean=options.mean,
-        std=options.std,
-    )
+    trained = load_network(options.weights, options)
     list_problems(trained.messages)
     request = PredictRequest(
         options.top, options.crop_pct, options.batch_size, options.precision, options.crops
     )
-    predictions = []
-    for each in predict(trained, files, request, bad):
-        predictions.append(each)
-        _print_one(each, options.format, is_first=len(predictions) == 1)
+    predictions: list[tuple[Path, Classes]] = []
+    write_row = csv.writer(sys.stdout).writerow
+    if options.format == "csv":
+        write_row(["file", "rank", "class", "probability"])
+    for number, classes in predict(trained, files, request, bad):
+        predictions.append((files[number], classes))
+        if options.format == "table":
+            listed = ", ".join(f"{name} {100 * share:.1f} %" for name, share in classes)
+            print(escape_controls(f"{files[number]}: {listed}"), flush=True)
+        elif options.format == "csv":
+            for rank, (name, share) in enumerate(classes, start=1):
+                write_row([files[number], rank, name, f"{share:.6f}"])
     if options.format == "json":
-        _print_json(predictions)
+        print(json.dumps([_record(*each) for each in predictions], indent=2, ensure_ascii=False))
     if options.html:
         write_contact_sheet(Path(options.html), options.weights, predictions)
     list_problems([f"left out: {text}" for text in bad])
     return LEFT_OUT if bad else DONE
+
+
+def _record(file: Path, classes: Classes) -> dict[str, Any]:
+    named = [{"class": name, "probability": round(share, 6)} for name, share in classes]
+    return {"file": str(file), "classes": named}
 
 
 def _files(given: Sequence[str], bad: list[str]) -> list[Path]:
@@ -125,33 +131,6 @@ def _files(given: Sequence[str], bad: list[str]) -> list[Path]:
             f"there are no images in {', '.join(given)}: none ends in {', '.join(IMAGE_ENDINGS)}."
         )
     return files
-
-
-def _print_one(prediction: Prediction, form: str, *, is_first: bool) -> None:
-    if form == "table":
-        classes = ", ".join(f"{name} {100 * share:.1f} %" for name, share in prediction.classes)
-        print(escape_controls(f"{prediction.file}: {classes}"), flush=True)
-    elif form == "csv":
-        import csv
-
-        writer = csv.writer(sys.stdout)
-        if is_first:
-            writer.writerow(["file", "rank", "class", "probability"])
-        for rank, (name, share) in enumerate(prediction.classes, start=1):
-            writer.writerow([prediction.file, rank, name, f"{share:.6f}"])
-
-
-def _print_json(predictions: Sequence[Prediction]) -> None:
-    import json
-
-    rows = [
-        {
-            "file": str(each.file),
-            "classes": [{"class": name, "probability": round(share, 6)} for name, share in each.classes],
-        }
-        for each in predictions
-    ]
-    print(json.dumps(rows, indent=2, ensure_ascii=False))
 
 
 if __name__ == "__main__":

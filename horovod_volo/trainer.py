@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from horovod_volo.evaluation.predictions import Classes
 
 Weights = Literal["best", "last"]
-_AS_TRAINED: dict[str, Any] = {"model": "", "aux_head": "auto", "img_size": 0, "mean": (), "std": ()}
-_AS_TRAINED |= {"crops": 1, "real": "", "v2": False}
 
 # Heavy modules are imported where they are used, so that a mistake in a setting is reported at once.
 
@@ -88,8 +86,11 @@ class Trainer:
         check(config)
         _check_data(config, train, val)
         self.config = config
-        self._data = (train, val, data_id)
-        self._given_data: GivenData | None = None
+        self._data_sets: GivenData | None = None
+        if train is not None:
+            from horovod_volo.engine.given_data import GivenData
+
+            self._data_sets = GivenData(train, val, data_id)
         self._callbacks = list(callbacks)
         self._ran, self._began = config, False  # the settings with what the start of a run chose
 
@@ -109,9 +110,8 @@ class Trainer:
         config = self.config
         if self._began:
             config = replace(config, run=replace(config.run, resume="auto"))
-        given = self._given()
         noted = StartAndEnd()
-        task = None if given is None else Classification(given.lists)
+        task = None if self._data_sets is None else Classification(self._data_sets.lists)
         with closing(watchdog_for(config.run.hang_timeout)) as watchdog, StopRequest.while_training() as stop:
             world = connect_once(config)
             try:
@@ -137,21 +137,18 @@ class Trainer:
         from horovod_volo.evaluation.accuracy import EvalRequest, measure_accuracy
         from horovod_volo.plugins import load_plugins
 
-        settings = self._ran
-        task, given = settings.model.task, data is not None and not isinstance(data, str | Path)
-        if given and task != "classification":
-            raise UserError(
-                f"evaluate takes a data set for classification only, not for {task}. Give a folder."
-            )
+        settings, task = self._ran, self._ran.model.task
+        is_data_set = data is not None and not isinstance(data, str | Path)
+        if is_data_set and task != "classification":
+            raise UserError(f"evaluate takes a data set for classification, not for {task}. Give a folder.")
         world = connect_once(settings)
         world.run_on_all_ranks(partial(load_plugins, settings.run.plugin))
         source = world.run_on_rank_zero(lambda: str(self._weights(weights)))
-        batch = settings.data.eval_batch_size or settings.data.batch_size
         common: dict[str, Any] = {
-            "data_dir": settings.data.data_dir if data is None or given else str(data),
+            "data_dir": settings.data.data_dir if data is None or is_data_set else str(data),
             "weights": source,
             "use_ema": use_ema,
-            "batch_size": batch,
+            "batch_size": self._eval_batch(),
             "workers": settings.data.workers,
             "image_decoder": settings.data.image_decoder,
             "precision": settings.model.precision,
@@ -159,17 +156,14 @@ class Trainer:
         }
         if task != "classification":
             return _evaluate_dense(task, common, world)
-        images = None
-        if given or (data is None and self._data[0] is not None):
-            images = partial(self._list, data, source, split)
+        listed = is_data_set or (data is None and self._data_sets is not None)
         request = EvalRequest(
             **common,
-            **_AS_TRAINED,
             crop_pct=settings.data.crop_pct,
             catalog_dir=str(catalog_folder(settings.data.catalog_dir, settings.run.output, world) or ""),
             cache_dir=settings.data.cache_dir,
             cache_gib=settings.data.cache_gib,
-            images=images,
+            images=partial(self._list, data, source, split) if listed else None,
         )
         return measure_accuracy(request, world, _ignore).counts.metrics()
 
@@ -180,8 +174,7 @@ class Trainer:
 
         `images` is a list of paths, bytes of image files, PIL images or arrays (height, width, 3) of uint8.
         """
-        from horovod_volo.data.images.given_images import LooseImages
-        from horovod_volo.evaluation.predictions import PredictRequest, predict_images
+        from horovod_volo.evaluation.predictions import PredictRequest, predict
         from horovod_volo.models.pretrained import load_pretrained
         from horovod_volo.plugins import load_plugins
 
@@ -190,10 +183,9 @@ class Trainer:
         settings = self._ran
         load_plugins(settings.run.plugin)
         trained = load_pretrained(str(self._weights(weights)), use_ema=use_ema)
-        batch = settings.data.eval_batch_size or settings.data.batch_size
-        request = PredictRequest(top, settings.data.crop_pct, batch, settings.model.precision)
+        request = PredictRequest(top, settings.data.crop_pct, self._eval_batch(), settings.model.precision)
         bad: list[str] = []
-        found = dict(predict_images(trained, LooseImages(images), len(images), request, bad))
+        found = dict(predict(trained, images, request, bad))
         if bad:
             raise UserError(f"{bad[0]}. Leave it out.")
         return [found[number] for number in range(len(images))]
@@ -212,37 +204,29 @@ class Trainer:
 
         world = connect_once(self.config)
         source = world.run_on_rank_zero(lambda: str(self._weights(weights)))
-        switches = {"--onnx": onnx, "--use-ema": use_ema, "--force": force}
-        flags = [flag for flag, is_on in switches.items() if is_on]
-        if self.config.run.plugin:
-            flags += ["--plugin", self.config.run.plugin]
-        options = export.build_parser().parse_args([source, str(folder), *flags])
+        options = export.build_parser().parse_args([source, str(folder)])
+        options.onnx, options.use_ema, options.force = onnx, use_ema, force
+        options.plugin = self.config.run.plugin
         world.run_on_rank_zero(lambda: export.export(options))
         return Path(folder)
-
-    def _given(self) -> GivenData | None:
-        """Return the data sets that were given, with what is known of them."""
-        from horovod_volo.engine.given_data import GivenData
-
-        if self._data[0] is not None and self._given_data is None:
-            self._given_data = GivenData(*self._data)
-        return self._given_data
 
     def _list(self, data: Any, source: str, split: str, world: World) -> Any:
         """Return the list of a data set's images, with the numbers that the classes had in training."""
         from horovod_volo.engine.given_data import GivenData
         from horovod_volo.models.weights_header import read_class_names
 
-        given = self._given() or GivenData(None)
+        given = self._data_sets or GivenData(None)
         if data is not None:
             return given.list_of(data, read_class_names(source), world)
         return given.lists(self.config, world)[0 if split == "train" else 1]
 
+    def _eval_batch(self) -> int:
+        return self._ran.data.eval_batch_size or self._ran.data.batch_size
+
     def _weights(self, chosen: Weights) -> Path:
-        checkpoints = self.folder / "checkpoints"
-        path = checkpoints / chosen
-        if chosen == "best" and not path.exists():  # nothing was evaluated yet
-            path = checkpoints / "last"
+        path = self.folder / "checkpoints" / chosen
+        if not path.exists():  # nothing was evaluated yet
+            path = path.with_name("last")
         if not path.exists():
             raise UserError(f"{self.folder} holds no weights. Call fit() first.")
         return path

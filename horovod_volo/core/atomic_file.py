@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from horovod_volo.core.errors import UserError
+
 
 def remove_partials(folder: Path) -> None:
     """Remove the temporary files of killed processes; nobody may be writing in this folder now."""
@@ -36,6 +38,15 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
         partial.unlink(missing_ok=True)
         raise
     flush(path.parent)
+
+
+def write_text(path: Path, text: str, flag: str) -> None:
+    """Write the file that a flag names; raise UserError if that is impossible."""
+    try:
+        with atomic_write(path) as file:
+            file.write(text.encode("utf-8", "replace"))
+    except OSError as error:
+        raise UserError(f"{flag} cannot write {path}: {error.strerror}. Name another file.") from None
 
 
 def flush(path: Path) -> None:

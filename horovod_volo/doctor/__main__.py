@@ -13,29 +13,32 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from horovod_volo.cluster.binding import Binding
 from horovod_volo.cluster.entry import refuse
+from horovod_volo.cluster.launch_env import LaunchEnv, read_launch_env
+from horovod_volo.cluster.pinning import bind
 from horovod_volo.cluster.stop_signals import run_until_signal
 from horovod_volo.config.arguments import Parser, add_flags
 from horovod_volo.config.values import setting_of_training
+from horovod_volo.core.atomic_file import write_text
 from horovod_volo.core.errors import UserError, print_error
-
-if TYPE_CHECKING:
-    from horovod_volo.cluster.launch_env import LaunchEnv
-    from horovod_volo.doctor.collect import CollectedFindings
-    from horovod_volo.doctor.finding import Finding
+from horovod_volo.doctor import gpus, host, installation, network
+from horovod_volo.doctor.report import Check, Finding, build_report, format_report, ok, run_check
 
 DONE, FAILED, MISTAKE = 0, 1, 2
 STDOUT = "-"
 _OTHERS_REPORT_SECONDS = 10.0
-
-# Heavy modules are imported where they are used, so that --help answers at once.
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -43,135 +46,110 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = build_parser().parse_args(arguments)
     except UserError as error:
-        return _refuse(error)
+        with suppress(Exception):  # ranks that cannot connect each print it
+            return refuse(error)
+        print_error(f"error: {error}")
+        return MISTAKE
     if options.ledger:
         return _check_ledger(Path(options.ledger))
-    from horovod_volo.cluster.launch_env import read_launch_env
-    from horovod_volo.cluster.pinning import bind
-
     launch = read_launch_env()
     binding = bind(options.binding)  # before torch is imported, as in training
-    from horovod_volo.doctor.exposure import check_exposure
-    from horovod_volo.doctor.gpus import check_gpus, check_kernels
-    from horovod_volo.doctor.host import check_host
-    from horovod_volo.doctor.installation import check_installation
-    from horovod_volo.doctor.network import check_interfaces
-
-    own = [*check_installation(), *check_gpus(), *check_host(launch, binding), *check_interfaces()]
-    own += check_exposure()
-    own += check_kernels() if launch.size == 1 else []  # several would wait for each other's compilers
+    own = _check_this_rank(launch, binding)
     from horovod_volo.doctor.collect import collect_findings
 
     collected = collect_findings(own, binding, Path(options.shared))
-    if collected.problem is None:
-        return _report_all_ranks(collected, launch, options.json)
-    status = _report_this_rank(own, collected, launch, options.json)
-    # The thread may be waiting inside Horovod, and nothing can interrupt it.
+    world, problem, status = collected.world, collected.problem, FAILED
+    by_rank = collected.by_rank or [own]
+    if launch.rank == 0:
+        by_rank[0][:0] = [problem] if problem else []
+        hosts, controller = collected.hosts or [os.uname().nodename], world.controller if world else "none"
+        status = _publish(build_report(launch, by_rank, hosts, controller), options.json)
+    elif problem:  # rank 0 has this rank's findings if they were collected
+        findings = [] if collected.another_failed else [problem]
+        _print_failures(findings if collected.by_rank else [*findings, *own], launch.rank)
+    if world and not problem:
+        # The launcher kills all ranks when the first one exits: wait until the report is out.
+        return int(world.broadcast_object(status))
+    if launch.size > 1:
+        # Ranks that are not connected need some time to print, and the launcher may end this one.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(_OTHERS_REPORT_SECONDS)
+    # The collecting thread may be waiting inside Horovod, and nothing can interrupt it.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def _check_ledger(run: Path) -> int:
-    from horovod_volo.elastic.ledger_check import check_ledger
+def _check_this_rank(launch: LaunchEnv, binding: Binding) -> list[Finding]:
+    checks: dict[str, Check] = {
+        "python": lambda: [ok(platform.python_version())],
+        "torch": installation.check_torch,
+        "horovod": installation.check_horovod,
+        "dali": installation.check_dali,
+        "timm": installation.check_timm,
+        "apex": installation.check_apex,
+        "gpu": gpus.check_gpus,
+        "gpudirect": gpus.check_rdma,
+        "topology": host.check_topology,
+        "binding": partial(host.check_binding, binding),
+        "memory": partial(host.check_memory, launch.local_size),
+        "/dev/shm": partial(host.check_shared_memory, launch.local_size, bool(binding.gpu)),
+        "leftovers": host.check_leftovers,
+        "open files": partial(host.check_open_files, launch.size),
+        "network": network.check_interfaces,
+        "environment": network.check_command_lines,
+        "rendezvous": network.check_rendezvous,
+    }
+    if launch.size == 1:  # several ranks would wait for each other's compilers
+        checks["kernels"] = gpus.check_kernels
+    return [finding for subject, check in checks.items() for finding in run_check(subject, check)]
 
+
+def _check_ledger(run: Path) -> int:
     try:
-        print(check_ledger(run))
+        print(import_module("horovod_volo.elastic.ledger_check").check_ledger(run))
     except UserError as error:
         print_error(f"error: {error}")
         return FAILED
     return DONE
 
 
-def _report_all_ranks(collected: CollectedFindings, launch: LaunchEnv, json_file: str) -> int:
-    """Publish the report on rank 0; return its status on all ranks. Collective: every rank calls this."""
-    world = collected.world
-    assert world is not None
-    status = DONE
-    if world.is_rank_zero:
-        status = _publish(collected.findings, collected, launch, json_file)
-    # The launcher kills all ranks when the first one exits: wait until the report is out.
-    return int(world.broadcast_object(status))
-
-
-def _report_this_rank(
-    own: list[Finding], collected: CollectedFindings, launch: LaunchEnv, json_file: str
-) -> int:
-    """Publish the report of rank 0, or print this rank's failures, without the other ranks."""
-    assert collected.problem is not None
-    if launch.rank == 0:
-        by_rank = collected.findings or [own]
-        by_rank = [[collected.problem, *by_rank[0]], *by_rank[1:]]
-        status = _publish(by_rank, collected, launch, json_file)
-    else:
-        status = FAILED
-        findings = [] if collected.already_reported else [collected.problem]
-        findings += [] if collected.findings else own  # otherwise rank 0 has them
-        for finding in findings:
-            if finding.level == "failure":
-                print_error(f"rank {launch.rank}: {finding.subject}: {finding.text}. {finding.remedy}")
-    if launch.size > 1:
-        # When this rank exits, the launcher kills those that have not printed yet.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_OTHERS_REPORT_SECONDS)
-    return status
-
-
-def _publish(
-    by_rank: list[list[Finding]], collected: CollectedFindings, launch: LaunchEnv, json_file: str
-) -> int:
+def _publish(report: dict[str, Any], json_file: str) -> int:
     """Print the report and write its JSON; return the exit status."""
-    from horovod_volo.doctor.finding import merge_findings
-    from horovod_volo.doctor.report import Report
-
-    report = Report(
-        ranks=launch.size,
-        hosts=tuple(collected.hosts) or (os.uname().nodename,),
-        launcher=launch.launcher,
-        controller=collected.world.controller if collected.world else "not connected",
-        findings=tuple(merge_findings(by_rank)),
-    )
-    record = json.dumps(report.record(), indent=2)
-    print(record if json_file == STDOUT else report.text(), flush=True)
+    record = json.dumps(report, indent=2) + "\n"
+    print(record if json_file == STDOUT else f"{format_report(report)}\n", end="", flush=True)
     if json_file not in ("", STDOUT):
-        from horovod_volo.core.atomic_file import atomic_write
-
         try:
-            with atomic_write(Path(json_file)) as opened:
-                opened.write(f"{record}\n".encode())
-        except OSError as error:
-            print_error(f"error: --json cannot write {json_file}: {error.strerror}. Name another file.")
+            write_text(Path(json_file), record, "--json")
+        except UserError as error:
+            print_error(f"error: {error}")
             return MISTAKE
-    return FAILED if report.failed else DONE
+    return FAILED if report["failures"] else DONE
 
 
-def _refuse(error: UserError) -> int:
-    """Print a mistake on the command line: once, if ranks can connect."""
-    try:
-        return refuse(error)
-    except Exception:  # ranks cannot connect: each prints the message
-        print_error(f"error: {error}")
-        return MISTAKE
+def _print_failures(findings: Sequence[Finding], rank: int) -> None:
+    for finding in findings:
+        if finding.level == "failure":
+            print_error(f"rank {rank}: {finding.subject}: {finding.text}. {finding.remedy}")
 
 
 def build_parser() -> Parser:
     """Build the command line."""
     parser = Parser(prog="horovodrun -np RANKS python -m horovod_volo.doctor", description=__doc__)
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--shared",
         default="runs",
         metavar="DIR",
         help="folder of results, which all ranks must share: --output of training (%(default)s)",
     )
     add_flags(parser, setting_of_training("binding"))
-    add(
+    parser.add_argument(
         "--ledger",
         default="",
         metavar="RUN",
         help="check only the ledger of this run folder: every image of an epoch was taken exactly once",
     )
-    add(
+    parser.add_argument(
         "--json",
         default="",
         metavar="FILE",

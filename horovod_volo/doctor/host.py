@@ -8,15 +8,14 @@ from __future__ import annotations
 import os
 import resource
 import shlex
-import stat
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from horovod_volo.cluster.binding import Binding
-from horovod_volo.cluster.launch_env import LaunchEnv
-from horovod_volo.cluster.topology import Host, list_gpus, read_host
-from horovod_volo.doctor.finding import Finding, failure, ok, run_check, warning
+from horovod_volo.cluster.topology import list_gpus, read_host, read_text_or_empty
+from horovod_volo.doctor.report import Finding, failure, ok, warning
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -36,146 +35,36 @@ _LEFT_IN_SHARED_MEMORY = {
 }
 
 
-def check_host(launch: LaunchEnv, binding: Binding, root: Path = Path("/")) -> list[Finding]:
-    """Check the resources of this rank's host."""
-    on_gpu = bool(binding.gpu)
-    return [
-        *run_check("topology", lambda: [ok("topology", _summary(read_host(root, list_gpus())))]),
-        *run_check("binding", lambda: _binding_findings(binding)),
-        *run_check("memory", lambda: [assess_memory(free_memory(root), launch.local_size)]),
-        *run_check(
-            "/dev/shm", lambda: [assess_shared_memory(_free_shared_memory(root), launch.local_size, on_gpu)]
-        ),
-        *run_check("leftovers", lambda: leftover_findings(root)),
-        *run_check(
-            "open files", lambda: [assess_open_files(resource.getrlimit(resource.RLIMIT_NOFILE), launch.size)]
-        ),
-    ]
-
-
-def _summary(host: Host) -> str:
+def check_topology() -> Iterator[Finding]:
+    """Report the host's CPUs, GPUs and network cards."""
+    host = read_host(driver_gpus=list_gpus())
     cores, threads = len(host.cores), sum(map(len, host.cores))
-    parts = [
-        f"{cores} cores" if cores == threads else f"{cores} cores, {threads} hardware threads",
-        f"{len(host.nodes)} NUMA node{'s' if len(host.nodes) > 1 else ''}",
-        f"{len(host.gpus) or 'no'} GPU{'' if len(host.gpus) == 1 else 's'}",
-        f"RDMA NICs {', '.join(map(str, host.nics))}" if host.nics else "no RDMA NIC",
-    ]
-    return ", ".join(parts)
+    nics = f"RDMA NICs {', '.join(map(str, host.nics))}" if host.nics else "no RDMA NIC"
+    numa = f"{len(host.nodes)} NUMA node{'s' if len(host.nodes) > 1 else ''}"
+    yield ok(f"{cores} cores, {threads} hardware threads, {numa}, {len(host.gpus) or 'no'} GPUs, {nics}")
 
 
-def _binding_findings(binding: Binding) -> Iterator[Finding]:
+def check_binding(binding: Binding) -> Iterator[Finding]:
+    """Report the CPUs, memory, GPU and network card of this rank."""
     gpu = f", GPU {binding.gpu.name}" if binding.gpu else ""
     unchanged = "".join(f"; {text}" for text in binding.warnings) if binding.by_launcher else ""
-    yield ok("binding", f"{binding.mode}: {binding}{gpu}{unchanged}")
+    yield ok(f"{binding.mode}: {binding}{gpu}{unchanged}")
     if not binding.by_launcher:
         remedy = "Request these CPUs for the job, or start fewer ranks; --binding none uses all allowed CPUs."
-        yield from (warning("binding", text, remedy) for text in binding.warnings)
+        yield from (warning(text, remedy) for text in binding.warnings)
 
 
-def assess_memory(free: int, ranks: int) -> Finding:
-    """Report whether the host's free memory, in bytes, is enough for its ranks."""
-    per_rank = free / ranks
+def check_memory(ranks: int, root: Path = Path("/")) -> Iterator[Finding]:
+    """Report whether the host's free memory is enough for its ranks."""
+    per_rank = free_memory(root) / ranks
     text = f"{per_rank / _GIB:.{0 if per_rank >= 10 * _GIB else 1}f} GiB free for each rank"
     remedy = "End other processes on the host, request more memory, or start fewer ranks on it."
     if per_rank < MEMORY_NEEDED:
-        return failure(
-            "memory", f"{text}: a rank does not start with less than {MEMORY_NEEDED // _GIB}", remedy
-        )
-    if per_rank < MEMORY_WANTED:
-        return warning("memory", f"{text}: images and checkpoints may need {MEMORY_WANTED // _GIB}", remedy)
-    return ok("memory", text)
-
-
-def assess_shared_memory(free: int | None, ranks: int, on_gpu: bool) -> Finding:
-    """Report whether /dev/shm has enough bytes free for MPI and NCCL; None: it does not exist."""
-    per_rank = SHARED_NEEDED_BY_GPU if on_gpu else SHARED_NEEDED
-    remedy = "As root: mount -o remount,size=1G /dev/shm. A container is started with --shm-size=1g."
-    if free is None:
-        text = "is missing: the ranks of a host exchange data there"
-        return failure("/dev/shm", text, "Mount a tmpfs there.")
-    text = f"{free / _GIB:.0f} GiB free" if free >= 10 * _GIB else f"{free // _MIB} MiB free"
-    if free < ranks * per_rank:
-        users = "NCCL and MPI" if on_gpu else "MPI"
-        text = f"{text}: {users} may need {per_rank // _MIB} MiB for each rank of the host"
-        return failure("/dev/shm", text, remedy)
-    return ok("/dev/shm", text)
-
-
-def leftover_findings(root: Path = Path("/")) -> Iterator[Finding]:
-    """Yield a warning for each kind of files in shared memory that processes of this user have left."""
-    folder, user = root / "dev/shm", os.getuid()
-    host = os.uname().nodename
-    kinds = {pattern.format(host=host, user=user): name for pattern, name in _LEFT_IN_SHARED_MEMORY.items()}
-    # Before the processes are: a file that is created from now on is in neither list.
-    files = {pattern: _regular_files(folder, pattern, user) for pattern in kinds}
-    used = _used_by_processes(root, user) if any(files.values()) else set()
-    for pattern, states in files.items():
-        left = {path for path, state in states.items() if (state.st_dev, state.st_ino) not in used}
-        left = {path for path in left if path.exists()}
-        if left:
-            kib = sum(states[path].st_blocks for path in left) // 2
-            size = f"{kib / 1024:.0f} MiB" if kib >= 1024 else f"{kib} KiB"
-            count = f"{len(left)} file{'s' if len(left) > 1 else ''} of {kinds[pattern]} in {folder}, {size}"
-            text = f"{count}: left by processes that were killed, and used by none. To remove them"
-            yield warning("leftovers", text, _removal(folder, pattern, user, left, states))
-
-
-def _removal(
-    folder: Path, pattern: str, user: int, left: set[Path], states: Mapping[Path, os.stat_result]
-) -> str:
-    """Return a command that removes files that are left, and none that is in use or created later."""
-    until = int(max(states[path].st_mtime for path in left)) + 1
-    if all(state.st_mtime > until for path, state in states.items() if path not in left):
-        return f"find {folder} -user {user} -name {shlex.quote(pattern)} ! -newermt @{until} -delete"
-    return shlex.join(["rm", *map(str, sorted(left))])
-
-
-def _regular_files(folder: Path, pattern: str, user: int) -> Mapping[Path, os.stat_result]:
-    states = {}
-    for path in sorted(folder.glob(pattern)):
-        with suppress(FileNotFoundError):  # another process has removed it since
-            state = path.lstat()
-            if stat.S_ISREG(state.st_mode) and state.st_uid == user:
-                states[path] = state
-    return states
-
-
-def _used_by_processes(root: Path, user: int) -> set[tuple[int, int]]:
-    """Return device and inode of each file that a process of this user maps or holds open."""
-    used = set()
-    for process in (root / "proc").glob("[0-9]*"):
-        try:
-            if process.stat().st_uid != user:
-                continue
-            for line in (process / "maps").read_text(errors="replace").splitlines():
-                _, _, _, device, inode, *_ = line.split(maxsplit=5)
-                major, minor = (int(number, 16) for number in device.split(":"))
-                used.add((os.makedev(major, minor), int(inode)))
-            for opened in (process / "fd").iterdir():
-                with suppress(FileNotFoundError):  # it was closed since
-                    state = opened.stat()
-                    used.add((state.st_dev, state.st_ino))
-        except OSError:  # the process has ended, or is of another container
-            continue
-    return used
-
-
-def assess_open_files(limits: tuple[int, int], ranks: int) -> Finding:
-    """Report whether the soft limit allows shards, logs and the sockets to all ranks."""
-    soft, hard = limits
-    if soft == resource.RLIM_INFINITY:
-        return ok("open files", "no limit")
-    needed, wanted = (base + FILES_FOR_EACH_RANK * ranks for base in (FILES_NEEDED, FILES_WANTED))
-    hard_limit_suffices = hard == resource.RLIM_INFINITY or hard >= wanted
-    raise_soft = f"Run `ulimit -n {wanted}` before the launcher, on every host"
-    raise_hard = f"; raise the hard limit, {hard}, in /etc/security/limits.conf"
-    remedy = f"{raise_soft}." if hard_limit_suffices else f"{raise_soft}{raise_hard}."
-    if soft < needed:
-        return failure("open files", f"at most {soft}, but a rank of {ranks} needs {needed}", remedy)
-    if soft < wanted:
-        return warning("open files", f"at most {soft}; a rank of {ranks} may need {wanted}", remedy)
-    return ok("open files", f"at most {soft}")
+        yield failure(f"{text}: a rank does not start with less than {MEMORY_NEEDED // _GIB}", remedy)
+    elif per_rank < MEMORY_WANTED:
+        yield warning(f"{text}: images and checkpoints may need {MEMORY_WANTED // _GIB}", remedy)
+    else:
+        yield ok(text)
 
 
 def free_memory(root: Path = Path("/")) -> int:
@@ -186,35 +75,98 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def _free_in_groups(root: Path) -> Iterator[int]:
-    """Yield the free bytes of each control group of this process: a container's, or a job's."""
+    """Yield the free bytes of each limited control group of this process: a container's, or a job's."""
     for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
         if controllers and "memory" not in controllers.split(","):
             continue
+        names = ("limit_in_bytes", "usage_in_bytes", "stat") if controllers else ("max", "current", "stat")
         mount = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        files = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
         group = mount / path.lstrip("/")
         for folder in [group, *group.parents]:
-            if folder.is_relative_to(mount):
-                yield from _free_in_group(folder, *files)
+            limit, used, stat = (read_text_or_empty(folder / f"memory.{name}") for name in names)
+            if limit.isdecimal() and used:
+                cache = [line.split()[1] for line in stat.splitlines() if line.startswith("inactive_file ")]
+                yield int(limit) - int(used) + sum(map(int, cache))  # the kernel can evict cached files
 
 
-def _free_in_group(folder: Path, limit_file: str, usage_file: str) -> Iterator[int]:
+def check_shared_memory(ranks: int, on_gpu: bool, folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """Report whether the ranks of a host have room for MPI and NCCL in shared memory."""
+    per_rank = SHARED_NEEDED_BY_GPU if on_gpu else SHARED_NEEDED
     try:
-        limit, usage, stat = (
-            (folder / f"memory.{name}").read_text(encoding="utf-8").strip()
-            for name in (limit_file, usage_file, "stat")
-        )
-    except OSError:  # the group has no limit, or is outside the container
-        return
-    cache = next((int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file ")), 0)
-    if limit.isdecimal():
-        yield int(limit) - int(usage) + cache  # the kernel can evict cached files
-
-
-def _free_shared_memory(root: Path) -> int | None:
-    try:
-        state = os.statvfs(root / "dev/shm")
+        state = os.statvfs(folder)
     except OSError:
-        return None
-    return state.f_bavail * state.f_frsize
+        yield failure("is missing: the ranks of a host exchange data there", "Mount a tmpfs there.")
+        return
+    free = state.f_bavail * state.f_frsize
+    text = f"{free // _MIB:,} MiB free"
+    if free >= ranks * per_rank:
+        yield ok(text)
+    else:
+        yield failure(
+            f"{text}: {'NCCL and MPI' if on_gpu else 'MPI'} may need {per_rank // _MIB} MiB for each rank",
+            "As root: mount -o remount,size=1G /dev/shm. A container is started with --shm-size=1g.",
+        )
+
+
+def check_leftovers(folder: Path = Path("/dev/shm")) -> Iterator[Finding]:
+    """Warn of each kind of files in shared memory that killed processes of this user have left.
+
+    Only files older than all of their kind that are in use: the command that removes them spares the others.
+    """
+    user, host, now = os.getuid(), os.uname().nodename, time.time()
+    for pattern, owner in _LEFT_IN_SHARED_MEMORY.items():
+        name, states = pattern.format(host=host, user=user), []
+        for path in filter(Path.is_file, folder.glob(name)):
+            with suppress(FileNotFoundError):  # another process has removed it since
+                states.append(path.lstat())
+        # Listed after the files: whoever uses one of them is among the processes.
+        used = _files_in_use(user) if states else set()
+        oldest_in_use = min([now, *(one.st_mtime for one in states if _device_and_inode(one) in used)])
+        left = [one for one in states if one.st_uid == user and one.st_mtime < oldest_in_use - 1]
+        if left:
+            until = int(max(one.st_mtime for one in left)) + 1
+            mib = sum(one.st_blocks for one in left) / 2048
+            count = f"{len(left)} file{'s' if len(left) > 1 else ''}"
+            text = f"{count} of {owner} in {folder}, {mib:.1f} MiB: left by processes that were killed, and "
+            text += "used by none. To remove them"
+            which = f"-type f -user {user} -name {shlex.quote(name)} ! -newermt @{until}"
+            yield warning(text, f"find {folder} {which} -delete")
+
+
+def _files_in_use(user: int) -> set[str]:
+    """Return the files that processes of this user map or hold open, by `_device_and_inode`.
+
+    Their paths in /proc do not tell: the C library links a semaphore from a file of another name.
+    """
+    used = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended, or is of another container
+            if process.stat().st_uid != user:
+                continue
+            maps = (process / "maps").read_text(errors="replace").splitlines()
+            used |= {" ".join(line.split(maxsplit=5)[3:5]) for line in maps}
+            for opened in (process / "fd").iterdir():
+                with suppress(FileNotFoundError):  # it was closed since
+                    used.add(_device_and_inode(opened.stat()))
+    return used
+
+
+def _device_and_inode(state: os.stat_result) -> str:
+    """Return what identifies a file, in the form of /proc/PID/maps."""
+    return f"{os.major(state.st_dev):02x}:{os.minor(state.st_dev):02x} {state.st_ino}"
+
+
+def check_open_files(ranks: int) -> Iterator[Finding]:
+    """Report whether the soft limit allows shards, logs and the sockets to all ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, wanted = (base + FILES_FOR_EACH_RANK * ranks for base in (FILES_NEEDED, FILES_WANTED))
+    remedy = f"Run `ulimit -n {wanted}` before the launcher, on every host"
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        remedy += f"; raise the hard limit, {hard}, in /etc/security/limits.conf"
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        yield ok("no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}")
+    elif soft >= needed:
+        yield warning(f"at most {soft}; a rank of {ranks} may need {wanted}", f"{remedy}.")
+    else:
+        yield failure(f"at most {soft}, but a rank of {ranks} needs {needed}", f"{remedy}.")

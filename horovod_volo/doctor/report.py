@@ -1,106 +1,108 @@
-"""Formats the merged findings of all ranks as text and as JSON."""
+"""Findings of the checks, and the report that merges those of all ranks."""
 
 from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
+from horovod_volo.cluster.launch_env import LaunchEnv
 from horovod_volo.cluster.topology import cpu_ranges
-from horovod_volo.core.errors import escape_controls
-from horovod_volo.doctor.finding import Level, MergedFinding
+from horovod_volo.core.errors import UserError, escape_controls
 
+LEVELS = ("failure", "warning", "ok")  # the most severe first
 _WIDTH = 110
-_MARKS = {Level.FAILURE: "FAILURE", Level.WARNING: "warning", Level.OK: "ok"}
 
 
 @dataclass(frozen=True)
-class Report:
-    """The findings of a run of the doctor, and its ranks."""
+class Finding:
+    """The result of one check on one rank."""
 
-    ranks: int  # that the launcher started
-    hosts: tuple[str, ...]  # of each rank that reported: all, or only rank 0
-    launcher: str
-    controller: str
-    findings: tuple[MergedFinding, ...]
-
-    @property
-    def failed(self) -> bool:
-        """Return whether there is a failure."""
-        return self._count(Level.FAILURE) > 0
-
-    def record(self) -> dict[str, Any]:
-        """Return the report for JSON."""
-        return {
-            "failures": self._count(Level.FAILURE),
-            "warnings": self._count(Level.WARNING),
-            "ranks": self.ranks,
-            "hosts": list(self.hosts),
-            "launcher": self.launcher,
-            "controller": self.controller,
-            "findings": [
-                {**asdict(one.finding), "level": one.finding.level.value, "ranks": list(one.ranks)}
-                for one in self.findings
-            ],
-        }
-
-    def text(self) -> str:
-        """Return the report for a terminal, with failures first."""
-        subject_width = max((len(one.finding.subject) for one in self.findings), default=0)
-        lines = [self._title()]
-        for _, of_level in groupby(self.findings, key=lambda one: one.finding.level):
-            lines.append("")
-            for one in of_level:
-                lines += _lines(one, subject_width, self._ranks_text(one.ranks))
-        return "\n".join([*lines, "", self._summary()])
-
-    def _title(self) -> str:
-        hosts = len(set(self.hosts))
-        ranks = f"{_counted(self.ranks, 'rank')} on {_counted(hosts, 'host')}"
-        if len(self.hosts) < self.ranks:
-            ranks = f"only rank 0 of {self.ranks} reported"
-        started = "no launcher" if self.launcher == "none" else f"{self.launcher} ({self.controller})"
-        return f"{ranks}, {started}"
-
-    def _ranks_text(self, ranks: Sequence[int]) -> str:
-        if len(ranks) == len(self.hosts):
-            return ""
-        return f"rank{'s' if len(ranks) > 1 else ''} {cpu_ranges(ranks)} of {self.ranks}"
-
-    def _summary(self) -> str:
-        failures, warnings = self._count(Level.FAILURE), self._count(Level.WARNING)
-        if failures:
-            return f"{_counted(failures, 'failure')}, {_counted(warnings, 'warning')}."
-        if warnings:
-            return f"Nothing failed; {_counted(warnings, 'warning')}."
-        return "Everything is well."
-
-    def _count(self, level: Level) -> int:
-        return Counter(one.finding.level for one in self.findings)[level]
+    level: Literal["failure", "warning", "ok"]
+    text: str
+    remedy: str = ""  # empty for ok
+    subject: str = ""  # name of the check
 
 
-def _lines(merged: MergedFinding, width: int, ranks: str) -> list[str]:
-    """Return the lines of one finding: level, subject, text and ranks, then the remedy."""
-    finding = merged.finding
-    text, remedy = escape_controls(finding.text), escape_controls(finding.remedy)
-    head = f"{_MARKS[finding.level]:<8} {finding.subject:<{width}}  "
-    lines = _wrapped(f"{text} ({ranks})" if ranks else text, head)
-    return lines + _wrapped(remedy, f"{' ' * len(head)}-> ")  # no lines without a remedy
+Check = Callable[[], Iterable[Finding]]
+ok = partial(Finding, "ok")
+warning = partial(Finding, "warning")  # it works, but slowly or at a risk
+failure = partial(Finding, "failure")  # it does not work
 
 
-def _wrapped(text: str, head: str) -> list[str]:
+def from_error(error: UserError) -> Finding:
+    """Return a failure with the first sentence of an error as text, and the others as remedy."""
+    text, _, remedy = str(error).partition(". ")
+    return failure(text.rstrip("."), remedy)
+
+
+def run_check(subject: str, check: Check) -> list[Finding]:
+    """Return the findings of a check under its subject; an exception in it becomes a failure."""
+    try:
+        found = list(check())
+    except UserError as error:
+        found = [from_error(error)]
+    except Exception as error:  # a broken installation may raise anything
+        text = f"the check raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")
+        found = [failure(text, "Repair what the message names, then run the doctor again.")]
+    return [replace(finding, subject=finding.subject or subject) for finding in found]
+
+
+def build_report(
+    launch: LaunchEnv, by_rank: list[list[Finding]], hosts: list[str], controller: str
+) -> dict[str, Any]:
+    """Return the report as --json writes it: equal findings of ranks merged, failures first.
+
+    `by_rank` and `hosts` are of the ranks that reported: all, or only rank 0.
+    """
+    ranks: dict[Finding, list[int]] = {}
+    for rank, findings in enumerate(by_rank):
+        for finding in dict.fromkeys(findings):
+            ranks.setdefault(finding, []).append(rank)
+    subjects = list(dict.fromkeys(finding.subject for finding in ranks))  # in the order of the checks
+    merged = [{**asdict(finding), "ranks": having_it} for finding, having_it in ranks.items()]
+    merged.sort(key=lambda one: (LEVELS.index(one["level"]), subjects.index(one["subject"]), one["ranks"]))
+    counts = Counter(finding["level"] for finding in merged)
+    return {
+        "failures": counts["failure"],
+        "warnings": counts["warning"],
+        "ranks": launch.size,
+        "hosts": hosts,
+        "launcher": launch.launcher,
+        "controller": controller,
+        "findings": merged,
+    }
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """Return a report as text for a terminal."""
+    size, hosts, findings = report["ranks"], report["hosts"], report["findings"]
+    who = f"{_counted(size, 'rank')} on {_counted(len(set(hosts)), 'host')}"
+    if len(hosts) < size:
+        who = f"only rank 0 of {size} reported"
+    launcher = f"{report['launcher']} ({report['controller']})"
+    lines = [f"{who}, {'no launcher' if report['launcher'] == 'none' else launcher}"]
+    width = max((len(finding["subject"]) for finding in findings), default=0)
+    for level, of_level in groupby(findings, key=lambda finding: str(finding["level"])):
+        mark = level.upper() if level == "failure" else level
+        lines.append("")
+        for finding in of_level:
+            head = f"{mark:<8} {finding['subject']:<{width}}  "
+            ranks = f" (ranks {cpu_ranges(finding['ranks'])} of {size})"
+            lines += _wrapped(head, finding["text"] + (ranks if len(finding["ranks"]) < len(hosts) else ""))
+            lines += _wrapped(f"{'':<{len(head)}}-> ", finding["remedy"])
+    counts = f"{_counted(report['failures'], 'failure')}, {_counted(report['warnings'], 'warning')}."
+    return "\n".join([*lines, "", counts])
+
+
+def _wrapped(head: str, text: str) -> list[str]:
     """Return the lines of a text after `head`, under which the further ones are indented."""
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=head,
-        subsequent_indent=" " * len(head),
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+    wrap = textwrap.TextWrapper(_WIDTH, head, " " * len(head), break_on_hyphens=False, break_long_words=False)
+    return wrap.wrap(escape_controls(text))
 
 
 def _counted(number: int, noun: str) -> str:

@@ -31,41 +31,36 @@ from horovod_volo.engine.accuracy import EvalCounts, PredictionCollector, count_
 from horovod_volo.engine.confusions import ClassResult, class_results
 from horovod_volo.engine.shared_catalog import CacheSettings, catalog_folder, shared_catalog
 from horovod_volo.evaluation.imagenet import RealCounts, count_real, numbered_catalog, read_real
+from horovod_volo.evaluation.predictions import load_network
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
-from horovod_volo.models.pretrained import (
-    AuxHead,
-    CropAverage,
-    PretrainedModel,
-    load_pretrained,
-    settings_of_run,
-)
+from horovod_volo.models.pretrained import AuxHead, CropAverage, PretrainedModel, settings_of_run
 from horovod_volo.models.weights import TIMM
 
 Progress = Callable[[int, int], None]  # given this rank's images that are done, and all of its images
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalRequest:
-    """The model, the images and the settings of an evaluation."""
+    """The model, the images and the settings of an evaluation; by default the model is as it was trained."""
 
     data_dir: str
     weights: str
-    model: str  # empty: the model of the run that the weights are in
+    model: str = ""  # empty: the model of the run that the weights are in
     use_ema: bool  # the averaged weights, where the source holds raw and averaged ones
-    aux_head: AuxHead  # whether the auxiliary head's logits are added
-    img_size: int  # 0: the one of training
-    mean: tuple[float, ...]  # of training pixels, if the weights do not record it; empty: the model's
-    std: tuple[float, ...]  # likewise
+    aux_head: AuxHead = "auto"  # whether the auxiliary head's logits are added
+    img_size: int = 0  # 0: the one of training
+    mean: tuple[float, ...] = ()  # of training pixels, if the weights do not record it; empty: the model's
+    std: tuple[float, ...] = ()  # likewise
     crop_pct: float  # 0: the model's own
-    crops: int  # of each image, whose probabilities are averaged
+    crops: int = 1  # of each image, whose probabilities are averaged
     batch_size: int  # per rank
     workers: int  # 0: one per core of the rank
     image_decoder: DecoderName
     precision: str
     split: Split
     catalog_dir: str  # empty: inside the default --output, if there are several ranks
-    real: str  # ImageNet-ReaL's file; empty: none
-    v2: bool  # the images are ImageNet-V2's
+    real: str = ""  # ImageNet-ReaL's file; empty: none
+    v2: bool = False  # the images are ImageNet-V2's
     cache_dir: str = ""  # for blocks of shards on a server
     cache_gib: float = 0.0
     images: Callable[[World], ImageList] | None = None  # those of a program, instead of the data folder's
@@ -148,15 +143,7 @@ def held_out_by(weights: str, data_dir: str) -> HeldOut:
 
 
 def _load_model(request: EvalRequest, catalog: ImageList) -> PretrainedModel:
-    model = load_pretrained(
-        request.weights,
-        name=request.model,
-        image_side=request.img_size,
-        use_ema=request.use_ema,
-        aux_head=request.aux_head,
-        mean=request.mean,
-        std=request.std,
-    )
+    model = load_network(request.weights, request)
     if model.class_names and not request.v2 and not request.weights.startswith(TIMM):
         _number_by_name(catalog, model.class_names, request.weights)
     if model.num_classes != len(catalog.classes):

@@ -10,10 +10,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from horovod_volo.core.atomic_file import atomic_write
-from horovod_volo.core.errors import UserError
+from horovod_volo.core.atomic_file import write_text
 from horovod_volo.data.images.image_bytes import decoded_rgb
-from horovod_volo.evaluation.predictions import Prediction
+from horovod_volo.evaluation.predictions import Classes
 
 _THUMBNAIL = (320, 240)  # pixels
 _STYLE = """
@@ -30,41 +29,31 @@ meter { grid-column: 1 / 3; width: 100%; height: .7rem; }
 """
 
 
-def write_contact_sheet(path: Path, weights: str, predictions: Sequence[Prediction]) -> None:
+def write_contact_sheet(path: Path, weights: str, predictions: Sequence[tuple[Path, Classes]]) -> None:
     """Write the page; raise UserError if that is impossible."""
     title = html.escape(f"{len(predictions):,} images, predicted by {weights}")
     page = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width">',
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1><main>",
-        *map(_figure, predictions),
+        *(_figure(file, classes) for file, classes in predictions),
         "</main></body></html>\n",
     ]
-    try:
-        with atomic_write(path) as file:
-            file.write("\n".join(page).encode("utf-8", "replace"))
-    except OSError as error:
-        raise UserError(f"--html cannot write {path}: {error.strerror}. Name another file.") from None
+    write_text(path, "\n".join(page), "--html")
 
 
-def _figure(prediction: Prediction) -> str:
+def _figure(file: Path, classes: Classes) -> str:
     rows = [
         f"<li><span>{html.escape(name)}</span><span>{100 * share:.1f} %</span>"
         f'<meter value="{share:.4f}" aria-label="{html.escape(name)}"></meter></li>'
-        for name, share in prediction.classes
+        for name, share in classes
     ]
-    name = html.escape(prediction.file.name)
-    source = _thumbnail(prediction.file)
-    return (
-        f'<figure><img loading="lazy" src="{source}" alt="{name}"><figcaption>{name}</figcaption>'
-        f"<ol>{''.join(rows)}</ol></figure>"
-    )
-
-
-def _thumbnail(file: Path) -> str:
-    small = decoded_rgb(file.read_bytes())
+    name, small = html.escape(file.name), decoded_rgb(file.read_bytes())
     small.thumbnail(_THUMBNAIL)
-    return inlined_jpeg(small)
+    return (
+        f'<figure><img loading="lazy" src="{inlined_jpeg(small)}" alt="{name}">'
+        f"<figcaption>{name}</figcaption><ol>{''.join(rows)}</ol></figure>"
+    )
 
 
 def inlined_jpeg(image: Image.Image) -> str:

@@ -66,24 +66,15 @@ def count_real(real: Sequence[frozenset[int]], predictions: NDArray[np.int64]) -
 
 
 def _read_lists(file: str) -> list[frozenset[int]]:
+    remedy = "Give ReaL's real.json to --real."
     try:
         lists = json.loads(Path(file).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"{file} cannot be read: {error.strerror}. Give ReaL's real.json to --real."
-        ) from None
-    except ValueError as error:
-        raise UserError(f"{file} is not valid JSON: {error}. Give ReaL's real.json to --real.") from None
-    if not isinstance(lists, list) or not all(map(_is_list_of_classes, lists)):
-        raise UserError(
-            f"{file} is not a list of lists of class numbers, one for each image. Give ReaL's real.json to "
-            "--real."
-        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read: {error}. {remedy}") from None
+    rows = lists if isinstance(lists, list) else [None]
+    if not all(isinstance(row, list) and all(type(n) is int and n >= 0 for n in row) for row in rows):
+        raise UserError(f"{file} is not a list of lists of class numbers, one for each image. {remedy}")
     return [frozenset(classes) for classes in lists]
-
-
-def _is_list_of_classes(entry: object) -> bool:
-    return isinstance(entry, list) and all(type(number) is int and number >= 0 for number in entry)
 
 
 def _row(name: str, entries: int, file: str) -> int:
@@ -105,46 +96,24 @@ def _row(name: str, entries: int, file: str) -> int:
 def numbered_catalog(data_dir: str, world: World) -> Catalog:
     """List the images of numbered class folders in memory, on each rank. Collective."""
     catalog = world.run_on_all_ranks(lambda: list_numbered(data_dir))
-    digests = world.allgather_object(catalog.digest)
-    world.raise_on_all_ranks(
-        None
-        if digests[0] == catalog.digest
-        else UserError(f"the images in {data_dir} differ between hosts. Give a folder that all hosts share.")
-    )
+    same = world.broadcast_object(catalog.digest) == catalog.digest
+    text = f"the images in {data_dir} differ between hosts. Give a folder that all hosts share."
+    world.raise_on_all_ranks(None if same else UserError(text))
     return catalog
 
 
 def list_numbered(data_dir: str) -> Catalog:
     """List a folder whose class folders are named 0, 1, 2 and so on; raise UserError if they are not."""
     root = Path(data_dir).absolute()
-    images = SplitFolder(root, "folder", _numbered_folders(root), state="")
-    try:
-        return in_memory(images)
-    except OSError as error:
-        raise UserError(f"cannot list the images of {root}: {error}. Fix this file or folder.") from error
-
-
-def _numbered_folders(root: Path) -> tuple[str, ...]:
-    """Return the names of the class folders in the order of their numbers."""
     try:
         names, files, lost = visible(root)
+        check_links(root, lost, len(names) + len(files))
+        numbers = [str(number) for number in range(max(1, len(names)))]
+        if wrong := sorted({*names} ^ {*numbers}):
+            raise UserError(
+                f"{root} does not have the class folders 0, 1, 2 and so on that --v2 needs: additional or "
+                f"missing are {shortened(wrong)}. Give the folder that directly holds them, or drop --v2."
+            )
+        return in_memory(SplitFolder(root, "folder", tuple(numbers), state=""))
     except OSError as error:
-        raise UserError(
-            f"there is no data folder {root}: {error.strerror}. Give ImageNet-V2's folder of class folders."
-        ) from None
-    check_links(root, lost, len(names) + len(files))
-    others = sorted(name for name in names if not (name.isascii() and name.isdecimal()))
-    if others or not names:
-        found = f"the folders {shortened(others)}" if others else "no folders"
-        raise UserError(
-            f"{root} has {found}. With --v2 its class folders must be numbers, 0, 1, 2 and so on: give the "
-            "folder that directly holds them, or drop --v2."
-        )
-    folders = sorted(names, key=int)
-    missing = sorted(set(range(len(folders))) - set(map(int, folders)))
-    if missing:
-        raise UserError(
-            f"{root} has {len(folders)} class folders, but none for class {missing[0]}. The folder's name is "
-            "the class number: add the missing folder."
-        )
-    return tuple(folders)
+        raise UserError(f"cannot list the images of {root}: {error}. Fix this file or folder.") from error

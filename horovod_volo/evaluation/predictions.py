@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ from horovod_volo.core.center_crop import resized_shapes, view_corners
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.given_images import LooseImages
 from horovod_volo.data.pillow_pipeline import cropped_views
-from horovod_volo.data.reading import ImageFiles, decode_rgb, resized_shape
+from horovod_volo.data.reading import decode_rgb, resized_shape
 from horovod_volo.models.precision import autocast, fix_convolutions, set_tf32
-from horovod_volo.models.pretrained import CropAverage, PretrainedModel
+from horovod_volo.models.pretrained import CropAverage, PretrainedModel, load_pretrained
 from horovod_volo.models.timm_api import described
 
 Classes = list[tuple[str, float]]  # names and probabilities, the most probable first
@@ -38,26 +38,26 @@ class PredictRequest:
     crops: int = 1  # of each image, whose probabilities are averaged
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The most probable classes of an image, with their probabilities."""
-
-    file: Path
-    classes: Classes
+def load_network(source: str, flags: Any) -> PretrainedModel:
+    """Load a trained network as `flags_of_trained_network` choose it, which are attributes of `flags`."""
+    return load_pretrained(
+        source,
+        name=flags.model,
+        image_side=flags.img_size,
+        use_ema=flags.use_ema,
+        aux_head=flags.aux_head,
+        mean=flags.mean,
+        std=flags.std,
+    )
 
 
 def predict(
-    trained: PretrainedModel, files: Sequence[Path], request: PredictRequest, bad: list[str]
-) -> Iterator[Prediction]:
-    """Yield a prediction for each image, in order; a message on each that is left out goes to `bad`."""
-    for number, classes in predict_images(trained, LooseImages(files), len(files), request, bad):
-        yield Prediction(files[number], classes)
-
-
-def predict_images(
-    trained: PretrainedModel, images: ImageFiles, count: int, request: PredictRequest, bad: list[str]
+    trained: PretrainedModel, images: Sequence[Any], request: PredictRequest, bad: list[str]
 ) -> Iterator[tuple[int, Classes]]:
-    """Yield the number and the most probable classes of each of `count` images that can be read."""
+    """Yield the number and the most probable classes of each image that can be read.
+
+    `images` are paths, bytes of files, PIL images or arrays. Messages on the others go to `bad`.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained.network.to(device)
     set_tf32(request.precision)
@@ -71,13 +71,14 @@ def predict_images(
         crop_mode=trained.crop_mode,
     )
     mean, std = (torch.tensor(each, device=device)[:, None, None] for each in (trained.mean, trained.std))
-    for first in range(0, count, request.batch_size):
+    sources = LooseImages(images)
+    for first in range(0, len(images), request.batch_size):
         pixels, shown = [], []
-        for number in range(first, min(first + request.batch_size, count)):
+        for number in range(first, min(first + request.batch_size, len(images))):
             try:
-                image = decode_rgb(images, number)
+                image = decode_rgb(sources, number)
                 height, width, _ = image.shape
-                shape = resized_shape(images, number, (height, width), resize)
+                shape = resized_shape(sources, number, (height, width), resize)
                 pixels.append(_cropped(image, shape, trained, request.crops))
                 shown.append(number)
             except BadSampleError as error:

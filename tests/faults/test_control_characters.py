@@ -9,8 +9,7 @@ import pytest
 
 from horovod_volo.cluster.launch_env import ALONE
 from horovod_volo.demo.demo_set import make_demo_set
-from horovod_volo.doctor.finding import MergedFinding, warning
-from horovod_volo.doctor.report import Report
+from horovod_volo.doctor.report import build_report, format_report, warning
 from tests.ranks.launching import python, run, train
 
 SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "1", "--warmup-epochs", "0")
@@ -80,7 +79,7 @@ def test_other_commands_escape_them(images: Path, tmp_path: Path) -> None:
 
 
 def test_the_report_of_the_doctor_escapes_them() -> None:
-    merged = MergedFinding(warning("host", f"{NAME} is slow", f"Rename {NAME}."), (0,))
-    report = Report(ALONE.size, ("host",), ALONE.launcher, "none", (merged,))
-    assert_printable(report.text())
-    assert report.text().count(ESCAPED) == 2
+    found = warning(f"{NAME} is slow", f"Rename {NAME}.")
+    text = format_report(build_report(ALONE, [[found]], ["host"], "none"))
+    assert_printable(text)
+    assert text.count(ESCAPED) == 2

@@ -25,7 +25,6 @@ def test_a_command_is_its_module(name: str) -> None:
     status, printed = started(name, "--help")
     assert (status, printed) == started("--help", module=f"horovod_volo.{name}")
     assert status == 0
-    assert len(printed) > 200
 
 
 def test_arguments_and_exit_status_are_passed_on() -> None:
@@ -58,7 +57,7 @@ def test_the_versions_are_printed(
 def test_a_mistyped_command_gets_a_hint() -> None:
     status, output = started("evalute")
     assert status == 2
-    assert "there is no command 'evalute'. Did you mean evaluate?" in output
+    assert "Did you mean evaluate?" in output
 
 
 def test_timm_is_importable_in_the_environment_of_tools_setup() -> None:

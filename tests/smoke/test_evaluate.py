@@ -34,11 +34,8 @@ CLASSES, RIGHT = 1000, 40
 def evaluated(*arguments: str, **environment: str) -> dict[str, Any]:
     """Run the evaluation in a new process and return the JSON that it wrote."""
     file = Path(arguments[arguments.index("--json") + 1])
-    done = run(
-        [*python(plain=bool(environment)), "-m", "horovod_volo.evaluate", *arguments],
-        seconds=300,
-        **environment,
-    )
+    command = [*python(plain=bool(environment)), "-m", "horovod_volo.evaluate", *arguments]
+    done = run(command, seconds=300, **environment)
     assert done.returncode == 0, done.stdout
     result: dict[str, Any] = json.loads(file.read_text())
     return result
@@ -69,10 +66,7 @@ def test_the_accuracies_are_those_of_the_training(trained: Path, demo_set: Path,
         for name in ("top1", "top5"):
             assert result[name] == trained_scores[prefix + name]
         assert result["loss"] == pytest.approx(trained_scores[f"{prefix}loss"], rel=1e-6)
-        assert (result["images"], result["bad_samples"]) == (
-            trained_scores["images"],
-            trained_scores["bad_samples"],
-        )
+        assert all(result[name] == trained_scores[name] for name in ("images", "bad_samples"))
         assert (result["model"], result["img_size"]) == ("volo_demo", 32)
     assert trained_scores["loss"] != trained_scores["ema_loss"], "both are the same weights"
     folders = tuple(sorted(path.name for path in (demo_set / "val").iterdir()))
@@ -97,7 +91,7 @@ def test_classes_are_found_by_their_names(trained: Path, demo_set: Path, tmp_pat
     (tmp_path / "some" / "val" / max(found)).rename(tmp_path / "some" / "val" / "zebra")
     done = run([*python(), "-m", "horovod_volo.evaluate", str(tmp_path / "some"), *flags[:2]], seconds=100)
     assert done.returncode == 2
-    assert f"was not trained on: zebra. Its classes are {first.name}, " in done.stdout
+    assert "was not trained on: zebra" in done.stdout
 
 
 def draw_image(number: int) -> Image.Image:
@@ -149,17 +143,14 @@ def test_a_network_of_timm_is_evaluated_as_by_timm(tmp_path: Path) -> None:
     of_truths = torch.tensor(truths)
     five = logits.topk(5, dim=1).indices
     assert result["top5_right"] == int((five == of_truths[:, None]).any(dim=1).sum())
-    assert result["loss"] == pytest.approx(
-        float(torch.nn.functional.cross_entropy(logits, of_truths)), rel=1e-5
-    )
+    loss = float(torch.nn.functional.cross_entropy(logits, of_truths))
+    assert result["loss"] == pytest.approx(loss, rel=1e-5)
     mistakes = {row["name"]: row["mistaken_for"] for row in result["classes"] if row["images"] == 1}
     expected = {f"{truth:04d}": f"{best[RIGHT + truth]:04d}" for truth in range(CLASSES)}
     assert mistakes == {name: "" if expected[name] == name else expected[name] for name in mistakes}
     assert len(set(mistakes.values())) > 10, "the network predicts the same class for most images"
-    imagenet_logits = logits_of(network, images[:100], mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
-    assert imagenet_logits.argmax(dim=1).tolist() != best[:100], (
-        "ImageNet's mean and std would pass this test"
-    )
+    imagenets = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+    assert logits_of(network, images[:100], **imagenets).argmax(dim=1).tolist() != best[:100]
 
 
 def commands() -> list[str]:

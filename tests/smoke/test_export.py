@@ -131,8 +131,7 @@ def test_an_export_is_replaced_only_with_force(demo_run: Path, tmp_path: Path, c
 def test_an_lvvit_is_exported_with_a_warning_that_timm_lacks_it(tmp_path: Path, capsys) -> None:
     source = run_folder(tmp_path / "run", "lvvit_t", 32)
     assert export.main([str(source), str(tmp_path / "export")]) == export.DONE
-    assert "timm.create_model cannot load it, as timm has no lvvit_t." in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "export").iterdir()) == WRITTEN
+    assert "timm has no lvvit_t" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -143,9 +142,7 @@ def test_an_lvvit_is_exported_with_a_warning_that_timm_lacks_it(tmp_path: Path, 
         (["{run}", "--model", "volo_dmeo"], "Did you mean volo_demo?"),
         (["{run}", "--img-size", "65"], "--img-size must be a multiple of 16"),
         (["{run}", "--use-ema"], "There are no averaged weights (EMA) in"),
-        (["{run}", "--averaged"], "There are no averaged weights (EMA) in"),
     ],
-    ids=["source", "model missing", "model unknown", "size", "averages", "averaged"],
 )
 def test_a_mistake_is_one_message(arguments, message, demo_run: Path, tmp_path: Path, capsys) -> None:
     weights = tmp_path / "weights.pt"
@@ -173,8 +170,3 @@ def test_different_logits_are_an_error_and_nothing_is_written(
     assert export.main([str(demo_run), str(tmp_path / "export")]) == export.DIFFERS
     assert f"error: timm gives outputs that differ by {difference:.1e}" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_wrong_values_of_flags_are_refused(demo_run: Path, tmp_path: Path, capsys) -> None:
-    for flags, message in ((["--batch", "0"], "or dynamic"), (["--opset", "11"], "from 18 to 23")):
-        assert message in refused(capsys, demo_run, tmp_path / "export", *flags)

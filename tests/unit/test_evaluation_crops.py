@@ -116,28 +116,31 @@ def test_the_counts_are_the_same_on_any_number_of_ranks(catalog: Catalog) -> Non
     assert float(counts[0][2]) == pytest.approx(sum(wanted), rel=0.02)
 
 
-def test_a_prediction_of_files_averages_too(catalog: Catalog) -> None:
+@pytest.fixture
+def trained() -> PretrainedModel:
     statistics = (IMAGENET_MEAN, IMAGENET_STD)
-    trained = PretrainedModel(Linear(), "none", SIDE, CLASSES, CROP_PCT, *statistics, "bicubic", [])
+    return PretrainedModel(Linear(), "none", SIDE, CLASSES, CROP_PCT, *statistics, "bicubic", [])
+
+
+def test_a_prediction_of_files_averages_too(trained: PretrainedModel, catalog: Catalog) -> None:
     files = [Path(catalog.location(index)) for index in range(len(catalog))]
     request = PredictRequest(CLASSES, 0.0, batch_size=2, precision="fp32", crops=10)
-    for file, found in zip(files, predict(trained, files, request, []), strict=True):
-        wanted = probabilities_by_hand(str(file), 10)
-        shares = dict(found.classes)
+    found = dict(predict(trained, files, request, []))
+    assert list(found) == list(range(len(files)))
+    for number, file in enumerate(files):
+        wanted, shares = probabilities_by_hand(str(file), 10), dict(found[number])
         assert [shares[f"class {number}"] for number in range(CLASSES)] == pytest.approx(wanted, abs=1e-4)
 
 
-def test_a_prediction_leaves_out_an_image_of_too_many_pixels_after_resizing(tmp_path: Path) -> None:
-    trained = PretrainedModel(
-        Linear(), "none", SIDE, CLASSES, CROP_PCT, IMAGENET_MEAN, IMAGENET_STD, "bicubic", []
-    )
+def test_an_image_of_too_many_pixels_after_resizing_is_left_out(
+    trained: PretrainedModel, tmp_path: Path
+) -> None:
     file = tmp_path / "line.png"
     Image.new("L", (65_500, 1)).save(file)
     bad: list[str] = []
     assert not list(predict(trained, [file], PredictRequest(1, 0.0, batch_size=2, precision="fp32"), bad))
-    assert bad == [
-        f"{file} has more than 100 million pixels when it is resized to 3471500 x 53; crop it to use it"
-    ]
+    assert len(bad) == 1
+    assert bad[0].startswith(f"{file} has more than 100 million pixels when it is resized to 3471500 x 53")
 
 
 def test_a_side_shorter_than_the_crop_has_one_position() -> None:

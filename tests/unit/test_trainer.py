@@ -112,21 +112,16 @@ def test_importing_the_package_imports_no_heavy_module() -> None:
 @pytest.mark.parametrize(
     ("arguments", "settings", "message"),
     [
-        (["data"], {"epoch": 3}, "There is no setting 'epoch'. Did you mean epochs?"),
-        (["data"], {"epochs": "3"}, "epochs takes a whole number, not '3'."),
-        (["data"], {"epochs": 0}, "epochs must be at least 1, not 0."),
-        (["data"], {"opt": "sgd", "scale": (0.5, 0.1)}, "--scale takes two numbers above 0 in ascending"),
-        (["data"], {"mixup": 0.2}, "--mixup and MixToken both mix images."),
-        (["data"], {"config": Config()}, "A Trainer takes a config, or a data folder"),
-        (["data"], {"elastic": True, "global_batch": 8, "model": "volo_d1"}, "Elastic runs are started by"),
-        (["data"], {"train": [(b"", 0)]}, "Both a data folder and train are given."),
-        ([], {"val": [(b"", 0)]}, "val is given without train."),
-        ([], {"train": [(b"", 0)], "task": "detection"}, "train and val are for classification."),
-        (
-            [],
-            {"train": [(b"", 0)], "token_label": True, "token_label_data": "x"},
-            "found by the names of image",
-        ),
+        (["data"], {"epoch": 3}, "Did you mean epochs?"),
+        (["data"], {"epochs": "3"}, "epochs takes a whole number"),
+        (["data"], {"epochs": 0}, "epochs must be at least 1"),
+        (["data"], {"mixup": 0.2}, "--mixup and MixToken"),
+        (["data"], {"config": Config()}, "takes a config, or a data folder"),
+        (["data"], {"elastic": True, "global_batch": 8, "model": "volo_d1"}, "Drop elastic"),
+        (["data"], {"train": [(b"", 0)]}, "Drop one of them"),
+        ([], {"val": [(b"", 0)]}, "Give train too"),
+        ([], {"train": [(b"", 0)], "task": "detection"}, "are for classification"),
+        ([], {"train": [(b"", 0)], "token_label": True, "token_label_data": "x"}, "token_label_data is"),
     ],
 )
 def test_a_mistake_in_the_settings_is_an_error(arguments: list[str], settings: Any, message: str) -> None:
@@ -140,24 +135,13 @@ def test_a_trainer_does_what_the_command_does(
 ) -> None:
     (tmp_path / "logging_plugin.py").write_text(PLUGIN)
     monkeypatch.syspath_prepend(tmp_path)
-    where = [
-        "--output",
-        str(tmp_path),
-        "--name",
-        "command",
-        "--binding",
-        "none",
-        "--plugin",
-        "logging_plugin",
-    ]
-    assert main([str(images), *FLAGS.split(), "--log-every", "5", *where]) == 0
+    where = f"--output {tmp_path} --name command --binding none --plugin logging_plugin --log-every 5"
+    assert main([str(images), *FLAGS.split(), *where.split()]) == 0
     trainer = Trainer(images, name="python", output=tmp_path, **SETTINGS)
     result = trainer.fit()
 
-    weights = [
-        tmp_path / name / "checkpoints" / "last" / "model.safetensors" for name in ("command", "python")
-    ]
-    command, python = map(load_file, weights)
+    last = "checkpoints/last/model.safetensors"
+    command, python = (load_file(tmp_path / name / last) for name in ("command", "python"))
     assert command.keys() == python.keys()
     assert all(command[name].equal(python[name]) for name in command)
     logs = [(tmp_path / name / "log.txt").read_text() for name in ("command", "python")]
@@ -215,16 +199,26 @@ def test_a_second_ctrl_c_interrupts(images: Path, tmp_path: Path) -> None:
     assert not (trainer.folder / "lock.json").exists()
 
 
-def test_a_thread_trains_and_a_callback_stops_it(images: Path, tmp_path: Path) -> None:
+def test_a_thread_trains_and_a_callback_reads_the_run_and_stops_it(images: Path, tmp_path: Path) -> None:
     """Another thread than the main one cannot handle signals."""
-    stop = AtStep(2, lambda run: run.request_stop())
+    seen: dict[str, Any] = {}
+
+    def look(run: TrainContext) -> None:
+        run.log("seen by a callback")
+        seen.update(epoch=run.epoch, total=run.total_steps, folder=run.folder, rank=run.world.rank)
+        seen.update(parameters=sum(each.numel() for each in run.model.parameters()), name=run.config.run.name)
+        run.request_stop()
+
     settings = SETTINGS | {"stop_at_step": 8}
-    trainer = Trainer(images, name="run", output=tmp_path, callbacks=[stop], **settings)
+    trainer = Trainer(images, name="run", output=tmp_path, callbacks=[AtStep(2, look)], **settings)
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(trainer.fit()))
     thread.start()
     thread.join()
     assert [(result.finished, result.step) for result in results] == [(False, 3)]
+    expected = {"epoch": 0.4, "total": 10, "folder": trainer.folder, "rank": 0, "name": "run"}
+    assert seen == expected | {"parameters": 531_484}
+    assert "seen by a callback\n" in (trainer.folder / "log.txt").read_text()
 
 
 def test_an_error_in_a_callback_is_one_error_with_its_cause(images: Path, tmp_path: Path) -> None:
@@ -232,15 +226,11 @@ def test_an_error_in_a_callback_is_one_error_with_its_cause(images: Path, tmp_pa
         raise ZeroDivisionError("by zero")
 
     class Ends(Callback):
-        """Must not be called."""
-
         def ended(self, run: TrainContext, *, finished: bool) -> None:
-            raise AssertionError
+            raise AssertionError("must not be called")
 
     trainer = Trainer(images, name="run", output=tmp_path, callbacks=[AtStep(10, fail), Ends()], **SETTINGS)
-    with pytest.raises(
-        UserError, match=r"AtStep failed in step_done: ZeroDivisionError: by zero \(.*py"
-    ) as raised:
+    with pytest.raises(UserError, match="AtStep failed in step_done: ZeroDivisionError") as raised:
         trainer.fit()
     assert isinstance(raised.value.__cause__, ZeroDivisionError)
     assert (trainer.folder / "checkpoints" / "step_00000010").is_dir()
@@ -280,7 +270,7 @@ def test_networks_for_pixels_and_boxes_are_evaluated_as_in_training(
     assert found["images"] == last["images"] == 5
     assert found[score] == pytest.approx(last[score], abs=1e-6)
     assert trainer.evaluate(tmp_path / "scenes", split="train")["images"] == 8
-    with pytest.raises(UserError, match=f"evaluate takes a data set for classification only, not for {task}"):
+    with pytest.raises(UserError, match=f"not for {task}"):
         trainer.evaluate([(b"", 0)])
     with pytest.raises(UserError, match=f"is a network for {task}"):
         trainer.predict([])
@@ -313,7 +303,7 @@ def test_every_method_imports_the_plugin_of_the_model(
 
 
 def test_a_profile_ends_with_the_run(images: Path, tmp_path: Path) -> None:
-    """After an error nothing is recorded any more; a run that is shorter has the profile of its steps."""
+    """After an error nothing is recorded any more; a shorter run has the profile of its steps, if any."""
 
     def fail(_: TrainContext) -> None:
         raise ValueError
@@ -330,32 +320,6 @@ def test_a_profile_ends_with_the_run(images: Path, tmp_path: Path) -> None:
     assert [folder.name for folder in (shorter.folder / "profile").iterdir()] == ["steps_2-3"]
     assert "on rank 0 (steps 2 to 3): " in (shorter.folder / "log.txt").read_text()
 
-
-def test_a_profile_of_no_steps_is_left_out(images: Path, tmp_path: Path) -> None:
-    """As that of a run that resumes at its end."""
-    trainer = Trainer(images, name="run", output=tmp_path, **SETTINGS | {"profile": "11:12"})
-    assert trainer.fit().finished
-    assert trainer.fit().finished
-    assert not (trainer.folder / "profile").exists()
-
-
-def test_what_a_callback_sees_of_a_run(images: Path, tmp_path: Path) -> None:
-    seen: dict[str, Any] = {}
-
-    def look(run: TrainContext) -> None:
-        run.log("seen by a callback")
-        seen.update(epoch=run.epoch, total=run.total_steps, folder=run.folder, rank=run.world.rank)
-        seen.update(parameters=sum(each.numel() for each in run.model.parameters()), name=run.config.run.name)
-
-    settings = SETTINGS | {"stop_at_step": 4}
-    trainer = Trainer(images, name="run", output=tmp_path, callbacks=[AtStep(4, look)], **settings)
-    trainer.fit()
-    assert seen == {
-        "epoch": 0.8,
-        "total": 10,
-        "folder": trainer.folder,
-        "rank": 0,
-        "parameters": 531_484,
-        "name": "run",
-    }
-    assert "seen by a callback\n" in (trainer.folder / "log.txt").read_text()
+    none = Trainer(images, name="none", output=tmp_path, **SETTINGS | {"stop_at_step": 3, "profile": "11:12"})
+    assert not none.fit().finished
+    assert not (none.folder / "profile").exists()

@@ -1,0 +1,208 @@
+"""Checks between ranks: the same versions, code, settings and time, a shared folder, fast and right sums."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import secrets
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from horovod_volo.cluster.resources import rank_resources
+from horovod_volo.cluster.topology import cpu_ranges
+from horovod_volo.cluster.world import World
+from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.environment import PACKAGE, code_hashes, package_versions
+from horovod_volo.doctor.network import list_interfaces
+from horovod_volo.doctor.report import Check, Finding, failure, ok, warning
+
+# If ranks differ in one of these, they wait for each other forever or compute wrong sums. The names are
+# listed because other variables of these libraries contain host addresses, which differ, and secrets.
+_SETTINGS = re.compile(
+    "HOROVOD_(AUTOTUNE|BATCH_D2D_MEMCOPIES|CACHE_CAPACITY|CONTROLLER|CPU_OPERATIONS|DISABLE_GROUP_FUSION"
+    "|FUSION_THRESHOLD|HIERARCHICAL_(ALLREDUCE|ALLGATHER)|NUM_NCCL_STREAMS|TORUS_ALLREDUCE)"
+    "|NCCL_(ALGO|IB_DISABLE|NET|P2P_DISABLE|PROTO|SHM_DISABLE)"
+)
+_DIFFERENCES_SHOWN = 3
+
+_TOLERATED_SECONDS = 1.0  # between clocks
+_CLOCK_READINGS = 4
+
+_SLOW_FOLDER_SECONDS = 1.0
+_VISIBLE_SECONDS, _POLL_SECONDS = 3.0, 0.05  # network file systems show the files of other hosts with a delay
+
+_LARGE_BYTES = 16 * 2**20
+_SMALL_REPEATS, _LARGE_REPEATS = 30, 4
+# Limits that only a defect exceeds; a good network is far from them.
+_MIN_FRACTION_OF_LINE = 0.05
+_MIN_BYTES_PER_SECOND = 50e6  # if the speed of the interface is unknown: less than half a gigabit
+_MAX_SECONDS, _MAX_CYCLES = 0.02, 10  # of the latency, which has a part in Horovod's cycles
+
+
+def list_checks(world: World, folder: Path) -> dict[str, Check]:
+    """Return the checks by subject. Each is collective: every rank calls it."""
+    checks: dict[str, Check] = {"shared folder": partial(check_shared_folder, world, folder)}
+    if world.size > 1:
+        checks["versions"] = partial(_check_versions, world)
+        checks["code"] = partial(_check_code, world)
+        checks["settings"] = partial(_check_settings, world)
+        checks["clock"] = partial(_check_clock, world)
+        checks["ring"] = partial(_check_allreduce, world)
+    return checks
+
+
+def _check_versions(world: World) -> Iterator[Finding]:
+    versions = {"python": platform.python_version(), **package_versions()}
+    remedy = "Run ./tools/setup on every host, or share one .venv."
+    yield compare(versions, world.broadcast_object(versions), remedy)
+
+
+def _check_code(world: World) -> Iterator[Finding]:
+    hashes = {name: digest[:8] for name, digest in code_hashes(PACKAGE).items()}
+    remedy = "Check out the same commit on every host, or run from one shared folder."
+    yield compare(hashes, world.broadcast_object(hashes), remedy)
+
+
+def _check_settings(world: World) -> Iterator[Finding]:
+    settings = {name: value for name, value in os.environ.items() if _SETTINGS.fullmatch(name)}
+    remedy = "Let the launcher pass it to all ranks: set it before horovodrun, or use mpirun -x NAME."
+    yield compare(settings, world.broadcast_object(settings), remedy)
+
+
+def compare(mine: Mapping[str, str], rank_zero: Mapping[str, str], remedy: str) -> Finding:
+    """Report the names whose values differ from rank 0's."""
+    different = [
+        f"{name} is {mine.get(name, 'missing')}, on rank 0 {rank_zero.get(name, 'missing')}"
+        for name in sorted({*mine, *rank_zero})
+        if mine.get(name) != rank_zero.get(name)
+    ]
+    if not different:
+        return ok(f"the same on all ranks ({len(mine)} compared)")
+    if len(different) > _DIFFERENCES_SHOWN:
+        different[_DIFFERENCES_SHOWN:] = [f"and {len(different) - _DIFFERENCES_SHOWN} more"]
+    return failure("; ".join(different), remedy)
+
+
+def _check_clock(world: World) -> Iterator[Finding]:
+    readings = []
+    for _ in range(_CLOCK_READINGS):
+        world.allgather_object(None)  # ends on all ranks within milliseconds
+        readings.append(time.time())
+    of_rank_zero = world.broadcast_object(readings)
+    if len(set(world.hosts())) > 1:
+        # A rank may have been interrupted after one of the exchanges.
+        ahead = (mine - its for mine, its in zip(readings, of_rank_zero, strict=True))
+        yield assess_clock(min(ahead, key=abs))
+
+
+def assess_clock(ahead_seconds: float) -> Finding:
+    """Report a clock that is too far ahead of rank 0's, or behind it."""
+    if abs(ahead_seconds) <= _TOLERATED_SECONDS:
+        return ok(f"within {_TOLERATED_SECONDS:g} s of rank 0's")
+    where = "ahead of" if ahead_seconds > 0 else "behind"
+    text = f"{abs(ahead_seconds):.1f} s {where} rank 0's: times in logs and of files cannot be compared"
+    return warning(text, "Synchronize the hosts' clocks with NTP; see `timedatectl` on each.")
+
+
+def check_shared_folder(world: World, folder: Path) -> Iterator[Finding]:
+    """Write a file on every rank, and wait until it sees those of all ranks. Collective.
+
+    Where the folder is missing, its nearest parent is checked, in which a run would create it.
+    """
+    token = world.broadcast_object(secrets.token_hex(8))
+    names = [f".doctor-{token}-{rank}" for rank in range(world.size)]
+    problem, existing, start = "", folder, time.monotonic()
+    try:
+        try:
+            existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+            with atomic_write(existing / names[world.rank]):
+                pass
+        except OSError as error:
+            problem = error.strerror or str(error)
+        by_rank = world.allgather_object((problem, time.monotonic() - start, socket.gethostname()))
+        invisible = [rank for rank, (other, _, _) in enumerate(by_rank) if not other]
+        start = time.monotonic()
+        while invisible and time.monotonic() < start + _VISIBLE_SECONDS:
+            invisible = [rank for rank in invisible if not (existing / names[rank]).exists()]
+            time.sleep(_POLL_SECONDS if invisible else 0)
+        waited = max(world.allgather_object(time.monotonic() - start))
+    finally:
+        with suppress(OSError):
+            (existing / names[world.rank]).unlink()
+    name_another = "--shared here, --output for training."
+    if problem:
+        remedy = f"Mount it for writing, give this user permission (see `ls -ld {existing}`), or name another"
+        yield failure(f"{folder}: cannot write there: {problem}", f"{remedy}: {name_another}")
+    elif invisible:
+        hosts = ", ".join(dict.fromkeys(by_rank[rank][2] for rank in invisible))
+        text = f"{folder}: is not shared: ranks {cpu_ranges(invisible)} (on {hosts}) write to another folder"
+        remedy = "Name a folder that every host mounts from the same file server"
+        yield failure(text, f"{remedy}: {name_another}")
+    else:
+        yield assess_folder(folder, max(seconds for _, seconds, _ in by_rank), waited)
+
+
+def assess_folder(folder: Path, written_seconds: float, visible_seconds: float) -> Finding:
+    """Report whether the folder is fast enough for checkpoints."""
+    text = f"{folder}: a file is on the disk after {written_seconds * 1000:.0f} ms, "
+    text += f"and visible to all ranks {visible_seconds * 1000:.0f} ms later"
+    if max(written_seconds, visible_seconds) > _SLOW_FOLDER_SECONDS:
+        return warning(text, "Training waits for its checkpoints: name a faster folder.")
+    return ok(text)
+
+
+def _check_allreduce(world: World) -> Iterator[Finding]:
+    device = rank_resources(world).device  # that training uses
+    small, large = torch.ones(1, device=device), torch.ones(_LARGE_BYTES // 4, device=device)
+    _timed_average(world, small)  # Horovod negotiates a tensor at length only the first time
+    latency = statistics.median(_timed_average(world, small) for _ in range(_SMALL_REPEATS))
+    _timed_average(world, large)
+    best = min(_timed_average(world, large) for _ in range(_LARGE_REPEATS))
+    # A ring sends 2 (n - 1) / n of the data over each link.
+    bandwidth = 2 * (world.size - 1) / world.size * _LARGE_BYTES / best
+    is_correct = all(torch.allclose(tensor, torch.ones_like(tensor), rtol=1e-3) for tensor in (small, large))
+    fastest = max((one.megabits for one in list_interfaces() if one.up), default=0)
+    slowest = min(world.allgather_object(fastest)) if len(set(world.hosts())) > 1 else 0
+    found = assess_allreduce(latency, bandwidth, is_correct, slowest, "GPUs" if small.is_cuda else "CPUs")
+    # All ranks report rank 0's measurement, so that the report has one line for it.
+    yield from world.broadcast_object(list(found))
+
+
+def _timed_average(world: World, tensor: torch.Tensor) -> float:
+    start = time.perf_counter()
+    world.average_(tensor, f"links.{tensor.numel()}")
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
+    return time.perf_counter() - start
+
+
+def assess_allreduce(
+    latency: float, bandwidth: float, is_correct: bool, line_megabits: int, devices: str
+) -> Iterator[Finding]:
+    """Compare bandwidth with the slowest host's fastest interface, and latency with Horovod's cycle time."""
+    if not is_correct:
+        remedy = "Run with NCCL_DEBUG=WARN; use the same Horovod, NCCL and driver on every rank."
+        yield failure("averages over all ranks are wrong", remedy)
+        return
+    measured = f"between {devices}: {latency * 1e3:.1f} ms for 4 bytes, {bandwidth / 1e6:.0f} MB/s for 16 MiB"
+    least = _MIN_FRACTION_OF_LINE * line_megabits * 1e6 / 8 or _MIN_BYTES_PER_SECOND
+    longest = _MAX_SECONDS + _MAX_CYCLES * float(os.environ.get("HOROVOD_CYCLE_TIME", "1")) / 1000
+    if bandwidth < least:
+        remedy = (
+            "Name the fast interface: horovodrun --network-interface NAME, or mpirun -mca btl_tcp_if_include"
+        )
+        remedy += " NAME. Check that no other jobs run on these hosts."
+        yield warning(f"{measured}: at least {least / 1e6:.0f} MB/s were expected", remedy)
+    if latency > longest:
+        remedy = "Look for other processes on the hosts' cores, and for idle ranks (HOROVOD_LOG_LEVEL=debug)."
+        yield warning(f"{measured}: at most {longest * 1e3:.0f} ms were expected", remedy)
+    if bandwidth >= least and latency <= longest:
+        yield ok(measured)
