@@ -30,7 +30,7 @@ from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.elastic.job import HostsChangedError
 from horovod_volo.elastic.run import ElasticRun
-from horovod_volo.engine.banner import batch_warnings, format_banner
+from horovod_volo.engine.banner import banner, batch_warnings, format_lines
 from horovod_volo.engine.callbacks import Callback, Callbacks, build_plugin_callbacks
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS, clean_up
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
@@ -243,15 +243,16 @@ def log_start(
     bindings = context.world.allgather_object(str(context.resources))
     warnings_of_ranks = context.world.allgather_object(context.world.binding.warnings)
     binding_warnings = dict.fromkeys(text for texts in warnings_of_ranks for text in texts)  # each once
+    properties = banner(context, hosts)
     if elastic is not None and elastic.formed:
         context.logger.log(elastic.describe(context.state.step, hosts))
     else:
-        context.logger.log(*format_banner(context, hosts, [*binding_warnings, *warnings]))
+        context.logger.log(*format_lines(properties, [*binding_warnings, *warnings]))
     _count_operations(context)
     context.logger.describe(context.state.step, partial(describe_run, context, hosts, bindings))
     context.ledger.begin(context.state.step, hosts, elastic.unwritten() if elastic else ())
     context.logger.write_file("resolved.toml", dump(context.config))
-    environment = collect_environment() | {"hosts": hosts, "bindings": bindings}
+    environment = collect_environment() | {"hosts": hosts, "bindings": bindings, "banner": properties}
     context.logger.write_file("environment.json", json.dumps(environment, indent=2))
 
 
