@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,17 +22,10 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.monitor.pictures import Picture
 
 Metrics = dict[str, float | int]
 Beat = Callable[[int], object]  # told that so many images were evaluated: the rank is alive
-
-
-class Picture(NamedTuple):
-    """An encoded PNG image in colours."""
-
-    png: bytes
-    width: int
-    height: int
 
 
 class Batch(Protocol):

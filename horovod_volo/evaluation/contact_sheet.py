@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 from collections.abc import Sequence
 from pathlib import Path
-
-from PIL import Image
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.image_bytes import decoded_rgb
 from horovod_volo.evaluation.predictions import Prediction
+from horovod_volo.monitor.pictures import inlined_jpeg
 
 _THUMBNAIL = (320, 240)  # pixels
 _STYLE = """
@@ -65,10 +62,3 @@ def _thumbnail(file: Path) -> str:
     small = decoded_rgb(file.read_bytes())
     small.thumbnail(_THUMBNAIL)
     return inlined_jpeg(small)
-
-
-def inlined_jpeg(image: Image.Image) -> str:
-    """Return an image as the address of a picture that is inside the page."""
-    encoded = io.BytesIO()
-    image.save(encoded, "JPEG", quality=85)
-    return f"data:image/jpeg;base64,{base64.b64encode(encoded.getvalue()).decode()}"

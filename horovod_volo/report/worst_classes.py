@@ -11,7 +11,7 @@ from horovod_volo.data.bad_samples import BadSampleError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.engine.confusions import Confusions, thumbnail
-from horovod_volo.evaluation.contact_sheet import inlined_jpeg
+from horovod_volo.monitor.pictures import inlined_jpeg
 from horovod_volo.report.html import Markup, element, folded, joined
 from horovod_volo.report.quantities import AVERAGED
 from horovod_volo.report.run_folder import RunFolder
