@@ -36,18 +36,12 @@ def small_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Layout.
 
 
-def test_layout_is_image_folders_with_balanced_classes(small_set: Path) -> None:
+def test_layout_is_image_folders_with_balanced_classes_and_maps(small_set: Path) -> None:
     for split, count in (("train", 45), ("val", 20)):
-        images = sorted((small_set / split).glob("*/*.jpg"))
-        per_class = Counter(path.parent.name for path in images)
-        assert len(images) == count
+        per_class = Counter(path.parent.name for path in (small_set / split).glob("*/*.jpg"))
+        assert per_class.total() == count
         assert sorted(per_class) == list(CLASSES)
         assert max(per_class.values()) - min(per_class.values()) <= 1
-    assert (small_set / "train" / "checker" / "n0000_00000.jpg").exists()
-    assert (small_set / "train" / "triangle" / "n0009_00003.jpg").exists()
-
-
-def test_every_training_image_has_a_label_map_and_no_other(small_set: Path) -> None:
     images = {path.relative_to(small_set / "train").with_suffix("") for path in small_set.glob("train/*/*")}
     maps = {path.relative_to(small_set / "token_labels").with_suffix("") for path in small_set.rglob("*.pt")}
     assert images == maps
@@ -61,10 +55,7 @@ def test_images_are_rgb_jpegs_of_many_sizes(small_set: Path) -> None:
             sizes.add(image.size)
     sides = [side for size in sizes for side in size]
     assert len(sizes) > 20
-    assert min(sides) >= 57
-    assert max(sides) <= 90
-    assert any(width > height for width, height in sizes)
-    assert any(width < height for width, height in sizes)
+    assert 57 <= min(sides) <= max(sides) <= 90
 
 
 # Reproducible.
@@ -249,7 +240,7 @@ def test_a_mirrored_object_is_still_one_of_its_class(name: str) -> None:
     # Each shape is its own mirror image, except the spiral, which is drawn in both orientations.
     steps = np.linspace(-1.2, 1.2, 240, dtype=np.float32)
     x, y = np.meshgrid(steps, steps)
-    inside, _ = SHAPES[name](x, y)
+    inside = SHAPES[name](x, y)
     assert not inside[x * x + y * y > 1.01].any()
     if name != "spiral":
         own_mirrors = [inside[:, ::-1], inside[::-1]]
@@ -284,19 +275,11 @@ def linear_accuracy(features: Array, targets: Array) -> float:
     return max(accuracies)
 
 
-def centroid_accuracy(features: Array, targets: Array) -> float:
-    features = (features - features.mean(0)) / features.std(0)
-    centroids = np.stack([features[:1200][targets[:1200] == c].mean(0) for c in range(len(CLASSES))])
-    guesses = np.linalg.norm(features[1200:, None] - centroids, axis=2).argmin(1)
-    return 100 * float(np.mean(guesses == targets[1200:]))
-
-
 def test_colour_statistics_do_not_predict_the_class(drawn_images: tuple[list[Image.Image], Array]) -> None:
     images, targets = drawn_images
     pixels = [np.asarray(image, float).reshape(-1, 3) for image in images]
     features = np.stack([np.concatenate([p.mean(0), p.var(0)]) for p in pixels])
     assert linear_accuracy(features, targets) < 25
-    assert centroid_accuracy(features, targets) < 25
 
 
 def test_a_linear_model_of_thumbnails_does_not_predict_the_class(
