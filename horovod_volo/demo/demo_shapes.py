@@ -61,7 +61,8 @@ def _star(x: Floats, y: Floats) -> Mask:
 
 
 def _triangle(x: Floats, y: Floats) -> Mask:
-    return np.maximum(-y, 0.5 * y + 0.75**0.5 * np.abs(x)) < 0.5
+    inside: Mask = np.maximum(-y, 0.5 * y + 0.75**0.5 * np.abs(x)) < 0.5
+    return inside
 
 
 SHAPES: dict[str, Callable[[Floats, Floats], Mask]] = {

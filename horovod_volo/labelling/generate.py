@@ -55,11 +55,12 @@ def generate_labels(
         return load_teacher(choice, classes).on(resources.device)
 
     teacher = world.run_on_all_ranks(load)
-    # The shape of the maps is that of the logits for a blank image.
-    blank = torch.zeros(1, 3, teacher.image_side, teacher.image_side, device=resources.device)
-    height, width = teacher.label(blank).shape[2:]
-    writer: LabelStoreWriter = world.run_on_rank_zero(
-        lambda: open_writer(
+
+    def open_store() -> LabelStoreWriter:
+        # The shape of the maps is that of the logits for a blank image.
+        blank = torch.zeros(1, 3, teacher.image_side, teacher.image_side, device=resources.device)
+        height, width = teacher.label(blank).shape[2:]
+        return open_writer(
             store,
             list(names_of(catalog)),
             classes=classes,
@@ -70,7 +71,8 @@ def generate_labels(
             shard_rows=shard_rows,
             generated=True,
         )
-    )
+
+    writer = world.run_on_rank_zero(open_store)
     images = TeacherImages(
         catalog,
         image_size=teacher.image_side,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import itemgetter
 
-from horovod_volo.report.html import Markup, element, folded, joined, table
+from horovod_volo.report.markup import Markup, element, folded, joined, table
 from horovod_volo.report.quantities import Quantity, short
 
 Point = tuple[float, float]

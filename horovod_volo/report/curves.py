@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from horovod_volo.report.chart import Chart, Curve, draw, smoothed
-from horovod_volo.report.html import Markup, element, joined
+from horovod_volo.report.markup import Markup, element, joined
 from horovod_volo.report.quantities import AVERAGED, Quantity, quantity
 from horovod_volo.report.run_folder import RunFolder
 

@@ -12,7 +12,7 @@ from importlib.resources import files
 from string import Template
 
 from horovod_volo.report.curves import evaluation_chart, grouped, term_charts, training_chart
-from horovod_volo.report.html import Markup, element, escaped, folded, joined, table
+from horovod_volo.report.markup import Markup, element, escaped, folded, joined, table
 from horovod_volo.report.quantities import AVERAGED, MAIN_SCORES, SPEED, TIME_PARTS, TRAINING, quantity
 from horovod_volo.report.run_folder import Record, RunFolder
 from horovod_volo.report.speed import scaling, speed

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from horovod_volo.report.chart import Chart, Curve, draw
 from horovod_volo.report.curves import grouped, training_chart
-from horovod_volo.report.html import Markup, element, joined, table
+from horovod_volo.report.markup import Markup, element, joined, table
 from horovod_volo.report.quantities import SPEED, TIME_PARTS
 from horovod_volo.report.run_folder import RunFolder
 

@@ -12,7 +12,7 @@ from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.engine.confusions import Confusions, thumbnail
 from horovod_volo.monitor.pictures import inlined_jpeg
-from horovod_volo.report.html import Markup, element, folded, joined
+from horovod_volo.report.markup import Markup, element, folded, joined
 from horovod_volo.report.quantities import AVERAGED
 from horovod_volo.report.run_folder import RunFolder
 
