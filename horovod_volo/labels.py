@@ -30,6 +30,7 @@ from horovod_volo.monitor.progress import ThroughputLine
 if TYPE_CHECKING:
     from horovod_volo.cluster.world import World
     from horovod_volo.data.images.catalog import Catalog
+    from horovod_volo.labelling.teacher import TeacherChoice
     from horovod_volo.token_labels.geometry import MapGeometry
 
 DONE, FAILED, MISTAKE = 0, 1, 2
@@ -90,22 +91,13 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _generate_on_rank(args: argparse.Namespace, world: World) -> int:
     from horovod_volo.data.image_decoder import decoder_messages
-    from horovod_volo.labelling.generate import GenerateRequest, generate_labels
+    from horovod_volo.labelling.generate import generate_labels
     from horovod_volo.plugins import load_plugins
 
     world.run_on_all_ranks(partial(load_plugins, args.plugin))
-    request = GenerateRequest(
-        data_dir=args.data_dir,
-        store=args.store,
-        teacher=args.teacher,
-        weights=args.teacher_weights,
-        pretrained=args.teacher_pretrained,
-        image_size=args.img_size,
-        batch_size=args.batch_size,
-        top_k=args.top,
-    )
     unit = "images" if world.size == 1 else f"images of rank 0 of {world.size}"
-    images, problems = generate_labels(request, world, ThroughputLine(unit, shown=world.is_rank_zero))
+    line = ThroughputLine(unit, shown=world.is_rank_zero)
+    images, problems = generate_labels(args.data_dir, args.store, _teacher(args), args.top, world, line)
     if world.is_rank_zero:
         list_problems([*decoder_messages(), *problems])
         print(f"{args.store}: {images - len(problems)} maps, {len(problems)} left out")
@@ -132,21 +124,12 @@ def _verify(args: argparse.Namespace) -> int:
 def _agrees(args: argparse.Namespace, catalog: Catalog) -> bool:
     """Print how the maps agree with a teacher in both geometries; return False if they disagree."""
     from horovod_volo.data.image_decoder import decoder_messages
-    from horovod_volo.labelling.map_geometry import GeometryRequest, compare_geometries
+    from horovod_volo.labelling.map_geometry import compare_geometries
     from horovod_volo.plugins import load_plugins
 
     load_plugins(args.plugin)
-    request = GeometryRequest(
-        labels=args.store,
-        geometry=_geometry(args.map_geometry),
-        teacher=args.teacher,
-        weights=args.teacher_weights,
-        pretrained=args.teacher_pretrained,
-        image_size=args.img_size,
-        batch_size=args.batch_size,
-        images=args.images,
-    )
-    result = compare_geometries(request, catalog, ThroughputLine("images"))
+    geometry, line = _geometry(args.map_geometry), ThroughputLine("images")
+    result = compare_geometries(args.store, geometry, catalog, _teacher(args), args.images, line)
     recorded, other = result.means
     origin = "assumed" if result.assumed else "stated" if args.map_geometry else "recorded"
     better = "undecided: increase --images" if result.better is None else f"{result.better}"
@@ -165,6 +148,14 @@ def _agrees(args: argparse.Namespace, catalog: Catalog) -> bool:
     return not result.problem
 
 
+def _teacher(args: argparse.Namespace) -> TeacherChoice:
+    from horovod_volo.labelling.teacher import TeacherChoice
+
+    return TeacherChoice(
+        args.teacher, args.teacher_weights, args.teacher_pretrained, args.img_size, args.batch_size
+    )
+
+
 def _geometry(text: str) -> MapGeometry | None:
     from horovod_volo.token_labels.geometry import MapGeometry
 
@@ -176,7 +167,7 @@ def _columns(lines: Sequence[tuple[str, str]]) -> str:
 
 
 def _show(args: argparse.Namespace) -> int:
-    from horovod_volo.labelling.view import draw_sample
+    from horovod_volo.labelling.figure import draw_sample
 
     draw_sample(args.store, _catalog(args.data_dir), args.image, args.picture)
     return DONE

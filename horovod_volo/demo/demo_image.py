@@ -13,7 +13,7 @@ from math import cos, degrees, pi, sin, sqrt
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from horovod_volo.demo.demo_shapes import SHAPES, Floats, area_in_unit_circle
+from horovod_volo.demo.demo_shapes import PATTERNS, SHAPES, Floats, area_in_unit_circle
 
 # Cells per side of a label map; the maps are square for every aspect ratio, like the published ones.
 GRID = 8
@@ -167,7 +167,8 @@ def add_object(
     steps = np.arange(extent, dtype=np.float32) + 0.5
     x, y = (steps + (left - placement.x)) / radius, (steps[:, None] + (top - placement.y)) / radius
     cosine, sine = cos(placement.angle), sin(placement.angle)
-    inside, tinted = SHAPES[name](placement.mirror * (cosine * x + sine * y), cosine * y - sine * x)
+    points = placement.mirror * (cosine * x + sine * y), cosine * y - sine * x
+    inside = SHAPES[name](*points)
     opaque = Image.fromarray(inside * np.uint8(255))
 
     drop = round(0.025 * min(canvas.size))
@@ -175,7 +176,9 @@ def add_object(
     shadow.paste(90, (drop, drop), opaque)
     canvas.paste((0, 0, 0), (left, top), shadow.filter(ImageFilter.BoxBlur(drop)))
     canvas.paste(main, (left, top), opaque)
-    canvas.paste(second, (left, top), Image.fromarray((inside & tinted) * np.uint8(255)))
+    if name in PATTERNS:
+        pattern = inside & PATTERNS[name](*points)
+        canvas.paste(second, (left, top), Image.fromarray(pattern * np.uint8(255)))
     mask = Image.new("L", canvas.size)
     mask.paste(opaque, (left, top))
     return mask

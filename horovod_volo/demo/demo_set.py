@@ -14,9 +14,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -50,21 +50,40 @@ def make_demo_set(
             f"Give at least {len(CLASSES)} of each: one per class."
         )
     description = {"edition": EDITION, "train": train, "val": val, "image_side": image_side, "seed": seed}
-    if is_same_set(folder, description):
-        _write_geometry(folder)  # earlier versions did not
+    with new_set(folder, description) as partial:
+        if partial is not None:
+            for split, count in (("train", train), ("val", val)):
+                _make_split(partial, split, count, image_side=image_side, seed=seed)
+        # Square maps are not assumed to be of whole images. Earlier versions did not write this file.
+        geometry = (partial or folder) / "token_labels" / GEOMETRY_FILE
+        if not geometry.exists():
+            with atomic_write(geometry) as file:
+                file.write(f"{WHOLE}\n".encode())
+
+
+@contextmanager
+def new_set(folder: Path, description: dict[str, int]) -> Iterator[Path | None]:
+    """Give a temporary folder to make a set in, which becomes `folder`; None if the same set is there."""
+    if _is_same_set(folder, description):
+        yield None
         return
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     try:
-        for split, count in (("train", train), ("val", val)):
-            _make_split(partial, split, count, image_side=image_side, seed=seed)
-        _write_geometry(partial)
-        publish(partial, folder, description)
+        yield partial
+        (partial / DESCRIPTION).write_text(json.dumps(description) + "\n")
+        try:
+            partial.replace(folder)
+        except OSError:
+            # Another process may have created the same set in the meantime.
+            if not _is_same_set(folder, description):
+                raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def is_same_set(folder: Path, description: dict[str, int]) -> bool:
+def _is_same_set(folder: Path, description: dict[str, int]) -> bool:
     """Return True for the same set, False for no or an empty folder; else raise UserError."""
     if not folder.exists():
         return False
@@ -82,25 +101,6 @@ def is_same_set(folder: Path, description: dict[str, int]) -> bool:
             "Delete it, or name another folder."
         )
     return True
-
-
-def _write_geometry(folder: Path) -> None:
-    """Record that the label maps cover whole images, which is not assumed for square maps."""
-    path = folder / "token_labels" / GEOMETRY_FILE
-    if not path.exists():
-        with atomic_write(path) as file:
-            file.write(f"{WHOLE}\n".encode())
-
-
-def publish(partial: Path, folder: Path, description: dict[str, int]) -> None:
-    """Describe the set in a partial folder, and give that its name."""
-    (partial / DESCRIPTION).write_text(json.dumps(description) + "\n")
-    try:
-        partial.replace(folder)
-    except OSError:
-        # Another process may have created the same set in the meantime.
-        if not is_same_set(folder, description):
-            raise
 
 
 def _make_split(root: Path, split: str, count: int, *, image_side: int, seed: int) -> None:
@@ -130,15 +130,14 @@ def token_label(coverage: Floats, target: int, random: np.random.Generator) -> N
     return np.stack([np.take_along_axis(logits, top, axis=0), top]).astype(np.float16)
 
 
-class MakeSet(Protocol):
-    """A function that makes a data set."""
-
-    def __call__(self, folder: Path, *, train: int, val: int) -> None:
-        """Make so many images in a folder; raise UserError if another set is there."""
-
-
 def run_command(
-    make: MakeSet, module: str, description: str, *, train: int, val: int, arguments: Sequence[str] | None
+    make: Callable[..., None],
+    module: str,
+    description: str,
+    *,
+    train: int,
+    val: int,
+    arguments: Sequence[str] | None,
 ) -> None:
     """Run the command line of a module that makes a set, with these numbers of images as defaults."""
     parser = argparse.ArgumentParser(prog=f"python -m horovod_volo.demo.{module}", description=description)

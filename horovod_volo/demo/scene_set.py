@@ -12,8 +12,6 @@ created atomically.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from math import pi
 from pathlib import Path
@@ -31,7 +29,7 @@ from horovod_volo.demo.demo_image import (
     add_object,
     background,
 )
-from horovod_volo.demo.demo_set import SPLIT_STREAMS, is_same_set, publish, run_command
+from horovod_volo.demo.demo_set import SPLIT_STREAMS, new_set, run_command
 
 # Increase when the content of the set changes, so that folders of earlier versions are not reused.
 _EDITION = 2
@@ -111,14 +109,12 @@ def make_scene_set(
 ) -> None:
     """Create the scenes in `folder`; do nothing if the same ones are already there."""
     description = {"scenes": _EDITION, "train": train, "val": val, "side": side, "seed": seed}
-    if is_same_set(folder, description):
-        return
-    partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with new_set(folder, description) as partial:
+        if partial is None:
+            return
+        for kind in ("images/train", "images/val", "masks/train", "masks/val", "boxes"):
+            (partial / kind).mkdir(parents=True)
         for split, count in (("train", train), ("val", val)):
-            for kind in ("images", "masks"):
-                (partial / kind / split).mkdir(parents=True)
             sizes, objects = [], []
             for number in range(count):
                 random = np.random.default_rng((seed, SPLIT_STREAMS[split], number))
@@ -127,12 +123,8 @@ def make_scene_set(
                 scene.mask.save(partial / "masks" / split / f"{number:05}.png")
                 sizes.append(scene.image.size)
                 objects.append(scene.objects)
-            (partial / "boxes").mkdir(exist_ok=True)
             (partial / "boxes" / f"{split}.json").write_text(json.dumps(_in_cocos_form(sizes, objects)))
         (partial / "classes.txt").write_text("\n".join(SCENE_CLASSES) + "\n")
-        publish(partial, folder, description)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _in_cocos_form(sizes: list[tuple[int, int]], objects: list[list[VisibleObject]]) -> dict[str, Any]:
@@ -142,15 +134,8 @@ def _in_cocos_form(sizes: list[tuple[int, int]], objects: list[list[VisibleObjec
     ]
     pairs = [(image, each) for image, found in enumerate(objects) for each in found]
     annotations = [
-        {
-            "id": number,
-            "image_id": image,
-            "category_id": each.target,
-            "bbox": each.box,
-            "area": each.area,
-            "iscrowd": 0,
-        }
-        for number, (image, each) in enumerate(pairs, start=1)
+        {"id": number, "image_id": image, "category_id": target, "bbox": box, "area": area, "iscrowd": 0}
+        for number, (image, (target, box, area)) in enumerate(pairs, start=1)
     ]
     categories = [{"id": number, "name": name} for number, name in enumerate(SCENE_CLASSES) if number]
     return {"images": images, "annotations": annotations, "categories": categories}

@@ -28,12 +28,13 @@ from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.dense.ssd import HEADS, SSD, build_ssd, fitted_weights
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.shared_catalog import catalog_folder
-from horovod_volo.engine.task import Beat, Learner, Metrics, Network, Picture, check_classes, drop_path_seed
+from horovod_volo.engine.task import Beat, Learner, Metrics, Network, check_classes, drop_path_seed
 from horovod_volo.models.build import check_model
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.weights import load_fitted, read_weights
 from horovod_volo.models.weights_header import statistics_of_run
+from horovod_volo.monitor.pictures import Picture
 
 _PICTURES = 4  # in TensorBoard
 

@@ -31,12 +31,12 @@ from horovod_volo.dense.evaluate import (
     settings_of,
 )
 from horovod_volo.dense.mean_iou import ScenePredictor, count_scenes, ious
-from horovod_volo.dense.pictures import class_colors
 from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.dense.scene_loader import Scene, SceneEvalLoader
 from horovod_volo.dense.scene_shards import open_scenes
 from horovod_volo.evaluation.task_results import EVALUATIONS
 from horovod_volo.models.precision import autocast
+from horovod_volo.monitor.pictures import class_colors
 
 
 def measure_scenes(options: Mapping[str, Any], world: World, progress: Progress) -> EvaluatedDense:

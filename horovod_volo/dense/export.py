@@ -17,11 +17,11 @@ from horovod_volo.config.schema import Config
 from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
 from horovod_volo.dense.evaluate import DENSE_TASKS, settings_of_weights
 from horovod_volo.dense.mean_iou import logits_of
-from horovod_volo.dense.pictures import class_colors
 from horovod_volo.evaluation.task_results import EXPORTS
 from horovod_volo.models.timm_export import CONFIG, STATE_DICT
 from horovod_volo.models.weights import read_weights
 from horovod_volo.models.weights_header import read_class_names, statistics_of_run
+from horovod_volo.monitor.pictures import class_colors
 
 
 @dataclass(frozen=True)

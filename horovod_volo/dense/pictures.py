@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable
 
 import numpy as np
@@ -15,23 +14,12 @@ from horovod_volo.core.batch import IGNORED
 from horovod_volo.data.reading import decode_rgb
 from horovod_volo.dense.box_list import BoxList
 from horovod_volo.dense.scene_loader import Scene
-from horovod_volo.engine.task import Picture
+from horovod_volo.monitor.pictures import Picture, class_colors, encoded_picture
 
-_GOLDEN_RATIO = 0.618  # of the circle of hues, between neighbouring classes
 _HIGHEST = 256  # pixels
 _LEAST_SCORE = 0.3  # of the boxes that are drawn
 
 Labelled = tuple[NDArray[np.floating], int, str]  # a box in pixels, its class and a label
-
-
-def class_colors() -> NDArray[np.uint8]:
-    """Return a colour for each class (256, 3), of which neighbours have different hues; IGNORED is black."""
-    hues = np.arange(256) * _GOLDEN_RATIO % 1
-    channels = [np.abs((6 * hues + offset) % 6 - 3) - 1 for offset in (0, 4, 2)]
-    levels = 55 + 200 * np.clip(np.stack(channels, axis=1), 0, 1)
-    levels[IGNORED] = 0
-    colors: NDArray[np.uint8] = levels.astype(np.uint8)
-    return colors
 
 
 class EvaluationPictures:
@@ -102,10 +90,3 @@ def _encoded(parts: list[NDArray[np.uint8]]) -> Picture:
     if image.height > _HIGHEST:
         image = image.resize((max(1, image.width * _HIGHEST // image.height), _HIGHEST))
     return encoded_picture(image)
-
-
-def encoded_picture(image: Image.Image) -> Picture:
-    """Return an image as PNG."""
-    file = io.BytesIO()
-    image.save(file, format="PNG")
-    return Picture(file.getvalue(), image.width, image.height)

@@ -26,12 +26,13 @@ from horovod_volo.dense.scene_loader import SceneEvalLoader, SceneTrainLoader
 from horovod_volo.dense.scene_shards import open_scenes
 from horovod_volo.dense.upernet import HEADS, UperNet, fitted_weights
 from horovod_volo.engine.classification import TASKS
-from horovod_volo.engine.task import Beat, Learner, Metrics, Network, Picture, check_classes, drop_path_seed
+from horovod_volo.engine.task import Beat, Learner, Metrics, Network, check_classes, drop_path_seed
 from horovod_volo.models.build import check_model
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.weights import load_fitted, read_weights
 from horovod_volo.models.weights_header import statistics_of_run
+from horovod_volo.monitor.pictures import Picture
 
 _NONE_SEED = 0
 _PICTURES = 4  # in TensorBoard

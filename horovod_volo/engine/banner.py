@@ -15,8 +15,8 @@ from horovod_volo.data.image_decoder import describe_decoder
 from horovod_volo.engine.context import TrainContext
 
 
-def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) -> list[str]:
-    """Return the lines of the banner of a run, one property a line, given each rank's host name."""
+def banner(context: TrainContext, hosts: list[str]) -> dict[str, str]:
+    """Return the properties of a run that its log begins with, given each rank's host name."""
     world = context.world
     model = context.config.model
     parameters = list(context.state.model.parameters())
@@ -42,7 +42,7 @@ def format_banner(context: TrainContext, hosts: list[str], warnings: list[str]) 
         derived = context.derived
         epoch = f"epoch {context.state.step / derived.steps_per_epoch:.4g} of {derived.epochs}"
         properties["resumed"] = f"at step {context.state.step:,}: {epoch}"
-    return format_lines(properties, warnings)
+    return properties
 
 
 def training_line(

@@ -20,11 +20,12 @@ from horovod_volo.data.pipeline import Normalization
 from horovod_volo.engine.accuracy import measure_model
 from horovod_volo.engine.classification_data import Images
 from horovod_volo.engine.confusions import ConfusionRecorder
-from horovod_volo.engine.task import Beat, Learner, Metrics, Picture, drop_path_seed
+from horovod_volo.engine.task import Beat, Learner, Metrics, drop_path_seed
 from horovod_volo.engine.training_pictures import draw_batch
 from horovod_volo.models.build import Forward, spec_of, tokens_per_side, training_forward
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.weights_header import statistics_of_run
+from horovod_volo.monitor.pictures import Picture
 from horovod_volo.objective.loss import Loss, LossParts, build_loss
 from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
 

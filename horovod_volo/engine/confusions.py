@@ -17,8 +17,7 @@ from PIL import Image, ImageDraw, ImageFont
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.reading import ImageFiles, decode_rgb
-from horovod_volo.dense.pictures import encoded_picture
-from horovod_volo.engine.task import Picture
+from horovod_volo.monitor.pictures import Picture, encoded_picture
 
 CONFUSIONS = "confusions.json"
 WORST_CLASSES, WRONG_IMAGES = 20, 4

@@ -18,7 +18,7 @@ from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.names import Registry
-from horovod_volo.engine.banner import format_banner
+from horovod_volo.engine.banner import banner, format_lines
 from horovod_volo.engine.callbacks import Callback, Callbacks, build_plugin_callbacks
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
@@ -69,7 +69,7 @@ def run(
             context.progress.stragglers = StragglerFinder(hosts)
         of_plugins = world.run_on_all_ranks(partial(build_plugin_callbacks, config.run.plugin))
         context.callbacks = Callbacks([*profiled, *callbacks, *of_plugins], stop)
-        log_start(context, warnings, banner=start.take_over is None)
+        log_start(context, warnings, shown=start.take_over is None)
         context.callbacks.started(context)
         context.callbacks.raise_on_all_ranks(context)
         before = world.run_on_rank_zero(lambda: progress_so_far(context.folder / METRICS))
@@ -104,18 +104,19 @@ def _watch_ranks(config: Config, world: World, watchdog: Watchdog) -> list[str]:
     return hosts
 
 
-def log_start(context: TrainContext, warnings: list[str], *, banner: bool = True) -> None:
+def log_start(context: TrainContext, warnings: list[str], *, shown: bool = True) -> None:
     """Log the banner, write `resolved.toml` and `environment.json`. Collective: every rank calls this."""
     hosts = list(context.hosts)
     bindings = context.world.allgather_object(str(context.resources))
     warnings_of_ranks = context.world.allgather_object(context.world.binding.warnings)
     binding_warnings = dict.fromkeys(text for texts in warnings_of_ranks for text in texts)  # each once
-    if banner:
-        context.logger.log(*format_banner(context, hosts, [*binding_warnings, *warnings]))
+    properties = banner(context, hosts)
+    if shown:
+        context.logger.log(*format_lines(properties, [*binding_warnings, *warnings]))
     _count_operations(context)
     context.logger.describe(context.state.step, partial(describe_run, context, hosts, bindings))
     context.logger.write_file("resolved.toml", dump(context.config))
-    environment = collect_environment() | {"hosts": hosts, "bindings": bindings}
+    environment = collect_environment() | {"hosts": hosts, "bindings": bindings, "banner": properties}
     context.logger.write_file("environment.json", json.dumps(environment, indent=2))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,19 +23,12 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.rng import Purpose, random_bits
 from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.monitor.pictures import Picture
 
 MicroBatch = TypeVar("MicroBatch")
 Outputs = TypeVar("Outputs")  # of the network for a micro-batch
 Metrics = dict[str, float | int]
 Beat = Callable[[int], object]  # told that so many images were evaluated: the rank is alive
-
-
-class Picture(NamedTuple):
-    """An encoded PNG image in colours."""
-
-    png: bytes
-    width: int
-    height: int
 
 
 class Batch(Protocol):

@@ -6,8 +6,6 @@ partner. A second picture shows where the attention of an outlooker goes.
 
 from __future__ import annotations
 
-import io
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,11 +17,20 @@ from torch import Tensor, nn
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data.pipeline import Normalization
-from horovod_volo.engine.task import Picture
-from horovod_volo.labelling.figure import GREY, PALETTE, SECONDARY_TEXT, TEXT, load_font
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.volo import received_attention
 from horovod_volo.models.weights_header import statistics_of_run
+from horovod_volo.monitor.pictures import (
+    BACKGROUND,
+    GREY,
+    SECONDARY_TEXT,
+    TEXT,
+    Color,
+    Picture,
+    encoded_with_palette,
+    load_font,
+    palette_colors,
+)
 from horovod_volo.objective.label_map import most_probable
 from horovod_volo.objective.loss import Loss, TokenLabelLoss
 from horovod_volo.objective.mixing import Box, ImageMix, Mix
@@ -34,7 +41,6 @@ _SIDE = 128  # of a panel, pixels: TensorBoard shows pictures some 300 pixels wi
 _GAP, _CAPTION, _FONT = 8, 24, 16
 _TINT = 0.55  # opacity of a token's colour
 _BOX_COLOR = (255, 255, 255)
-_BACKGROUND = (255, 255, 255)
 
 Pixels = NDArray[np.uint8]
 
@@ -48,7 +54,7 @@ def draw_batch(
     images = _pixels(batch.images[:_MOST], normalization)
     partners = _pixels(batch.images.flip(0)[:_MOST], normalization)
     tokens = _token_classes(batch, loss)
-    colors = _colors(tokens) if tokens is not None else {}
+    colors = palette_colors(tokens) if tokens is not None else {}
     cells = []
     for number, (pixels, partner) in enumerate(zip(images, partners, strict=True)):
         panels = [_shown(pixels)]
@@ -61,7 +67,7 @@ def draw_batch(
     with autocast(config.model.precision, batch.images.device):
         received = received_attention(network, batch.images[:_COLUMNS])
     attention = {} if received is None else _attention(received, images[:_COLUMNS])
-    return {"batch": _picture(_sheet(cells, legend)), **attention}
+    return {"batch": encoded_with_palette(_sheet(cells, legend)), **attention}
 
 
 def _token_classes(batch: TrainBatch, loss: Loss) -> NDArray[np.int64] | None:
@@ -91,7 +97,7 @@ def _attention(received: Tensor, pixels: Sequence[Pixels]) -> dict[str, Picture]
         _captioned([_shown(each), _heated(each, heat)], caption)
         for each, heat, caption in zip(pixels, levels, captions, strict=False)
     ]
-    return {"outlook attention": _picture(_sheet(cells, ()))}
+    return {"outlook attention": encoded_with_palette(_sheet(cells, ()))}
 
 
 def _pixels(images: Tensor, normalization: Normalization) -> list[Pixels]:
@@ -105,15 +111,7 @@ def _shown(pixels: Pixels) -> Image.Image:
     return Image.fromarray(pixels).resize((_SIDE, _SIDE), Image.Resampling.BICUBIC)
 
 
-def _colors(tokens: NDArray[np.int64]) -> dict[int, tuple[int, int, int]]:
-    """Return a colour for each class, the most frequent first; classes beyond the palette are grey."""
-    ordered = [int(kind) for kind, _ in Counter(tokens.ravel().tolist()).most_common()]
-    return {kind: PALETTE[number] if number < len(PALETTE) else GREY for number, kind in enumerate(ordered)}
-
-
-def _tinted(
-    pixels: Pixels, classes: NDArray[np.int64], colors: dict[int, tuple[int, int, int]]
-) -> Image.Image:
+def _tinted(pixels: Pixels, classes: NDArray[np.int64], colors: dict[int, Color]) -> Image.Image:
     """Return an image with the colour of its class over each token."""
     tint = np.array([[colors[int(kind)] for kind in row] for row in classes], dtype=np.uint8)
     grid = Image.fromarray(tint).resize((_SIDE, _SIDE), Image.Resampling.NEAREST)
@@ -152,14 +150,14 @@ def _heated(pixels: Pixels, levels: NDArray[np.floating]) -> Image.Image:
 
 def _captioned(panels: Sequence[Image.Image], caption: str) -> Image.Image:
     """Return images side by side with a text under them."""
-    cell = Image.new("RGB", (_SIDE * len(panels), _SIDE + _CAPTION), _BACKGROUND)
+    cell = Image.new("RGB", (_SIDE * len(panels), _SIDE + _CAPTION), BACKGROUND)
     for number, panel in enumerate(panels):
         cell.paste(panel, (number * _SIDE, 0))
     ImageDraw.Draw(cell).text((2, _SIDE + 3), caption, TEXT, load_font(_FONT))
     return cell
 
 
-def _sheet(cells: Sequence[Image.Image], legend: Sequence[tuple[tuple[int, int, int], str]]) -> Image.Image:
+def _sheet(cells: Sequence[Image.Image], legend: Sequence[tuple[Color, str]]) -> Image.Image:
     """Return cells of equal size as a sheet, with a legend of colours under it."""
     columns = max(1, _COLUMNS * _SIDE // cells[0].width)
     rows = -(-len(cells) // columns)
@@ -167,7 +165,7 @@ def _sheet(cells: Sequence[Image.Image], legend: Sequence[tuple[tuple[int, int, 
     places = _legend_places([name for _, name in legend], columns * width)
     lines = places[-1][1] + 1 if places else 0
     size = (columns * width + _GAP, rows * height + _GAP + lines * _CAPTION)
-    sheet = Image.new("RGB", size, _BACKGROUND)
+    sheet = Image.new("RGB", size, BACKGROUND)
     for number, cell in enumerate(cells):
         sheet.paste(cell, (_GAP + number % columns * width, _GAP + number // columns * height))
     draw = ImageDraw.Draw(sheet)
@@ -188,11 +186,3 @@ def _legend_places(names: Sequence[str], width: int) -> list[tuple[int, int]]:
         places.append((left, line))
         left += needed
     return places
-
-
-def _picture(image: Image.Image) -> Picture:
-    file = io.BytesIO()
-    # A palette takes a third of the bytes, and TensorBoard's checksum of events is slow. More compression
-    # saves a tenth of them, and takes longer than their checksum.
-    image.quantize(256, Image.Quantize.FASTOCTREE).save(file, format="PNG", compress_level=2)
-    return Picture(file.getvalue(), image.width, image.height)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import html
-import io
 from collections.abc import Sequence
 from pathlib import Path
-
-from PIL import Image
 
 from horovod_volo.core.atomic_file import write_text
 from horovod_volo.data.images.image_bytes import decoded_rgb
 from horovod_volo.evaluation.predictions import Classes
+from horovod_volo.monitor.pictures import inlined_jpeg
 
 _THUMBNAIL = (320, 240)  # pixels
 _STYLE = """
@@ -54,10 +51,3 @@ def _figure(file: Path, classes: Classes) -> str:
         f'<figure><img loading="lazy" src="{inlined_jpeg(small)}" alt="{name}">'
         f"<figcaption>{name}</figcaption><ol>{''.join(rows)}</ol></figure>"
     )
-
-
-def inlined_jpeg(image: Image.Image) -> str:
-    """Return an image as the address of a picture that is inside the page."""
-    encoded = io.BytesIO()
-    image.save(encoded, "JPEG", quality=85)
-    return f"data:image/jpeg;base64,{base64.b64encode(encoded.getvalue()).decode()}"

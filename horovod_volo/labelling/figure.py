@@ -1,38 +1,38 @@
-"""Draw an image under the grid of its label map: the most probable class of every cell, and a legend."""
+"""Draw a training image under the grid of its label map: each cell with its most probable class."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageEnhance, ImageFont, ImageOps
 
-from horovod_volo.token_labels.geometry import MapGeometry
+from horovod_volo.core.atomic_file import atomic_write
+from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.reading import decode_rgb
+from horovod_volo.monitor.pictures import (
+    BACKGROUND,
+    GREY,
+    PALETTE,
+    SECONDARY_TEXT,
+    TEXT,
+    Color,
+    load_font,
+    palette_colors,
+)
+from horovod_volo.token_labels.geometry import MapGeometry, describe_coverage
+from horovod_volo.token_labels.keys import label_key, names_of
 from horovod_volo.token_labels.probability import probabilities
+from horovod_volo.token_labels.source import open_labels
+from horovod_volo.token_labels.store import Maps
 
-Color = tuple[int, int, int]
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
-# Distinguishable with most forms of colour blindness. All classes after the most frequent ones are grey.
-PALETTE: tuple[Color, ...] = (
-    (0, 114, 178),
-    (213, 94, 0),
-    (0, 158, 115),
-    (204, 121, 167),
-    (230, 159, 0),
-    (86, 180, 233),
-    (148, 82, 0),
-    (117, 112, 179),
-)
-GREY: Color = (120, 120, 120)
-TEXT: Color = (25, 25, 25)
-SECONDARY_TEXT: Color = (105, 105, 105)
-BACKGROUND: Color = (255, 255, 255)
+PROBABILITY = "Each cell: its most probable class, by a softmax in which logits that are not stored are 0."
 
 # Pixels.
 LONG_SIDE, MAX_LONG_SIDE = 900, 2000
@@ -48,36 +48,80 @@ SATURATION = 0.45  # of the image, so that the colors of the cells stand out
 MIN_LETTERS = 4  # of a name that is cut to fit
 
 
-@dataclass(frozen=True)
-class LabelledImage:
-    """An image, its label map and the text above them."""
+def draw_sample(labels: str, catalog: Catalog, image: str, picture: Path) -> None:
+    """Write the figure of an image, given as "CLASS/IMAGE" or by its index in the catalog."""
+    index = _index_of(catalog, image)
+    source = open_labels(labels, catalog, None)
+    try:
+        scores, ids = source.read(index)
+        pixels = Image.fromarray(decode_rgb(catalog, index))
+    except BadSampleError as problem:
+        raise UserError(f"{problem}. Choose another image, or repair this one.") from None
+    finally:
+        source.close()
+    top, rows, columns = scores.shape
+    header = (
+        f"{catalog.name(index)}  (image {index})",
+        f"Folder: {catalog.classes[catalog.targets[index]]}, class {catalog.targets[index]}",
+        f"Map: {rows} x {columns} cells, {top} classes each. Teacher: {source.teacher}",
+        f"A map covers {describe_coverage(source.geometry, assumed=source.geometry_assumed)}",
+        PROBABILITY,
+    )
+    figure = draw_labels(pixels, (scores, ids), source.geometry, catalog.classes, header)
+    try:
+        with atomic_write(picture) as file:
+            figure.save(file, format="PNG")
+    except OSError as error:
+        raise UserError(f"{picture} cannot be written: {error.strerror}. Name another file.") from None
 
-    image: Image.Image
-    scores: NDArray[np.float16]  # (k, height, width) logits
-    ids: NDArray[np.integer[Any]]  # (k, height, width)
-    classes: Sequence[str]
-    title: str
-    captions: Sequence[str]
-    geometry: MapGeometry
+
+def _index_of(catalog: Catalog, image: str) -> int:
+    if image.isdecimal():
+        if int(image) < len(catalog):
+            return int(image)
+        raise UserError(f"there is no image {image}: the last index is {len(catalog) - 1}.")
+    names = list(names_of(catalog))
+    found = [index for index, name in enumerate(names) if image in (name, label_key(name))]
+    if image in names or len(found) == 1:
+        return names.index(image) if image in names else found[0]
+    raise UserError(
+        f"{catalog.source} has {'several images' if found else 'no image'} {image}. Give CLASS/IMAGE, for "
+        f"example {names[found[0] if found else 0]}, or an index from 0 to {len(catalog) - 1}."
+    )
 
 
-def draw_labels(labelled: LabelledImage) -> Image.Image:
-    """Draw the image, in every cell its most probable class and the probability, and a legend."""
-    cell_probabilities = probabilities(labelled.scores, len(labelled.classes))
+def draw_labels(
+    image: Image.Image, maps: Maps, geometry: MapGeometry, classes: Sequence[str], header: Sequence[str]
+) -> Image.Image:
+    """Draw lines of text, and an image with the most probable class of every cell of its map, and a legend.
+
+    `maps` are logits and ids (k, height, width) of `classes`.
+    """
+    scores, all_ids = maps
+    cell_probabilities = probabilities(scores, len(classes))
     best = cell_probabilities.argmax(axis=0)[None]  # (1, height, width)
-    ids = np.take_along_axis(labelled.ids, best, axis=0)[0]  # (height, width)
+    ids = np.take_along_axis(all_ids, best, axis=0)[0]  # (height, width)
     top_probabilities = np.take_along_axis(cell_probabilities, best, axis=0)[0]  # (height, width)
-    by_frequency = [int(number) for number, _ in Counter(ids.ravel().tolist()).most_common()]
-    colors = dict(zip(by_frequency, PALETTE, strict=False))
+    colors = palette_colors(ids)
+    enlarged, area = _enlarge(image, geometry, ids.shape)
+    _draw_cells(enlarged, area, ids, top_probabilities, colors, classes)
+    legend = _legend(ids, top_probabilities, colors, classes)
 
-    image, area = _enlarge(labelled.image, labelled.geometry, ids.shape)
-    header = MARGIN + LARGE + 14 + (SMALL + 6) * len(labelled.captions) + 12
-    height = max(image.height, LINE_HEIGHT * (min(len(by_frequency), len(PALETTE)) + 2))
-    canvas = Image.new("RGB", (image.width + LEGEND_WIDTH + 3 * MARGIN, header + height + MARGIN), BACKGROUND)
-    _write_header(ImageDraw.Draw(canvas), labelled)
-    _draw_cells(image, area, ids, top_probabilities, colors, labelled.classes)
-    canvas.paste(image, (MARGIN, header))
-    _draw_legend(canvas, (image.width + 2 * MARGIN, header), ids, top_probabilities, colors, labelled.classes)
+    top = MARGIN + LARGE + 14 + (SMALL + 6) * (len(header) - 1) + 12
+    height = max(enlarged.height, LINE_HEIGHT * (min(len(colors), len(PALETTE)) + 2))
+    canvas = Image.new("RGB", (enlarged.width + LEGEND_WIDTH + 3 * MARGIN, top + height + MARGIN), BACKGROUND)
+    canvas.paste(enlarged, (MARGIN, top))
+    draw = ImageDraw.Draw(canvas)
+    draw.text((MARGIN, MARGIN), header[0], TEXT, load_font(LARGE))
+    for line, caption in enumerate(header[1:]):
+        position = (MARGIN, MARGIN + LARGE + 14 + line * (SMALL + 6))
+        draw.text(position, caption, SECONDARY_TEXT, load_font(SMALL))
+    left = enlarged.width + 2 * MARGIN
+    for line, (color, name, note) in enumerate(legend):
+        y = top + line * LINE_HEIGHT
+        draw.rounded_rectangle((left, y + 2, left + 26, y + 34), 5, fill=color)
+        draw.text((left + 40, y), name, TEXT, load_font(MEDIUM))
+        draw.text((left + 40, y + MEDIUM + 4), note, SECONDARY_TEXT, load_font(SMALL))
     return canvas
 
 
@@ -104,19 +148,12 @@ def _enlarge(image: Image.Image, geometry: MapGeometry, grid: tuple[int, ...]) -
     return padded, (left + border_x, top + border_y, right + border_x, bottom + border_y)
 
 
-def _write_header(draw: ImageDraw.ImageDraw, labelled: LabelledImage) -> None:
-    draw.text((MARGIN, MARGIN), labelled.title, TEXT, load_font(LARGE))
-    for line, caption in enumerate(labelled.captions):
-        position = (MARGIN, MARGIN + LARGE + 14 + line * (SMALL + 6))
-        draw.text(position, caption, SECONDARY_TEXT, load_font(SMALL))
-
-
 def _draw_cells(
     image: Image.Image,
     area: Box,
     ids: NDArray[np.integer[Any]],
     top_probabilities: NDArray[np.float32],
-    colors: dict[int, Color],
+    colors: Mapping[int, Color],
     classes: Sequence[str],
 ) -> None:
     rows, columns = ids.shape
@@ -124,19 +161,18 @@ def _draw_cells(
     edges_y = np.linspace(area[1], area[3], rows + 1).round().astype(int).tolist()
     cell_width, cell_height = edges_x[1] - edges_x[0], edges_y[1] - edges_y[0]
     font = load_font(max(8, min(cell_width // 4, cell_height // 3, MEDIUM)))
-    captions = cell_captions(sorted(set(ids.ravel().tolist())), classes, cell_width - 6, font)
+    captions = cell_captions(sorted(colors), classes, cell_width - 6, font)
     draw = ImageDraw.Draw(image, "RGBA")
     for row, column in np.ndindex(rows, columns):
         number, probability = int(ids[row, column]), float(top_probabilities[row, column])
         box = (edges_x[column], edges_y[row], edges_x[column + 1] - 1, edges_y[row + 1] - 1)
-        color = colors.get(number, GREY)
-        tint = (*color, round(255 * MAX_TINT * probability))
+        tint = (*colors[number], round(255 * MAX_TINT * probability))
         draw.rectangle(box, fill=tint, outline=(255, 255, 255, 110))
         end = box[0] + 1 + round(probability * (box[2] - box[0] - 2))
-        draw.rectangle((box[0] + 1, box[3] - BAR_HEIGHT, end, box[3] - 1), fill=(*color, 255))
+        draw.rectangle((box[0] + 1, box[3] - BAR_HEIGHT, end, box[3] - 1), fill=(*colors[number], 255))
         draw.multiline_text(
             ((box[0] + box[2]) / 2, (box[1] + box[3] - BAR_HEIGHT) / 2),
-            f"{captions[number]}\n{_percent(probability)}",
+            f"{captions[number]}\n{100 * probability:.0f} %",
             fill=(255, 255, 255, 255),
             font=font,
             anchor="mm",
@@ -166,45 +202,27 @@ def _cut(name: str, font: ImageFont.FreeTypeFont, width: int) -> str:
     return ""
 
 
-def _draw_legend(
-    canvas: Image.Image,
-    corner: tuple[int, int],
+def _legend(
     ids: NDArray[np.integer[Any]],
     top_probabilities: NDArray[np.float32],
-    colors: dict[int, Color],
+    colors: Mapping[int, Color],
     classes: Sequence[str],
-) -> None:
-    draw = ImageDraw.Draw(canvas)
-    left, top = corner
-    entries = []  # colour, name and note of each
-    for number, color in colors.items():
+) -> list[tuple[Color, str, str]]:
+    """Return colour, name and note of each class with a colour of its own, and of the others together."""
+    entries = []
+    for number in list(colors)[: len(PALETTE)]:
         cells = ids == number
         name = _cut(classes[number], load_font(MEDIUM), LEGEND_WIDTH - 120) or classes[number][:MIN_LETTERS]
-        mean = _percent(float(top_probabilities[cells].mean()))
-        entries.append((color, f"{number}  {name}", f"{_count(int(cells.sum()), 'cell')}, {mean} on average"))
-    others = ids[~np.isin(ids, list(colors))]
-    if len(others):
-        more = _count(len(np.unique(others)), "more class", "es")
-        entries.append((GREY, more, _count(len(others), "cell")))
-    for line, (color, name, note) in enumerate(entries):
-        y = top + line * LINE_HEIGHT
-        draw.rounded_rectangle((left, y + 2, left + 26, y + 34), 5, fill=color)
-        draw.text((left + 40, y), name, TEXT, load_font(MEDIUM))
-        draw.text((left + 40, y + MEDIUM + 4), note, SECONDARY_TEXT, load_font(SMALL))
+        mean = 100 * float(top_probabilities[cells].mean())
+        note = f"{_counted(int(cells.sum()), 'cell')}, {mean:.0f} % on average"
+        entries.append((colors[number], f"{number}  {name}", note))
+    others = list(colors)[len(PALETTE) :]
+    if others:
+        cells = int(np.isin(ids, others).sum())
+        more = _counted(len(others), "more class", "es")
+        entries.append((GREY, more, _counted(cells, "cell")))
+    return entries
 
 
-def _count(number: int, singular: str, ending: str = "s") -> str:
+def _counted(number: int, singular: str, ending: str = "s") -> str:
     return f"{number} {singular}{ending * (number != 1)}"
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.0f} %"
-
-
-@cache
-def load_font(size: int) -> ImageFont.FreeTypeFont:
-    """Return the font that is built into Pillow."""
-    font = ImageFont.load_default(size)
-    if not isinstance(font, ImageFont.FreeTypeFont):
-        raise RuntimeError("this build of Pillow has no FreeType, which drawing text of a given size needs")
-    return font

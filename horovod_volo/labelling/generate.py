@@ -10,8 +10,6 @@ import math
 import shutil
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,12 +17,9 @@ import torch
 from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.images.catalog import Catalog
-from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.engine.shared_catalog import shared_catalog
 from horovod_volo.labelling.store_writer import SHARD_ROWS, LabelStoreWriter, check_new_store, open_writer
-from horovod_volo.labelling.teacher import Teacher, load_teacher
-from horovod_volo.labelling.teacher_images import TeacherImages
+from horovod_volo.labelling.teacher import Teacher, TeacherChoice, TeacherImages, denormalize, load_teacher
 from horovod_volo.token_labels.geometry import WHOLE
 from horovod_volo.token_labels.keys import names_of
 
@@ -34,22 +29,15 @@ CATALOG_FOLDER = ".catalog"
 HIGHEST_LOGIT = 32.0
 
 
-@dataclass(frozen=True)
-class GenerateRequest:
-    """The images to label, the teacher, and the store to write."""
-
-    data_dir: str
-    store: Path
-    teacher: str
-    weights: str
-    pretrained: bool
-    image_size: int
-    batch_size: int
-    top_k: int
-    shard_rows: int = SHARD_ROWS
-
-
-def generate_labels(request: GenerateRequest, world: World, progress: Progress) -> tuple[int, list[str]]:
+def generate_labels(
+    data_dir: str,
+    store: Path,
+    choice: TeacherChoice,
+    top_k: int,
+    world: World,
+    progress: Progress,
+    shard_rows: int = SHARD_ROWS,
+) -> tuple[int, list[str]]:
     """Write the store; return its number of rows and the problems of all ranks.
 
     Collective: every rank calls this.
@@ -57,57 +45,48 @@ def generate_labels(request: GenerateRequest, world: World, progress: Progress) 
     resources = rank_resources(world)
     if resources.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32: the logits are stored as fp16
-    world.run_on_rank_zero(lambda: check_new_store(request.store))
-    catalog = shared_catalog(request.data_dir, "train", request.store / CATALOG_FOLDER, world)
-    teacher = world.run_on_all_ranks(lambda: _load_teacher(request, len(catalog.classes), resources.device))
-    writer: LabelStoreWriter = world.run_on_rank_zero(
-        lambda: _open_writer(request, catalog, teacher, resources.device)
-    )
+    world.run_on_rank_zero(lambda: check_new_store(store))
+    catalog = shared_catalog(data_dir, "train", store / CATALOG_FOLDER, world)
+    classes = len(catalog.classes)
+
+    def load() -> Teacher:
+        if top_k > classes:
+            raise UserError(f"--top is {top_k}, but there are {classes} classes. Give at most {classes}.")
+        return load_teacher(choice, classes).on(resources.device)
+
+    teacher = world.run_on_all_ranks(load)
+
+    def open_store() -> LabelStoreWriter:
+        # The shape of the maps is that of the logits for a blank image.
+        blank = torch.zeros(1, 3, teacher.image_side, teacher.image_side, device=resources.device)
+        height, width = teacher.label(blank).shape[2:]
+        return open_writer(
+            store,
+            list(names_of(catalog)),
+            classes=classes,
+            map_shape=(top_k, height, width),
+            geometry=str(WHOLE),
+            teacher=teacher.name,
+            catalog=catalog.digest,
+            shard_rows=shard_rows,
+            generated=True,
+        )
+
+    writer = world.run_on_rank_zero(open_store)
     images = TeacherImages(
         catalog,
         image_size=teacher.image_side,
-        batch=request.batch_size,
+        batch=choice.batch_size,
         device=resources.device,
         threads=resources.threads,
     )
     with closing(images):
-        problems = _label_shards(writer, teacher, images, request.top_k, world, progress)
+        problems = _label_shards(writer, teacher, images, top_k, world, progress)
     problems_by_rank = world.allgather_object(problems)
     if world.is_rank_zero:
         writer.finish()
-        shutil.rmtree(request.store / CATALOG_FOLDER)
+        shutil.rmtree(store / CATALOG_FOLDER)
     return len(catalog), [problem for of_rank in problems_by_rank for problem in of_rank]
-
-
-def _load_teacher(request: GenerateRequest, classes: int, device: torch.device) -> Teacher:
-    if request.top_k > classes:
-        raise UserError(f"--top is {request.top_k}, but there are {classes} classes. Give at most {classes}.")
-    return load_teacher(
-        request.teacher,
-        weights=request.weights,
-        pretrained=request.pretrained,
-        image_side=request.image_size,
-        classes=classes,
-    ).on(device)
-
-
-def _open_writer(
-    request: GenerateRequest, catalog: Catalog, teacher: Teacher, device: torch.device
-) -> LabelStoreWriter:
-    """Open the writer; the shape of the maps is that of the teacher's logits for a blank image."""
-    blank = torch.zeros(1, 3, teacher.image_side, teacher.image_side, device=device)
-    height, width = teacher.label(blank).shape[2:]
-    return open_writer(
-        request.store,
-        list(names_of(catalog)),
-        classes=len(catalog.classes),
-        map_shape=(request.top_k, height, width),
-        geometry=str(WHOLE),
-        teacher=teacher.name,
-        catalog=catalog.digest,
-        shard_rows=request.shard_rows,
-        generated=True,
-    )
 
 
 def _label_shards(
@@ -126,39 +105,27 @@ def _label_shards(
     done = 0
     progress(done, total)
     for number in unfinished:
-        shard_progress = partial(lambda before, labelled: progress(before + labelled, total), done)
-        problems += _label_shard(writer, number, teacher, images, top_k, shard_progress)
-        done += len(writer.rows(number))
+        rows = writer.rows(number)
+        scores, ids = writer.empty_shard(number)
+        labelled = 0
+        images.problems.clear()
+        for indices, pixels in images.batches(rows):
+            logits = teacher.label(denormalize(pixels)).float()  # (images, classes, height, width)
+            best = centred(logits, top_k).topk(top_k, dim=1)
+            shard_rows = [index - rows.start for index in indices]
+            scores[shard_rows] = best.values.clamp(min=0).half().cpu().numpy()
+            ids[shard_rows] = best.indices.cpu().numpy()
+            labelled += len(indices)
+            progress(done + labelled, total)
+        if not torch.from_numpy(scores).isfinite().all():
+            raise UserError(
+                f"the logits of {teacher.name} are not finite. Check that the weights are complete and "
+                "belong to this network."
+            )
+        done += len(rows)
+        progress(done, total)
+        problems += writer.write(number, scores, ids, images.problems).problems
     return problems
-
-
-def _label_shard(
-    writer: LabelStoreWriter,
-    number: int,
-    teacher: Teacher,
-    images: TeacherImages,
-    top_k: int,
-    progress: Callable[[int], None],
-) -> tuple[str, ...]:
-    rows = writer.rows(number)
-    scores, ids = writer.empty_shard(number)
-    labelled = 0
-    images.problems.clear()
-    for indices, pixels in images.batches(rows):
-        logits = teacher.label(denormalize(pixels)).float()  # (images, classes, height, width)
-        best = centred(logits, top_k).topk(top_k, dim=1)
-        shard_rows = [index - rows.start for index in indices]
-        scores[shard_rows] = best.values.clamp(min=0).half().cpu().numpy()
-        ids[shard_rows] = best.indices.cpu().numpy()
-        labelled += len(indices)
-        progress(labelled)
-    if not torch.from_numpy(scores).isfinite().all():
-        raise UserError(
-            f"the logits of {teacher.name} are not finite. Check that the weights are complete and belong to "
-            "this network."
-        )
-    progress(len(rows))
-    return writer.write(number, scores, ids, images.problems).problems
 
 
 def centred(logits: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -172,9 +139,3 @@ def centred(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     mean = others - math.log(max(1, logits.shape[1] - top_k))
     # Without other classes, or far above them, only the differences between the top k matter.
     return logits - torch.maximum(mean, best.values[:, :1] - HIGHEST_LOGIT)
-
-
-def denormalize(pixels: torch.Tensor) -> torch.Tensor:
-    """Undo the normalisation of the data pipeline; return pixel values from 0 to 1."""
-    mean, std = (pixels.new_tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
-    return pixels * std + mean

@@ -26,9 +26,8 @@ from horovod_volo.cluster.world import World
 from horovod_volo.core.errors import BadSampleError
 from horovod_volo.data.images.catalog import Catalog
 from horovod_volo.data.reading import read_image
-from horovod_volo.labelling.generate import centred, denormalize
-from horovod_volo.labelling.teacher import Teacher, load_teacher
-from horovod_volo.labelling.teacher_images import TeacherImages
+from horovod_volo.labelling.generate import centred
+from horovod_volo.labelling.teacher import Teacher, TeacherChoice, TeacherImages, denormalize, load_teacher
 from horovod_volo.token_labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.token_labels.source import LabelSource, open_labels
 
@@ -38,20 +37,6 @@ MIN_SHIFT_CELLS = 0.5  # images whose cells move less than this between the geom
 # and other decoders. A right map may be at any distance from another teacher.
 SAME_TEACHER_LIMIT = 0.1
 STANDARD_ERRORS = 2.0  # a mean difference below this many standard errors is undecided
-
-
-@dataclass(frozen=True)
-class GeometryRequest:
-    """The maps to compare, the teacher, and the number of images."""
-
-    labels: Path
-    geometry: MapGeometry | None  # instead of the recorded one
-    teacher: str
-    weights: str
-    pretrained: bool
-    image_size: int
-    batch_size: int
-    images: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,37 +90,38 @@ class GeometryResult:
         )
 
 
-def compare_geometries(request: GeometryRequest, catalog: Catalog, progress: Progress) -> GeometryResult:
-    """Compare the maps of images spread over a catalog with a teacher, under two geometries.
+def compare_geometries(
+    store: Path,
+    geometry: MapGeometry | None,
+    catalog: Catalog,
+    choice: TeacherChoice,
+    images: int,
+    progress: Progress,
+) -> GeometryResult:
+    """Compare the maps of so many images spread over a catalog with a teacher, under two geometries.
 
-    Images without a map are left out; of the correlations, also those for which both geometries are the same,
-    such as square ones.
+    `geometry` is that of the maps; None: the recorded one. Images without a map are left out; of the
+    correlations, also those for which both geometries are the same, such as square ones.
     """
     resources = rank_resources(World.single())
-    teacher = load_teacher(
-        request.teacher,
-        weights=request.weights,
-        pretrained=request.pretrained,
-        image_side=request.image_size,
-        classes=len(catalog.classes),
-    ).on(resources.device)
-    with closing(open_labels(str(request.labels), catalog, None, request.geometry)) as labels:
+    teacher = load_teacher(choice, len(catalog.classes)).on(resources.device)
+    with closing(open_labels(str(store), catalog, None, geometry)) as labels:
         recorded = labels.geometry
         other = WHOLE if recorded != WHOLE else PUBLISHED
-        spread = np.linspace(0, len(catalog) - 1, request.images).round().astype(np.int64)
+        spread = np.linspace(0, len(catalog) - 1, images).round().astype(np.int64)
         maps = _read_maps(np.unique(spread).tolist(), labels, catalog, (recorded, other))
     by_geometry: list[dict[int, tuple[float | None, float]]] = []  # correlation and distance by image index
-    for number, geometry in enumerate((recorded, other)):
-        images = TeacherImages(
+    for number, shown in enumerate((recorded, other)):
+        teacher_images = TeacherImages(
             catalog,
             image_size=teacher.image_side,
-            batch=request.batch_size,
+            batch=choice.batch_size,
             device=resources.device,
             threads=resources.threads,
-            geometry=geometry,
+            geometry=shown,
         )
-        with closing(images):
-            by_geometry.append(_compare(maps, images, teacher, labels.generated))
+        with closing(teacher_images):
+            by_geometry.append(_compare(maps, teacher_images, teacher, labels.generated))
         progress((number + 1) * len(maps), 2 * len(maps))
     of_recorded, of_other = by_geometry
     pairs = [(of_recorded[index][0], of_other[index][0]) for index in of_recorded if index in of_other]

@@ -1,4 +1,4 @@
-"""Teachers: trained models that give class logits for each cell of an image.
+"""Teachers: trained models that give class logits for each cell of an image, and the images that they label.
 
 The head of the model is applied to each cell of the last feature map as if it were the feature of the
 entire image, so that its norms and linear layers are used as they were trained.
@@ -8,19 +8,39 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from horovod_volo.config.data_settings import Data
+from horovod_volo.core.center_crop import resized_to
 from horovod_volo.core.errors import UserError
+from horovod_volo.data.images.catalog import Catalog
+from horovod_volo.data.loader import EvalBatches
+from horovod_volo.data.pipeline import IMAGENET_MEAN, IMAGENET_STD
 from horovod_volo.models.build import check_model, spec_of
-from horovod_volo.models.pretrained import PretrainedModel, load_pretrained
+from horovod_volo.models.pretrained import load_pretrained
 from horovod_volo.models.registry import TokenModel, registered_model
 from horovod_volo.models.timm_api import VOLO
 from horovod_volo.models.weights import TIMM
+from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
+
+
+class TeacherChoice(NamedTuple):
+    """Which teacher labels images, and in batches of which size."""
+
+    name: str  # a model of timm or of this package, or a run folder
+    weights: str = ""  # file of them
+    pretrained: bool = False  # timm's weights
+    image_side: int = 0  # pixels; 0: the model's own
+    batch_size: int = 64
 
 
 @dataclass(frozen=True)
@@ -44,24 +64,33 @@ class Teacher:
             return token_logits(self.network, (pixels - mean) / std)
 
 
-def load_teacher(name: str, *, weights: str, pretrained: bool, image_side: int, classes: int) -> Teacher:
-    """Build a teacher of `classes` classes with its weights, on the CPU.
-
-    `name` is a model of timm or of this package, or a run folder; `image_side` 0: the model's own image size.
-    """
-    if Path(name).is_dir():
+def load_teacher(choice: TeacherChoice, classes: int) -> Teacher:
+    """Build a teacher of `classes` classes with its weights, on the CPU."""
+    name, weights, pretrained, image_side, _ = choice
+    is_run = Path(name).is_dir()
+    if is_run:
         trained = load_pretrained(weights or name, image_side=image_side)
     elif pretrained and registered_model(name) is None:
         trained = load_pretrained(f"{TIMM}{name}", image_side=image_side)
     else:
         check_model(name, img_size=image_side or spec_of(name).img_size, tokens=False)
-        trained = load_pretrained(_required(weights, name), name=name, image_side=image_side)
+        if not weights:
+            raise UserError(
+                f"the teacher {name} has no weights yet. Name a file of them with --teacher-weights; for a "
+                "model of timm, --teacher-pretrained takes those in its cache or fetches them."
+            )
+        trained = load_pretrained(weights, name=name, image_side=image_side)
     if trained.num_classes != classes:
         raise UserError(
             f"the teacher {name} has {trained.num_classes} classes, the images have {classes} class "
             "folders. Both must be the same: give a teacher that was trained on these."
         )
-    return _ready(trained, Path(name).resolve().name if Path(name).is_dir() else name)
+    digest = hashlib.sha256()
+    for tensor in trained.network.state_dict().values():
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    shown = Path(name).resolve().name if is_run else name
+    shown = f"{shown} at {trained.image_side} pixels, weights {digest.hexdigest()[:12]}"
+    return Teacher(trained.network, shown, trained.image_side, trained.mean, trained.std)
 
 
 def token_logits(network: nn.Module, images: Tensor) -> Tensor:
@@ -121,18 +150,61 @@ def _unsuitable(network: nn.Module, reason: str) -> UserError:
     )
 
 
-def _required(weights: str, name: str) -> str:
-    if not weights:
-        raise UserError(
-            f"the teacher {name} has no weights yet. Name a file of them with --teacher-weights; for a model "
-            "of timm, --teacher-pretrained takes those in its cache or fetches them."
+def denormalize(pixels: Tensor) -> Tensor:
+    """Undo the normalisation of the data pipeline; return pixel values from 0 to 1."""
+    mean, std = (pixels.new_tensor(values).view(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD))
+    return pixels * std + mean
+
+
+class TeacherImages:
+    """Batches of images of a catalog: whole ones resized to a square, or their centre crops.
+
+    They are read and decoded as evaluation images are; damaged ones are left out. `geometry` is the part of
+    each image that is shown; the size before a centre crop is rounded to pixels.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        image_size: int,
+        batch: int,
+        device: torch.device,
+        threads: int,
+        geometry: MapGeometry = WHOLE,
+    ) -> None:
+        self.problems: list[str] = []  # one message for each image that was left out
+        self._image_size, self._geometry = image_size, geometry
+        self._images = EvalBatches(
+            catalog,
+            len(catalog),
+            Data(batch_size=batch, bad_samples="skip", bad_samples_limit=len(catalog)),
+            image_size=image_size,
+            resize=self._resized_shapes,
+            rank=0,
+            size=1,
+            device=device,
+            threads=threads,
         )
-    return weights
 
+    def batches(self, indices: Sequence[int]) -> Iterator[tuple[list[int], Tensor]]:
+        """Yield indices and normalised images (batch, 3, image_size, image_size) of what can be decoded."""
+        with closing(self._images.decoded(np.array(indices, dtype=np.int64))) as decoded:
+            for pending, images in decoded:
+                usable = np.flatnonzero(~pending.bad)
+                if len(usable) == len(images):
+                    yield pending.indices.tolist(), images
+                elif len(usable):
+                    yield pending.indices[usable].tolist(), images[torch.from_numpy(usable).to(images.device)]
+        self.problems += self._images.bad_samples.new_messages()
 
-def _ready(trained: PretrainedModel, name: str) -> Teacher:
-    digest = hashlib.sha256()
-    for tensor in trained.network.state_dict().values():
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-    shown = f"{name} at {trained.image_side} pixels, weights {digest.hexdigest()[:12]}"
-    return Teacher(trained.network, shown, trained.image_side, trained.mean, trained.std)
+    def close(self) -> None:
+        """End all threads."""
+        self._images.close()
+
+    def _resized_shapes(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the heights and widths, (batch, 2), before the centre crop."""
+        if self._geometry == WHOLE:
+            return np.full_like(sizes, self._image_size)
+        resize, crop = self._geometry.resize, self._geometry.size
+        return resized_to(sizes, max(1, round(self._image_size * resize / crop)))

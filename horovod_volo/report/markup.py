@@ -7,8 +7,6 @@ from collections.abc import Iterable, Sequence
 
 _WITHOUT_END = ("meta", "img", "br", "col")
 
-Attribute = str | float | bool | None
-
 
 class Markup(str):
     """Text that is HTML or SVG already."""
@@ -28,7 +26,7 @@ def joined(parts: Iterable[str]) -> Markup:
     return Markup("".join(map(escaped, parts)))
 
 
-def element(tag: str, *children: str, **attributes: Attribute) -> Markup:
+def element(tag: str, *children: str, **attributes: str | float | bool | None) -> Markup:
     """Return an element. None and False leave an attribute out; `class_` is class, `data_x` is data-x.
 
     Numbers that are not whole have one decimal.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
-from horovod_volo.engine.confusions import CONFUSIONS, thumbnail
-from horovod_volo.evaluation.contact_sheet import inlined_jpeg
+from horovod_volo.engine.confusions import Confusions, thumbnail
+from horovod_volo.monitor.pictures import inlined_jpeg
 from horovod_volo.report.markup import Markup, element, folded, joined
 from horovod_volo.report.quantities import AVERAGED
-from horovod_volo.report.run_files import RunFiles
+from horovod_volo.report.run_folder import RunFolder
 
 _SIDE = 112  # pixels
 _OPEN, _OPEN_OF_SEVERAL = 8, 3  # classes that are shown without a click
@@ -22,38 +23,23 @@ _INTRODUCTION = (
     "Under each image is what it was taken for."
 )
 
-# The values in confusions.json that are shown: of the evaluation, of a class, and of an image that was wrong.
-_OF_EVALUATION = {"step": int, "top1": float, "images": int, "classes": int}
-_OF_CLASS = {"name": str, "images": int, "right": int, "mistaken_for": str, "mistaken": int}
-_OF_IMAGE = {"index": int, "name": str, "location": str, "taken_for": str, "probability": float}
 
-Row = dict[str, Any]
-
-
-def worst_classes(runs: Sequence[RunFiles], data_dir: str) -> Markup:
+def worst_classes(runs: Sequence[RunFolder], data_dir: str) -> Markup:
     """Return the worst classes of each run; nothing, if no run has recorded them."""
     parts = [_of_run(run, data_dir, several=len(runs) > 1) for run in runs if run.confusions]
     return joined([element("p", _INTRODUCTION), *parts]) if parts else Markup()
 
 
-def _of_run(run: RunFiles, data_dir: str, *, several: bool) -> Markup:
-    try:
-        rows = [
-            _checked(row, _OF_CLASS) | {"wrong": [_checked(each, _OF_IMAGE) for each in row["wrong"]]}
-            for row in run.confusions["worst"]
-        ]
-        about = _about(run)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        raise UserError(
-            f"{run.folder / CONFUSIONS} is damaged. Remove it: the next evaluation writes it again."
-        ) from None
+def _of_run(run: RunFolder, data_dir: str, *, several: bool) -> Markup:
     head = element("h3", run.name) if several else ""
+    about, rows = _about(run), run.confusions["worst"]
     if not rows:
         return joined([head, element("p", f"{about} Every image was right.")])
     images, problem = _open_images(run, data_dir)
-    cards = [_card(row, images, "h4" if several else "h3") for row in rows]
-    if images is not None:
-        images.close()
+    with ExitStack() as stack:
+        if images is not None:
+            stack.enter_context(closing(images))
+        cards = [_card(row, images, "h4" if several else "h3") for row in rows]
     most = _OPEN_OF_SEVERAL if several else _OPEN
     shown, more = (element("div", *part, class_="classes") for part in (cards[:most], cards[most:]))
     rest = folded(f"{len(cards) - most} more classes", more) if cards[most:] else ""
@@ -61,13 +47,8 @@ def _of_run(run: RunFiles, data_dir: str, *, several: bool) -> Markup:
     return joined([head, element("p", about), note, shown, rest])
 
 
-def _checked(found: Row, kinds: Mapping[str, Callable[[Any], Any]]) -> Row:
-    """Return the values that are shown; raise an error if one is missing, or of another kind."""
-    return {name: kind(found[name]) for name, kind in kinds.items()}
-
-
-def _about(run: RunFiles) -> str:
-    found = _checked(run.confusions, _OF_EVALUATION)
+def _about(run: RunFolder) -> str:
+    found = run.confusions
     record = next((each for each in run.evaluations if each["step"] == found["step"]), {})
     is_averaged = record.get("top1") != found["top1"] and record.get(f"{AVERAGED}top1") == found["top1"]
     weights = ", with averaged weights" if is_averaged else ""
@@ -77,33 +58,30 @@ def _about(run: RunFiles) -> str:
     )
 
 
-def _open_images(run: RunFiles, data_dir: str) -> tuple[Catalog | None, str]:
+def _open_images(run: RunFolder, data_dir: str) -> tuple[Catalog | None, str]:
     """Return the held-out images of a run, or None and why they are not shown."""
-    given = data_dir or str(run.setting("data", "data_dir") or "")
-    held_out = HeldOut(
-        str(run.setting("data", "val_split") or ""),
-        float(run.setting("data", "val_share") or 0.0),
-        int(run.setting("run", "seed") or 0),
-    )
+    folder = data_dir or run.settings.get("data.data_dir", "")
+    setting = run.settings.get
+    held_out = HeldOut(setting("data.val_split", ""), setting("data.val_share", 0.0), setting("run.seed", 0))
     remedy = "Where they lay is said instead. --data-dir names the folder where the data is now."
     try:
-        catalog = build_catalog(given, "val", None, held_out)
+        catalog = build_catalog(folder, "val", None, held_out)
     except UserError:
-        return None, f"The images are not shown: there are none in {given or 'an unknown folder'}. {remedy}"
-    if data_dir or catalog.digest == run.confusions.get("image_list"):
+        return None, f"The images are not shown: there are none in {folder or 'an unknown folder'}. {remedy}"
+    if data_dir or catalog.digest == run.confusions["image_list"]:
         return catalog, ""
     catalog.close()
-    return None, f"The images are not shown: those in {given} are others than the run evaluated. {remedy}"
+    return None, f"The images are not shown: those in {folder} are others than the run evaluated. {remedy}"
 
 
-def _card(row: Row, images: Catalog | None, heading: str) -> Markup:
-    accuracy = 100 * row["right"] / max(1, row["images"])
+def _card(row: Confusions, images: Catalog | None, heading: str) -> Markup:
+    accuracy = 100 * row["right"] / row["images"]
     most = f"{row['mistaken']} taken for {row['mistaken_for']}" if row["mistaken"] else "none right"
     figures = []
     for wrong in row["wrong"]:
         probability = element("small", f"{100 * wrong['probability']:.0f} %")
-        said = element("figcaption", wrong["taken_for"], probability)
-        figures.append(element("figure", _picture(wrong, images), said))
+        caption = element("figcaption", wrong["taken_for"], probability)
+        figures.append(element("figure", _picture(wrong, images), caption))
     return element(
         "div",
         element(heading, row["name"]),
@@ -113,7 +91,7 @@ def _card(row: Row, images: Catalog | None, heading: str) -> Markup:
     )
 
 
-def _picture(wrong: Row, images: Catalog | None) -> Markup:
+def _picture(wrong: dict[str, Any], images: Catalog | None) -> Markup:
     """Return a small picture; where it lay, if it has gone, or is another one than was evaluated."""
     index, place = wrong["index"], element("span", wrong["location"], class_="place")
     try:
@@ -122,7 +100,7 @@ def _picture(wrong: Row, images: Catalog | None) -> Markup:
         small = thumbnail(images, index, (_SIDE, _SIDE))
     except BadSampleError:
         return place
-    # What it was taken for is beside it.
+    # The class that it was taken for is beside it.
     return element(
         "img",
         src=inlined_jpeg(small),

@@ -7,29 +7,20 @@ from pathlib import Path
 import torch
 
 from horovod_volo.cluster.world import World
-from horovod_volo.labelling.generate import GenerateRequest, generate_labels
+from horovod_volo.labelling.generate import generate_labels
+from horovod_volo.labelling.teacher import TeacherChoice
 
 
 def main(out: Path, data: str, weights: str, seconds_per_batch: float) -> None:
     world = World.connect()
-    request = GenerateRequest(
-        data_dir=data,
-        store=out / "store",
-        teacher="volo_demo",
-        weights=weights,
-        pretrained=False,
-        image_size=64,
-        batch_size=2,
-        top_k=3,
-        shard_rows=6,
-    )
+    teacher = TeacherChoice("volo_demo", weights, image_side=64, batch_size=2)
     calls: list[list[int]] = []
 
     def progress(done: int, total: int) -> None:
         calls.append([done, total])
         time.sleep(seconds_per_batch)
 
-    images, problems = generate_labels(request, world, progress)
+    images, problems = generate_labels(data, out / "store", teacher, 3, world, progress, shard_rows=6)
     torch.save({"images": images, "problems": problems, "progress": calls}, out / f"rank_{world.rank}.pt")
 
 

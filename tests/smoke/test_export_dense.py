@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from horovod_volo.evaluation.exported import load_dense
 from safetensors.torch import load_file, save_file
 
 from horovod_volo import export
@@ -17,11 +18,10 @@ from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import dump
 from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
 from horovod_volo.dense.evaluate import DENSE_TASKS
-from horovod_volo.dense.export import load_dense
 from horovod_volo.dense.mean_iou import logits_of
-from horovod_volo.dense.pictures import class_colors
 from horovod_volo.models.timm_export import fixed_images
 from horovod_volo.models.weights_header import header_of
+from horovod_volo.monitor.pictures import class_colors
 
 CLASSES = {"segmentation": 7, "detection": 6}
 NAMES = {task: [f"class of {number}" for number in range(count)] for task, count in CLASSES.items()}

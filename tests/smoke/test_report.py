@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from horovod_volo.report.__main__ import main
-from horovod_volo.report.browser import BROWSERS
+from horovod_volo.report.__main__ import BROWSERS, main
 from tests.ranks.launching import train
 from tests.smoke.conftest import HELD_OUT_IMAGES
 from tests.unit.parsed_page import ParsedPage
@@ -50,6 +49,7 @@ def test_the_page_of_a_real_run(run_folder: Path) -> None:
     assert metrics["Loss, averaged weights"] == f"{latest['ema_loss']:#.4g}"
     assert "finished, resumed at step 3" in page.texts("dd")
     assert "2 of 2" in page.texts("dd")
+    assert any("parameters" in text for text in page.texts("dd"))  # of the banner in environment.json
     packages = page.column("Versions and hosts")
     assert packages["torch"] == json.loads((run_folder / "environment.json").read_text())["packages"]["torch"]
     assert page.column("What differs from the defaults", 2)["update.epochs"] == "2"

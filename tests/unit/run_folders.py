@@ -84,8 +84,9 @@ def write_run(
     environment = {"python": "3.11.7", "packages": {"torch": "2.13.0"}, "commit": "abc123def456"}
     bindings = [f"gpu {rank}" for rank in range(len(hosts))]
     environment |= {"hosts": list(hosts), "bindings": bindings}
+    environment |= {"banner": {"model": "volo_d1, 26,000,000 parameters"}}
     (folder / "environment.json").write_text(json.dumps(environment))
-    (folder / "log.txt").write_text(f"     model  volo_d1, 26,000,000 parameters\n{last_line}\n")
+    (folder / "log.txt").write_text(f"{last_line}\n")
     first = {"step": 0, "hosts": list(hosts), "steps_per_epoch": STEPS_PER_EPOCH, "ranks": len(hosts)}
     ledger = [first, *({**first, **start} for start in starts)]
     (folder / "ledger.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in ledger))

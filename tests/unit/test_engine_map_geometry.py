@@ -14,8 +14,8 @@ from coded_images import smooth, write_images
 from PIL import Image
 
 from horovod_volo.data.images.catalog import Catalog, build_catalog
-from horovod_volo.labelling.map_geometry import GeometryRequest, compare_geometries, spatial_correlation
-from horovod_volo.labelling.teacher import Teacher, load_teacher
+from horovod_volo.labelling.map_geometry import compare_geometries, spatial_correlation
+from horovod_volo.labelling.teacher import Teacher, TeacherChoice, load_teacher
 from horovod_volo.labels import main
 from horovod_volo.models.build import build_model
 from horovod_volo.token_labels.geometry import PUBLISHED, WHOLE, MapGeometry
@@ -44,13 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in network.parameters():
             parameter.add_(0.1 * parameter.std(correction=0) * torch.randn_like(parameter))
     torch.save(network.state_dict(), folder / "perturbed.pt")
-    teacher = load_teacher(
-        "volo_demo",
-        weights=str(folder / "teacher.pt"),
-        pretrained=False,
-        image_side=SIDE,
-        classes=CLASSES,
-    )
+    teacher = load_teacher(TeacherChoice("volo_demo", str(folder / "teacher.pt"), image_side=SIDE), CLASSES)
     catalog = build_catalog(str(folder / "images"), "train", None)
     for geometry in (WHOLE, PUBLISHED, MapGeometry(128, 96)):
         save_maps(folder / str(geometry), catalog, teacher, geometry)
@@ -90,19 +84,13 @@ CENTRE, SMALLER = "centre-crop:576:576", "centre-crop:128:96"
 def test_the_right_geometry_fits_better(
     folder: Path, weights: str, truth: str, stated: str, better: str, compared: int
 ) -> None:
-    request = GeometryRequest(
-        labels=folder / truth,
-        geometry=MapGeometry.parse(stated),
-        teacher="volo_demo",
-        weights=str(folder / weights),
-        pretrained=False,
-        image_size=SIDE,
-        batch_size=8,
-        images=IMAGES,
-    )
+    choice = TeacherChoice("volo_demo", str(folder / weights), image_side=SIDE, batch_size=8)
     catalog = build_catalog(str(folder / "images"), "train", None)
     progress: list[tuple[int, int]] = []
-    result = compare_geometries(request, catalog, lambda *done: progress.append(done))
+    geometry = MapGeometry.parse(stated)
+    result = compare_geometries(
+        folder / truth, geometry, catalog, choice, IMAGES, lambda *done: progress.append(done)
+    )
     assert str(result.better) == better
     assert (str(result.recorded), len(result.correlations)) == (stated, compared)
     assert progress[-1] == (2 * IMAGES, 2 * IMAGES)

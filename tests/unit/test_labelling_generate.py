@@ -19,9 +19,8 @@ from horovod_volo.data.images.catalog import Catalog, build_catalog
 from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.engine.classification import Classification
-from horovod_volo.labelling.generate import GenerateRequest, centred, denormalize, generate_labels
-from horovod_volo.labelling.teacher import Teacher, load_teacher
-from horovod_volo.labelling.teacher_images import TeacherImages
+from horovod_volo.labelling.generate import centred, generate_labels
+from horovod_volo.labelling.teacher import Teacher, TeacherChoice, TeacherImages, denormalize, load_teacher
 from horovod_volo.labels import main
 from horovod_volo.models.build import build_model
 from horovod_volo.objective.label_map import map_target
@@ -57,10 +56,12 @@ def catalog_of(folder: Path, held_out: HeldOut | None = None) -> Catalog:
     return build_catalog(str(folder), "train", None, held_out)
 
 
+def choice_of(folder: Path, weights: str) -> TeacherChoice:
+    return TeacherChoice("volo_demo", str(folder / f"{weights}.pt"), image_side=SIDE, batch_size=8)
+
+
 def teacher_of(folder: Path, weights: str) -> Teacher:
-    return load_teacher(
-        "volo_demo", weights=str(folder / f"{weights}.pt"), pretrained=False, image_side=SIDE, classes=CLASSES
-    )
+    return load_teacher(choice_of(folder, weights), CLASSES)
 
 
 def logits_by_name(folder: Path, weights: str) -> dict[str, torch.Tensor]:
@@ -76,17 +77,9 @@ def logits_by_name(folder: Path, weights: str) -> dict[str, torch.Tensor]:
 
 
 def generate(folder: Path, store: Path, weights: str, *, top: int = TOP) -> Path:
-    request = GenerateRequest(
-        data_dir=str(folder / "images"),
-        store=store,
-        teacher="volo_demo",
-        weights=str(folder / f"{weights}.pt"),
-        pretrained=False,
-        image_size=SIDE,
-        batch_size=8,
-        top_k=top,
-    )
-    assert generate_labels(request, World.single(), lambda *_: None) == (len(NAMES), [])
+    images, teacher = str(folder / "images"), choice_of(folder, weights)
+    made = generate_labels(images, store, teacher, top, World.single(), lambda *_: None)
+    assert made == (len(NAMES), [])
     return store
 
 

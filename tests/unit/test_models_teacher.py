@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.labelling.teacher import load_teacher, token_logits
+from horovod_volo.labelling.teacher import TeacherChoice, load_teacher, token_logits
 from horovod_volo.models.build import build_model
 from horovod_volo.models.timm_api import create_model
 
@@ -125,7 +125,7 @@ def test_networks_that_cannot_label_cells_are_refused(network, reason):
 
 
 def load(name: str, weights: object = "", *, side: int = 64, classes: int = CLASSES):
-    return load_teacher(name, weights=str(weights), pretrained=False, image_side=side, classes=classes)
+    return load_teacher(TeacherChoice(name, str(weights), image_side=side), classes)
 
 
 def test_weights_and_normalisation_are_the_teachers_own(tmp_path):

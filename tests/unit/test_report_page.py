@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from horovod_volo.report.__main__ import MISTAKE, main
-from horovod_volo.report.browser import BROWSERS
+from horovod_volo.report.__main__ import BROWSERS, MISTAKE, main
 from tests.unit.parsed_page import ParsedPage
 from tests.unit.run_folders import evaluation_records, training_records, write_run
 
@@ -19,10 +17,10 @@ SECTIONS = ["At a glance", "Quality on held-out images", "Training", "Speed", "E
 RECORDS = [*training_records(), *evaluation_records()]
 
 
-def page_of(*folders: Path, flags: tuple[str, ...] = ()) -> ParsedPage:
+def page_of(*folders: Path) -> ParsedPage:
     """Write the page of runs and parse it."""
     page = folders[0].parent / "page.html"
-    assert main([*map(str, folders), "--html", str(page), *flags]) == 0
+    assert main([*map(str, folders), "--html", str(page)]) == 0
     return ParsedPage(page.read_text(encoding="utf-8"))
 
 
@@ -33,8 +31,6 @@ def test_a_page_has_every_section_and_requests_nothing(tmp_path: Path) -> None:
     assert page.addresses
     assert all(address.startswith("#") and address[1:] in anchors for address in page.addresses)
     style, script = "".join(page.texts("style")), "".join(page.texts("script"))
-    assert "prefers-color-scheme" in script
-    assert "@media print" in style
     assert not re.search(r"@import|url\(|https?:", style)
     assert not re.search(r"fetch|XMLHttpRequest|import\(|https?:(?!//www\.w3\.org/2000/svg)", script)
     policies = [found["content"] for tag, found in page.elements if "http-equiv" in found and tag == "meta"]
@@ -48,10 +44,8 @@ def test_the_values_are_those_of_the_metrics(tmp_path: Path) -> None:
         ("ema_top1", "Top-1 accuracy against epochs", 2, "{:.2f} %"),
         ("ema_loss", "Loss on held-out images against epochs", 2, "{:#.4g}"),
     ):
-        expected = {
-            f"{record['epoch']:g}": written.format(record[key]) for record in RECORDS if key in record
-        }
-        assert page.column(caption, number) == expected
+        values = {f"{record['epoch']:g}": written.format(record[key]) for record in RECORDS if key in record}
+        assert page.column(caption, number) == values
     training = [record for record in RECORDS if "lr" in record]
     for key, caption, number in (
         ("loss", "Loss against epochs", 1),
@@ -59,41 +53,37 @@ def test_the_values_are_those_of_the_metrics(tmp_path: Path) -> None:
         ("gradient_norm", "Norm of the gradient against epochs", 1),
     ):
         found = {epoch: float(value) for epoch, value in page.column(caption, number).items()}
-        expected = {f"{record['epoch']:g}": pytest.approx(record[key], rel=1e-3) for record in training}
-        assert found == expected
-    waits = page.column("Waiting for data against epochs")
-    assert waits["3"] == "15.50 %"
+        assert found == {f"{each['epoch']:g}": pytest.approx(each[key], rel=1e-3) for each in training}
+    assert page.column("Waiting for data against epochs")["3"] == "15.50 %"
     assert page.column("The latest evaluation")["Top-1 accuracy, averaged weights"] == "71.75 %"
-    assert "Top-1 accuracy 71.75 % (averaged weights) after epoch 3" in page.texts("dd")
-    assert "117 images/s, 58 a rank" in page.texts("dd")
+    facts = page.texts("dd")
+    assert "Top-1 accuracy 71.75 % (averaged weights) after epoch 3" in facts
+    assert {"117 images/s, 58 a rank", "volo_d1, 26,000,000 parameters", "3 of 3", "finished"} <= set(facts)
 
 
-def test_what_does_not_change_is_said_in_words(tmp_path: Path) -> None:
-    made = {"loss_scale": 65536.0, "skipped_steps": 0, "mfu": 0.5, "device_memory_gib": None}
+def test_numbers_that_never_change_are_sentences(tmp_path: Path) -> None:
+    made = {"loss_scale": 65536.0, "mfu": 0.5, "device_memory_gib": None}
     page = page_of(write_run(tmp_path / "a", records=[*training_records(**made), *evaluation_records(1)]))
-    said = page.texts("p")
-    assert "Loss scale: 65,536 throughout." in said
-    assert "No step was skipped." in said
-    assert "No damaged sample was met in training." in said
-    assert "Model FLOP utilisation (MFU): 50.00 % throughout." in said
-    assert "Top-1 accuracy: raw 35.75 % (epoch 1), averaged 36.25 % (epoch 1)." in said
+    assert {
+        "Loss scale: 65,536 throughout.",
+        "Damaged samples replaced: 0 throughout.",
+        "Model FLOP utilisation (MFU): 50.00 % throughout.",
+        "Top-1 accuracy: raw 35.75 %, averaged 36.25 %.",
+    } <= set(page.texts("p"))
     assert not any("Top-1" in caption or "Loss scale" in caption for caption in page.tables)
     assert "device" not in page.text.lower()
 
 
 def test_hours_time_and_memory_are_shown_where_they_are_recorded(tmp_path: Path) -> None:
     times = {"time_data": 0.05, "time_compute": 0.75, "time_exchange": 0.1, "time_checkpoint": 0.02}
-    made = {"hours": lambda step: step / 4, "mfu": lambda step: 0.3 + step / 1000, **times}
+    made = {"hours": lambda step: step / 4, "data_wait": 0.05, **times}
     made["host_memory_gib"] = lambda step: 10 + step / 2
-    page = page_of(write_run(tmp_path / "a", records=[*training_records(**made), *evaluation_records()]))
-    assert page.column("Top-1 accuracy against hours") == {
-        "2.5": "35.75 %",
-        "5": "51.25 %",
-        "7.5": "66.75 %",
-    }
+    evaluations = evaluation_records(hours=lambda epoch: 2.5 * epoch)
+    page = page_of(write_run(tmp_path / "a", records=[*training_records(**made), *evaluations]))
+    accuracy = {"2.5": "35.75 %", "5": "51.25 %", "7.5": "66.75 %"}
+    assert page.column("Top-1 accuracy against hours") == accuracy
     assert page.column("Memory of the host against epochs")["3"] == "25 GiB"
-    shares = [text for text in page.texts("li") if text.endswith("%")]
-    assert shares == [
+    assert [text for text in page.texts("li") if text.endswith("%")] == [
         "computing 75.0 %",
         "exchange that is not hidden 10.0 %",
         "waiting for data 5.0 %",
@@ -114,9 +104,8 @@ def test_shares_of_time_are_those_of_wall_time_with_checkpoints_between_epochs(t
         "time_checkpoint": lambda step: round(saved.get(step, 0) / (10 + saved.get(step, 0)), 6),
     }
     page = page_of(write_run(tmp_path / "a", records=training_records(20, **made)))
-    shares = [text for text in page.texts("li") if text.endswith("%")]
     wall = 100 + 70
-    assert shares == [
+    assert [text for text in page.texts("li") if text.endswith("%")] == [
         f"computing {100 * 90 / wall:.1f} %",
         f"waiting for data {100 * 10 / wall:.1f} %",
         f"checkpoints {100 * 70 / wall:.1f} %",
@@ -128,7 +117,7 @@ def test_several_runs_are_beside_each_other(tmp_path: Path) -> None:
     first = write_run(tmp_path / "a" / "run", settings={"update": {"weight_decay": 0.1}, "run": {"seed": 1}})
     second = write_run(
         tmp_path / "b" / "run",
-        records=[*training_records(20), *evaluation_records(2)],
+        records=[*training_records(20, class_loss=1.5), *evaluation_records(2)],
         settings={"update": {"weight_decay": 0.2}, "run": {"seed": 1}},
     )
     page = page_of(first, second)
@@ -136,22 +125,21 @@ def test_several_runs_are_beside_each_other(tmp_path: Path) -> None:
     assert page.tables["What differs between the runs"] == [["update.weight_decay", "0.05", "0.1", "0.2"]]
     alike = page.tables["What differs from the defaults, alike in all runs"]
     assert ["run.seed", "42", "1", "1"] in alike
-    glance = page.tables["The runs beside each other"]
-    assert ["Epochs", "3 of 3", "2 of 3"] in glance
+    assert ["Epochs", "3 of 3", "2 of 3"] in page.tables["The runs beside each other"]
     # Each run's raw weights, then its averaged ones; the second run is shorter.
     rows = page.tables["Top-1 accuracy against epochs"]
     assert rows[1] == ["2", "51.25 %", "54.00 %", "51.25 %", "54.00 %"]
     assert rows[2] == ["3", "66.75 %", "71.75 %", "", ""]
+    assert {"Class loss", "Token loss"} <= set(page.texts("figcaption"))
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>\"'&"
     wrong = {"index": 0, "name": f"{evil}/a.jpg", "location": evil, "taken_for": evil, "probability": 0.5}
     row = {"name": evil, "images": 4, "right": 1, "mistaken_for": evil, "mistaken": 3, "wrong": [wrong]}
-    confusions = {"step": 30, "top1": 1.0, "images": 4, "classes": 2, "image_list": "x", "worst": [row]}
     folder = write_run(
         tmp_path / "<script>alert(2)<!--",
-        confusions=confusions,
+        confusions={"step": 30, "top1": 1.0, "images": 4, "classes": 2, "image_list": "x", "worst": [row]},
         hosts=(evil,),
         settings={"data": {"data_dir": evil}, evil: {"key": evil}},
         records=[{**record, evil: record["step"]} for record in RECORDS],
@@ -164,26 +152,25 @@ def test_names_are_escaped(tmp_path: Path) -> None:
     assert page.text.count("alert(1)") > 10
 
 
-def test_a_resumed_run_and_damaged_lines_are_said(tmp_path: Path) -> None:
-    folder = write_run(
-        tmp_path / "a", starts=[{"step": 12}], last_line="stopped at step 30 and saved; resume"
-    )
+def test_a_resumed_run_whose_last_line_was_written_in_part(tmp_path: Path) -> None:
+    starts, last_line = [{"step": 12}], "stopped at step 30 and saved; resume"
+    folder = write_run(tmp_path / "a", starts=starts, last_line=last_line)
     with (folder / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 30, "epo')
-    page = page_of(folder)
-    (state,) = [text for text in page.texts("dd") if "stopped" in text]
-    assert state == "stopped and saved, resumed at step 12; 1 damaged line of metrics.jsonl is left out"
+    assert "stopped and saved, resumed at step 12" in page_of(folder).texts("dd")
+
+
+def scaling_rows(page: ParsedPage) -> list[list[str]]:
+    """Return the rows of the only table about scaling."""
+    (caption,) = [name for name in page.tables if name.startswith("Scaling of")]
+    return page.tables[caption]
 
 
 def test_scaling_is_of_runs_on_different_numbers_of_ranks(tmp_path: Path) -> None:
     one = write_run(tmp_path / "one", hosts=["n1"] * 4)
-    two = write_run(
-        tmp_path / "two",
-        hosts=["n1"] * 4 + ["n2"] * 4,
-        records=training_records(images_per_second=lambda step: 1.5 * (100.0 + step)),
-    )
-    caption = next(name for name in page_of(one, two).tables if name.startswith("Scaling of volo_d1, 224 px"))
-    assert page_of(one, two).tables[caption] == [
+    faster = training_records(images_per_second=lambda step: 1.5 * (100.0 + step))
+    two = write_run(tmp_path / "two", hosts=["n1"] * 4 + ["n2"] * 4, records=faster)
+    assert scaling_rows(page_of(one, two)) == [
         ["one", "4", "1", "117", "29.2", "100.0 %"],
         ["two", "8", "2", "176", "21.9", "75.0 %"],
     ]
@@ -191,27 +178,24 @@ def test_scaling_is_of_runs_on_different_numbers_of_ranks(tmp_path: Path) -> Non
 
 
 def test_an_elastic_run_has_a_speed_for_each_number_of_ranks(tmp_path: Path) -> None:
-    speeds = {"images_per_second": lambda step: 100.0 if step <= 16 else 190.0}
-    hosts = ["n1", "n1", "n2", "n2"]
-    run = write_run(
-        tmp_path / "run", records=training_records(**speeds), starts=[{"step": 16, "hosts": hosts}]
-    )
-    (caption,) = [name for name in page_of(run).tables if name.startswith("Scaling of")]
-    assert page_of(run).tables[caption] == [
-        ["run", "2", "1", "100", "50.0", "100.0 %"],
-        ["run", "4", "2", "190", "47.5", "95.0 %"],
-    ]
-
-
-def test_the_speed_at_a_glance_is_that_of_the_last_ranks(tmp_path: Path) -> None:
-    """An elastic run that lost a host and got it back."""
+    """One that lost a host and got it back: the speed at a glance is that of its last ranks."""
     speeds = {"images_per_second": lambda step: 100.0 if 10 < step <= 20 else 190.0}
     four, two = ["n1", "n1", "n2", "n2"], ["n1", "n1"]
     starts = [{"step": 10, "hosts": two}, {"step": 20, "hosts": four}]
-    run = write_run(tmp_path / "run", hosts=four, records=training_records(**speeds), starts=starts)
-    facts = page_of(run).texts("dd")
-    assert "190 images/s, 48 a rank" in facts
-    assert "4 ranks on 2 hosts" in facts
+    page = page_of(write_run(tmp_path / "run", hosts=four, records=training_records(**speeds), starts=starts))
+    assert scaling_rows(page) == [
+        ["run", "2", "1", "100", "50.0", "100.0 %"],
+        ["run", "4", "2", "190", "47.5", "95.0 %"],
+    ]
+    assert {"190 images/s, 48 a rank", "4 ranks on 2 hosts"} <= set(page.texts("dd"))
+
+
+def test_volo_d5_is_compared_with_the_published_speed(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", hosts=["n"] * 8, settings={"model": {"model": "volo_d5"}})
+    assert scaling_rows(page_of(run))[1:] == [
+        ["published, A100", "8", "1", "500", "62.5", "100.0 %"],
+        ["published, A100", "40", "5", "2,100", "52.5", "84.0 %"],
+    ]
 
 
 @pytest.mark.parametrize(("schedule", "epochs"), [("cosine", 8), ("one-cycle", 3)])
@@ -220,128 +204,50 @@ def test_epochs_are_those_that_the_run_has(schedule: str, epochs: int, tmp_path:
     assert f"3 of {epochs}" in page_of(write_run(tmp_path / "run", settings={"update": update})).texts("dd")
 
 
-def test_terms_of_the_loss_of_several_runs_are_charts_or_sentences(tmp_path: Path) -> None:
-    """A constant term first: its sentence stands behind the charts, and the others stay among them."""
-    records = training_records(class_loss=1.5)
-    page = page_of(*(write_run(tmp_path / name, records=records) for name in "ab"))
-    assert "Class loss: 1.500 throughout." in page.texts("p")
-    order = [found.get("class") for _, found in page.elements]
-    sentence = page.elements.index(("p", {"class": "constant"}))
-    captions = page.texts("figcaption")
-    assert "Token loss" in captions
-    place = [place for place, each in enumerate(order) if each == "chart"][captions.index("Token loss")]
-    assert place < sentence
-
-
-def test_measures_of_ranks_and_devices_are_among_those_of_speed(tmp_path: Path) -> None:
-    """The number of the slowest rank is not averaged over log points."""
-    made = {
-        "model_tflops": lambda step: 10.0 + step,
-        "device_allocated_gib": lambda step: 3.0 + step,
-        "step_seconds_max": lambda step: 0.25 + step,
-        "slowest_rank": lambda step: step // 2 % 2,
-    }
-    page = page_of(write_run(tmp_path / "run", records=training_records(140, **made)))
-    headings = [text for tag, text in page.words if tag in ("h2", "figcaption")]
-    speed = headings[headings.index("Speed") : headings.index("Environment")]
-    assert {"Model TFLOP/s of a rank", "Own part of a step, slowest rank", "Slowest rank"} <= set(speed)
-    assert "Memory of the device at log points" in speed
+def test_the_number_of_the_slowest_rank_is_not_averaged(tmp_path: Path) -> None:
+    records = training_records(140, slowest_rank=lambda step: step // 2 % 2)
+    page = page_of(write_run(tmp_path / "run", records=records))
     points = [found["data-points"] for _, found in page.elements if "data-points" in found]
-    figures = [text for tag, text in page.words if tag == "figcaption"]
-    said = json.loads(points[figures.index("Slowest rank")])["curves"][0]["y"]
-    assert set(said) == {"0", "1"}
-
-
-def test_volo_d5_is_compared_with_the_published_speed(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", hosts=["n"] * 8, settings={"model": {"model": "volo_d5"}})
-    (caption,) = [name for name in page_of(run).tables if name.startswith("Scaling of volo_d5")]
-    assert page_of(run).tables[caption][1:] == [
-        ["published, A100", "8", "1", "500", "62.5", "100.0 %"],
-        ["published, A100", "40", "5", "2,100", "52.5", "84.0 %"],
-    ]
-
-
-def test_the_published_model_without_hosts_is_not_compared(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", hosts=[], settings={"model": {"model": "volo_d5"}})
-    assert page_of(run).texts("h2") == SECTIONS
+    shown = json.loads(points[page.texts("figcaption").index("Slowest rank")])["curves"][0]["y"]
+    assert set(shown) == {"0", "1"}
 
 
 @pytest.mark.parametrize(
-    ("metrics", "title"),
+    ("metrics", "best"),
     [
         ({"miou": 40.5, "pixel_accuracy": 80.25, "class_accuracy": 50.0}, "Mean IoU 40.50 %"),
         ({"ap": 20.5, "ap50": 41.25, "ap_small": 3.5, "ar100": 30.0}, "AP 20.50 %"),
     ],
 )
-def test_the_metrics_of_other_tasks_are_shown(tmp_path: Path, metrics: dict[str, float], title: str) -> None:
+def test_the_metrics_of_other_tasks_are_shown(tmp_path: Path, metrics: dict[str, float], best: str) -> None:
     records = [{"step": 10, "epoch": 1, **metrics, "images": 9, "bad_samples": 0}]
     page = page_of(write_run(tmp_path / "a", records=[*training_records(), *records]))
-    assert f"{title} after epoch 1" in page.texts("dd")
+    assert f"{best} after epoch 1" in page.texts("dd")
     values = [row[1] for row in page.tables["The latest evaluation"]]
     assert values == [*(f"{value:.2f} %" for value in metrics.values()), "9", "0"]
 
 
-def emptied(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text("")
-
-
-def without_records(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text("[1]\nnull\n{'step'\n" + '{"step": NaN}\n')
-
-
-def cut_settings(folder: Path) -> None:
-    (folder / "resolved.toml").write_text('[model]\nmodel = "volo')
-
-
-def wrong_setting(folder: Path) -> None:
-    (folder / "resolved.toml").write_text('[update]\nepochs = "three"')
-
-
-def cut_environment(folder: Path) -> None:
-    (folder / "environment.json").write_text('{"hosts": [')
-
-
-def other_confusions(folder: Path) -> None:
-    (folder / "confusions.json").write_text('{"worst": [{"name": 1}]}')
-
-
-def without_settings(folder: Path) -> None:
-    (folder / "resolved.toml").unlink()
-
-
-def without_metrics(folder: Path) -> None:
-    (folder / "metrics.jsonl").unlink()
-
-
-def huge_numbers(folder: Path) -> None:
-    (folder / "metrics.jsonl").write_text(f'{{"step": 1{"0" * 400}}}\n')
-
-
-def infinite_confusions(folder: Path) -> None:
-    (folder / "confusions.json").write_text('{"step": Infinity, "top1": 1, "worst": []}')
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("name", "content", "message"),
     [
-        (emptied, "metrics.jsonl is empty. Wait"),
-        (without_records, "metrics.jsonl is damaged: it has no record. Wait"),
-        (without_metrics, "has no metrics.jsonl: it is no run folder"),
-        (without_settings, "has no resolved.toml"),
-        (cut_settings, "resolved.toml is damaged"),
-        (wrong_setting, "update.epochs takes a whole number, not 'three'"),
-        (cut_environment, "environment.json is damaged: it is no JSON object. Remove it"),
-        (other_confusions, "confusions.json is damaged. Remove it"),
-        (huge_numbers, "metrics.jsonl is damaged: it has no record. Wait"),
-        (infinite_confusions, "confusions.json is damaged. Remove it"),
+        ("metrics.jsonl", "", "metrics.jsonl has no record. Wait"),
+        ("metrics.jsonl", "[1]\nnull\n{'step'\n", "metrics.jsonl has no record. Wait"),
+        ("metrics.jsonl", None, "metrics.jsonl"),
+        ("resolved.toml", None, "resolved.toml"),
+        ("resolved.toml", '[model]\nmodel = "volo', "resolved.toml is damaged"),
+        ("environment.json", '{"hosts": [', "environment.json is damaged"),
+        ("confusions.json", "{", "confusions.json is damaged"),
     ],
 )
 def test_a_damaged_folder_is_one_error(
-    tmp_path: Path, damage: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, name: str, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_run(tmp_path / "a")
-    damage(folder)
-    assert mistake(capsys, str(folder)).count(message) == 1
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    assert message in mistake(capsys, str(folder))
     assert not (folder / "report.html").exists()
 
 
@@ -360,27 +266,23 @@ def test_other_mistakes_are_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(write_run(tmp_path / "a"))
-    assert f"there is no run folder {tmp_path}/b" in mistake(capsys, str(tmp_path / "b"))
-    assert "a run is named twice" in mistake(capsys, folder, folder)
-    assert "--html cannot write" in mistake(capsys, folder, "--html", str(tmp_path / "no" / "page.html"))
+    assert f"there is no {tmp_path}/b" in mistake(capsys, str(tmp_path / "b"))
+    assert "named twice" in mistake(capsys, folder, folder)
+    assert "--html" in mistake(capsys, folder, "--html", str(tmp_path / "no" / "page.html"))
     monkeypatch.setenv("PATH", str(tmp_path))
     message = mistake(capsys, folder, "--pdf", str(tmp_path / "page.pdf"))
-    assert all(name in message for name in BROWSERS)
-    assert "apt-get install chromium" in message
+    assert all(name in message for name in (*BROWSERS, "--pdf"))
 
 
-def test_only_settings_are_needed_beside_metrics(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "a")
+def test_runs_of_other_versions_have_a_page(tmp_path: Path) -> None:
+    """One with settings and values that this version does not know, and without the other files."""
+    settings: dict[str, Any] = {"model": {"kernels": "gone"}, "update": {"gone": 1}}
+    folder = write_run(tmp_path / "a", settings=settings)
     for name in ("environment.json", "log.txt", "ledger.jsonl"):
         (folder / name).unlink()
     page = page_of(folder)
-    assert page.column("Top-1 accuracy against steps")["20"] == "51.25 %"
+    assert page.column("Top-1 accuracy against epochs")["2"] == "51.25 %"
+    assert "volo_d1, 224 px" in page.texts("dd")
+    rows = page.tables["What differs from the defaults"]
+    assert ["update.gone", "not a setting of this version", "1"] in rows
     assert "The run folder does not say in which environment the run was." in page.texts("p")
-
-
-def test_ledger_lines_that_are_no_starts_are_left_out(tmp_path: Path) -> None:
-    lines: list[Any] = [{"hosts": 3, "step": 0}, {"hosts": ["a"], "step": "x"}, [1], {"steps": [1, 2]}]
-    folder = write_run(tmp_path / "a")
-    with (folder / "ledger.jsonl").open("a") as ledger:
-        ledger.writelines(f"{json.dumps(line)}\n" for line in lines)
-    assert "3 of 3" in page_of(folder).texts("dd")

@@ -1,0 +1,170 @@
+"""The tables of a report: the main figures of runs, their environment and their settings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from horovod_volo.config.values import all_settings, shown
+from horovod_volo.core.errors import escape_controls
+from horovod_volo.report.markup import Markup, element, folded, joined, table
+from horovod_volo.report.quantities import AVERAGED, MAIN_SCORES, quantity
+from horovod_volo.report.run_folder import RunFolder
+from horovod_volo.report.speed import mean_over_time, speed_points
+
+_DETAILS = ("Batch", "Learning rate", "Precision", "Data", "State")
+_NOT_RECORDED = "not recorded"
+
+
+def summary(runs: Sequence[RunFolder]) -> Markup:
+    """Return the main figures of each run."""
+    figures = [_figures(run) for run in runs]
+    rows = [[name, *(each[name] for each in figures)] for name in figures[0]]
+    rows = [row for row in rows if any(row[1:])]
+    if len(runs) > 1:
+        return table(["Figure", *(run.name for run in runs)], rows, caption="The runs beside each other")
+    pairs = [
+        element(
+            "div", element("dt", name), element("dd", text), class_="detail" if name in _DETAILS else None
+        )
+        for name, text in rows
+    ]
+    return element("dl", *pairs, class_="facts")
+
+
+def _figures(run: RunFolder) -> dict[str, str]:
+    """Return the main figures of a run by name; an empty text where one is not recorded."""
+    last = max([*run.training, *run.evaluations], key=lambda record: record["step"])
+    losses = [record["loss"] for record in run.training if "loss" in record]
+    hours = run.training[-1].get("hours") if run.training else None
+    hosts, banner = run.hosts, run.banner
+    ranks = f"{_counted(len(hosts), 'rank')} on {_counted(len(set(hosts)), 'host')}"
+    network = f"{run.settings.get('model.model')}, {run.settings.get('model.img_size')} px"
+    return {
+        "Best": _best_score(run),
+        "Epochs": f"{last['epoch']:.4g} of {_epochs(run)}",
+        "Loss at the end": quantity("loss").written(losses[-1]) if losses else "",
+        "Speed": _latest_speed(run),
+        "Time": "" if hours is None else f"{hours:.1f} h" if hours >= 2 else f"{60 * hours:.1f} min",
+        "MFU": _mean(run, "mfu"),
+        "Waiting for data": _mean(run, "data_wait"),
+        "Ranks": ranks if hosts else "",
+        "Model": banner.get("model", network),
+        "Batch": banner.get("batch", ""),
+        "Learning rate": banner.get("lr", ""),
+        "Precision": banner.get("precision") or run.settings.get("model.precision", ""),
+        "Data": banner.get("data", ""),
+        "State": _state(run),
+    }
+
+
+def _epochs(run: RunFolder) -> int:
+    """Return the epochs of the whole run."""
+    parts = ["epochs", "cooldown_epochs"]
+    if run.settings.get("update.warmup_prefix") and run.settings.get("update.sched") != "one-cycle":
+        parts.append("warmup_epochs")  # which one-cycle does not have
+    return sum(run.settings.get(f"update.{part}", 0) for part in parts)
+
+
+def _best_score(run: RunFolder) -> str:
+    """Return the best value of the main metric, of which weights, and when."""
+    found = [
+        (record[prefix + key], key, prefix, record["epoch"])
+        for record in run.evaluations
+        for key in MAIN_SCORES
+        for prefix in ("", AVERAGED)
+        if prefix + key in record
+    ]
+    if not found:
+        return ""
+    value, key, prefix, epoch = max(found, key=lambda score: score[0])
+    weights = " (averaged weights)" if prefix else ""
+    title = quantity(key).title.split(",")[0]
+    return f"{title} {quantity(key).written(value)}{weights} after epoch {epoch:.4g}"
+
+
+def _latest_speed(run: RunFolder) -> str:
+    """Return the speed on the ranks that the run had last; an elastic run may have had others before."""
+    last = run.hosts_at(run.training[-1]["step"]) if run.training else []
+    for point in speed_points(run):
+        if (point.ranks, point.nodes) == (len(last), len(set(last))):
+            return f"{point.images_per_second:,.0f} images/s, {point.of_rank:,.0f} a rank"
+    return ""
+
+
+def _mean(run: RunFolder, key: str) -> str:
+    mean = mean_over_time(run, key)
+    return "" if mean is None else quantity(key).written(quantity(key).scaled(mean))
+
+
+def _state(run: RunFolder) -> str:
+    resumed = [f"{start['step']:,}" for start in run.starts if start["step"]]
+    state = "training, or ended without a last line in its log"
+    for beginning, name in (("done:", "finished"), ("stopped", "stopped and saved")):
+        if run.last_line.startswith(beginning):
+            state = name
+    return f"{state}, resumed at step {', '.join(resumed)}" if resumed else state
+
+
+def environment(runs: Sequence[RunFolder]) -> Markup:
+    """Return versions, hosts and the hardware that each rank is bound to."""
+    environments = [run.environment for run in runs]
+    packages = [each.get("packages", {}) for each in environments]
+    names = dict.fromkeys(name for versions in packages for name in versions)
+    rows = [_row("Code", environments, "commit"), _row("Python", environments, "python")]
+    rows += [_row(name, packages, name) for name in names]
+    hosts = (
+        ", ".join(f"{host} ({_counted(n, 'rank')})" for host, n in Counter(run.hosts).items()) for run in runs
+    )
+    rows.append(["Hosts", *(text or _NOT_RECORDED for text in hosts)])
+    rows.append(_row("World", [run.banner for run in runs], "world"))
+    rows = [row for row in rows if set(row[1:]) != {_NOT_RECORDED}]
+    if not rows:
+        return element("p", "The run folder does not say in which environment the run was.")
+    bindings = [_bindings(run) for run in runs]
+    versions = table(["Part", *(run.name for run in runs)], rows, caption="Versions and hosts")
+    return joined([versions, folded("Ranks and what they are bound to", *bindings) if any(bindings) else ""])
+
+
+def _row(title: str, found: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    return [title, *(str(each.get(key, _NOT_RECORDED)) for each in found)]
+
+
+def _bindings(run: RunFolder) -> Markup:
+    bound = zip(run.hosts, run.environment.get("bindings", []), strict=False)
+    rows = [[f"{rank}", host, binding] for rank, (host, binding) in enumerate(bound)]
+    return table(["Rank", "Host", "Bound to"], rows, caption=f"Ranks of {run.name}") if rows else Markup()
+
+
+def recipe(runs: Sequence[RunFolder]) -> Markup:
+    """Return the settings that differ: between the runs, and from the defaults; and all of them, folded."""
+    defaults = {f"{setting.group}.{setting.name}": _written(setting.default) for setting in all_settings()}
+    changed, between = [], []
+    for key in dict.fromkeys([*defaults, *(key for run in runs for key in run.settings)]):
+        values = [_written(run.settings.get(key)) for run in runs]
+        row = [key, defaults.get(key, "not a setting of this version"), *values]
+        if key == "run.name":
+            continue  # it heads the column
+        if len(set(values)) > 1:
+            between.append(row)
+        elif values[0] not in (row[1], ""):
+            changed.append(row)
+    head = ["Setting", "Default", *(run.name for run in runs)]
+    tables = {
+        "What differs between the runs": between,
+        "What differs from the defaults" + (", alike in all runs" if between else ""): changed,
+    }
+    parts = [table(head, rows, caption=caption) for caption, rows in tables.items() if rows]
+    whole = [folded(f"All settings of {run.name}", element("pre", run.recipe)) for run in runs]
+    return joined([*parts, *whole])
+
+
+def _written(value: Any) -> str:
+    """Return a value as a user types it; an empty text, if the run does not have the setting."""
+    value = tuple(value) if isinstance(value, list) else value
+    return "" if value is None else escape_controls(shown(value))
+
+
+def _counted(number: int, unit: str) -> str:
+    return f"{number} {unit}{'s' * (number != 1)}"
