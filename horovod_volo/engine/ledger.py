@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from horovod_volo.cluster.step_statistics import CHECKSUM_BITS
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.rng import Purpose, bits_of_samples
-from horovod_volo.monitor.appended_file import AppendedFile
+from horovod_volo.monitor.metrics_file import AppendedFile
 
 LEDGER = "ledger.jsonl"
 CLASSES = "ledger_classes.npy"

@@ -49,14 +49,12 @@ from horovod_volo.kernels.choice import choose_kernels
 from horovod_volo.models.compiled import check_compiler
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.further_loggers import check_packages
-from horovod_volo.monitor.hardware import peak_flops
 from horovod_volo.monitor.logger import Logger, NullLogger
-from horovod_volo.monitor.metrics_file import METRICS, progress_so_far
+from horovod_volo.monitor.meters import StragglerFinder, TrainingClock, peak_flops
+from horovod_volo.monitor.metrics_file import METRICS, last_values
+from horovod_volo.monitor.profile import parse_steps
+from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
-from horovod_volo.monitor.step_ranges import parse_steps
-from horovod_volo.monitor.stragglers import StragglerFinder
-from horovod_volo.monitor.training_clock import TrainingClock
-from horovod_volo.monitor.training_progress import RunLength
 from horovod_volo.plugins import check_names, load_plugins
 
 _LOCK_SECONDS = 120.0  # the lock of another host is watched for a while
@@ -91,8 +89,9 @@ def run(
             context.callbacks.failed = elastic.failed  # raised when this state is saved
             context.hosts_changed = lambda: elastic.job.hosts_changed
             elastic.forget()  # not before: a rank may be lost while the run is set up
-        before = world.run_on_rank_zero(lambda: progress_so_far(context.folder / METRICS))
-        context.skipped.total, context.clock = before.skipped_steps, TrainingClock(before.hours)
+        before = world.run_on_rank_zero(lambda: last_values(context.folder / METRICS))
+        context.skipped.total = before.get("skipped_steps", 0)
+        context.clock = TrainingClock(before.get("hours", 0.0))
         context.heartbeat.beat(context.state.step)
         finished = fit(context)
         context.callbacks.raise_on_all_ranks(context)

@@ -14,8 +14,6 @@ PACKAGE = Path(__file__).parents[2] / "horovod_volo"
 # reason. A member of a registered family of modules is listed here too.
 SMALL_MODULES_WITH_ONE_IMPORTER = {
     # Triton is imported only where a kernel is launched.
-    # Losses between log points belong to `monitor`, their importer to `engine`.
-    "monitor.meters",
     # What a scaler has skipped follows from optimization, its importer belongs to `engine`.
     "optim.loss_scale",
     # The network computes what `tasks` draws.
