@@ -19,7 +19,7 @@ from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.models.compiled import find_blocks
 from horovod_volo.monitor.meters import ignore
-from horovod_volo.monitor.profile import RangeRecorder, describe, merged_trace, read_timeline, times_of
+from horovod_volo.monitor.step_profile import RangeRecorder, describe, merged_trace, read_timeline, times_of
 
 FOLDER = "profile"  # in the run folder
 

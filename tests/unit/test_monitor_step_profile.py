@@ -9,7 +9,7 @@ import torch
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.monitor.meters import StepTimer
-from horovod_volo.monitor.profile import (
+from horovod_volo.monitor.step_profile import (
     Range,
     RangeRecorder,
     RankTimes,
