@@ -124,7 +124,7 @@ def _apex() -> Iterator[Finding]:
     if importlib.util.find_spec("apex") is None:
         yield ok("apex", "not installed; torch's fused AdamW is used")
         return
-    from horovod_volo.optim.apex_optimizers import check_apex
+    from horovod_volo.optim.build import check_apex
 
     try:
         check_apex(instead="adamw")

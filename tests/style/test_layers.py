@@ -69,8 +69,8 @@ def write_package(folder: Path, files: dict[str, str]) -> Path:
             "def late():\n    import example.data.loader",
             "models and data are in the same layer",
         ),
-        ("optim/adamw.py", "import importlib\nimportlib.import_module('timm.layers')", "only models may"),
-        ("optim/adamw.py", "__import__('horovod')", "only cluster may"),
+        ("optim/muon.py", "import importlib\nimportlib.import_module('timm.layers')", "only models may"),
+        ("optim/muon.py", "__import__('horovod')", "only cluster may"),
     ],
 )
 def test_a_broken_rule_is_found(file: str, source: str, rule: str, tmp_path: Path) -> None:

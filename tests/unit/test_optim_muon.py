@@ -24,8 +24,15 @@ from horovod_volo.engine.state import build_state
 from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, spec_of
 from horovod_volo.optim.build import build_optimizer, check_optimizer, parameter_groups, set_lr, state_tensors
 from horovod_volo.optim.clip import divide
-from horovod_volo.optim.muon import Muon, OneRank, share_matrices
-from horovod_volo.optim.orthogonal import STEPS, Shape, assign_matrices, orthogonalize
+from horovod_volo.optim.muon import (
+    STEPS,
+    Muon,
+    OneRank,
+    Shape,
+    assign_matrices,
+    orthogonalize,
+    share_matrices,
+)
 
 Array = NDArray[np.float64]
 MOMENTUM, DECAY = 0.9, 0.05

@@ -28,8 +28,7 @@ from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.models.build import build_model, exempt_from_decay, hidden_matrices, spec_of
 from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr
-from horovod_volo.optim.muon import MatrixRanks, OneRank, share_matrices
-from horovod_volo.optim.orthogonal import Shape, arithmetic, assign_matrices
+from horovod_volo.optim.muon import MatrixRanks, OneRank, Shape, arithmetic, assign_matrices, share_matrices
 
 _IMG_SIZE = 224
 _LR, _WEIGHT_DECAY = 1e-3, 0.05
