@@ -50,8 +50,14 @@ from horovod_volo.models.normalization import finetune_warnings, statistics_of_r
 from horovod_volo.models.precision import autocast
 from horovod_volo.models.sync_batch_norm import connect_norms, synchronize_norms
 from horovod_volo.models.weights import load_weights, read_weights
-from horovod_volo.objective.class_weights import ClassWeights, read_class_weights
-from horovod_volo.objective.loss import LOSSES, LossParts, build_loss, check_threshold
+from horovod_volo.objective.loss import (
+    LOSSES,
+    ClassWeights,
+    LossParts,
+    build_loss,
+    check_threshold,
+    read_class_weights,
+)
 from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
 from horovod_volo.token_labels.keys import check_published_keys
 from horovod_volo.token_labels.source import LabelSource, map_warnings, open_labels

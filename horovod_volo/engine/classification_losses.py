@@ -16,8 +16,7 @@ from horovod_volo.core.batch import TrainBatch
 from horovod_volo.data.images.image_list import ImageList
 from horovod_volo.engine.task import drop_path_seed
 from horovod_volo.models.build import Forward, tokens_per_side
-from horovod_volo.objective.class_weights import BALANCED
-from horovod_volo.objective.loss import Loss, LossParts
+from horovod_volo.objective.loss import BALANCED, Loss, LossParts
 from horovod_volo.objective.mixing import NO_BOX, Mix, draw_box, draw_image_mix
 from horovod_volo.token_labels.source import LabelSource
 

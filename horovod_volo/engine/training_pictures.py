@@ -27,7 +27,7 @@ from horovod_volo.models.normalization import statistics_of_run
 from horovod_volo.models.outlook_attention import received_attention
 from horovod_volo.models.precision import autocast
 from horovod_volo.objective.label_map import most_probable
-from horovod_volo.objective.loss import Loss, TokenLabelLoss
+from horovod_volo.objective.loss import Loss, SoftTargetLoss
 from horovod_volo.objective.mixing import Box, ImageMix, Mix
 
 _MOST = 6  # images
@@ -85,9 +85,10 @@ class TrainingPictures:
 
     def _token_classes(self, batch: TrainBatch) -> NDArray[np.int64] | None:
         """Return the most probable class of each token (images, rows, columns), where tokens have labels."""
-        if not isinstance(self.losses.loss, TokenLabelLoss):
+        loss = self.losses.loss
+        targets = loss.targets(batch.labels).tokens if isinstance(loss, SoftTargetLoss) else None
+        if targets is None:
             return None
-        targets = self.losses.loss.targets(batch.labels).tokens
         classes = most_probable(targets).view(len(batch.images), -1)
         side = round(classes.shape[1] ** 0.5)
         found: NDArray[np.int64] = classes[:_MOST].view(-1, side, side).cpu().numpy()

@@ -95,7 +95,7 @@ def test_allowed_imports_pass(tmp_path: Path) -> None:
 
 def test_a_broken_rule_in_the_real_package_is_found(tmp_path: Path) -> None:
     copy = shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    broken = copy / "objective" / "roi_weights.py"
+    broken = copy / "objective" / "mixing.py"
     broken.write_text(f"{broken.read_text(encoding='utf-8')}\nimport horovod_volo.engine.loop as above\n")
     assert len(broken_rules(copy)) == 1
     assert "engine is above objective" in broken_rules(copy)[0]
