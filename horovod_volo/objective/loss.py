@@ -114,17 +114,17 @@ class SoftTargetLoss:
     targets: Callable[[Labels], Targets]
     class_weight: float
     token_weight: float
-    of_classes: RowLoss
-    of_tokens: RowLoss  # may overwrite the logits
+    class_row_loss: RowLoss
+    token_row_loss: RowLoss  # may overwrite the logits
 
     def __call__(self, class_logits: Tensor, token_logits: Tensor, labels: Labels, mix: Mix) -> LossParts:
         """Return the loss of one micro-batch."""
         classes, tokens = self.targets(labels)
         mixed = blend(classes, classes.reversed_batch(), mix.lam)
-        class_loss = self.of_classes(class_logits, mixed).mean()
+        class_loss = self.class_row_loss(class_logits, mixed).mean()
         if tokens is None:
             return LossParts(self.class_weight * class_loss, class_loss, torch.zeros_like(class_loss))
-        token_loss = self.of_tokens(token_logits.flatten(0, 1), tokens).mean()
+        token_loss = self.token_row_loss(token_logits.flatten(0, 1), tokens).mean()
         return LossParts(
             self.class_weight * class_loss + self.token_weight * token_loss, class_loss, token_loss
         )
