@@ -16,7 +16,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horovod_volo.engine.log_point import log_own_times
-from horovod_volo.monitor.logger import NullLogger
 from horovod_volo.monitor.meters import OwnTime, StragglerFinder
 from horovod_volo.monitor.metrics_file import AppendedFile
 from horovod_volo.monitor.progress import RunLength
@@ -239,17 +238,3 @@ def test_a_folder_that_stays_away_is_said_at_the_end(
     shown = capsys.readouterr().out
     assert "resolved.toml is not written: Not a directory" in shown
     assert "log.txt lacks its last 10 bytes" in shown
-
-
-def test_the_null_logger_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    logger = NullLogger()
-    logger.log("something")
-    logger.write_file("resolved.toml", "something")
-    logger.log_training(1, TRAIN)
-    logger.log_evaluation(1, SCORES)
-    logger.close()
-    assert capsys.readouterr().out == ""
-    assert not list(tmp_path.iterdir())
