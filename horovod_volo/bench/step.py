@@ -29,8 +29,8 @@ from horovod_volo.cluster.world import World
 from horovod_volo.engine.classification import Classification
 from horovod_volo.engine.model_cost import PASSES, count_cost
 from horovod_volo.models.compiled import check_compiler
-from horovod_volo.monitor.hardware import device_memory_gib, peak_flops
-from horovod_volo.monitor.step_ranges import RangeRecorder, RecordingTimer
+from horovod_volo.monitor.meters import device_memory_gib, peak_flops
+from horovod_volo.monitor.step_profile import RangeRecorder
 
 _FIRST_STEPS = 3
 _TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 1e-2, "fp16": 1e-2}  # relative to the largest loss
@@ -106,8 +106,7 @@ def measure_operators(
     )  # fmt: skip
     with closing(SyntheticRun(config)) as run:
         run.losses(_FIRST_STEPS)  # kernels are compiled; waits for the device
-        progress = run.context.progress
-        progress.timer = RecordingTimer(progress.timer, RangeRecorder(run.device))
+        run.context.progress.timer.on_phase = RangeRecorder(run.device).begin_phase
         on_gpu = run.device.type == "cuda"
         with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu) as profiler:
             run.losses(_PROFILED_STEPS)

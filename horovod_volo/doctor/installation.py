@@ -110,7 +110,7 @@ def check_apex() -> Iterator[Finding]:
     if importlib.util.find_spec("apex") is None:
         yield ok("not installed; torch's fused AdamW is used")
         return
-    from horovod_volo.optim.apex_optimizers import check_apex as raise_unless_usable
+    from horovod_volo.optim.build import check_apex as raise_unless_usable
 
     try:
         raise_unless_usable(instead="adamw")

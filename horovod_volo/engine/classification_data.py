@@ -17,8 +17,7 @@ from horovod_volo.data.images.split_folder import HeldOut
 from horovod_volo.engine.shared_catalog import cache_settings, cache_warnings, catalog_folder, shared_catalog
 from horovod_volo.engine.task import check_classes
 from horovod_volo.models.build import tokens_per_side
-from horovod_volo.objective.class_weights import BALANCED, ClassWeights, read_class_weights
-from horovod_volo.objective.loss import check_threshold
+from horovod_volo.objective.loss import BALANCED, ClassWeights, check_threshold, read_class_weights
 from horovod_volo.token_labels.geometry import WHOLE, MapGeometry
 from horovod_volo.token_labels.keys import check_published_keys
 from horovod_volo.token_labels.source import LabelSource, map_warnings, open_labels

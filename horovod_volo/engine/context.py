@@ -24,9 +24,7 @@ from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState
 from horovod_volo.engine.task import Learner, Task, TaskData
 from horovod_volo.monitor.logger import Logger
-from horovod_volo.monitor.meters import LossMeter
-from horovod_volo.monitor.stragglers import StepTimer, StragglerFinder
-from horovod_volo.monitor.training_clock import TrainingClock
+from horovod_volo.monitor.meters import LossMeter, StepTimer, StragglerFinder, TrainingClock
 from horovod_volo.optim.clip import Clip, build_clip, gradient_norm
 from horovod_volo.optim.loss_scale import SkippedSteps
 from horovod_volo.optim.schedule import find_decay, lr_at

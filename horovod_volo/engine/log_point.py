@@ -13,9 +13,8 @@ from horovod_volo.engine.checkpoint.saving import finish_checkpoint
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.divergence import go_back, note_value
 from horovod_volo.engine.model_cost import PASSES
-from horovod_volo.monitor.hardware import device_memory_gib, host_memory_gib
+from horovod_volo.monitor.meters import OwnTime, device_memory_gib, host_memory_gib
 from horovod_volo.monitor.progress import Values
-from horovod_volo.monitor.stragglers import OwnTime
 
 _DIGITS = 6  # of fractions and hours
 

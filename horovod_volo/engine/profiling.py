@@ -8,7 +8,6 @@ from __future__ import annotations
 import gzip
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.engine.callbacks import Callback
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.models.compiled import find_blocks
-from horovod_volo.monitor.profile_text import describe, times_of
-from horovod_volo.monitor.step_ranges import RangeRecorder, RecordingTimer, merged_trace, read_timeline
+from horovod_volo.monitor.meters import ignore
+from horovod_volo.monitor.step_profile import RangeRecorder, describe, merged_trace, read_timeline, times_of
 
 FOLDER = "profile"  # in the run folder
 
@@ -61,9 +60,9 @@ class StepProfiler(Callback):
         names = {module: name for name, module in run.state.model.named_modules()}
         for block in find_blocks(run.state.model):
             self._undo.callback(_record_forward(block, names[block], self._recorder))
-        usual_timer = run.progress.timer
-        run.progress.timer = RecordingTimer(usual_timer, self._recorder)
-        self._undo.callback(partial(setattr, run.progress, "timer", usual_timer))
+        timer = run.progress.timer
+        timer.on_phase = self._recorder.begin_phase
+        self._undo.callback(setattr, timer, "on_phase", ignore)
         self._waited_before = run.learner.train_loader.waited_seconds
         self._profiler = profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu)
         self._profiler.start()

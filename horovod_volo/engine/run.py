@@ -30,11 +30,9 @@ from horovod_volo.engine.profiling import StepProfiler
 from horovod_volo.engine.run_texts import describe_run
 from horovod_volo.engine.setup import FROM_DISK, Start, setup
 from horovod_volo.engine.task import Task
-from horovod_volo.monitor.hardware import peak_flops
-from horovod_volo.monitor.metrics_file import METRICS, progress_so_far
-from horovod_volo.monitor.step_ranges import parse_steps
-from horovod_volo.monitor.stragglers import StragglerFinder
-from horovod_volo.monitor.training_clock import TrainingClock
+from horovod_volo.monitor.meters import StragglerFinder, TrainingClock, peak_flops
+from horovod_volo.monitor.metrics_file import METRICS, last_values
+from horovod_volo.monitor.step_profile import parse_steps
 
 # (settings, world, callbacks, start) -> exit status
 Train = Callable[[Config, World, Sequence[Callback], Start], int]
@@ -72,9 +70,9 @@ def run(
         log_start(context, warnings, shown=start.take_over is None)
         context.callbacks.started(context)
         context.callbacks.raise_on_all_ranks(context)
-        before = world.run_on_rank_zero(lambda: progress_so_far(context.folder / METRICS))
-        context.progress.skipped.total = before.skipped_steps
-        context.progress.clock = TrainingClock(before.hours)
+        before = world.run_on_rank_zero(lambda: last_values(context.folder / METRICS))
+        context.progress.skipped.total = before.get("skipped_steps", 0)
+        context.progress.clock = TrainingClock(before.get("hours", 0.0))
         context.heartbeat.beat(context.state.step)
         finished = fit(context)
         context.callbacks.raise_on_all_ranks(context)

@@ -34,9 +34,9 @@ from horovod_volo.models.compiled import check_compiler
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.further_loggers import check_packages
 from horovod_volo.monitor.logger import Logger, NullLogger
+from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
-from horovod_volo.monitor.step_ranges import parse_steps
-from horovod_volo.monitor.training_progress import RunLength
+from horovod_volo.monitor.step_profile import parse_steps
 from horovod_volo.plugins import check_names, load_plugins
 
 _LOCK_SECONDS = 120.0  # the lock of another host is watched for a while

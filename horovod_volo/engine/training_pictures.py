@@ -32,7 +32,7 @@ from horovod_volo.monitor.pictures import (
     palette_colors,
 )
 from horovod_volo.objective.label_map import most_probable
-from horovod_volo.objective.loss import Loss, TokenLabelLoss
+from horovod_volo.objective.loss import Loss, SoftTargetLoss
 from horovod_volo.objective.mixing import Box, ImageMix, Mix
 
 _MOST = 6  # images
@@ -72,9 +72,10 @@ def draw_batch(
 
 def _token_classes(batch: TrainBatch, loss: Loss) -> NDArray[np.int64] | None:
     """Return the most probable class of each token (images, rows, columns), where tokens have labels."""
-    if not isinstance(loss, TokenLabelLoss):
+    targets = loss.targets(batch.labels).tokens if isinstance(loss, SoftTargetLoss) else None
+    if targets is None:
         return None
-    classes = most_probable(loss.targets(batch.labels).tokens).view(len(batch.images), -1)
+    classes = most_probable(targets).view(len(batch.images), -1)
     side = round(classes.shape[1] ** 0.5)
     found: NDArray[np.int64] = classes[:_MOST].view(-1, side, side).cpu().numpy()
     return found

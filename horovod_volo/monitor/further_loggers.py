@@ -1,6 +1,7 @@
-"""Loggers beside TensorBoard: CSV tables, and services that are written to from threads of their own.
+"""Loggers beside TensorBoard: CSV tables, and Weights & Biases and MLflow, each sent to from a thread.
 
-A service may be slow or fail: the loop never waits for it, and one warning is all that a failure costs.
+A service may be slow or fail: the loop never waits for it, and one warning is all that a failure costs. Its
+server is set where its library looks for it, as in WANDB_MODE and MLFLOW_TRACKING_URI.
 Invariant: a service is sent each step once. After a resume, steps that it has are not sent again.
 """
 
@@ -9,31 +10,35 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import queue
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.monitor.event_records import HparamValue
-from horovod_volo.monitor.metrics_file import METRICS, is_of_training, read_metrics
+from horovod_volo.monitor.metrics_file import EVALUATION, METRICS, TRAIN, MetricsRecord, kind_of, read_metrics
 from horovod_volo.monitor.progress import Values
-from horovod_volo.monitor.services import CONNECTIONS, Connect
-from horovod_volo.monitor.tags import EVALUATION, TRAIN
 
 STATE = "loggers.json"  # in the run folder: the runs of services, and what they have
-_CLOSE_SECONDS = 60.0
+_PROJECT = "horovod_volo"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME names another
+_SECONDS_BETWEEN_TABLES = _CLOSE_SECONDS = 60.0
+_LOGIN_SECONDS = 20
 
 
-class RecordLogger(Protocol):
-    """A logger that is given the same metrics as metrics.jsonl, which has them already."""
+class FurtherLogger:
+    """A logger that gets the same metrics as metrics.jsonl, which has them already."""
 
-    _problem: str = ""
+    problem = ""  # what prevents writing, to be logged once
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def begin(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
         """Begin the run of this name."""
@@ -44,116 +49,89 @@ class RecordLogger(Protocol):
     def go_back(self) -> None:
         """Forget what metrics.jsonl has no longer."""
 
-    def take_problem(self) -> str:
-        """Return, once, what prevents writing."""
-        problem, self._problem = self._problem, ""
-        return problem
-
     def close(self, *, finished: bool) -> None:
         """Write what is left."""
 
 
-def build_loggers(names: Sequence[str], folder: Path) -> list[RecordLogger]:
-    """Build the loggers of --log-to."""
-    return [
-        CsvLogger(folder) if name == "csv" else ServiceLogger(name, folder, CONNECTIONS[name])
-        for name in names
-    ]
+class CsvLogger(FurtherLogger):
+    """The records of metrics.jsonl as tables, train.csv and evaluation.csv, with a column for each metric.
 
-
-def check_packages(names: Sequence[str]) -> None:
-    """Raise UserError if the package of a logger is missing."""
-    for name in names:
-        if name in CONNECTIONS and find_spec(name) is None:
-            raise UserError(
-                f"--log-to {name} needs the package {name}. Install it with "
-                f"pip install 'horovod_volo[{name}]', or drop --log-to {name}."
-            )
-
-
-class CsvLogger(RecordLogger):
-    """Two tables, train.csv and evaluation.csv, with a column for each metric.
-
-    A table is written again where a new metric adds a column, and where records are dropped.
+    They are written as a whole: after an evaluation, at the end, and between them every minute.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._columns: dict[str, list[str]] = {}
-        self._is_behind = {TRAIN: True, EVALUATION: True}
+        super().__init__(folder)
+        self._next_seconds = 0.0
+        self._failed = False  # whether the last write did
 
     def begin(self, name: str, hparams: Mapping[str, HparamValue]) -> None:  # noqa: ARG002
-        self.go_back()
+        self._write_tables()
 
-    def write(self, kind: str, step: int, values: Values) -> None:
-        row = {"step": step, **values}
-        if self._is_behind[kind] or not row.keys() <= set(self._columns.get(kind, ())):
-            self._rewrite(kind)
-            return
-        with self._noting_failure(kind), self._path(kind).open("a", encoding="utf-8") as file:
-            csv.DictWriter(file, self._columns[kind], lineterminator="\n").writerow(row)
+    def write(self, kind: str, step: int, values: Values) -> None:  # noqa: ARG002
+        if kind == EVALUATION or time.monotonic() >= self._next_seconds:
+            self._write_tables()
 
     def go_back(self) -> None:
-        for kind in (TRAIN, EVALUATION):
-            self._rewrite(kind)
+        self._write_tables()
 
     def close(self, *, finished: bool) -> None:  # noqa: ARG002
-        for kind, is_behind in self._is_behind.items():
-            if is_behind:
-                self._rewrite(kind)
+        self._write_tables()
 
-    def _rewrite(self, kind: str) -> None:
-        records = [
-            record
-            for record in read_metrics(self._folder / METRICS)
-            if is_of_training(record) == (kind == TRAIN)
-        ]
-        self._columns[kind] = list(dict.fromkeys(name for record in records for name in record))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, self._columns[kind], lineterminator="\n")
-        if records:
-            writer.writeheader()
-            writer.writerows(records)
-        with self._noting_failure(kind):
-            if records or self._path(kind).exists():
-                with atomic_write(self._path(kind)) as file:
-                    file.write(text.getvalue().encode())
-
-    def _path(self, kind: str) -> Path:
-        return self._folder / f"{kind}.csv"
-
-    @contextmanager
-    def _noting_failure(self, kind: str) -> Iterator[None]:
+    def _write_tables(self) -> None:
+        self._next_seconds = time.monotonic() + _SECONDS_BETWEEN_TABLES
+        records = read_metrics(self.folder / METRICS)
         try:
-            yield
-            self._is_behind[kind] = False
+            for kind in (TRAIN, EVALUATION):
+                _write_table(self.folder / f"{kind}.csv", [each for each in records if kind_of(each) == kind])
+            self._failed = False
         except OSError as error:
-            if not any(self._is_behind.values()):
-                self._problem = f"{self._path(kind)} cannot be written: {error.strerror}"
-            self._is_behind[kind] = True  # it is written again as a whole
+            if not self._failed:
+                self.problem = f"--log-to csv cannot write: {error.strerror}"
+            self._failed = True
 
 
-class ServiceLogger(RecordLogger):
+def _write_table(path: Path, records: Sequence[MetricsRecord]) -> None:
+    if not records and not path.exists():
+        return
+    text = io.StringIO()
+    columns = dict.fromkeys(name for record in records for name in record)
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    with atomic_write(path) as file:
+        file.write(text.getvalue().encode())
+
+
+class ServiceLogger(FurtherLogger):
     """Sends metrics to a service from a thread; after an error it says so, and sends no more."""
 
-    def __init__(self, name: str, folder: Path, connect: Connect) -> None:
-        self._name, self._folder, self._connect = name, folder, connect
+    service: str  # the name of its package, too
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         # kind, step, values and time of day of each record; None: there are no more
         self._queue: queue.SimpleQueue[tuple[str, int, Values, float] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._finished = False
 
+    @abstractmethod
+    def connect(self, name: str, hparams: Mapping[str, HparamValue], run_id: str) -> str:
+        """Begin a run of the service, or resume the one of this id; return its id."""
+
+    @abstractmethod
+    def send(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Send metrics, which are of this time of day."""
+
+    @abstractmethod
+    def disconnect(self, *, finished: bool) -> None:
+        """Send what is left; a run that is not finished may be resumed."""
+
     def begin(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
-        self._thread = threading.Thread(
-            target=self._run, args=(name, hparams), name=f"log to {self._name}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(name, hparams), daemon=True)
         self._thread.start()
 
     def write(self, kind: str, step: int, values: Values) -> None:
         self._queue.put((kind, step, dict(values), time.time()))
-
-    def go_back(self) -> None:
-        pass  # steps that are trained again are not sent again
 
     def close(self, *, finished: bool) -> None:
         if self._thread is None:
@@ -162,33 +140,29 @@ class ServiceLogger(RecordLogger):
         self._queue.put(None)
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
-            self._problem = f"{self._name} has not taken all metrics within {_CLOSE_SECONDS:.0f} s"
+            self.problem = f"{self.service} has not taken all metrics within {_CLOSE_SECONDS:.0f} s"
 
     def _run(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
         try:
-            self._send_all(name, hparams)
+            sent = _states(self.folder).get(self.service, {})
+            sent["id"] = self.connect(name, hparams, str(sent.get("id", "")))
+            self._write_state(sent)
+            while (record := self._queue.get()) is not None:
+                kind, step, values, seconds = record
+                if step > sent.get(kind, -1):
+                    self.send(step, {f"{kind}/{key}": value for key, value in values.items()}, seconds)
+                    sent[kind] = step
+                    self._write_state(sent)
+            self.disconnect(finished=self._finished)
         # Whatever a service's library raises, training goes on.
         except Exception as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-            self._problem = f"{self._name} is sent no more metrics: {reason}"
-
-    def _send_all(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
-        sent = _states(self._folder).get(self._name, {})
-        connection = self._connect(self._folder, name, hparams, str(sent.get("id", "")))
-        sent["id"] = connection.id
-        self._write_state(sent)
-        while (record := self._queue.get()) is not None:
-            kind, step, values, seconds = record
-            if step > sent.get(kind, -1):
-                connection.send(step, {f"{kind}/{key}": value for key, value in values.items()}, seconds)
-                sent[kind] = step
-                self._write_state(sent)
-        connection.close(finished=self._finished)
+            self.problem = f"{self.service} is sent no more metrics: {reason}"
 
     def _write_state(self, sent: Mapping[str, Any]) -> None:
         with _STATE_LOCK:
-            states = _states(self._folder) | {self._name: sent}
-            with atomic_write(self._folder / STATE) as file:
+            states = _states(self.folder) | {self.service: sent}
+            with atomic_write(self.folder / STATE) as file:
                 file.write(json.dumps(states, indent=2).encode())
 
 
@@ -201,3 +175,75 @@ def _states(folder: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError):
         return {}
     return states
+
+
+class WandbLogger(ServiceLogger):
+    """A run of Weights & Biases, whose steps are those of training: they never decrease."""
+
+    service = "wandb"
+
+    def connect(self, name: str, hparams: Mapping[str, HparamValue], run_id: str) -> str:
+        import wandb
+
+        self._wandb_run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=name,
+            id=run_id or None,
+            resume="allow",
+            dir=str(self.folder),
+            config=dict(hparams),
+            settings=wandb.Settings(console="off", silent=True, login_timeout=_LOGIN_SECONDS),
+        )
+        return str(self._wandb_run.id)
+
+    def send(self, step: int, values: Mapping[str, float], seconds: float) -> None:  # noqa: ARG002
+        self._wandb_run.log(dict(values), step=step)
+
+    def disconnect(self, *, finished: bool) -> None:  # noqa: ARG002
+        self._wandb_run.finish()
+
+
+class MlflowLogger(ServiceLogger):
+    """A run of MLflow."""
+
+    service = "mlflow"
+
+    def connect(self, name: str, hparams: Mapping[str, HparamValue], run_id: str) -> str:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+
+        self._client, self._metric, self._id = MlflowClient(), Metric, run_id
+        if run_id:
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        found = self._client.get_experiment_by_name(experiment)
+        number = found.experiment_id if found else self._client.create_experiment(experiment)
+        self._id = str(self._client.create_run(number, run_name=name).info.run_id)
+        self._client.log_batch(self._id, params=[Param(key, str(value)) for key, value in hparams.items()])
+        return self._id
+
+    def send(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        metrics = [self._metric(key, value, round(1000 * seconds), step) for key, value in values.items()]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def disconnect(self, *, finished: bool) -> None:
+        self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
+
+
+_LOGGERS: Mapping[str, type[FurtherLogger]] = {"csv": CsvLogger, "wandb": WandbLogger, "mlflow": MlflowLogger}
+
+
+def build_loggers(names: Sequence[str], folder: Path) -> list[FurtherLogger]:
+    """Build the loggers of --log-to."""
+    return [_LOGGERS[name](folder) for name in names]
+
+
+def check_packages(names: Sequence[str]) -> None:
+    """Raise UserError if the package of a logger is missing."""
+    for name in names:
+        if issubclass(_LOGGERS[name], ServiceLogger) and find_spec(name) is None:
+            raise UserError(
+                f"--log-to {name} needs the package {name}. Install it with "
+                f"pip install 'horovod_volo[{name}]', or drop --log-to {name}."
+            )

@@ -1,27 +1,46 @@
-"""metrics.jsonl: one JSON object per log point and evaluation. What a resumed run must know of its past, such
-as the hours of training so far, is read from here.
+"""metrics.jsonl, one JSON object per log point and evaluation, and files that are appended to, as it is.
 
-Invariant: after a resume, no record later than the resumed step remains.
+What a resumed run must know of its past, such as the hours of training so far, is read from metrics.jsonl.
+Invariants: what is appended is written in its order, each part once, also after a time in which the file
+could not be written. After a resume, no record later than the resumed step remains.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from horovod_volo.core.atomic_file import atomic_write
 
 METRICS = "metrics.jsonl"
+TRAIN, EVALUATION = "train", "evaluation"  # kinds of records
 
 MetricsRecord = dict[str, Any]
 
 
-class RunSoFar(NamedTuple):
-    """What counts on from one part of a run to the next."""
+class AppendedFile:
+    """A file that is appended to. What cannot be written now is kept, and written with what comes next."""
 
-    hours: float = 0.0
-    skipped_steps: int = 0
+    def __init__(self, path: Path, header: bytes = b"") -> None:
+        """`header` is what a new file begins with."""
+        self.path, self._header = path, header
+        self._kept = bytearray()
+
+    @property
+    def lacks(self) -> int:
+        """Return the number of bytes that are not in the file yet."""
+        return len(self._kept)
+
+    def append(self, content: bytes) -> None:
+        """Append; raise OSError if that is not possible now. A file that was removed is made again."""
+        self._kept += content
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab", buffering=0) as file:
+            if not file.tell():
+                self._kept[:0] = self._header
+            while self._kept:
+                del self._kept[: file.write(self._kept)]
 
 
 def read_metrics(path: Path) -> list[MetricsRecord]:
@@ -30,29 +49,27 @@ def read_metrics(path: Path) -> list[MetricsRecord]:
     return [record for line in lines if (record := _parsed(line)) is not None]
 
 
+def kind_of(record: MetricsRecord) -> str:
+    """Return whether a record is of a log point of training or of an evaluation."""
+    return TRAIN if "lr" in record else EVALUATION
+
+
 def drop_records_after(path: Path, step: int) -> None:
-    """Remove the records of steps later than `step`, which will be trained again."""
+    """Remove the records of steps later than `step`, which will be trained again, and damaged lines."""
     if not path.exists():
         return
     lines = path.read_bytes().splitlines()
-    records = [(line, _parsed(line)) for line in lines]
+    kept = [line for line in lines if (record := _parsed(line)) is not None and record["step"] <= step]
     with atomic_write(path) as file:
-        kept = (line + b"\n" for line, record in records if record is not None and record["step"] <= step)
-        file.write(b"".join(kept))
+        file.writelines(line + b"\n" for line in kept)
 
 
-def progress_so_far(path: Path) -> RunSoFar:
-    """Return what the last records count."""
-    hours, skipped = 0.0, 0
+def last_values(path: Path) -> MetricsRecord:
+    """Return the last value of each metric so far."""
+    found: MetricsRecord = {}
     for record in read_metrics(path):
-        hours = float(record.get("hours", hours))
-        skipped = int(record.get("skipped_steps", skipped))
-    return RunSoFar(hours, skipped)
-
-
-def is_of_training(record: MetricsRecord) -> bool:
-    """Return whether a record is of a log point, not of an evaluation."""
-    return "lr" in record
+        found |= record
+    return found
 
 
 def _parsed(line: bytes) -> MetricsRecord | None:

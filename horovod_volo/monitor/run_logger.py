@@ -7,6 +7,9 @@ full for a time.
 from __future__ import annotations
 
 import json
+import os
+import socket
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,22 +20,21 @@ from horovod_volo.config.logging_settings import Logging, loggers
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError, escape_controls
 from horovod_volo.monitor import event_records
-from horovod_volo.monitor.appended_file import AppendedFile
-from horovod_volo.monitor.board import (
-    OTHER_AXES,
-    Board,
-    adopt_earlier_events,
-    all_other_axes,
-    description_events,
-    event_file,
-)
+from horovod_volo.monitor.charts import OTHER_AXES, Board, all_other_axes, description_events
 from horovod_volo.monitor.event_records import EncodedPicture
 from horovod_volo.monitor.further_loggers import build_loggers
 from horovod_volo.monitor.logger import Logger, RunDescription
-from horovod_volo.monitor.metrics_file import METRICS, drop_records_after, read_metrics
-from horovod_volo.monitor.progress import Values
-from horovod_volo.monitor.tags import EVALUATION, TRAIN
-from horovod_volo.monitor.training_progress import RunLength, TrainingProgress
+from horovod_volo.monitor.metrics_file import (
+    EVALUATION,
+    METRICS,
+    TRAIN,
+    AppendedFile,
+    drop_records_after,
+    read_metrics,
+)
+from horovod_volo.monitor.progress import RunLength, TrainingProgress, Values
+
+_FORMER_FOLDER = "tensorboard"  # where earlier versions had the events
 
 
 class RunLogger(Logger):
@@ -51,13 +53,13 @@ class RunLogger(Logger):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         drop_records_after(folder / METRICS, length.first_step)
-        adopt_earlier_events(folder)
+        _adopt_earlier_events(folder)
         earlier = read_metrics(folder / METRICS)
         self._board = Board(earlier)
         self._metrics = AppendedFile(folder / METRICS)
         self._log = AppendedFile(folder / "log.txt")
-        self._events = AppendedFile(event_file(folder), event_records.file_start(length.first_step + 1))
-        self._other_axes = AppendedFile(event_file(folder / OTHER_AXES), all_other_axes(earlier))
+        self._events = AppendedFile(_event_file(folder), event_records.file_start(length.first_step + 1))
+        self._other_axes = AppendedFile(_event_file(folder / OTHER_AXES), all_other_axes(earlier))
         self._files = (self._metrics, self._log, self._events, self._other_axes)
         self._failed = False  # whether the last write did
         for file in self._files:
@@ -156,7 +158,8 @@ class RunLogger(Logger):
 
     def _say_problems(self) -> None:
         for logger in self._further:
-            if problem := logger.take_problem():
+            if problem := logger.problem:
+                logger.problem = ""
                 self.log(f"warning: {problem}. Training goes on.")
 
     def _append(self, file: AppendedFile, content: bytes) -> None:
@@ -175,3 +178,17 @@ class RunLogger(Logger):
     def _print(self, text: str) -> None:
         self._progress.end_line()
         print(escape_controls(text), flush=True)
+
+
+def _event_file(folder: Path) -> Path:
+    """Return the path of a new file of events."""
+    return folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+
+
+def _adopt_earlier_events(folder: Path) -> None:
+    """Move the events that an earlier version wrote elsewhere, so that a resumed run is not shown twice."""
+    former = folder / _FORMER_FOLDER
+    for file in former.glob("events.out.tfevents.*"):
+        file.replace(folder / file.name)
+    if former.is_dir() and not any(former.iterdir()):
+        former.rmdir()

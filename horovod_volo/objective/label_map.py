@@ -3,50 +3,45 @@
 A label map holds a teacher's top-k classes and logits for each cell of an image, or of its centre crop,
 beyond which a training crop may reach. The published target averages the logits over the crop with
 RoIAlign, where classes outside a cell's top k have logit 0, and takes the softmax over all classes. Almost
-all logits are 0, so this softmax is "uniform plus a few classes".
+all logits are 0, so this softmax is "uniform plus a few classes". RoIAlign averages bilinear samples on a
+regular grid, which is separable, so weights per axis are sufficient. How many cells an output cell averages
+follows from the size of the map and the largest extent of the boxes, which the host knows: nothing
+synchronizes with the device.
 
-Invariant: the cost depends on k and the number of cells that a target averages, not on the number of classes.
-The k ids of a cell are distinct.
+A box may extend beyond its map, where there are no labels. There the nearest cell is read, because what is
+beside the map most often belongs to the object at its edge. RoIAlign would read 0 for all classes, from
+one cell beyond the map on. For boxes inside their map RoIAlign's rule is followed; it only matters for boxes
+smaller than a cell, which are enlarged to one cell and may then exceed the map.
+
+Invariants: the cost depends on k and the number of cells that a target averages, not on the number of
+classes. The k ids of a cell are distinct. Positions follow torchvision.ops.roi_align (aligned=False,
+sampling_ratio=-1) operation by operation in fp32: the number of samples is a rounded-up quotient, and the
+same formula in another order could give another number.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from math import ceil
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from horovod_volo.objective.roi_weights import RoiWeights, roi_weights
 from horovod_volo.objective.soft_target import SoftTarget, joined
 
 Geometry = Literal["corrected", "reference"]
 
+_ROUNDING = 1e-5  # of the end of a box that ends with its map
 _BLOCK = 1 << 17  # entries processed together on a CPU, 8 bytes each
 
 
-def map_target(
-    scores: Tensor,
-    ids: Tensor,
-    boxes: Tensor,
-    *,
-    side: int,
-    num_classes: int,
-    geometry: Geometry,
-    reach: float = 1.0,
-) -> SoftTarget:
-    """Return the targets of a side x side grid over each crop: batch x side x side rows, row-major.
+class RoiWeights(NamedTuple):
+    """The map cells that each output cell averages along one axis."""
 
-    `scores` (logits) and `ids` are (batch, k, height, width), already flipped like the image;
-    `boxes` (batch, 4) are top, left, height, width as fractions of that flipped map; no height or width
-    exceeds `reach`. The ids of a row's entries are distinct and ascend; unused entries, of weight and id 0,
-    follow.
-    """
-    (target,) = map_targets(
-        scores, ids, boxes, sides=(side,), num_classes=num_classes, geometry=geometry, reach=reach
-    )
-    return target
+    cells: Tensor  # (batch, side, length) int64, all inside the map
+    weights: Tensor  # (batch, side, length) fp32; their sum is 1 unless samples fall off the map
 
 
 def map_targets(
@@ -59,7 +54,13 @@ def map_targets(
     geometry: Geometry,
     reach: float = 1.0,
 ) -> list[SoftTarget]:
-    """Return the `map_target` of several grids over the same crops."""
+    """Return the targets of side x side grids over each crop: batch x side x side rows, row-major.
+
+    `scores` (logits) and `ids` are (batch, k, height, width), already flipped like the image;
+    `boxes` (batch, 4) are top, left, height, width as fractions of that flipped map; no height or width
+    exceeds `reach`. The ids of a row's entries are distinct and ascend; unused entries, of weight and id 0,
+    follow.
+    """
     height, width = scores.shape[2:]
     cells = _Cells(_by_cell(scores).float(), _by_cell(ids).long().bitwise_left_shift_(32))
     targets = []
@@ -75,7 +76,7 @@ def map_targets(
 
 
 def most_probable(target: SoftTarget) -> Tensor:
-    """Return the most probable class of each row of a `map_target`, (rows,); of equal ones, the lowest id.
+    """Return the most probable class of each row of `map_targets`, (rows,); of equal ones, the lowest id.
 
     It is the same for the smoothed target.
     """
@@ -108,6 +109,42 @@ def _axis_weights(
     cells, weights = of_axis(torch.cat(starts), torch.cat(extents), size=width, scale=width)
     batch = len(boxes)
     return RoiWeights(cells[:batch], weights[:batch]), RoiWeights(cells[batch:], weights[batch:])
+
+
+def roi_weights(
+    start: Tensor, extent: Tensor, *, side: int, size: int, scale: int, reach: float = 1.0
+) -> RoiWeights:
+    """Divide boxes into `side` equal bins; return the cells of each bin on an axis of `size` cells.
+
+    `start` and `extent`, (batch,), are fractions of the map, which has `scale` cells; no extent exceeds
+    `reach`.
+    """
+    start, extent = start.float().view(-1, 1, 1), extent.float().view(-1, 1, 1)  # (batch, 1, 1)
+    low = start * scale - 0.5  # in cells; 0 is the centre of the first one
+    high = (start + extent) * scale - 0.5
+    bin_size = (high - low).clamp_(min=1.0) / side
+    widest = scale * reach / side
+    most_samples = ceil(widest)
+    # Rounding may make the largest box slightly larger than its cells, which adds no sample.
+    samples = bin_size.ceil().clamp_(max=most_samples)  # (batch, 1, 1) one per cell or part of a cell
+
+    bins = torch.arange(side, device=start.device).unsqueeze(1)  # (side, 1)
+    middle = torch.arange(0.5, most_samples, device=start.device)  # (most_samples,) sample + 0.5
+    # (batch, side, most_samples)
+    positions = low + bins * bin_size + middle * bin_size / samples
+    beyond = (start < -_ROUNDING) | (start + extent > 1 + _ROUNDING)  # (batch, 1, 1)
+    counted = (middle < samples) & (beyond | ((positions >= -1.0) & (positions <= size)))
+    positions.clamp_(0, size - 1)
+
+    # The first and last sample of a bin lie bin_size x (1 - 1 / samples) apart, and each of them
+    # reads the cell below and the one above.
+    length = min(size, ceil(widest * (1 - 1 / most_samples)) + 2)
+    first = positions[..., :1].floor().clamp_(max=size - length)  # (batch, side, 1)
+    cells = first + torch.arange(length, device=start.device)  # (batch, side, length)
+    # Bilinear interpolation gives a cell 1 minus its distance from the sample.
+    distance = (positions.unsqueeze(-1) - cells.unsqueeze(-2)).abs_()  # (batch, side, most_samples, length)
+    tent = distance.neg_().add_(1.0).clamp_(min=0.0).mul_(counted.unsqueeze(-1))
+    return RoiWeights(cells.long(), tent.sum(dim=2).div_(samples))
 
 
 class _Cells(NamedTuple):

@@ -1,4 +1,4 @@
-"""Optimizers by name, their parameter groups, and their state by parameter name.
+"""Optimizers by name, their parameter groups, and their state by parameter name. The only importer of Apex.
 
 The state exists before the first step: ranks hold the same tensors, and a checkpoint is restored into them.
 """
@@ -13,12 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
-from horovod_volo.optim.adamw import AdamW
-from horovod_volo.optim.apex_optimizers import fused_adam, fused_lamb
 from horovod_volo.optim.muon import MATRICES, Muon
 from horovod_volo.optim.trust_ratio import Lamb, Lars
 
@@ -42,16 +40,8 @@ class OptimizerSpec:
 
 _BETAS = (0.9, 0.999)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def _with_two_moments(kind: Callable[..., Optimizer], *, eps: float) -> BuildOptimizer:
-    """Return the constructor of an optimizer that has fixed betas instead of a momentum."""
-
-    def build(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
-        return kind(groups, betas=_BETAS, eps=eps)
-
-    return build
-
+_ADAM = ("step", *_MOMENTS)
+_MOMENTUM = ("momentum_buffer",)
 
 OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer", "--opt")
 
@@ -68,19 +58,63 @@ def register_optimizer(
     OPTIMIZERS.register(name, OptimizerSpec(build, state_keys, shardable, matrix_state_keys))
 
 
-def _muon(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:
-    return Muon(groups, betas=_BETAS, eps=1e-8, momentum=momentum)
+def _with_two_moments(kind: Callable[..., Optimizer], **settings: Any) -> BuildOptimizer:
+    """Return the constructor of an optimizer that has fixed betas instead of a momentum."""
+
+    def build(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
+        return kind(groups, betas=_BETAS, **settings)
+
+    return build
 
 
-_ADAM = ("step", *_MOMENTS)
-_MOMENTUM = ("momentum_buffer",)
-register_optimizer("adamw", _with_two_moments(AdamW, eps=1e-8), state_keys=_ADAM, shardable=True)
+def _apex(name: str, *, instead: str, **settings: Any) -> BuildOptimizer:
+    """Return the constructor of an optimizer of NVIDIA's Apex, which updates all weights in a few kernels."""
+
+    def build(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
+        try:
+            check_apex(instead)
+        except UserError as problem:
+            raise UserError(f"--opt {name.lower()}: {problem}") from None
+        import apex.optimizers
+
+        kind = getattr(apex.optimizers, name)
+        # Gradients are views of buckets, so Apex must not set them to None.
+        optimizer: Optimizer = kind(groups, lr=0.0, betas=_BETAS, set_grad_none=False, **settings)
+        for group in optimizer.param_groups:
+            group["step"] = torch.zeros((), dtype=torch.int64)  # a tensor, so that checkpoints can restore it
+        return optimizer
+
+    return build
+
+
+def check_apex(instead: str) -> None:
+    """Raise UserError if NVIDIA's Apex cannot be used; `instead` is the equivalent optimizer without it."""
+    remedy = f"Build NVIDIA's from its repository (docs/training.md), or use --opt {instead}."
+    try:
+        import apex.optimizers  # noqa: F401
+    except ModuleNotFoundError as error:
+        missing = "NVIDIA Apex is not installed"
+        other_package = "the installed package called apex is not NVIDIA's. Uninstall it"
+        raise UserError(f"{missing if error.name == 'apex' else other_package}. {remedy}") from None
+    try:
+        import amp_C  # noqa: F401  # its kernels, missing in a build without CUDA
+    except ModuleNotFoundError:
+        raise UserError(f"Apex is installed without its CUDA kernels. {remedy}") from None
+
+
+_ADAMW = _with_two_moments(AdamW, lr=0.0, eps=1e-8, fused=True)
+_FUSED_ADAM = _apex("FusedAdam", instead="adamw", eps=1e-8, adam_w_mode=True)
+# Without its own gradient clipping, which --clip-grad does.
+_FUSED_LAMB = _apex("FusedLAMB", instead="lamb", eps=1e-6, max_grad_norm=float("inf"))
+register_optimizer("adamw", _ADAMW, state_keys=_ADAM, shardable=True)
 register_optimizer("sgd", partial(SGD, lr=0.0, fused=True), state_keys=_MOMENTUM, shardable=True)
-register_optimizer("muon", _muon, state_keys=_ADAM, matrix_state_keys=_MOMENTUM)
+register_optimizer(
+    "muon", partial(Muon, betas=_BETAS, eps=1e-8), state_keys=_ADAM, matrix_state_keys=_MOMENTUM
+)
 register_optimizer("lamb", _with_two_moments(Lamb, eps=1e-6), state_keys=_ADAM)
 register_optimizer("lars", Lars, state_keys=_MOMENTUM)
-register_optimizer("fusedadam", _with_two_moments(fused_adam, eps=1e-8), state_keys=_MOMENTS)
-register_optimizer("fusedlamb", _with_two_moments(fused_lamb, eps=1e-6), state_keys=_MOMENTS)
+register_optimizer("fusedadam", _FUSED_ADAM, state_keys=_MOMENTS)
+register_optimizer("fusedlamb", _FUSED_LAMB, state_keys=_MOMENTS)
 
 
 def check_optimizer(name: str, *, sharded: bool) -> None:

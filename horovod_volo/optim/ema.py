@@ -18,17 +18,23 @@ def decay_at(step: int, decay: float, *, warmup: bool) -> float:
     return min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
-class Average(Protocol):
-    """The averaged weights (EMA), or none."""
+class Average:
+    """The averaged weights (EMA); this class itself has none."""
 
     def update(self, step: int) -> None:
         """Update the average with the model's weights after `step`."""
 
     def models(self) -> dict[str, nn.Module]:
         """Return the averaged models to evaluate, by name: one or none."""
+        return {}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint; they are the live ones."""
+        return {}
+
+
+class NoAverage(Average):
+    """No EMA."""
 
 
 class Flat(Protocol):
@@ -41,7 +47,7 @@ class Flat(Protocol):
         """Return a parameter's view of a flat tensor with this layout."""
 
 
-class Ema:
+class Ema(Average):
     """The EMA of a model's parameters, which are views of `flats`, and of its batch norm statistics."""
 
     def __init__(
@@ -78,16 +84,3 @@ class Ema:
 
     def tensors(self) -> dict[str, Tensor]:
         return self._average.state_dict()
-
-
-class NoAverage:
-    """No EMA."""
-
-    def update(self, step: int) -> None:
-        pass
-
-    def models(self) -> dict[str, nn.Module]:
-        return {}
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {}

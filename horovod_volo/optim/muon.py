@@ -1,5 +1,5 @@
 """Muon for hidden matrices, AdamW for all other parameters. Given the averaged gradients, each rank
-orthogonalises its share of the matrices' momenta; one message then gives all ranks all updates.
+orthogonalises some of the matrices' momenta; one message then gives all ranks all updates.
 
     m <- beta m + (1 - beta) g
     O <- orthogonalised beta m + (1 - beta) g
@@ -8,30 +8,37 @@ orthogonalises its share of the matrices' momenta; one message then gives all ra
 The root mean square of the elements of an orthogonal matrix is 1 / sqrt(max(rows, columns)), so that of an
 update is 0.2 lr, about as large as AdamW's: both take the same learning rate and the same weight decay.
 
+A matrix U S V' is orthogonalised by Newton-Schulz iterations: it becomes U f(S / |S|) V', where f brings each
+singular value close to 1 by five steps of s <- a s + b s^3 + c s^5. All steps are matrix products.
+
 Invariants: every rank keeps all momenta, so that the state is the same on all ranks and does not depend on
 their number; all ranks apply the same bytes of each update; and nothing changes before these have arrived, so
-that an elastic run which loses a rank meanwhile goes on from the whole state before the step.
+that an elastic run which loses a rank meanwhile goes on from the whole state before the step. Which rank has
+which matrix is a function of the shapes and the number of ranks alone, so that all ranks know it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
-
-from horovod_volo.optim.adamw import AdamW
-from horovod_volo.optim.orthogonal import Shape, arithmetic, assign_matrices, orthogonalize
+from torch.optim import AdamW, Optimizer
 
 MATRICES = "matrices"  # the key that marks a group of hidden matrices
 _RMS = 0.2  # of the elements of an update at a learning rate of 1
 _MESSAGE = "muon.updates"
+# Keller Jordan's, of the first description of Muon: steep at 0, so that small singular values rise quickly.
+# In return the results are not 1, but between 0.68 and 1.13.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+# Matrices of a smaller norm get smaller results: the norm sums squares, which would vanish in fp32.
+_SMALLEST_NORM = 1e-15
 
 
 class MatrixRanks(Protocol):
@@ -54,31 +61,86 @@ class OneRank:
         return lambda: part
 
 
-class Muon(AdamW):
-    """Muon for the groups with the key `matrices`, AdamW for the others."""
+class Shape(NamedTuple):
+    """A matrix's rows and columns; of a filter: output channels, and inputs of each of them."""
+
+    rows: int
+    columns: int
+
+    @property
+    def wide(self) -> Shape:
+        """Return the shape with the shorter side first, in which a matrix is orthogonalised."""
+        return Shape(min(self), max(self))
+
+    @property
+    def elements(self) -> int:
+        """Return the number of elements."""
+        return self.rows * self.columns
+
+    @property
+    def flops(self) -> int:
+        """Return the floating-point operations of the iterations: three products in each."""
+        short, long = self.wide
+        return STEPS * (4 * short**2 * long + 2 * short**3)
+
+
+def arithmetic(tensor: Tensor) -> torch.dtype:
+    """Return the type in which a tensor is orthogonalised: bf16 on a GPU, the tensor's own on a CPU."""
+    return torch.bfloat16 if tensor.device.type == "cuda" else tensor.dtype
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Return a batch (count, rows, columns) with rows <= columns, each matrix orthogonalised; 0 stays 0."""
+    norms = torch.linalg.matrix_norm(matrices, keepdim=True)
+    matrices = (matrices / norms.clamp(min=_SMALLEST_NORM)).to(arithmetic(matrices))
+    linear, cubic, quintic = COEFFICIENTS
+    for _ in range(STEPS):
+        gram = matrices @ matrices.mT  # (count, rows, rows)
+        factor = torch.baddbmm(gram, gram, gram, beta=cubic, alpha=quintic)
+        matrices = torch.baddbmm(matrices, factor, matrices, beta=linear)
+    return matrices
+
+
+def assign_matrices(shapes: Sequence[Shape], ranks: int) -> list[list[int]]:
+    """Return for each rank the numbers of its matrices, in ascending order.
+
+    The costliest matrix that is left goes to the rank with the least work so far, the first of several.
+    """
+    work, numbers = [0] * ranks, list[list[int]]([] for _ in range(ranks))
+    for number in sorted(range(len(shapes)), key=lambda number: -shapes[number].flops):
+        rank = work.index(min(work))
+        work[rank] += shapes[number].flops
+        numbers[rank].append(number)
+    return [sorted(of_rank) for of_rank in numbers]
+
+
+class Muon(Optimizer):
+    """Muon for the groups with the key `matrices`, AdamW for the others.
+
+    As an overflow must skip the whole step, it leaves that to GradScaler, which waits for the device.
+    """
 
     ranks: MatrixRanks = OneRank()
 
     def __init__(
         self, groups: list[dict[str, Any]], *, betas: tuple[float, float], eps: float, momentum: float
     ) -> None:
-        super().__init__(groups, betas=betas, eps=eps)
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
         self._momentum = momentum
-        # An overflow must skip the whole step: GradScaler waits for the device to know.
-        self._step_supports_amp_scaling = False
-
-    def _elementwise_groups(self) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if MATRICES not in group]
+        # It shares the groups, and so their learning rates, and the state.
+        others = [group for group in self.param_groups if MATRICES not in group] or [{"params": []}]
+        self._adamw = AdamW(others, lr=0.0, betas=betas, eps=eps, fused=True)
+        self._adamw.state = self.state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # noqa: ARG002
         """Take one step. Collective if there are several ranks."""
         if not self._matrices.weights:
-            super().step()
+            self._adamw.step()
             return
         updates = self.ranks.concatenate_async(self._own_updates(), _MESSAGE)()
         torch._foreach_lerp_(self._momenta, self._gradients(), 1 - self._momentum)
-        super().step()
+        self._adamw.step()
         self._apply(updates)
 
     @cached_property

@@ -18,7 +18,7 @@ from horovod_volo.core.errors import UserError
 from horovod_volo.elastic.ledger import LEDGER, read_ledger
 from horovod_volo.engine.confusions import CONFUSIONS
 from horovod_volo.models.pretrained import SETTINGS_OF_RUN
-from horovod_volo.monitor.metrics_file import METRICS, MetricsRecord, is_of_training, read_metrics
+from horovod_volo.monitor.metrics_file import METRICS, TRAIN, MetricsRecord, kind_of, read_metrics
 
 Record = dict[str, float]  # finite numbers by name
 
@@ -65,7 +65,9 @@ def _read_run(folder: Path, name: str) -> RunFolder:
         if not part.exists():
             raise UserError(f"there is no {part}: {folder} is no run folder, or not yet. {_REMEDY}")
     try:
-        records = [(is_of_training(record), _numbers(record)) for record in read_metrics(folder / METRICS)]
+        records = [
+            ((kind_of(record) == TRAIN), _numbers(record)) for record in read_metrics(folder / METRICS)
+        ]
         recipe, log = (_read_text(folder / file) for file in (SETTINGS_OF_RUN, "log.txt"))
         environment, ledger = _read_json(folder / "environment.json"), folder / LEDGER
         run = RunFolder(

@@ -8,9 +8,8 @@ from typing import Any
 
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.custom_scalar.metadata import CONFIG_SUMMARY_TAG
 from tensorboard.plugins.hparams import metadata as hparams_metadata
-
-from horovod_volo.monitor.event_records import LAYOUT_TAG
 
 TRAINING = {
     *("train/loss", "train/loss_smoothed", "train/class_loss", "train/class_loss_smoothed", "train/lr"),
@@ -65,7 +64,7 @@ class BoardReader:
     def layout(self, run: str) -> Layout:
         """Return the layout of custom scalars."""
         layout = Layout()
-        layout.ParseFromString(self.tensors(run, LAYOUT_TAG)[0].tensor_proto.string_val[0])
+        layout.ParseFromString(self.tensors(run, CONFIG_SUMMARY_TAG)[0].tensor_proto.string_val[0])
         return layout
 
 

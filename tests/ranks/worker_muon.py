@@ -9,7 +9,7 @@ from torch import nn
 
 from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.models.build import build_model, hidden_matrices, spec_of
-from horovod_volo.optim import muon, orthogonal
+from horovod_volo.optim import muon
 from horovod_volo.optim.build import build_optimizer, parameter_groups, set_lr, state_tensors
 from horovod_volo.optim.muon import share_matrices
 
@@ -38,7 +38,7 @@ def main() -> None:
     world = World.connect()
     results = {build.__name__: stepped(build, world) for build in (odd_shapes, one_matrix, volo)}
     # As on a GPU: the updates are computed and exchanged in bf16.
-    muon.arithmetic = orthogonal.arithmetic = lambda _: torch.bfloat16
+    muon.arithmetic = lambda _: torch.bfloat16
     results["bf16"] = stepped(volo, world)
     torch.save(results, out / f"rank_{world.rank}.pt")
 

@@ -14,8 +14,6 @@ PACKAGE = Path(__file__).parents[2] / "horovod_volo"
 # reason. A member of a registered family of modules is listed here too.
 SMALL_MODULES_WITH_ONE_IMPORTER = {
     # Triton is imported only where a kernel is launched.
-    # Losses between log points belong to `monitor`, their importer to `engine`.
-    "monitor.meters",
     # What a scaler has skipped follows from optimization, its importer belongs to `engine`.
     "optim.loss_scale",
     # The network computes what `tasks` draws.
@@ -73,8 +71,8 @@ def write_package(folder: Path, files: dict[str, str]) -> Path:
             "def late():\n    import example.data.loader",
             "models and data are in the same layer",
         ),
-        ("optim/adamw.py", "import importlib\nimportlib.import_module('timm.layers')", "only models may"),
-        ("optim/adamw.py", "__import__('horovod')", "only cluster may"),
+        ("optim/muon.py", "import importlib\nimportlib.import_module('timm.layers')", "only models may"),
+        ("optim/muon.py", "__import__('horovod')", "only cluster may"),
     ],
 )
 def test_a_broken_rule_is_found(file: str, source: str, rule: str, tmp_path: Path) -> None:
@@ -99,7 +97,7 @@ def test_allowed_imports_pass(tmp_path: Path) -> None:
 
 def test_a_broken_rule_in_the_real_package_is_found(tmp_path: Path) -> None:
     copy = shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
-    broken = copy / "objective" / "roi_weights.py"
+    broken = copy / "objective" / "mixing.py"
     broken.write_text(f"{broken.read_text(encoding='utf-8')}\nimport horovod_volo.engine.loop as above\n")
     assert len(broken_rules(copy)) == 1
     assert "engine is above objective" in broken_rules(copy)[0]

@@ -13,7 +13,7 @@ from image_loaders import train_loader
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.monitor.hardware import host_memory_gib
+from horovod_volo.monitor.meters import host_memory_gib
 from horovod_volo.token_labels.source import open_labels
 
 IMAGES = 20

@@ -27,7 +27,7 @@ from horovod_volo.data.augmentation.geometric_ops import FILL
 from horovod_volo.data.augmentation.policy import draw_operations
 from horovod_volo.data.augmentation.rand_augment import Operations
 from horovod_volo.data.images.catalog import build_catalog
-from horovod_volo.objective.label_map import map_target
+from horovod_volo.objective.label_map import map_targets
 from horovod_volo.objective.soft_target import SoftTarget
 from horovod_volo.token_labels.geometry import PUBLISHED, WHOLE, MapGeometry
 from horovod_volo.token_labels.source import open_labels
@@ -74,11 +74,11 @@ def one_batch(images: Path, maps: Path, geometry: MapGeometry, **settings: Any) 
     catalog.classes = ("a", "b", "c")
     drawn = Data(batch_size=IMAGES, **(PLAIN | settings))
     batch = only_batch(catalog, open_labels(str(maps), catalog, None, geometry), drawn, side=SIDE, seed=SEED)
-    target = map_target(
+    (target,) = map_targets(
         batch.labels.maps.scores,
         batch.labels.maps.ids,
         batch.labels.maps.boxes,
-        side=TOKENS,
+        sides=(TOKENS,),
         num_classes=3,
         geometry="corrected",
         reach=batch.labels.maps.reach,

@@ -11,7 +11,7 @@ from horovod_volo.config.values import assemble
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.model_cost import PASSES, block_of, count_cost
 from horovod_volo.engine.task import Network
-from horovod_volo.monitor.hardware import peak_flops
+from horovod_volo.monitor.meters import peak_flops
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from horovod_volo.labelling.generate import centred, generate_labels
 from horovod_volo.labelling.teacher import Teacher, TeacherChoice, TeacherImages, denormalize, load_teacher
 from horovod_volo.labels import main
 from horovod_volo.models.build import build_model
-from horovod_volo.objective.label_map import map_target
+from horovod_volo.objective.label_map import map_targets
 from horovod_volo.token_labels.keys import label_key
 from horovod_volo.token_labels.source import map_warnings
 from horovod_volo.token_labels.store import LabelStore
@@ -90,7 +90,8 @@ def distance(scores: np.ndarray, ids: np.ndarray, logits: torch.Tensor) -> float
     """
     whole = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
     maps = (torch.from_numpy(part)[None] for part in (scores, ids))
-    target = map_target(*maps, whole, side=scores.shape[1], num_classes=CLASSES, geometry="corrected")
+    sides = (scores.shape[1],)
+    (target,) = map_targets(*maps, whole, sides=sides, num_classes=CLASSES, geometry="corrected")
     dense = target.uniform[:, None].repeat(1, CLASSES).scatter_add_(1, target.ids, target.weights)
     classes = torch.from_numpy(ids).long().flatten(1).T  # (cells, k)
     found, expected = (

@@ -1,4 +1,4 @@
-"""The loss meter: exact sums, a reset, and no reference to the autograd graph."""
+"""Losses and times between log points: exact sums, no reference to the graph, and ranks that are slower."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.monitor.meters import LossMeter
+from horovod_volo.monitor.meters import LossMeter, OwnTime, StepTimer, StragglerFinder
 
 CPU = torch.device("cpu")
+EVEN = [OwnTime(0.100), OwnTime(0.104), OwnTime(0.097)]
+SLOW = [OwnTime(0.100), OwnTime(0.151, 0.05), OwnTime(0.097)]
 
 
 class WaitedSeconds:
@@ -28,20 +30,12 @@ def meter() -> LossMeter:
     return LossMeter(("total", "class_loss"), CPU, WaitedSeconds())
 
 
-def test_values_are_summed_by_name() -> None:
-    losses = meter()
-    losses.add((torch.tensor(1.5), torch.tensor(0.25)))
-    losses.add((torch.tensor(2.0), torch.tensor(0.5)))
-    assert losses.sums() == {"total": 3.5, "class_loss": 0.75, "finite": 2.0}
-    assert losses.micro_batches == 2
-
-
 def test_many_small_values_are_not_lost_beside_a_large_one() -> None:
     losses = meter()
-    losses.add((torch.tensor(2.0**24), torch.tensor(0.0)))
+    losses.add((torch.tensor(2.0**24), torch.tensor(0.5)))
     for _ in range(100):
-        losses.add((torch.tensor(0.25), torch.tensor(0.0)))
-    assert losses.sums()["total"] == 2.0**24 + 25
+        losses.add((torch.tensor(0.25), torch.tensor(0.5)))
+    assert losses.sums() == {"total": 2.0**24 + 25, "class_loss": 50.5, "finite": 101.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -60,16 +54,9 @@ def test_micro_batches_that_are_not_finite_are_not_in_the_sums(values: tuple[str
     losses.add((torch.tensor(1.0), torch.tensor(2.0)))
     assert losses.sums() == {"total": 1.0, "class_loss": 2.0, "finite": 1.0}
     assert losses.micro_batches == 2
-
-
-def test_reset_sets_the_sums_to_zero() -> None:
-    losses = meter()
-    losses.add((torch.tensor(float("nan")), torch.tensor(1.0)))
     losses.reset()
     assert losses.sums() == {"total": 0.0, "class_loss": 0.0, "finite": 0.0}
     assert losses.micro_batches == 0
-    losses.add((torch.tensor(1.0), torch.tensor(2.0)))
-    assert losses.sums() == {"total": 1.0, "class_loss": 2.0, "finite": 1.0}
 
 
 class SavedTensor:
@@ -104,9 +91,54 @@ def test_timers_count_from_the_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     waiting = WaitedSeconds()
     losses = LossMeter(("total",), CPU, waiting)
-    assert (losses.seconds, losses.data_wait_seconds) == (0.0, 0.0)
     now[0] += 4
     waiting.seconds += 1.5
     assert (losses.seconds, losses.data_wait_seconds) == (4.0, 1.5)
     losses.reset()
     assert (losses.seconds, losses.data_wait_seconds) == (0.0, 0.0)
+
+
+def test_the_parts_of_a_step_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, phases = [100.0], list[str]()
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    timer = StepTimer(CPU)
+    timer.on_phase = phases.append
+    assert timer.seconds_per_step() == 0.0
+    for _ in range(2):
+        timer.begin()
+        now[0] += 2
+        timer.end()
+        now[0] += 5  # waits for others
+        timer.exchanged()
+        now[0] += 1
+    assert (timer.seconds_per_step(), timer.exchange_seconds()) == (2.0, 10.0)
+    assert phases == 2 * ["forward and backward", "exchange", "update"]
+    timer.reset()
+    assert (timer.seconds_per_step(), timer.exchange_seconds()) == (0.0, 0.0)
+
+
+def test_a_straggler_is_named_at_the_second_log_point_and_once() -> None:
+    ranks = StragglerFinder(["red", "green", "blue"])
+    found = [ranks.find(times) for times in (EVEN, SLOW, SLOW, SLOW, EVEN, SLOW, SLOW)]
+    named = ["rank 1 on green" in message if message else None for message in found]
+    assert named == [None, None, True, None, None, None, True]
+    assert all(number in str(found[2]) for number in ("151 ms", "100 ms", "50 ms"))
+
+
+@pytest.mark.parametrize(
+    "log_points",
+    [
+        [[0.2, 0.1, 0.1], [0.1, 0.2, 0.1], [0.1, 0.1, 0.2], [0.2, 0.1, 0.1]],  # another one each time
+        2 * [[0.0010, 0.0010, 0.0059]],
+        2 * [[1.0, 1.0, 1.09]],
+    ],
+)
+def test_noise_is_not_named(log_points: list[list[float]]) -> None:
+    ranks = StragglerFinder(["red", "green", "blue"])
+    assert not any(ranks.find([OwnTime(seconds) for seconds in times]) for times in log_points)
+
+
+def test_of_two_ranks_the_slower_one_is_named() -> None:
+    ranks = StragglerFinder(["red", "green"])
+    assert not ranks.find([OwnTime(0.1), OwnTime(0.2)])
+    assert "rank 1 on green" in str(ranks.find([OwnTime(0.1), OwnTime(0.2)]))

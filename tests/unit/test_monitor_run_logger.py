@@ -16,11 +16,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from horovod_volo.engine.log_point import log_own_times
-from horovod_volo.monitor.appended_file import AppendedFile
-from horovod_volo.monitor.logger import NullLogger
+from horovod_volo.monitor.meters import OwnTime, StragglerFinder
+from horovod_volo.monitor.metrics_file import AppendedFile
+from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
-from horovod_volo.monitor.stragglers import OwnTime, StragglerFinder
-from horovod_volo.monitor.training_progress import RunLength
 
 TRAIN: dict[str, float | int] = {
     "epoch": 0,
@@ -136,9 +135,7 @@ def test_a_resume_at_the_last_step_drops_nothing(tmp_path: Path) -> None:
     assert [step for step, _ in events(tmp_path, "evaluation/top1")] == [2, 4]
 
 
-@pytest.mark.parametrize(
-    "cut", ['{"step": 2, "loss"', '{"step": 2', "2", "{}", '{"step": null}', "\x00\x00", "[1]", "\udcff"]
-)
+@pytest.mark.parametrize("cut", ['{"step": 2, "loss"', "2", "{}", '{"step": null}', "\x00", "[1]", "\udcff"])
 def test_a_last_line_that_was_written_in_part_is_dropped(cut: str, tmp_path: Path) -> None:
     content = '{"step": 1, "loss": 1.0}\n' + cut
     (tmp_path / "metrics.jsonl").write_bytes(content.encode(errors="surrogateescape"))
@@ -241,26 +238,3 @@ def test_a_folder_that_stays_away_is_said_at_the_end(
     shown = capsys.readouterr().out
     assert "resolved.toml is not written: Not a directory" in shown
     assert "log.txt lacks its last 10 bytes" in shown
-
-
-def test_a_file_is_replaced_atomically(tmp_path: Path) -> None:
-    logger = RunLogger(tmp_path, RunLength(0, 10, 10, 1))
-    logger.write_file("resolved.toml", "[run]\n" * 1000)
-    logger.write_file("resolved.toml", 'name = "ü"\n')
-    logger.close()
-    assert (tmp_path / "resolved.toml").read_text(encoding="utf-8") == 'name = "ü"\n'
-    assert not list(tmp_path.glob(".*"))
-
-
-def test_the_null_logger_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    logger = NullLogger()
-    logger.log("something")
-    logger.write_file("resolved.toml", "something")
-    logger.log_training(1, TRAIN)
-    logger.log_evaluation(1, SCORES)
-    logger.close()
-    assert capsys.readouterr().out == ""
-    assert not list(tmp_path.iterdir())

@@ -130,7 +130,5 @@ def test_tokens_without_maps_have_the_class_of_the_image_above_the_threshold() -
 def test_a_threshold_below_the_smoothed_target_of_every_class_is_refused() -> None:
     settings = Objective(loss="bce", smoothing=0.1, bce_target_threshold=0.01)
     check_threshold(settings, 1000)
-    with pytest.raises(
-        UserError, match=r"gives each of 10 classes a target of 0.01, and --bce-target-threshold"
-    ):
+    with pytest.raises(UserError, match="--bce-target-threshold"):
         check_threshold(settings, 10)

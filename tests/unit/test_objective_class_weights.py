@@ -15,8 +15,7 @@ from torch import Tensor
 from horovod_volo.config.objective_settings import Objective
 from horovod_volo.core.batch import Labels
 from horovod_volo.core.errors import UserError
-from horovod_volo.objective.class_weights import ClassWeights, read_class_weights
-from horovod_volo.objective.loss import build_loss
+from horovod_volo.objective.loss import ClassWeights, build_loss, read_class_weights
 from horovod_volo.objective.mixing import NO_BOX, Mix
 
 WEIGHTS = torch.linspace(0.1, 4.0, CLASSES, dtype=torch.float64)
@@ -110,13 +109,13 @@ def test_weights_are_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("cat", "Line 1 of FILE is not CLASS WEIGHT, with a weight of at least 0: 'cat'."),
-        ("cat -1", "with a weight of at least 0: 'cat -1'."),
-        ("cat nan", "with a weight of at least 0"),
-        ("cat 1\nbog 2", "Line 2 of FILE names 'bog', which is not a class. Did you mean dog?"),
-        ("cat 1\ncat 2", "Line 2 of FILE names 'cat' again. Give each class once."),
-        ("cat 1", "FILE has no weight of 'dog'. Add a line for each class."),
-        ("cat 0\ndog 0", "All weights in FILE are 0."),
+        ("cat", "Line 1 of FILE is not CLASS WEIGHT"),
+        ("cat -1", "at least 0: 'cat -1'"),
+        ("cat nan", "at least 0"),
+        ("cat 1\nbog 2", "Did you mean dog?"),
+        ("cat 1\ncat 2", "Line 2 of FILE names 'cat' again"),
+        ("cat 1", "FILE has no weight of 'dog'"),
+        ("cat 0\ndog 0", "FILE are 0"),
     ],
 )
 def test_mistakes_in_a_file_name_their_line(text: str, said: str, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def test_images_without_mixing_are_returned_as_they_are() -> None:
     assert NO_BOX.images(images) is images
     tokens = torch.randn(2, 4, 4, 3)
     assert ImageMix(lam=0.5).swap_tokens(tokens) is tokens
+    assert torch.equal(NO_BOX.swap_tokens(tokens), tokens)
+    assert NO_BOX.lam == 1.0
 
 
 def test_weights_and_choices_are_distributed_as_timms() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from horovod_volo.objective.mixing import NO_BOX, Box, draw_box
+from horovod_volo.objective.mixing import Box, draw_box
 
 
 def test_tokens_in_the_box_come_from_the_reversed_batch() -> None:
@@ -46,12 +46,6 @@ def test_the_gradient_of_a_swapped_token_is_swapped_back() -> None:
     box.swap_tokens(leaf).backward(grad)
     assert leaf.grad is not None
     assert torch.equal(leaf.grad, box.swap_tokens(grad))  # the permutation is its own inverse
-
-
-def test_no_box_changes_nothing() -> None:
-    tokens = torch.randn(2, 7, 5, 1, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(NO_BOX.swap_tokens(tokens), tokens)
-    assert NO_BOX.lam == 1.0
 
 
 def test_a_grid_that_does_not_fit_is_refused() -> None:

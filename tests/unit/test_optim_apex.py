@@ -77,9 +77,9 @@ def test_gradients_are_not_freed_and_steps_are_in_the_state(
 @pytest.mark.parametrize(
     ("installed", "message"),
     [
-        ((), "NVIDIA Apex is not installed"),
-        (("apex",), "the installed package called apex is not NVIDIA's. Uninstall it"),
-        (("apex", "apex.optimizers"), "Apex is installed without its CUDA kernels"),
+        ((), "not installed"),
+        (("apex",), "not NVIDIA's. Uninstall"),
+        (("apex", "apex.optimizers"), "without its CUDA kernels"),
     ],
     ids=["none", "another apex", "without kernels"],
 )
@@ -87,5 +87,5 @@ def test_what_is_missing_is_an_error_with_a_remedy(
     installed: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, *installed)
-    with pytest.raises(UserError, match=f"--opt fusedadam.*{message}.*use --opt adamw"):
+    with pytest.raises(UserError, match=f"--opt fusedadam.*{message}.*--opt adamw"):
         build("fusedadam")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 import horovod_volo.models.timm_api  # noqa: F401  # before timm, which imports torchvision
 from horovod_volo.models.build import build_model, exempt_from_decay, layer_numbers
@@ -127,13 +127,14 @@ def test_steps_equal_timms_and_torchs(name: str, model: Volo) -> None:
 def test_no_optimizer_adds_state_during_training(name: str, model: Volo) -> None:
     optimizer = build(model, name)
     before = state_tensors(optimizer, named_parameters(model))
+    assert not any(tensor.any() for tensor in before.values())
     assert {key.rsplit("/", 1)[1] for key in before} == set(OPTIMIZERS.find(name).state_keys)
     set_lr(optimizer, 1e-3)
     set_gradients(model, 0)
     optimizer.step()
     after = state_tensors(optimizer, named_parameters(model))
     assert after.keys() == before.keys()
-    assert all(after[key] is before[key] for key in after)
+    assert all(after[key] is before[key] and before[key].any() for key in after)
 
 
 @pytest.mark.parametrize("name", ["lamb", "lars"])
@@ -162,33 +163,6 @@ def test_norms_biases_and_embeddings_are_exempt_from_decay(model: Volo) -> None:
     assert "patch_embed.proj.weight" not in names
 
 
-def test_five_steps_equal_torchs_adamw(model: Volo) -> None:
-    other = copy.deepcopy(model)
-    optimizer = build(model)
-    undecayed = [p for n, p in other.named_parameters() if p.ndim == 1 or n in ("pos_embed", "cls_token")]
-    decayed = [p for n, p in other.named_parameters() if not (p.ndim == 1 or n in ("pos_embed", "cls_token"))]
-    plain = AdamW(
-        [{"params": undecayed, "weight_decay": 0.0}, {"params": decayed, "weight_decay": DECAY}],
-        lr=1e-3,
-        betas=(0.9, 0.999),
-        eps=1e-8,
-        fused=True,
-    )
-    for step in range(5):
-        lr = 1e-3 * (step + 1)
-        set_lr(optimizer, lr)
-        for group in plain.param_groups:
-            group["lr"] = lr
-        set_gradients(model, step)
-        set_gradients(other, step)
-        optimizer.step()
-        plain.step()
-    for (name, ours), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-        for key, tensor in plain.state[theirs].items():
-            assert torch.equal(optimizer.state[ours][key], tensor), (name, key)
-
-
 def test_steps_follow_the_definition(model: Volo) -> None:
     optimizer = build(model)
     set_lr(optimizer, 0.01)
@@ -209,24 +183,6 @@ def test_steps_follow_the_definition(model: Volo) -> None:
         torch.testing.assert_close(model.get_parameter(name).double(), weight, rtol=1e-5, atol=1e-6)
 
 
-def test_the_state_exists_before_the_first_step_and_keeps_its_tensors(model: Volo) -> None:
-    before = copy.deepcopy(model.state_dict())
-    optimizer = build(model)
-    tensors = state_tensors(optimizer, named_parameters(model))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert set(tensors) == {
-        f"{name}/{key}" for name, _ in model.named_parameters() for key in ("step", "exp_avg", "exp_avg_sq")
-    }
-    assert not any(tensor.any() for tensor in tensors.values())
-    set_lr(optimizer, 1e-3)
-    set_gradients(model, 0)
-    optimizer.step()
-    after = state_tensors(optimizer, named_parameters(model))
-    assert all(after[name] is tensors[name] for name in tensors)
-    assert {float(after[name]) for name in after if name.endswith("/step")} == {1.0}
-    assert all(tensor.any() for tensor in tensors.values())
-
-
 def test_a_new_optimizer_has_a_learning_rate_of_zero(model: Volo) -> None:
     before = copy.deepcopy(model.state_dict())
     optimizer = build(model)
@@ -241,9 +197,3 @@ def test_state_keeps_the_strides_of_channels_last_weights(model: Volo) -> None:
     name = "patch_embed.conv.0.weight"
     assert not model.get_parameter(name).is_contiguous()
     assert tensors[f"{name}/exp_avg"].stride() == model.get_parameter(name).stride()
-
-
-def test_the_learning_rate_is_set_in_every_group(model: Volo) -> None:
-    optimizer = build(model)
-    set_lr(optimizer, 0.125)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]

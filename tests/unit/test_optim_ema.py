@@ -12,7 +12,7 @@ import horovod_volo.models.timm_api  # noqa: F401  # torchvision imports only af
 from timm.utils import ModelEmaV2
 
 from horovod_volo.cluster.buckets import Bucket, build_buckets
-from horovod_volo.optim.ema import Ema, NoAverage, decay_at
+from horovod_volo.optim.ema import Ema
 
 
 def network() -> nn.Sequential:
@@ -30,31 +30,6 @@ def train_a_little(model: nn.Module, step: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=random))
-
-
-@pytest.mark.parametrize(
-    ("step", "decay", "expected"),
-    [
-        (0, 0.9999, 0.1),
-        (8, 0.9999, 0.5),
-        (80, 0.9999, 0.9),
-        (10**9, 0.9999, 0.9999),
-        (0, 0.05, 0.05),
-        (100, 0.0, 0.0),
-    ],
-)
-def test_the_decay_of_a_step_in_the_warm_up(step: int, decay: float, expected: float) -> None:
-    assert decay_at(step, decay, warmup=True) == pytest.approx(expected, rel=1e-12)
-
-
-def test_the_decay_never_decreases() -> None:
-    decays = [decay_at(step, 0.999, warmup=True) for step in range(20_000)]
-    assert decays == sorted(decays)
-    assert decays[-1] == 0.999
-
-
-def test_without_warm_up_the_decay_is_constant() -> None:
-    assert {decay_at(step, 0.999, warmup=False) for step in range(20_000)} == {0.999}
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.99992])
@@ -131,10 +106,3 @@ def test_tensors_that_a_checkpoint_restores_are_those_in_use() -> None:
     average.update(step=10**6)
     weight = average.tensors()["0.weight"]
     torch.testing.assert_close(weight, (model.state_dict()["0.weight"] + 7) / 2)
-
-
-def test_no_average_has_nothing_to_evaluate_or_store() -> None:
-    average = NoAverage()
-    average.update(3)
-    assert average.models() == {}
-    assert average.tensors() == {}

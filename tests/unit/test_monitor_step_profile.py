@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.monitor.profile_text import RankTimes, describe, times_of
-from horovod_volo.monitor.step_ranges import (
+from horovod_volo.monitor.meters import StepTimer
+from horovod_volo.monitor.step_profile import (
     Range,
     RangeRecorder,
-    RecordingTimer,
+    RankTimes,
+    describe,
     merged_trace,
     parse_steps,
     read_timeline,
+    times_of,
 )
-from horovod_volo.monitor.stragglers import StepTimer
 
 CPU = torch.device("cpu")
 # As Horovod 0.28.1 writes it; the last event is cut off.
@@ -32,13 +33,14 @@ TIMELINE = """[
 def test_the_steps_are_read() -> None:
     assert parse_steps("steps=10:20") == parse_steps("10:20") == range(10, 21)
     for wrong in ("steps=", "10", "0:3", "5:4", "a:b", "steps=3:", "1:2:3"):
-        with pytest.raises(UserError, match="--profile takes steps=FIRST:LAST"):
+        with pytest.raises(UserError, match="--profile"):
             parse_steps(wrong)
 
 
 def test_a_step_is_divided_into_its_phases() -> None:
     recorder = RangeRecorder(CPU)
-    timer = RecordingTimer(StepTimer(CPU), recorder)
+    timer = StepTimer(CPU)
+    timer.on_phase = recorder.begin_phase
     for _ in range(2):
         timer.begin()
         recorder.push("block")
@@ -51,7 +53,6 @@ def test_a_step_is_divided_into_its_phases() -> None:
     by_name = {each.name: each for each in recorder.ranges[5:]}
     parts = sum(by_name[name].duration for name in ("forward and backward", "exchange", "update"))
     assert 0 < parts <= by_name["step"].duration
-    assert timer.seconds_per_step() > 0
 
 
 def test_times_are_means_over_steps() -> None:
@@ -87,22 +88,21 @@ def test_a_timeline_that_cannot_be_read_is_left_out() -> None:
 @pytest.mark.parametrize(
     ("times", "on_gpu", "first"),
     [
-        ([RankTimes(1.0, 0.6, 0.3, 0.05, 0.05)], False, "reading"),
-        ([RankTimes(1.0, 0.5, 0.05, 0.4, 0.05)] * 2, False, "the exchange"),
+        ([RankTimes(1.0, 0.6, 0.3, 0.05, 0.05)], False, "--workers"),
+        ([RankTimes(1.0, 0.5, 0.05, 0.4, 0.05)] * 2, False, "--compression"),
         (
             [RankTimes(1.0, 0.5, 0.0, 0.4, 0.1)] * 3 + [RankTimes(1.0, 0.9, 0.0, 0.0, 0.1)],
             True,
-            "the slowest",
+            "slowest rank",
         ),
-        ([RankTimes(1.0, 0.6, 0.0, 0.0, 0.4)], False, "the update"),
-        ([RankTimes(1.0, 0.9, 0.0, 0.05, 0.05)], True, "arithmetic. Try --precision bf16"),
-        ([RankTimes(1.0, 0.9, 0.0, 0.05, 0.05)], False, "arithmetic: this is a CPU"),
+        ([RankTimes(1.0, 0.6, 0.0, 0.0, 0.4)], False, "--shard-optimizer"),
+        ([RankTimes(1.0, 0.9, 0.0, 0.05, 0.05)], True, "--precision bf16"),
+        ([RankTimes(1.0, 0.9, 0.0, 0.05, 0.05)], False, "this is a CPU"),
     ],
 )
 def test_the_words_name_what_to_change_first(times: list[RankTimes], on_gpu: bool, first: str) -> None:
     text = describe(range(3, 6), times, ["a", "b", "c", "d"], {"mm": 3.0, "add": 1.0}, on_gpu=on_gpu)
-    assert text.startswith("A step took 1000.0 ms on rank 0 (steps 3 to 5): ")
-    assert "mm 75 %, add 25 %" in text
-    assert f" To change first: {first}" in text
+    assert all(part in text for part in ("1000.0 ms", "steps 3 to 5", "mm 75 %, add 25 %"))
+    assert first in text.partition("To change first: ")[2]
     assert ("The slowest rank is" in text) == (len(times) > 1)
     assert ("The slowest rank is 3 on d: 900.0 ms" in text) == (len(times) == 4)

@@ -1,0 +1,199 @@
+"""A profile of steps: named ranges of all ranks, a trace of them, and in words where the time went.
+
+A range is measured on the host. On a GPU it is the time in which the kernels were launched; the names reach
+Nsight Systems as NVTX ranges, which have the kernels' own times below them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from horovod_volo.core.errors import UserError
+from horovod_volo.monitor.meters import EXCHANGE, OWN_PART, UPDATE
+
+STEP = "step"
+_MOST_SHOWN = 5
+_ADVICE = {
+    "data": "reading. Give each rank more cores or --workers, pack the images into shards and shrink them "
+    "(horovod-volo pack --resize), or use lighter augmentation (--aa).",
+    "straggler": "the slowest rank. All others wait for it: look at its host with horovod-volo doctor.",
+    "exchange": "the exchange. A larger --batch-size or --accumulation sends the same gradients less often; "
+    "--compression fp16 halves them; horovod-volo doctor measures the network.",
+    "update": "the update. A larger --batch-size makes it rarer; --shard-optimizer divides it by the ranks.",
+    "arithmetic": "arithmetic: this is a CPU. A smaller --img-size or --model is faster, and so is a GPU.",
+    "arithmetic on a GPU": "arithmetic. Try --precision bf16 and --compile, then a larger --batch-size.",
+}
+
+
+class Range(NamedTuple):
+    """A range by name, in microseconds; `start` is since the epoch."""
+
+    name: str
+    start: float
+    duration: float
+
+
+def parse_steps(text: str) -> range:
+    """Return the steps of --profile, FIRST:LAST or steps=FIRST:LAST; the first step of a run is 1."""
+    first, colon, last = text.removeprefix("steps=").partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
+        raise UserError(f"--profile takes steps=FIRST:LAST, such as steps=10:20, not {text!r}.")
+    return range(int(first), int(last) + 1)
+
+
+class RangeRecorder:
+    """Records nested ranges, and shows them to torch's profiler and on a GPU to NVTX."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.ranges: list[Range] = []
+        self._with_nvtx = device.type == "cuda"
+        self._open: list[tuple[str, float, torch.profiler.record_function]] = []
+
+    def push(self, name: str) -> None:
+        """Begin a range."""
+        shown = torch.profiler.record_function(name)
+        shown.__enter__()  # type: ignore[no-untyped-call]
+        if self._with_nvtx:
+            torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
+        self._open.append((name, time.time_ns() / 1e3, shown))
+
+    def pop(self) -> None:
+        """End the range that was begun last."""
+        name, start, shown = self._open.pop()
+        if self._with_nvtx:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+        shown.__exit__(None, None, None)
+        self.ranges.append(Range(name, start, time.time_ns() / 1e3 - start))
+
+    def pop_all(self) -> None:
+        """End all ranges."""
+        while self._open:
+            self.pop()
+
+    def begin_phase(self, name: str) -> None:
+        """End the phase under way, and begin the next one; a step begins with its first phase."""
+        if name == OWN_PART:
+            self.pop_all()  # the step before ends here, with what was done after its update
+            self.push(STEP)
+        else:
+            self.pop()
+        self.push(name)
+
+
+def merged_trace(
+    ranges: Sequence[Sequence[Range]], hosts: Sequence[str], timeline: Iterable[dict[str, Any]] = ()
+) -> str:
+    """Return the ranges of all ranks, and the messages of Horovod's timeline in them, as one trace.
+
+    Its format is Chrome's: chrome://tracing and ui.perfetto.dev open it.
+    """
+    events: list[dict[str, Any]] = []
+    for rank, (own, host) in enumerate(zip(ranges, hosts, strict=True)):
+        events += [
+            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank} on {host}"}},
+            {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}},
+            *(
+                {"name": name, "ph": "X", "ts": start, "dur": duration, "pid": rank, "tid": 0}
+                for name, start, duration in own
+            ),
+        ]
+    first = min((each.start for own in ranges for each in own), default=0.0)
+    last = max((each.start + each.duration for own in ranges for each in own), default=0.0)
+    messages = [event for event in timeline if "ts" not in event or first <= event["ts"] <= last]
+    if any("ts" in event for event in messages):
+        events += [_message_event(event, len(ranges)) for event in messages]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def read_timeline(text: str) -> list[dict[str, Any]]:
+    """Return the events of Horovod's timeline, with times since the epoch; it may still be written."""
+    end = text.rfind("}")
+    try:
+        events = json.loads(text[: end + 1].rstrip().rstrip(",") + "]")
+        epoch = next(event["args"]["start_time_since_epoch_in_micros"] for event in events if "args" in event)
+    except (ValueError, StopIteration, KeyError):
+        return []
+    return [{**event, "ts": epoch + event["ts"]} if "ts" in event else event for event in events]
+
+
+def _message_event(event: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """Return an event of Horovod's timeline, whose processes are messages, with a number after the ranks'."""
+    name = event.get("args", {}).get("name", "")
+    args = {"args": {"name": f"Horovod: {name}"}} if event.get("name") == "process_name" else {}
+    return {**event, **args, "pid": ranks + event["pid"]}
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Mean seconds of a step of one rank, and of its parts."""
+
+    step: float
+    own_part: float  # forward and backward, without waiting for data
+    data: float
+    exchange: float  # that was not hidden behind backward
+    update: float
+
+    @property
+    def other(self) -> float:
+        """Return the seconds of a step between the end of its update and the next one."""
+        return max(0.0, self.step - self.own_part - self.data - self.exchange - self.update)
+
+
+def times_of(ranges: Sequence[Range], waited_seconds: float) -> RankTimes:
+    """Return the times of a rank, given how long it waited for data in all of its steps."""
+    steps = sum(each.name == STEP for each in ranges)
+    data = waited_seconds / steps
+    step, own, exchange, update = (
+        sum(each.duration / 1e6 for each in ranges if each.name == name) / steps
+        for name in (STEP, OWN_PART, EXCHANGE, UPDATE)
+    )
+    return RankTimes(step, max(0.0, own - data), data, exchange, update)
+
+
+def describe(
+    steps: range,
+    times: Sequence[RankTimes],
+    hosts: Sequence[str],
+    operators: Mapping[str, float],
+    *,
+    on_gpu: bool,
+) -> str:
+    """Return the paragraph, given the times of all ranks and the seconds of operators on rank 0."""
+    first = times[0]
+    shares = {
+        "forward and backward": first.own_part,
+        "waiting for data": first.data,
+        "the exchange that was not hidden": first.exchange,
+        "the update": first.update,
+        "the rest, such as logs and checkpoints": first.other,
+    }
+    parts = ", ".join(f"{100 * seconds / first.step:.0f} % {name}" for name, seconds in shares.items())
+    text = f"A step took {1e3 * first.step:.1f} ms on rank 0 (steps {steps[0]} to {steps[-1]}): {parts}."
+    own = [each.own_part + each.data for each in times]
+    if len(times) > 1:
+        slowest = own.index(max(own))
+        text += (
+            f" The slowest rank is {slowest} on {hosts[slowest]}: {1e3 * own[slowest]:.1f} ms for its own "
+            f"part, the fastest takes {1e3 * min(own):.1f} ms."
+        )
+    if total := sum(operators.values()):
+        most = sorted(operators, key=lambda name: -operators[name])[:_MOST_SHOWN]
+        shown = ", ".join(f"{name} {100 * operators[name] / total:.0f} %" for name in most)
+        text += f" Of the {'GPU' if on_gpu else 'CPU'} time of operators: {shown}."
+    # What exceeds most what it may take of a step is to be changed first, else the arithmetic.
+    excess = {
+        "data": first.data / first.step / 0.1,
+        "straggler": (max(own) / sorted(own)[len(own) // 2] - 1) / 0.2,
+        "exchange": first.exchange / first.step / 0.15,
+        "update": first.update / first.step / 0.15,
+        "arithmetic on a GPU" if on_gpu else "arithmetic": 1.0,
+    }
+    if excess["straggler"] > 1:
+        excess["exchange"] = 0.0  # it contains the wait for the slowest rank
+    return f"{text} To change first: {_ADVICE[max(excess, key=lambda name: excess[name])]}"
