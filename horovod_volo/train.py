@@ -67,7 +67,7 @@ def _train(config: Config) -> int:
     )
     from horovod_volo.cluster.watchdog import Watchdog
 
-    with closing(Watchdog(config.run.hang_timeout, elastic=config.launch.elastic)) as watchdog:
+    with closing(Watchdog(config.run.hang_timeout, ranks_change=config.launch.elastic)) as watchdog:
         from horovod_volo.engine.callbacks import standard_callbacks
         from horovod_volo.engine.run import LAUNCHES, run
         from horovod_volo.engine.setup import FROM_DISK

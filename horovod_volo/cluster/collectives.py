@@ -215,3 +215,19 @@ def _mpi_library() -> str:
     if ctypes.CDLL(None).MPI_Get_library_version(text, ctypes.byref(length)):
         return ""
     return text.value.decode(errors="replace").partition(",")[0].strip()
+
+
+def leave_ranks() -> None:
+    """End this process's part in the ranks that Horovod has connected, if it has."""
+    import horovod.torch as hvd
+
+    hvd.shutdown()
+
+
+def listen_for_hosts(listener: Any) -> None:
+    """Let horovodrun's driver tell `listener.on_hosts_updated` of hosts that are added or removed."""
+    from horovod.runner.elastic.worker import WorkerNotificationManager
+
+    notifications = WorkerNotificationManager()
+    notifications.init()
+    notifications.register_listener(listener)

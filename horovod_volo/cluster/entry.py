@@ -30,12 +30,12 @@ _connected: dict[str, Any] = {}  # the world of this process, and the settings t
 
 
 def run_on_ranks(
-    work: Callable[[World], int], binding: Binding, flags: Mapping[str, Any], *, elastic: bool = False
+    work: Callable[[World], int], binding: Binding, flags: Mapping[str, Any], *, ranks_change: bool = False
 ) -> int:
     """Initialize Horovod and run `work`; return its exit status, or the status of the error that ended it.
 
     `flags` are the values of all flags, which must be the same on all ranks. If another rank is lost or hosts
-    have changed, `elastic` ranks return LOST, to be formed again.
+    have changed, return LOST if the set of ranks may change (`ranks_change`).
     """
     from horovod_volo.cluster.collectives import HostsChangedError, RankLostError
     from horovod_volo.cluster.world import AllRanksError, World
@@ -53,8 +53,8 @@ def run_on_ranks(
     except HostsChangedError:
         return LOST
     except RankLostError as error:
-        print_error(f"rank {rank} {'goes on without it' if elastic else 'stops'}: {error}")
-        return LOST if elastic else FAILED
+        print_error(f"rank {rank} {'goes on without it' if ranks_change else 'stops'}: {error}")
+        return LOST if ranks_change else FAILED
 
 
 def connect_once(config: Config) -> World:

@@ -41,7 +41,7 @@ class HorovodOptions:
 
     autotune: str = ""  # file of the autotuner's log
     timeline: str = ""  # file of the timeline
-    elastic: bool = False
+    ranks_change: bool = False
 
 
 def bind(mode: str, options: HorovodOptions | None = None, root: Path = Path("/")) -> Binding:
@@ -211,9 +211,9 @@ def launch_env_vars(binding: Binding, options: HorovodOptions) -> dict[str, str]
         "HOROVOD_THREAD_AFFINITY": ",".join(map(str, binding.background_cpus)),
         # Milliseconds between Horovod's negotiation cycles. For a rank that computes on one core, cycles take
         # a tenth of that core with Horovod's default of 1, and a twentieth with 10; a step then waits some
-        # 6 ms more. A rank with a GPU has spare cores and keeps the default, and so do elastic ranks: Horovod
-        # crashes when it is initialized again with this and a fusion threshold.
-        "HOROVOD_CYCLE_TIME": "" if binding.gpu or options.autotune or options.elastic else "10",
+        # 6 ms more. A rank with a GPU has spare cores and keeps the default, and so do ranks that may change:
+        # Horovod crashes when it is initialized again with this and a fusion threshold.
+        "HOROVOD_CYCLE_TIME": "" if binding.gpu or options.autotune or options.ranks_change else "10",
         # No tensor fusion: buckets are reduced in place. Horovod would copy those that happen to be ready
         # together into one buffer, and more than two ranks would round differently from run to run.
         "HOROVOD_FUSION_THRESHOLD": "" if options.autotune else "0",

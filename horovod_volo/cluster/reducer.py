@@ -28,6 +28,7 @@ from horovod_volo.cluster.compression import (
 from horovod_volo.cluster.step_statistics import StepStatistics
 from horovod_volo.cluster.world import World
 from horovod_volo.config.update_settings import Exchange
+from horovod_volo.core.names import Registry
 
 _MIB = 2**20
 
@@ -279,3 +280,8 @@ def _moving_buffers(model: nn.Module) -> list[Tensor]:
 
 def _on_cpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
+
+
+# How gradients are exchanged, by name.
+REDUCERS: Registry[type[Reducer]] = Registry("exchange of gradients", "--shard-optimizer")
+REDUCERS.register("whole", Reducer)

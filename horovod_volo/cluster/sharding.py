@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from horovod_volo.cluster.buckets import Bucket
 from horovod_volo.cluster.compression import ReduceAsync
-from horovod_volo.cluster.reducer import Reducer
+from horovod_volo.cluster.reducer import REDUCERS, Reducer
 from horovod_volo.cluster.world import World
 
 STEP_KEY = "step"  # the only key of an optimizer's state with one number per parameter
@@ -164,3 +164,6 @@ def _copy(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
     """Copy the tensors that both have."""
     for name in source.keys() & target.keys():
         target[name].copy_(source[name])
+
+
+REDUCERS.register("sharded", ShardedReducer)

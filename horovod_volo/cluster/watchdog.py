@@ -1,8 +1,8 @@
 """Ends a run that hangs: starts a process beside each rank that watches its heartbeat.
 
 If no step, or stage of the set-up, ends within the limit, each watchdog writes its rank's stacks into the run
-folder, and kills the rank. One of them names the ranks that the others waited for. In an elastic job only
-those ranks are killed, and the others go on without them.
+folder, and kills the rank. One of them names the ranks that the others waited for. If the set of ranks may
+change, only those ranks are killed, and the others go on without them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ def learned_limit(seconds_per_step: float) -> float:
 class Watchdog:
     """The process that watches this rank's heartbeat, from the constructor to `close`."""
 
-    def __init__(self, limit: float = 0.0, *, elastic: bool = False) -> None:
+    def __init__(self, limit: float = 0.0, *, ranks_change: bool = False) -> None:
         """Watch the connection to other ranks, with this limit in seconds; 0: until one is learned.
 
-        Other ranks of an elastic job go on without one that is stopped; `elastic` has it killed.
+        Where the set of ranks may change, others go on without one that is stopped: `ranks_change` has it
+        killed.
         """
         shared = os.memfd_create("heartbeat")
         os.ftruncate(shared, mmap.PAGESIZE)
@@ -59,7 +60,7 @@ class Watchdog:
             "heartbeat": shared,
             "stacks": self._stacks,
             "told": read_end,
-            "elastic": elastic,
+            "ranks_change": ranks_change,
         }
         command = [sys.executable, "-I", "-S", watchdog_process.__file__, json.dumps(watched)]
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_IT)  # the process inherits the mask

@@ -2,12 +2,14 @@
 
 An extra is a folder of this package that only some runs need. The core does not import it: EXTRAS says which
 of its modules to import when a setting has that name, and the module then registers what it brings, as a
-plugin does. Without its folder, the name is refused, and all else works.
+plugin does. Without its folder, the name is refused, and all else works. So do rarer models, optimizers and
+loggers of the core itself: a run imports those that it uses.
 """
 
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 from importlib import import_module
 from importlib.util import find_spec
@@ -30,6 +32,15 @@ EXTRAS: dict[str, dict[str, str]] = {
     "export": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.export"),
     "kind of data to pack": {"images with masks": "horovod_volo.dense.pack_scenes"},
     "choice of kernels": {"auto": "horovod_volo.kernels.choice"},
+    "model": dict.fromkeys(("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"), "horovod_volo.models.lvvit"),
+    "optimizer": {
+        "muon": "horovod_volo.optim.muon",
+        "lamb": "horovod_volo.optim.trust_ratio",
+        "lars": "horovod_volo.optim.trust_ratio",
+    },
+    "exchange of gradients": {"sharded": "horovod_volo.cluster.sharding"},
+    "logger": dict.fromkeys(("csv", "wandb", "mlflow"), "horovod_volo.monitor.further_loggers"),
+    "profiler": {"steps": "horovod_volo.bench.step_profiler"},
     "address": dict.fromkeys(("http", "https", "s3", "gs", "az"), "horovod_volo.remote.remote_catalog"),
     "callback of every run": {"ledger": "horovod_volo.elastic.ledger"},
     "way to start ranks": {"elastic": "horovod_volo.elastic.run"},
@@ -49,9 +60,14 @@ class Registry(dict[str, Entry], Generic[Entry]):
         module = EXTRAS.get(self.kind, {}).get(name)
         return module is not None and find_spec(module.rpartition(".")[0]) is not None
 
+    def names(self) -> list[str]:
+        """Return the names of all entries, also of those that are not imported yet."""
+        return list(dict.fromkeys([*self, *EXTRAS.get(self.kind, {})]))
+
     def register(self, name: str, entry: Entry) -> None:
         """Add an entry under an unused name, or raise UserError."""
-        if name in self:
+        module = EXTRAS.get(self.kind, {}).get(name)
+        if name in self or (module is not None and module not in sys.modules):
             raise UserError(f"The {self.kind} {name!r} exists already. Register yours under another name.")
         self[name] = entry
 
@@ -67,8 +83,8 @@ class Registry(dict[str, Entry], Generic[Entry]):
             import_module(module)  # registers the entry
         if name not in self:
             raise UserError(
-                f"There is no {self.kind} {name!r}.{nearest(name, self)} {self.flag} takes "
-                f"{', '.join(self)}; one of your own needs --plugin."
+                f"There is no {self.kind} {name!r}.{nearest(name, self.names())} {self.flag} takes "
+                f"{', '.join(self.names())}; one of your own needs --plugin."
             )
         return self[name]
 

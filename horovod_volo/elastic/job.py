@@ -18,6 +18,7 @@ import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+from horovod_volo.cluster.collectives import leave_ranks, listen_for_hosts
 from horovod_volo.core.errors import UserError
 
 _ADDRESS, _PORT = "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"
@@ -62,8 +63,6 @@ class ElasticJob:
                 "Horovod crashes when it forms ranks again with HOROVOD_CYCLE_TIME set. Unset it, or drop "
                 "--elastic."
             )
-        from horovod.runner.elastic.worker import WorkerNotificationManager
-
         self.hosts_changed = False  # whether the driver has other hosts than the ranks were formed with
         self.start_seconds = float(os.environ.get("HOROVOD_START_TIMEOUT", 60))
         # The same on all processes of the job, and of no other that runs.
@@ -73,9 +72,7 @@ class ElasticJob:
         self.answer = b""  # of the driver, to the question for the rank
         self._own_id = uuid.uuid4().hex.encode()
         self._is_first = True
-        notifications = WorkerNotificationManager()
-        notifications.init()
-        notifications.register_listener(self)
+        listen_for_hosts(self)
         server = _Server(self)
         threading.Thread(target=server.serve_forever, name="rendezvous", daemon=True).start()
         os.environ[_ADDRESS], os.environ[_PORT] = "127.0.0.1", str(server.server_address[1])
@@ -89,9 +86,7 @@ class ElasticJob:
 
         Raise RemovedError if this host has left the job, and DriverLostError if horovodrun does not answer.
         """
-        import horovod.torch as hvd
-
-        hvd.shutdown()
+        leave_ranks()
         while True:
             if not self._is_first:  # the launcher gave the first rank in the environment
                 self._ask_for_rank()

@@ -160,7 +160,7 @@ def train_elastic(config: Config, watchdog: Watchdog, bound: Binding, train: Tra
             return FAILED
         watchdog.watch_ranks(read_launch_env().rank, [], Path())
         work = partial(elastic.train, config, watchdog=watchdog, train=train)
-        status = run_on_ranks(work, bound, by_flag(config), elastic=True)
+        status = run_on_ranks(work, bound, by_flag(config), ranks_change=True)
         if status != LOST:
             return status
         gc.collect()  # the model and its buckets, before they are built again

@@ -48,6 +48,9 @@ class Callback:
     def ended(self, run: TrainContext, *, finished: bool) -> None:
         """Follow the last step, or a stop on request (not `finished`); not called after an error."""
 
+    def close(self) -> None:
+        """End what goes on, also after an error."""
+
     # What follows is for the extras of this package.
 
     def step_agreed(self, run: TrainContext, outcome: Outcome) -> None:
@@ -119,6 +122,18 @@ class Callbacks:
 
 # Callbacks that every run has, if their extra is installed.
 STANDARD: Registry[Callable[[], Callback]] = Registry("callback of every run", "")
+
+
+# Records the given steps, for --profile.
+PROFILERS: Registry[Callable[[range], Callback]] = Registry("profiler", "--profile")
+
+
+def parse_steps(text: str) -> range:
+    """Return the steps of --profile, FIRST:LAST or steps=FIRST:LAST; the first step of a run is 1."""
+    first, colon, last = text.removeprefix("steps=").partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
+        raise UserError(f"--profile takes steps=FIRST:LAST, such as steps=10:20, not {text!r}.")
+    return range(int(first), int(last) + 1)
 
 
 def standard_callbacks() -> list[Callback]:

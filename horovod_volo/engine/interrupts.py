@@ -72,7 +72,7 @@ class StopRequest:
             signal.signal(number, signal.SIG_IGN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        launch = read_launch_env()  # now, because the rank of an elastic run changes
+        launch = read_launch_env()  # now, because the rank may change
         if not self.received and launch.local_rank == 0:
             # print() must not be called in a handler that may have interrupted it.
             os.write(_STDERR, f"{_answer(signal.Signals(number), launch)}\n".encode())

@@ -19,20 +19,18 @@ from horovod_volo.config.schema import Config
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.names import Registry
 from horovod_volo.engine.banner import banner, format_lines
-from horovod_volo.engine.callbacks import Callback, Callbacks, build_plugin_callbacks
+from horovod_volo.engine.callbacks import PROFILERS, Callback, Callbacks, build_plugin_callbacks, parse_steps
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.context import TrainContext, run_folder
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.loop import fit
 from horovod_volo.engine.model_cost import count_cost
-from horovod_volo.engine.profiling import StepProfiler
 from horovod_volo.engine.run_texts import describe_run
 from horovod_volo.engine.setup import FROM_DISK, Start, setup
 from horovod_volo.engine.task import Task
 from horovod_volo.monitor.meters import StragglerFinder, TrainingClock, peak_flops
 from horovod_volo.monitor.metrics_file import METRICS, last_values
-from horovod_volo.monitor.step_profile import parse_steps
 
 # (settings, world, callbacks, start) -> exit status
 Train = Callable[[Config, World, Sequence[Callback], Start], int]
@@ -59,7 +57,7 @@ def run(
     begin_stage = watchdog.heartbeat.begin
     context, warnings = setup(config, world, stop, start, task)
     config = context.config
-    profiled = [StepProfiler(parse_steps(config.run.profile))] if config.run.profile else []
+    profiled = [PROFILERS.find("steps")(parse_steps(config.run.profile))] if config.run.profile else []
     try:
         begin_stage("starting callbacks and loggers")
         context.hosts = hosts

@@ -32,7 +32,7 @@ class RunLock:
     def __init__(self, folder: Path, job: str = "") -> None:
         """Take the lock; raise UserError if another process has it. The folder is made.
 
-        `job` names an elastic job, which has one rank 0 at a time: it takes the lock of the one before.
+        `job` names a job that has one rank 0 at a time: it takes the lock of the one before.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._path, self._owner = folder / "lock.json", _this_process() | {"job": job}

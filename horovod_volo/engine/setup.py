@@ -21,6 +21,7 @@ from horovod_volo.config.without_effect import RunFacts
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.operators import choose_kernels
 from horovod_volo.engine.banner import batch_warnings
+from horovod_volo.engine.callbacks import PROFILERS, parse_steps
 from horovod_volo.engine.checkpoint.files import CHECKPOINTS, clean_up
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
@@ -32,11 +33,9 @@ from horovod_volo.engine.state import TrainState, build_state
 from horovod_volo.engine.task import Task, TaskData
 from horovod_volo.models.compiled import check_compiler
 from horovod_volo.models.precision import precision_warnings
-from horovod_volo.monitor.further_loggers import check_packages
-from horovod_volo.monitor.logger import Logger, NullLogger
+from horovod_volo.monitor.logger import Logger, NullLogger, check_packages
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
-from horovod_volo.monitor.step_profile import parse_steps
 from horovod_volo.plugins import check_names, load_plugins
 
 _LOCK_SECONDS = 120.0  # the lock of another host is watched for a while
@@ -223,6 +222,7 @@ def _check(config: Config) -> None:
     check_names(config)
     if config.run.profile:
         parse_steps(config.run.profile)
+        PROFILERS.find("steps")
     check_packages(loggers(config.logging))
     if config.model.compile:
         check_compiler()

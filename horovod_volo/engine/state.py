@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from horovod_volo.cluster.reducer import Reducer
-from horovod_volo.cluster.sharding import ShardedReducer
+from horovod_volo.cluster.reducer import REDUCERS, Reducer
 from horovod_volo.cluster.world import World, WorldSums
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
@@ -23,7 +22,6 @@ from horovod_volo.models.freezing import freeze, start_training
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.optim.build import OPTIMIZERS, build_optimizer, parameter_groups, state_tensors
 from horovod_volo.optim.ema import Average, Ema, NoAverage
-from horovod_volo.optim.muon import share_matrices
 
 _OPTIMIZER, _EXCHANGE = "optimizer", "exchange"  # files of a checkpoint that are not loaded like the others
 
@@ -96,7 +94,7 @@ def build_state(
 ) -> tuple[TrainState, list[str]]:
     """Return the state before the first step, with the weights of `finetune` if given, and warnings."""
     torch.manual_seed(config.run.seed)
-    settings, update = config.model, config.update
+    settings, update, spec = config.model, config.update, OPTIMIZERS.find(config.update.opt)
     network = task.build(config, num_classes)
     model, heads = network.module, network.heads
     warnings: list[str] = []
@@ -106,7 +104,7 @@ def build_state(
     start_training(model.to(device))
     set_tf32(config.model.precision)
     warnings += fix_convolutions(model, config.model.precision, device)
-    reducer = (ShardedReducer if update.shard_optimizer else Reducer)(
+    reducer = REDUCERS.find("sharded" if update.shard_optimizer else "whole")(
         model,
         world,
         config.exchange,
@@ -124,7 +122,8 @@ def build_state(
         matrices=_hidden_matrices(config, model, heads),
     )
     optimizer = build_optimizer(update.opt, groups, momentum=update.momentum)
-    share_matrices(optimizer, WorldSums(world))
+    if spec.share is not None:
+        spec.share(optimizer, WorldSums(world))
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         reducer.statistics.skip_on_device()
@@ -137,8 +136,7 @@ def build_state(
     )
     if settings.compile:
         compile_blocks(model)
-    keys = OPTIMIZERS.find(update.opt).state_keys
-    return TrainState(model, heads, reducer, optimizer, keys, average, scaler), warnings
+    return TrainState(model, heads, reducer, optimizer, spec.state_keys, average, scaler), warnings
 
 
 def _hidden_matrices(config: Config, model: nn.Module, heads: tuple[str, ...]) -> set[str]:

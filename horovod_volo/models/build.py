@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
-from horovod_volo.models import lvvit, volo  # noqa: F401  # one import per family: each registers its models
+from horovod_volo.models import volo  # noqa: F401  # registers its models
 from horovod_volo.models.registry import ModelSpec, TokenModel, registered_model, registered_models
 from horovod_volo.models.timm_api import (
     adapted_by_timm,

@@ -1,7 +1,7 @@
 """The registry of models: what the trainer must know of each, by name.
 
-A family of models is one file that ends with `register_model`, and one import in models/build.py. A plugin
-calls `register_model` in its own module. A name that is not registered is one of timm's (models/build.py).
+A family of models is one file that ends with `register_model`, and its names in core/names.py. A plugin calls
+`register_model` in its own module. A name that is not registered is one of timm's (models/build.py).
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def register_model(spec: ModelSpec) -> None:
 
 def registered_model(name: str) -> ModelSpec | None:
     """Return what was registered under a name."""
-    return MODELS.get(name)
+    return MODELS.find(name) if name in MODELS.names() else None
 
 
 def registered_models() -> tuple[str, ...]:
     """Return the names of all registered models."""
-    return tuple(MODELS)
+    return tuple(MODELS.names())

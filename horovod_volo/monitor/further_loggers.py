@@ -16,13 +16,12 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from horovod_volo.core.atomic_file import atomic_write
-from horovod_volo.core.errors import UserError
 from horovod_volo.monitor.event_records import HparamValue
+from horovod_volo.monitor.logger import FURTHER_LOGGERS, FurtherLogger
 from horovod_volo.monitor.metrics_file import EVALUATION, METRICS, TRAIN, MetricsRecord, kind_of, read_metrics
 from horovod_volo.monitor.progress import Values
 
@@ -30,27 +29,6 @@ STATE = "loggers.json"  # in the run folder: the runs of services, and what they
 _PROJECT = "horovod_volo"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME names another
 _SECONDS_BETWEEN_TABLES = _CLOSE_SECONDS = 60.0
 _LOGIN_SECONDS = 20
-
-
-class FurtherLogger:
-    """A logger that gets the same metrics as metrics.jsonl, which has them already."""
-
-    problem = ""  # what prevents writing, to be logged once
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def begin(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
-        """Begin the run of this name."""
-
-    def write(self, kind: str, step: int, values: Values) -> None:
-        """Write the metrics of training or of an evaluation."""
-
-    def go_back(self) -> None:
-        """Forget what metrics.jsonl has no longer."""
-
-    def close(self, *, finished: bool) -> None:
-        """Write what is left."""
 
 
 class CsvLogger(FurtherLogger):
@@ -105,8 +83,6 @@ def _write_table(path: Path, records: Sequence[MetricsRecord]) -> None:
 class ServiceLogger(FurtherLogger):
     """Sends metrics to a service from a thread; after an error it says so, and sends no more."""
 
-    service: str  # the name of its package, too
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         # kind, step, values and time of day of each record; None: there are no more
@@ -140,11 +116,11 @@ class ServiceLogger(FurtherLogger):
         self._queue.put(None)
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
-            self.problem = f"{self.service} has not taken all metrics within {_CLOSE_SECONDS:.0f} s"
+            self.problem = f"{self.package} has not taken all metrics within {_CLOSE_SECONDS:.0f} s"
 
     def _run(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
         try:
-            sent = _states(self.folder).get(self.service, {})
+            sent = _states(self.folder).get(self.package, {})
             sent["id"] = self.connect(name, hparams, str(sent.get("id", "")))
             self._write_state(sent)
             while (record := self._queue.get()) is not None:
@@ -157,11 +133,11 @@ class ServiceLogger(FurtherLogger):
         # Whatever a service's library raises, training goes on.
         except Exception as error:
             reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-            self.problem = f"{self.service} is sent no more metrics: {reason}"
+            self.problem = f"{self.package} is sent no more metrics: {reason}"
 
     def _write_state(self, sent: Mapping[str, Any]) -> None:
         with _STATE_LOCK:
-            states = _states(self.folder) | {self.service: sent}
+            states = _states(self.folder) | {self.package: sent}
             with atomic_write(self.folder / STATE) as file:
                 file.write(json.dumps(states, indent=2).encode())
 
@@ -180,7 +156,7 @@ def _states(folder: Path) -> dict[str, dict[str, Any]]:
 class WandbLogger(ServiceLogger):
     """A run of Weights & Biases, whose steps are those of training: they never decrease."""
 
-    service = "wandb"
+    package = "wandb"
 
     def connect(self, name: str, hparams: Mapping[str, HparamValue], run_id: str) -> str:
         import wandb
@@ -206,7 +182,7 @@ class WandbLogger(ServiceLogger):
 class MlflowLogger(ServiceLogger):
     """A run of MLflow."""
 
-    service = "mlflow"
+    package = "mlflow"
 
     def connect(self, name: str, hparams: Mapping[str, HparamValue], run_id: str) -> str:
         from mlflow import MlflowClient
@@ -231,19 +207,6 @@ class MlflowLogger(ServiceLogger):
         self._client.set_terminated(self._id, "FINISHED" if finished else "KILLED")
 
 
-_LOGGERS: Mapping[str, type[FurtherLogger]] = {"csv": CsvLogger, "wandb": WandbLogger, "mlflow": MlflowLogger}
-
-
-def build_loggers(names: Sequence[str], folder: Path) -> list[FurtherLogger]:
-    """Build the loggers of --log-to."""
-    return [_LOGGERS[name](folder) for name in names]
-
-
-def check_packages(names: Sequence[str]) -> None:
-    """Raise UserError if the package of a logger is missing."""
-    for name in names:
-        if issubclass(_LOGGERS[name], ServiceLogger) and find_spec(name) is None:
-            raise UserError(
-                f"--log-to {name} needs the package {name}. Install it with "
-                f"pip install 'horovod_volo[{name}]', or drop --log-to {name}."
-            )
+FURTHER_LOGGERS.register("csv", CsvLogger)
+FURTHER_LOGGERS.register("wandb", WandbLogger)
+FURTHER_LOGGERS.register("mlflow", MlflowLogger)

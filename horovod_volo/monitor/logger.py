@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 
 from torch import Tensor
 
+from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import Registry
 from horovod_volo.monitor.event_records import EncodedPicture, HparamValue
 from horovod_volo.monitor.progress import Values
 
@@ -72,3 +76,39 @@ class Logger:
 
 class NullLogger(Logger):
     """Logger of the ranks that write nothing."""
+
+
+class FurtherLogger:
+    """A logger of --log-to. It gets the same metrics as metrics.jsonl, which has them already."""
+
+    package = ""  # that it needs
+    problem = ""  # what prevents writing, to be logged once
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, name: str, hparams: Mapping[str, HparamValue]) -> None:
+        """Begin the run of this name."""
+
+    def write(self, kind: str, step: int, values: Values) -> None:
+        """Write the metrics of training or of an evaluation."""
+
+    def go_back(self) -> None:
+        """Forget what metrics.jsonl has no longer."""
+
+    def close(self, *, finished: bool) -> None:
+        """Write what is left."""
+
+
+FURTHER_LOGGERS: Registry[type[FurtherLogger]] = Registry("logger", "--log-to")
+
+
+def check_packages(names: Sequence[str]) -> None:
+    """Raise UserError if the package of a further logger is missing."""
+    for name in names:
+        package = FURTHER_LOGGERS.find(name).package
+        if package and find_spec(package) is None:
+            raise UserError(
+                f"--log-to {name} needs the package {package}. Install it with "
+                f"pip install 'horovod_volo[{package}]', or drop --log-to {name}."
+            )

@@ -22,8 +22,7 @@ from horovod_volo.core.errors import UserError, escape_controls
 from horovod_volo.monitor import event_records
 from horovod_volo.monitor.charts import OTHER_AXES, Board, all_other_axes, description_events
 from horovod_volo.monitor.event_records import EncodedPicture
-from horovod_volo.monitor.further_loggers import build_loggers
-from horovod_volo.monitor.logger import Logger, RunDescription
+from horovod_volo.monitor.logger import FURTHER_LOGGERS, Logger, RunDescription
 from horovod_volo.monitor.metrics_file import (
     EVALUATION,
     METRICS,
@@ -66,7 +65,8 @@ class RunLogger(Logger):
             if file is not self._other_axes or file.path.parent.exists():
                 file.append(b"")
         self._progress = TrainingProgress(length, live=live)
-        self._further = build_loggers(loggers(settings or Logging()), folder)
+        names = loggers(settings or Logging())
+        self._further = [FURTHER_LOGGERS.find(name)(folder) for name in names]
         self._finished = False
 
     def log(self, *lines: str) -> None:

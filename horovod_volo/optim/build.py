@@ -17,8 +17,6 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
-from horovod_volo.optim.muon import MATRICES, Muon
-from horovod_volo.optim.trust_ratio import Lamb, Lars
 
 
 class BuildOptimizer(Protocol):
@@ -36,12 +34,14 @@ class OptimizerSpec:
     state_keys: tuple[str, ...]  # its state per parameter: a tensor like the parameter; "step" is one number
     shardable: bool = False  # its update treats each element alone, so that --shard-optimizer may cut tensors
     matrix_state_keys: tuple[str, ...] = ()  # likewise of hidden matrices, if it updates these otherwise
+    # (optimizer, exchanges of the ranks) -> None: lets ranks share its work; None: there is nothing to share.
+    share: Callable[[Any, Any], None] | None = None
 
 
-_BETAS = (0.9, 0.999)
+MATRICES = "matrices"  # the key that marks a group of hidden matrices
+BETAS = (0.9, 0.999)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-_ADAM = ("step", *_MOMENTS)
-_MOMENTUM = ("momentum_buffer",)
+ADAM_STATE, MOMENTUM_STATE = ("step", *_MOMENTS), ("momentum_buffer",)
 
 OPTIMIZERS: Registry[OptimizerSpec] = Registry("optimizer", "--opt")
 
@@ -53,16 +53,17 @@ def register_optimizer(
     state_keys: tuple[str, ...],
     shardable: bool = False,
     matrix_state_keys: tuple[str, ...] = (),
+    share: Callable[[Any, Any], None] | None = None,
 ) -> None:
     """Make an optimizer available as --opt NAME."""
-    OPTIMIZERS.register(name, OptimizerSpec(build, state_keys, shardable, matrix_state_keys))
+    OPTIMIZERS.register(name, OptimizerSpec(build, state_keys, shardable, matrix_state_keys, share))
 
 
-def _with_two_moments(kind: Callable[..., Optimizer], **settings: Any) -> BuildOptimizer:
+def with_two_moments(kind: Callable[..., Optimizer], **settings: Any) -> BuildOptimizer:
     """Return the constructor of an optimizer that has fixed betas instead of a momentum."""
 
     def build(groups: list[dict[str, Any]], *, momentum: float) -> Optimizer:  # noqa: ARG001
-        return kind(groups, betas=_BETAS, **settings)
+        return kind(groups, betas=BETAS, **settings)
 
     return build
 
@@ -79,7 +80,7 @@ def _apex(name: str, *, instead: str, **settings: Any) -> BuildOptimizer:
 
         kind = getattr(apex.optimizers, name)
         # Gradients are views of buckets, so Apex must not set them to None.
-        optimizer: Optimizer = kind(groups, lr=0.0, betas=_BETAS, set_grad_none=False, **settings)
+        optimizer: Optimizer = kind(groups, lr=0.0, betas=BETAS, set_grad_none=False, **settings)
         for group in optimizer.param_groups:
             group["step"] = torch.zeros((), dtype=torch.int64)  # a tensor, so that checkpoints can restore it
         return optimizer
@@ -102,17 +103,12 @@ def check_apex(instead: str) -> None:
         raise UserError(f"Apex is installed without its CUDA kernels. {remedy}") from None
 
 
-_ADAMW = _with_two_moments(AdamW, lr=0.0, eps=1e-8, fused=True)
+_ADAMW = with_two_moments(AdamW, lr=0.0, eps=1e-8, fused=True)
 _FUSED_ADAM = _apex("FusedAdam", instead="adamw", eps=1e-8, adam_w_mode=True)
 # Without its own gradient clipping, which --clip-grad does.
 _FUSED_LAMB = _apex("FusedLAMB", instead="lamb", eps=1e-6, max_grad_norm=float("inf"))
-register_optimizer("adamw", _ADAMW, state_keys=_ADAM, shardable=True)
-register_optimizer("sgd", partial(SGD, lr=0.0, fused=True), state_keys=_MOMENTUM, shardable=True)
-register_optimizer(
-    "muon", partial(Muon, betas=_BETAS, eps=1e-8), state_keys=_ADAM, matrix_state_keys=_MOMENTUM
-)
-register_optimizer("lamb", _with_two_moments(Lamb, eps=1e-6), state_keys=_ADAM)
-register_optimizer("lars", Lars, state_keys=_MOMENTUM)
+register_optimizer("adamw", _ADAMW, state_keys=ADAM_STATE, shardable=True)
+register_optimizer("sgd", partial(SGD, lr=0.0, fused=True), state_keys=MOMENTUM_STATE, shardable=True)
 register_optimizer("fusedadam", _FUSED_ADAM, state_keys=_MOMENTS)
 register_optimizer("fusedlamb", _FUSED_LAMB, state_keys=_MOMENTS)
 

@@ -13,7 +13,7 @@ singular value close to 1 by five steps of s <- a s + b s^3 + c s^5. All steps a
 
 Invariants: every rank keeps all momenta, so that the state is the same on all ranks and does not depend on
 their number; all ranks apply the same bytes of each update; and nothing changes before these have arrived, so
-that an elastic run which loses a rank meanwhile goes on from the whole state before the step. Which rank has
+that ranks which lose another one meanwhile go on from the whole state before the step. Which rank has
 which matrix is a function of the shapes and the number of ranks alone, so that all ranks know it.
 """
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW, Optimizer
 
-MATRICES = "matrices"  # the key that marks a group of hidden matrices
+from horovod_volo.optim.build import ADAM_STATE, BETAS, MATRICES, MOMENTUM_STATE, register_optimizer
+
 _RMS = 0.2  # of the elements of an update at a learning rate of 1
 _MESSAGE = "muon.updates"
 # Keller Jordan's, of the first description of Muon: steep at 0, so that small singular values rise quickly.
@@ -217,3 +218,12 @@ def share_matrices(optimizer: Optimizer, ranks: MatrixRanks) -> None:
 def _wide(tensor: Tensor, shape: Shape) -> Tensor:
     matrix = tensor.reshape(shape)
     return matrix if shape == shape.wide else matrix.T
+
+
+register_optimizer(
+    "muon",
+    partial(Muon, betas=BETAS, eps=1e-8),
+    state_keys=ADAM_STATE,
+    matrix_state_keys=MOMENTUM_STATE,
+    share=share_matrices,
+)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from horovod_volo.optim.build import ADAM_STATE, MOMENTUM_STATE, register_optimizer, with_two_moments
+
 _LARS_TRUST = 1e-3  # norm of the step as a fraction of the weights' norm, at a learning rate of 1
 
 
@@ -90,3 +92,7 @@ class Lars(Optimizer):
             else:
                 torch._foreach_add_(buffers, gradients)
             torch._foreach_add_(weights, buffers, alpha=-group["lr"])
+
+
+register_optimizer("lamb", with_two_moments(Lamb, eps=1e-6), state_keys=ADAM_STATE)
+register_optimizer("lars", Lars, state_keys=MOMENTUM_STATE)

@@ -107,7 +107,7 @@ import sys, time
 from pathlib import Path
 from horovod_volo.cluster.watchdog import Watchdog
 rank, folder, elastic = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "elastic"
-watchdog = Watchdog(8.0, elastic=elastic)
+watchdog = Watchdog(8.0, ranks_change=elastic)
 watchdog.watch_ranks(rank, ["one", "two"], folder)
 watchdog.heartbeat.beat(3)
 if rank == 0:

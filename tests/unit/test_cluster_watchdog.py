@@ -33,7 +33,9 @@ class HandSetClock:
 class WatchedJob:
     """Ranks that do nothing, in processes of their own, and their watchdogs."""
 
-    def __init__(self, folder: Path, clock: HandSetClock, *, ranks: int, hosts: int, elastic: bool) -> None:
+    def __init__(
+        self, folder: Path, clock: HandSetClock, *, ranks: int, hosts: int, ranks_change: bool
+    ) -> None:
         self.clock, self.beats = clock, [Heartbeat() for _ in range(ranks)]
         command = ["sh", "-c", "trap '' USR2; echo; exec sleep 60"]
         self.processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(ranks)]
@@ -42,7 +44,7 @@ class WatchedJob:
             assert process.stdout is not None
             process.stdout.readline()
             stacks = os.memfd_create("stacks")
-            watch = Watch(rank=rank, host="one", pid=process.pid, stacks=stacks, elastic=elastic)
+            watch = Watch(rank=rank, host="one", pid=process.pid, stacks=stacks, ranks_change=ranks_change)
             watch.begin(rank=rank, hosts=["one"] * hosts, folder=str(folder))
             self.watches.append(watch)
             self.beats[rank].watch(LIMIT)
@@ -72,8 +74,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     clock, jobs = HandSetClock(), []
     monkeypatch.setattr(watchdog_process, "time", clock)
 
-    def started(ranks: int = 2, *, hosts: int = 0, elastic: bool = False) -> WatchedJob:
-        jobs.append(WatchedJob(tmp_path / "hang", clock, ranks=ranks, hosts=hosts or ranks, elastic=elastic))
+    def started(ranks: int = 2, *, hosts: int = 0, ranks_change: bool = False) -> WatchedJob:
+        jobs.append(
+            WatchedJob(tmp_path / "hang", clock, ranks=ranks, hosts=hosts or ranks, ranks_change=ranks_change)
+        )
         return jobs[-1]
 
     yield started
@@ -140,7 +144,7 @@ def test_a_full_disk_keeps_no_rank_from_answering(
 def test_a_rank_that_waited_and_then_hangs_in_the_same_stage_is_named(
     start: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    job = start(3, elastic=True)
+    job = start(3, ranks_change=True)
     for beats in job.beats:
         beats.begin("importing plugins")
     for rank in (0, 1):
@@ -159,7 +163,7 @@ def test_ranks_whose_collective_has_failed_are_not_taken_for_hung(
     start: Any, hosts: int, seconds: int
 ) -> None:
     """They keep their state before they go on. With 1,000 hosts, they have not looked by then."""
-    job = start(3, hosts=hosts, elastic=True)
+    job = start(3, hosts=hosts, ranks_change=True)
     for rank in (0, 1):
         job.beats[rank].waits(True)
     job.go_on(3, 2)
@@ -174,7 +178,7 @@ def test_ranks_whose_collective_has_failed_are_not_taken_for_hung(
 def test_a_hang_that_has_ended_does_not_decide_on_a_later_one(
     start: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    job = start(2, elastic=True)
+    job = start(2, ranks_change=True)
     job.beats[0].waits(True)
     said = ""
     while "rank 1 on one computes" not in said:

@@ -158,7 +158,7 @@ def test_zero_leaves_out_the_auxiliary_head_whatever_the_loss_is() -> None:
 
 def test_the_optimizers_with_and_without_momentum_are_the_registered_ones() -> None:
     of_plugin = "--momentum has no effect unless the plugin's --opt {} reads it"
-    for name in OPTIMIZERS:
+    for name in OPTIMIZERS.names():
         warnings = config_warnings(parse(["--momentum", "0.8", "--opt", name]).config)
         assert of_plugin.format(name) not in warnings
         assert warnings == (

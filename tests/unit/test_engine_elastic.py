@@ -159,7 +159,7 @@ def test_an_error_in_a_callback_outlives_the_ranks_of_its_step(tmp_path: Path) -
     def train(config: Config, world: World, callbacks: Sequence[Callback], start: Start) -> int:
         return engine_run(config, world, stop, watchdog, [*callbacks, *own], start=start)
 
-    with closing(Watchdog(0.0, elastic=True)) as watchdog:
+    with closing(Watchdog(0.0, ranks_change=True)) as watchdog:
         with pytest.raises(RankLostError):
             elastic.train(config, World.single(), watchdog, train)
         with pytest.raises(AllRanksError, match="FailsOnce failed in step_done: ZeroDivisionError"):

@@ -16,8 +16,8 @@ from horovod_volo.config.logging_settings import Logging, loggers
 from horovod_volo.core.errors import UserError
 from horovod_volo.monitor import further_loggers
 from horovod_volo.monitor.event_records import HparamValue
-from horovod_volo.monitor.further_loggers import STATE, ServiceLogger, WandbLogger, check_packages
-from horovod_volo.monitor.logger import RunDescription
+from horovod_volo.monitor.further_loggers import STATE, ServiceLogger, WandbLogger
+from horovod_volo.monitor.logger import RunDescription, check_packages
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
 
@@ -148,7 +148,7 @@ def test_mlflow_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 class BrokenService(ServiceLogger):
     """A service that takes a while, and then no more."""
 
-    service = "wandb"
+    package = "wandb"
 
     def connect(self, name: str, hparams: Mapping[str, HparamValue], run_id: str) -> str:
         return "7"

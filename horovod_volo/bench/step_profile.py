@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from horovod_volo.core.errors import UserError
 from horovod_volo.monitor.meters import EXCHANGE, OWN_PART, UPDATE
 
 STEP = "step"
@@ -37,14 +36,6 @@ class Range(NamedTuple):
     name: str
     start: float
     duration: float
-
-
-def parse_steps(text: str) -> range:
-    """Return the steps of --profile, FIRST:LAST or steps=FIRST:LAST; the first step of a run is 1."""
-    first, colon, last = text.removeprefix("steps=").partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal()) or not 1 <= int(first) <= int(last):
-        raise UserError(f"--profile takes steps=FIRST:LAST, such as steps=10:20, not {text!r}.")
-    return range(int(first), int(last) + 1)
 
 
 class RangeRecorder:
