@@ -75,8 +75,7 @@ def build_parser() -> Parser:
 
 
 def _predict(options: argparse.Namespace) -> int:
-    from horovod_volo.evaluation.contact_sheet import write_contact_sheet
-    from horovod_volo.evaluation.predictions import PredictRequest, load_network, predict
+    from horovod_volo.evaluation.predictions import PredictRequest, load_network, predict, write_contact_sheet
     from horovod_volo.plugins import load_plugins
 
     load_plugins(options.plugin)

@@ -24,13 +24,13 @@ from horovod_volo.bench.cli import (
 )
 from horovod_volo.bench.comparison import WrongResultError, assert_agree, repeats_for, timed
 from horovod_volo.bench.results import Figure, Result
-from horovod_volo.bench.step_profile import RangeRecorder
 from horovod_volo.bench.synthetic import CLASSES, SyntheticRun, bench_config
 from horovod_volo.cluster.world import World
 from horovod_volo.engine.classification import Classification
 from horovod_volo.engine.model_cost import PASSES, count_cost
 from horovod_volo.models.compiled import check_compiler
 from horovod_volo.monitor.meters import device_memory_gib, peak_flops
+from horovod_volo.profiler.step_ranges import RangeRecorder
 
 _FIRST_STEPS = 3
 _TOLERANCES = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 1e-2, "fp16": 1e-2}  # relative to the largest loss

@@ -133,7 +133,7 @@ class Watch:
         if (
             self._ranks_change
             and self._state == _WAITS
-            and any(state == _HANGS for state, _ in reports.values())
+            and _HANGS in {state for state, _ in reports.values()}
         ):
             self._next_look = float("inf")  # it goes on without them
             return False

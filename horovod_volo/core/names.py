@@ -40,7 +40,7 @@ EXTRAS: dict[str, dict[str, str]] = {
     },
     "exchange of gradients": {"sharded": "horovod_volo.cluster.sharding"},
     "logger": dict.fromkeys(("csv", "wandb", "mlflow"), "horovod_volo.monitor.further_loggers"),
-    "profiler": {"steps": "horovod_volo.bench.step_profiler"},
+    "profiler": {"steps": "horovod_volo.profiler.step_profiler"},
     "address": dict.fromkeys(("http", "https", "s3", "gs", "az"), "horovod_volo.remote.remote_catalog"),
     "callback of every run": {"ledger": "horovod_volo.elastic.ledger"},
     "way to start ranks": {"elastic": "horovod_volo.elastic.run"},

@@ -31,7 +31,7 @@ from horovod_volo.optim.schedule import find_decay, lr_at
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """What moves with the steps of a run, besides its state: measurements, and setbacks that are counted."""
 
     meter: LossMeter  # since the last log point
@@ -64,7 +64,7 @@ class TrainContext:
     data: TaskData
     state: TrainState
     learner: Learner[Any, Any]
-    progress: Progress
+    progress: RunProgress
     clip: Clip
     gradient_norm: Callable[[], Tensor]
     lr: Callable[[int], float]  # lr(step)
@@ -151,7 +151,7 @@ def build_context(
         data=data,
         state=state,
         learner=learner,
-        progress=Progress(
+        progress=RunProgress(
             LossMeter(learner.loss_names, resources.device, lambda: loader.waited_seconds),
             StepTimer(resources.device),
             SkippedSteps(state.scaler),

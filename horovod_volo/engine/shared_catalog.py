@@ -24,7 +24,7 @@ class CacheSettings(NamedTuple):
     gib: float = 0.0
 
 
-class Server(NamedTuple):
+class ShardServer(NamedTuple):
     """What reads shards at an address."""
 
     # (address, split, which images are held out, folder or memory, cache) -> the downloaded list
@@ -32,7 +32,7 @@ class Server(NamedTuple):
     open: Callable[[Path, str, str, CacheSettings], Catalog]  # (downloaded list, its digest, address, cache)
 
 
-SERVERS: Registry[Server] = Registry("address", "DATA_DIR")
+SERVERS: Registry[ShardServer] = Registry("address", "DATA_DIR")
 
 
 def catalog_folder(catalog_dir: str, output: str, world: World) -> Path | None:

@@ -15,7 +15,18 @@ from tests.ranks.launching import run
 from tests.style.import_rules import LAYERS
 
 PACKAGE = Path(__file__).parents[2] / "horovod_volo"
-EXTRAS = ("bench", "demo", "dense", "doctor", "elastic", "kernels", "labelling", "remote", "report")
+EXTRAS = (
+    "bench",
+    "demo",
+    "dense",
+    "doctor",
+    "elastic",
+    "kernels",
+    "labelling",
+    "profiler",
+    "remote",
+    "report",
+)
 # Flags that need an extra.
 FLAGS = {
     "dense": ["--task", "segmentation", "--model", "volo_d1"],
@@ -32,7 +43,7 @@ TRAIN = ["--model", "volo_demo", "--img-size", "32", "--batch-size", "4", "--epo
 
 
 def test_these_are_the_extras() -> None:
-    assert set(EXTRAS) < set().union(*LAYERS[LAYERS.index({"evaluation"}) + 1 :])
+    assert set(EXTRAS) < set().union(*LAYERS[LAYERS.index({"dry_run", "evaluation"}) + 1 :])
     assert all((PACKAGE / name / "__init__.py").is_file() for name in EXTRAS)
 
 

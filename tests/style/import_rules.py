@@ -19,15 +19,14 @@ LAYERS = (
     {"cluster", "data", "models", "objective", "optim", "monitor"},
     {"plugins"},
     {"engine"},
-    {"evaluation"},
+    {"dry_run", "evaluation"},
     # Extras: what only some runs or commands need. The layers below find them by name (core/names.py).
-    {"demo", "dense", "elastic", "kernels", "labelling", "remote"},
+    {"demo", "dense", "elastic", "kernels", "labelling", "profiler", "remote"},
     {
         "bench",
         "build_horovod",
         "completion",
         "doctor",
-        "dry_run",
         "evaluate",
         "export",
         "labels",

@@ -13,11 +13,8 @@ PACKAGE = Path(__file__).parents[2] / "horovod_volo"
 # Modules under sixty lines that have one importer and are nevertheless not merged into it, each with its
 # reason. A member of a registered family of modules is listed here too.
 SMALL_MODULES_WITH_ONE_IMPORTER = {
-    # Triton is imported only where a kernel is launched.
     # What a scaler has skipped follows from optimization, its importer belongs to `engine`.
     "optim.loss_scale",
-    # The network computes what `tasks` draws.
-    "models.outlook_attention",
     # Tensors to loss, tested against SSD's own.
     "dense.box_loss",
 }

@@ -14,12 +14,12 @@ from typing import Any
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from horovod_volo.bench.step_profile import RangeRecorder, describe, merged_trace, read_timeline, times_of
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.engine.callbacks import PROFILERS, Callback
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.models.compiled import find_blocks
 from horovod_volo.monitor.meters import ignore
+from horovod_volo.profiler.step_ranges import RangeRecorder, describe, merged_trace, read_timeline, times_of
 
 FOLDER = "profile"  # in the run folder
 

@@ -7,7 +7,10 @@ import json
 import pytest
 import torch
 
-from horovod_volo.bench.step_profile import (
+from horovod_volo.core.errors import UserError
+from horovod_volo.engine.callbacks import parse_steps
+from horovod_volo.monitor.meters import StepTimer
+from horovod_volo.profiler.step_ranges import (
     Range,
     RangeRecorder,
     RankTimes,
@@ -16,9 +19,6 @@ from horovod_volo.bench.step_profile import (
     read_timeline,
     times_of,
 )
-from horovod_volo.core.errors import UserError
-from horovod_volo.engine.callbacks import parse_steps
-from horovod_volo.monitor.meters import StepTimer
 
 CPU = torch.device("cpu")
 # As Horovod 0.28.1 writes it; the last event is cut off.
