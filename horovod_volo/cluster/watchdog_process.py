@@ -93,7 +93,7 @@ class Watch:
     """
 
     def __init__(self, *, rank: int, host: str, pid: int, stacks: int, ranks_change: bool) -> None:
-        self._host, self._pid, self._stacks, self._ranks_change = host, pid, stacks, ranks_change
+        self._host, self._pid, self._stacks, self._go_on = host, pid, stacks, ranks_change
         # Seconds in which this process ran: when a job that was suspended wakes, they have not passed.
         self._now, self._polled = 0.0, time.monotonic()
         self._stopped, self._said = 0.0, False  # seconds for which the rank is stopped
@@ -130,11 +130,7 @@ class Watch:
         if reports is None:
             return False
         time.sleep(_MESSAGE_SECONDS)
-        if (
-            self._ranks_change
-            and self._state == _WAITS
-            and _HANGS in {state for state, _ in reports.values()}
-        ):
+        if self._go_on and self._state == _WAITS and any(state == _HANGS for state, _ in reports.values()):
             self._next_look = float("inf")  # it goes on without them
             return False
         return self._kill()
@@ -147,7 +143,7 @@ class Watch:
     def _is_stopped_for_good(self) -> bool:
         """Say that the rank is stopped by a signal; return True if the others have given it up."""
         self._stopped = self._stopped + _POLL_SECONDS if self._stopped_state() == _STOPPED else 0.0
-        if self._ranks_change and self._stopped >= _GLOO_TIMEOUT_SECONDS:
+        if self._go_on and self._stopped >= _GLOO_TIMEOUT_SECONDS:
             self._say(
                 f"{self._own_name} was stopped by a signal for {self._stopped:g} s. The others go on without "
                 "it, and it is ended."
@@ -254,7 +250,7 @@ class Watch:
             elif not state:
                 names.append(f"rank {rank} on {host} gives no report: has its host failed?")
         states = [state for state, _ in reports.values()]
-        goes_on = self._ranks_change and _HANGS in states
+        goes_on = self._go_on and _HANGS in states
         ended = "the run goes on without these ranks" if goes_on else "this run is ended"
         resume = "" if goes_on else " Resume with --resume auto."
         return (
