@@ -165,7 +165,7 @@ class BrokenService(ServiceLogger):
 def test_a_service_that_fails_costs_one_warning_and_no_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(further_loggers, "_LOGGERS", {"wandb": BrokenService})
+    monkeypatch.setitem(FURTHER_LOGGERS, "wandb", BrokenService)
     logger = open_logger(tmp_path, "wandb")
     began = time.monotonic()
     log(logger, 1, 2, 3)
