@@ -19,8 +19,7 @@ from horovod_volo.cluster.reducer import build_gradient_buckets, message_bytes
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import config_warnings
-from horovod_volo.config.without_effect import RunFacts
+from horovod_volo.config.validation import RunFacts, config_warnings
 from horovod_volo.core.errors import escape_controls
 from horovod_volo.engine.banner import (
     batch_line,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from horovod_volo.config.schema import Config
-from horovod_volo.config.update_settings import Update, warmup_epochs
+from horovod_volo.config.update_settings import Update, all_epochs, warmup_epochs
 from horovod_volo.core.errors import UserError
 
 # The global batch of `lr_base` in recipes that do not state `lr_base_size`.
@@ -75,9 +75,7 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
             f"micro-batches = {global_batch} images, but there are {images}. {advice}"
         )
     steps_per_epoch = images // global_batch
-    of_warmup = warmup_epochs(update)
-    prefix_epochs = of_warmup if update.warmup_prefix else 0
-    epochs = prefix_epochs + update.epochs + update.cooldown_epochs
+    epochs, warmup_steps = all_epochs(update), steps_per_epoch * warmup_epochs(update)
     rates = _learning_rates(update, global_batch)
     return Derived(
         ranks=ranks,
@@ -86,8 +84,8 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
         epochs=epochs,
         total_steps=steps_per_epoch * epochs,
         decay_steps=steps_per_epoch * update.epochs,
-        warmup_steps=steps_per_epoch * of_warmup,
-        prefix_steps=steps_per_epoch * prefix_epochs,
+        warmup_steps=warmup_steps,
+        prefix_steps=warmup_steps if update.warmup_prefix else 0,
         peak_lr=rates.peak,
         min_lr=rates.minimum,
         warmup_lr=rates.warmup,

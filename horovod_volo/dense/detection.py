@@ -73,17 +73,6 @@ class DetectionTask:
 
     def check(self, config: Config) -> None:
         check_model(config.model.model, img_size=config.model.img_size, tokens=False)
-        settings = config.detection
-        for flag, (low, high) in (
-            ("--crop-sides", settings.crop_sides),
-            ("--saturation-range", settings.saturation_range),
-            ("--contrast-range", settings.contrast_range),
-            ("--brightness-range", settings.brightness_range),
-        ):
-            if not 0 < low <= high:
-                raise UserError(f"{flag} takes two numbers above 0 in ascending order, not {low:g} {high:g}.")
-        if settings.crop_sides[1] > 1:
-            raise UserError(f"--crop-sides takes fractions up to 1, not {settings.crop_sides[1]:g}.")
 
     def fit_to_model(self, config: Config) -> Config:
         return config

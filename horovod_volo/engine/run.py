@@ -21,11 +21,9 @@ from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive, resolve
-from horovod_volo.config.logging_settings import loggers
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import config_warnings
-from horovod_volo.config.without_effect import RunFacts
+from horovod_volo.config.schema import Config, loggers
+from horovod_volo.config.validation import RunFacts, config_warnings
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.elastic.job import HostsChangedError

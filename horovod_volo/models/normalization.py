@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from horovod_volo.config.data_checks import check_statistics
 from horovod_volo.config.data_settings import Data
+from horovod_volo.config.validation import check_statistics
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import spec_of
 from horovod_volo.models.class_names import read_header

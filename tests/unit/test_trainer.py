@@ -115,7 +115,7 @@ def test_importing_the_package_imports_no_heavy_module() -> None:
         (["data"], {"epoch": 3}, "There is no setting 'epoch'. Did you mean epochs?"),
         (["data"], {"epochs": "3"}, "epochs takes a whole number, not '3'."),
         (["data"], {"epochs": 0}, "epochs must be at least 1, not 0."),
-        (["data"], {"opt": "sgd", "scale": (0.5, 0.1)}, "--scale takes two numbers above 0 in ascending"),
+        (["data"], {"opt": "sgd", "scale": (0.5, 0.1)}, "scale takes two numbers above 0 in ascending"),
         (["data"], {"mixup": 0.2}, "--mixup and MixToken both mix images."),
         (["data"], {"config": Config()}, "A Trainer takes a config, or a data folder"),
         (["data"], {"elastic": True, "global_batch": 8, "model": "volo_d1"}, "Elastic runs are started by"),
