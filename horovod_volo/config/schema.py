@@ -15,7 +15,6 @@ from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.setting import BelowOne, Count, CountOrZero, NonNegative, setting
 from horovod_volo.config.update_settings import Exchange, Update
 
-LOGGERS = ("csv", "mlflow", "wandb")
 _RESUMES = "in a run that resumes from a checkpoint"
 
 
@@ -180,11 +179,6 @@ class Logging:
         "epochs between histograms of weights and gradients in TensorBoard, by block, from the start on; "
         "0: none",
     )
-
-
-def loggers(settings: Logging) -> tuple[str, ...]:
-    """Return the names in --log-to, each once."""
-    return tuple(dict.fromkeys(name for part in settings.log_to.split(",") if (name := part.strip())))
 
 
 @dataclass(frozen=True)

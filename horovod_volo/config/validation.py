@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from horovod_volo.config.schema import LOGGERS, Config, loggers
+from horovod_volo.config.schema import Config, Logging
 from horovod_volo.config.update_settings import all_epochs, milestones, warmup_epochs
 from horovod_volo.config.values import all_settings, by_flag, checked, shown
 from horovod_volo.core.errors import UserError
@@ -29,6 +29,7 @@ class RunFacts(NamedTuple):
 
 
 NOTHING_KNOWN = RunFacts()
+LOGGERS = ("csv", "mlflow", "wandb")
 
 # Conditions of the schema that are about more than whether flags are set.
 CONDITIONS: Mapping[str, Callable[[Config, RunFacts], object]] = {
@@ -150,6 +151,11 @@ def check_statistics(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
                 f"{flag} is for pixels from 0 to 1, so its numbers are from {lowest} to 1, not "
                 f"{shown(values)}. Divide those of pixels from 0 to 255 by 255."
             )
+
+
+def loggers(settings: Logging) -> tuple[str, ...]:
+    """Return the names in --log-to, each once."""
+    return tuple(dict.fromkeys(name for part in settings.log_to.split(",") if (name := part.strip())))
 
 
 def uses_tokens(config: Config) -> bool:

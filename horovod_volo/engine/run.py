@@ -22,8 +22,8 @@ from horovod_volo.cluster.watchdog import Watchdog
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive, resolve
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.schema import Config, loggers
-from horovod_volo.config.validation import RunFacts, config_warnings
+from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import RunFacts, config_warnings, loggers
 from horovod_volo.core.environment import collect_environment
 from horovod_volo.core.errors import UserError
 from horovod_volo.elastic.job import HostsChangedError

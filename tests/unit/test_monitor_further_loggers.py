@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.schema import Logging, loggers
+from horovod_volo.config.schema import Logging
+from horovod_volo.config.validation import loggers
 from horovod_volo.core.errors import UserError
 from horovod_volo.monitor import further_loggers
 from horovod_volo.monitor.further_loggers import STATE, ServiceLogger, check_packages
