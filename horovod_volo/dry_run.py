@@ -197,7 +197,7 @@ def _activation_bytes(forward: Callable[[Tensor], Any], model: torch.nn.Module, 
     """
     side, batch = config.model.img_size, max(_MIN_BATCH, config.data.batch_size)
     of_parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    saved: dict[int, Any] = {}  # kept alive: the address of a freed storage could be reused
+    saved: dict[int, torch.UntypedStorage] = {}  # kept alive: the address of a freed storage could be reused
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -137,13 +137,7 @@ class _Given(argparse.Action):
         super().__init__(option_strings, dest, metavar=metavar(setting), **options)
         self._setting = setting
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,  # noqa: ARG002
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,  # noqa: ARG002
-    ) -> None:
+    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _flag: Any = None) -> None:
         value = from_text(self._setting, values)
         earlier = getattr(namespace, self.dest, "") if self._setting.repeatable else ""
         setattr(namespace, self.dest, f"{earlier},{value}" if earlier else value)

@@ -69,10 +69,10 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
     update = config.update
     global_batch = _global_batch(config, ranks)
     if global_batch > images:
-        advice = _smaller(images, ranks, config)
         raise UserError(
             f"One step takes {ranks} ranks x {config.data.batch_size} images x {update.accumulation} "
-            f"micro-batches = {global_batch} images, but there are {images}. {advice}"
+            f"micro-batches = {global_batch} images, but there are {images}. "
+            + _smaller(images, ranks, config)
         )
     steps_per_epoch = images // global_batch
     epochs, warmup_steps = all_epochs(update), steps_per_epoch * warmup_epochs(update)
@@ -111,11 +111,9 @@ def _learning_rates(update: Update, global_batch: int) -> LearningRates:
     rates = scaled_rates(update, global_batch)
     # The limit in the message is in the units that the user types, before scaling.
     limit = rates.peak if update.lr or not update.lr_base_size else update.lr_base
-    for flag, rate, used in (
-        ("--min-lr", rates.minimum, True),
-        ("--warmup-lr", rates.warmup, warmup_epochs(update) > 0),
-    ):
-        if used and rate > rates.peak:
+    ends = {"--min-lr": rates.minimum, "--warmup-lr": rates.warmup if warmup_epochs(update) else 0.0}
+    for flag, rate in ends.items():
+        if rate > rates.peak:
             raise UserError(
                 f"At a global batch of {global_batch:,} the peak learning rate is {rates.peak:.3g}, below "
                 f"{flag}, which is {rate:.3g}. Use {flag} {limit!r} or less, or increase "
@@ -167,11 +165,8 @@ def _split_unevenly(images: int, ranks: int, largest: int) -> tuple[int, int]:
 
 def _offer(config: Config, ranks: int, global_batch: int) -> str:
     batch, accumulation = _split(global_batch // ranks, config.data.batch_size)
-    peak = scaled_rates(config.update, global_batch).peak
-    return (
-        f"--global-batch {global_batch} = {ranks} x {batch} x {accumulation} micro-batches, "
-        f"peak learning rate {peak:.3g}"
-    )
+    product = f"--global-batch {global_batch} = {ranks} x {batch} x {accumulation} micro-batches"
+    return f"{product}, peak learning rate {scaled_rates(config.update, global_batch).peak:.3g}"
 
 
 def _smaller(images: int, ranks: int, config: Config) -> str:

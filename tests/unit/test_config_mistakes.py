@@ -48,6 +48,7 @@ MISTAKES = [
     ("--bucket-mib 0", "--bucket-mib", "at least 0.001"),
     ("--hflip 1.5", "--hflip", "at most 1"),
     ("--balance 1.5", "--balance", "at most 1"),
+    ("--layer-decay 1.5", "--layer-decay", "at most 1"),
     ("--cycle-up 0.6", "--cycle-up", "at most 0.5"),
     ("--lr nan", "--lr takes a finite number"),
     ("--ratio 0.5 inf", "--ratio takes two numbers"),
@@ -66,6 +67,7 @@ MISTAKES = [
     # Contradictions
     ("--model-ema-warmup", "--ema-warmup needs --ema-decay"),
     ("--use-ema", "--use-ema needs --finetune"),
+    ("--allow-mismatch head", "--allow-mismatch needs --finetune"),
     ("--token-label-data maps", "Add --token-label, or drop --token-label-data"),
     ("--token-label --ground-truth", "Add --token-label-data, or drop --ground-truth"),
     ("--map-geometry whole", "Add --token-label-data, or drop --map-geometry"),
@@ -137,9 +139,9 @@ def test_the_edge_of_a_rule_is_allowed(argv: str) -> None:
         ("epochs = 3", "unknown table [epochs]."),
         ("[update\n", "is not valid TOML"),
         ("[published]\ntop = 84.2", "unknown key 'top' in [published]. Did you mean top1?"),
-        ("[published]\ntop1 = true", "published.top1 takes a number"),
-        ('[published]\nneeds = "finetune"', "published.needs takes a list of settings' names"),
-        ('[published]\nneeds = ["finetuning"]', "published.needs takes a list of settings' names"),
+        ("[published]\ntop1 = true", "[published] takes top1, a number"),
+        ('[published]\nneeds = "finetune"', "needs, names of settings"),
+        ('[published]\nneeds = ["finetuning"]', "needs, names of settings"),
     ],
 )
 def test_mistakes_in_a_recipe(text: str, said: str, tmp_path: Path) -> None:
