@@ -5,21 +5,21 @@ It needs no GPU, no data and no other rank: the model is built on the meta devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from horovod_volo.cluster.reducer import build_gradient_buckets, message_bytes
 from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.validation import config_warnings
-from horovod_volo.config.without_effect import RunFacts
+from horovod_volo.config.validation import RunFacts, config_warnings
 from horovod_volo.core.errors import escape_controls
 from horovod_volo.core.operators import estimated_with_kernels
 from horovod_volo.engine.banner import (
@@ -28,6 +28,7 @@ from horovod_volo.engine.banner import (
     format_lines,
     length_line,
     lr_line,
+    model_line,
     precision_line,
     training_line,
 )
@@ -58,8 +59,7 @@ _GPU_GIB = {12: 11.7, 16: 14.6, 24: 23.6, 40: 39.4, 80: 79.1, 141: 139.8}
 _RESERVED_GIB, _FRAGMENTED = 3, 0.1
 
 
-@dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """The data set and the model of a run, which do not depend on the number of ranks."""
 
     images: int
@@ -70,15 +70,9 @@ class Workload:
     matrix_elements: int  # of the parameters that --opt muon orthogonalises
     warnings: list[str]
 
-    @property
-    def parameter_count(self) -> int:
-        """Return the number of scalars in all parameters."""
-        return sum(parameter.numel() for parameter in self.parameters.values())
-
-    @property
-    def trained_count(self) -> int:
-        """Return the number of scalars in parameters that are not frozen."""
-        return sum(parameter.numel() for parameter in self.parameters.values() if parameter.requires_grad)
+    def scalars(self, *, trained: bool = False) -> int:
+        """Return the number of scalars in all parameters, or in those that are not frozen."""
+        return sum(p.numel() for p in self.parameters.values() if p.requires_grad or not trained)
 
 
 def dry_run(config: Config, ranks: int) -> str:
@@ -124,25 +118,21 @@ def describe(config: Config, ranks: int, workload: Workload) -> str:
     """Return settings, derived numbers and estimates of a run on this many ranks as text."""
     config = resolve(config, ranks)
     derived = derive(config, ranks=ranks, images=workload.images)
+    parameters = workload.parameters
     state = state_bytes(config, ranks, workload)
     activations = workload.activation_bytes * config.data.batch_size
-    buckets = build_gradient_buckets(
-        workload.parameters,
-        config.exchange,
-        heads=workload.heads,
-        ranks=ranks,
-        shards=1,
-    )
+    buckets = build_gradient_buckets(parameters, config.exchange, heads=workload.heads, ranks=ranks, shards=1)
     sent_bytes = sum(message_bytes(bucket, config.exchange) for bucket in buckets)
     # The second half of a ring allreduce gathers sums; a sharded optimizer gathers new parameters instead.
-    gathered_bytes = workload.trained_count * _FP32 if config.update.shard_optimizer else sent_bytes
+    sharded = config.update.shard_optimizer
+    gathered_bytes = workload.scalars(trained=True) * _FP32 if sharded else sent_bytes
     if OPTIMIZERS.find(config.update.opt).matrix_state_keys:
         gathered_bytes += workload.matrix_elements * _BF16  # the updates of matrices, each of one rank
     properties = {
         "ranks": f"{ranks}",
-        **({"chosen": config.chosen} if config.chosen else {}),
-        "model": f"{config.model.model}, {workload.parameter_count:,} parameters, {config.model.img_size} px",
-        **training_line(config, workload.parameters.values(), buckets, ranks),
+        "chosen": config.chosen,
+        "model": model_line(config, parameters.values()),
+        "training": training_line(config, parameters.values(), buckets, ranks),
         "images": f"{workload.images:,} of {workload.classes:,} classes",
         "batch": batch_line(config, derived),
         "lr": lr_line(config, derived),
@@ -173,16 +163,15 @@ def _smallest_gpu(used_bytes: float) -> str:
 def state_bytes(config: Config, ranks: int, workload: Workload) -> float:
     """Return the bytes of training state on one rank."""
     update, spec = config.update, OPTIMIZERS.find(config.update.opt)
-    # "step" is one scalar for a whole tensor.
-    moments = [key for key in spec.state_keys if key != "step"]
+    trained = workload.scalars(trained=True)
     matrices = workload.matrix_elements if spec.matrix_state_keys else 0
-    others = workload.trained_count - matrices
-    optimizer: float = _FP32 * (len(moments) * others + len(spec.matrix_state_keys) * matrices)
+    # "step" is one scalar for a whole tensor.
+    moments = (trained - matrices) * len(set(spec.state_keys) - {"step"})
+    optimizer: float = _FP32 * (moments + len(spec.matrix_state_keys) * matrices)
     if update.shard_optimizer:
-        # With a copy of the gradients of this rank's shard.
-        optimizer = (optimizer + _FP32 * workload.trained_count) / ranks
+        optimizer = (optimizer + _FP32 * trained) / ranks  # with a copy of the gradients of this rank's shard
     copies = 2 if update.ema_decay else 1  # weights and averaged weights
-    return _FP32 * (copies * workload.parameter_count + workload.trained_count) + optimizer
+    return _FP32 * (copies * workload.scalars() + trained) + optimizer
 
 
 def _images_and_classes(config: Config, counted: tuple[int, int] | None) -> tuple[int, int, list[str]]:
@@ -203,30 +192,21 @@ def _images_and_classes(config: Config, counted: tuple[int, int] | None) -> tupl
 def _activation_bytes(forward: Callable[[Tensor], object], model: torch.nn.Module, config: Config) -> float:
     """Estimate the activations per image that autograd saves for backward, from a forward on the meta device.
 
-    The seed of drop path is fixed, so the estimate is the same every time.
+    Each storage counts once, parameters do not. The seed of drop path is fixed, so the estimate is the same
+    every time.
     """
     side, batch = config.model.img_size, max(_MIN_BATCH, config.data.batch_size)
-    images = torch.zeros(batch, 3, side, side, device="meta")
-    with torch.random.fork_rng(devices=[]), _saved_bytes(list(model.parameters())) as saved:
-        forward(images)
-    width = 1.0 if config.model.precision in ("fp32", "tf32") else 0.5
-    return width * saved[0] / batch
+    of_parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}  # kept alive: the address of a freed storage could be reused
 
-
-@contextmanager
-def _saved_bytes(parameters: list[torch.nn.Parameter]) -> Iterator[list[int]]:
-    """Sum the bytes that autograd saves inside this context, each storage once, without the parameters."""
-    counted = {parameter.untyped_storage()._cdata for parameter in parameters}
-    total = [0]
-    alive: list[Tensor] = []  # the address of a freed storage could be reused, and would not be counted
-
-    def count(tensor: Tensor) -> Tensor:
+    def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in counted:
-            counted.add(storage._cdata)
-            total[0] += storage.nbytes()
-            alive.append(tensor)
+        saved[storage._cdata] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        yield total
+    images = torch.zeros(batch, 3, side, side, device="meta")
+    with torch.random.fork_rng(devices=[]), saved_tensors_hooks(save, lambda tensor: tensor):
+        forward(images)
+    total = sum(storage.nbytes() for address, storage in saved.items() if address not in of_parameters)
+    width = 1.0 if config.model.precision in ("fp32", "tf32") else 0.5
+    return width * total / batch

@@ -79,11 +79,9 @@ def _takes(setting: Setting) -> str:
         kind = {2: "two numbers", 3: "three numbers"}[count]
     else:
         kind = kinds[setting.kind]
-    bounds = []
-    if setting.at_least is not None:
-        bounds.append(f"at least {setting.at_least:g}")
-    if setting.below is not None:
-        bounds.append(f"below {setting.below:g}")
+    limits = {"at least": setting.at_least, "at most": setting.at_most, "below": setting.below}
+    bounds = [f"{word} {limit:g}" for word, limit in limits.items() if limit is not None]
+    bounds += ["in ascending order"] if setting.ascending else []
     if bounds:
         kind += f", {' and '.join(bounds)}"
     if setting.repeatable:

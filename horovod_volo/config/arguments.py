@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import cache
 from itertools import takewhile
 from typing import Any, Literal, NoReturn
 
-from horovod_volo.config.foreign_flags import hint_for
 from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import count_of, from_text, metavar, setting_of_training, shown
+from horovod_volo.config.values import all_settings, count_of, from_text, metavar, setting_of_training, shown
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
@@ -18,6 +18,55 @@ _STATISTIC = (
     "{} of red, green and blue in training, for pixels from 0 to 1, if the weights do not record it; "
     "empty: as recorded, else the model's"
 )
+
+# Flags of timm, sail-sg/volo, TokenLabeling and torchrun that have no setting in their place; those
+# that have one are declared with it. Flags that have one answer share a row.
+_FOREIGN = {
+    "--nproc-per-node --nnodes --node-rank --rdzv-backend --rdzv-endpoint --rdzv-id --master-addr "
+    "--master-port --local-rank --world-size --dist-url --dist-backend --standalone": (
+        "The launcher says how many ranks there are and where: horovodrun -np RANKS -H HOST:GPUS,..."
+    ),
+    "--split-bn --bn-momentum --bn-eps --bn-tf --gp --head-init-scale": "It is the model's own.",
+    "--opt-eps --opt-betas --opt-kwargs --opt-args --opt-foreach": (
+        "The optimizers' other constants are the published ones; --plugin registers your own."
+    ),
+    "--channels-last --pin-mem --no-prefetcher --use-multi-epochs-loader --fuser --worker-seeding "
+    "--dataloader --synchronize-step --sched-on-updates --fast-norm": "It is not needed here.",
+    "--train-split --class-map --dataset --dataset-download": (
+        "The data folder has train/ and val/; --val-split names another folder of held-out images."
+    ),
+    "--experiment --eval-metric": (
+        "Results are in --output, in the folder --name; `best` is of the highest accuracy."
+    ),
+    "--data --data-dir --data-path": "The data folder is the first argument, without a flag.",
+    "--drop --drop-block": "These networks have no dropout; stochastic depth is --drop-path.",
+    "--device": "A rank takes a GPU, or the CPU where there is none; CUDA_VISIBLE_DEVICES limits the GPUs.",
+    "--max-restarts": "A job started again goes on with --resume auto; an --elastic run may lose hosts.",
+    "--dist-bn": (
+        "Batch norm over all ranks is --sync-bn all; checkpoints hold the average of its statistics."
+    ),
+    "--config -c": "A file of settings is --recipe FILE.toml; a run writes its own, resolved.toml.",
+    "--no-aug": "No augmentation: --aa '' --color-jitter 0 --reprob 0 --scale 1 1 --ratio 1 1 --hflip 0.",
+    "--mixup-mode --mixup-off-epoch --cutmix-minmax": (
+        "Mixup and CutMix mix pairs of every batch: --mixup, --cutmix, --mixup-switch-prob."
+    ),
+    "--lr-cycle-mul --lr-cycle-limit --lr-noise --patience-epochs": (
+        "The learning rate is a function of the step: --sched; --plugin registers your own."
+    ),
+    "--lr-base-scale": "Learning rates are proportional to the global batch: --lr-base, --lr-base-size.",
+    "--tta --evaluate": "python -m horovod_volo.evaluate measures the accuracy, also of several crops.",
+}
+
+
+@cache
+def hints() -> dict[str, str]:
+    """Return what takes the place of other trainers' and launchers' flags that there are not."""
+    found = {flag: answer for flags, answer in _FOREIGN.items() for flag in flags.split()}
+    for setting in all_settings():
+        value = setting.kind is not bool and metavar(setting)
+        usage = f"{setting.flag} {value}" if value else setting.flag
+        found |= dict.fromkeys(setting.also, f"Here it is {usage}: {setting.help}.")
+    return found
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,7 +98,9 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, word: str) -> NoReturn:
         if word.startswith("-"):
             flag = word.split("=")[0]
-            hint = hint_for(flag) or nearest(flag, self._option_string_actions)
+            # torchrun has both spellings.
+            answer = hints().get(flag.replace("_", "-"))
+            hint = f" {answer}" if answer else nearest(flag, self._option_string_actions)
             raise UserError(f"There is no flag {flag}.{hint}")
         names = [str(action.metavar) for action in self._actions if not action.option_strings]
         raise UserError(
@@ -86,13 +137,7 @@ class _Given(argparse.Action):
         super().__init__(option_strings, dest, metavar=metavar(setting), **options)
         self._setting = setting
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,  # noqa: ARG002
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,  # noqa: ARG002
-    ) -> None:
+    def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _flag: Any = None) -> None:
         value = from_text(self._setting, values)
         earlier = getattr(namespace, self.dest, "") if self._setting.repeatable else ""
         setattr(namespace, self.dest, f"{earlier},{value}" if earlier else value)

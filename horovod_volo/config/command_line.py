@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from horovod_volo.config.arguments import Parser, add_flag, add_flags
 from horovod_volo.config.recipe import load_recipe, recipe_names
-from horovod_volo.config.run_settings import Run
-from horovod_volo.config.schema import Config, Model
+from horovod_volo.config.schema import Config, Model, Run
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.update_settings import Update
-from horovod_volo.config.validation import check, check_flags
+from horovod_volo.config.validation import check
 from horovod_volo.config.values import all_settings, assemble, group_types
 from horovod_volo.core.errors import UserError
 
@@ -28,8 +27,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A parsed command line: the configuration, and whether to run it or only to describe it."""
 
     config: Config
@@ -125,15 +123,19 @@ def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
     flags |= _fitted_schedule(flags, below)
     # resolved.toml states every setting: one that has its default value was not chosen.
     given = {**recipe, **flags}
-    stated = {item.name for item in all_settings() if given.get(item.name, item.default) != item.default}
+    defaults = {item.name: item.default for item in all_settings()}
     config = replace(
         assemble({**below, **flags}, fallback_name=recipe_name),
         given=frozenset(given),
-        stated=frozenset(stated),
+        stated=frozenset(name for name, value in given.items() if defaults.get(name, value) != value),
         is_open=is_open and not recipe,
     )
     check(config)
-    check_flags(flags, config)
+    if "accumulation" in flags and config.data.global_batch:
+        raise UserError(
+            f"--accumulation follows from --global-batch {config.data.global_batch}, the ranks and "
+            "--batch-size. Leave it out, or add --global-batch 0."
+        )
     return config
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from horovod_volo.config.setting import setting
+from horovod_volo.config.setting import BelowOne, Count, NonNegative, Range, setting
 
 
 @dataclass(frozen=True)
@@ -18,13 +18,11 @@ class Segmentation:
     )
     head_width: int = setting(512, "channels of UPerHead", at_least=8)
     auxiliary_width: int = setting(256, "channels of the auxiliary head", at_least=8)
-    auxiliary_weight: float = setting(0.4, "weight of the auxiliary head's loss", at_least=0.0)
+    auxiliary_weight: NonNegative = setting(0.4, "weight of the auxiliary head's loss")
     scene_size: tuple[float, float] = setting(
         (2048.0, 512.0), "longer and shorter side that an image is scaled to fit into, pixels"
     )
-    resize_range: tuple[float, float] = setting(
-        (0.5, 2.0), "range of the random factor of --scene-size in training"
-    )
+    resize_range: Range = setting((0.5, 2.0), "range of the random factor of --scene-size in training")
     class_share: float = setting(
         0.75,
         "largest share of one class in a training crop, for which ten others are tried; 1: any",
@@ -35,7 +33,9 @@ class Segmentation:
         "centre", "nearest pixel of a scaled mask: at the pixel's centre, as of the image; or as OpenCV"
     )
     test_mode: Literal["whole", "slide"] = setting("whole", "evaluate whole images, or windows of --img-size")
-    test_stride: int = setting(341, "pixels between the windows of --test-mode slide", at_least=1)
+    test_stride: Count = setting(
+        341, "pixels between the windows of --test-mode slide", idle=("with --test-mode whole",)
+    )
 
 
 @dataclass(frozen=True)
@@ -43,21 +43,15 @@ class Detection:
     """detection: --task detection"""
 
     keep_empty: bool = setting(False, "train also on images without boxes")
-    crop_sides: tuple[float, float] = setting(
-        (0.3, 1.0), "range of the sides of a training crop, as fractions of the image's"
+    crop_sides: Range = setting(
+        (0.3, 1.0), "range of the sides of a training crop, as fractions of the image's", at_most=1.0
     )
-    hue: float = setting(18.0, "largest turn of the hue in training, degrees", at_least=0.0)
-    saturation_range: tuple[float, float] = setting(
-        (0.5, 1.5), "range of the factor of the saturation in training"
+    hue: NonNegative = setting(18.0, "largest turn of the hue in training, degrees")
+    saturation_range: Range = setting((0.5, 1.5), "range of the factor of the saturation in training")
+    contrast_range: Range = setting((0.5, 1.5), "range of the factor of the contrast in training")
+    brightness_range: Range = setting((0.875, 1.125), "range of the factor of the brightness in training")
+    min_score: BelowOne = setting(0.05, "score above which a box is found")
+    max_overlap: NonNegative = setting(
+        0.5, "IoU of two found boxes of a class above which the weaker one is dropped"
     )
-    contrast_range: tuple[float, float] = setting(
-        (0.5, 1.5), "range of the factor of the contrast in training"
-    )
-    brightness_range: tuple[float, float] = setting(
-        (0.875, 1.125), "range of the factor of the brightness in training"
-    )
-    min_score: float = setting(0.05, "score above which a box is found", at_least=0.0, below=1.0)
-    max_overlap: float = setting(
-        0.5, "IoU of two found boxes of a class above which the weaker one is dropped", at_least=0.0
-    )
-    most_boxes: int = setting(200, "boxes that are found in an image, at most", at_least=1)
+    most_boxes: Count = setting(200, "boxes that are found in an image, at most")

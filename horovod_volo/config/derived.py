@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from horovod_volo.config.schema import Config
-from horovod_volo.config.update_settings import Update, warmup_epochs
+from horovod_volo.config.update_settings import Update, all_epochs, warmup_epochs
 from horovod_volo.core.errors import UserError
 
 # The global batch of `lr_base` in recipes that do not state `lr_base_size`.
@@ -69,15 +69,13 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
     update = config.update
     global_batch = _global_batch(config, ranks)
     if global_batch > images:
-        advice = _smaller(images, ranks, config)
         raise UserError(
             f"One step takes {ranks} ranks x {config.data.batch_size} images x {update.accumulation} "
-            f"micro-batches = {global_batch} images, but there are {images}. {advice}"
+            f"micro-batches = {global_batch} images, but there are {images}. "
+            + _smaller(images, ranks, config)
         )
     steps_per_epoch = images // global_batch
-    of_warmup = warmup_epochs(update)
-    prefix_epochs = of_warmup if update.warmup_prefix else 0
-    epochs = prefix_epochs + update.epochs + update.cooldown_epochs
+    epochs, warmup_steps = all_epochs(update), steps_per_epoch * warmup_epochs(update)
     rates = _learning_rates(update, global_batch)
     return Derived(
         ranks=ranks,
@@ -86,8 +84,8 @@ def derive(config: Config, *, ranks: int, images: int) -> Derived:
         epochs=epochs,
         total_steps=steps_per_epoch * epochs,
         decay_steps=steps_per_epoch * update.epochs,
-        warmup_steps=steps_per_epoch * of_warmup,
-        prefix_steps=steps_per_epoch * prefix_epochs,
+        warmup_steps=warmup_steps,
+        prefix_steps=warmup_steps if update.warmup_prefix else 0,
         peak_lr=rates.peak,
         min_lr=rates.minimum,
         warmup_lr=rates.warmup,
@@ -113,11 +111,9 @@ def _learning_rates(update: Update, global_batch: int) -> LearningRates:
     rates = scaled_rates(update, global_batch)
     # The limit in the message is in the units that the user types, before scaling.
     limit = rates.peak if update.lr or not update.lr_base_size else update.lr_base
-    for flag, rate, used in (
-        ("--min-lr", rates.minimum, True),
-        ("--warmup-lr", rates.warmup, warmup_epochs(update) > 0),
-    ):
-        if used and rate > rates.peak:
+    ends = {"--min-lr": rates.minimum, "--warmup-lr": rates.warmup if warmup_epochs(update) else 0.0}
+    for flag, rate in ends.items():
+        if rate > rates.peak:
             raise UserError(
                 f"At a global batch of {global_batch:,} the peak learning rate is {rates.peak:.3g}, below "
                 f"{flag}, which is {rate:.3g}. Use {flag} {limit!r} or less, or increase "
@@ -169,11 +165,8 @@ def _split_unevenly(images: int, ranks: int, largest: int) -> tuple[int, int]:
 
 def _offer(config: Config, ranks: int, global_batch: int) -> str:
     batch, accumulation = _split(global_batch // ranks, config.data.batch_size)
-    peak = scaled_rates(config.update, global_batch).peak
-    return (
-        f"--global-batch {global_batch} = {ranks} x {batch} x {accumulation} micro-batches, "
-        f"peak learning rate {peak:.3g}"
-    )
+    product = f"--global-batch {global_batch} = {ranks} x {batch} x {accumulation} micro-batches"
+    return f"{product}, peak learning rate {scaled_rates(config.update, global_batch).peak:.3g}"
 
 
 def _smaller(images: int, ranks: int, config: Config) -> str:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from horovod_volo.config.setting import setting
+from horovod_volo.config.setting import BelowOne, CountOrZero, Fraction, NonNegative, setting
+
+_OTHER_MIXES = {
+    "--mix-token": "{flag} and MixToken both mix images. Add --no-mix-token, or drop {flag}.",
+    "--token-label": "{flag} cannot mix token labels. Drop it, or drop --token-label.",
+}
 
 
 @dataclass(frozen=True)
@@ -13,43 +18,79 @@ class Objective:
     """loss, token labels and mixing"""
 
     loss: str = setting(
-        "soft-target", "loss: soft-target (cross-entropy), bce (binary cross-entropy), or a plugin's"
+        "soft-target",
+        "loss: soft-target (cross-entropy), bce (binary cross-entropy), or a plugin's",
+        also=("--bce-loss",),
     )
-    bce_target_threshold: float = setting(
+    bce_target_threshold: BelowOne = setting(
         0.0,
         "--loss bce: mixed and smoothed targets above this become 1, the others 0; 0: they stay",
         aliases=("--bce-target-thresh",),
-        at_least=0.0,
-        below=1.0,
+        idle=("without --loss bce",),
+        excludes={
+            "--token-label-data": "{flag} is for the targets of mixed images, and label maps are no such "
+            "targets. Drop it, or --token-label-data."
+        },
     )
     token_label: bool = setting(False, "train a label for every token besides the class of the image")
     token_label_data: str = setting(
-        "", "packed label maps, or a folder of CLASS/IMAGE.pt; empty: the image's class for every token"
+        "",
+        "packed label maps, or a folder of CLASS/IMAGE.pt; empty: the image's class for every token",
+        also=("--token-label-score",),
+        needs="--token-label",
+        excludes={
+            "--aa augmix*": "AugMix mixes images that were rotated and moved differently, and no label map "
+            "describes that. Use another --aa, or drop {flag}."
+        },
     )
-    token_label_size: int = setting(0, "token labels per side; 0: --img-size / 16", at_least=0)
+    token_label_size: CountOrZero = setting(
+        0, "token labels per side; 0: --img-size / 16", idle=("without --token-label",)
+    )
     label_geometry: Literal["corrected", "reference"] = setting(
-        "corrected", "crop of label maps; reference: with x and y swapped, as in the published code"
+        "corrected",
+        "crop of label maps; reference: with x and y swapped, as in the published code",
+        idle=("without --token-label-data",),
     )
     map_geometry: str = setting(
         "",
         "part of its image that a label map covers: whole, or centre-crop:RESIZE:SIZE; empty: as recorded "
         "with the maps, else as of the published ones",
+        needs="--token-label-data",
+        idle=("with --label-geometry reference",),
     )
-    ground_truth: bool = setting(False, "blend the true class into the class target of the label map")
-    cls_weight: float = setting(1.0, "weight of the class loss", at_least=0.0)
-    dense_weight: float = setting(0.5, "weight of the token loss", at_least=0.0)
+    ground_truth: bool = setting(
+        False,
+        "blend the true class into the class target of the label map",
+        needs="--token-label-data",
+        idle=("unless the plugin's --loss reads it",),
+    )
+    cls_weight: NonNegative = setting(
+        1.0, "weight of the class loss", idle=("unless the plugin's --loss reads it",)
+    )
+    dense_weight: NonNegative = setting(
+        0.5,
+        "weight of the token loss",
+        idle=("without --token-label", "above 0, unless the plugin's --loss reads it"),
+    )
     class_weights: str = setting(
         "",
         "weights of classes in the loss: balanced, inverse to their numbers of images, or a file with lines "
         "CLASS WEIGHT; empty: all 1",
+        needs="--loss soft-target",
     )
-    smoothing: float = setting(0.1, "label smoothing", at_least=0.0, below=1.0)
+    smoothing: BelowOne = setting(0.1, "label smoothing", idle=("unless the plugin's --loss reads it",))
     mix_token: bool = setting(True, "MixToken: swap a box of tokens between pairs of images")
-    mixup: float = setting(0.0, "Mixup: alpha of the Beta distribution; 0: off", at_least=0.0)
-    cutmix: float = setting(0.0, "CutMix: alpha of the Beta distribution; 0: off", at_least=0.0)
-    mixup_prob: float = setting(
-        1.0, "probability that --mixup or --cutmix is applied to a batch", at_least=0.0
+    mixup: NonNegative = setting(0.0, "Mixup: alpha of the Beta distribution; 0: off", excludes=_OTHER_MIXES)
+    cutmix: NonNegative = setting(
+        0.0, "CutMix: alpha of the Beta distribution; 0: off", excludes=_OTHER_MIXES
     )
-    mixup_switch_prob: float = setting(
-        0.5, "probability of --cutmix instead of --mixup, if both are on", at_least=0.0
+    mixup_prob: Fraction = setting(
+        1.0,
+        "probability that --mixup or --cutmix is applied to a batch",
+        idle=("without --mixup or --cutmix",),
+    )
+    mixup_switch_prob: Fraction = setting(
+        0.5,
+        "probability of --cutmix instead of --mixup, if both are on",
+        idle=("without --mixup", "without --cutmix"),
     )

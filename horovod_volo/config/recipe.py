@@ -85,10 +85,9 @@ def _published(table: dict[str, Any], path: Path) -> Published:
             hint = nearest(key, ("top1", "needs"))
             raise UserError(f"Recipe {path} has an unknown key {key!r} in [published].{hint}")
     top1, needs = table.get("top1", 0.0), table.get("needs", [])
-    if type(top1) not in (int, float):
-        raise UserError(f"Recipe {path}: published.top1 takes a number, not {top1!r}.")
-    if not isinstance(needs, list) or not all(need in names for need in needs):
-        raise UserError(f"Recipe {path}: published.needs takes a list of settings' names, not {needs!r}.")
+    is_list = isinstance(needs, list) and all(need in names for need in needs)
+    if type(top1) not in (int, float) or not is_list:
+        raise UserError(f"Recipe {path}: [published] takes top1, a number, and needs, names of settings.")
     return Published(float(top1), tuple(needs))
 
 

@@ -11,11 +11,84 @@ from typing import Literal
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection, Segmentation
-from horovod_volo.config.logging_settings import Logging
 from horovod_volo.config.objective_settings import Objective
-from horovod_volo.config.run_settings import Launch, Run
-from horovod_volo.config.setting import setting
+from horovod_volo.config.setting import BelowOne, Count, CountOrZero, NonNegative, setting
 from horovod_volo.config.update_settings import Exchange, Update
+
+_RESUMES = "in a run that resumes from a checkpoint"
+
+
+@dataclass(frozen=True)
+class Run:
+    """run folder, checkpoints and logging"""
+
+    output: str = setting("runs", "folder of the run folders")
+    name: str = setting(
+        "", "run folder inside --output; empty: named after the recipe, else the model, else the data folder"
+    )
+    resume: str = setting(
+        "",
+        "resume from this checkpoint or run folder; auto: from this run's latest, if there is one",
+        also=("--start-epoch",),
+    )
+    seed: CountOrZero = setting(42, "seed of sample order, augmentation and initial weights")
+    log_every: Count = setting(50, "steps between log lines", also=("--log-interval",))
+    eval_every: Count = setting(
+        1, "epochs between evaluations; the last epoch is always evaluated", also=("--val-interval",)
+    )
+    early_stop: CountOrZero = setting(
+        0,
+        "end the run after this many evaluations in a row that are no better than the best one; 0: never",
+        idle=("with so few evaluations (--epochs, --eval-every)",),
+    )
+    checkpoint_every: CountOrZero = setting(
+        0,
+        "steps between checkpoints inside an epoch; 0: at the end of epochs only",
+        also=("--recovery-interval",),
+    )
+    keep_checkpoints: Count = setting(
+        3, "number of checkpoints to keep, besides the best", also=("--checkpoint-hist",)
+    )
+    hang_timeout: NonNegative = setting(
+        0.0,
+        "seconds without the end of a step after which a run that hangs is ended; 0: 50 of its steps, but at "
+        "least 600",
+    )
+    profile: str = setting(
+        "", "record steps, steps=FIRST:LAST: traces and a summary of where the time went, in the run folder"
+    )
+    stop_at_step: CountOrZero = setting(
+        0,
+        "save and exit with status 75 after this step, as on preemption; 0: run to the end",
+        idle=("outside of the steps that this run makes",),
+    )
+    plugin: str = setting(
+        "",
+        "Python module to import, which registers models, losses, optimizers, schedules, augmentation or "
+        "callbacks; may be repeated",
+        repeatable=True,
+    )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """ranks on their hosts"""
+
+    binding: Literal["numa", "core", "none"] = setting(
+        "numa",
+        "bind each rank to its part of the cores, and to the memory, of the NUMA node next to its GPU; core: "
+        "to one hardware thread of each of these cores; none: do not bind",
+    )
+    elastic: bool = setting(False, "go on as hosts are lost and added: horovodrun --host-discovery-script")
+    horovod_autotune: str = setting(
+        "",
+        "tune Horovod while training, and log what was tried to this file",
+        idle=("with one rank",),
+        excludes={"--elastic": "Horovod cannot tune an elastic run. Drop {flag}, or --elastic."},
+    )
+    horovod_timeline: str = setting(
+        "", "write Horovod's timeline to this file; slows training", idle=("with one rank",)
+    )
 
 
 @dataclass(frozen=True)
@@ -26,49 +99,86 @@ class Model:
         "classification", "what is learned: the class of an image, that of each pixel, or boxes and classes"
     )
     sync_bn: Literal["none", "heads", "all"] = setting(
-        "none",
-        "batch norm over the images of all ranks: behind the backbone of a dense task, or everywhere",
+        "none", "batch norm over the images of all ranks: behind the backbone of a dense task, or everywhere"
     )
     model: str = setting(
         "volo_d1",
         "volo_d1 to volo_d5, lvvit_t, lvvit_s, lvvit_m, lvvit_l, volo_demo, a classification model of timm, "
         "or a plugin's; without --model and --recipe, one for the device and the number of images",
     )
-    img_size: int = setting(224, "side of the square training and evaluation images, pixels", at_least=32)
-    num_classes: int = setting(0, "number of classes; 0: the class folders of the training set", at_least=0)
-    drop_path: float = setting(
-        0.0, "drop path rate (stochastic depth) of the last block", at_least=0.0, below=1.0
+    img_size: int = setting(
+        224, "side of the square training and evaluation images, pixels", at_least=32, also=("--input-size",)
+    )
+    num_classes: CountOrZero = setting(0, "number of classes; 0: the class folders of the training set")
+    drop_path: BelowOne = setting(
+        0.0, "drop path rate (stochastic depth) of the last block", also=("--drop-connect",)
     )
     precision: Literal["fp32", "tf32", "bf16", "fp16"] = setting(
         "fp32",
         "arithmetic of forward and backward; weights stay fp32; tf32: fp32 with products in TF32, on a GPU",
         shorthands={"--apex-amp": "fp16", "--native-amp": "fp16", "--amp": "fp16"},
+        also=("--amp-dtype", "--amp-impl", "--model-dtype", "--fp16", "--bf16"),
     )
-    grad_checkpoint: bool = setting(False, "recompute activations inside blocks: far less memory, slower")
+    grad_checkpoint: bool = setting(
+        False, "recompute activations inside blocks: far less memory, slower", also=("--grad-checkpointing",)
+    )
     grad_checkpoint_stages: Literal["all", "outlookers", "transformers"] = setting(
-        "all", "the blocks of VOLO that --grad-checkpoint recomputes"
+        "all", "the blocks of VOLO that --grad-checkpoint recomputes", idle=("without --grad-checkpoint",)
     )
     compile: bool = setting(
-        False, "compile the blocks with torch.compile: faster steps, after a longer first one"
+        False,
+        "compile the blocks with torch.compile: faster steps, after a longer first one",
+        also=("--torchcompile", "--torchscript"),
     )
     kernels: Literal["auto", "plain"] = setting(
         "auto",
         "on a GPU: Triton kernels where a check at the start finds them right, or PyTorch's operators",
+        idle=("on a CPU",),
     )
     finetune: str = setting(
-        "", "start from these weights: a run folder, a checkpoint, a file, or timm:NAME for timm's own"
+        "",
+        "start from these weights: a run folder, a checkpoint, a file, or timm:NAME for timm's own",
+        also=("--pretrained", "--initial-checkpoint", "--no-resume-opt"),
+        idle=(_RESUMES,),
     )
     allow_mismatch: str = setting(
         "",
         "prefixes of parameter names, separated by commas, that may be missing from --finetune or differ in "
         "shape; heads of another number of classes are always replaced",
+        needs="--finetune",
+        idle=(_RESUMES,),
     )
     freeze: str = setting(
         "",
         "parts whose weights stay as they are, separated by commas: backbone (all but the heads), stem, "
         "blocks:N (the stem and the N layers behind it), or prefixes of parameter names; empty: none",
     )
-    use_ema: bool = setting(False, "fine-tune from the EMA weights of --finetune instead of the raw ones")
+    use_ema: bool = setting(
+        False,
+        "fine-tune from the EMA weights of --finetune instead of the raw ones",
+        needs="--finetune",
+        idle=(_RESUMES,),
+    )
+
+
+@dataclass(frozen=True)
+class Logging:
+    """pictures, histograms and further loggers"""
+
+    log_to: str = setting(
+        "", "log metrics to wandb, mlflow or csv too; may be repeated", repeatable=True, also=("--log-wandb",)
+    )
+    images_every: CountOrZero = setting(
+        10,
+        "epochs between pictures of training images and of outlook attention in TensorBoard, from the start "
+        "on; 0: none",
+        also=("--save-images",),
+    )
+    histograms_every: CountOrZero = setting(
+        0,
+        "epochs between histograms of weights and gradients in TensorBoard, by block, from the start on; "
+        "0: none",
+    )
 
 
 @dataclass(frozen=True)
@@ -80,6 +190,11 @@ class Published:
     needs: tuple[str, ...] = ()
 
 
+def _idle(condition: str) -> dict[str, tuple[str]]:
+    """Declare when all settings of a group have no effect."""
+    return {"idle": (condition,)}
+
+
 @dataclass(frozen=True)
 class Config:
     """All settings of one run."""
@@ -88,11 +203,13 @@ class Config:
     launch: Launch = field(default_factory=Launch)
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
-    objective: Objective = field(default_factory=Objective)
-    segmentation: Segmentation = field(default_factory=Segmentation)
-    detection: Detection = field(default_factory=Detection)
+    objective: Objective = field(default_factory=Objective, metadata=_idle("without --task classification"))
+    segmentation: Segmentation = field(
+        default_factory=Segmentation, metadata=_idle("without --task segmentation")
+    )
+    detection: Detection = field(default_factory=Detection, metadata=_idle("without --task detection"))
     update: Update = field(default_factory=Update)
-    exchange: Exchange = field(default_factory=Exchange)
+    exchange: Exchange = field(default_factory=Exchange, metadata=_idle("with one rank"))
     logging: Logging = field(default_factory=Logging)
     published: Published = field(default_factory=Published)
     # Not part of a recipe: warnings to print at the start, the names of the settings that a flag or the

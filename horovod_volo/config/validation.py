@@ -1,129 +1,161 @@
-"""Checks of settings against each other: contradictions are errors, and what a run lacks is a warning.
+"""Checks of settings against each other: contradictions are errors, and what has no effect is a warning.
 
-`without_effect` knows the settings that have no effect beside the others.
+The schema declares what a setting needs and excludes, and when it has no effect. What concerns several
+settings at once is here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
-from horovod_volo.config import values
-from horovod_volo.config.data_checks import check_data
-from horovod_volo.config.logging_settings import check_loggers
-from horovod_volo.config.schema import Config
-from horovod_volo.config.update_settings import milestones, warmup_epochs
-from horovod_volo.config.without_effect import NOTHING_KNOWN, RunFacts, settings_without_effect
+from horovod_volo.config.schema import Config, Logging
+from horovod_volo.config.update_settings import all_epochs, milestones, warmup_epochs
+from horovod_volo.config.values import all_settings, by_flag, checked, shown
 from horovod_volo.core.errors import UserError
+from horovod_volo.core.names import nearest
+
+
+class RunFacts(NamedTuple):
+    """What decides about the effect of settings besides the settings; 0 or empty: not known."""
+
+    ranks: int = 0
+    device_type: str = ""
+    first_step: int = 0  # above 0 in a run that resumes
+    total_steps: int = 0
+
+
+NOTHING_KNOWN = RunFacts()
+LOGGERS = ("csv", "mlflow", "wandb")
+
+# Conditions of the schema that are about more than whether flags are set.
+CONDITIONS: Mapping[str, Callable[[Config, RunFacts], object]] = {
+    "with one rank": lambda _, run: run.ranks == 1,
+    "on a CPU": lambda _, run: run.device_type == "cpu",
+    "in a run that resumes from a checkpoint": lambda _, run: run.first_step,
+    "outside of the steps that this run makes": lambda c, run: (
+        run.first_step > c.run.stop_at_step or 0 < run.total_steps < c.run.stop_at_step
+    ),
+    "with so few evaluations (--epochs, --eval-every)": lambda c, _: (
+        c.run.early_stop > -(-all_epochs(c.update) // c.run.eval_every) - 2  # not the first, nor the last
+    ),
+    "without shards on a server": lambda c, _: "://" not in c.data.data_dir,
+    "with --aa, unless it is 3a": lambda c, _: c.data.aa and not c.data.aa.startswith("3a"),
+    "with Adam and LAMB": lambda c, _: c.update.opt in ("adamw", "lamb", "fusedadam", "fusedlamb"),
+    "unless the plugin's --opt reads it": lambda c, _: c.update.opt not in ("sgd", "lars", "muon"),
+    "with --sched constant and --cooldown-epochs 0": lambda c, _: (
+        c.update.sched == "constant" and not c.update.cooldown_epochs
+    ),
+    "unless the plugin's --loss reads it": lambda c, _: c.objective.loss not in ("soft-target", "bce"),
+    # 0 leaves out the auxiliary head, whatever the loss is.
+    "above 0, unless the plugin's --loss reads it": lambda c, _: (
+        c.objective.dense_weight and c.objective.loss not in ("soft-target", "bce")
+    ),
+}
+
+
+def holds(condition: str, config: Config, run: RunFacts = NOTHING_KNOWN) -> bool:
+    """Return whether one of CONDITIONS holds, or one about flags, such as "without --mixup or --cutmix"."""
+    if condition in CONDITIONS:
+        return bool(CONDITIONS[condition](config, run))
+    word, _, flags = condition.partition(" ")
+    return any(is_set(flag, config) for flag in flags.split(" or ")) == (word == "with")
+
+
+def is_set(flag: str, config: Config) -> bool:
+    """Return whether a flag is neither off, 0 nor empty, or has a value: "--loss bce", "--aa augmix*"."""
+    name, _, wanted = flag.partition(" ")
+    value = by_flag(config)[name]
+    return fnmatchcase(shown(value), wanted) if wanted else bool(value)
 
 
 def check(config: Config) -> None:
-    """Raise UserError at the first pair of settings that contradict each other."""
-    if ".." in Path(config.run.name).parts or Path(config.run.name).is_absolute():
-        raise UserError(f"--name {config.run.name} leaves --output. Give the name of a folder inside it.")
-    check_data(config.data)
-    _check_objective(config)
-    _check_schedule(config)
-    _check_update(config)
-    _check_elastic(config)
-    check_loggers(config.logging)
-
-
-def check_flags(flags: Mapping[str, Any], config: Config) -> None:
-    """Raise UserError if a flag sets what follows from another setting."""
-    if "accumulation" in flags and config.data.global_batch:
-        raise UserError(
-            f"--accumulation follows from --global-batch {config.data.global_batch}, the ranks and "
-            "--batch-size. Leave it out, or add --global-batch 0."
-        )
-
-
-def _check_objective(config: Config) -> None:
-    objective = config.objective
-    if objective.token_label_data and not objective.token_label:
-        raise UserError(
-            "--token-label-data needs --token-label. Add --token-label, or drop --token-label-data."
-        )
-    if objective.token_label_data and config.data.aa.startswith("augmix"):
-        raise UserError(
-            "AugMix mixes images that were rotated and moved differently, and no label map describes that. "
-            "Use another --aa, or drop --token-label-data."
-        )
-    if objective.ground_truth and not objective.token_label_data:
-        raise UserError(
-            "--ground-truth blends the class into label maps. Add --token-label-data, or drop --ground-truth."
-        )
-
-    if objective.class_weights == "balanced" and config.data.balance:
-        raise UserError(
-            "--balance and --class-weights balanced both make rare classes count more. Drop one of them."
-        )
-    if objective.class_weights and objective.loss != "soft-target":
-        raise UserError(
-            f"--class-weights is for --loss soft-target; --loss {objective.loss} does not read it. Drop it."
-        )
-    if objective.bce_target_threshold and objective.token_label_data:
-        raise UserError(
-            "--bce-target-threshold is for the targets of mixed images, and label maps are no such targets. "
-            "Drop it, or --token-label-data."
-        )
-    if objective.map_geometry and not objective.token_label_data:
-        raise UserError("--map-geometry is about label maps. Add --token-label-data, or drop --map-geometry.")
-    if objective.label_geometry == "reference" and objective.map_geometry not in ("", "whole"):
-        raise UserError(
-            "--label-geometry reference reads every label map as the whole image, as the published code "
-            f"does. Drop it, or --map-geometry {objective.map_geometry}."
-        )
-
-    mixes = [
-        name for name, strength in (("--mixup", objective.mixup), ("--cutmix", objective.cutmix)) if strength
-    ]
-    if mixes and objective.mix_token:
-        raise UserError(f"{mixes[0]} and MixToken both mix images. Add --no-mix-token, or drop {mixes[0]}.")
-    if mixes and objective.token_label:
-        raise UserError(f"{mixes[0]} cannot mix token labels. Drop it, or drop --token-label.")
-    for name, probability in (
-        ("mixup-prob", objective.mixup_prob),
-        ("mixup-switch-prob", objective.mixup_switch_prob),
-    ):
-        if probability > 1:
-            raise UserError(f"--{name} is a probability, at most 1, not {probability:g}.")
-
-
-def _check_schedule(config: Config) -> None:
-    update = config.update
-    if warmup_epochs(update) > update.epochs and not update.warmup_prefix:
-        raise UserError(
-            f"--warmup-epochs {update.warmup_epochs} is longer than --epochs {update.epochs}, which contain "
-            f"it. Use --warmup-epochs {update.epochs // 10}, or --warmup-prefix."
-        )
-    if not update.lr and not update.lr_base:
-        raise UserError(
-            "The learning rate is 0. Set --lr, or --lr-base for a global batch of --lr-base-size."
-        )
+    """Raise UserError at the first setting that cannot be right, by itself or beside the others."""
+    for setting in all_settings():
+        value, flag = setting.value_in(config), setting.flag
+        checked(setting, value, flag)
+        if value and setting.needs and not is_set(setting.needs, config):
+            raise UserError(f"{flag} needs {setting.needs}. Add {setting.needs}, or drop {flag}.")
+        for other, message in setting.excludes.items():
+            if value and is_set(other, config):
+                raise UserError(message.format(flag=flag))
+    run, data, objective, update = config.run, config.data, config.objective, config.update
+    check_address(data.data_dir)
+    check_statistics(data.mean, data.std)
     milestones(update)
-    if update.cycle_up > 0.5:
-        raise UserError(
-            f"--cycle-up {update.cycle_up:g} leaves too few epochs to come down again: it is at most 0.5, "
-            "and below 0.5 some are left to reach --min-lr."
-        )
-
-
-def _check_elastic(config: Config) -> None:
-    if not config.launch.elastic:
-        return
-    if config.is_open:
-        raise UserError(
+    for name in loggers(config.logging):
+        if name not in LOGGERS:
+            raise UserError(f"--log-to takes {' or '.join(LOGGERS)}, not {name!r}.{nearest(name, LOGGERS)}")
+    for wrong, message in (
+        (
+            ".." in Path(run.name).parts or Path(run.name).is_absolute(),
+            f"--name {run.name} leaves --output. Give the name of a folder inside it.",
+        ),
+        (
+            data.aa.startswith("augmix") and data.randaugment_on == "image",
+            "AugMix works on crops. Drop --randaugment-on image, or use another --aa.",
+        ),
+        (
+            objective.class_weights == "balanced" and data.balance,
+            "--balance and --class-weights balanced both make rare classes count more. Drop one of them.",
+        ),
+        (
+            objective.label_geometry == "reference" and objective.map_geometry not in ("", "whole"),
+            "--label-geometry reference reads every label map as the whole image, as the published code "
+            f"does. Drop it, or --map-geometry {objective.map_geometry}.",
+        ),
+        (
+            warmup_epochs(update) > update.epochs and not update.warmup_prefix,
+            f"--warmup-epochs {update.warmup_epochs} is longer than --epochs {update.epochs}, which contain "
+            f"it. Use --warmup-epochs {update.epochs // 10}, or --warmup-prefix.",
+        ),
+        (
+            not update.lr and not update.lr_base,
+            "The learning rate is 0. Set --lr, or --lr-base for a global batch of --lr-base-size.",
+        ),
+        (
+            config.launch.elastic and config.is_open,
             "--elastic needs a --recipe or --model: what is chosen for images and ranks must not change with "
-            "them."
-        )
-    if config.launch.horovod_autotune:
-        raise UserError("Horovod cannot tune an elastic run. Drop --horovod-autotune, or --elastic.")
-    if config.update.shard_optimizer:
+            "them.",
+        ),
+        (
+            update.shard_optimizer and update.clip_grad and update.clip_mode == "agc",
+            "--shard-optimizer cuts tensors between ranks, and --clip-mode agc needs them whole. Use "
+            "--clip-mode norm.",
+        ),
+    ):
+        if wrong:
+            raise UserError(message)
+
+
+def check_address(data_dir: str) -> None:
+    """Raise UserError if the address of a data folder holds a password: runs print and record it."""
+    address = urlsplit(data_dir)
+    _, given, host = address.netloc.rpartition("@")
+    if given:
         raise UserError(
-            "--elastic needs the whole optimizer state on every rank. Drop --shard-optimizer, or --elastic."
+            "The address of the data folder holds a password, which would be printed and recorded. Give "
+            f"{address.scheme}://{host}{address.path}, and write `machine {address.hostname} login USER "
+            "password PASSWORD` into ~/.netrc (for s3://, use the settings of AWS tools)."
         )
+
+
+def check_statistics(mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+    """Raise UserError if the mean or the standard deviation of pixels from 0 to 1 cannot be right."""
+    for flag, values, lowest in (("--mean", mean, "0"), ("--std", std, "above 0")):
+        if not all(0 <= value <= 1 and (value or flag == "--mean") for value in values):
+            raise UserError(
+                f"{flag} is for pixels from 0 to 1, so its numbers are from {lowest} to 1, not "
+                f"{shown(values)}. Divide those of pixels from 0 to 255 by 255."
+            )
+
+
+def loggers(settings: Logging) -> tuple[str, ...]:
+    """Return the names in --log-to, each once."""
+    return tuple(dict.fromkeys(name for part in settings.log_to.split(",") if (name := part.strip())))
 
 
 def uses_tokens(config: Config) -> bool:
@@ -136,32 +168,24 @@ def trains_aux_head(config: Config) -> bool:
     return config.objective.token_label and config.objective.dense_weight > 0
 
 
-def _check_update(config: Config) -> None:
-    update = config.update
-    if update.layer_decay > 1:
-        raise UserError(f"--layer-decay must be at most 1, not {update.layer_decay:g}.")
-    if update.shard_optimizer and update.clip_grad and update.clip_mode == "agc":
-        raise UserError(
-            "--shard-optimizer cuts tensors between ranks, and --clip-mode agc needs them whole. Use "
-            "--clip-mode norm."
-        )
-    if update.ema_warmup and not update.ema_decay:
-        raise UserError(
-            "--ema-warmup needs EMA weights. Add --ema-decay or --model-ema, or drop --ema-warmup."
-        )
-    for flag, given in (
-        ("--allow-mismatch", config.model.allow_mismatch),
-        ("--use-ema", config.model.use_ema),
-    ):
-        if given and not config.model.finetune:
-            raise UserError(f"{flag} needs --finetune. Add --finetune, or drop {flag}.")
-
-
 def config_warnings(config: Config, run: RunFacts = NOTHING_KNOWN) -> list[str]:
-    """Return warnings about settings that are missing, without effect, or slow at the start."""
-    found = [*config.warnings, *settings_without_effect(config, run)]
-    if missing := _missing(config):
-        listed = " and ".join(part for part in (", ".join(missing[:-1]), missing[-1]) if part)
+    """Return warnings about settings that are missing, without effect, or slow at the start.
+
+    A setting that has its default is without effect in many runs, which is no mistake: only stated ones are
+    named.
+    """
+    found = list(config.warnings)
+    for setting in all_settings():
+        reasons = [text for text in setting.idle if holds(text, config, run)]
+        if reasons and setting.name in config.stated:
+            found.append(f"{setting.flag} has no effect {reasons[0]}")
+    lacking = [
+        setting.flag
+        for setting in all_settings()
+        if setting.name in config.published.needs and not setting.value_in(config)
+    ]
+    if lacking:
+        listed = " and ".join(part for part in (", ".join(lacking[:-1]), lacking[-1]) if part)
         top1 = f"{config.published.top1:.1f} % top-1" if config.published.top1 else "accuracy"
         found.append(f"published with {listed}, which this run lacks: do not expect the published {top1}")
     if config.model.freeze and not (config.model.finetune or run.first_step):
@@ -169,9 +193,3 @@ def config_warnings(config: Config, run: RunFacts = NOTHING_KNOWN) -> list[str]:
     if config.model.compile:
         found.append("blocks are compiled at the first step, which takes minutes")
     return found
-
-
-def _missing(config: Config) -> list[str]:
-    """Return the flags that the published run of a recipe needs and that are missing."""
-    needed = [setting for setting in values.all_settings() if setting.name in config.published.needs]
-    return [setting.flag for setting in needed if not getattr(getattr(config, setting.group), setting.name)]

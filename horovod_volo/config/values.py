@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from horovod_volo.config.schema import Config, Model, Published
 from horovod_volo.config.setting import Setting
@@ -21,25 +21,30 @@ _PAIR, _CHANNELS = 2, 3  # tuple[float, float]: low and high; tuple[float, ...]:
 
 def group_types() -> dict[str, type]:
     """Return the groups of settings by name, in the order of --help."""
-    others = ("published", "warnings", "given", "stated", "is_open", "chosen")
-    names = [table.name for table in fields(Config) if table.name not in others]
-    return {name: type(getattr(Config(), name)) for name in names}
+    tables = {name: type(value) for name, value in vars(Config()).items() if is_dataclass(value)}
+    del tables["published"]
+    return tables
 
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
     """Return every setting of the schema, in its order."""
-    return tuple(
-        replace(entry.metadata["setting"], name=entry.name, kind=hints[entry.name], group=group)
-        for group, table in group_types().items()
-        for hints in (get_type_hints(table),)
-        for entry in fields(table)
-    )
+    found = []
+    for group, table in group_types().items():
+        hints = get_type_hints(table, include_extras=True)
+        idle = Config.__dataclass_fields__[group].metadata.get("idle", ())
+        for entry in fields(table):
+            kind, bounds = hints[entry.name], {}
+            if get_origin(kind) is Annotated:
+                (bounds,), kind = kind.__metadata__, kind.__origin__
+            item = replace(entry.metadata["setting"], name=entry.name, kind=kind, group=group, **bounds)
+            found.append(replace(item, idle=(*idle, *item.idle)))
+    return tuple(found)
 
 
 def by_flag(config: Config) -> dict[str, Any]:
     """Return the value of every setting by its flag."""
-    return {setting.flag: getattr(getattr(config, setting.group), setting.name) for setting in all_settings()}
+    return {setting.flag: setting.value_in(config) for setting in all_settings()}
 
 
 def setting_of_training(name: str, **changes: Any) -> Setting:
@@ -85,25 +90,32 @@ def checked_by_name(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _problem(setting: Setting, value: Any) -> str:
     """Return what the value must be instead, or an empty string."""
-    if count := count_of(setting):
-        numbers = isinstance(value, list | tuple) and [type(part) in (int, float) for part in value]
-        fits = numbers == [True] * count and all(map(math.isfinite, value))
-        fits = fits or (numbers == [] and setting.default == ())
-        return "" if fits else f"takes {'two' if count == _PAIR else 'three'} numbers, not {value!r}."
-    if get_origin(setting.kind) is Literal:
+    count = count_of(setting)
+    numbers = value if count and isinstance(value, list | tuple) else (value,)
+    if count:
+        if not numbers and not setting.default:
+            return ""
+        if len(numbers) != count or not all(type(n) in (int, float) and math.isfinite(n) for n in numbers):
+            return f"takes {'two' if count == _PAIR else 'three'} numbers, not {value!r}."
+        if setting.ascending and not 0 < value[0] <= value[1]:
+            return f"takes two numbers above 0 in ascending order, not {shown(tuple(value))}."
+    elif get_origin(setting.kind) is Literal:
         choices = get_args(setting.kind)
         hint = nearest(str(value), choices)
         return "" if value in choices else f"takes {' or '.join(choices)}, not {value!r}.{hint}"
-    if type(value) is not setting.kind:
+    elif type(value) is not setting.kind:
         return f"takes {_KINDS[setting.kind]}, not {value!r}."
-    if setting.kind is float and not math.isfinite(value):
+    elif setting.kind is float and not math.isfinite(value):
         return f"takes a finite number, not {value}."
     if value == setting.default:  # it may stand for a value that follows from the rest
         return ""
-    if setting.at_least is not None and value < setting.at_least:
-        return f"must be at least {setting.at_least:g}, not {value}."
-    if setting.below is not None and value >= setting.below:
-        return f"must be below {setting.below:g}, not {value}."
+    for number in numbers:
+        if setting.at_least is not None and number < setting.at_least:
+            return f"must be at least {setting.at_least:g}, not {number}."
+        if setting.at_most is not None and number > setting.at_most:
+            return f"must be at most {setting.at_most:g}, not {number}."
+        if setting.below is not None and number >= setting.below:
+            return f"must be below {setting.below:g}, not {number}."
     return ""
 
 

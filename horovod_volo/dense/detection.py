@@ -125,17 +125,6 @@ class DetectionTask:
 
     def complete(self, config: Config) -> Config:
         check_model(config.model.model, img_size=config.model.img_size, tokens=False)
-        settings = config.detection
-        for flag, (low, high) in (
-            ("--crop-sides", settings.crop_sides),
-            ("--saturation-range", settings.saturation_range),
-            ("--contrast-range", settings.contrast_range),
-            ("--brightness-range", settings.brightness_range),
-        ):
-            if not 0 < low <= high:
-                raise UserError(f"{flag} takes two numbers above 0 in ascending order, not {low:g} {high:g}.")
-        if settings.crop_sides[1] > 1:
-            raise UserError(f"--crop-sides takes fractions up to 1, not {settings.crop_sides[1]:g}.")
         return config
 
     def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:  # noqa: ARG002

@@ -127,12 +127,7 @@ class SegmentationTask:
         check_model(config.model.model, img_size=config.model.img_size, tokens=False)
         if config.model.img_size % 16:
             raise UserError(f"--img-size must be a multiple of 16, not {config.model.img_size}.")
-        low, high = config.segmentation.resize_range
         longer, shorter = config.segmentation.scene_size
-        if not 0 < low <= high:
-            raise UserError(
-                f"--resize-range takes two numbers above 0 in ascending order, not {low:g} {high:g}."
-            )
         if not 0 < shorter <= longer:
             raise UserError(f"--scene-size takes the longer side first, not {longer:g} {shorter:g}.")
         return config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -17,52 +17,52 @@ from horovod_volo.engine.context import TrainContext
 
 def banner(context: TrainContext, hosts: list[str]) -> dict[str, str]:
     """Return the properties of a run that its log begins with, given each rank's host name."""
-    world = context.world
-    model = context.config.model
-    parameters = list(context.state.model.parameters())
-    count = sum(parameter.numel() for parameter in parameters)
+    world, config, derived, state = context.world, context.config, context.derived, context.state
+    parameters, buckets = list(state.model.parameters()), state.reducer.buckets
     host_count = f"{len(set(hosts))} host{'s' if len(set(hosts)) > 1 else ''}"
     properties = {
         "world": f"{world.size} ranks on {host_count}, launcher {world.launcher}, "
         f"{world.controller} controller",
         "binding": f"rank 0: {context.resources}" if world.size > 1 else str(context.resources),
-        "model": f"{model.model}, {count:,} parameters, {model.img_size} px",
-        **({"chosen": context.config.chosen} if context.config.chosen else {}),
-        **training_line(context.config, parameters, context.state.reducer.buckets, world.size),
-        "data": context.data.describe(context.config),
-        "decoder": describe_decoder(context.config.data.image_decoder),
-        "batch": batch_line(context.config, context.derived),
-        "lr": lr_line(context.config, context.derived),
-        "length": length_line(context.derived),
-        **({} if context.resources.device.type == "cpu" else {"kernels": describe_kernels()}),
-        "precision": precision_line(context.config, len(context.state.reducer.buckets), world.size),
+        "model": model_line(config, parameters),
+        "chosen": config.chosen,
+        "training": training_line(config, parameters, buckets, world.size),
+        "data": context.data.describe(config),
+        "decoder": describe_decoder(config.data.image_decoder),
+        "batch": batch_line(config, derived),
+        "lr": lr_line(config, derived),
+        "length": length_line(derived),
+        "kernels": "" if context.resources.device.type == "cpu" else describe_kernels(),
+        "precision": precision_line(config, len(buckets), world.size),
         "results": f"{context.folder}  (watch: tensorboard --logdir {context.folder.parent})",
     }
-    if context.state.step:
-        derived = context.derived
-        epoch = f"epoch {context.state.step / derived.steps_per_epoch:.4g} of {derived.epochs}"
-        properties["resumed"] = f"at step {context.state.step:,}: {epoch}"
-    return properties
+    if state.step:
+        epoch = f"epoch {state.step / derived.steps_per_epoch:.4g} of {derived.epochs}"
+        properties["resumed"] = f"at step {state.step:,}: {epoch}"
+    return {name: text for name, text in properties.items() if text}
 
 
-def training_line(
-    config: Config, parameters: Iterable[Tensor], buckets: Iterable[Bucket], ranks: int
-) -> dict[str, str]:
-    """Describe how many parameters train, and what ranks send of them, if some are frozen."""
+def model_line(config: Config, parameters: Iterable[Tensor]) -> str:
+    """Describe the model and its size."""
+    count = sum(parameter.numel() for parameter in parameters)
+    return f"{config.model.model}, {count:,} parameters, {config.model.img_size} px"
+
+
+def training_line(config: Config, parameters: Iterable[Tensor], buckets: Iterable[Bucket], ranks: int) -> str:
+    """Describe how many parameters train, and what ranks send of them, if some are frozen; else nothing."""
     if not config.model.freeze:
-        return {}
+        return ""
     counts = [(parameter.numel(), parameter.requires_grad) for parameter in parameters]
     trained = sum(count for count, trains in counts if trains)
     of_all = f"{trained:,} of {sum(count for count, _ in counts):,} parameters; frozen: {config.model.freeze}"
     sent = sum(message_bytes(bucket, config.exchange) for bucket in buckets) / 2**20
-    exchanged = f"; each rank sends {sent:.2f} MiB of gradients per step" if ranks > 1 else ""
-    return {"training": of_all + exchanged}
+    return of_all + (f"; each rank sends {sent:.2f} MiB of gradients per step" if ranks > 1 else "")
 
 
-def format_lines(properties: dict[str, str], warnings: list[str]) -> list[str]:
-    """Return one line for each property and each warning, with the names right-aligned in a column."""
+def format_lines(properties: Mapping[str, str], warnings: Iterable[str]) -> list[str]:
+    """Return a line for each property that has a text and each warning, names right-aligned in a column."""
     named = [*properties.items(), *(("warning", warning) for warning in warnings)]
-    return [f"{name:>10}  {value}" for name, value in named]
+    return [f"{name:>10}  {value}" for name, value in named if value]
 
 
 def batch_line(config: Config, derived: Derived) -> str:

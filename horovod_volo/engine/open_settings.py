@@ -81,11 +81,17 @@ def with_token_size_warning(config: Config) -> Config:
 
 def choose_settings(config: Config, images: int, ranks: int, device: DeviceFacts) -> Config:
     """Return the settings with a model, its image size, a batch and a schedule for what is at hand."""
-    chosen = dict(_ON_CPU) if device.kind == "cpu" else _on_gpu(device)
-    batch = 16 if device.kind == "cpu" else 128 if device.gib > _SMALL_GPU_GIB else 32
+    if device.kind == "cpu":
+        chosen: dict[str, Any] = dict(_ON_CPU)
+        batch = 16
+        epochs = max(1, min(60, _IMAGES_ON_CPU // images))
+    else:
+        precision = "bf16" if device.has_bf16 else "fp16"
+        chosen = {"model": "volo_d1", "img_size": 224, "precision": precision}
+        batch = 128 if device.gib > _SMALL_GPU_GIB else 32
+        epochs = max(30, min(300, _IMAGES_ON_GPU * ranks // images))
     while batch > 1 and images < _LEAST_STEPS * batch * ranks:
         batch //= 2
-    epochs = _epochs(images, ranks, device)
     chosen |= {"batch_size": batch, "epochs": epochs, "cooldown_epochs": 0}
     chosen["warmup_epochs"] = min(20, -(-epochs // 15)) if epochs > 1 else 0
     if config.given & {"epochs", "warmup_epochs", "cooldown_epochs"}:
@@ -99,16 +105,6 @@ def choose_settings(config: Config, images: int, ranks: int, device: DeviceFacts
             config.data.global_batch or ranks * batch * config.update.accumulation, device
         )
     return replace(_with(config, chosen), chosen=_description(chosen, images, device))
-
-
-def _on_gpu(device: DeviceFacts) -> dict[str, Any]:
-    return {"model": "volo_d1", "img_size": 224, "precision": "bf16" if device.has_bf16 else "fp16"}
-
-
-def _epochs(images: int, ranks: int, device: DeviceFacts) -> int:
-    if device.kind == "cpu":
-        return max(1, min(60, _IMAGES_ON_CPU // images))
-    return max(30, min(300, _IMAGES_ON_GPU * ranks // images))
 
 
 def _learning_rates(global_batch: int, device: DeviceFacts) -> dict[str, Any]:
@@ -135,10 +131,8 @@ def _description(chosen: Mapping[str, Any], images: int, device: DeviceFacts) ->
 
 def _with(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return the settings with others by name, in whatever group they are."""
-    groups: dict[str, dict[str, Any]] = {}
     for setting in all_settings():
         if setting.name in changes:
-            groups.setdefault(setting.group, {})[setting.name] = changes[setting.name]
-    return replace(
-        config, **{group: replace(getattr(config, group), **values) for group, values in groups.items()}
-    )
+            group = replace(getattr(config, setting.group), **{setting.name: changes[setting.name]})
+            config = replace(config, **{setting.group: group})
+    return config

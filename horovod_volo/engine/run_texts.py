@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from textwrap import indent
 
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
@@ -23,6 +24,7 @@ _COMPARED = (
 
 def describe_run(context: TrainContext, hosts: Sequence[str], bindings: Sequence[str]) -> RunDescription:
     """Describe the run; `hosts` and `bindings` are those of the ranks."""
+    prefixes = ("", "ema_") if context.config.update.ema_decay else ("",)
     return RunDescription(
         texts={
             "recipe": recipe_text(context.config),
@@ -30,27 +32,24 @@ def describe_run(context: TrainContext, hosts: Sequence[str], bindings: Sequence
             "ranks": ranks_text(hosts, bindings),
         },
         hparams=hyperparameters(context),
-        scores=[
-            name
-            for score in context.task.scores
-            for name in (score, f"ema_{score}" if context.config.update.ema_decay else "")
-            if name
-        ],
+        scores=[prefix + score for score in context.task.scores for prefix in prefixes],
     )
 
 
 def recipe_text(config: Config) -> str:
     """Return all settings in Markdown, first those that differ from their defaults."""
-    stated = [setting for setting in all_settings() if setting.name in config.stated]
     rows = [
-        f"| {setting.group} | `{setting.name}` | `{getattr(getattr(config, setting.group), setting.name)!r}` "
-        f"| `{setting.default!r}` |"
-        for setting in stated
+        (item.group, f"`{item.name}`", f"`{item.value_in(config)!r}`", f"`{item.default!r}`")
+        for item in all_settings()
+        if item.name in config.stated
     ]
-    table = "\n".join(["| group | setting | value | default |", "|---|---|---|---|", *rows])
-    differing = table if stated else "Every setting has its default."
+    table = _table("group", "setting", "value", "default", rows=rows)
+    differing = table if rows else "Every setting has its default."
     titles = ("#### Settings that differ from their defaults", "#### resolved.toml")
-    return "\n\n".join([titles[0], differing, titles[1], _code(dump(config))])
+    # An indented block: in a fenced one, a setting could end the fence.
+    return "\n\n".join(
+        [titles[0], differing, titles[1], indent(dump(config).rstrip("\n"), "    ", lambda _: True)]
+    )
 
 
 def model_text(name: str, parameters: int, cost: ModelCost) -> str:
@@ -61,43 +60,36 @@ def model_text(name: str, parameters: int, cost: ModelCost) -> str:
     elif cost.problem:
         total += f"; operations are not counted: {cost.problem}"
     rows = [
-        f"| `{block.name}` | {block.kind} | {block.parameters:,} | {block.flops / 1e6:,.1f} |"
+        (f"`{block.name}`", block.kind, f"{block.parameters:,}", f"{block.flops / 1e6:,.1f}")
         for block in cost.blocks
     ]
-    head = ["| block | class | parameters | MFLOPs of a forward |", "|---|---|--:|--:|"]
-    return "\n".join([total, "", *head, *rows])
+    return f"{total}\n\n{_table('block', 'class', 'parameters:', 'MFLOPs of a forward:', rows=rows)}"
 
 
 def ranks_text(hosts: Sequence[str], bindings: Sequence[str]) -> str:
     """Return the host, the device and the binding of each rank in Markdown."""
-    rows = []
-    for rank, (host, text) in enumerate(zip(hosts, bindings, strict=True)):
-        device, _, binding = text.partition("; ")
-        rows.append(f"| {rank} | {host} | {device} | {binding} |")
-    return "\n".join(["| rank | host | device | binding |", "|--:|---|---|---|", *rows])
+    devices = [text.partition("; ")[::2] for text in bindings]
+    rows = [(f"{rank}", host, *devices[rank]) for rank, host in enumerate(hosts)]
+    return _table("rank:", "host", "device", "binding", rows=rows)
+
+
+def _table(*head: str, rows: Iterable[tuple[str, ...]]) -> str:
+    """Return a table in Markdown; a column whose name ends in a colon is aligned to the right."""
+    titles = [name.removesuffix(":") for name in head]
+    rule = "".join("|--:" if name.endswith(":") else "|---" for name in head)
+    return "\n".join([f"| {' | '.join(titles)} |", f"{rule}|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def hyperparameters(context: TrainContext) -> dict[str, HparamValue]:
     """Return the settings by which runs are compared, and what follows from the number of ranks."""
-    config = context.config
-    found: dict[str, HparamValue] = {
-        setting.name: getattr(getattr(config, setting.group), setting.name)
-        for setting in all_settings()
-        if setting.name in _COMPARED
-    }
-    derived = {
+    return {
+        **{item.name: item.value_in(context.config) for item in all_settings() if item.name in _COMPARED},
         "ranks": context.world.size,
         "global_batch": context.derived.global_batch,
         "peak_lr": context.derived.peak_lr,
         "parameters": _parameters(context),
     }
-    return found | derived
 
 
 def _parameters(context: TrainContext) -> int:
     return sum(parameter.numel() for parameter in context.model.parameters())
-
-
-def _code(text: str) -> str:
-    # An indented block: in a fenced one, a setting could end the fence.
-    return "\n".join(f"    {line}" for line in text.splitlines())

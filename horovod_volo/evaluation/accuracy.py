@@ -19,7 +19,7 @@ from torch import Tensor
 from horovod_volo.cluster.resources import RankResources, rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.run_settings import Run
+from horovod_volo.config.schema import Run
 from horovod_volo.core.batch import EvalBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import DecoderName, image_decoder

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from horovod_volo.config.data_checks import check_statistics
 from horovod_volo.config.data_settings import Data
+from horovod_volo.config.validation import check_statistics
 from horovod_volo.core.errors import UserError
 from horovod_volo.models.build import spec_of
 from horovod_volo.models.timm_api import imagenet_classes

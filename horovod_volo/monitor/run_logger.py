@@ -16,7 +16,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from horovod_volo.config.logging_settings import Logging, loggers
+from horovod_volo.config.schema import Logging
+from horovod_volo.config.validation import loggers
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError, escape_controls
 from horovod_volo.monitor import event_records

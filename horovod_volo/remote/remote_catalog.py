@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_volo.config.data_checks import check_address
+from horovod_volo.config.validation import check_address
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, open_catalog

@@ -197,7 +197,7 @@ def test_weights_for_other_classes_are_refused(
     [
         (("--img-size", "72"), "must be a multiple of 16"),
         (("--crop-sides", "1", "0.5"), "--crop-sides takes two numbers above 0"),
-        (("--crop-sides", "0.5", "2"), "--crop-sides takes fractions up to 1"),
+        (("--crop-sides", "0.5", "2"), "--crop-sides must be at most 1"),
         (("--num-classes", "5"), "has 6 classes. Drop --num-classes"),
         (("--model", "lvvit_s"), "lvvit_s cannot be the trunk of SSD"),
         (("--model", "resnet18"), "has no drop path and no --grad-checkpoint"),

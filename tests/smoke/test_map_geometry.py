@@ -52,7 +52,7 @@ def test_a_run_logs_the_geometry_of_published_maps(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--map-geometry", "whole"), "--map-geometry is about label maps. Add --token-label-data"),
+        (("--map-geometry", "whole"), "--map-geometry needs --token-label-data. Add"),
         (
             ("--token-label-data", "maps", "--map-geometry", "middle"),
             "'middle' is not a geometry of label maps",

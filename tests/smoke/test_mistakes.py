@@ -39,10 +39,9 @@ def test_help_is_printed_quickly() -> None:
     ("arguments", "message"),
     [
         (["--modle", "volo_demo"], "There is no flag --modle. Did you mean --model?"),
-        (["--epochs", "ten"], "--epochs takes a whole number, not 'ten'."),
         (["-b", "41"], "= 41 images, but there are 40. Use --batch-size 40 or less."),
     ],
-    ids=["flag", "type", "batch"],
+    ids=["flag", "batch"],
 )
 def test_mistakes_in_settings(arguments: list[str], message: str, demo_set: Path, tmp_path: Path) -> None:
     result = run_entry(str(demo_set), *TINY, "--output", str(tmp_path / "runs"), *arguments)
@@ -68,10 +67,6 @@ def test_mistakes_in_settings(arguments: list[str], message: str, demo_set: Path
         (["--no-mix-token", "--img-size", "72"], "must be a multiple of 16 for volo_demo, not 72."),
         (["--opt", "fusedadam"], "--opt fusedadam: NVIDIA Apex is not installed."),
         (["--opt", "lars", "--shard-optimizer"], "--opt lars needs them whole. Use --opt adamw or sgd"),
-        (["--shard-optimizer", "--clip-mode", "agc", "--clip-grad", "1"], "Use --clip-mode norm."),
-        (["--layer-decay", "1.5"], "--layer-decay must be at most 1, not 1.5."),
-        (["--allow-mismatch", "head"], "--allow-mismatch needs --finetune."),
-        (["--use-ema"], "--use-ema needs --finetune."),
         (["--model", "vgg11", *PLAIN, "--drop-path", "0.1"], "timm does not build vgg11 with these settings"),
         (["--model", "vgg11", *PLAIN, "--grad-checkpoint"], "vgg11 has no activation checkpointing."),
         (["--model", "test_resnet", *PLAIN, "--finetune", "timm:resnet1"], "timm has no model 'resnet1'."),

@@ -75,7 +75,7 @@ def test_on_twelve_gigabytes_the_published_batch_is_accumulated() -> None:
     assert reported["batch"] == "1,024 images per step = 1 ranks x 64 images x 16 micro-batches"
     assert reported["lr"] == "peak 0.0016 = 0.0016 x 1024 / 1024"
     assert reported["memory"].endswith("a GPU of 12 GB")
-    assert workload.parameter_count == PARAMETERS["volo_d1"]
+    assert workload.scalars() == PARAMETERS["volo_d1"]
     recipe, published = toml_of(name), toml_of("volo_d1")
     own = {"batch_size": 64, "global_batch": 1024}
     assert recipe["data"] == published["data"] | own

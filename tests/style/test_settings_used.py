@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
-
-from settings_read import unread_settings
 
 from horovod_volo.config.recipe import RECIPES
 from horovod_volo.config.values import Setting, all_settings
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = all_settings()
+
+
+def unread_settings(package: Path, fields: list[tuple[str, str]]) -> list[str]:
+    """Return "group.field" of each (group, field) that no module but the schema reads.
+
+    It is read as GROUP.FIELD or, where a group is passed, as `settings.FIELD`.
+    """
+    read: set[tuple[str, str]] = set()
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = (
+                    node.value.attr
+                    if isinstance(node.value, ast.Attribute)
+                    else getattr(node.value, "id", "")
+                )
+                if file.relative_to(package) != Path("config/schema.py"):
+                    read.add((owner.lstrip("_"), node.attr))
+    return [f"{group}.{name}" for group, name in fields if not {(group, name), ("settings", name)} & read]
 
 
 def test_every_setting_is_read() -> None:

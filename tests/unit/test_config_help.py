@@ -1,4 +1,4 @@
-"""The short help, hints for the flags of other trainers, recipes in other formats, and completion in bash."""
+"""The short help, hints for the flags of other trainers, and completion in bash."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from horovod_volo.__main__ import COMMANDS
 from horovod_volo.completion import script
+from horovod_volo.config.arguments import hints
 from horovod_volo.config.command_line import build_parser, parse
-from horovod_volo.config.foreign_flags import HINTS, hint_for
-from horovod_volo.config.recipe import load_recipe, recipe_names
+from horovod_volo.config.recipe import recipe_names
 from horovod_volo.core.errors import UserError
 
 FLAGS = set(build_parser()._option_string_actions)
@@ -34,23 +34,23 @@ def test_the_short_help_fits_on_a_screen_and_its_examples_are_read(
         parse(example.replace("--token-label-data", "--token-label --token-label-data").split())
 
 
-@pytest.mark.parametrize("flag", sorted(HINTS))
+@pytest.mark.parametrize("flag", sorted(hints()))
 def test_a_hint_names_flags_that_there_are_for_one_that_there_is_not(flag: str) -> None:
     assert flag not in FLAGS
-    named = re.findall(r"--[a-z][a-z-]*", HINTS[flag])
-    assert set(named) <= FLAGS
-    with pytest.raises(UserError, match=re.escape(f"There is no flag {flag}. {HINTS[flag]}")):
+    assert set(re.findall(r"--[a-z][a-z-]*", hints()[flag])) <= FLAGS
+    with pytest.raises(UserError, match=re.escape(f"There is no flag {flag}. {hints()[flag]}")):
         parse(["images", flag])
 
 
-def test_torchruns_flags_are_known_in_both_spellings() -> None:
-    assert hint_for("--rdzv_backend") == hint_for("--rdzv-backend") == f" {HINTS['--rdzv-backend']}"
-
-
-@pytest.mark.parametrize("ending", ["yaml", "yml", "json"])
-def test_recipes_in_other_formats_are_refused_by_name(ending: str) -> None:
-    with pytest.raises(UserError, match=f"TOML, not {ending.upper()}: args.{ending}. `--dry-run`"):
-        load_recipe(f"args.{ending}")
+def test_flags_of_timm_and_torchrun_are_answered_with_ours() -> None:
+    for flag, answer in (
+        ("--rdzv_backend", "horovodrun -np RANKS"),  # torchrun has both spellings
+        ("--grad-checkpointing", "Here it is --grad-checkpoint: "),
+        ("--fp16", "Here it is --precision {fp32,tf32,bf16,fp16}: "),
+        ("--pretrained", "Here it is --finetune TEXT: "),
+    ):
+        with pytest.raises(UserError, match=re.escape(answer)):
+            parse(["images", flag])
 
 
 def completed(line: str, folder: Path, shell: str = "bash") -> list[str]:

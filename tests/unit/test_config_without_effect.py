@@ -1,185 +1,133 @@
-"""Settings without effect beside what is known of a run: ranks, device, checkpoint, plugins."""
+"""A stated setting that has no effect beside the others, or in this run, is a warning that says why."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
-from schema_examples import COMPANIONS, FIELDS, examples, recipe_of, words
-from test_config_mistakes import MAPS, WITHOUT_EFFECT
+from schema_examples import COMPANIONS, FIELDS, MAPS, examples, recipe_of, words
 
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.dense_settings import Detection, Segmentation
-from horovod_volo.config.objective_settings import Objective
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.validation import config_warnings
+from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import CONDITIONS, RunFacts, config_warnings, holds, is_set
 from horovod_volo.config.values import all_settings
-from horovod_volo.config.without_effect import _IDLE, _OF_CLASSIFICATION, NOTHING_KNOWN, RunFacts
 from horovod_volo.dry_run import dry_run
 from horovod_volo.optim.build import OPTIMIZERS
 
-FINETUNE = ["--finetune", "weights.pth"]
-ONE_RANK, TWO_RANKS = RunFacts(ranks=1), RunFacts(ranks=2)
-CPU, GPU = RunFacts(device_type="cpu"), RunFacts(device_type="cuda")
+# A setting, why it has no effect, the flags or facts of a run in which this is so, and those of another.
+REMOTE = "https://host/shards"
+CONSTANT = "with --sched constant and --cooldown-epochs 0"
+PLUGINS_LOSS = "unless the plugin's --loss reads it"
 RESUMED, NEW = RunFacts(first_step=10, total_steps=100), RunFacts(total_steps=100)
-REFERENCE = ["--label-geometry", "reference"]
-
-OF_TASKS = {
-    "segmentation": [field.name for field in dataclasses.fields(Segmentation)],
-    "detection": [field.name for field in dataclasses.fields(Detection)],
-    "classification": [*(field.name for field in dataclasses.fields(Objective)), *_OF_CLASSIFICATION],
-}
-
-# What is stated, why it has no effect, the run for which this is so, and one for which it has an effect.
-IN_SOME_RUNS = [
-    (["--shard-optimizer"], "with one rank", ONE_RANK, TWO_RANKS),
-    (["--compression", "none"], "with one rank", ONE_RANK, TWO_RANKS),
-    (["--bucket-mib", "8"], "with one rank", ONE_RANK, TWO_RANKS),
-    (["--last-bucket-mib", "2"], "with one rank", ONE_RANK, TWO_RANKS),
-    (["--horovod-autotune", "log.csv"], "with one rank", ONE_RANK, TWO_RANKS),
-    (["--horovod-timeline", "line.json"], "with one rank", ONE_RANK, TWO_RANKS),
-    (["--kernels", "plain"], "on a CPU", CPU, GPU),
-    (FINETUNE, "in a run that resumes from a checkpoint", RESUMED, NEW),
-    (["--use-ema", *FINETUNE], "in a run that resumes from a checkpoint", RESUMED, NEW),
-    (["--allow-mismatch", "head", *FINETUNE], "in a run that resumes from a checkpoint", RESUMED, NEW),
-    (["--stop-at-step", "9"], "outside of the steps that this run makes", RESUMED, NEW),
-    (["--stop-at-step", "101"], "outside of the steps that this run makes", NEW, RunFacts(total_steps=101)),
-]
-
-# What is stated, why it has no effect, the flags with which this is so, and those with which it has one.
-REMOTE = ["https://host/shards"]
-BESIDE_OTHERS = [
-    (["--cache-dir", "blocks"], "without shards on a server", [], REMOTE),
-    (["--cache-gib", "8"], "without shards on a server", ["--cache-dir", "x"], [*REMOTE, "--cache-dir", "x"]),
-    (["--cache-gib", "8"], "without --cache-dir", REMOTE, [*REMOTE, "--cache-dir", "x"]),
-    (["--momentum", "0.8"], "unless the plugin's --opt mine reads it", ["--opt", "mine"], ["--opt", "sgd"]),
-    (["--cls-weight", "2"], "unless the plugin's --loss mine reads it", ["--loss", "mine"], []),
-    (["--smoothing", "0.2"], "unless the plugin's --loss mine reads it", ["--loss", "mine"], []),
-    (["--ground-truth"], "unless the plugin's --loss mine reads it", [*MAPS, "--loss", "mine"], MAPS),
+WITHOUT_EFFECT: list[tuple[str, str, str | RunFacts, str | RunFacts]] = [
+    ("--compression none", "with one rank", RunFacts(ranks=1), RunFacts(ranks=2)),
+    ("--shard-optimizer", "with one rank", RunFacts(ranks=1), RunFacts(ranks=2)),
+    ("--horovod-timeline line.json", "with one rank", RunFacts(ranks=1), RunFacts(ranks=2)),
+    ("--kernels plain", "on a CPU", RunFacts(device_type="cpu"), RunFacts(device_type="cuda")),
+    ("--finetune w", "in a run that resumes from a checkpoint", RESUMED, NEW),
+    ("--use-ema --finetune w", "in a run that resumes from a checkpoint", RESUMED, NEW),
+    ("--stop-at-step 9", "outside of the steps that this run makes", RESUMED, NEW),
+    ("--stop-at-step 101", "outside of the steps that this run makes", NEW, RunFacts(total_steps=101)),
     (
-        ["--dense-weight", "2"],
-        "unless the plugin's --loss mine reads it",
-        ["--token-label", "--loss", "mine"],
-        ["--token-label"],
-    ),
-    (
-        ["--grad-checkpoint-stages", "outlookers"],
-        "without --grad-checkpoint",
-        [],
-        ["--grad-checkpoint"],
-    ),
-    (
-        ["--map-geometry", "whole"],
-        "with --label-geometry reference, which reads every map as the whole image",
-        [*MAPS, *REFERENCE],
-        MAPS,
-    ),
-    (
-        ["--test-stride", "100", "--task", "segmentation"],
-        "with --test-mode whole",
-        ["--epochs", "30"],
-        ["--test-mode", "slide"],
-    ),
-    (
-        ["--early-stop", "3"],
+        "--early-stop 3",
         "with so few evaluations (--epochs, --eval-every)",
-        ["--epochs", "31", "--eval-every", "10"],  # 4
-        ["--epochs", "41", "--eval-every", "10"],
+        "--epochs 31 --eval-every 10",  # 4
+        "--epochs 41 --eval-every 10",
     ),
-    (
-        ["--min-lr", "2e-6"],
-        "with --sched constant and --cooldown-epochs 0",
-        ["--sched", "constant", "--cooldown-epochs", "0"],
-        ["--sched", "constant"],
-    ),
+    ("--cache-dir blocks", "without shards on a server", "", REMOTE),
+    ("--cache-gib 8", "without --cache-dir", REMOTE, f"{REMOTE} --cache-dir x"),
+    ("--color-jitter 0.3", "with --aa, unless it is 3a", "--aa original", "--aa 3a"),
+    ("--randaugment-on image", "without --aa or --color-jitter", "--aa= --color-jitter 0", "--aa="),
+    ("--momentum 0.8", "with Adam and LAMB", "", "--opt lars"),
+    ("--momentum 0.8", "unless the plugin's --opt reads it", "--opt mine", "--opt sgd"),
+    ("--min-lr 2e-6 --sched constant", CONSTANT, "--cooldown-epochs 0", ""),
+    ("--smoothing 0.2", PLUGINS_LOSS, "--loss mine", "--loss bce"),
+    ("--ground-truth", PLUGINS_LOSS, f"{MAPS} --loss mine", MAPS),
+    ("--dense-weight 2", f"above 0, {PLUGINS_LOSS}", "--token-label --loss mine", "--token-label"),
+    ("--dense-weight 2", "without --token-label", "--loss mine", "--token-label"),
+    ("--map-geometry whole", "with --label-geometry reference", f"{MAPS} --label-geometry reference", MAPS),
+    ("--lr-base-size 512", "with --lr", "--lr 1e-3", "--lr 0"),
+    ("--remode rand", "with --reprob 0", "--reprob 0", "--reprob 0.5"),
+    ("--bad-samples-limit 3", "with --bad-samples fail", "--bad-samples fail", ""),
+    ("--decay-rate 0.2", "without --sched step", "", "--sched step"),
+    ("--warmup-epochs 5", "with --sched one-cycle", "--sched one-cycle", "--sched cosine"),
+    ("--warmup-prefix", "with --warmup-epochs 0", "--warmup-epochs 0", "--warmup-epochs 3"),
+    ("--mixup-prob 0.5", "without --mixup or --cutmix", "", "--cutmix 1 --no-mix-token"),
+    ("--mixup-switch-prob 0.7 --no-mix-token", "without --cutmix", "--mixup 1", "--mixup 1 --cutmix 1"),
+    ("--catalog-dir x", "with --task segmentation", "--task segmentation", "--task detection"),
+    ("--test-stride 9 --task segmentation", "with --test-mode whole", "", "--test-mode slide"),
 ]
 
 
-@pytest.mark.parametrize(("stated", "why", "without", "with_effect"), IN_SOME_RUNS)
-def test_a_setting_without_effect_in_this_run_is_named(
-    stated: list[str], why: str, without: RunFacts, with_effect: RunFacts, tmp_path: Path
+@pytest.mark.parametrize(("stated", "why", "without", "with_effect"), WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_named(
+    stated: str, why: str, without: str | RunFacts, with_effect: str | RunFacts, tmp_path: Path
 ) -> None:
-    config = parse(stated).config
-    warning = f"{stated[0]} has no effect {why}"
-    assert warning in config_warnings(config, without)
-    assert warning not in config_warnings(config, with_effect)
-    assert warning not in config_warnings(config, NOTHING_KNOWN)
-    assert config_warnings(parse([]).config, without) == []  # nobody stated it
-    recipe = recipe_of(tmp_path, dump(config))
-    assert warning in config_warnings(parse(["--recipe", recipe]).config, without)
+    def warnings(flags: str, of_run: str | RunFacts) -> list[str]:
+        argv, run = (of_run, RunFacts()) if isinstance(of_run, str) else ("", of_run)
+        config = parse([*flags.split(), *argv.split()]).config
+        found = config_warnings(config, run)
+        # The run's own resolved.toml is warned of likewise.
+        again = parse(["--recipe", recipe_of(tmp_path, dump(config))]).config
+        assert config_warnings(again, run) == found
+        return found
+
+    warning = f"{stated.split()[0]} has no effect {why}"
+    assert warning in warnings(stated, without)
+    assert warning not in warnings(stated, with_effect)
 
 
-@pytest.mark.parametrize(("stated", "why", "without", "with_effect"), BESIDE_OTHERS)
-def test_a_setting_without_effect_beside_others_is_named(
-    stated: list[str], why: str, without: list[str], with_effect: list[str]
-) -> None:
-    warning = f"{stated[0]} has no effect {why}"
-    assert warning in config_warnings(parse([*stated, *without]).config)
-    assert warning not in config_warnings(parse([*stated, *with_effect]).config)
-    assert warning not in config_warnings(parse(without).config)
+def test_every_condition_of_the_schema_can_be_read() -> None:
+    for setting in all_settings():
+        for condition in setting.idle:
+            assert condition in CONDITIONS or condition.split()[0] in ("with", "without")
+            holds(condition, Config())  # names flags that there are
+        for flag in filter(None, (setting.needs, *setting.excludes)):
+            is_set(flag, Config())
+    tested = {why for _, why, *_ in WITHOUT_EFFECT}
+    assert tested >= CONDITIONS.keys()
+
+
+OWN_TASK = {"segmentation": "segmentation", "detection": "detection", "objective": "classification"}
 
 
 @pytest.mark.parametrize(
-    ("name", "own"), [(name, task) for task, names in OF_TASKS.items() for name in names]
+    "name", [name for group, name, _ in FIELDS if group in OWN_TASK] + ["aa", "val_share"]
 )
-def test_a_setting_of_another_task_is_named(name: str, own: str) -> None:
-    default = next(default for _, field, default in FIELDS if field == name)
+def test_a_setting_of_another_task_is_named(name: str) -> None:
+    group, default = next((group, default) for group, field, default in FIELDS if field == name)
     stated = [*words(name, examples(name, default)[0]), *COMPANIONS.get(name, [])]
-    for task in OF_TASKS:
-        warning = f"--{name.replace('_', '-')} has no effect with --task {task}"
+    own = OWN_TASK.get(group, "classification")
+    warning = f"--{name.replace('_', '-')} has no effect without --task {own}"
+    for task in OWN_TASK.values():
         found = config_warnings(parse([*stated, "--task", task]).config)
         assert (warning in found) == (task != own)
 
 
-def test_segmentation_keeps_no_list_of_images() -> None:
-    for task, warned in (("segmentation", True), ("detection", False), ("classification", False)):
-        found = config_warnings(parse(["--catalog-dir", "lists", "--task", task]).config)
-        assert (f"--catalog-dir has no effect with --task {task}" in found) == warned
+def test_a_setting_that_nobody_stated_or_that_has_its_default_is_not_named(tmp_path: Path) -> None:
+    alone_on_a_cpu = RunFacts(ranks=1, device_type="cpu")
+    for argv in (
+        "--momentum 0.9 --compression fp16 --kernels auto",
+        "--sched one-cycle --epochs 30",
+        "--token-label --loss mine --dense-weight 0",  # 0 leaves out the auxiliary head, whatever the loss is
+        f"--recipe {recipe_of(tmp_path, dump(Config()))}",
+    ):
+        assert config_warnings(parse(argv.split()).config, alone_on_a_cpu) == []
 
 
-def test_a_setting_that_has_its_default_is_not_named() -> None:
-    config = parse(["--momentum", "0.9", "--compression", "fp16", "--kernels", "auto"]).config
-    assert config_warnings(config, RunFacts(ranks=1, device_type="cpu")) == []
-
-
-def test_a_warm_up_that_nobody_stated_is_not_named() -> None:
-    assert config_warnings(parse(["--sched", "one-cycle", "--epochs", "30"]).config) == []
-
-
-def test_without_token_labels_the_weight_of_their_loss_gets_one_warning() -> None:
-    config = parse(["--dense-weight", "2", "--loss", "mine"]).config
-    assert config_warnings(config) == ["--dense-weight has no effect without --token-label"]
-
-
-def test_zero_leaves_out_the_auxiliary_head_whatever_the_loss_is() -> None:
-    assert config_warnings(parse(["--token-label", "--loss", "mine", "--dense-weight", "0"]).config) == []
+def test_accumulation_beside_a_global_batch_in_a_recipe_is_named(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "[update]\naccumulation = 2\n[data]\nglobal_batch = 64\n")
+    assert config_warnings(parse(["--recipe", recipe]).config) == [
+        "--accumulation has no effect with --global-batch"
+    ]
 
 
 def test_the_optimizers_with_and_without_momentum_are_the_registered_ones() -> None:
-    of_plugin = "--momentum has no effect unless the plugin's --opt {} reads it"
     for name in OPTIMIZERS.names():
         warnings = config_warnings(parse(["--momentum", "0.8", "--opt", name]).config)
-        assert of_plugin.format(name) not in warnings
-        assert warnings == (
-            [] if name in ("sgd", "lars", "muon") else [f"--momentum has no effect with --opt {name}"]
-        )
-
-
-def test_every_row_of_the_table_is_tested() -> None:
-    tested = {(stated[0], why) for stated, why, *_ in [*WITHOUT_EFFECT, *IN_SOME_RUNS, *BESIDE_OTHERS]}
-    # Only a recipe can state both: test_what_a_recipe_states_is_warned_of_unless_it_is_the_default.
-    tested.add(("--accumulation", "with --global-batch, which sets it"))
-    flags = {setting.name: setting.flag for setting in all_settings()}
-    tested |= {(flags[name], "with --task ") for names in OF_TASKS.values() for name in names}
-    tested.add((flags["catalog_dir"], "with --task "))
-    names = [(flags[name], row.because) for row in _IDLE for name in row.names]
-    untested = [
-        (flag, because)
-        for flag, because in names
-        if not any(flag == stated and why.startswith(because.split("{")[0]) for stated, why in tested)
-    ]
-    assert untested == []
+        has_momentum = name in ("sgd", "lars", "muon")
+        assert warnings == ([] if has_momentum else ["--momentum has no effect with Adam and LAMB"])
 
 
 def test_a_dry_run_names_what_has_no_effect_on_its_ranks() -> None:

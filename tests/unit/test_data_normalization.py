@@ -14,8 +14,7 @@ from image_loaders import evaluated_images, train_loader
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.run_settings import Run
-from horovod_volo.config.schema import Config, Model
+from horovod_volo.config.schema import Config, Model, Run
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import build_catalog
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION, Normalization

@@ -10,8 +10,7 @@ from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.update_settings import Exchange
-from horovod_volo.config.validation import config_warnings
-from horovod_volo.config.without_effect import RunFacts
+from horovod_volo.config.validation import RunFacts, config_warnings
 from horovod_volo.core.errors import UserError
 from horovod_volo.dry_run import dry_run
 from horovod_volo.models.build import build_model

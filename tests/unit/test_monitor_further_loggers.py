@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.logging_settings import Logging, loggers
+from horovod_volo.config.schema import Logging
+from horovod_volo.config.validation import loggers
 from horovod_volo.core.errors import UserError
 from horovod_volo.monitor import further_loggers
 from horovod_volo.monitor.event_records import HparamValue
 from horovod_volo.monitor.further_loggers import STATE, ServiceLogger, WandbLogger
-from horovod_volo.monitor.logger import RunDescription, check_packages
+from horovod_volo.monitor.logger import FURTHER_LOGGERS, RunDescription, check_packages
 from horovod_volo.monitor.progress import RunLength
 from horovod_volo.monitor.run_logger import RunLogger
 
@@ -197,7 +198,7 @@ def test_names_of_loggers_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loggers(chosen) == ("csv", "wandb")
     with pytest.raises(UserError, match=r"--log-to .* wandb.*'wandbb'"):
         parse(["data", "--log-to", "wandbb"])
-    monkeypatch.setattr(further_loggers, "find_spec", lambda _: None)
+    monkeypatch.setattr("horovod_volo.monitor.logger.find_spec", lambda _: None)
     check_packages(["csv"])
     with pytest.raises(UserError, match=r"pip install 'horovod_volo\[mlflow"):
         check_packages(["mlflow"])

@@ -88,7 +88,7 @@ def test_the_times_of_all_ranks_are_written_at_once(tmp_path: Path, monkeypatch:
     hosts = [f"node{rank // 8}" for rank in range(100)]
     context = SimpleNamespace(
         logger=logger,
-        stragglers=StragglerFinder(hosts),
+        progress=SimpleNamespace(stragglers=StragglerFinder(hosts)),
         state=SimpleNamespace(step=5),
         derived=SimpleNamespace(steps_per_epoch=100),
     )
