@@ -14,8 +14,8 @@ from typing import NamedTuple
 from horovod_volo.cluster.resources import RankResources, rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import Derived, derive, resolve
-from horovod_volo.config.schema import Config, loggers
-from horovod_volo.config.validation import RunFacts, config_warnings
+from horovod_volo.config.schema import Config
+from horovod_volo.config.validation import RunFacts, config_warnings, loggers
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.operators import choose_kernels
 from horovod_volo.engine.banner import batch_warnings
