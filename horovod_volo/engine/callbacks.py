@@ -48,10 +48,10 @@ class Callback:
     def ended(self, run: TrainContext, *, finished: bool) -> None:
         """Follow the last step, or a stop on request (not `finished`); not called after an error."""
 
-    def close(self) -> None:
-        """End what goes on, also after an error."""
-
     # What follows is for the extras of this package.
+
+    def close(self, run: TrainContext) -> None:
+        """End what goes on, also after an error."""
 
     def step_agreed(self, run: TrainContext, outcome: Outcome) -> None:
         """Follow what all ranks agreed on in a step; with several GPUs, one step later."""
@@ -117,7 +117,7 @@ class Callbacks:
     step_done, logged = partialmethod(_call, "step_done"), partialmethod(_call, "logged")
     evaluated, step_agreed = partialmethod(_call, "evaluated"), partialmethod(_call, "step_agreed")
     flush, went_back = partialmethod(_call, "flush"), partialmethod(_call, "went_back")
-    ranks_lost = partialmethod(_call, "ranks_lost")
+    ranks_lost, close = partialmethod(_call, "ranks_lost"), partialmethod(_call, "close")
 
 
 # Callbacks that every run has, if their extra is installed.

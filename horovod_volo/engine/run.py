@@ -86,8 +86,7 @@ def run(
         raise
     finally:
         begin_stage("closing its files", LONGEST_WRITE_SECONDS)
-        for profiler in profiled:
-            profiler.close()
+        context.callbacks.close(context)
         context.close()
 
 

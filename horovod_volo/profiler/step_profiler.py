@@ -32,7 +32,7 @@ class StepProfiler(Callback):
         self._profiler: profile | None = None
         self._undo = ExitStack()
 
-    def close(self) -> None:
+    def close(self, run: TrainContext) -> None:  # noqa: ARG002
         """Stop to record, and drop what was recorded: the process may go on without this run."""
         if self._profiler is not None:
             self._stop(self._profiler)
@@ -53,7 +53,7 @@ class StepProfiler(Callback):
         """Begin to record if the next step is the first one."""
         if run.state.step + 1 != self._steps[0]:
             return
-        self.close()  # the run has gone back to a checkpoint before them
+        self.close(run)  # the run has gone back to a checkpoint before them
         device = run.resources.device
         on_gpu = device.type == "cuda"
         self._recorder = RangeRecorder(device)
