@@ -80,11 +80,11 @@ def dry_run(config: Config, ranks: int) -> str:
     load_plugins(config.run.plugin)
     task = TASKS.find(config.model.task)
     config = task.complete(config)
-    counted = task.count(config) if config.is_open and config.data.data_dir else None
+    counted = task.count(config) if config.chooses_model and config.data.data_dir else None
     if counted is not None:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         config = task.choose(config, counted[0], ranks, device)
-    elif config.is_open:
+    elif config.chooses_model:
         config = replace(config, warnings=(*config.warnings, _NOT_CHOSEN))
     return describe(config, ranks, measure_workload(config, counted))
 

@@ -68,7 +68,7 @@ def connect_once(config: Config) -> World:
     launch = config.launch
     if not _connected:
         # A process alone, such as a notebook, keeps its cores unless a binding was asked for.
-        is_bound = read_launch_env().size > 1 or "binding" in config.stated
+        is_bound = read_launch_env().size > 1 or "binding" in config.non_default
         options = HorovodOptions(launch.horovod_autotune, launch.horovod_timeline)
         binding = bind(launch.binding if is_bound else "none", options)
         _connected.update(world=World.connect(binding), launch=launch)

@@ -114,9 +114,9 @@ def parse(argv: list[str]) -> Request:
 def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
     """Build the configuration of a recipe, or of none, and the checked values that override it."""
     flags = dict(chosen)
-    is_open = not recipe_name and "model" not in flags and flags.get("task", Model.task) == Model.task
+    chooses_model = not recipe_name and "model" not in flags and flags.get("task", Model.task) == Model.task
     recipe = load_recipe(recipe_name) if recipe_name else {}
-    if is_open and "data_dir" in flags:
+    if chooses_model and "data_dir" in flags:
         flags.setdefault("name", Path(flags["data_dir"]).resolve().name)
         recipe = _settings_of_run(flags)
     below = recipe or published_defaults(flags)
@@ -126,9 +126,9 @@ def build_config(recipe_name: str, chosen: Mapping[str, Any]) -> Config:
     defaults = {item.name: item.default for item in all_settings()}
     config = replace(
         assemble({**below, **flags}, fallback_name=recipe_name),
-        given=frozenset(given),
-        stated=frozenset(name for name, value in given.items() if defaults.get(name, value) != value),
-        is_open=is_open and not recipe,
+        explicit=frozenset(given),
+        non_default=frozenset(name for name, value in given.items() if defaults.get(name, value) != value),
+        chooses_model=chooses_model and not recipe,
     )
     check(config)
     if "accumulation" in flags and config.data.global_batch:

@@ -216,7 +216,7 @@ class Config:
     # recipe set, and of those that they set to another value than their default; whether the model and what
     # goes with it are to be chosen for the images and the device, and what was chosen.
     warnings: tuple[str, ...] = field(default=(), compare=False)
-    given: frozenset[str] = field(default=frozenset(), compare=False)
-    stated: frozenset[str] = field(default=frozenset(), compare=False)
-    is_open: bool = field(default=False, compare=False)
+    explicit: frozenset[str] = field(default=frozenset(), compare=False)
+    non_default: frozenset[str] = field(default=frozenset(), compare=False)
+    chooses_model: bool = field(default=False, compare=False)
     chosen: str = field(default="", compare=False)

@@ -117,7 +117,7 @@ def check(config: Config) -> None:
             "The learning rate is 0. Set --lr, or --lr-base for a global batch of --lr-base-size.",
         ),
         (
-            config.launch.elastic and config.is_open,
+            config.launch.elastic and config.chooses_model,
             "--elastic needs a --recipe or --model: what is chosen for images and ranks must not change with "
             "them.",
         ),
@@ -177,7 +177,7 @@ def config_warnings(config: Config, run: RunFacts = NOTHING_KNOWN) -> list[str]:
     found = list(config.warnings)
     for setting in all_settings():
         reasons = [text for text in setting.idle if holds(text, config, run)]
-        if reasons and setting.name in config.stated:
+        if reasons and setting.name in config.non_default:
             found.append(f"{setting.flag} has no effect {reasons[0]}")
     lacking = [
         setting.flag

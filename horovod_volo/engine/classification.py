@@ -60,7 +60,7 @@ class Classification:
             parse_policy(config.data.aa)
         map_geometry(config)
         fitting = fit_to_model(config)
-        return fitting if fitting.is_open else with_token_size_warning(fitting)
+        return fitting if fitting.chooses_model else with_token_size_warning(fitting)
 
     def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:
         return with_token_size_warning(choose_settings(config, images, ranks, device_facts(device)))

@@ -60,7 +60,7 @@ def fit_to_model(config: Config) -> Config:
     """Return the settings without MixToken if the model has no tokens and MixToken was not asked for."""
     name = config.model.model
     # A model that has a twin with tokens is refused elsewhere, with the name of the twin.
-    if "mix_token" in config.given or spec_of(name).stride or our_name(name) != name:
+    if "mix_token" in config.explicit or spec_of(name).stride or our_name(name) != name:
         return config
     warning = f"without MixToken, because {name} has no token logits"
     changed = _with(config, {"mix_token": False})
@@ -94,12 +94,12 @@ def choose_settings(config: Config, images: int, ranks: int, device: DeviceFacts
         batch //= 2
     chosen |= {"batch_size": batch, "epochs": epochs, "cooldown_epochs": 0}
     chosen["warmup_epochs"] = min(20, -(-epochs // 15)) if epochs > 1 else 0
-    if config.given & {"epochs", "warmup_epochs", "cooldown_epochs"}:
+    if config.explicit & {"epochs", "warmup_epochs", "cooldown_epochs"}:
         chosen = {name: value for name, value in chosen.items() if "epochs" not in name}
-    if config.given & {"mixup", "cutmix"}:
+    if config.explicit & {"mixup", "cutmix"}:
         chosen |= {"mix_token": False, "token_label": False}
-    chosen = {name: value for name, value in chosen.items() if name not in config.given}
-    if not config.given & {"lr", "lr_base", "lr_base_size", "min_lr", "warmup_lr"}:
+    chosen = {name: value for name, value in chosen.items() if name not in config.explicit}
+    if not config.explicit & {"lr", "lr_base", "lr_base_size", "min_lr", "warmup_lr"}:
         batch = chosen.get("batch_size", config.data.batch_size)
         chosen |= _learning_rates(
             config.data.global_batch or ranks * batch * config.update.accumulation, device

@@ -41,7 +41,7 @@ def recipe_text(config: Config) -> str:
     rows = [
         (item.group, f"`{item.name}`", f"`{item.value_in(config)!r}`", f"`{item.default!r}`")
         for item in all_settings()
-        if item.name in config.stated
+        if item.name in config.non_default
     ]
     table = _table("group", "setting", "value", "default", rows=rows)
     differing = table if rows else "Every setting has its default."

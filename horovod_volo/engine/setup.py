@@ -76,7 +76,7 @@ def settle(config: Config, world: World, task: Task | None) -> Plan:
     begin_stage("listing the data")
     data = task.read(config, world)
     images = len(data.train)
-    if config.is_open:
+    if config.chooses_model:
         chosen = task.choose(stated, images, world.size, resources.device)
         config = resolve(world.broadcast_object(chosen), world.size)  # GPUs of ranks may differ
     derived = world.run_on_all_ranks(partial(derive, config, ranks=world.size, images=images))

@@ -24,7 +24,7 @@ CPU, SMALL, LARGE, OLD = (
 
 def chosen(*flags: str, images: int = 4000, ranks: int = 1, device: DeviceFacts = CPU) -> Config:
     config = parse(["flowers", *flags]).config
-    assert config.is_open
+    assert config.chooses_model
     return resolve(choose_settings(config, images, ranks, device), ranks)
 
 
@@ -92,13 +92,13 @@ def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
     run.mkdir(parents=True)
     (run / "resolved.toml").write_text(dump(chosen(images=1000)))
     output = ("--output", str(run.parent))
-    assert parse(["flowers", *output]).config.is_open  # a new run
+    assert parse(["flowers", *output]).config.chooses_model  # a new run
     checkpoints = run / "checkpoints"
     (checkpoints / "step_00000100").mkdir(parents=True)
     (checkpoints / "last").symlink_to("step_00000100")
     for resume in ("auto", str(run), str(checkpoints / "step_00000100"), str(checkpoints / "last")):
         config = parse(["flowers", *output, "--resume", resume]).config
-        assert not config.is_open
+        assert not config.chooses_model
         assert (config.model.model, config.update.epochs) == ("volo_demo", 60)
 
 
@@ -111,7 +111,7 @@ def test_a_dry_run_without_the_images_says_that_it_shows_the_defaults(tmp_path: 
 
 def test_what_names_a_model_or_a_recipe_is_not_open() -> None:
     for flags in (["--model", "volo_d1"], ["--recipe", "demo"], ["--task", "segmentation"]):
-        assert not parse(["images", *flags]).config.is_open
+        assert not parse(["images", *flags]).config.chooses_model
 
 
 def test_an_elastic_run_must_name_its_model() -> None:
