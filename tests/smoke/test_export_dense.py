@@ -10,7 +10,6 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from horovod_volo.evaluation.exported import load_dense
 from safetensors.torch import load_file, save_file
 
 from horovod_volo import export
