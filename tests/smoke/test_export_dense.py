@@ -17,6 +17,7 @@ from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import dump
 from horovod_volo.dense.anchors import anchor_rule, build_anchors, decode
 from horovod_volo.dense.evaluate import DENSE_TASKS
+from horovod_volo.dense.export import load_dense
 from horovod_volo.dense.mean_iou import logits_of
 from horovod_volo.models.timm_export import fixed_images
 from horovod_volo.models.weights_header import header_of
