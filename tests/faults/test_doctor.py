@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.conftest import lacking
-from tests.faults.doctor_runs import examine
+from tests.faults.doctor_runs import HARMLESS, SECRETS, examine
 from tests.ranks.launching import environment
 
 PACKAGE = Path(__file__).parents[2] / "horovod_volo"
@@ -42,8 +42,22 @@ def mounts() -> None:
 
 @pytest.mark.parametrize(("start_with", "ranks"), [("none", 1), ("gloo", 2), ("mpi", 2)])
 def test_a_healthy_machine_has_no_failures(tmp_path, start_with, ranks):
-    result = examine(tmp_path, ranks=ranks, start_with=start_with)
+    """Under horovodrun, secrets on the command line and an open rendezvous server are warnings."""
+    result = examine(tmp_path, ranks=ranks, start_with=start_with, **SECRETS, **HARMLESS)
     assert result.status == 0, result.output
+    for value in ("it's one", "two three", "four"):
+        assert value not in result.output + str(result.record)
+    if start_with == "gloo":
+        found, server = result.only("environment", "warning"), result.only("rendezvous", "warning")
+        names = set(found["text"].rpartition(": ")[2].split(", "))
+        assert set(SECRETS) <= names
+        assert not set(HARMLESS) & names
+        assert "jobs/horovodrun.sh" in found["remedy"]
+        assert "listens on all interfaces, without authentication" in server["text"]
+        assert "mpirun" in server["remedy"]
+        assert found["ranks"] == server["ranks"] == [0, 1]
+    else:
+        assert result.of("environment") == result.of("rendezvous") == []
     assert result.at("failure") == []
     assert result.record["failures"] == 0
     assert result.record["ranks"] == len(result.record["hosts"]) == ranks
@@ -60,26 +74,23 @@ def test_a_healthy_machine_has_no_failures(tmp_path, start_with, ranks):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["reported.json"]
 
 
+def doctor(folder: Path, *flags: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "horovod_volo.doctor", *flags]
+    variables = environment(**extra)
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60)
+
+
 def test_help_does_not_import_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
     began = time.monotonic()
-    command = [sys.executable, "-m", "horovod_volo.doctor", "--help"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        timeout=30,
-    )
+    done = doctor(tmp_path, "--help", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "--shared" in done.stdout
     assert time.monotonic() - began < 5
 
 
 def test_a_mistake_on_the_command_line_is_printed_once(tmp_path):
-    command = [sys.executable, "-m", "horovod_volo.doctor", "--binding", "sideways"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = doctor(tmp_path, "--binding", "sideways")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("error: ") == 1
@@ -88,15 +99,7 @@ def test_a_mistake_on_the_command_line_is_printed_once(tmp_path):
 
 def test_a_horovod_without_pytorch_is_reported(tmp_path, horovod_without_pytorch):
     """The JSON on stdout is valid, although Horovod prints to stdout too."""
-    command = [sys.executable, "-m", "horovod_volo.doctor", "--json", "-"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=horovod_without_pytorch),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = doctor(tmp_path, "--json", "-", PYTHONPATH=horovod_without_pytorch)
     assert done.returncode == 1, done.stderr
     found = [finding for finding in json.loads(done.stdout)["findings"] if finding["level"] == "failure"]
     assert [finding["subject"] for finding in found] == ["ranks", "horovod"]

@@ -12,10 +12,7 @@ import pytest
 
 from horovod_volo.doctor.exposure import check_exposure, secret_names
 from tests.cluster.conftest import lacking
-from tests.faults.doctor_runs import examine
-
-SECRETS = {"WANDB_API_KEY": "it's one", "GITHUB_TOKEN": "two three", "db_password": "HF_TOKEN=four"}
-HARMLESS = {"TOKENIZERS_PARALLELISM": "0", "MONKEYS": "5", "SSH_KEY_FILE": "/id", "EMPTY_SECRET": ""}
+from tests.faults.doctor_runs import HARMLESS, SECRETS, examine
 
 # Killed with its resource tracker, which would remove the semaphore.
 LEAVE_SEMAPHORE = """
@@ -34,28 +31,6 @@ if hvd.rank() == 0:
         os.kill(other, signal.SIGKILL)
 time.sleep(60)
 """
-
-
-def test_horovodrun_shows_secrets_and_an_open_server(tmp_path: Path) -> None:
-    result = examine(tmp_path, ranks=2, start_with="gloo", **SECRETS, **HARMLESS)
-    assert result.status == 0, result.output
-    found = result.only("environment", "warning")
-    names = found["text"].rpartition(": ")[2].split(", ")
-    assert set(SECRETS) <= set(names)
-    assert not set(HARMLESS) & set(names)
-    assert "jobs/horovodrun.sh" in found["remedy"]
-    assert found["ranks"] == [0, 1]
-    for value in ("it's one", "two three", "four"):
-        assert value not in result.output + str(result.record)
-    server = result.only("rendezvous", "warning")
-    assert "listens on all interfaces, without authentication" in server["text"]
-    assert "mpirun" in server["remedy"]
-    assert server["ranks"] == [0, 1]
-
-
-def test_mpirun_shows_neither(tmp_path: Path) -> None:
-    result = examine(tmp_path, ranks=2, start_with="mpi", **SECRETS)
-    assert result.of("environment") == result.of("rendezvous") == []
 
 
 def test_a_command_line_over_ssh_is_understood() -> None:

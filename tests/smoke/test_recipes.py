@@ -16,7 +16,7 @@ import pytest
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import RECIPES, recipe_names
 from horovod_volo.config.schema import Config
-from horovod_volo.dry_run import Workload, describe, dry_run, measure_workload
+from horovod_volo.dry_run import Workload, describe, measure_workload
 
 RANKS = (1, 8, 40, 256)
 IN_1K, IN_22K = (1_281_167, 1_000), (14_197_122, 21_841)
@@ -204,21 +204,13 @@ def test_the_stated_hours_follow_from_the_images_per_second(name: str) -> None:
     assert float(reported[1].replace(",", "")) == pytest.approx(images * epochs * seconds / 3600, rel=0.02)
 
 
-def test_dry_run_describes_the_measured_workload() -> None:
-    config, workload = configured("demo")
-    assert dry_run(config, 8) == describe(config, 8, workload)
-
-
 # Memory, in bytes per parameter
 
 
 @pytest.mark.parametrize(
     ("flags", "ranks", "bytes_per_parameter"),
     [
-        (["--opt", "adamw"], 8, 16),
         (["--opt", "fusedlamb"], 8, 16),
-        (["--opt", "lars"], 8, 12),
-        (["--opt", "sgd"], 8, 12),
         (["--opt", "sgd", "--ema-decay", "0.9"], 8, 16),
         (["--shard-optimizer"], 1, 20),
         (["--shard-optimizer"], 8, 8 + (8 + 4) / 8),
@@ -238,9 +230,7 @@ def test_memory_depends_on_optimizer_and_ranks(
     ("name", "flags", "gpu"),
     [
         ("volo_d5_448", ["-b", "8"], "a GPU of 24 GB"),
-        ("volo_d5_448", ["-b", "16"], "a GPU of 40 GB"),
         ("volo_d5", ["-b", "256"], "a GPU of 80 GB"),
-        ("volo_d5_448", ["-b", "64"], "a GPU of 141 GB"),
         ("volo_d5_448", ["-b", "64", "--grad-checkpoint"], "a GPU of 24 GB"),
         ("volo_d5_448", ["-b", "256"], "more than a GPU of 141 GB has; use a smaller --batch-size"),
     ],
