@@ -1,24 +1,46 @@
-"""The doctor reports injected faults with their remedies, and nothing on a healthy machine."""
+"""The doctor reports injected faults with their remedies, and warns of secrets, servers and leftovers."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from horovod_volo.doctor.exposure import check_exposure, secret_names
 from tests.cluster.conftest import lacking
 from tests.faults.doctor_runs import HARMLESS, SECRETS, examine
 from tests.ranks.launching import environment
 
 PACKAGE = Path(__file__).parents[2] / "horovod_volo"
+
+
+# Killed with its resource tracker, which would remove the semaphore.
+LEAVE_SEMAPHORE = """
+import multiprocessing, multiprocessing.resource_tracker as tracker, os, signal
+lock = multiprocessing.get_context("spawn").Lock()
+os.kill(tracker._resource_tracker._pid, signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+LEAVE_SEGMENTS = """
+import os, signal, time
+import horovod.torch as hvd
+hvd.init()
+others = [os.getppid(), *hvd.allgather_object(os.getpid())]
+if hvd.rank() == 0:
+    for other in [*(pid for pid in others if pid != os.getpid()), os.getpid()]:
+        os.kill(other, signal.SIGKILL)
+time.sleep(60)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -206,3 +228,68 @@ def test_differences_between_ranks_are_reported(tmp_path):
     assert failures[1]["text"].startswith("folder_1: is not shared: the files of rank 0 ")
     assert all("--output" in finding["remedy"] for finding in failures)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "reported.json"]
+
+
+def test_a_command_line_over_ssh_is_understood() -> None:
+    variables = shlex.join(f"{name}={value}" for name, value in (SECRETS | HARMLESS).items())
+    inner = shlex.quote(
+        f"cd /tmp > /dev/null 2>&1 ; env HOROVOD_HOSTNAME=b HOROVOD_RANK=1 {variables} python x"
+    )
+    assert secret_names(f"bash\0-c\0{inner[1:-1]}\0".encode()) == secret_names(
+        f"/bin/sh\0-c\0ssh b {inner}\0".encode()
+    )
+    assert secret_names(b"python\0--token\0API_KEY=5\0") == set()
+
+
+def test_a_server_on_one_interface_is_not_open(tmp_path: Path) -> None:
+    (tmp_path / "proc/net").mkdir(parents=True)
+    table = "  sl  local_address rem_address   st\n   0: {}:C373 00000000:0000 {} 0\n"
+    variables = {"HOROVOD_RANK": "0", "HOROVOD_GLOO_RENDEZVOUS_PORT": "50035"}
+    variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = "127.0.0.1"
+    for address, state, warnings in (
+        ("00000000", "0A", 1),
+        ("0100007F", "0A", 0),
+        ("00000000", "01", 0),
+        ("0" * 32, "0A", 1),
+    ):
+        file = "tcp6" if len(address) == 32 else "tcp"
+        (tmp_path / "proc/net" / file).write_text(table.format(address, state))
+        found = check_exposure(variables, tmp_path, pid=1)
+        assert len(found) == warnings
+        assert all("unpickle what they are sent" in each.text for each in found)
+        assert all("a trusted network only: set NETWORK_INTERFACE" in each.remedy for each in found)
+    elsewhere = variables | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "192.0.2.77"}
+    assert check_exposure(elsewhere, tmp_path, pid=1) == []
+
+
+def test_files_that_killed_processes_left_are_named_with_their_removal(tmp_path: Path, mounts: None) -> None:
+    (tmp_path / "semaphore.py").write_text(LEAVE_SEMAPHORE)
+    (tmp_path / "segments.py").write_text(LEAVE_SEGMENTS)
+    python = shlex.quote(sys.executable)
+    # What a living process uses, and files of other names, are not named.
+    live = "import multiprocessing as m, time; lock = m.get_context('spawn').Lock(); time.sleep(100)"
+    before = f"""
+    mount -t tmpfs none /dev/shm
+    {python} {tmp_path}/semaphore.py || true
+    mpirun -np 2 --oversubscribe {python} {tmp_path}/segments.py || true
+    touch /dev/shm/dataset.tar
+    {python} {tmp_path}/semaphore.py & sleep 3
+    setsid {python} -c {shlex.quote(live)} & sleep 3
+    echo /dev/shm/* > {tmp_path}/before
+    """
+    removal = f"""
+    import json, subprocess
+    for finding in json.load(open("{tmp_path}/reported.json"))["findings"]:
+        if finding["subject"] == "leftovers":
+            subprocess.run(finding["remedy"], shell=True, check=True)
+    """
+    (tmp_path / "removal.py").write_text(textwrap.dedent(removal))
+    after = f"{python} {tmp_path}/removal.py; echo /dev/shm/* > {tmp_path}/after; kill $!"
+    result = examine(tmp_path, inside=["unshare", "--mount"], before=before, after=after)
+    assert result.status == 0, result.output
+    found = [finding["text"].partition(" in ")[0] for finding in result.of("leftovers")]
+    assert found == ["2 files of Open MPI", "2 files of Python's multiprocessing"]
+    assert {finding["level"] for finding in result.of("leftovers")} == {"warning"}
+    files, remaining = ((tmp_path / name).read_text().split() for name in ("before", "after"))
+    assert len(files) == 6
+    assert [Path(file).name.partition("-")[0] for file in remaining] == ["dataset.tar", "sem.mp"]

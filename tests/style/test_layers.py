@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
-from import_rules import broken_rules
-from small_modules import small_modules_with_one_importer
+from import_rules import broken_rules, imports
 
 PACKAGE = Path(__file__).parents[2] / "horovod_volo"
 # Modules under sixty lines that have one importer and are nevertheless not merged into it, each with its
@@ -81,6 +81,41 @@ def test_allowed_imports_pass(tmp_path: Path) -> None:
         "train.py": "from .engine.loop import fit\nimport example.config.schema",
     }
     assert broken_rules(write_package(tmp_path, files)) == []
+
+
+def small_modules_with_one_importer(package: Path, lines: int) -> dict[str, str]:
+    """Return modules with fewer lines that one other module imports, each with that module, as dotted names.
+
+    Left out are modules that import a third-party package which no other module of their room imports.
+    """
+    files = {
+        ".".join(file.relative_to(package).with_suffix("").parts): file
+        for file in sorted(package.rglob("*.py"))
+        if file.name != "__init__.py"
+    }
+    imported = {name: [dotted for _, dotted in imports(file, package)] for name, file in files.items()}
+    third_party = {name: _third_party(dotted, package.name) for name, dotted in imported.items()}
+    found = {}
+    for name, file in files.items():
+        full_name = f"{package.name}.{name}"
+        importers = [
+            other
+            for other, dotted in imported.items()
+            if other != name and any(f"{each}.".startswith(f"{full_name}.") for each in dotted)
+        ]
+        if len(importers) != 1 or len(file.read_text(encoding="utf-8").splitlines()) >= lines:
+            continue
+        top_level = name.partition(".")[0]
+        others = [
+            third_party[other] for other in files if other != name and other.startswith(f"{top_level}.")
+        ]
+        if third_party[name] <= set().union(*others):
+            found[name] = importers[0]
+    return found
+
+
+def _third_party(dotted_names: list[str], package: str) -> set[str]:
+    return {name.partition(".")[0] for name in dotted_names} - sys.stdlib_module_names - {package}
 
 
 def test_small_modules_with_one_importer_are_merged_into_it() -> None:
