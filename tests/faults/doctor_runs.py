@@ -13,8 +13,6 @@ from typing import Any
 from tests.ranks.launching import launcher, run
 
 SECONDS = 120
-SECRETS = {"WANDB_API_KEY": "it's one", "GITHUB_TOKEN": "two three", "db_password": "HF_TOKEN=four"}
-HARMLESS = {"TOKENIZERS_PARALLELISM": "0", "MONKEYS": "5", "SSH_KEY_FILE": "/id", "EMPTY_SECRET": ""}
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,16 @@ def examine(
     doctor = shlex.join([sys.executable, "-m", "horovod_volo.doctor", "--json", str(file), *flags])
     script = f"RANK=${{HOROVOD_RANK:-${{OMPI_COMM_WORLD_RANK:-0}}}}; {before}\n"
     script += f"{doctor} $MORE; status=$?; {after}; exit $status" if after else f"exec {doctor} $MORE"
-    launch = [*launcher(start_with, ranks, plain=True), *inside]
-    command = ["env", "-C", str(folder), *launch, "bash", "-ec", script]
+    command = [
+        "env",
+        "-C",
+        str(folder),
+        *launcher(start_with, ranks, plain=True),
+        *inside,
+        "bash",
+        "-ec",
+        script,
+    ]
     done = run(command, seconds=SECONDS, **extra)
     assert file.exists(), done.stdout
     return DoctorRun(done.returncode, done.stdout, json.loads(file.read_text()))

@@ -1,46 +1,24 @@
-"""The doctor reports injected faults with their remedies, and warns of secrets, servers and leftovers."""
+"""The doctor reports injected faults with their remedies, and nothing on a healthy machine."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import socket
 import subprocess
 import sys
-import textwrap
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from horovod_volo.doctor.exposure import check_exposure, secret_names
 from tests.cluster.conftest import lacking
-from tests.faults.doctor_runs import HARMLESS, SECRETS, examine
+from tests.faults.doctor_runs import examine
 from tests.ranks.launching import environment
 
 PACKAGE = Path(__file__).parents[2] / "horovod_volo"
-
-
-# Killed with its resource tracker, which would remove the semaphore.
-LEAVE_SEMAPHORE = """
-import multiprocessing, multiprocessing.resource_tracker as tracker, os, signal
-lock = multiprocessing.get_context("spawn").Lock()
-os.kill(tracker._resource_tracker._pid, signal.SIGKILL)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-LEAVE_SEGMENTS = """
-import os, signal, time
-import horovod.torch as hvd
-hvd.init()
-others = [os.getppid(), *hvd.allgather_object(os.getpid())]
-if hvd.rank() == 0:
-    for other in [*(pid for pid in others if pid != os.getpid()), os.getpid()]:
-        os.kill(other, signal.SIGKILL)
-time.sleep(60)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -64,22 +42,8 @@ def mounts() -> None:
 
 @pytest.mark.parametrize(("start_with", "ranks"), [("none", 1), ("gloo", 2), ("mpi", 2)])
 def test_a_healthy_machine_has_no_failures(tmp_path, start_with, ranks):
-    """Under horovodrun, secrets on the command line and an open rendezvous server are warnings."""
-    result = examine(tmp_path, ranks=ranks, start_with=start_with, **SECRETS, **HARMLESS)
+    result = examine(tmp_path, ranks=ranks, start_with=start_with)
     assert result.status == 0, result.output
-    for value in ("it's one", "two three", "four"):
-        assert value not in result.output + str(result.record)
-    if start_with == "gloo":
-        found, server = result.only("environment", "warning"), result.only("rendezvous", "warning")
-        names = set(found["text"].rpartition(": ")[2].split(", "))
-        assert set(SECRETS) <= names
-        assert not set(HARMLESS) & names
-        assert "jobs/horovodrun.sh" in found["remedy"]
-        assert "listens on all interfaces, without authentication" in server["text"]
-        assert "mpirun" in server["remedy"]
-        assert found["ranks"] == server["ranks"] == [0, 1]
-    else:
-        assert result.of("environment") == result.of("rendezvous") == []
     assert result.at("failure") == []
     assert result.record["failures"] == 0
     assert result.record["ranks"] == len(result.record["hosts"]) == ranks
@@ -96,23 +60,26 @@ def test_a_healthy_machine_has_no_failures(tmp_path, start_with, ranks):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["reported.json"]
 
 
-def doctor(folder: Path, *flags: str, **extra: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "horovod_volo.doctor", *flags]
-    variables = environment(**extra)
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60)
-
-
 def test_help_does_not_import_torch(tmp_path):
     (tmp_path / "torch.py").write_text("raise ImportError('torch is broken')")
     began = time.monotonic()
-    done = doctor(tmp_path, "--help", PYTHONPATH=str(tmp_path))
+    command = [sys.executable, "-m", "horovod_volo.doctor", "--help"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
     assert done.returncode == 0, done.stderr
     assert "--shared" in done.stdout
     assert time.monotonic() - began < 5
 
 
 def test_a_mistake_on_the_command_line_is_printed_once(tmp_path):
-    done = doctor(tmp_path, "--binding", "sideways")
+    command = [sys.executable, "-m", "horovod_volo.doctor", "--binding", "sideways"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("error: ") == 1
@@ -121,7 +88,15 @@ def test_a_mistake_on_the_command_line_is_printed_once(tmp_path):
 
 def test_a_horovod_without_pytorch_is_reported(tmp_path, horovod_without_pytorch):
     """The JSON on stdout is valid, although Horovod prints to stdout too."""
-    done = doctor(tmp_path, "--json", "-", PYTHONPATH=horovod_without_pytorch)
+    command = [sys.executable, "-m", "horovod_volo.doctor", "--json", "-"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=horovod_without_pytorch),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 1, done.stderr
     found = [finding for finding in json.loads(done.stdout)["findings"] if finding["level"] == "failure"]
     assert [finding["subject"] for finding in found] == ["ranks", "horovod"]
@@ -228,68 +203,3 @@ def test_differences_between_ranks_are_reported(tmp_path):
     assert failures[1]["text"].startswith("folder_1: is not shared: the files of rank 0 ")
     assert all("--output" in finding["remedy"] for finding in failures)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "reported.json"]
-
-
-def test_a_command_line_over_ssh_is_understood() -> None:
-    variables = shlex.join(f"{name}={value}" for name, value in (SECRETS | HARMLESS).items())
-    inner = shlex.quote(
-        f"cd /tmp > /dev/null 2>&1 ; env HOROVOD_HOSTNAME=b HOROVOD_RANK=1 {variables} python x"
-    )
-    assert secret_names(f"bash\0-c\0{inner[1:-1]}\0".encode()) == secret_names(
-        f"/bin/sh\0-c\0ssh b {inner}\0".encode()
-    )
-    assert secret_names(b"python\0--token\0API_KEY=5\0") == set()
-
-
-def test_a_server_on_one_interface_is_not_open(tmp_path: Path) -> None:
-    (tmp_path / "proc/net").mkdir(parents=True)
-    table = "  sl  local_address rem_address   st\n   0: {}:C373 00000000:0000 {} 0\n"
-    variables = {"HOROVOD_RANK": "0", "HOROVOD_GLOO_RENDEZVOUS_PORT": "50035"}
-    variables["HOROVOD_GLOO_RENDEZVOUS_ADDR"] = "127.0.0.1"
-    for address, state, warnings in (
-        ("00000000", "0A", 1),
-        ("0100007F", "0A", 0),
-        ("00000000", "01", 0),
-        ("0" * 32, "0A", 1),
-    ):
-        file = "tcp6" if len(address) == 32 else "tcp"
-        (tmp_path / "proc/net" / file).write_text(table.format(address, state))
-        found = check_exposure(variables, tmp_path, pid=1)
-        assert len(found) == warnings
-        assert all("unpickle what they are sent" in each.text for each in found)
-        assert all("a trusted network only: set NETWORK_INTERFACE" in each.remedy for each in found)
-    elsewhere = variables | {"HOROVOD_GLOO_RENDEZVOUS_ADDR": "192.0.2.77"}
-    assert check_exposure(elsewhere, tmp_path, pid=1) == []
-
-
-def test_files_that_killed_processes_left_are_named_with_their_removal(tmp_path: Path, mounts: None) -> None:
-    (tmp_path / "semaphore.py").write_text(LEAVE_SEMAPHORE)
-    (tmp_path / "segments.py").write_text(LEAVE_SEGMENTS)
-    python = shlex.quote(sys.executable)
-    # What a living process uses, and files of other names, are not named.
-    live = "import multiprocessing as m, time; lock = m.get_context('spawn').Lock(); time.sleep(100)"
-    before = f"""
-    mount -t tmpfs none /dev/shm
-    {python} {tmp_path}/semaphore.py || true
-    mpirun -np 2 --oversubscribe {python} {tmp_path}/segments.py || true
-    touch /dev/shm/dataset.tar
-    {python} {tmp_path}/semaphore.py & sleep 3
-    setsid {python} -c {shlex.quote(live)} & sleep 3
-    echo /dev/shm/* > {tmp_path}/before
-    """
-    removal = f"""
-    import json, subprocess
-    for finding in json.load(open("{tmp_path}/reported.json"))["findings"]:
-        if finding["subject"] == "leftovers":
-            subprocess.run(finding["remedy"], shell=True, check=True)
-    """
-    (tmp_path / "removal.py").write_text(textwrap.dedent(removal))
-    after = f"{python} {tmp_path}/removal.py; echo /dev/shm/* > {tmp_path}/after; kill $!"
-    result = examine(tmp_path, inside=["unshare", "--mount"], before=before, after=after)
-    assert result.status == 0, result.output
-    found = [finding["text"].partition(" in ")[0] for finding in result.of("leftovers")]
-    assert found == ["2 files of Open MPI", "2 files of Python's multiprocessing"]
-    assert {finding["level"] for finding in result.of("leftovers")} == {"warning"}
-    files, remaining = ((tmp_path / name).read_text().split() for name in ("before", "after"))
-    assert len(files) == 6
-    assert [Path(file).name.partition("-")[0] for file in remaining] == ["dataset.tar", "sem.mp"]

@@ -7,7 +7,6 @@ transform. The teacher's weights are random, which suffices for labels that depe
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -45,8 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for parameter in network.parameters():
             parameter.add_(0.1 * parameter.std(correction=0) * torch.randn_like(parameter))
     torch.save(network.state_dict(), folder / "perturbed.pt")
-    weights: Any = {"weights": str(folder / "teacher.pt"), "pretrained": False}
-    teacher = load_teacher("volo_demo", **weights, image_side=SIDE, classes=CLASSES)
+    teacher = load_teacher(
+        "volo_demo",
+        weights=str(folder / "teacher.pt"),
+        pretrained=False,
+        image_side=SIDE,
+        classes=CLASSES,
+    )
     catalog = build_catalog(str(folder / "images"), "train", None)
     for geometry in (WHOLE, PUBLISHED, MapGeometry(128, 96)):
         save_maps(folder / str(geometry), catalog, teacher, geometry)
