@@ -1,50 +1,16 @@
-"""The banner explains the peak learning rate and warns of a global batch other than the published one."""
+"""The start of a run warns of a global batch other than the published one, with what follows from it."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, resolve
-from horovod_volo.config.values import assemble
-from horovod_volo.engine.banner import batch_warnings, lr_line
-from horovod_volo.engine.classification_data import labels_line
+from horovod_volo.engine.banner import batch_warnings
 
 IMAGENET = 1_281_167
-
-
-def peak_line(**chosen: Any) -> str:
-    config = assemble(chosen, fallback_name="")
-    return lr_line(config, derive(config, ranks=8, images=10_000))
-
-
-@pytest.mark.parametrize(
-    ("chosen", "expected"),
-    [
-        ({"lr": 1e-4}, "peak 0.0001, as given by --lr"),
-        ({"lr_base": 2e-3}, "peak 0.002 = 0.002 x 1024 / 1024"),
-        ({"lr_base": 2e-3, "batch_size": 64}, "peak 0.001 = 0.002 x 512 / 1024; 5e-07 5e-06"),
-        (
-            {"lr_base": 5e-6, "lr_base_size": 512, "batch_size": 40, "min_lr": 4e-6},
-            "peak 3.13e-06 = 5e-06 x 320 / 512; 6.25e-07 2.5e-06",
-        ),
-        # Without a warm-up.
-        (
-            {"lr_base": 2e-3, "batch_size": 64, "sched": "one-cycle"},
-            "peak 0.001 = 0.002 x 512 / 1024; 5e-06",
-        ),
-        # --lr-base-size 0 scales the peak alone.
-        ({"lr_base": 2e-3, "lr_base_size": 0, "batch_size": 64}, "peak 0.001 = 0.002 x 512 / 1024"),
-    ],
-)
-def test_the_peak_is_shown_with_its_formula(chosen: dict[str, Any], expected: str) -> None:
-    """And warm-up and decay where they are scaled likewise."""
-    peak, *others = peak_line(**chosen).split("; ")
-    shown = "; ".join([peak, *(" ".join(re.findall(r"[\d.]+e-\d+", other)) for other in others)])
-    assert shown == expected
 
 
 def warnings_of(ranks: int, *argv: str, images: int = IMAGENET) -> list[str]:
@@ -96,11 +62,3 @@ def test_the_published_batch_and_a_given_learning_rate_give_no_warnings(ranks: i
 
 def test_steps_are_not_compared_where_the_published_batch_exceeds_the_images() -> None:
     assert "steps" not in warnings_of(2, "--recipe", "volo_d1", "-b", "4", images=40)[0]
-
-
-def test_the_label_line_names_mixing() -> None:
-    mixed, plain = (
-        labels_line(assemble({"mix_token": each}, fallback_name=""), None) for each in (True, False)
-    )
-    assert "--no-mix-token" in mixed
-    assert plain == "class labels"
