@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.published.checkouts import PublishedCode, named_folder
 from tests.published.conftest import Compare
@@ -15,17 +14,6 @@ from tests.unit.network_samples import random_images
 named_folder()  # skips this module without checkouts
 
 LARGE = ("volo_d4", "volo_d5", "lvvit_l")
-PARAMETERS = {
-    "volo_d1": 26_632_040,
-    "volo_d2": 58_678_336,
-    "volo_d3": 86_325_072,
-    "volo_d4": 192_961_520,
-    "volo_d5": 295_455_584,
-    "lvvit_t": 8_534_720,
-    "lvvit_s": 26_151_824,
-    "lvvit_m": 55_830_544,
-    "lvvit_l": 150_021_968,
-}
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -39,7 +27,7 @@ def batch_size_of(pair: Pair) -> int:
     return 2 if pair.name in LARGE else 4
 
 
-def test_names_shapes_and_counts(pair: Pair) -> None:
+def test_names_and_shapes(pair: Pair) -> None:
     ours, theirs = (
         {name: tensor.shape for name, tensor in model.state_dict().items()}
         for model in (pair.ours, pair.theirs)
@@ -48,8 +36,6 @@ def test_names_shapes_and_counts(pair: Pair) -> None:
     assert {name for name, _ in pair.ours.named_parameters()} == {
         name for name, _ in pair.theirs.named_parameters()
     }
-    for model in (pair.ours, pair.theirs):
-        assert sum(map(Tensor.numel, model.parameters())) == PARAMETERS[pair.name]
     assert pair.ours.no_weight_decay() == pair.theirs.no_weight_decay()
 
 
