@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import tomllib
 from pathlib import Path
+
+from settings_read import unread_settings
 
 from horovod_volo.config.recipe import RECIPES
 from horovod_volo.config.values import Setting, all_settings
@@ -14,30 +15,22 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = all_settings()
 
 
-def read_attributes(package: Path) -> set[tuple[str, str]]:
-    """Return (owner, name) of each attribute that a module but the schema reads, without leading `_`."""
-    return {
-        (owner.lstrip("_"), node.attr)
-        for file in package.rglob("*.py")
-        if file.relative_to(package) != Path("config/schema.py")
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
-        for owner in [getattr(node.value, "attr", getattr(node.value, "id", ""))]
-    }
-
-
 def test_every_setting_is_read() -> None:
-    """As GROUP.FIELD or, where a group is passed, as settings.FIELD."""
-    found = read_attributes(ROOT / "horovod_volo")
-    names = [(setting.group, setting.name) for setting in SETTINGS]
-    assert [name for name in names if name not in found and ("settings", name[1]) not in found] == []
+    fields = [(setting.group, setting.name) for setting in SETTINGS]
+    assert unread_settings(ROOT / "horovod_volo", fields) == []
 
 
-def test_reading_is_found(tmp_path: Path) -> None:
-    (tmp_path / "loop.py").write_text("job.config.update.lr\nself._settings.scale\nupdate.written = 1")
-    found = read_attributes(tmp_path)
-    assert {("update", "lr"), ("settings", "scale")} <= found
-    assert ("update", "written") not in found
+def test_an_unread_setting_is_found(tmp_path: Path) -> None:
+    schema, loop = tmp_path / "config" / "schema.py", tmp_path / "engine" / "loop.py"
+    for path, source in (
+        (schema, "update.declared_only"),
+        (loop, "job.config.update.lr\nself._settings.scale\nupdate.written = 1\nother.elsewhere"),
+    ):
+        path.parent.mkdir()
+        path.write_text(source)
+    fields = [("update", name) for name in ("lr", "scale", "declared_only", "written", "elsewhere")]
+    unread = unread_settings(tmp_path, fields)
+    assert unread == ["update.declared_only", "update.written", "update.elsewhere"]
 
 
 def documents() -> str:
