@@ -79,8 +79,11 @@ def _takes(setting: Setting) -> str:
         kind = {2: "two numbers", 3: "three numbers"}[count]
     else:
         kind = kinds[setting.kind]
-    limits = (("at least", setting.at_least), ("below", setting.below))
-    bounds = [f"{word} {limit:g}" for word, limit in limits if limit is not None]
+    bounds = []
+    if setting.at_least is not None:
+        bounds.append(f"at least {setting.at_least:g}")
+    if setting.below is not None:
+        bounds.append(f"below {setting.below:g}")
     if bounds:
         kind += f", {' and '.join(bounds)}"
     if setting.repeatable:

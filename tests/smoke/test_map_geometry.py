@@ -43,7 +43,7 @@ def test_a_run_logs_the_geometry_of_published_maps(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--map-geometry whole", "Add --token-label-data"),
+        ("--map-geometry whole", "--token-label-data"),
         ("--token-label-data maps --map-geometry middle", "'middle' is not a geometry of label maps"),
         (
             "--token-label-data maps --map-geometry centre-crop:9:9 --label-geometry reference",

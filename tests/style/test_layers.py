@@ -12,13 +12,8 @@ PACKAGE = Path(__file__).parents[2] / "horovod_volo"
 # Modules under sixty lines that have one importer and are nevertheless not merged into it, each with its
 # reason. A member of a registered family of modules is listed here too.
 SMALL_MODULES_WITH_ONE_IMPORTER = {
-    # Triton is imported only where a kernel is launched.
-    # Losses between log points belong to `monitor`, their importer to `engine`.
-    "monitor.meters",
     # What a scaler has skipped follows from optimization, its importer belongs to `engine`.
     "optim.loss_scale",
-    # The network computes what `tasks` draws.
-    "models.outlook_attention",
     # Tensors to loss, tested against SSD's own.
     "dense.box_loss",
 }
@@ -59,8 +54,8 @@ def write_package(folder: Path, files: dict[str, str]) -> Path:
         ("bench/peers_timm.py", "import onnx", "only models may import it"),
         ("models/build.py", "if TYPE_CHECKING:\n    import example.engine.loop", "engine is above models"),
         ("models/build.py", "def late():\n    import example.data", "models and data are in the same layer"),
-        ("optim/adamw.py", "import importlib\nimportlib.import_module('timm.layers')", "only models may"),
-        ("optim/adamw.py", "__import__('horovod')", "only cluster may"),
+        ("optim/muon.py", "import importlib\nimportlib.import_module('timm.layers')", "only models may"),
+        ("optim/muon.py", "__import__('horovod')", "only cluster may"),
     ],
 )
 def test_a_broken_rule_is_found(file: str, source: str, rule: str, tmp_path: Path) -> None:
