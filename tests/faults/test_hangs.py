@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from horovod_volo.demo.demo_set import make_demo_set
 from tests.faults.runs import start
 
 LIMIT = 10  # seconds; the first step on a busy machine takes several
@@ -168,8 +169,10 @@ def test_a_job_that_was_suspended_is_not_taken_for_hung(tmp_path: Path) -> None:
     assert [(rank.communicate(timeout=30)[1], rank.returncode) for rank, _ in ranks] == [("", 0), ("", 0)]
 
 
-def test_a_slow_rank_is_named_within_two_log_points(images: Path, tmp_path: Path) -> None:
-    status, shown = start(images, tmp_path, "--log-every", "2", "--workers", "1", fault="1:0:slow")
+def test_a_slow_rank_is_named_within_two_log_points(tmp_path: Path) -> None:
+    make_demo_set(tmp_path / "set", train=40, val=20)  # five steps an epoch, so that little is read ahead
+    flags = ("--epochs", "2", "--log-every", "2", "--workers", "1")
+    status, shown = start(tmp_path / "set", tmp_path, *flags, fault="1:0:slow")
     assert status == 0, shown
     lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
     named = [number for number, line in enumerate(lines) if "the other ranks wait for rank 1 on" in line]
