@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,65 @@ from horovod_volo.demo.demo_set import make_demo_set
 from tests.faults.runs import start
 
 LIMIT = 10  # seconds; the first step on a busy machine takes several
+_WATCHED = """
+import os, sys, time
+from pathlib import Path
+from horovod_volo.cluster.watchdog import Watchdog
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+watchdog = Watchdog(float(sys.argv[3]), elastic=folder.name == "elastic")
+heartbeat = watchdog.heartbeat
+watchdog.watch_ranks(rank, ["one", "two"], folder)
+print(watchdog._process.pid, flush=True)
+"""
+Ranks = list[tuple[subprocess.Popen[str], int]]  # with the number of their watchdog
+
+
+def watched(folder: Path, *works: str, limit: int = 3) -> Ranks:
+    """Start a process for each rank, which runs a program; return it with the number of its watchdog."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _WATCHED + work, str(rank), str(folder), str(limit)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, work in enumerate(works)
+    ]
+    return [(rank, int(rank.stdout.readline())) for rank in started if rank.stdout is not None]
+
+
+BEATS = "heartbeat.beat(3); "
+# Rank 0 beats again after 6 s, as in a long batch of an evaluation, and then waits.
+BEATS_LATER = f"{BEATS}time.sleep(6); heartbeat.beat(3); heartbeat.waits(True); time.sleep(24)"
+LISTS = """
+heartbeat.begin("listing the data")
+for _ in range(11):
+    time.sleep(1)
+    heartbeat.beat()
+if folder.name == "hangs":
+    time.sleep(60)
+"""
+WAITS = """
+heartbeat.begin("listing the data")
+heartbeat.waits(True)
+time.sleep(12 if folder.name == "goes_on" else 60)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ranks]]:
+    """Start ranks that take up to half a minute, mostly asleep, while the first tests of this file run."""
+    folder = tmp_path_factory.mktemp("watched")
+    (folder / "silent").mkdir()
+    for number in (1, 2, 3):
+        os.mkfifo(folder / "silent" / f".rank_0.hangs.{number}")  # the watchdog waits for a reader
+    works = (BEATS_LATER, f"{BEATS}time.sleep(30)")
+    found = {name: watched(folder / name, *works, limit=8) for name in ("fixed", "elastic")}
+    found |= {name: watched(folder / name, LISTS, WAITS) for name in ("goes_on", "hangs")}
+    found["silent"] = watched(folder / "silent", "heartbeat.begin('listing the data'); time.sleep(60)")
+    yield found
+    for rank, _ in itertools.chain(*found.values()):
+        rank.kill()
 
 
 @pytest.mark.parametrize(
@@ -55,71 +117,6 @@ def test_the_rank_that_hangs_is_named(
         assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
 
 
-_WATCHED = """
-import os, sys, time
-from pathlib import Path
-from horovod_volo.cluster.watchdog import Watchdog
-rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-watchdog = Watchdog(float(sys.argv[3]), elastic=folder.name == "elastic")
-heartbeat = watchdog.heartbeat
-watchdog.watch_ranks(rank, ["one", "two"], folder)
-print(watchdog._process.pid, flush=True)
-"""
-
-
-def watched(folder: Path, *works: str, limit: int = 3) -> list[tuple[subprocess.Popen[str], int]]:
-    """Start a process for each rank, which runs a program; return it with the number of its watchdog."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", _WATCHED + work, str(rank), str(folder), str(limit)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, work in enumerate(works)
-    ]
-    return [(rank, int(rank.stdout.readline())) for rank in started if rank.stdout is not None]
-
-
-BEATS = "heartbeat.beat(3); "
-# Rank 0 beats again after 6 s, as in a long batch of an evaluation, and then waits.
-BEATS_LATER = f"{BEATS}time.sleep(6); heartbeat.beat(3); heartbeat.waits(True); time.sleep(24)"
-LISTS = """
-heartbeat.begin("listing the data")
-for _ in range(11):
-    time.sleep(1)
-    heartbeat.beat()
-if folder.name == "hangs":
-    time.sleep(60)
-"""
-WAITS = """
-heartbeat.begin("listing the data")
-heartbeat.waits(True)
-time.sleep(12 if folder.name == "goes_on" else 60)
-"""
-
-
-def test_only_the_rank_that_makes_no_progress_is_taken_for_hung(tmp_path: Path) -> None:
-    """Not one whose last beat is later, nor one that makes progress in a long stage."""
-    works = (BEATS_LATER, f"{BEATS}time.sleep(30)")
-    started = {name: watched(tmp_path / name, *works, limit=8) for name in ("fixed", "elastic")}
-    started |= {name: watched(tmp_path / name, LISTS, WAITS) for name in ("goes_on", "hangs")}
-    said = {
-        name: "".join(rank.communicate(timeout=60)[1] for rank, _ in ranks) for name, ranks in started.items()
-    }
-    for name in ("fixed", "elastic"):
-        assert said[name].count("no step has ended") == 1
-        assert "rank 1 on two computes or reads data, after step 3; 1 of 2 ranks wait" in said[name]
-        assert "gives no report" not in said[name]
-    assert said["goes_on"] == ""
-    message = "rank 0 on one computes or reads data, while listing the data; 1 of 2 ranks wait for others"
-    assert said["hangs"].count(message) == 1
-    killed = -signal.SIGKILL
-    statuses = {name: [rank.returncode for rank, _ in ranks] for name, ranks in started.items()}
-    both = [killed, killed]
-    assert statuses == {"fixed": both, "elastic": [0, killed], "goes_on": [0, 0], "hangs": both}
-
-
 def test_signals_to_all_processes_of_a_job_leave_the_watchdog(tmp_path: Path) -> None:
     ((rank, watchdog),) = watched(tmp_path, "time.sleep(60)")
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
@@ -134,16 +131,6 @@ def test_signals_to_all_processes_of_a_job_leave_the_watchdog(tmp_path: Path) ->
     while Path(f"/proc/{watchdog}/cmdline").exists() and Path(f"/proc/{watchdog}/cmdline").read_bytes():
         assert time.monotonic() < limit
         time.sleep(0.05)
-
-
-def test_a_folder_that_does_not_answer_does_not_keep_the_rank(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        os.mkfifo(tmp_path / f".rank_0.hangs.{number}")  # the watchdog waits for a reader
-    ((rank, _),) = watched(tmp_path, "heartbeat.begin('listing the data'); time.sleep(60)")
-    said = rank.communicate(timeout=30)[1]
-    assert f"hangs while listing the data, and {tmp_path} does not answer." in said
-    assert said.count("\n") == 1
-    assert rank.returncode == -signal.SIGKILL
 
 
 def test_a_watchdog_that_has_ended_does_not_end_the_run(tmp_path: Path) -> None:
@@ -180,3 +167,26 @@ def test_a_slow_rank_is_named_within_two_log_points(tmp_path: Path) -> None:
     assert len([line for line in lines[: named[0]] if line.startswith("step ")]) == 2
     milliseconds = int(lines[named[0]].split("of its time, ")[1].split()[0])
     assert 40 < milliseconds < 250  # 4 images, 50 ms each, partly read ahead
+
+
+def test_only_the_rank_that_makes_no_progress_is_taken_for_hung(started: dict[str, Ranks]) -> None:
+    """Not one whose last beat is later, nor one that makes progress in a long stage."""
+    said = {
+        name: "".join(rank.communicate(timeout=60)[1] for rank, _ in ranks) for name, ranks in started.items()
+    }
+    for name in ("fixed", "elastic"):
+        assert said[name].count("no step has ended") == 1
+        assert "rank 1 on two computes or reads data, after step 3; 1 of 2 ranks wait" in said[name]
+        assert "gives no report" not in said[name]
+    assert said["goes_on"] == ""
+    message = "rank 0 on one computes or reads data, while listing the data; 1 of 2 ranks wait for others"
+    assert said["hangs"].count(message) == 1
+    # A folder that does not answer does not keep the rank.
+    assert re.fullmatch(
+        r".*hangs while listing the data, and \S+/silent does not answer\..*\n", said["silent"]
+    )
+    killed = -signal.SIGKILL
+    statuses = {name: [rank.returncode for rank, _ in ranks] for name, ranks in started.items()}
+    both = [killed, killed]
+    expected = {"fixed": both, "elastic": [0, killed], "goes_on": [0, 0], "hangs": both, "silent": [killed]}
+    assert statuses == expected
