@@ -8,6 +8,7 @@ calls it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
@@ -49,13 +50,8 @@ _STYLE = """
 
 def figures() -> dict[str, str]:
     """Return the text of each figure by its file name."""
-    return {
-        "step_exchange.svg": step_exchange(),
-        "token_labels.svg": token_labels(),
-        "mix_token.svg": mix_token(),
-        "gradient_exchange.svg": gradient_exchange(),
-        "sample_order.svg": sample_order(),
-    }
+    drawn = (step_exchange, token_labels, mix_token, gradient_exchange, sample_order)
+    return {f"{draw.__name__}.svg": draw() for draw in drawn}
 
 
 class Drawing:
@@ -85,13 +81,15 @@ class Drawing:
         class_ = f' class="{style}"' if style else ""
         self._parts.append(f'<text{class_} x="{x:g}" y="{y:g}">{escape(text)}</text>')
 
+    def grid(self, rows: Sequence[Sequence[str]], x: float, y: float, cell: float, round_: float) -> None:
+        """Draw rows of square cells, each given by its style."""
+        for row, styles in enumerate(rows):
+            for column, style in enumerate(styles):
+                self.rect(style, x + cell * column, y + cell * row, cell - 2, cell - 2, round_)
+
     def path(self, style: str, path: str) -> None:
         """Draw a path."""
         self._parts.append(f'<path class="{style}" d="{path}"/>')
-
-    def circle(self, style: str, x: float, y: float, radius: float) -> None:
-        """Draw a circle."""
-        self._parts.append(f'<circle class="{style}" cx="{x:g}" cy="{y:g}" r="{radius:g}"/>')
 
     def arrow(self, x: float, y: float, to_x: float, to_y: float) -> None:
         """Draw a horizontal or vertical arrow."""
@@ -150,7 +148,7 @@ def step_exchange() -> str:
 
 SKY, TREE, DOG = "blue", "green", "orange"
 SCENE = ("SSSSTT", "SSSTTT", "SSSTTT", "SDDSTT", "DDDDTT", "DDDDTT")
-COLOURS = {"S": SKY, "T": TREE, "D": DOG, "C": "pink"}
+COLOURS = {"S": SKY, "T": TREE, "D": DOG}
 
 
 def token_labels() -> str:
@@ -163,25 +161,19 @@ def token_labels() -> str:
     )
     drawing.text(16, 28, "The label of a token is what the teacher saw at its place", "title")
     cell = 27
-    for row, names in enumerate(SCENE):
-        for column, name in enumerate(names):
-            drawing.rect(COLOURS[name], 16 + cell * column, 64 + cell * row, cell - 2, cell - 2, 3)
+    scene = [[COLOURS[name] for name in names] for names in SCENE]
+    drawing.grid(scene, 16, 64, cell, 3)
     drawing.text(16, 56, "label map of the image", "small")
     drawing.rect("box", 16 + cell, 64 + 2 * cell, 4 * cell - 2, 4 * cell - 2)
     drawing.arrow(190, 145, 226, 145)
     drawing.text(208, 134, "crop", "small middle")
-    big = 36
-    for row in range(4):
-        for column in range(4):
-            colour = COLOURS[SCENE[row + 2][column + 1]]
-            drawing.rect(colour, 236 + big * column, 73 + big * row, big - 2, big - 2, 3)
+    drawing.grid([colours[1:5] for colours in scene[2:6]], 236, 73, 36, 3)
     drawing.text(236, 62, "labels of the tokens", "small")
     for number, (colour, name) in enumerate(((SKY, "sky"), (TREE, "tree"), (DOG, "dog"))):
         drawing.rect(colour, 402, 80 + 26 * number, 16, 16, 3)
         drawing.text(426, 93 + 26 * number, name)
-    drawing.text(402, 178, "class token:", "small")
-    drawing.text(402, 196, "the class of", "small")
-    drawing.text(402, 214, "the image", "small")
+    for y, text in ((178, "class token:"), (196, "the class of"), (214, "the image")):
+        drawing.text(402, y, text, "small")
     drawing.text(16, 254, "Each cell holds the teacher's five best classes and their logits.", "small")
     return drawing.svg()
 
@@ -200,12 +192,8 @@ def mix_token() -> str:
         left = 16 + 176 * stage
         drawing.text(left, 54, title, "small")
         for image, own, partner in ((0, "orange", "blue"), (1, "blue", "orange")):
-            for row in range(4):
-                for column in range(4):
-                    inside = row >= 1 and row < 3 and column >= 1
-                    swapped = stage == 1 and inside
-                    x, y = left + 20 * column, 64 + 20 * row + 92 * image
-                    drawing.rect(partner if swapped else own, x, y, 18, 18, 2)
+            mixed = [own, *[partner if stage == 1 else own] * 3]
+            drawing.grid([[own] * 4, mixed, mixed, [own] * 4], left, 64 + 92 * image, 20, 2)
             drawing.rect("box", left + 20, 84 + 92 * image, 58, 38)
         if stage < 2:
             drawing.text(left + 128, 120, ("swap", "swap back")[stage], "small middle")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -53,10 +53,10 @@ def settings_page() -> str:
 
 def setting_entry(setting: Setting) -> str:
     """Return the entry of one setting: its flags, what it is, what it takes and its default."""
-    lines = [f"### {setting.name}", _spellings(setting), f"{_sentence(setting.help)}", _takes(setting)]
+    lines = [f"### {setting.name}\n", f"{_spellings(setting)}: {_sentence(setting.help)}", _takes(setting)]
     for flag, value in setting.shorthands.items():
         lines.append(f"`{flag}` is the same as `{setting.flag} {value}`.")
-    return "\n\n".join(lines)
+    return "\n".join(lines)
 
 
 def _spellings(setting: Setting) -> str:
@@ -101,10 +101,7 @@ def commands_page() -> str:
         "`horovod-volo COMMAND ...` equals `python -m horovod_volo.COMMAND ...`. Without a command it "
         "lists all commands; `--help` after a command prints its flags, and `--version` the versions of the "
         "package and of what it uses.",
-        _table(
-            ("Command", "What it does"),
-            [(f"[{name}](#{name})", _sentence(text)) for name, text in COMMANDS.items()],
-        ),
+        _table(("Command", "What it does"), [(f"[{n}](#{n})", _sentence(t)) for n, t in COMMANDS.items()]),
     ]
     for name, text in COMMANDS.items():
         parts += [f"## {name}", _sentence(text), *_command(name)]
@@ -116,15 +113,9 @@ def _command(name: str) -> Iterable[str]:
         return _benchmarks()
     if name == "train":
         settings = {flag for item in all_settings() for flag in (*item.flags, *item.shorthands)}
-        own = [
-            action
-            for action in parser_of_training()._actions
-            if action.option_strings and not settings & set(action.option_strings)
-        ]
-        return [
-            "All [settings](settings.md) are flags of this command. These flags are not settings:",
-            _flags(own),
-        ]
+        actions = parser_of_training()._actions
+        own = [each for each in actions if each.option_strings and not settings & {*each.option_strings}]
+        return ["All [settings](settings.md) are flags of this command. These are not settings:", _flags(own)]
     return _parser_sections(parser_of(name))
 
 
@@ -145,24 +136,17 @@ def _parser_sections(parser: argparse.ArgumentParser) -> list[str]:
             helps = {choice.dest: choice.help for choice in action._choices_actions}
             parts = []  # a command with commands has no flags of its own
             for name, inner in action.choices.items():
-                parts += [
-                    f"### {parser.prog.split('/')[-1]} {name}",
-                    _sentence(helps[name]),
-                    _flags(inner._actions),
-                ]
+                title = f"### {parser.prog.split('/')[-1]} {name}"
+                parts += [title, _sentence(helps[name]), _flags(inner._actions)]
     return parts
 
 
 def _benchmarks() -> list[str]:
-    kinds = {"Measurements": MEASUREMENTS, "Reports": REPORTS}
     parts = ["`horovod-volo bench NAME --help` lists the flags of one benchmark."]
-    for title, entries in kinds.items():
-        parts += [f"### {title}", _table(("Name", "What it measures"), _as_rows(entries))]
+    for title, entries in (("Measurements", MEASUREMENTS), ("Reports", REPORTS)):
+        rows = [(f"`{name}`", _sentence(text)) for name, text in entries.items()]
+        parts += [f"### {title}", _table(("Name", "What it measures"), rows)]
     return parts
-
-
-def _as_rows(entries: Mapping[str, str]) -> list[tuple[str, str]]:
-    return [(f"`{name}`", _sentence(text)) for name, text in entries.items()]
 
 
 def _flags(actions: Iterable[argparse.Action]) -> str:

@@ -15,20 +15,8 @@ from horovod_volo.elastic.ledger import LEDGER, read_ledger
 from tests.ranks.launching import SCRIPTS, environment, python
 
 GLOO_SECONDS = 5
-SETTINGS = [
-    "--img-size",
-    "32",
-    "--batch-size",
-    "4",
-    "--warmup-epochs",
-    "1",
-    "--ema-decay",
-    "0.9",
-    "--drop-path",
-    "0.2",
-    "--name",
-    "run",
-]
+SETTINGS = ["--img-size", "32", "--batch-size", "4", "--warmup-epochs", "1", "--name", "run"]
+SETTINGS += ["--ema-decay", "0.9", "--drop-path", "0.2"]
 _POLL_SECONDS = 0.1
 _HOST = b"HOROVOD_HOSTNAME="
 

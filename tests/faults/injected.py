@@ -1,7 +1,7 @@
 """Injects a fault into a training run: `--plugin tests.faults.injected`, INJECTED_FAULT=RANK:STEPS:FAULT.
 
 The rank meets the fault when it asks for a batch after so many steps of the run's first epoch. STEPS is a
-number, or a first and a last one, as 3-5.
+number, a first and a last one, as 3-5, or several of these, as 0,4.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ _FAULTS = {
 }
 
 _rank, _steps, _fault = os.environ["INJECTED_FAULT"].split(":")
-_first, _, _last = _steps.partition("-")
-_faulty_steps = range(int(_first), int(_last or _first) + 1)
+_faulty_steps: set[int] = set()
+for _first, _, _last in (part.partition("-") for part in _steps.split(",")):
+    _faulty_steps |= set(range(int(_first), int(_last or _first) + 1))
 _batches, _read = TrainLoader.batches, Catalog.read
 
 

@@ -19,24 +19,28 @@ from safetensors.torch import load_file
 from horovod_volo.cluster.reducer import Reducer
 from horovod_volo.cluster.world import World
 from horovod_volo.config.derived import resolve
-from horovod_volo.config.schema import Config
 from horovod_volo.config.update_settings import Exchange
 from horovod_volo.config.validation import check
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger_check import check_ledger
+from horovod_volo.train import main
 from tests.faults.elastic_run import on_this_machine
 from tests.ranks.board_reading import check_board
-from tests.ranks.launching import python, run
 
 THREADS_THAT_COME_AND_GO = 2
 FORMATIONS = int(os.environ.get("ELASTIC_FORMATIONS", "20"))
 
 
-def test_a_killed_rank_is_replaced(tmp_path: Path) -> None:
-    images = tmp_path / "images"
-    make_demo_set(images, train=60, val=10)
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("images") / "set"
+    make_demo_set(folder, train=60, val=10)
+    return folder
+
+
+def test_a_killed_rank_is_replaced(images: Path, tmp_path: Path) -> None:
     flags = ("--global-batch", "10", "--epochs", "40", "--eval-every", "40")
     with on_this_machine(tmp_path, images, "localhost:1,127.0.0.1:1", *flags) as trial:
         trial.train_on(2)
@@ -56,10 +60,8 @@ def test_a_killed_rank_is_replaced(tmp_path: Path) -> None:
     check_board(trial.run.parent, points=points, evaluations=[240], more=set(), ranks=2)
 
 
-def test_ranks_that_are_formed_again_stop_early_and_keep_frozen_weights(tmp_path: Path) -> None:
+def test_ranks_that_are_formed_again_stop_early_and_keep_frozen_weights(images: Path, tmp_path: Path) -> None:
     """So small a learning rate changes no prediction: the first evaluation stays the best."""
-    images = tmp_path / "images"
-    make_demo_set(images, train=60, val=10)
     still = ("--lr", "1e-12", "--min-lr", "0", "--warmup-epochs", "0", "--freeze", "blocks:1,head")
     flags = ("--global-batch", "10", "--epochs", "60", "--eval-every", "10", "--early-stop", "3", *still)
     with on_this_machine(tmp_path, images, "localhost:1,127.0.0.1:1", *flags) as trial:
@@ -83,10 +85,8 @@ def test_ranks_that_are_formed_again_stop_early_and_keep_frozen_weights(tmp_path
 
 
 @pytest.mark.soak
-def test_a_rank_that_hangs_is_replaced(tmp_path: Path) -> None:
+def test_a_rank_that_hangs_is_replaced(images: Path, tmp_path: Path) -> None:
     """Only the rank that the others wait for is killed, though Python's lock keeps it from answering."""
-    images = tmp_path / "images"
-    make_demo_set(images, train=60, val=10)
     flags = ("--global-batch", "10", "--epochs", "100000", "--hang-timeout", "8")
     faulty = ("--plugin", "tests.faults.injected")
     hosts = "localhost:1,127.0.0.1:1"
@@ -98,10 +98,8 @@ def test_a_rank_that_hangs_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_many_formations_leave_nothing_behind(tmp_path: Path) -> None:
+def test_many_formations_leave_nothing_behind(images: Path, tmp_path: Path) -> None:
     """The memory and the open files of the rank that stays do not grow with the number of formations."""
-    images = tmp_path / "images"
-    make_demo_set(images, train=60, val=10)
     alone, both = "localhost:1", "localhost:1,127.0.0.1:1"
     measured = []
     with on_this_machine(tmp_path, images, both, "--global-batch", "10", "--epochs", "100000") as trial:
@@ -141,20 +139,17 @@ def used_by(process: int) -> tuple[int, int, int]:
     return int(status["VmRSS"].split()[0]) // 1024, files, int(status["Threads"])
 
 
-def test_without_an_elastic_launcher(tmp_path: Path) -> None:
-    train = [*python(), "-m", "horovod_volo.train", "images", "--recipe", "demo", "--elastic"]
-    done = run([*train, "--global-batch", "10", "--output", str(tmp_path)])
-    assert done.returncode == 2
-    assert done.stdout.startswith("error: --elastic needs an elastic launcher: horovodrun --gloo --min-np N")
+def test_without_an_elastic_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--recipe", "demo", "--elastic", "--global-batch", "10", "--output", str(tmp_path)]
+    assert main(["images", *flags]) == 2
+    assert "horovodrun --gloo --min-np N" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("ranks", "batch", "accumulation"), [(1, 5, 2), (2, 5, 1), (3, 4, 1), (4, 3, 1), (9, 2, 1)]
-)
-def test_any_number_of_ranks_divides_the_global_batch(ranks: int, batch: int, accumulation: int) -> None:
+def test_any_number_of_ranks_divides_the_global_batch() -> None:
     config = assemble({"elastic": True, "global_batch": 10, "batch_size": 5}, fallback_name="")
-    resolved = resolve(config, ranks)
-    assert (resolved.data.batch_size, resolved.update.accumulation) == (batch, accumulation)
+    for ranks, batch, accumulation in ((1, 5, 2), (2, 5, 1), (3, 4, 1), (4, 3, 1), (9, 2, 1)):
+        resolved = resolve(config, ranks)
+        assert (resolved.data.batch_size, resolved.update.accumulation) == (batch, accumulation)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +162,7 @@ def test_any_number_of_ranks_divides_the_global_batch(ranks: int, batch: int, ac
     ],
 )
 def test_settings_that_cannot_be_elastic(settings: dict[str, object], message: str) -> None:
-    def refuse(config: Config) -> None:
+    config = assemble({"elastic": True, **settings}, fallback_name="")
+    with pytest.raises(UserError, match=message):  # noqa: PT012
         check(config)
         resolve(config, 4)
-
-    with pytest.raises(UserError, match=message):
-        refuse(assemble({"elastic": True, **settings}, fallback_name=""))

@@ -2,150 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from horovod_volo.demo.demo_set import make_demo_set
-from tests.ranks.launching import train
+from tests.faults.runs import start
 
-SMALL = ("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "2", "--warmup-epochs", "0")
 LIMIT = 10  # seconds; the first step on a busy machine takes several
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=40, val=20)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("fault", "start_with", "state", "stack"),
-    [
-        ("SIGSTOP", "mpi", "is stopped by a signal", "is stopped by a signal"),
-        ("SIGSTOP", "gloo", "is stopped by a signal", "is stopped by a signal"),
-        ("lock", "mpi", "computes or reads data", "_lock_interpreter"),
-    ],
-)
-def test_the_rank_that_hangs_is_named(
-    images: Path, tmp_path: Path, fault: str, start_with: str, state: str, stack: str
-) -> None:
-    began = time.monotonic()
-    done = train(
-        *(str(images), *SMALL, "--output", str(tmp_path), "--name", "run"),
-        *("--checkpoint-every", "2", "--hang-timeout", str(LIMIT), "--plugin", "tests.faults.injected"),
-        ranks=2,
-        start_with=start_with,
-        seconds=100,
-        INJECTED_FAULT=f"1:3:{fault}",
-    )
-    assert time.monotonic() - began < 60
-    assert done.returncode not in (0, 75), done.stdout
-    host = Path("/proc/sys/kernel/hostname").read_text().strip()
-    messages = [line for line in done.stdout.splitlines() if f"no step has ended for {LIMIT} s" in line]
-    assert len(messages) == 1, done.stdout
-    assert f"ended: rank 1 on {host} {state}, after step 3; 1 of 2 ranks wait for others" in messages[0]
-    (folder,) = (tmp_path / "run" / "hang").iterdir()
-    assert stack in (folder / "rank_1.txt").read_text()
-    assert "_wait_for" in (folder / "rank_0.txt").read_text()
-    assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
-
-
-def hung(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the message of a run that was ended because it hangs."""
-    assert done.returncode not in (0, 75), done.stdout
-    messages = [line for line in done.stdout.splitlines() if "no step has ended for 6 s" in line]
-    assert len(messages) == 1, done.stdout
-    return messages[0]
-
-
-@pytest.mark.parametrize("start_with", ["gloo", "mpi"])
-def test_a_rank_that_hangs_while_it_imports_a_plugin_is_named(
-    images: Path, tmp_path: Path, start_with: str
-) -> None:
-    done = train(
-        *(str(images), *SMALL, "--output", str(tmp_path), "--name", "run", "--hang-timeout", "6"),
-        *("--plugin", "tests.faults.injected"),
-        ranks=2,
-        start_with=start_with,
-        seconds=40,
-        INJECTED_FAULT="1:0:import",
-    )
-    message = hung(done)
-    assert "ended: rank 1 on " in message
-    assert "computes or reads data, while importing plugins; 1 of 2 ranks wait for others" in message
-    (folder,) = (tmp_path / "run" / "hang").iterdir()
-    assert "injected.py" in (folder / "rank_1.txt").read_text()
-
-
-def test_a_rank_that_waits_for_a_file_while_it_lists_the_data_is_named(
-    images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A FIFO is opened for reading, as a file of a server that does not answer."""
-    monkeypatch.chdir(tmp_path)
-    done = train(
-        *(str(images), *SMALL, "--output", str(tmp_path), "--name", "run"),
-        *("--hang-timeout", "6", "--plugin", "tests.faults.injected"),
-        INJECTED_FAULT="0:0:unlisted",
-        ranks=2,
-        start_with="gloo",
-        seconds=40,
-    )
-    message = hung(done)
-    assert "ended: rank 0 on " in message
-    assert "computes or reads data, while listing the data; 1 of 2 ranks wait for others" in message
-
-
-_RANK = """
-import sys, time
-from pathlib import Path
-from horovod_volo.cluster.watchdog import Watchdog
-rank, folder, elastic = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "elastic"
-watchdog = Watchdog(8.0, ranks_change=elastic)
-watchdog.watch_ranks(rank, ["one", "two"], folder)
-watchdog.heartbeat.beat(3)
-if rank == 0:
-    time.sleep(6)  # a long batch of the evaluation
-    watchdog.heartbeat.beat(3)
-    watchdog.heartbeat.waits(True)
-time.sleep(24)
-"""
-
-
-def test_a_rank_whose_last_beat_is_later_is_not_taken_for_lost(tmp_path: Path) -> None:
-    commands = [
-        [sys.executable, "-c", _RANK, str(rank), str(tmp_path / job), job]
-        for job in ("fixed", "elastic")
-        for rank in range(2)
-    ]
-    ranks = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    for both in ("".join(said[:2]), "".join(said[2:])):
-        assert both.count("no step has ended") == 1
-        assert "rank 1 on two computes or reads data, after step 3; 1 of 2 ranks wait for others" in both
-        assert "gives no report" not in both
-    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, -signal.SIGKILL, 0, -signal.SIGKILL]
-
-
 _WATCHED = """
 import os, sys, time
 from pathlib import Path
 from horovod_volo.cluster.watchdog import Watchdog
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-watchdog = Watchdog(float(sys.argv[3]))
+watchdog = Watchdog(float(sys.argv[3]), ranks_change=folder.name == "elastic")
 heartbeat = watchdog.heartbeat
 watchdog.watch_ranks(rank, ["one", "two"], folder)
 print(watchdog._process.pid, flush=True)
 """
+Ranks = list[tuple[subprocess.Popen[str], int]]  # with the number of their watchdog
 
 
-def watched(folder: Path, *works: str, limit: int = 3) -> list[tuple[subprocess.Popen[str], int]]:
+def watched(folder: Path, *works: str, limit: int = 3) -> Ranks:
     """Start a process for each rank, which runs a program; return it with the number of its watchdog."""
     started = [
         subprocess.Popen(
@@ -157,6 +43,78 @@ def watched(folder: Path, *works: str, limit: int = 3) -> list[tuple[subprocess.
         for rank, work in enumerate(works)
     ]
     return [(rank, int(rank.stdout.readline())) for rank in started if rank.stdout is not None]
+
+
+BEATS = "heartbeat.beat(3); "
+# Rank 0 beats again after 6 s, as in a long batch of an evaluation, and then waits.
+BEATS_LATER = f"{BEATS}time.sleep(6); heartbeat.beat(3); heartbeat.waits(True); time.sleep(24)"
+LISTS = """
+heartbeat.begin("listing the data")
+for _ in range(11):
+    time.sleep(1)
+    heartbeat.beat()
+if folder.name == "hangs":
+    time.sleep(60)
+"""
+WAITS = """
+heartbeat.begin("listing the data")
+heartbeat.waits(True)
+time.sleep(12 if folder.name == "goes_on" else 60)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ranks]]:
+    """Start ranks that take up to half a minute, mostly asleep, while the first tests of this file run."""
+    folder = tmp_path_factory.mktemp("watched")
+    (folder / "silent").mkdir()
+    for number in (1, 2, 3):
+        os.mkfifo(folder / "silent" / f".rank_0.hangs.{number}")  # the watchdog waits for a reader
+    works = (BEATS_LATER, f"{BEATS}time.sleep(30)")
+    found = {name: watched(folder / name, *works, limit=8) for name in ("fixed", "elastic")}
+    found |= {name: watched(folder / name, LISTS, WAITS) for name in ("goes_on", "hangs")}
+    found["silent"] = watched(folder / "silent", "heartbeat.begin('listing the data'); time.sleep(60)")
+    yield found
+    for rank, _ in itertools.chain(*found.values()):
+        rank.kill()
+
+
+@pytest.mark.parametrize(
+    ("fault", "start_with", "limit", "named", "doing", "stack"),
+    [
+        ("1:3:SIGSTOP", "gloo", LIMIT, 1, "is stopped by a signal, after step 3", "is stopped by a signal"),
+        ("1:3:lock", "mpi", LIMIT, 1, "computes or reads data, after step 3", "_lock_interpreter"),
+        ("1:0:import", "gloo", 6, 1, "computes or reads data, while importing plugins", "injected.py"),
+        # A FIFO is opened for reading, as a file of a server that does not answer.
+        ("0:0:unlisted", "gloo", 6, 0, "computes or reads data, while listing the data", ""),
+    ],
+)
+def test_the_rank_that_hangs_is_named(
+    images: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    start_with: str,
+    limit: int,
+    named: int,
+    doing: str,
+    stack: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the FIFO is made there
+    began = time.monotonic()
+    flags = ("--checkpoint-every", "2", "--hang-timeout", str(limit))
+    status, shown = start(images, tmp_path, *flags, fault=fault, start_with=start_with, seconds=100)
+    assert time.monotonic() - began < 60
+    assert status not in (0, 75), shown
+    host = Path("/proc/sys/kernel/hostname").read_text().strip()
+    (message,) = (line for line in shown.splitlines() if f"no step has ended for {limit} s" in line)
+    assert f"ended: rank {named} on {host} {doing}; 1 of 2 ranks wait for others" in message
+    if stack:
+        (folder,) = (tmp_path / "run" / "hang").iterdir()
+        assert stack in (folder / "rank_1.txt").read_text()
+    if ":3:" in fault:
+        assert "_wait_for" in (folder / "rank_0.txt").read_text()
+        assert (tmp_path / "run" / "checkpoints" / "last" / "state.json").exists()
 
 
 def test_signals_to_all_processes_of_a_job_leave_the_watchdog(tmp_path: Path) -> None:
@@ -173,16 +131,6 @@ def test_signals_to_all_processes_of_a_job_leave_the_watchdog(tmp_path: Path) ->
     while Path(f"/proc/{watchdog}/cmdline").exists() and Path(f"/proc/{watchdog}/cmdline").read_bytes():
         assert time.monotonic() < limit
         time.sleep(0.05)
-
-
-def test_a_folder_that_does_not_answer_does_not_keep_the_rank(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        os.mkfifo(tmp_path / f".rank_0.hangs.{number}")  # the watchdog waits for a reader
-    ((rank, _),) = watched(tmp_path, "heartbeat.begin('listing the data'); time.sleep(60)")
-    said = rank.communicate(timeout=30)[1]
-    assert f"hangs while listing the data, and {tmp_path} does not answer." in said
-    assert said.count("\n") == 1
-    assert rank.returncode == -signal.SIGKILL
 
 
 def test_a_watchdog_that_has_ended_does_not_end_the_run(tmp_path: Path) -> None:
@@ -208,40 +156,37 @@ def test_a_job_that_was_suspended_is_not_taken_for_hung(tmp_path: Path) -> None:
     assert [(rank.communicate(timeout=30)[1], rank.returncode) for rank, _ in ranks] == [("", 0), ("", 0)]
 
 
-def test_ranks_wait_for_one_that_makes_progress_in_a_long_stage(tmp_path: Path) -> None:
-    lists = """
-heartbeat.begin("listing the data")
-for _ in range(11):
-    time.sleep(1)
-    heartbeat.beat()
-if folder.name == "hangs":
-    time.sleep(60)
-"""
-    waits = """
-heartbeat.begin("listing the data")
-heartbeat.waits(True)
-time.sleep(12 if folder.name == "goes_on" else 60)
-"""
-    goes_on, hangs = (watched(tmp_path / name, lists, waits) for name in ("goes_on", "hangs"))
-    assert [(rank.communicate(timeout=30)[1], rank.returncode) for rank, _ in goes_on] == [("", 0), ("", 0)]
-    said = [rank.communicate(timeout=30)[1] for rank, _ in hangs]
-    assert [rank.returncode for rank, _ in hangs] == [-signal.SIGKILL] * 2
-    message = "rank 0 on one computes or reads data, while listing the data; 1 of 2 ranks wait for others"
-    assert "".join(said).count(message) == 1
-
-
-def test_a_slow_rank_is_named_within_two_log_points(images: Path, tmp_path: Path) -> None:
-    done = train(
-        *(str(images), *SMALL, "--output", str(tmp_path), "--name", "run"),
-        *("--log-every", "2", "--plugin", "tests.faults.injected", "--workers", "1"),
-        ranks=2,
-        start_with="gloo",
-        INJECTED_FAULT="1:0:slow",
-    )
-    assert done.returncode == 0, done.stdout
+def test_a_slow_rank_is_named_within_two_log_points(tmp_path: Path) -> None:
+    make_demo_set(tmp_path / "set", train=40, val=20)  # five steps an epoch, so that little is read ahead
+    flags = ("--epochs", "2", "--log-every", "2", "--workers", "1")
+    status, shown = start(tmp_path / "set", tmp_path, *flags, fault="1:0:slow")
+    assert status == 0, shown
     lines = (tmp_path / "run" / "log.txt").read_text().splitlines()
     named = [number for number, line in enumerate(lines) if "the other ranks wait for rank 1 on" in line]
     assert named, lines
     assert len([line for line in lines[: named[0]] if line.startswith("step ")]) == 2
     milliseconds = int(lines[named[0]].split("of its time, ")[1].split()[0])
     assert 40 < milliseconds < 250  # 4 images, 50 ms each, partly read ahead
+
+
+def test_only_the_rank_that_makes_no_progress_is_taken_for_hung(started: dict[str, Ranks]) -> None:
+    """Not one whose last beat is later, nor one that makes progress in a long stage."""
+    said = {
+        name: "".join(rank.communicate(timeout=60)[1] for rank, _ in ranks) for name, ranks in started.items()
+    }
+    for name in ("fixed", "elastic"):
+        assert said[name].count("no step has ended") == 1
+        assert "rank 1 on two computes or reads data, after step 3; 1 of 2 ranks wait" in said[name]
+        assert "gives no report" not in said[name]
+    assert said["goes_on"] == ""
+    message = "rank 0 on one computes or reads data, while listing the data; 1 of 2 ranks wait for others"
+    assert said["hangs"].count(message) == 1
+    # A folder that does not answer does not keep the rank.
+    assert re.fullmatch(
+        r".*hangs while listing the data, and \S+/silent does not answer\..*\n", said["silent"]
+    )
+    killed = -signal.SIGKILL
+    statuses = {name: [rank.returncode for rank, _ in ranks] for name, ranks in started.items()}
+    both = [killed, killed]
+    expected = {"fixed": both, "elastic": [0, killed], "goes_on": [0, 0], "hangs": both, "silent": [killed]}
+    assert statuses == expected

@@ -7,46 +7,23 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger_check import check_ledger
 from horovod_volo.engine.checkpoint.files import intact_checkpoints
-from tests.ranks.launching import launcher, python, run, train
+from tests.faults.runs import SMALL, start, weights
+from tests.ranks.launching import launcher, python, run
 
-SMALL = "--recipe demo --img-size 32 --batch-size 4 --epochs 1 --warmup-epochs 0 --name run --drop-path 0.2"
-EVERY = "--checkpoint-every 2 --log-every 1 --ema-decay 0.9 --plugin tests.faults.injected --resume auto"
-NEVER = "1:99:SIGKILL"
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=80, val=20)  # 10 steps
-    return folder
+EVERY = ("--checkpoint-every", "2", "--log-every", "1", "--ema-decay", "0.9", "--drop-path", "0.2")
+EVERY += ("--resume", "auto")
+PAUSED = "1:8:pause"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(images: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     output = tmp_path_factory.mktemp("undisturbed")
-    status, shown = start(images, output, NEVER, "gloo")
+    status, shown = start(images, output, *EVERY)
     assert status == 0, shown
     return weights(output)
-
-
-def start(images: Path, output: Path, fault: str, start_with: str, *flags: str) -> tuple[int, str]:
-    arguments = (str(images), *SMALL.split(), *EVERY.split(), "--output", str(output), *flags)
-    done = train(*arguments, ranks=2, start_with=start_with, INJECTED_FAULT=fault)
-    return done.returncode, done.stdout
-
-
-def weights(output: Path) -> dict[str, bytes]:
-    last = output / "run" / "checkpoints" / "last"
-    return {
-        f"{file.name} {name}": tensor.numpy().tobytes()
-        for file in last.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
 
 
 def processes_of(output: Path) -> list[str]:
@@ -67,19 +44,25 @@ def processes_of(output: Path) -> list[str]:
         ("mpi", "1:5:SIGKILL"),
         ("gloo", "1:5:raise"),
         ("mpi", "0:5:SIGSEGV"),
-        pytest.param("mpi", "0:5:SIGKILL", marks=pytest.mark.soak),
-        pytest.param("gloo", "1:0:SIGABRT", marks=pytest.mark.soak),
-        pytest.param("mpi", "1:0:SIGABRT", marks=pytest.mark.soak),
-        pytest.param("gloo", "1:9:exit", marks=pytest.mark.soak),
-        pytest.param("mpi", "1:9:exit", marks=pytest.mark.soak),
-        pytest.param("mpi", "1:5:raise", marks=pytest.mark.soak),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (
+                ("mpi", "0:5:SIGKILL"),
+                ("gloo", "1:0:SIGABRT"),
+                ("mpi", "1:0:SIGABRT"),
+                ("gloo", "1:9:exit"),
+                ("mpi", "1:9:exit"),
+                ("mpi", "1:5:raise"),
+            )
+        ),
     ],
 )
 def test_a_rank_ends(
     images: Path, tmp_path: Path, undisturbed: dict[str, bytes], start_with: str, fault: str
 ) -> None:
+    """In the run that resumes, a rank is stopped for a moment, which changes nothing."""
     began = time.monotonic()
-    status, shown = start(images, tmp_path, fault, start_with)
+    status, shown = start(images, tmp_path, *EVERY, fault=fault, start_with=start_with)
     assert status not in (0, 75), shown
     assert time.monotonic() - began < 60
     if fault.endswith("raise"):
@@ -87,30 +70,21 @@ def test_a_rank_ends(
     assert processes_of(tmp_path) == []
     if fault.split(":")[1] != "0":
         assert list(intact_checkpoints(tmp_path / "run"))
-    status, shown = start(images, tmp_path, NEVER, start_with)
+    status, shown = start(images, tmp_path, *EVERY, fault=PAUSED, start_with=start_with)
     assert status == 0, shown
     assert list((tmp_path / "run" / "checkpoints").glob(".*")) == []
     assert weights(tmp_path) == undisturbed
     assert "1 epochs are complete" in check_ledger(tmp_path / "run")
 
 
-@pytest.mark.parametrize("start_with", ["gloo", pytest.param("mpi", marks=pytest.mark.soak)])
-def test_a_rank_that_is_stopped_for_a_moment_changes_nothing(
-    images: Path, tmp_path: Path, undisturbed: dict[str, bytes], start_with: str
-) -> None:
-    status, shown = start(images, tmp_path, "1:4:pause", start_with)
-    assert status == 0, shown
-    assert weights(tmp_path) == undisturbed
-
-
 @pytest.mark.soak
 def test_a_run_that_always_fails_at_the_same_step_loses_nothing(images: Path, tmp_path: Path) -> None:
     for _ in range(3):
-        status, shown = start(images, tmp_path, "1:7:raise", "gloo")
+        status, shown = start(images, tmp_path, *EVERY, fault="1:7:raise")
         assert status not in (0, 75)
         assert shown.count("RuntimeError: injected") == 1, shown
         assert next(iter(intact_checkpoints(tmp_path / "run"))).name == "step_00000006"
-    status, shown = start(images, tmp_path, NEVER, "gloo")
+    status, shown = start(images, tmp_path, *EVERY)
     assert status == 0, shown
 
 
@@ -118,7 +92,8 @@ def test_a_run_that_always_fails_at_the_same_step_loses_nothing(images: Path, tm
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
 def test_an_image_that_is_never_read_ends_the_run(images: Path, tmp_path: Path, start_with: str) -> None:
     """As on a file server that does not answer."""
-    status, shown = start(images, tmp_path, "1:0:unread", start_with, "--hang-timeout", "8")
+    flags = (*EVERY, "--hang-timeout", "8")
+    status, shown = start(images, tmp_path, *flags, fault="1:0:unread", start_with=start_with)
     assert status not in (0, 75), shown
     assert "error: no step has ended for 8 s (--hang-timeout)" in shown
     assert "rank 1 on " in shown
@@ -141,6 +116,6 @@ def test_a_rank_without_files_or_memory_ends_the_run(
         "runpy.run_module('horovod_volo.train', run_name='__main__', alter_sys=True)\n"
     )
     command = [*launcher("gloo", 2, plain=True), *python(plain=True), str(script), "train", str(images)]
-    done = run([*command, *SMALL.split(), "--output", str(tmp_path / "runs")], seconds=100)
+    done = run([*command, *SMALL, "--output", str(tmp_path / "runs")], seconds=100)
     assert done.returncode not in (0, 75), done.stdout
     assert processes_of(tmp_path) == []

@@ -128,11 +128,7 @@ def catalog_file(folder: Path) -> Case:
 
     def load() -> Any:
         opened = open_catalog(made.path, made.digest)
-        return (
-            opened.classes,
-            opened.targets.tolist(),
-            [opened.location(index) for index in range(len(opened))],
-        )
+        return opened.classes, opened.targets.tolist(), places(opened)
 
     return [made.path], load
 
@@ -194,16 +190,8 @@ def label_store(folder: Path) -> Case:
     catalog = build_catalog(str(packed(folder)), "train", None)
     random = np.random.default_rng(0)
     shape = (3, 4, 5)
-    writer = open_writer(
-        folder / "store",
-        catalog_keys(catalog),
-        classes=3,
-        map_shape=shape,
-        geometry="whole",
-        teacher="a test",
-        catalog="",
-        shard_rows=4,
-    )
+    facts: Any = {"classes": 3, "map_shape": shape, "geometry": "whole", "teacher": "a test", "catalog": ""}
+    writer = open_writer(folder / "store", catalog_keys(catalog), **facts, shard_rows=4)
     for number in range(writer.shards):
         rows = len(writer.rows(number))
         ids = random.integers(3, size=(rows, *shape)).astype(np.int16)
@@ -232,25 +220,15 @@ def recipe(folder: Path) -> Case:
 def images(folder: Path) -> Case:
     packed(folder)
     catalog = build_catalog(str(folder / "images"), "train", None)
-    files = [Path(catalog.location(index)) for index in range(len(catalog))]
-
-    def load() -> Any:
-        return [decode_rgb(catalog, index).size > 0 for index in range(len(catalog))]
-
-    return files, load
+    files = list(map(Path, places(catalog)))
+    return files, lambda: [decode_rgb(catalog, index).size > 0 for index in range(len(catalog))]
 
 
 def scene_shards(folder: Path) -> Case:
     make_scene_set(folder / "scenes", train=3, val=1, side=48)
     out = folder / "packed"
-    pack_scenes(
-        folder / "scenes",
-        out,
-        shard_images=2,
-        shard_bytes=0,
-        workers=1,
-        progress=lambda split: lambda done, total: None,
-    )
+    sizes = {"shard_images": 2, "shard_bytes": 0, "workers": 1}
+    pack_scenes(folder / "scenes", out, **sizes, progress=lambda split: lambda done, total: None)
 
     def load() -> Any:
         scenes = open_scenes(out, "train")

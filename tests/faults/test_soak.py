@@ -14,36 +14,19 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
-from torch import Tensor
 
-from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger_check import check_ledger
+from tests.faults.runs import SMALL, weights
 from tests.ranks.launching import environment, launcher, python, train
 
 FAULTS = int(os.environ.get("SOAK_FAULTS", "25"))  # for each launcher
 DONE = "done: 60 steps"
 # Semaphores of Python's multiprocessing in horovodrun, and Open MPI's segments: the doctor names them.
 LEFT_BY_KILLED_LAUNCHERS = ("sem.mp-", "vader_segment.")
-SMALL = (
-    *("--recipe", "demo", "--img-size", "32", "--batch-size", "4", "--epochs", "6", "--warmup-epochs", "1"),
-    *("--checkpoint-every", "1", "--log-every", "2", "--ema-decay", "0.9", "--drop-path", "0.2"),
-    *("--name", "run"),
-)
+LONGER = (*SMALL, "--epochs", "6", "--warmup-epochs", "1", "--name", "run")
+LONGER += ("--checkpoint-every", "1", "--log-every", "2", "--ema-decay", "0.9", "--drop-path", "0.2")
 
 pytestmark = pytest.mark.soak
-
-
-@pytest.fixture(scope="module")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("images") / "set"
-    make_demo_set(folder, train=80, val=20)
-    return folder
-
-
-def final_state(output: Path) -> dict[str, dict[str, Tensor]]:
-    last = output / "run" / "checkpoints" / "last"
-    return {file.name: load_file(file) for file in sorted(last.glob("*.safetensors"))}
 
 
 def ranks_of(launcher_pid: int) -> list[int]:
@@ -93,10 +76,10 @@ def disturb(process: subprocess.Popen[str], chance: random.Random) -> None:
 @pytest.mark.parametrize("start_with", ["gloo", "mpi"])
 def test_faults_do_not_change_the_weights(images: Path, tmp_path: Path, start_with: str) -> None:
     undisturbed = train(
-        str(images), *SMALL, "--output", str(tmp_path / "undisturbed"), ranks=2, start_with=start_with
+        str(images), *LONGER, "--output", str(tmp_path / "undisturbed"), ranks=2, start_with=start_with
     )
     assert DONE in undisturbed.stdout
-    expected = final_state(tmp_path / "undisturbed")
+    expected = weights(tmp_path / "undisturbed")
     chance, happened, completed = random.Random(7), 0, 0
     shared_memory = {path.name for path in Path("/dev/shm").iterdir()}
     while happened < FAULTS:
@@ -107,7 +90,7 @@ def test_faults_do_not_change_the_weights(images: Path, tmp_path: Path, start_wi
             "-m",
             "horovod_volo.train",
             str(images),
-            *SMALL,
+            *LONGER,
         ]
         command += ["--output", str(output), "--resume", "auto"]
         with (tmp_path / "output.txt").open("a+", encoding="utf-8") as log:
@@ -133,21 +116,14 @@ def test_faults_do_not_change_the_weights(images: Path, tmp_path: Path, start_wi
         while ranks_of(1) and time.monotonic() < limit:  # of a killed launcher
             time.sleep(0.2)
         if DONE in shown:
-            assert_equal(final_state(output), expected)
+            assert weights(output) == expected
             assert "6 epochs are complete: each of 80 images was taken once" in check_ledger(output / "run")
             completed += 1
-    resumed = (str(images), *SMALL, "--output", str(tmp_path / f"run_{completed}"), "--resume", "auto")
+    resumed = (str(images), *LONGER, "--output", str(tmp_path / f"run_{completed}"), "--resume", "auto")
     assert DONE in train(*resumed, ranks=2, start_with=start_with).stdout
-    assert_equal(final_state(tmp_path / f"run_{completed}"), expected)
+    assert weights(tmp_path / f"run_{completed}") == expected
     assert "6 epochs are complete" in check_ledger(tmp_path / f"run_{completed}" / "run")
     left = {path.name for path in Path("/dev/shm").iterdir()} - shared_memory
     of_launchers = {name for name in left if name.startswith(LEFT_BY_KILLED_LAUNCHERS)}
     print(f"{happened} faults, {completed + 1} runs completed; of killed launchers {len(of_launchers)} files")
     assert left == of_launchers
-
-
-def assert_equal(found: dict[str, dict[str, Tensor]], expected: dict[str, dict[str, Tensor]]) -> None:
-    assert found.keys() == expected.keys()
-    for file, tensors in expected.items():
-        for name, tensor in tensors.items():
-            assert tensor.equal(found[file][name]), (file, name)

@@ -134,17 +134,30 @@ def test_an_import_of_labels_ends_with_its_workers(folder: Path, tmp_path: Path)
     assert partials(store) == []
 
 
-@pytest.mark.parametrize(("number", "delay"), [(signal.SIGINT, 1.0), (signal.SIGTERM, 6.0)])
-def test_an_evaluation_ends(folder: Path, tmp_path: Path, number: signal.Signals, delay: float) -> None:
-    """At any time, also while torch is being imported."""
-    result = tmp_path / "result.json"
-    arguments = ["horovod_volo.evaluate", folder / "demo", "--weights", folder / "weights.pt", *MODEL]
-    arguments += ["--split", "train", "--batch-size", "1", "--json", result]
+EVALUATE = ["evaluate", "{folder}/demo", "--weights", "{folder}/weights.pt", *MODEL, "--split", "train"]
+EVALUATE += ["--batch-size", "1", "--json", "{out}/result.json"]
+BENCH = ["bench", "step", "--model", "volo_demo", "--img-size", "64", "--pairs", "500"]
+DOCTOR = ["doctor", "--shared", "{out}/runs"]
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "delay", "text"),
+    [  # at any time, also while torch is being imported
+        (EVALUATE, signal.SIGINT, 1.0, "the evaluation is stopped, and wrote no result"),
+        (EVALUATE, signal.SIGTERM, 6.0, "the evaluation is stopped, and wrote no result"),
+        (BENCH, signal.SIGTERM, 1.0, "the benchmark is stopped, and recorded nothing"),
+        (BENCH, signal.SIGINT, 8.0, "the benchmark is stopped, and recorded nothing"),
+        (DOCTOR, signal.SIGINT, 2.0, "the doctor is stopped, without a report"),
+    ],
+)
+def test_a_command_ends_with_one_line(
+    folder: Path, tmp_path: Path, command: list[str], number: signal.Signals, delay: float, text: str
+) -> None:
     ready = time.monotonic() + delay
-    status, lines, seconds = stop(arguments, number, lambda: time.monotonic() > ready)
+    name, *flags = (word.format(folder=folder, out=tmp_path) for word in command)
+    status, lines, seconds = stop([f"horovod_volo.{name}", *flags], number, lambda: time.monotonic() > ready)
     assert status == 128 + number, lines
-    last = f"{number.name}: the evaluation is stopped, and wrote no result"
-    assert [line for line in lines if "/4,040 images" not in line] == [last]
+    assert [line for line in lines if "/4,040 images" not in line] == [f"{number.name}: {text}"]
     assert seconds < 5
     assert list(tmp_path.iterdir()) == []
 
@@ -156,25 +169,6 @@ def test_an_export_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     assert lines[-1] == "SIGINT: the export is stopped, and wrote nothing"
     assert not [line for line in lines if "Traceback" in line]
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("number", "delay"), [(signal.SIGTERM, 1.0), (signal.SIGINT, 8.0)])
-def test_a_benchmark_ends(number: signal.Signals, delay: float) -> None:
-    ready = time.monotonic() + delay
-    arguments = ["horovod_volo.bench", "step", "--model", "volo_demo", "--img-size", "64", "--pairs", "500"]
-    status, lines, _ = stop(arguments, number, lambda: time.monotonic() > ready)
-    assert (status, lines) == (
-        128 + number,
-        [f"{number.name}: the benchmark is stopped, and recorded nothing"],
-    )
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_doctor_ends(tmp_path: Path, number: signal.Signals) -> None:
-    ready = time.monotonic() + 2
-    arguments = ["horovod_volo.doctor", "--shared", tmp_path / "runs"]
-    status, lines, _ = stop(arguments, number, lambda: time.monotonic() > ready)
-    assert (status, lines) == (128 + number, [f"{number.name}: the doctor is stopped, without a report"])
 
 
 @pytest.mark.parametrize("start_with", [pytest.param("gloo", marks=pytest.mark.soak), "mpi"])

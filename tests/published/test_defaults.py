@@ -6,6 +6,7 @@ The flags and defaults are read from the `add_argument` calls in the source of e
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +103,15 @@ def test_the_documentation_lists_each_deviation() -> None:
     rows = [line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith("| `--")]
     for flag in DEVIATIONS:
         assert any(row.startswith(f"| `{flag}` |") for row in rows), flag
+
+
+@pytest.mark.parametrize("repository", ["volo", "TokenLabeling"])
+def test_the_migration_guide_lists_every_flag(repository: str) -> None:
+    text = DOCUMENT.with_name("migration.md").read_text(encoding="utf-8")
+    text = text.partition("## From sail-sg/volo")[2].partition("## From timm")[0]
+    firsts = " ".join(line.split("|")[1] for line in text.splitlines() if line.startswith("|"))
+    listed = set(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", firsts))
+    long = [flag for flag in published_flags(FOLDER / repository / "main.py") if flag.startswith("--")]
+    assert len(long) > 90
+    others = {"--config", "--dr"}  # -c and --decay-rate are the same flags
+    assert set(long) - listed == others

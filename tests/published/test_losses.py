@@ -21,22 +21,14 @@ from tests.published.examples import CLASSES, SIDE, box_on, labels_of, published
 named_folder()  # skips this module without checkouts
 
 BATCH, SEED = 4, 3
-# In an odd batch the middle image is its own MixToken partner. An image of 384 pixels has 24 x 24 tokens.
-SIZES = pytest.mark.parametrize(("batch", "side"), [(BATCH, SIDE), (3, SIDE), (5, SIDE), (2, 24), (3, 24)])
-BOXES = pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "unmixed"])
 MAPS = Objective(token_label=True, token_label_data="maps", label_geometry="reference", dense_weight=0.5)
 
+TRUTH = {"ground_truth": True}
 # The published loss, its settings, and ours.
 LOSSES = [
-    pytest.param("volo_losses", "TokenLabelGTCrossEntropy", {}, {"ground_truth": True}, id="volo-with-truth"),
+    pytest.param("volo_losses", "TokenLabelGTCrossEntropy", {}, TRUTH, id="volo-with-truth"),
     pytest.param("volo_losses", "TokenLabelCrossEntropy", {}, {}, id="volo"),
-    pytest.param(
-        "lvvit_losses",
-        "TokenLabelCrossEntropy",
-        {"ground_truth": True},
-        {"ground_truth": True},
-        id="lvvit-truth",
-    ),
+    pytest.param("lvvit_losses", "TokenLabelCrossEntropy", TRUTH, TRUTH, id="lvvit-truth"),
     pytest.param("lvvit_losses", "TokenLabelCrossEntropy", {}, {}, id="lvvit"),
 ]
 
@@ -84,50 +76,34 @@ def assert_equal(
         torch.testing.assert_close(one.grad, another.grad, rtol=1e-4, atol=1e-8)
 
 
-@SIZES
-@BOXES
-@pytest.mark.parametrize(("module", "name", "their_settings", "our_settings"), LOSSES)
-def test_losses_of_label_maps(
+@pytest.mark.parametrize(("batch", "side"), [(BATCH, SIDE), (3, SIDE), (5, SIDE), (2, 24), (3, 24)])
+@pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "unmixed"])
+@pytest.mark.parametrize("maps", [True, False], ids=["maps", "classes"])
+@pytest.mark.parametrize(("module", "name", "truth", "ours"), LOSSES)
+def test_losses(
     published: PublishedCode,
     compare: Compare,
     batch: int,
     side: int,
     mixed: bool,
+    maps: bool,
     module: str,
     name: str,
-    their_settings: dict[str, Any],
-    our_settings: dict[str, Any],
+    truth: dict[str, Any],
+    ours: dict[str, Any],
 ) -> None:
-    loss = getattr(getattr(published, module), name)(dense_weight=0.5, cls_weight=0.75, **their_settings)
-    labels, target = with_half_right_teacher(
-        labels_of(batch, SEED), published_target(published, batch, SEED, side)
-    )
-    settings = replace(MAPS, cls_weight=0.75, **our_settings)
-    box = box_on(side) if mixed else NO_BOX
-    assert_equal(compare, f"{module}.{name} {our_settings}", settings, labels, box, side, loss, target)
-
-
-@SIZES
-@BOXES
-@pytest.mark.parametrize(("module", "name", "their_settings", "our_settings"), LOSSES)
-def test_losses_without_maps(
-    published: PublishedCode,
-    compare: Compare,
-    batch: int,
-    side: int,
-    mixed: bool,
-    module: str,
-    name: str,
-    their_settings: dict[str, Any],
-    our_settings: dict[str, Any],
-) -> None:
-    loss = getattr(getattr(published, module), name)(dense_weight=0.5, cls_weight=0.75, **their_settings)
-    classes = labels_of(batch, SEED).classes
-    target = published.targets.mixup_target(classes, CLASSES, smoothing=0.1, device="cpu")
-    settings = replace(MAPS, cls_weight=0.75, token_label_data="", **our_settings)
-    what = f"{module}.{name} {our_settings} without maps"
-    box = box_on(side) if mixed else NO_BOX
-    assert_equal(compare, what, settings, Labels(classes), box, side, loss, target)
+    """In an odd batch the middle image is its own MixToken partner. 384 pixels give 24 x 24 tokens."""
+    loss = getattr(getattr(published, module), name)(dense_weight=0.5, cls_weight=0.75, **truth)
+    labels = labels_of(batch, SEED)
+    if maps:
+        labels, target = with_half_right_teacher(labels, published_target(published, batch, SEED, side))
+        settings = replace(MAPS, cls_weight=0.75, **ours)
+    else:
+        labels = Labels(labels.classes)
+        target = published.targets.mixup_target(labels.classes, CLASSES, smoothing=0.1, device="cpu")
+        settings = replace(MAPS, cls_weight=0.75, token_label_data="", **ours)
+    what = f"{module}.{name} {ours}{'' if maps else ' without maps'}"
+    assert_equal(compare, what, settings, labels, box_on(side) if mixed else NO_BOX, side, loss, target)
 
 
 def test_the_loss_without_token_labels(published: PublishedCode, compare: Compare) -> None:

@@ -16,57 +16,39 @@ import pytest
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import RECIPES, recipe_names
 from horovod_volo.config.schema import Config
-from horovod_volo.dry_run import Workload, describe, dry_run, measure_workload
+from horovod_volo.dry_run import Workload, describe, measure_workload
 
 RANKS = (1, 8, 40, 256)
 IN_1K, IN_22K = (1_281_167, 1_000), (14_197_122, 21_841)
 GIB = 2**30
-PARAMETERS = {
-    "demo": 725_666,
-    "imagenet22k_volo_d1": 26_632_040 + 2 * (384 + 1) * (21_841 - 1_000),  # two heads, with biases
-    "lvvit_l": 150_021_968,
-    "lvvit_m": 55_830_544,
-    "lvvit_s": 26_151_824,
-    "lvvit_s_384": 26_297_744,
-    "lvvit_t": 8_534_720,
-    "resnet101_22k": 44_549_160 + (2_048 + 1) * (21_841 - 1_000),
-    "resnet50_1k": 25_557_032,
-    "vit_base": 86_615_272,
-    "volo_d1": 26_632_040,
-    "volo_d1_384": 26_777_960,
-    "volo_d2": 58_678_336,
-    "volo_d2_384": 58_872_896,
-    "volo_d3": 86_325_072,
-    "volo_d3_448": 86_626_128,
-    "volo_d4": 192_961_520,
-    "volo_d4_448": 193_413_104,
-    "volo_d5": 295_455_584,
-    "volo_d5_448": 295_907_168,
-    "volo_d5_512": 296_091_488,
+# Parameters, and the published peak learning rate and global batch, or those in the header if nothing was
+# published; the demo has neither.
+PUBLISHED: dict[str, tuple[int, float, int]] = {
+    "demo": (725_666, 0.0, 0),
+    # Two heads, with biases.
+    "imagenet22k_volo_d1": (26_632_040 + 2 * (384 + 1) * (21_841 - 1_000), 1.6e-3, 1024),
+    "lvvit_l": (150_021_968, 1e-3, 1024),
+    "lvvit_m": (55_830_544, 1.6e-3, 1024),
+    "lvvit_s": (26_151_824, 1.6e-3, 1024),
+    "lvvit_s_384": (26_297_744, 5e-6, 512),
+    "lvvit_t": (8_534_720, 1.6e-3, 1024),
+    "resnet101_22k": (44_549_160 + (2_048 + 1) * (21_841 - 1_000), 6.25, 5120),
+    "resnet50_1k": (25_557_032, 10.0, 8192),
+    "vit_base": (86_615_272, 5e-4 * 1024 / 512, 1024),
+    "volo_d1": (26_632_040, 1.6e-3, 1024),
+    "volo_d1_384": (26_777_960, 8e-6, 512),
+    "volo_d2": (58_678_336, 1e-3, 1024),
+    "volo_d2_384": (58_872_896, 8e-6, 384),
+    "volo_d3": (86_325_072, 1e-3, 1024),
+    "volo_d3_448": (86_626_128, 8e-6, 240),
+    "volo_d4": (192_961_520, 1e-3, 1024),
+    "volo_d4_448": (193_413_104, 5e-6, 512),
+    "volo_d5": (295_455_584, 8e-4, 1024),
+    "volo_d5_448": (295_907_168, 5e-6, 512),
+    "volo_d5_512": (296_091_488, 5e-6, 512),
 }
-# Published peak learning rate and global batch, or those in the header if nothing was published.
-PEAKS = {
-    "imagenet22k_volo_d1": (1.6e-3, 1024),
-    "lvvit_l": (1e-3, 1024),
-    "lvvit_m": (1.6e-3, 1024),
-    "lvvit_s": (1.6e-3, 1024),
-    "lvvit_s_384": (5e-6, 512),
-    "lvvit_t": (1.6e-3, 1024),
-    "resnet101_22k": (6.25, 5120),
-    "resnet50_1k": (10.0, 8192),
-    "vit_base": (5e-4 * 1024 / 512, 1024),
-    "volo_d1": (1.6e-3, 1024),
-    "volo_d1_384": (8e-6, 512),
-    "volo_d2": (1e-3, 1024),
-    "volo_d2_384": (8e-6, 384),
-    "volo_d3": (1e-3, 1024),
-    "volo_d3_448": (8e-6, 240),
-    "volo_d4": (1e-3, 1024),
-    "volo_d4_448": (5e-6, 512),
-    "volo_d5": (8e-4, 1024),
-    "volo_d5_448": (5e-6, 512),
-    "volo_d5_512": (5e-6, 512),
-}
+PARAMETERS = {name: each[0] for name, each in PUBLISHED.items()}
+PEAKS = {name: each[1:] for name, each in PUBLISHED.items() if name != "demo"}
 
 
 def recipes_of(task: str) -> list[str]:
@@ -204,21 +186,13 @@ def test_the_stated_hours_follow_from_the_images_per_second(name: str) -> None:
     assert float(reported[1].replace(",", "")) == pytest.approx(images * epochs * seconds / 3600, rel=0.02)
 
 
-def test_dry_run_describes_the_measured_workload() -> None:
-    config, workload = configured("demo")
-    assert dry_run(config, 8) == describe(config, 8, workload)
-
-
 # Memory, in bytes per parameter
 
 
 @pytest.mark.parametrize(
     ("flags", "ranks", "bytes_per_parameter"),
     [
-        (["--opt", "adamw"], 8, 16),
         (["--opt", "fusedlamb"], 8, 16),
-        (["--opt", "lars"], 8, 12),
-        (["--opt", "sgd"], 8, 12),
         (["--opt", "sgd", "--ema-decay", "0.9"], 8, 16),
         (["--shard-optimizer"], 1, 20),
         (["--shard-optimizer"], 8, 8 + (8 + 4) / 8),
@@ -238,9 +212,7 @@ def test_memory_depends_on_optimizer_and_ranks(
     ("name", "flags", "gpu"),
     [
         ("volo_d5_448", ["-b", "8"], "a GPU of 24 GB"),
-        ("volo_d5_448", ["-b", "16"], "a GPU of 40 GB"),
         ("volo_d5", ["-b", "256"], "a GPU of 80 GB"),
-        ("volo_d5_448", ["-b", "64"], "a GPU of 141 GB"),
         ("volo_d5_448", ["-b", "64", "--grad-checkpoint"], "a GPU of 24 GB"),
         ("volo_d5_448", ["-b", "256"], "more than a GPU of 141 GB has; use a smaller --batch-size"),
     ],

@@ -94,8 +94,6 @@ def test_citation_and_issue_templates_can_be_read() -> None:
         setup["metadata"]["name"],
         setup["metadata"]["version"],
     )
-    assert citation["license"] == setup["metadata"]["license"]
-    assert len(citation["references"]) == 2
     templates = [
         path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"
     ]
@@ -132,15 +130,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         message = "./tools/docs has not been run: it installs the programs that build the site"
         pytest.fail(message) if os.environ.get("CI") else pytest.skip(message)
     folder = tmp_path_factory.mktemp("site")
-    command = [
-        mkdocs,
-        "build",
-        "--strict",
-        "--config-file",
-        str(CONFIG),
-        "--site-dir",
-        str(folder),
-    ]
+    command = [mkdocs, "build", "--strict", "--config-file", str(CONFIG), "--site-dir", str(folder)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-from document_commands import DOCUMENTS, ROOT, CodeBlock, blocks, calls, quoted_commands
 
 from horovod_volo.__main__ import COMMANDS
 from horovod_volo.bench.__main__ import parse as parse_bench
 from horovod_volo.config.command_line import parse as parse_train
 
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_BLOCK = re.compile(
+    r"(?:^<!-- needs: (?P<needs>.+?) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S
+)
+_PROGRAM = re.compile(
+    r"(?:^|\s)(?:python -m horovod_volo\.(?P<module>\w+)|horovod-volo (?P<command>\w+)"
+    r"|(?:\./)?tools/(?P<tool>pack|labels|export|bench))(?=\s|$)(?P<rest>.*)",
+    re.S,
+)
 # The test that runs the commands of a document; it fails if the document has a command that it does not run.
 RUN_BY = {
     "README.md": "tests/smoke/test_readme.py",
@@ -28,6 +39,51 @@ RUN_BY = {
     "docs/cluster.md": "tests/smoke/test_cluster_guide.py",
 }
 LANGUAGES = {"sh", "python", "toml", "text", "yaml"}
+
+
+class CodeBlock(NamedTuple):
+    """A block of code, its language, and what is said to be missing to run it."""
+
+    language: str
+    code: str
+    needs: str | None
+
+    @property
+    def commands(self) -> list[str]:
+        """The command lines of the block, with continued lines joined."""
+        joined = self.code.replace("\\\n", " ")
+        return [line for line in joined.splitlines() if line.strip() and not line.startswith("#")]
+
+
+def blocks(text: str) -> list[CodeBlock]:
+    """Return the blocks of code of a document."""
+    return [CodeBlock(found["language"], found["code"], found["needs"]) for found in _BLOCK.finditer(text)]
+
+
+def quoted_commands(text: str) -> list[str]:
+    """Return the code between backquotes that is a command of this project.
+
+    A name alone, such as `tools/labels import`, is a mention, and so is a command with `...` in it.
+    """
+    outside = _BLOCK.sub("", text)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", outside)]
+    return [span for span in spans if "..." not in span and any(map(_is_whole, calls(span)))]
+
+
+def _is_whole(call: tuple[str, list[str]]) -> bool:
+    name, arguments = call
+    return len(arguments) > 1 or any(word.startswith("-") for word in arguments) or name == "bench"
+
+
+def calls(command: str) -> list[tuple[str, list[str]]]:
+    """Return the name and the arguments of each of this project's commands in a command line."""
+    found = []
+    for part in re.split(r"&&|\|(?!\|)", re.sub(r"\s#\s.*", "", command)):
+        if match := _PROGRAM.search(part):
+            name = match["module"] or match["command"] or match["tool"]
+            rest = re.split(r"\s\d?>", match["rest"])[0]  # without redirections
+            found.append((name, shlex.split(rest)))
+    return found
 
 
 def name_of(path: Path) -> str:

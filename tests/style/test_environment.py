@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
 
@@ -93,21 +92,6 @@ def test_the_ranges_leave_a_cluster_its_own_versions() -> None:
 
 def operators(requirement: Requirement) -> set[str]:
     return {each.operator for each in requirement.specifier}
-
-
-@pytest.mark.parametrize("name", ["horovod", "dali", "export", "test", "dev"])
-def test_extras(name: str) -> None:
-    assert extras()[name]
-    comments = re.search(rf"^{name} =\n(.*?)(?=^\w|\Z)", section("options.extras_require"), re.M | re.S)
-    assert comments is not None
-    assert comments[1].lstrip().startswith("#"), f"say why {name} needs its packages"
-
-
-def section(name: str) -> str:
-    text = (ROOT / "setup.cfg").read_text(encoding="utf-8")
-    found = re.search(rf"^\[{re.escape(name)}\]\n(.*?)(?=^\[|\Z)", text, re.M | re.S)
-    assert found is not None
-    return found[1]
 
 
 def test_dev_has_every_extra_that_a_test_or_lint_imports() -> None:

@@ -17,7 +17,7 @@ PACKAGE = Path(horovod_volo.__file__).parent
 # modules that do not train have generators of their own. core/rng.py builds all generators of training.
 OTHER_SOURCES = {"core/rng.py", "engine/state.py", "models/precision.py", "kernels/choice.py"}
 OTHER_SOURCES |= {"models/build.py", "models/timm_export.py"}
-FOLDERS_OF_OTHER_SOURCES = ("bench", "data/demo", "doctor")
+FOLDERS_OF_OTHER_SOURCES = ("bench", "demo", "doctor")
 
 
 def assert_independent(name: str, first: np.ndarray, second: np.ndarray) -> None:

@@ -92,16 +92,13 @@ def test_every_kind_of_tensor_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
 
 
 def test_metadata_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
-    state = read_metadata(save(tmp_path, 12))
-    assert {name: state[name] for name in METADATA} == METADATA
-    assert state["step"] == 12
-    assert set(state["sha256"]) == {"model", "optimizer"}
-
-
-def test_files_of_a_checkpoint_have_the_usual_permissions(tmp_path: Path) -> None:
     (tmp_path / "new").touch()
-    for file in save(tmp_path, 1).iterdir():
-        assert oct(file.stat().st_mode) == oct((tmp_path / "new").stat().st_mode), file.name
+    saved = save(tmp_path, 12)
+    state = read_metadata(saved)
+    assert state.items() >= METADATA.items()
+    assert (state["step"], set(state["sha256"])) == (12, {"model", "optimizer"})
+    usual = (tmp_path / "new").stat().st_mode
+    assert {file.stat().st_mode for file in saved.iterdir()} == {usual}
 
 
 def test_a_step_saved_again_replaces_its_checkpoint(tmp_path: Path) -> None:
@@ -111,9 +108,7 @@ def test_a_step_saved_again_replaces_its_checkpoint(tmp_path: Path) -> None:
     assert weight_of(again) == 2
     assert find_damage(again) is None
     assert names(tmp_path) == ["last", "step_00000003"]
-    assert not (
-        again / "evaluation.json"
-    ).exists()  # the link was to the checkpoint with the replaced weights
+    assert not (again / "evaluation.json").exists()  # it was of the replaced weights
 
 
 # Interrupted saves
@@ -131,63 +126,49 @@ def test_a_partial_checkpoint_is_ignored_and_deleted_when_the_run_is_opened_agai
     assert names(tmp_path) == ["last", "step_00000001", "step_00000002"]
 
 
-def test_a_run_killed_in_its_first_save_has_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / ".step_00000001.partial").mkdir(parents=True)
-    assert not has_checkpoint(tmp_path)
-    with pytest.raises(UserError, match=r"There is no checkpoint at .* takes a run folder or a checkpoint"):
-        find_checkpoint(str(tmp_path))
-    save(tmp_path, 1)
-    assert has_checkpoint(tmp_path)
-
-
-@pytest.mark.parametrize("where", ["nowhere", "."])
-def test_a_missing_checkpoint_is_a_user_error(where: str, tmp_path: Path) -> None:
-    assert not has_checkpoint(tmp_path / where)
-    with pytest.raises(UserError, match="There is no checkpoint"):
-        find_checkpoint(str(tmp_path / where))
+def test_a_run_without_a_whole_checkpoint_has_none(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / ".step_00000001.partial").mkdir(parents=True)
+    for where in ("nowhere", ".", "run"):
+        assert not has_checkpoint(tmp_path / where)
+        with pytest.raises(UserError, match="There is no checkpoint"):
+            find_checkpoint(str(tmp_path / where))
+    save(tmp_path / "run", 1)
+    assert has_checkpoint(tmp_path / "run")
 
 
 # Damaged files
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
-def test_a_changed_file_is_damage(name: str, tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, 20)
-    file = checkpoint / name
-    content = file.read_bytes()
-    for position in {*range(0, len(content), 7), len(content) - 1}:
-        flipped = bytearray(content)
-        flipped[position] ^= 1
-        file.write_bytes(flipped)
-        assert find_damage(checkpoint) is not None, position
-    for length in (0, 1, len(content) // 2, len(content) - 1):
-        file.write_bytes(content[:length])
-        assert find_damage(checkpoint) is not None, length
-    file.unlink()
-    assert find_damage(checkpoint) is not None
-    file.write_bytes(content)
-    assert find_damage(checkpoint) is None
+# tests/faults/test_mutated_files.py changes files at random.
+NOT_METADATA = [
+    "",
+    "3",
+    "[]",
+    "null",
+    '"text"',
+    "{}",
+    '{"sha256": {}}',
+    '{"sha256": 3}',
+    "\udcff",
+    "[" * 100_000,
+]
 
 
-@pytest.mark.parametrize(
-    "content", ["3", "[]", "null", '"text"', "{}", '{"sha256": {}}', "\udcff", "[" * 100_000]
-)
+@pytest.mark.parametrize("content", NOT_METADATA)
 def test_metadata_of_another_form_is_damage(content: str, tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 1)
     (checkpoint / "state.json").write_bytes(content.encode(errors="surrogateescape"))
     assert find_damage(checkpoint) is not None
+    with pytest.raises(UserError, match=r"state\.json holds no checksum of model\.safetensors"):
+        read_weights(str(tmp_path))
 
 
-def test_a_checkpoint_without_a_model_is_damage(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path, 1, {}, METADATA)
-    assert find_damage(checkpoint) == "state.json names no model.safetensors"
-
-
-def test_a_changed_step_is_damage(tmp_path: Path) -> None:
+def test_metadata_of_other_files_or_another_step_is_damage(tmp_path: Path) -> None:
+    assert "model.safetensors" in str(find_damage(write_checkpoint(tmp_path, 1, {}, METADATA)))
     checkpoint = save(tmp_path, 20)
     state = read_metadata(checkpoint)
     (checkpoint / "state.json").write_text(json.dumps(state | {"step": 21}, indent=2))
-    assert find_damage(checkpoint) == "state.json does not match its checksum"
+    assert "state.json" in str(find_damage(checkpoint))
 
 
 def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
@@ -198,9 +179,7 @@ def test_the_newest_intact_checkpoint_is_found(tmp_path: Path) -> None:
     (saved[1] / "state.json").unlink()
     assert find_checkpoint(str(tmp_path)) == saved[0]
     (saved[0] / "optimizer.safetensors").unlink()
-    with pytest.raises(
-        UserError, match=r"None of the 3 checkpoints in .* is intact: model\.safetensors does not"
-    ):
+    with pytest.raises(UserError, match=r"None of the 3 checkpoints in .* is intact"):
         find_checkpoint(str(tmp_path))
     assert has_checkpoint(tmp_path)
 
@@ -234,18 +213,6 @@ def test_damaged_weights_are_not_loaded(name: str, tmp_path: Path) -> None:
     assert read_weights(str(checkpoint / f"{other}.safetensors")).tensors
 
 
-@pytest.mark.parametrize(
-    "content", ["", "3", "[]", '{"sha256": {}}', '{"sha256": 3}', "[" * 100_000, "\udcff"]
-)
-def test_metadata_without_checksums_is_one_message(content: str, tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, 1)
-    (checkpoint / "state.json").write_bytes(content.encode(errors="surrogateescape"))
-    with pytest.raises(
-        UserError, match=r"state\.json holds no checksum of model\.safetensors: it is damaged"
-    ):
-        read_weights(str(tmp_path))
-
-
 def test_a_missing_best_checkpoint_is_said(tmp_path: Path) -> None:
     saved = [save(tmp_path, step, step) for step in (1, 2)]
     update_link(tmp_path / "checkpoints" / "best", saved[0])
@@ -271,12 +238,6 @@ def test_last_and_best_are_valid_after_the_run_folder_is_moved(tmp_path: Path) -
     (tmp_path / "run").rename(tmp_path / "moved")
     assert (tmp_path / "moved" / "checkpoints" / "best" / "state.json").is_file()
     assert find_checkpoint(str(tmp_path / "moved" / "checkpoints" / "last")).name == "step_00000002"
-    assert sorted(path.name for path in (tmp_path / "moved" / "checkpoints").iterdir()) == [
-        "best",
-        "last",
-        "step_00000001",
-        "step_00000002",
-    ]
 
 
 def test_the_newest_and_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -348,9 +309,7 @@ def test_a_full_disk_is_a_user_error_and_earlier_checkpoints_are_intact(
     earlier = save(small_disk, 1)
     tensors = {"model": {"weight": torch.zeros(length)}}
     metadata = {} if length == 10**6 else {"padding": "x" * 2**20}
-    with pytest.raises(
-        UserError, match=r"step_00000002 could not be written: .*No space left .*--resume auto"
-    ):
+    with pytest.raises(UserError, match=r"step_00000002 .*No space left .*--resume auto"):
         write_checkpoint(small_disk / "checkpoints", 2, tensors, metadata)
     assert names(small_disk) == ["last", "step_00000001"]  # the partial files are deleted
     assert find_damage(earlier) is None

@@ -26,4 +26,5 @@ def test_a_spike_is_logged_and_a_slow_rise_is_not() -> None:
             note_value(run.context, "loss", loss)
         assert logger.lines == []
         note_value(run.context, "loss", 5.2)
-        assert logger.lines == ["warning: step 0: the loss is 5.200, 1.5 times that of the last log points"]
+        (line,) = logger.lines
+        assert "the loss is 5.200, 1.5 times" in line

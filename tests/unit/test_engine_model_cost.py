@@ -14,20 +14,6 @@ from horovod_volo.engine.task import Network
 from horovod_volo.monitor.meters import peak_flops
 
 
-@pytest.mark.parametrize(
-    ("parameter", "block"),
-    [
-        ("network.0.0.attn.v.weight", "network.0.0"),
-        ("network.2.10.mlp.fc1.bias", "network.2.10"),
-        ("pos_embed", "pos_embed"),
-        ("head.weight", "head"),
-        ("layers.0.blocks.1.attn.qkv.weight", "layers.0.blocks.1"),
-    ],
-)
-def test_blocks_follow_from_names(parameter: str, block: str) -> None:
-    assert block_of(parameter) == block
-
-
 def test_the_cost_of_a_network_is_that_of_its_blocks() -> None:
     settings = {"model": "volo_demo", "img_size": 64, "num_classes": 10, "token_label": True}
     config = assemble(settings, fallback_name="")
@@ -39,6 +25,8 @@ def test_the_cost_of_a_network_is_that_of_its_blocks() -> None:
     # (16 tokens x 96 channels) times (96 x 10 classes), at two operations
     assert by_name["aux_head"].flops == 2 * 16 * 96 * 10
     assert by_name["pos_embed"].kind == ""
+    assert "network.0.0" in by_name
+    assert block_of("layers.0.blocks.1.attn.qkv.weight") == "layers.0.blocks.1"  # as Swin's
     assert sum(block.flops for block in cost.blocks) == pytest.approx(cost.forward_flops, rel=0.01)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +17,8 @@ from horovod_volo.demo.demo_set import make_demo_set
 from horovod_volo.elastic.ledger_check import check_ledger
 from horovod_volo.engine import loop
 from horovod_volo.engine.callbacks import Callbacks, standard_callbacks
-from horovod_volo.engine.checkpoint.files import CHECKPOINTS
-from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
+from horovod_volo.engine.checkpoint.files import CHECKPOINTS, update_link
+from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS, save_evaluation
 from horovod_volo.engine.context import TrainContext
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.setup import setup
@@ -50,17 +51,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         started.pop().close()
 
 
-def test_weights_that_were_copied_out_of_a_run_are_evaluated_with_its_crop(
-    start: Start, tmp_path: Path
-) -> None:
-    context, _ = start(crop_pct=0.5)
-    assert loop.fit(context)
-    copied = shutil.copy(context.folder / "checkpoints" / "last" / "model.safetensors", tmp_path)
-    trained = load_pretrained(copied, name="volo_demo", image_side=32)
-    assert (trained.crop_mode, trained.crop_pct) == ("center", 0.5)
-
-
-def test_a_damaged_checkpoint_that_is_passed_over_is_named(start: Start) -> None:
+def test_a_damaged_checkpoint_is_named_and_one_that_was_being_replaced_is_found(start: Start) -> None:
     context, _ = start()
     assert loop.fit(context)
     checkpoints = context.folder / "checkpoints"
@@ -68,51 +59,40 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_named(start: Start) -> None
     resumed, warnings = start(resume="auto")
     assert resumed.state.step == 2
     (warning,) = (text for text in warnings if "damaged" in text)
-    assert warning == (
-        f"{checkpoints / 'step_00000003'} is damaged: model.safetensors does not match its checksum; "
-        "step_00000002 is resumed"
-    )
-
-
-def test_a_run_killed_between_the_renames_of_a_replaced_step_resumes(start: Start) -> None:
-    context, _ = start()
-    assert loop.fit(context)
-    checkpoints = context.folder / "checkpoints"
+    assert warning.startswith(f"{checkpoints / 'step_00000003'} is damaged")
+    assert warning.endswith("step_00000002 is resumed")
+    # A run that was killed between the renames of a replaced step resumes.
     last = checkpoints / "step_00000003"
+    shutil.rmtree(last)
+    loop.fit(resumed)
     (last / "evaluation.json").unlink()
     last.rename(checkpoints / ".step_00000003.replaced")  # and then it was killed
     resumed, _ = start(resume="auto")
     assert resumed.state.step == 3
     assert loop.fit(resumed)
     assert (last / "evaluation.json").exists()
-    assert sorted(path.name for path in checkpoints.iterdir() if path.name.startswith(".")) == []
+    assert not list(checkpoints.glob(".*"))
 
 
-def test_a_run_that_resumes_at_the_step_to_stop_at_stops(start: Start) -> None:
-    for resume in ("", "auto"):
-        context, _ = start(stop_at_step=2, resume=resume)
-        assert not loop.fit(context)
-        assert context.state.step == 2
-
-
-def test_mean_and_std_travel_with_the_weights(start: Start, tmp_path: Path) -> None:
+def test_mean_std_and_crop_travel_with_the_weights(start: Start, tmp_path: Path) -> None:
     own = {"mean": (0.5, 0.4, 0.3), "std": (0.25, 0.5, 1.0)}
     model: Any = {"name": "volo_demo", "image_side": 32}
-    context, _ = start(checkpoint_every=3, **own)
+    context, _ = start(checkpoint_every=3, crop_pct=0.5, **own)
     assert loop.fit(context)
     loaded = load_pretrained(str(context.folder), **model)
     assert (loaded.mean, loaded.std) == tuple(own.values())
     weights = next((context.folder / "checkpoints").glob("step_*/model.safetensors"))
     alone = tmp_path / "alone.safetensors"  # without the settings of its run
     shutil.copy(weights, alone)
-    assert load_pretrained(str(alone), **model, std=own["std"]).mean == own["mean"]
+    copied = load_pretrained(str(alone), **model, std=own["std"])
+    assert (copied.mean, copied.crop_mode, copied.crop_pct) == (own["mean"], "center", 0.5)
     with pytest.raises(UserError, match=r"was trained with --mean 0\.5 0\.4 0\.3 --std"):
         load_pretrained(str(context.folder), **model, mean=(0.5, 0.5, 0.5))
     with pytest.raises(AllRanksError, match=r"has mean and std --mean 0\.5 0\.4 0\.3 .* this run has of the"):
         start(resume="auto")
     with pytest.raises(AllRanksError, match=r"--std 0\.25 0\.5 0\.5, .* Give --mean 0\.5 0\.4 0\.3"):
         start(resume="auto", mean=own["mean"], std=(0.25, 0.5, 0.5))
-    start(resume="auto", **own)
+    start(resume="auto", crop_pct=0.5, **own)
     _, warnings = start(name="other", finetune=str(alone))
     assert any("trained with --mean 0.5 0.4 0.3" in text for text in warnings), warnings
 
@@ -126,6 +106,9 @@ def test_a_balanced_run_resumes_its_plan_and_proves_it(start: Start, tmp_path: P
     context.callbacks = Callbacks(standard_callbacks(), context.stop)
     context.callbacks.started(context)
     assert not loop.fit(context)
+    again, _ = start(resume="auto", balance=1.0, class_weights=str(file), stop_at_step=2)
+    assert not loop.fit(again)  # a run that resumes at the step to stop at stops
+    assert again.state.step == 2
     with pytest.raises(AllRanksError, match=r"has balance 1\.0, this run has 0\.0"):
         start(resume="auto")
     context, _ = start(resume="auto", balance=1.0, class_weights=str(file))
@@ -140,21 +123,25 @@ def test_a_balanced_run_resumes_its_plan_and_proves_it(start: Start, tmp_path: P
 def test_balancing_equal_classes_is_named(start: Start, tmp_path: Path) -> None:
     make_demo_set(tmp_path / "equal", train=20, val=10)
     _, warnings = start(balance=0.5, data_dir=str(tmp_path / "equal"))
-    assert "--balance has no effect: all classes have equally many images" in warnings
+    assert any("--balance has no effect" in text for text in warnings)
     _, warnings = start(class_weights="balanced", data_dir=str(tmp_path / "equal"))
-    assert "--class-weights balanced has no effect: all classes have equally many images" in warnings
+    assert any("--class-weights balanced has no effect" in text for text in warnings)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"top1": 3', b"[3]", b"{}", b'{"top1": "high"}', b"[" * 100_000])
-def test_a_damaged_evaluation_of_the_best_checkpoint_is_named(start: Start, content: bytes) -> None:
+def test_a_damaged_evaluation_of_the_best_checkpoint_is_named(start: Start) -> None:
     context, _ = start(checkpoint_every=3)
-    checkpoints = context.folder / "checkpoints"
-    (checkpoints / "step_00000001").mkdir(parents=True)
-    (checkpoints / "step_00000001" / "evaluation.json").write_bytes(content)
-    (checkpoints / "best").symlink_to("step_00000001")
     assert loop.fit(context)
-    assert (checkpoints / "best").resolve().name == "step_00000003"
-    assert "step_00000001/evaluation.json is damaged" in (context.folder / "log.txt").read_text()
+    checkpoints = context.folder / "checkpoints"
+    metrics = json.loads((checkpoints / "best" / "evaluation.json").read_text())
+    (checkpoints / "step_00000001").mkdir(parents=True)
+    damaged = (b"", b'{"top1": 3', b"[3]", b"{}", b'{"top1": "high"}', b"[" * 100_000)
+    for number, content in enumerate(damaged, 1):
+        (checkpoints / "step_00000001" / "evaluation.json").write_bytes(content)
+        update_link(checkpoints / "best", checkpoints / "step_00000001")
+        save_evaluation(context, metrics)
+        assert (checkpoints / "best").resolve().name == "step_00000003"
+        log = (context.folder / "log.txt").read_text()
+        assert log.count("step_00000001/evaluation.json is damaged") == number
 
 
 def test_a_checkpoint_is_read_for_as_long_as_it_may_be_written(

@@ -91,29 +91,26 @@ def test_an_installed_entry_point_is_imported_without_a_flag(folder: Path) -> No
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (
-            "import nothing_like_this",
-            "failed while it was imported: ModuleNotFoundError: No module named 'nothing",
-        ),
+        ("import nothing_like_this", "ModuleNotFoundError: No module named 'nothing"),
         ("x = 1\nraise ValueError('two\\nlines')", "ValueError: two lines ("),
         ("x = (", "SyntaxError: '(' was never closed"),
-        (
-            MODEL.format(name="volo_d1"),
-            "The model 'volo_d1' exists already. Register yours under another name.",
-        ),
+        (MODEL.format(name="volo_d1"), "The model 'volo_d1' exists already"),
+        (None, "there is no module 'bad_plugin'. Install it on every host"),
     ],
 )
-def test_a_module_that_raises_is_one_message(source: str, message: str, folder: Path) -> None:
-    (folder / "bad_plugin.py").write_text(source)
+def test_a_module_that_cannot_be_imported_is_one_message(
+    source: str | None, message: str, folder: Path
+) -> None:
+    if source is not None:
+        (folder / "bad_plugin.py").write_text(source)
     text = refusal("bad_plugin")
     assert text.startswith("--plugin bad_plugin")
     assert message in text
     assert "two" not in text or "bad_plugin.py, line 2)" in text
 
 
-@pytest.mark.parametrize(("module", "missing"), [("gone", "gone"), ("gone.inside", "gone")])
-def test_a_missing_module_is_refused(module: str, missing: str) -> None:
-    assert f"--plugin {module}: there is no module {missing!r}. Install it on every host" in refusal(module)
+def test_the_missing_package_of_a_module_is_named() -> None:
+    assert "there is no module 'gone'" in refusal("gone.inside")
 
 
 def test_existing_names_are_not_replaced() -> None:
@@ -124,11 +121,9 @@ def test_existing_names_are_not_replaced() -> None:
 
 
 def test_unknown_names_are_refused_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"There is no loss 'soft-tagret'. Did you mean soft-target\?"):
+    with pytest.raises(UserError, match=r"Did you mean soft-target\?"):
         LOSSES.find("soft-tagret")
-    with pytest.raises(
-        UserError, match=r"There is no optimizer 'adamv'. Did you mean adamw\? --opt takes adamw, "
-    ):
+    with pytest.raises(UserError, match=r"Did you mean adamw\? --opt takes adamw, "):
         check_optimizer("adamv", sharded=False)
 
 
@@ -146,9 +141,7 @@ def test_only_a_shardable_optimizer_is_sharded() -> None:
     register_optimizer("cut", torch.optim.SGD, state_keys=(), shardable=True)
     check_optimizer("cut", sharded=True)
     check_optimizer("whole", sharded=False)
-    with pytest.raises(
-        UserError, match=r"--opt whole needs them whole. Use --opt adamw or sgd or cut, or drop"
-    ):
+    with pytest.raises(UserError, match=r"Use --opt adamw or sgd or cut, or drop"):
         check_optimizer("whole", sharded=True)
 
 
@@ -210,8 +203,8 @@ def test_callbacks_are_built_for_the_runs_of_their_plugin(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "body", "message"),
     [
-        ("object", "pass", "registered Broken, which is no callback. Derive its class from"),
-        ("Callback", "1 / 0", "failed in its constructor: ZeroDivisionError: division by zero ("),
+        ("object", "pass", "registered Broken, which is no callback"),
+        ("Callback", "1 / 0", "ZeroDivisionError: division by zero ("),
     ],
 )
 def test_a_callback_that_cannot_be_built_is_one_message(

@@ -11,7 +11,6 @@ from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.recipe import dump
 from horovod_volo.config.schema import Config
 from horovod_volo.core.errors import UserError
-from horovod_volo.dry_run import dry_run
 from horovod_volo.engine.open_settings import DeviceFacts, choose_settings, fit_to_model
 
 CPU, SMALL, LARGE, OLD = (
@@ -102,19 +101,9 @@ def test_a_resumed_run_takes_the_settings_of_its_folder(tmp_path: Path) -> None:
         assert (config.model.model, config.update.epochs) == ("volo_demo", 60)
 
 
-def test_a_dry_run_without_the_images_says_that_it_shows_the_defaults(tmp_path: Path) -> None:
-    warning = "a run without --model and --recipe chooses them for its images, which are not known here"
-    elsewhere = str(tmp_path / "elsewhere")
-    assert warning in dry_run(parse([elsewhere]).config, 1)
-    assert warning not in dry_run(parse([elsewhere, "--model", "volo_d1"]).config, 1)
-
-
 def test_what_names_a_model_or_a_recipe_is_not_open() -> None:
     for flags in (["--model", "volo_d1"], ["--recipe", "demo"], ["--task", "segmentation"]):
         assert not parse(["images", *flags]).config.chooses_model
-
-
-def test_an_elastic_run_must_name_its_model() -> None:
     with pytest.raises(UserError, match="--elastic needs a --recipe or --model"):
         parse(["flowers", "--elastic", "--global-batch", "64"])
 
@@ -122,7 +111,7 @@ def test_an_elastic_run_must_name_its_model() -> None:
 def test_a_model_without_tokens_is_trained_without_mixtoken() -> None:
     config = fit_to_model(parse(["images", "--model", "resnet18"]).config)
     assert not config.objective.mix_token
-    assert config.warnings == ("without MixToken, because resnet18 has no token logits",)
+    assert any("without MixToken" in text for text in config.warnings)
     asked = parse(["images", "--model", "resnet18", "--mix-token"]).config
     assert fit_to_model(asked).objective.mix_token  # refused later
     with_tokens = parse(["images", "--model", "volo_d2"]).config
