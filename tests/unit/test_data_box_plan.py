@@ -20,8 +20,7 @@ from horovod_volo.core.batch import BoxBatch
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes
-from horovod_volo.dense.box_loader import BoxTrainLoader
-from horovod_volo.dense.box_plan import BoxPlan, ColorChange, Window, draw_box_plan
+from horovod_volo.dense.box_loader import BoxPlan, BoxTrainLoader, ColorChange, Window, draw_box_plan
 
 PLAIN = Detection(
     hue=0.0, saturation_range=(1.0, 1.0), contrast_range=(1.0, 1.0), brightness_range=(1.0, 1.0)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horovod_volo.dense.anchors import BoxTargets
-from horovod_volo.dense.box_loss import detection_loss
+from horovod_volo.dense.anchors import BoxTargets, detection_loss
 
 ANCHORS, CLASSES = 60, 5
 
