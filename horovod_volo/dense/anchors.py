@@ -41,15 +41,6 @@ class AnchorRule:
     sizes: tuple[float, ...]  # of the square anchor of each map; the last is beyond the last map
     ratios: tuple[tuple[float, ...], ...]  # width / height of oblong anchors, which are also transposed
 
-    def __post_init__(self) -> None:
-        """Raise ValueError if the numbers of maps differ."""
-        maps = len(self.sides)
-        if not maps == len(self.steps) == len(self.sizes) - 1 == len(self.ratios):
-            raise ValueError(
-                f"{maps} maps need as many steps and ratios and one more size, not {len(self.steps)} steps, "
-                f"{len(self.ratios)} ratios and {len(self.sizes)} sizes"
-            )
-
     @property
     def anchors_per_position(self) -> tuple[int, ...]:
         """Return the number of shapes on each map."""

@@ -20,17 +20,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
 from horovod_volo.core.batch import BoxBatch, copy_async
 from horovod_volo.core.rng import Purpose, uniforms
-from horovod_volo.data.image_decoder import image_decoder
-from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
-from horovod_volo.data.pipeline import Normalization, resizing_inputs
-from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
-from horovod_volo.data.thread_pool import ImageThreadPool
+from horovod_volo.data.pipeline import resizing_inputs
+from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.train_transform import resize_pixels
-from horovod_volo.dense.box_list import BoxList, ImageBoxes, read_sized
+from horovod_volo.dense.box_list import ImageBoxes, read_sized
+from horovod_volo.dense.task import DenseBatches
 
 # A window's limits of IoU with each box, drawn evenly; None is the whole image, -1 any window.
 _LIMITS = (None, 0.1, 0.3, 0.5, 0.7, 0.9, -1.0)
@@ -41,66 +38,29 @@ _GREY = 128.0  # contrast is stretched around it
 _TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]])
 
 
-class BoxTable(NamedTuple):
-    """The boxes of a batch; images with fewer than the most have zeros after theirs."""
-
-    boxes: NDArray[np.float32]  # (batch, most, 4) left, top, right, bottom as fractions of the image
-    classes: NDArray[np.int64]  # (batch, most) from 1; 0 where there is no box
-
-
 @dataclass(frozen=True, eq=False)
 class PendingBoxBatch(PendingBatch):
     """A batch of images with boxes that has been read, but whose images are not decoded."""
 
-    table: BoxTable
+    # Images with fewer boxes than the most have zeros after theirs.
+    boxes: NDArray[np.float32]  # (batch, most, 4) left, top, right, bottom as fractions of the image
+    classes: NDArray[np.int64]  # (batch, most) from 1; 0 where there is no box
     flips: NDArray[np.bool_]  # (batch,)
     colors: NDArray[np.float32]  # (batch, 3, 4) affine maps of the colours
     drawn: NDArray[np.int64]  # (batch,) the images that were to be read; damaged ones are replaced
 
 
-class BoxTrainLoader(OrderedBatches[PendingBoxBatch, BoxBatch]):
+class BoxTrainLoader(DenseBatches[PendingBoxBatch, BoxBatch]):
     """This rank's training batches for detection."""
 
-    def __init__(
-        self,
-        images: BoxList,
-        settings: Data,
-        plan_settings: Detection,
-        *,
-        side: int,
-        order: OrderOfRank,
-        device: torch.device,
-        threads: int,
-        normalization: Normalization,
-    ) -> None:
-        super().__init__(len(images), settings, order, threads)
-        self._images, self._plan_settings, self._side, self._device = images, plan_settings, side, device
-        mean, std = (255 * torch.tensor(values, device=device).view(3, 1) for values in normalization)
-        self._mean, self._std = mean, std
+    @property
+    def _resized_by_dali(self) -> bool:
         # On the CPU torch resizes faster than DALI.
-        decoder = image_decoder(settings.image_decoder)
-        self._resized_by_dali = device.type == "cuda" and decoder.name == "dali"
-        self._transform_threads = ImageThreadPool(threads, "image-transform")
-        self._prefetcher = BatchPrefetcher(
-            partial(
-                decoder.build_train_pipeline,
-                image_size=side,
-                batch=settings.batch_size,
-                device=device,
-                threads=threads,
-                resize=self._resized_by_dali,
-            ),
-            device,
-            settings.prefetch,
-            lambda index: self.bad_samples.add_undecodable(index, images.location(index)),
-            self._transform,
-            decoder.undecodable,
-        )
+        return self._device.type == "cuda" and self._decoder.name == "dali"
 
-    def close(self) -> None:
-        """End all threads; batches that were yielded stay valid."""
-        super().close()
-        self._transform_threads.close()
+    def _pipeline(self, source: Any, **settings: Any) -> Any:
+        resize = self._resized_by_dali
+        return self._decoder.build_train_pipeline(source, image_size=self._side, resize=resize, **settings)
 
     def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingBoxBatch:
         # A replacement is augmented as the damaged image would have been.
@@ -116,8 +76,8 @@ class BoxTrainLoader(OrderedBatches[PendingBoxBatch, BoxBatch]):
             inputs += resizing_inputs(flips, np.zeros_like(flips), np.zeros_like(flips))
         indices = np.array([index for index, *_ in prepared], dtype=np.int64)
         colors = np.stack([plan.colors.affine() for plan in plans]).astype(np.float32)
-        table = _table([moved for *_, moved in prepared])
-        return PendingBoxBatch(indices, inputs, table, flips, colors, drawn)
+        boxes, classes = _padded([moved for *_, moved in prepared])
+        return PendingBoxBatch(indices, inputs, boxes, classes, flips, colors, drawn)
 
     def _prepare(self, epoch: int, sample: int) -> tuple[int, NDArray[np.uint8], BoxPlan, ImageBoxes]:
         """Read an image or its replacement, draw its plan, and move its boxes."""
@@ -132,8 +92,9 @@ class BoxTrainLoader(OrderedBatches[PendingBoxBatch, BoxBatch]):
         """Return the images (batch, 3, side, side) with their colours changed, normalised."""
         maps = copy_async(pending.colors, self._device)  # (batch, 3, 4)
         # Normalising is one more affine map: both are one product, clipped to what 0 and 255 become.
-        matrix, added = maps[:, :, :3] / self._std, (maps[:, :, 3:] - self._mean) / self._std
-        low, high = -self._mean / self._std, (255 - self._mean) / self._std
+        mean, std = self._mean.flatten(1), self._std.flatten(1)  # (3, 1)
+        matrix, added = maps[:, :, :3] / std, (maps[:, :, 3:] - mean) / std
+        low, high = -mean / std, (255 - mean) / std
         images = torch.empty(len(matrix), 3, self._side, self._side, device=self._device)
         flat = images.flatten(2)
         if self._resized_by_dali:
@@ -154,18 +115,18 @@ class BoxTrainLoader(OrderedBatches[PendingBoxBatch, BoxBatch]):
         return images
 
     def _batch(self, pending: PendingBoxBatch, images: Tensor) -> BoxBatch:
-        boxes, classes = (copy_async(each, self._device) for each in pending.table)
+        boxes, classes = (copy_async(each, self._device) for each in (pending.boxes, pending.classes))
         return BoxBatch(images, boxes, classes, pending.indices, pending.drawn)
 
 
-def _table(images: list[ImageBoxes]) -> BoxTable:
+def _padded(images: list[ImageBoxes]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     most = max(1, *(len(image.boxes) for image in images))
     boxes = np.zeros((len(images), most, 4), dtype=np.float32)
     classes = np.zeros((len(images), most), dtype=np.int64)
     for number, image in enumerate(images):
         boxes[number, : len(image.boxes)] = image.boxes
         classes[number, : len(image.boxes)] = image.classes + 1
-    return BoxTable(boxes, classes)
+    return boxes, classes
 
 
 class Window(NamedTuple):

@@ -92,20 +92,18 @@ class DetectionTask(DenseTask):
         return {"sync_bn": config.model.sync_bn}
 
     def build(self, config: Config, num_classes: int) -> Network:
-        model, rule = config.model, anchor_rule(config.model.img_size)
+        model = config.model
         network = build_ssd(
             model.model,
             num_classes,
             img_size=model.img_size,
-            sides=rule.sides,
-            anchors_per_position=rule.anchors_per_position,
             drop_path=model.drop_path,
             grad_checkpoint=model.grad_checkpoint,
             stages=model.grad_checkpoint_stages,
         )
         if model.sync_bn != "none":
             synchronize_norms(network if model.sync_bn == "all" else network.extras)
-        heads = tuple(f"{head}.{number}" for head in HEADS for number in range(len(rule.sides)))
+        heads = tuple(f"{head}.{number}" for head in HEADS for number in range(len(network.box_heads)))
         return Network(
             network,
             heads,

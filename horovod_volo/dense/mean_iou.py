@@ -8,34 +8,77 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
 from math import isnan
 from pathlib import Path
 from types import EllipsisType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor, nn
 
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
-from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.batch import IGNORED
-from horovod_volo.core.errors import UserError
-from horovod_volo.dense.pictures import EvaluationPictures, class_colors
+from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.data.reading import decode_rgb
+from horovod_volo.dense.pictures import EvaluationPictures, write_prediction
 from horovod_volo.dense.scene_list import SceneList
-from horovod_volo.dense.scene_loader import Scene, SceneEvalLoader
-from horovod_volo.dense.scene_plan import keep_ratio
-from horovod_volo.dense.task import Evaluation, Measured, RankContext
+from horovod_volo.dense.scene_loader import keep_ratio
+from horovod_volo.dense.task import Evaluation, Measured, RankContext, levels
 from horovod_volo.engine.task import Beat, Metrics
 
 Place = tuple[EllipsisType, slice, slice]  # of a window in an image
 Predict = Callable[[Tensor], Tensor]  # normalised images -> logits of the same height and width
+
+
+class Scene(NamedTuple):
+    """One image of the evaluation, at its own size."""
+
+    number: int  # in the list
+    pixels: Tensor  # (3, height, width) uint8, on the host
+    mask: Tensor  # (height, width) uint8, on the host
+
+
+class SceneEvalLoader:
+    """This rank's images of the evaluation, one by one; over all ranks, each is there once."""
+
+    def __init__(self, scenes: SceneList, settings: Data, *, rank: int, size: int, threads: int) -> None:
+        self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
+        self._scenes, self._indices = scenes, range(rank, len(scenes), size)
+        self._ahead = settings.prefetch + threads
+        self._threads = ThreadPoolExecutor(threads, "scene-reader")
+
+    def __iter__(self) -> Iterator[Scene | None]:
+        """Yield all images in the list's order; None for a damaged one."""
+        waiting: list[Future[Scene | None]] = []
+        for index in self._indices:
+            waiting.append(self._threads.submit(self._read_usable, index))
+            if len(waiting) > self._ahead:
+                yield waiting.pop(0).result()
+        for future in waiting:
+            yield future.result()
+
+    def close(self) -> None:
+        """End all threads."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _read_usable(self, index: int) -> Scene | None:
+        try:
+            return self.bad_samples.read_or_raise(index, self._read)
+        except BadSampleError:
+            return None
+
+    def _read(self, index: int) -> Scene:
+        pixels = decode_rgb(self._scenes, index)
+        mask = self._scenes.read_mask(index, (pixels.shape[0], pixels.shape[1]))
+        return Scene(index, torch.from_numpy(pixels).permute(2, 0, 1), torch.from_numpy(mask))
 
 
 class SceneEvaluation(Evaluation):
@@ -44,12 +87,10 @@ class SceneEvaluation(Evaluation):
     def __init__(
         self, scenes: SceneList, data: Data, settings: Segmentation, window: int, context: RankContext
     ) -> None:
-        world, device = context.world, context.device
+        world = context.world
         self._context, self._scenes, self._settings, self._window = context, scenes, settings, window
         self._batch = data.eval_batch_size or data.batch_size  # windows that are predicted together
-        self._mean, self._std = (
-            255 * torch.tensor(values, device=device).view(3, 1, 1) for values in context.normalization
-        )
+        self._mean, self._std = levels(context.normalization, context.device)
         self._loader = SceneEvalLoader(
             scenes, data, rank=world.rank, size=world.size, threads=context.threads
         )
@@ -85,7 +126,7 @@ class SceneEvaluation(Evaluation):
                 confusion += count_pixels(scene.mask.to(device), predicted, classes)
                 images += 1
                 if pictures and pictures.wants(scene.number):
-                    pictures.add_masks(scene, predicted)
+                    pictures.add_masks(*scene, predicted)
                 if predictions:
                     write_prediction(predictions, scenes, scene.number, predicted)
                 beat(1)
@@ -145,10 +186,9 @@ class SceneEvaluation(Evaluation):
         full = [resize(logits[0], (size[0], size[1])) for logits in found]
         if len(full) == 1:
             return full[0].argmax(dim=0)
-        mirrored = (logits.flip(2) if flip else logits for logits, flip in zip(full, flips, strict=True))
-        total = next(mirrored).softmax(dim=0)
-        for logits in mirrored:
-            total += logits.softmax(dim=0)
+        total = torch.zeros_like(full[0])
+        for logits, flip in zip(full, flips, strict=True):
+            total += (logits.flip(2) if flip else logits).softmax(dim=0)
         return total.argmax(dim=0)
 
 
@@ -250,14 +290,3 @@ def iou_metrics(confusion: NDArray[np.int64]) -> Metrics:
         "pixel_accuracy": 100 * float(right.sum() / labelled.sum()),
         "class_accuracy": 100 * float((right[labelled > 0] / labelled[labelled > 0]).mean()),
     }
-
-
-def write_prediction(folder: Path, scenes: SceneList, number: int, predicted: Tensor) -> None:
-    """Write the classes of an image, in ADE20K's layout counted from 1 as its server wants them."""
-    classes = predicted.to(torch.uint8).cpu().numpy() + np.uint8(scenes.layout.zero_is_ignored)
-    image = Image.fromarray(classes, mode="P")
-    image.putpalette(class_colors().ravel().tolist())
-    path = (folder / scenes.names[number]).with_suffix(".png")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        image.save(file, format="PNG")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,11 +15,15 @@ from torch import Tensor, nn
 from horovod_volo.cluster.rank_sums import WorldSums
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.world import World
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.schema import Config
 from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.data.image_decoder import image_decoder
 from horovod_volo.data.images.split_folder import Split
-from horovod_volo.data.ordered_batches import OrderOfRank
+from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
 from horovod_volo.data.pipeline import Normalization
+from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
+from horovod_volo.data.thread_pool import ImageThreadPool
 from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.engine.task import (
     Beat,
@@ -36,6 +41,7 @@ from horovod_volo.models.weights import load_fitted, read_weights
 
 _PICTURES = 4  # in TensorBoard
 
+Pending = TypeVar("Pending", bound=PendingBatch)
 DenseBatch = TypeVar("DenseBatch")
 # (network, weights by name) -> weights under our names, tensors that stay fresh, messages.
 FitWeights = Callable[[Any, Mapping[str, Tensor]], tuple[dict[str, Tensor], list[str], list[str]]]
@@ -85,6 +91,56 @@ class DenseData:
         """Close all files."""
         self.train.close()
         self.held_out.close()
+
+
+class DenseBatches(OrderedBatches[Pending, DenseBatch]):
+    """This rank's training batches, whose images are decoded by a pipeline and transformed by threads."""
+
+    def __init__(
+        self,
+        images: Any,
+        data: Data,
+        settings: Any,
+        *,
+        side: int,
+        order: OrderOfRank,
+        device: torch.device,
+        threads: int,
+        normalization: Normalization,
+    ) -> None:
+        """`settings` are those of the task, `side` that of the images in a batch."""
+        super().__init__(len(images), data, order, threads)
+        self._images, self._plan_settings, self._side, self._device = images, settings, side, device
+        self._mean, self._std = levels(normalization, device)
+        self._decoder = image_decoder(data.image_decoder)
+        self._transform_threads = ImageThreadPool(threads, "image-transform")
+        self._prefetcher = BatchPrefetcher(
+            partial(self._pipeline, batch=data.batch_size, device=device, threads=threads),
+            device,
+            data.prefetch,
+            lambda index: self.bad_samples.add_undecodable(index, images.location(index)),
+            self._transform,
+            self._decoder.undecodable,
+        )
+
+    def close(self) -> None:
+        """End all threads; batches that were yielded stay valid."""
+        super().close()
+        self._transform_threads.close()
+
+    @abstractmethod
+    def _pipeline(self, source: Any, **settings: Any) -> Any:
+        """Build the pipeline that decodes."""
+
+    @abstractmethod
+    def _transform(self, pending: Pending, decoded: Any) -> Tensor:
+        """Return the normalised images (batch, 3, side, side)."""
+
+
+def levels(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation (3, 1, 1) of levels 0 to 255."""
+    mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in normalization)
+    return mean, std
 
 
 class Views(NamedTuple):

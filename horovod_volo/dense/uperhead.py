@@ -93,11 +93,6 @@ class FCNHead(nn.Module):
         self.conv_seg = nn.Conv2d(width, num_classes, 1)
         draw_weights(self)
 
-    def forward(self, maps: Sequence[Tensor]) -> Tensor:
-        """Return logits at the size of the third map."""
-        logits: Tensor = run_together([self.steps(maps)])[0]
-        return logits
-
     def steps(self, maps: Sequence[Tensor]) -> Steps:
         """Return logits at the size of the third map, in steps."""
         (features,) = yield from units(list(self.convs), [maps[2]])  # type: ignore[arg-type]
@@ -198,16 +193,12 @@ def _scaling(width: int, stride: int, wanted: int) -> nn.Module:
     return nn.Identity() if stride == wanted else nn.MaxPool2d(wanted // stride)
 
 
-class NoNeck(nn.Module):
+class NoNeck(nn.Identity):
     """For a backbone whose maps have strides 4, 8, 16 and 32 already."""
 
     def __init__(self, channels: Sequence[int]) -> None:
         super().__init__()
         self.channels = tuple(channels)
-
-    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        """Return the maps."""
-        return list(maps)
 
 
 def build_neck(kind: str, channels: Sequence[int], strides: Sequence[int]) -> Any:

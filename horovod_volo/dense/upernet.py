@@ -26,9 +26,12 @@ from horovod_volo.models.build import seed_torch
 from horovod_volo.models.sync_batch_norm import run_together
 
 HEADS = ("decode_head.conv_seg", "auxiliary_head.conv_seg")
-# The same modules in other projects: (theirs, ours).
-_HUGGING_FACE = ((".batch_norm.", ".bn."), (".classifier.", ".conv_seg."))
-_OTHER_PLACES = (("backbone.side_layer", "neck.side_layer"),)
+# The same modules in other projects, (theirs, ours): two of Hugging Face, one of LV-ViT's repository.
+_RENAMED = (
+    (".batch_norm.", ".bn."),
+    (".classifier.", ".conv_seg."),
+    ("backbone.side_layer", "neck.side_layer"),
+)
 _STRIDE = 16
 
 
@@ -115,8 +118,8 @@ def _renamed(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     renamed = {}
     for key, tensor in given.items():
         name = key
-        for theirs, ours in (*_HUGGING_FACE, *_OTHER_PLACES):
-            if name.startswith(("decode_head.", "auxiliary_head.", "backbone.side_layer")):
+        if key.startswith(("decode_head.", "auxiliary_head.", "backbone.side_layer")):
+            for theirs, ours in _RENAMED:
                 name = name.replace(theirs, ours)
         renamed[name] = tensor
     return renamed

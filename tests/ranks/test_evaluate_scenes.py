@@ -16,7 +16,8 @@ from PIL import Image
 
 from horovod_volo.data.images.split_folder import Split
 from horovod_volo.demo.scene_set import make_scene_set
-from horovod_volo.dense.mean_iou import count_pixels, iou_metrics, write_prediction
+from horovod_volo.dense.mean_iou import count_pixels, iou_metrics
+from horovod_volo.dense.pictures import write_prediction
 from horovod_volo.dense.scene_list import SceneLayout, SceneList
 from horovod_volo.evaluate import main
 from horovod_volo.pack import main as pack

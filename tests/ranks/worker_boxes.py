@@ -11,7 +11,6 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
-from horovod_volo.dense.anchors import anchor_rule
 from horovod_volo.dense.box_evaluation import BoxEvaluation
 from horovod_volo.dense.box_list import find_boxes, list_boxes
 from horovod_volo.dense.pictures import EvaluationPictures
@@ -29,18 +28,12 @@ def main() -> None:
     parser.add_argument("--reversed", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    world, device, rule = World.connect(), torch.device("cpu"), anchor_rule(SIDE)
+    world, device = World.connect(), torch.device("cpu")
     images = list_boxes(find_boxes(options.scenes, "val"), None)
     if options.reversed:
         images = replace(images, numbers=images.numbers[::-1].copy())
     torch.manual_seed(0)
-    network = build_ssd(
-        "volo_demo",
-        len(images.classes),
-        img_size=SIDE,
-        sides=rule.sides,
-        anchors_per_position=rule.anchors_per_position,
-    ).eval()
+    network = build_ssd("volo_demo", len(images.classes), img_size=SIDE).eval()
     # Fresh weights find boxes everywhere, some of them right.
     settings = Detection(min_score=0.1)
     context = RankContext(world, device, 2, IMAGENET_NORMALIZATION, autocast("fp32", device))

@@ -28,8 +28,9 @@ from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.data.packing.packed_split import TarWriter
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.demo.scene_set import make_scene_set
+from horovod_volo.dense.mean_iou import SceneEvalLoader
 from horovod_volo.dense.scene_list import SceneList
-from horovod_volo.dense.scene_loader import SceneEvalLoader, SceneTrainLoader
+from horovod_volo.dense.scene_loader import SceneTrainLoader
 from horovod_volo.dense.scene_shards import SceneShards, open_scenes
 from horovod_volo.pack import main
 
