@@ -25,12 +25,9 @@ EXTRAS: dict[str, dict[str, str]] = {
         "segmentation": "horovod_volo.dense.segmentation",
         "detection": "horovod_volo.dense.detection",
     },
-    "evaluation": {
-        "segmentation": "horovod_volo.dense.evaluate_scenes",
-        "detection": "horovod_volo.dense.evaluate_boxes",
-    },
+    "evaluation": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.evaluate"),
     "export": dict.fromkeys(("segmentation", "detection"), "horovod_volo.dense.export"),
-    "kind of data to pack": {"images with masks": "horovod_volo.dense.pack_scenes"},
+    "kind of data to pack": {"images with masks": "horovod_volo.dense.scene_shards"},
     "choice of kernels": {"auto": "horovod_volo.kernels.choice"},
     "model": dict.fromkeys(("lvvit_t", "lvvit_s", "lvvit_m", "lvvit_l"), "horovod_volo.models.lvvit"),
     "optimizer": {

@@ -1,10 +1,17 @@
-"""Anchors of SSD: their boxes, the targets that ground-truth boxes give them, and detections from outputs.
+"""Anchors of SSD: their boxes, the targets that ground-truth boxes give them, and the loss.
 
 Boxes are left, top, right, bottom in fractions of the image, unless a name says otherwise. Classes count from
 1; class 0 is the background of an anchor, and marks padding among the ground-truth boxes of a batch.
 
 Invariant: anchors are in the order of the network's outputs (dense/ssd.py): map after map, within a map
 shape after shape, within a shape all positions, rows then columns.
+
+The loss is smooth L1 of encoded boxes, and the cross-entropy of classes with hard-negative mining: of an
+image with n positive anchors, the n positives and the 3 n background anchors of greatest cross-entropy count;
+the image's loss is divided by n. An image without positives has the loss 0, and so have its gradients.
+
+Invariant: all shapes are fixed by the batch, so that nothing synchronizes with the device and every rank
+computes the same graph, whatever boxes its images have.
 """
 
 from __future__ import annotations
@@ -20,6 +27,7 @@ from torch import Tensor
 
 # Encoded boxes are multiplied by these: SSD's variances 0.1 and 0.2.
 _CENTRE_SCALE, _SIZE_SCALE = 10.0, 5.0
+NEGATIVES_PER_POSITIVE = 3
 _BLOCK, _BLOCK_ON_CPU = 1 << 24, 1 << 18  # overlaps computed together, 4 bytes each; a CPU's caches hold few
 
 
@@ -32,15 +40,6 @@ class AnchorRule:
     steps: tuple[float, ...]  # from one position of each map to the next
     sizes: tuple[float, ...]  # of the square anchor of each map; the last is beyond the last map
     ratios: tuple[tuple[float, ...], ...]  # width / height of oblong anchors, which are also transposed
-
-    def __post_init__(self) -> None:
-        """Raise ValueError if the numbers of maps differ."""
-        maps = len(self.sides)
-        if not maps == len(self.steps) == len(self.sizes) - 1 == len(self.ratios):
-            raise ValueError(
-                f"{maps} maps need as many steps and ratios and one more size, not {len(self.steps)} steps, "
-                f"{len(self.ratios)} ratios and {len(self.sizes)} sizes"
-            )
 
     @property
     def anchors_per_position(self) -> tuple[int, ...]:
@@ -92,14 +91,6 @@ class BoxTargets(NamedTuple):
     boxes: Tensor  # (batch, anchors, 4) fp32, encoded; 0 for background
 
 
-class Detections(NamedTuple):
-    """Boxes found in a batch, by descending score; unused entries, all 0, follow."""
-
-    boxes: Tensor  # (batch, most, 4) fp32
-    scores: Tensor  # (batch, most) fp32
-    classes: Tensor  # (batch, most) int64
-
-
 def build_anchors(rule: AnchorRule, device: torch.device | None = None) -> Anchors:
     """Build the anchors of a rule."""
     rows = [
@@ -132,7 +123,7 @@ def encode(boxes: Tensor, classes: Tensor, anchors: Anchors, criterion: float = 
     """
     if not boxes.shape[1]:
         boxes, classes = F.pad(boxes, (0, 0, 0, 1)), F.pad(classes, (0, 1))
-    images = _rows_together(boxes.shape[1] * len(anchors.corners), boxes.device)
+    images = rows_together(boxes.shape[1] * len(anchors.corners), boxes.device)
     blocks = zip(torch.split(boxes.float(), images), torch.split(classes.long(), images), strict=True)
     found = [_encode(*block, anchors, criterion) for block in blocks]
     return BoxTargets(*(torch.cat(parts) for parts in zip(*found, strict=True)))
@@ -180,66 +171,7 @@ def decode(values: Tensor, anchors: Anchors) -> Tensor:
     return _corners(torch.cat([centre, size], dim=-1))
 
 
-@torch.no_grad()
-def detect(
-    values: Tensor,
-    logits: Tensor,
-    anchors: Anchors,
-    *,
-    min_score: float = 0.05,
-    max_overlap: float = 0.5,
-    most: int = 200,
-) -> Detections:
-    """Return the detections that a network's outputs (batch, anchors, 4 and classes + 1) mean.
-
-    Of each class the `most` best boxes above the score go through non-maximum suppression; of what is left,
-    the `most` best of an image are kept. Synchronizes with the device.
-    """
-    boxes = decode(values, anchors)
-    scores = logits.float().softmax(dim=2)[..., 1:].transpose(1, 2)  # (batch, classes, anchors)
-    num_classes, candidates = scores.shape[1], min(most, scores.shape[2])
-    scores = scores.where(scores > min_score, 0.0)
-    scores, numbers = scores.topk(candidates, dim=2)  # (batch, classes, candidates)
-    of_candidate = boxes.unsqueeze(1).expand(-1, num_classes, -1, -1)
-    of_candidate = of_candidate.gather(2, numbers.unsqueeze(3).expand(-1, -1, -1, 4))
-    kept = _kept(of_candidate.flatten(0, 1), scores.flatten(0, 1) > 0, max_overlap).view_as(scores)
-    scores = scores.where(kept, 0.0).flatten(1)
-    scores, numbers = scores.topk(min(most, scores.shape[1]), dim=1)  # (batch, most)
-    used = scores > 0
-    of_candidate = of_candidate.flatten(1, 2).gather(1, numbers.unsqueeze(2).expand(-1, -1, 4))
-    return Detections(
-        of_candidate.where(used.unsqueeze(2), 0.0),
-        scores,
-        torch.where(used, numbers.div(candidates, rounding_mode="floor") + 1, 0),
-    )
-
-
-def _kept(boxes: Tensor, present: Tensor, max_overlap: float) -> Tensor:
-    """Return which boxes (rows, candidates, 4) of each row stay; rows without a present box cost nothing."""
-    kept = torch.zeros_like(present)
-    rows = present.any(dim=1).nonzero().squeeze(1)
-    for block in torch.split(rows, _rows_together(boxes.shape[1] ** 2, boxes.device)):
-        kept[block] = suppress_overlaps(boxes[block], present[block], max_overlap)
-    return kept
-
-
-def suppress_overlaps(boxes: Tensor, present: Tensor, max_overlap: float) -> Tensor:
-    """Return which boxes (rows, candidates, 4), sorted by descending score, greedy suppression keeps.
-
-    A box is kept if it is present and its IoU with every kept box before it is at most `max_overlap`. After n
-    rounds this holds for the first n boxes of a row; most rows need few rounds. Synchronizes in each.
-    """
-    excludes = (intersection_over_union(boxes, boxes) > max_overlap).triu(diagonal=1)
-    kept = present
-    while True:
-        excluded = (excludes & kept.unsqueeze(2)).any(dim=1)
-        following = present & ~excluded
-        if torch.equal(following, kept):
-            return kept
-        kept = following
-
-
-def _rows_together(overlaps: int, device: torch.device) -> int:
+def rows_together(overlaps: int, device: torch.device) -> int:
     """Return how many rows of so many overlaps each are computed together."""
     return max(1, (_BLOCK_ON_CPU if device.type == "cpu" else _BLOCK) // overlaps)
 
@@ -260,3 +192,37 @@ def _corners(centres: Tensor) -> Tensor:
     """Return left, top, right, bottom of boxes (..., 4) given as centre x, centre y, width, height."""
     half = centres[..., 2:] / 2
     return torch.cat([centres[..., :2] - half, centres[..., :2] + half], dim=-1)
+
+
+class DetectionLoss(NamedTuple):
+    """The loss of a micro-batch, and its two terms: fp32 scalars on the device."""
+
+    total: Tensor
+    box_loss: Tensor
+    class_loss: Tensor
+
+
+def detection_loss(box_values: Tensor, class_logits: Tensor, targets: BoxTargets) -> DetectionLoss:
+    """Return the mean over images of smooth L1 and cross-entropy, in fp32 whatever the outputs' dtype.
+
+    The outputs are encoded boxes (batch, anchors, 4) and logits (batch, anchors, classes + 1).
+    """
+    positive = targets.classes > 0  # (batch, anchors)
+    positives = positive.sum(dim=1)  # (batch,)
+    distances = F.smooth_l1_loss(box_values.float(), targets.boxes, reduction="none").sum(dim=2)
+    of_boxes = distances.where(positive, 0.0).sum(dim=1)
+
+    # One row per anchor; in fp32, because a half-precision softmax would lose small probabilities.
+    entropies = F.cross_entropy(
+        class_logits.float().flatten(0, 1), targets.classes.flatten(), reduction="none"
+    ).view_as(positive)
+    of_positives = entropies.where(positive, 0.0).sum(dim=1)
+    # Positives are 0 here: no cross-entropy is less, so they replace no negative and add nothing to the sum.
+    hardest = entropies.masked_fill(positive, 0.0).sort(dim=1, descending=True).values
+    ranks = torch.arange(hardest.shape[1], device=hardest.device)
+    mined = ranks < NEGATIVES_PER_POSITIVE * positives.unsqueeze(1)  # (batch, anchors)
+    of_classes = of_positives + hardest.where(mined, 0.0).sum(dim=1)
+
+    divisor = positives.clamp(min=1)  # without positives, both numerators are 0
+    box_loss, class_loss = (of_boxes / divisor).mean(), (of_classes / divisor).mean()
+    return DetectionLoss(box_loss + class_loss, box_loss, class_loss)

@@ -6,8 +6,9 @@ gathered once, and rank 0 computes COCO's average precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,35 +17,104 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
+from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.loader import EvalBatches
-from horovod_volo.data.pipeline import Normalization
-from horovod_volo.dense.anchors import Anchors, detect
-from horovod_volo.dense.average_precision import (
-    NO_TRUTH,
-    BoxMetrics,
-    BoxPredictions,
-    BoxTruths,
-    measure_boxes,
+from horovod_volo.dense.anchors import (
+    Anchors,
+    anchor_rule,
+    build_anchors,
+    decode,
+    intersection_over_union,
+    rows_together,
 )
+from horovod_volo.dense.average_precision import NO_TRUTH, BoxPredictions, BoxTruths, measure_boxes, take
 from horovod_volo.dense.box_list import BoxList
 from horovod_volo.dense.pictures import EvaluationPictures
+from horovod_volo.dense.task import Evaluation, Measured, RankContext
 from horovod_volo.engine.task import Beat, Metrics
 
 
-class BoxPredictor:
-    """Finds boxes in images."""
+class BoxEvaluation(Evaluation):
+    """Finds boxes in the images of a list, scaled to squares."""
 
-    def __init__(self, settings: Detection, anchors: Anchors, batch: int) -> None:
-        """Images are always predicted `batch` together, so that a result does not depend on their number."""
-        self._settings, self._anchors, self._batch = settings, anchors, batch
+    def __init__(
+        self, images: BoxList, data: Data, settings: Detection, side: int, context: RankContext
+    ) -> None:
+        self._context, self._images, self._settings = context, images, settings
+        self._anchors = build_anchors(anchor_rule(side), context.device)
+        self._loader = EvalBatches(
+            images,
+            len(images),
+            data,
+            image_size=side,
+            resize=lambda sizes: np.full_like(sizes, side),
+            rank=context.world.rank,
+            size=context.world.size,
+            device=context.device,
+            threads=context.threads,
+            normalization=context.normalization,
+            interpolation="bilinear",
+        )
+        self.bad_samples, self.folder = self._loader.bad_samples, images.files.images
 
-    def find(self, network: nn.Module, images: Tensor) -> list[BoxPredictions]:
+    def measure(
+        self,
+        network: nn.Module,
+        beat: Beat,
+        *,
+        pictures: EvaluationPictures | None = None,
+        predictions: Path | None = None,
+    ) -> Measured:
+        """Find boxes in the images of all ranks, and measure them. Collective: every rank calls this."""
+        images, world = self._images, self._context.world
+        own: list[BoxPredictions] = []
+        done: list[int] = []
+        bad = 0
+        with torch.inference_mode(), self._context.autocast:
+            for pending, batch in self._loader.decoded():
+                of_batch = self._find(network, batch)
+                for index, damaged, found in zip(
+                    pending.indices.tolist(), pending.bad, of_batch, strict=True
+                ):
+                    if damaged:
+                        bad += 1
+                        continue
+                    in_pixels = _of_image(found, index, images.size(index))
+                    if pictures and pictures.wants(index):
+                        pictures.add_boxes(images, index, *in_pixels[1:])
+                    own.append(in_pixels)
+                    done.append(index)
+                    beat(1)
+        of_ranks = world.allgather_object((_joined(own), done, bad))
+        usable = np.array([index for _, part, _ in of_ranks for index in part], dtype=np.int64)
+        bad_of_all = sum(part for *_, part in of_ranks)
+        if len(np.unique(usable)) != len(usable) or len(usable) + bad_of_all != len(images):
+            raise RuntimeError(f"evaluation covered {len(usable) + bad_of_all} images of {len(images)}")
+        if not len(usable):
+            raise UserError(f"none of the images in {images.files.images} can be read.")
+        # Images ascend with COCO's ids; those of an image stay in their order.
+        found_in_all = _joined([part for part, *_ in of_ranks])
+        found_in_all = take(found_in_all, np.argsort(found_in_all.images, kind="stable"))
+        if predictions:
+            path = predictions / f"detections_{images.files.split}.json"
+            world.run_on_rank_zero(partial(write_detections, path, images, found_in_all))
+        measure = partial(measure_boxes, truths_of(images, usable), found_in_all, len(images.classes))
+        values = world.run_on_rank_zero(measure)._asdict()
+        of_classes = zip(images.classes, values.pop("ap_of_classes").tolist(), strict=True)
+        # Sizes that no true box has are left out.
+        metrics = {name: 100 * value for name, value in values.items() if value != NO_TRUTH}
+        return Measured(
+            metrics | {"images": len(usable), "bad_samples": bad_of_all},
+            {name: 100 * value for name, value in of_classes if value != NO_TRUTH},
+        )
+
+    def _find(self, network: nn.Module, images: Tensor) -> list[BoxPredictions]:
         """Return the boxes of each image, as fractions of it, by descending score; images are numbered 0."""
-        padded = F.pad(images, (0, 0, 0, 0, 0, 0, 0, self._batch - len(images)))
+        # Always as many images together, so that a result does not depend on their number.
+        padded = F.pad(images, (0, 0, 0, 0, 0, 0, 0, self._loader.batch_size - len(images)))
         settings = self._settings
         values, logits = network(padded)
         found = detect(
@@ -58,93 +128,19 @@ class BoxPredictor:
         boxes, scores, classes = (each[: len(images)].cpu().numpy() for each in found)
         used = scores > 0
         return [
-            BoxPredictions(np.zeros(row.sum(), dtype=np.int64), of_image[row], kinds[row] - 1, values[row])
-            for of_image, values, kinds, row in zip(boxes, scores, classes, used, strict=True)
+            BoxPredictions(np.zeros(row.sum(), dtype=np.int64), of_image[row], kinds[row] - 1, of_scores[row])
+            for of_image, of_scores, kinds, row in zip(boxes, scores, classes, used, strict=True)
         ]
 
-
-def build_eval_loader(
-    images: BoxList,
-    settings: Data,
-    *,
-    side: int,
-    rank: int,
-    size: int,
-    device: torch.device,
-    threads: int,
-    normalization: Normalization,
-) -> EvalBatches:
-    """Build the loader of this rank's images, scaled to squares."""
-    return EvalBatches(
-        images,
-        len(images),
-        settings,
-        image_size=side,
-        resize=lambda sizes: np.full_like(sizes, side),
-        rank=rank,
-        size=size,
-        device=device,
-        threads=threads,
-        normalization=normalization,
-        interpolation="bilinear",
-    )
-
-
-class FoundBoxes(NamedTuple):
-    """What was found in the images of all ranks, the same on every rank."""
-
-    metrics: BoxMetrics
-    predictions: BoxPredictions  # in pixels; images are positions in the list
-    images: int
-    bad_samples: int  # damaged ones, whose boxes are left out
-
-    def as_metrics(self) -> Metrics:
-        """Return average precision and recall in per cent, and the numbers of images.
-
-        Those of a size that no true box has are left out.
-        """
-        values = self.metrics._asdict()
-        values.pop("ap_of_classes")
-        named = {name: 100 * value for name, value in values.items() if value != NO_TRUTH}
-        return named | {"images": self.images, "bad_samples": self.bad_samples}
-
-
-def find_in_all(
-    network: nn.Module,
-    loader: EvalBatches,
-    images: BoxList,
-    predictor: BoxPredictor,
-    world: World,
-    arithmetic: torch.autocast,
-    on_image: Callable[[int, BoxPredictions], object],
-) -> FoundBoxes:
-    """Find boxes in the images of all ranks, and measure them. Collective: every rank calls this."""
-    own: list[BoxPredictions] = []
-    done: list[int] = []
-    bad = 0
-    with torch.inference_mode(), arithmetic:
-        for pending, batch in loader.decoded():
-            of_batch = predictor.find(network, batch)
-            for index, damaged, found in zip(pending.indices.tolist(), pending.bad, of_batch, strict=True):
-                if damaged:
-                    bad += 1
-                    continue
-                in_pixels = _of_image(found, index, images.size(index))
-                on_image(index, in_pixels)
-                own.append(in_pixels)
-                done.append(index)
-    of_ranks = world.allgather_object((_joined(own), done, bad))
-    usable = np.array([index for _, part, _ in of_ranks for index in part], dtype=np.int64)
-    damaged_of_all = sum(part for *_, part in of_ranks)
-    if len(np.unique(usable)) != len(usable) or len(usable) + damaged_of_all != len(images):
-        raise RuntimeError(f"evaluation covered {len(usable) + damaged_of_all} images of {len(images)}")
-    if not len(usable):
-        raise UserError(f"none of the images in {images.files.images} can be read.")
-    predictions = _joined([part for part, *_ in of_ranks])
-    # Images ascend with COCO's ids; those of an image stay in their order.
-    predictions = predictions.take(np.argsort(predictions.images, kind="stable"))
-    measure = partial(measure_boxes, truths_of(images, usable), predictions, len(images.classes))
-    return FoundBoxes(world.run_on_rank_zero(measure), predictions, len(usable), damaged_of_all)
+    def rows(self, metrics: Metrics) -> list[tuple[str, str]]:
+        """Return metrics in words."""
+        sizes = [size for size in ("small", "medium", "large") if f"ap_{size}" in metrics]
+        return [
+            ("AP", f"{metrics['ap']:.3f} %, the mean over IoU 0.50 to 0.95"),
+            ("AP50 AP75", f"{metrics['ap50']:.3f} %, {metrics['ap75']:.3f} %"),
+            ("by size", ", ".join(f"{size} {metrics[f'ap_{size}']:.3f} %" for size in sizes)),
+            ("AR100", f"{metrics['ar100']:.3f} %"),
+        ]
 
 
 def truths_of(images: BoxList, usable: NDArray[np.int64]) -> BoxTruths:
@@ -177,22 +173,82 @@ def _joined(parts: list[BoxPredictions]) -> BoxPredictions:
     return BoxPredictions(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def measure_detections(
-    network: nn.Module,
-    beat: Beat,
+def write_detections(path: Path, images: BoxList, found: BoxPredictions) -> None:
+    """Write boxes in the form of COCO's results."""
+    ids, categories = images.annotations.arrays.image_ids[images.numbers], images.annotations.category_ids
+    sides = found.boxes.astype(float)
+    sides[:, 2:] -= sides[:, :2]
+    columns = (ids[found.images].tolist(), found.classes.tolist(), sides.tolist(), found.scores.tolist())
+    records = [
+        {"image_id": image, "category_id": categories[kind], "bbox": box, "score": score}
+        for image, kind, box, score in zip(*columns, strict=True)
+    ]
+    with atomic_write(path) as file:
+        file.write(json.dumps(records).encode())
+
+
+class Detections(NamedTuple):
+    """Boxes found in a batch, by descending score; unused entries, all 0, follow."""
+
+    boxes: Tensor  # (batch, most, 4) fp32
+    scores: Tensor  # (batch, most) fp32
+    classes: Tensor  # (batch, most) int64
+
+
+@torch.no_grad()
+def detect(
+    values: Tensor,
+    logits: Tensor,
+    anchors: Anchors,
     *,
-    loader: EvalBatches,
-    images: BoxList,
-    predictor: BoxPredictor,
-    world: World,
-    arithmetic: torch.autocast,
-    pictures: EvaluationPictures,
-) -> Metrics:
-    """Return a network's metrics on the held-out images. Collective: every rank calls this."""
+    min_score: float = 0.05,
+    max_overlap: float = 0.5,
+    most: int = 200,
+) -> Detections:
+    """Return the detections that a network's outputs (batch, anchors, 4 and classes + 1) mean.
 
-    def on_image(index: int, found: BoxPredictions) -> None:
-        if pictures.wants(index):
-            pictures.add_boxes(images, index, found.boxes, found.classes, found.scores)
-        beat(1)
+    Of each class the `most` best boxes above the score go through non-maximum suppression; of what is left,
+    the `most` best of an image are kept. Synchronizes with the device.
+    """
+    boxes = decode(values, anchors)
+    scores = logits.float().softmax(dim=2)[..., 1:].transpose(1, 2)  # (batch, classes, anchors)
+    num_classes, candidates = scores.shape[1], min(most, scores.shape[2])
+    scores = scores.where(scores > min_score, 0.0)
+    scores, numbers = scores.topk(candidates, dim=2)  # (batch, classes, candidates)
+    of_candidate = boxes.unsqueeze(1).expand(-1, num_classes, -1, -1)
+    of_candidate = of_candidate.gather(2, numbers.unsqueeze(3).expand(-1, -1, -1, 4))
+    kept = _kept(of_candidate.flatten(0, 1), scores.flatten(0, 1) > 0, max_overlap).view_as(scores)
+    scores = scores.where(kept, 0.0).flatten(1)
+    scores, numbers = scores.topk(min(most, scores.shape[1]), dim=1)  # (batch, most)
+    used = scores > 0
+    of_candidate = of_candidate.flatten(1, 2).gather(1, numbers.unsqueeze(2).expand(-1, -1, 4))
+    return Detections(
+        of_candidate.where(used.unsqueeze(2), 0.0),
+        scores,
+        torch.where(used, numbers.div(candidates, rounding_mode="floor") + 1, 0),
+    )
 
-    return find_in_all(network, loader, images, predictor, world, arithmetic, on_image).as_metrics()
+
+def _kept(boxes: Tensor, present: Tensor, max_overlap: float) -> Tensor:
+    """Return which boxes (rows, candidates, 4) of each row stay; rows without a present box cost nothing."""
+    kept = torch.zeros_like(present)
+    rows = present.any(dim=1).nonzero().squeeze(1)
+    for block in torch.split(rows, rows_together(boxes.shape[1] ** 2, boxes.device)):
+        kept[block] = suppress_overlaps(boxes[block], present[block], max_overlap)
+    return kept
+
+
+def suppress_overlaps(boxes: Tensor, present: Tensor, max_overlap: float) -> Tensor:
+    """Return which boxes (rows, candidates, 4), sorted by descending score, greedy suppression keeps.
+
+    A box is kept if it is present and its IoU with every kept box before it is at most `max_overlap`. After n
+    rounds this holds for the first n boxes of a row; most rows need few rounds. Synchronizes in each.
+    """
+    excludes = (intersection_over_union(boxes, boxes) > max_overlap).triu(diagonal=1)
+    kept = present
+    while True:
+        excluded = (excludes & kept.unsqueeze(2)).any(dim=1)
+        following = present & ~excluded
+        if torch.equal(following, kept):
+            return kept
+        kept = following

@@ -11,16 +11,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.data.images.split_folder import Split
 from horovod_volo.data.reading import read_image
 from horovod_volo.dense.annotations import Annotations, BoxArrays, map_annotations, read_annotations
-
-Split = Literal["train", "val"]
 
 _THINNEST = 0.1  # pixels; thinner boxes are not learned
 
@@ -37,6 +36,7 @@ class BoxFiles(NamedTuple):
 
     annotations: Path
     images: Path
+    split: Split
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +60,9 @@ class BoxList:
         """Return a checksum of the annotations and of the choice of images."""
         listed = self.annotations.digest.encode() + np.ascontiguousarray(self.numbers).tobytes()
         return hashlib.sha256(listed).hexdigest()
+
+    def close(self) -> None:
+        """Close nothing: files are opened one by one."""
 
     def name(self, index: int) -> str:
         """Return the name of an image's file."""
@@ -141,7 +144,7 @@ def find_boxes(root: Path, split: Split) -> BoxFiles:
     folders = [folder for folder in (root / name, root / "images" / name) if folder.is_dir()]
     if not folders:
         raise UserError(f"The images of {found[0]} are missing: there is no {root / 'images' / name}.")
-    return BoxFiles(found[0], folders[0])
+    return BoxFiles(found[0], folders[0], split)
 
 
 def list_boxes(files: BoxFiles, cache: Path | None) -> BoxList:

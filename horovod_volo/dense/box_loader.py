@@ -1,12 +1,18 @@
-"""The batches of images with boxes that a rank trains on.
+"""The batches of images with boxes that a rank trains on, and how each image is cut, flipped and coloured.
 
-Invariant: a batch is a pure function of (seed, epoch, step, rank, number of ranks), as for classification.
+The window is SSD's: it is drawn again until all boxes overlap it by more than a limit, itself drawn, and the
+centre of one or more is inside. Its corners are whole pixels, so that one affine map takes image and boxes to
+the square that the network sees.
+
+Invariant: a batch is a pure function of (seed, epoch, step, rank, number of ranks), as for classification;
+the plan of an image is one of (seed, epoch, sample) and of its boxes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from math import cos, radians, sin
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,79 +20,47 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
 from horovod_volo.core.batch import BoxBatch, copy_async
-from horovod_volo.data.image_decoder import image_decoder
-from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
-from horovod_volo.data.pipeline import Normalization, resizing_inputs
-from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
-from horovod_volo.data.thread_pool import ImageThreadPool
+from horovod_volo.core.rng import Purpose, uniforms
+from horovod_volo.data.pipeline import resizing_inputs
+from horovod_volo.data.prefetcher import PendingBatch
 from horovod_volo.data.train_transform import resize_pixels
-from horovod_volo.dense.box_list import BoxList, ImageBoxes, read_sized
-from horovod_volo.dense.box_plan import BoxPlan, draw_box_plan
+from horovod_volo.dense.box_list import ImageBoxes, read_sized
+from horovod_volo.dense.task import DenseBatches
 
-
-class BoxTable(NamedTuple):
-    """The boxes of a batch; images with fewer than the most have zeros after theirs."""
-
-    boxes: NDArray[np.float32]  # (batch, most, 4) left, top, right, bottom as fractions of the image
-    classes: NDArray[np.int64]  # (batch, most) from 1; 0 where there is no box
+# A window's limits of IoU with each box, drawn evenly; None is the whole image, -1 any window.
+_LIMITS = (None, 0.1, 0.3, 0.5, 0.7, 0.9, -1.0)
+_ROUNDS = 100  # then it is the whole image; one round in seven ends with that
+_MOST_OBLONG = 2.0  # width over height of a window, relative to the image's, or the inverse
+_FLIP = 0.5
+_GREY = 128.0  # contrast is stretched around it
+_TO_YIQ = np.array([[0.299, 0.587, 0.114], [0.596, -0.274, -0.321], [0.211, -0.523, 0.311]])
 
 
 @dataclass(frozen=True, eq=False)
 class PendingBoxBatch(PendingBatch):
     """A batch of images with boxes that has been read, but whose images are not decoded."""
 
-    table: BoxTable
+    # Images with fewer boxes than the most have zeros after theirs.
+    boxes: NDArray[np.float32]  # (batch, most, 4) left, top, right, bottom as fractions of the image
+    classes: NDArray[np.int64]  # (batch, most) from 1; 0 where there is no box
     flips: NDArray[np.bool_]  # (batch,)
     colors: NDArray[np.float32]  # (batch, 3, 4) affine maps of the colours
     drawn: NDArray[np.int64]  # (batch,) the images that were to be read; damaged ones are replaced
 
 
-class BoxTrainLoader(OrderedBatches[PendingBoxBatch, BoxBatch]):
+class BoxTrainLoader(DenseBatches[PendingBoxBatch, BoxBatch]):
     """This rank's training batches for detection."""
 
-    def __init__(
-        self,
-        images: BoxList,
-        settings: Data,
-        plan_settings: Detection,
-        *,
-        side: int,
-        order: OrderOfRank,
-        device: torch.device,
-        threads: int,
-        normalization: Normalization,
-    ) -> None:
-        super().__init__(len(images), settings, order, threads)
-        self._images, self._plan_settings, self._side, self._device = images, plan_settings, side, device
-        mean, std = (255 * torch.tensor(values, device=device).view(3, 1) for values in normalization)
-        self._mean, self._std = mean, std
+    @property
+    def _resized_by_dali(self) -> bool:
         # On the CPU torch resizes faster than DALI.
-        decoder = image_decoder(settings.image_decoder)
-        self._resized_by_dali = device.type == "cuda" and decoder.name == "dali"
-        self._transform_threads = ImageThreadPool(threads, "image-transform")
-        self._prefetcher = BatchPrefetcher(
-            partial(
-                decoder.build_train_pipeline,
-                image_size=side,
-                batch=settings.batch_size,
-                device=device,
-                threads=threads,
-                resize=self._resized_by_dali,
-            ),
-            device,
-            settings.prefetch,
-            lambda index: self.bad_samples.add_undecodable(index, images.location(index)),
-            self._transform,
-            decoder.undecodable,
-        )
+        return self._device.type == "cuda" and self._decoder.name == "dali"
 
-    def close(self) -> None:
-        """End all threads; batches that were yielded stay valid."""
-        super().close()
-        self._transform_threads.close()
+    def _pipeline(self, source: Any, **settings: Any) -> Any:
+        resize = self._resized_by_dali
+        return self._decoder.build_train_pipeline(source, image_size=self._side, resize=resize, **settings)
 
     def _read_batch(self, epoch: int, drawn: NDArray[np.int64]) -> PendingBoxBatch:
         # A replacement is augmented as the damaged image would have been.
@@ -102,8 +76,8 @@ class BoxTrainLoader(OrderedBatches[PendingBoxBatch, BoxBatch]):
             inputs += resizing_inputs(flips, np.zeros_like(flips), np.zeros_like(flips))
         indices = np.array([index for index, *_ in prepared], dtype=np.int64)
         colors = np.stack([plan.colors.affine() for plan in plans]).astype(np.float32)
-        table = _table([moved for *_, moved in prepared])
-        return PendingBoxBatch(indices, inputs, table, flips, colors, drawn)
+        boxes, classes = _padded([moved for *_, moved in prepared])
+        return PendingBoxBatch(indices, inputs, boxes, classes, flips, colors, drawn)
 
     def _prepare(self, epoch: int, sample: int) -> tuple[int, NDArray[np.uint8], BoxPlan, ImageBoxes]:
         """Read an image or its replacement, draw its plan, and move its boxes."""
@@ -118,8 +92,9 @@ class BoxTrainLoader(OrderedBatches[PendingBoxBatch, BoxBatch]):
         """Return the images (batch, 3, side, side) with their colours changed, normalised."""
         maps = copy_async(pending.colors, self._device)  # (batch, 3, 4)
         # Normalising is one more affine map: both are one product, clipped to what 0 and 255 become.
-        matrix, added = maps[:, :, :3] / self._std, (maps[:, :, 3:] - self._mean) / self._std
-        low, high = -self._mean / self._std, (255 - self._mean) / self._std
+        mean, std = self._mean.flatten(1), self._std.flatten(1)  # (3, 1)
+        matrix, added = maps[:, :, :3] / std, (maps[:, :, 3:] - mean) / std
+        low, high = -mean / std, (255 - mean) / std
         images = torch.empty(len(matrix), 3, self._side, self._side, device=self._device)
         flat = images.flatten(2)
         if self._resized_by_dali:
@@ -140,15 +115,121 @@ class BoxTrainLoader(OrderedBatches[PendingBoxBatch, BoxBatch]):
         return images
 
     def _batch(self, pending: PendingBoxBatch, images: Tensor) -> BoxBatch:
-        boxes, classes = (copy_async(each, self._device) for each in pending.table)
+        boxes, classes = (copy_async(each, self._device) for each in (pending.boxes, pending.classes))
         return BoxBatch(images, boxes, classes, pending.indices, pending.drawn)
 
 
-def _table(images: list[ImageBoxes]) -> BoxTable:
+def _padded(images: list[ImageBoxes]) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
     most = max(1, *(len(image.boxes) for image in images))
     boxes = np.zeros((len(images), most, 4), dtype=np.float32)
     classes = np.zeros((len(images), most), dtype=np.int64)
     for number, image in enumerate(images):
         boxes[number, : len(image.boxes)] = image.boxes
         classes[number, : len(image.boxes)] = image.classes + 1
-    return BoxTable(boxes, classes)
+    return boxes, classes
+
+
+class Window(NamedTuple):
+    """A rectangle of whole pixels of the stored image."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class ColorChange:
+    """A linear map of colours: the hue is turned and the saturation scaled, then contrast and brightness."""
+
+    hue: float = 0.0  # degrees
+    saturation: float = 1.0
+    contrast: float = 1.0
+    brightness: float = 1.0
+
+    def affine(self) -> NDArray[np.float64]:
+        """Return the map of levels 0 to 255, (3, 4): a matrix and, in the last column, what is added."""
+        angle = radians(self.hue)
+        turn = self.saturation * np.array([[cos(angle), sin(angle)], [-sin(angle), cos(angle)]])
+        in_yiq = np.eye(3)
+        in_yiq[1:, 1:] = turn
+        matrix = self.brightness * self.contrast * np.linalg.inv(_TO_YIQ) @ in_yiq @ _TO_YIQ
+        added = np.full((3, 1), self.brightness * (1 - self.contrast) * _GREY)
+        return np.hstack([matrix, added])
+
+
+@dataclass(frozen=True)
+class BoxPlan:
+    """What is done to one image and its boxes."""
+
+    window: Window
+    flip: bool
+    colors: ColorChange
+
+    def move(self, boxes: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Return boxes of the image, in pixels, as fractions of the result, and which of them stay.
+
+        Those whose centre is in the window stay; what sticks out is cut off.
+        """
+        top, left, height, width = self.window
+        moved = (boxes - [left, top, left, top]) / [width, height, width, height]
+        if self.flip:
+            moved[:, [0, 2]] = 1 - moved[:, [2, 0]]
+        centres = (moved[:, :2] + moved[:, 2:]) / 2
+        inside = (centres > 0) & (centres < 1)
+        return moved.clip(0, 1), np.asarray(inside.all(axis=1))
+
+
+def draw_box_plan(
+    settings: Detection, size: tuple[int, int], boxes: NDArray[np.float64], seed: int, epoch: int, sample: int
+) -> BoxPlan:
+    """Draw the plan of one image of this height and width."""
+    flip, *colors = uniforms(5, Purpose.BOX_PLAN, seed, epoch, sample)
+    ranges = (
+        (-settings.hue, settings.hue),
+        settings.saturation_range,
+        settings.contrast_range,
+        settings.brightness_range,
+    )
+    drawn = [low + (high - low) * number for (low, high), number in zip(ranges, colors, strict=True)]
+    window = _draw_window(settings, size, boxes, (seed, epoch, sample))
+    return BoxPlan(window, flip < _FLIP, ColorChange(*drawn))
+
+
+def _draw_window(
+    settings: Detection, size: tuple[int, int], boxes: NDArray[np.float64], counters: tuple[int, int, int]
+) -> Window:
+    whole = Window(0, 0, *size)
+    low, high = settings.crop_sides
+    for number in range(_ROUNDS if len(boxes) else 0):
+        choice, *drawn = uniforms(5, Purpose.BOX_WINDOW, *counters, number)
+        limit = _LIMITS[int(choice * len(_LIMITS))]
+        if limit is None:
+            break
+        height, width = (low + (high - low) * each for each in drawn[:2])
+        if not 1 / _MOST_OBLONG <= width / height <= _MOST_OBLONG:
+            continue
+        window = _in_pixels(size, (height, width), (drawn[2] * (1 - height), drawn[3] * (1 - width)))
+        if _suits(window, boxes, limit):
+            return window
+    return whole
+
+
+def _in_pixels(size: tuple[int, int], shape: tuple[float, float], corner: tuple[float, float]) -> Window:
+    """Return a window given in fractions of the image."""
+    begins = [round(first * side) for first, side in zip(corner, size, strict=True)]
+    ends = [round((first + part) * side) for first, part, side in zip(corner, shape, size, strict=True)]
+    lengths = [max(1, end - begin) for begin, end in zip(begins, ends, strict=True)]
+    top, left = (min(begin, side - 1) for begin, side in zip(begins, size, strict=True))
+    return Window(top, left, min(lengths[0], size[0] - top), min(lengths[1], size[1] - left))
+
+
+def _suits(window: Window, boxes: NDArray[np.float64], limit: float) -> bool:
+    begin = np.array([window.left, window.top], dtype=np.float64)
+    end = begin + np.array([window.width, window.height])
+    centres = (boxes[:, :2] + boxes[:, 2:]) / 2
+    if not ((centres > begin) & (centres < end)).all(axis=1).any():
+        return False
+    common = (np.minimum(boxes[:, 2:], end) - np.maximum(boxes[:, :2], begin)).clip(min=0).prod(axis=1)
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1)
+    return bool((common > limit * (areas + window.width * window.height - common)).all())

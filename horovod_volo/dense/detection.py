@@ -3,235 +3,110 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from horovod_volo.cluster.resources import RankResources
-from horovod_volo.cluster.world import World, WorldSums
+from horovod_volo.cluster.world import World
+from horovod_volo.config.dense_settings import Detection
 from horovod_volo.config.schema import Config
 from horovod_volo.core.batch import BoxBatch
 from horovod_volo.core.errors import UserError
-from horovod_volo.data.loader import EvalBatches
-from horovod_volo.data.ordered_batches import OrderOfRank
-from horovod_volo.data.pipeline import Normalization
-from horovod_volo.dense.anchors import Anchors, anchor_rule, build_anchors, encode
-from horovod_volo.dense.box_evaluation import BoxPredictor, build_eval_loader, measure_detections
-from horovod_volo.dense.box_list import BoxList, Split, find_boxes, list_boxes, open_boxes
+from horovod_volo.data.image_decoder import decoder_messages
+from horovod_volo.data.images.split_folder import Split
+from horovod_volo.dense.anchors import DetectionLoss, anchor_rule, build_anchors, detection_loss, encode
+from horovod_volo.dense.box_evaluation import BoxEvaluation
+from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes, open_boxes
 from horovod_volo.dense.box_loader import BoxTrainLoader
-from horovod_volo.dense.box_loss import DetectionLoss, detection_loss
-from horovod_volo.dense.pictures import EvaluationPictures
-from horovod_volo.dense.ssd import HEADS, SSD, build_ssd, fitted_weights
+from horovod_volo.dense.ssd import HEADS, build_ssd, fitted_weights
+from horovod_volo.dense.task import DenseData, DenseLearner, DenseTask, RankContext, load_weights
 from horovod_volo.engine.classification import TASKS
 from horovod_volo.engine.shared_catalog import catalog_folder
-from horovod_volo.engine.task import Beat, Learner, Metrics, Network, check_classes, drop_path_seed
+from horovod_volo.engine.task import Network, check_classes
 from horovod_volo.models.build import check_model
-from horovod_volo.models.precision import autocast
-from horovod_volo.models.sync_batch_norm import connect_norms, synchronize_norms
-from horovod_volo.models.weights import load_fitted, read_weights
-from horovod_volo.models.weights_header import statistics_of_run
-from horovod_volo.monitor.pictures import Picture
-
-_PICTURES = 4  # in TensorBoard
+from horovod_volo.models.sync_batch_norm import synchronize_norms
 
 
-@dataclass(frozen=True)
-class BoxImages:
-    """The lists of training and held-out images with boxes."""
-
-    train: BoxList
-    held_out: BoxList
-
-    def close(self) -> None:
-        """Close nothing: files are opened one by one."""
-
-    def describe(self, config: Config) -> str:
-        """Describe the images for the banner."""
-        rule = anchor_rule(config.model.img_size)
-        pairs = zip(rule.sides, rule.anchors_per_position, strict=True)
-        anchors = sum(side**2 * shapes for side, shapes in pairs)
-        empty = len(self.train.annotations.arrays.image_ids) - len(self.train)
-        without = f" ({empty:,} without boxes left out)" if empty else ""
-        return (
-            f"{len(self.train):,} training{without} and {len(self.held_out):,} held-out images with boxes, "
-            f"{len(self.train.classes):,} classes; {anchors:,} anchors"
-        )
-
-    def warnings(self, config: Config) -> list[str]:  # noqa: ARG002
-        """Return no warnings."""
-        return []
-
-
-@dataclass
-class DetectionLearner(Learner[BoxBatch, tuple[Tensor, Tensor]]):
-    """The network of a run and its losses, fed by its loaders."""
-
-    config: Config
-    world: World
-    images: BoxImages
-    train_loader: BoxTrainLoader
-    eval_loader: EvalBatches
-    network: SSD
-    anchors: Anchors
-    autocast: torch.autocast
+class DetectionLearner(DenseLearner[BoxBatch]):
+    """SSD and its losses."""
 
     loss_names = DetectionLoss._fields
 
-    def __post_init__(self) -> None:
-        self.bad_held_out = self.eval_loader.bad_samples
-        self._pictures = EvaluationPictures(_PICTURES if self.world.is_rank_zero else 0)
+    def __init__(self, config: Config, context: RankContext, *parts: Any) -> None:
+        super().__init__(config, context, *parts)
+        self._anchors = build_anchors(anchor_rule(config.model.img_size), context.device)
 
     def forward(self, batch: BoxBatch, step: int, number: int) -> tuple[Tensor, Tensor]:
         """Return the offsets and the logits of all anchors."""
-        seed = drop_path_seed(self.config.run.seed, step, self.world.rank, number)
-        with self.autocast:
-            values, logits = self.network(batch.images, seed)
+        with self.context.autocast:
+            values, logits = self.network(batch.images, self.seed(step, number))
         return values, logits
 
     def loss(self, outputs: tuple[Tensor, Tensor], batch: BoxBatch) -> DetectionLoss:
         """Return the losses of the boxes and of their classes."""
-        return detection_loss(*outputs, encode(batch.boxes, batch.classes, self.anchors))
-
-    def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
-        """Return the average precision of a model on the held-out images. Collective."""
-        return measure_detections(
-            model,
-            beat,
-            loader=self.eval_loader,
-            images=self.images.held_out,
-            predictor=BoxPredictor(self.config.detection, self.anchors, self.eval_loader.batch_size),
-            world=self.world,
-            arithmetic=self.autocast,
-            pictures=self._pictures,
-        )
-
-    def pictures(self) -> Mapping[str, Picture]:
-        """Return pictures of the first images of the last evaluation."""
-        return self._pictures.latest()
-
-    def close(self) -> None:
-        """End the threads of the evaluation."""
-        self.eval_loader.close()
+        return detection_loss(*outputs, encode(batch.boxes, batch.classes, self._anchors))
 
 
-class DetectionTask:
+class DetectionTask(DenseTask):
     """SSD on boxes."""
 
     scores = ("ap", "ap50")
+    score_names = ("AP", "AP at IoU 0.5")
+    train_batches, evaluation, learner = BoxTrainLoader, BoxEvaluation, DetectionLearner
+
+    def settings(self, config: Config) -> Detection:
+        return config.detection
 
     def complete(self, config: Config) -> Config:
         check_model(config.model.model, img_size=config.model.img_size, tokens=False)
         return config
 
-    def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:  # noqa: ARG002
-        return config
-
-    def read(self, config: Config, world: World) -> BoxImages:
+    def read(self, config: Config, world: World) -> DenseData:
         cache = catalog_folder(config.data.catalog_dir, config.run.output, world)
         train, held_out = (_shared_list(config, split, cache, world) for split in ("train", "val"))
         return world.run_on_all_ranks(partial(_fitting, config, train, held_out))
 
+    def count(self, config: Config) -> tuple[int, int] | None:
+        root = Path(config.data.data_dir)
+        if not root.exists():
+            return None
+        train = _to_learn(config, self.list_split(root, "train"))
+        return len(train), len(train.classes)
+
+    def list_split(self, root: Path, split: Split) -> BoxList:
+        return list_boxes(find_boxes(root, split), None)
+
+    def decoder_messages(self, config: Config) -> list[str]:
+        return decoder_messages(config.data.image_decoder)
+
+    def metadata(self, config: Config) -> dict[str, Any]:
+        return {"sync_bn": config.model.sync_bn}
+
     def build(self, config: Config, num_classes: int) -> Network:
-        model, rule = config.model, anchor_rule(config.model.img_size)
+        model = config.model
         network = build_ssd(
             model.model,
             num_classes,
             img_size=model.img_size,
-            sides=rule.sides,
-            anchors_per_position=rule.anchors_per_position,
             drop_path=model.drop_path,
             grad_checkpoint=model.grad_checkpoint,
             stages=model.grad_checkpoint_stages,
         )
         if model.sync_bn != "none":
             synchronize_norms(network if model.sync_bn == "all" else network.extras)
-        heads = _heads(config)
+        heads = tuple(f"{head}.{number}" for head in HEADS for number in range(len(network.box_heads)))
         return Network(
             network,
             heads,
             training_forward=lambda images: network(images, 0),
-            load_weights=partial(_load_weights, network, heads, config),
+            load_weights=partial(load_weights, network, fitted_weights, heads, config),
         )
 
     def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:
-        """Return for how many classes weights are; 0 or less: they are of another network."""
         shapes = anchor_rule(config.model.img_size).anchors_per_position[0]
         return len(weights.get("class_heads.0.bias", ())) // shapes - 1
-
-    def begin(
-        self, config: Config, world: World, data: BoxImages, resources: RankResources, network: nn.Module
-    ) -> DetectionLearner:
-        assert isinstance(network, SSD)
-        if config.model.sync_bn != "none":
-            connect_norms(network, WorldSums(world))
-        device = resources.device
-        normalization = Normalization(*statistics_of_run(config.data, config.model.model))
-        threads = config.data.workers or resources.threads
-        anchors = build_anchors(anchor_rule(config.model.img_size), device)
-        train_loader = BoxTrainLoader(
-            data.train,
-            config.data,
-            config.detection,
-            side=config.model.img_size,
-            order=OrderOfRank(config.run.seed, world.rank, world.size, config.update.accumulation),
-            device=device,
-            threads=threads,
-            normalization=normalization,
-        )
-        eval_loader = build_eval_loader(
-            data.held_out,
-            config.data,
-            side=config.model.img_size,
-            rank=world.rank,
-            size=world.size,
-            device=device,
-            threads=threads,
-            normalization=normalization,
-        )
-        return DetectionLearner(
-            config=config,
-            world=world,
-            images=data,
-            train_loader=train_loader,
-            eval_loader=eval_loader,
-            network=network,
-            anchors=anchors,
-            autocast=autocast(config.model.precision, device),
-        )
-
-    def count(self, config: Config) -> tuple[int, int] | None:
-        root = Path(config.data.data_dir)
-        if not root.exists():
-            return None
-        train = _to_learn(config, list_boxes(find_boxes(root, "train"), None))
-        return len(train), len(train.classes)
-
-    def metadata(self, config: Config) -> dict[str, Any]:
-        return {"sync_bn": config.model.sync_bn}
-
-    def summary(self, metrics: Metrics) -> str:
-        averaged = f", averaged weights {metrics['ema_ap']:.2f} %" if "ema_ap" in metrics else ""
-        return (
-            f"AP {metrics['ap']:.2f} %, AP at IoU 0.5 {metrics['ap50']:.2f} %{averaged} "
-            f"on {metrics['images']} held-out images"
-        )
-
-
-def _heads(config: Config) -> tuple[str, ...]:
-    maps = len(anchor_rule(config.model.img_size).sides)
-    return tuple(f"{head}.{number}" for head in HEADS for number in range(maps))
-
-
-def _load_weights(network: SSD, heads: tuple[str, ...], config: Config, source: str) -> list[str]:
-    weights, which = read_weights(source, use_ema=config.model.use_ema)
-    fitted, fresh, messages = fitted_weights(network, weights)
-    allowed = config.model.allow_mismatch
-    loaded = load_fitted(network, fitted, source, heads=heads, fresh=fresh, allowed=allowed)
-    return [*which, *loaded, *messages]
 
 
 def _shared_list(config: Config, split: Split, cache: Path | None, world: World) -> BoxList:
@@ -246,19 +121,27 @@ def _to_learn(config: Config, train: BoxList) -> BoxList:
     return train if config.detection.keep_empty else train.without_empty()
 
 
-def _fitting(config: Config, train: BoxList, held_out: BoxList) -> BoxImages:
+def _fitting(config: Config, train: BoxList, held_out: BoxList) -> DenseData:
     check_classes(config, train, str(train.files.annotations))
-    if (
-        train.annotations.category_ids != held_out.annotations.category_ids
-        or train.classes != held_out.classes
-    ):
+    first, other = ((each.annotations.category_ids, each.annotations.classes) for each in (train, held_out))
+    if first != other:
         raise UserError(
             f"{train.files.annotations} and {held_out.files.annotations} name other categories. Give both "
             "the same ids and names."
         )
     if not len(train.without_empty()):
         raise UserError(f"{train.files.annotations} has no box to learn. Add boxes.")
-    return BoxImages(_to_learn(config, train), held_out)
+    to_learn, rule = _to_learn(config, train), anchor_rule(config.model.img_size)
+    pairs = zip(rule.sides, rule.anchors_per_position, strict=True)
+    anchors = sum(side**2 * shapes for side, shapes in pairs)
+    empty = len(train) - len(to_learn)
+    without = f" ({empty:,} without boxes left out)" if empty else ""
+    return DenseData(
+        to_learn,
+        held_out,
+        f"{len(to_learn):,} training{without} and {len(held_out):,} held-out images with boxes, "
+        f"{len(train.classes):,} classes; {anchors:,} anchors",
+    )
 
 
 TASKS.register("detection", DetectionTask())

@@ -1,4 +1,4 @@
-"""What the evaluations of pixels and of boxes share: a run's settings, its network, and the result.
+"""Evaluates a trained network for pixels or boxes on one rank or many, and writes what it predicts.
 
 Whatever can be wrong with the request is checked before the first image is read.
 """
@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,20 +23,20 @@ from horovod_volo.config.schema import Config
 from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import DecoderName
-from horovod_volo.data.pipeline import Normalization
 from horovod_volo.dense.detection import DetectionTask
 from horovod_volo.dense.segmentation import SegmentationTask
+from horovod_volo.dense.task import DenseTask, Views, rank_context
 from horovod_volo.engine.task import Metrics, Samples
+from horovod_volo.evaluation.task_results import EVALUATIONS
 from horovod_volo.models.precision import fix_convolutions, set_tf32
 from horovod_volo.models.pretrained import settings_of_run
 from horovod_volo.models.weights import read_weights
 from horovod_volo.models.weights_header import read_class_names, statistics_of_run
 
-DENSE_TASKS: Mapping[str, SegmentationTask | DetectionTask] = {
+DENSE_TASKS: Mapping[str, DenseTask] = {
     "segmentation": SegmentationTask(),
     "detection": DetectionTask(),
 }
-Progress = Callable[[int, int], object]  # given this rank's images that are done, and all of its images
 
 
 @dataclass(frozen=True)
@@ -106,26 +109,53 @@ class EvaluatedDense:
         }
 
 
-def request_of(options: Mapping[str, Any]) -> DenseRequest:
-    """Return what the options of the command line, or of a program, ask for."""
+def evaluate(
+    options: Mapping[str, Any], world: World, progress: Callable[[int, int], object]
+) -> EvaluatedDense:
+    """Evaluate a network on every image once, as the options of the command line or of a program say.
+
+    `progress` is given this rank's images that are done, and all of its images.
+
+    Collective: every rank calls this.
+    """
     given = {name: options[name] for name in DenseRequest.__dataclass_fields__ if name in options}
-    return DenseRequest(**given | {"scales": tuple(options.get("scales", (1.0,)))})
+    request = DenseRequest(**given | {"scales": tuple(options.get("scales", (1.0,)))})
+    config = world.run_on_all_ranks(partial(_settings, request))
+    task = DENSE_TASKS[config.model.task]
+    decoder = world.run_on_all_ranks(partial(task.decoder_messages, config))
+    images = world.run_on_rank_zero(partial(task.list_split, Path(request.data_dir), request.split))
+    network, messages = _open_network(request, config, images, world)
+    resources = rank_resources(world)
+    network.eval().requires_grad_(False).to(resources.device)
+    set_tf32(request.precision)
+    fix_convolutions(network, request.precision, resources.device)
+    context = rank_context(config, world, resources, precision=request.precision, workers=request.workers)
+    # No number of damaged images ends the evaluation: the result names and counts them.
+    config = replace(config, data=replace(config.data, bad_samples_limit=len(images)))
+    evaluation = task.build_evaluation(config, images, context)
+    evaluation.views = Views(request.scales, request.flip)
+    own, done = len(range(world.rank, len(images), world.size)), count(1)
+    predictions = Path(request.predictions) if request.predictions else None
+    with closing(evaluation):
+        measured = evaluation.measure(network, lambda _: progress(next(done), own), predictions=predictions)
+    bad = list(chain(*world.allgather_object(evaluation.bad_samples.new_messages())))
+    return EvaluatedDense(
+        request,
+        config.model.model,
+        options=evaluation.options,
+        data=str(evaluation.folder),
+        metrics=measured.metrics,
+        rows=evaluation.rows(measured.metrics),
+        classes=measured.classes,
+        messages=[*messages, *decoder],
+        bad_samples=bad,
+    )
 
 
-@dataclass(frozen=True)
-class TrainedNetwork:
-    """A run's network on a rank's device, in evaluation mode."""
-
-    network: nn.Module
-    messages: list[str]  # on the weights
-    normalization: Normalization
-    settings: Data
-    device: Any
-    threads: int
-
-
-def settings_of(request: DenseRequest) -> Config:
-    """Return a run's settings; raise UserError if predictions cannot be written."""
+def _settings(request: DenseRequest) -> Config:
+    """Return a run's settings with those of the request; raise UserError if it cannot be met."""
+    if any(not scale > 0 for scale in request.scales):
+        raise UserError("--scales takes factors above 0.")
     if request.predictions:
         try:
             Path(request.predictions).mkdir(parents=True, exist_ok=True)
@@ -135,7 +165,20 @@ def settings_of(request: DenseRequest) -> Config:
             ) from None
         if not os.access(request.predictions, os.W_OK):
             raise UserError(f"--predictions cannot write into {request.predictions}. Name another folder.")
-    return settings_of_weights(request.weights, use_ema=request.use_ema)
+    config = settings_of_weights(request.weights, use_ema=request.use_ema)
+    mode = config.segmentation.test_mode if request.test_mode == "run" else request.test_mode
+    statistics = statistics_of_run(config.data, config.model.model)
+    return replace(
+        config,
+        data=Data(
+            batch_size=request.batch_size,
+            image_decoder=request.image_decoder,
+            bad_samples="skip",
+            mean=statistics.mean,
+            std=statistics.std,
+        ),
+        segmentation=replace(config.segmentation, test_mode=mode),
+    )
 
 
 def settings_of_weights(source: str, *, use_ema: bool) -> Config:
@@ -144,20 +187,22 @@ def settings_of_weights(source: str, *, use_ema: bool) -> Config:
     return replace(config, model=replace(config.model, use_ema=use_ema, allow_mismatch=""))
 
 
-def open_network(request: DenseRequest, config: Config, samples: Samples, world: World) -> TrainedNetwork:
-    """Build and load a run's network. Collective: every rank calls this."""
+def _open_network(
+    request: DenseRequest, config: Config, images: Samples, world: World
+) -> tuple[nn.Module, list[str]]:
+    """Build and load a run's network, and return messages. Collective: every rank calls this."""
     task = DENSE_TASKS[config.model.task]
 
     def load() -> tuple[nn.Module, list[str]]:
         weights, _ = read_weights(request.weights, use_ema=request.use_ema)
         classes = task.classes_in(config, weights)
-        if classes != len(samples.classes):
+        if classes != len(images.classes):
             raise UserError(
-                f"{request.data_dir} has {len(samples.classes)} classes, but {request.weights} is for "
+                f"{request.data_dir} has {len(images.classes)} classes, but {request.weights} is for "
                 f"{classes}. Give images of the classes that it was trained on."
             )
         names = read_class_names(request.weights)  # weights of earlier versions have none
-        for number, (name, trained) in enumerate(zip(samples.classes, names, strict=False)):
+        for number, (name, trained) in enumerate(zip(images.classes, names, strict=False)):
             if name != trained:
                 raise UserError(
                     f"class {number} is {name} in {request.data_dir}, but {trained} in {request.weights}. "
@@ -168,21 +213,8 @@ def open_network(request: DenseRequest, config: Config, samples: Samples, world:
 
     network, messages = world.run_on_all_ranks(load)
     world.assert_identical(network.parameters(), "The weights")
-    resources = rank_resources(world)
-    network.eval().requires_grad_(False).to(resources.device)
-    set_tf32(request.precision)
-    fix_convolutions(network, request.precision, resources.device)
-    return TrainedNetwork(
-        network,
-        messages,
-        Normalization(*statistics_of_run(config.data, config.model.model)),
-        # No number of damaged images ends the evaluation: the result names and counts them.
-        Data(
-            batch_size=request.batch_size,
-            image_decoder=request.image_decoder,
-            bad_samples="skip",
-            bad_samples_limit=len(samples),
-        ),
-        resources.device,
-        request.workers or resources.threads,
-    )
+    return network, messages
+
+
+for _task in DENSE_TASKS:
+    EVALUATIONS.register(_task, evaluate)

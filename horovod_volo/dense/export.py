@@ -33,30 +33,14 @@ class TrainedDense:
     num_classes: int
     messages: list[str]
     class_names: tuple[str, ...]  # in the order of the logits; none if the weights do not have them
-
-    @property
-    def image_side(self) -> int:
-        """Return the side of the images in training."""
-        return self.config.model.img_size
-
-    @property
-    def mean(self) -> tuple[float, ...]:
-        """Return the mean of each channel of training pixels from 0 to 1."""
-        return statistics_of_run(self.config.data, self.config.model.model).mean
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        """Return the standard deviation of each channel of training pixels from 0 to 1."""
-        return statistics_of_run(self.config.data, self.config.model.model).std
-
-    @property
-    def takes_any_size(self) -> bool:
-        """Return whether images may have any height and width."""
-        return self.config.model.task == "segmentation"
+    image_side: int  # in training
+    mean: tuple[float, ...]  # of each channel of training pixels from 0 to 1
+    std: tuple[float, ...]
+    takes_any_size: bool  # images may have any height and width
 
     def outputs(self) -> tuple[nn.Module, tuple[str, ...]]:
         """Return the network with the outputs of an evaluation, and their names."""
-        if self.config.model.task == "segmentation":
+        if self.takes_any_size:
             return PixelLogits(self.network).eval(), ("logits",)
         return BoxProbabilities(self.network, self.image_side).eval(), ("boxes", "probabilities")
 
@@ -130,8 +114,16 @@ def load_dense(source: str, image_side: int, use_ema: bool) -> TrainedDense:
     classes = task.classes_in(config, weights)
     network = task.build(config, classes)
     messages = network.load_weights(source)
-    names = read_class_names(source)
-    return TrainedDense(network.module.eval().requires_grad_(False), config, classes, messages, names)
+    return TrainedDense(
+        network.module.eval().requires_grad_(False),
+        config,
+        classes,
+        messages,
+        read_class_names(source),
+        config.model.img_size,
+        *statistics_of_run(config.data, config.model.model),
+        takes_any_size=config.model.task == "segmentation",
+    )
 
 
 def _joined(outputs: Any) -> Tensor:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
+from math import isnan
+from pathlib import Path
 from types import EllipsisType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,59 +22,147 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from horovod_volo.cluster.world import World
+from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.core.batch import IGNORED
-from horovod_volo.core.errors import UserError
-from horovod_volo.data.pipeline import Normalization
-from horovod_volo.dense.pictures import EvaluationPictures
+from horovod_volo.core.errors import BadSampleError, UserError
+from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.data.reading import decode_rgb
+from horovod_volo.dense.pictures import EvaluationPictures, write_prediction
 from horovod_volo.dense.scene_list import SceneList
-from horovod_volo.dense.scene_loader import Scene, SceneEvalLoader
-from horovod_volo.dense.scene_plan import keep_ratio
+from horovod_volo.dense.scene_loader import keep_ratio
+from horovod_volo.dense.task import Evaluation, Measured, RankContext, levels
 from horovod_volo.engine.task import Beat, Metrics
 
-OnScene = Callable[[Scene, Tensor], object]  # given an image and its predicted classes
 Place = tuple[EllipsisType, slice, slice]  # of a window in an image
 Predict = Callable[[Tensor], Tensor]  # normalised images -> logits of the same height and width
 
 
-class ScenePredictor:
+class Scene(NamedTuple):
+    """One image of the evaluation, at its own size."""
+
+    number: int  # in the list
+    pixels: Tensor  # (3, height, width) uint8, on the host
+    mask: Tensor  # (height, width) uint8, on the host
+
+
+class SceneEvalLoader:
+    """This rank's images of the evaluation, one by one; over all ranks, each is there once."""
+
+    def __init__(self, scenes: SceneList, settings: Data, *, rank: int, size: int, threads: int) -> None:
+        self.bad_samples = BadSampleTracker(settings.bad_samples, settings.bad_samples_limit)
+        self._scenes, self._indices = scenes, range(rank, len(scenes), size)
+        self._ahead = settings.prefetch + threads
+        self._threads = ThreadPoolExecutor(threads, "scene-reader")
+
+    def __iter__(self) -> Iterator[Scene | None]:
+        """Yield all images in the list's order; None for a damaged one."""
+        waiting: list[Future[Scene | None]] = []
+        for index in self._indices:
+            waiting.append(self._threads.submit(self._read_usable, index))
+            if len(waiting) > self._ahead:
+                yield waiting.pop(0).result()
+        for future in waiting:
+            yield future.result()
+
+    def close(self) -> None:
+        """End all threads."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _read_usable(self, index: int) -> Scene | None:
+        try:
+            return self.bad_samples.read_or_raise(index, self._read)
+        except BadSampleError:
+            return None
+
+    def _read(self, index: int) -> Scene:
+        pixels = decode_rgb(self._scenes, index)
+        mask = self._scenes.read_mask(index, (pixels.shape[0], pixels.shape[1]))
+        return Scene(index, torch.from_numpy(pixels).permute(2, 0, 1), torch.from_numpy(mask))
+
+
+class SceneEvaluation(Evaluation):
     """Predicts the classes of an image's pixels, from one or several sizes of it, mirrored or not."""
 
     def __init__(
-        self,
-        settings: Segmentation,
-        window: int,
-        normalization: Normalization,
-        device: torch.device,
-        *,
-        batch: int = 1,
-        scales: Sequence[float] = (1.0,),
-        flip: bool = False,
+        self, scenes: SceneList, data: Data, settings: Segmentation, window: int, context: RankContext
     ) -> None:
-        """Predict `batch` windows at once.
+        world = context.world
+        self._context, self._scenes, self._settings, self._window = context, scenes, settings, window
+        self._batch = data.eval_batch_size or data.batch_size  # windows that are predicted together
+        self._mean, self._std = levels(context.normalization, context.device)
+        self._loader = SceneEvalLoader(
+            scenes, data, rank=world.rank, size=world.size, threads=context.threads
+        )
+        self.bad_samples, self.folder = self._loader.bad_samples, scenes.root
 
-        `scales` are factors of --scene-size; with `flip` each is predicted mirrored too.
-        """
-        self._batch = batch
-        self._settings, self._window, self._device = settings, window, device
-        self._scales, self._flips = scales, (False, True) if flip else (False,)
-        self._mean = 255 * torch.tensor(normalization.mean, device=device).view(3, 1, 1)
-        self._std = 255 * torch.tensor(normalization.std, device=device).view(3, 1, 1)
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return how images are predicted, for the result."""
+        return {"test_mode": self._settings.test_mode, **self.views._asdict()}
 
-    def predictions(self, network: nn.Module, scenes: Iterable[Scene]) -> Iterator[tuple[Scene, Tensor]]:
+    def measure(
+        self,
+        network: nn.Module,
+        beat: Beat,
+        *,
+        pictures: EvaluationPictures | None = None,
+        predictions: Path | None = None,
+    ) -> Measured:
+        """Count the pixels of the images of all ranks. Collective: every rank calls this."""
+        scenes, device, classes = self._scenes, self._context.device, len(self._scenes.classes)
+        confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
+        images = bad = 0
+
+        def usable() -> Iterator[Scene]:
+            nonlocal bad
+            for scene in self._loader:
+                bad += scene is None
+                if scene is not None:
+                    yield scene
+
+        with torch.inference_mode(), self._context.autocast:
+            for scene, predicted in self._predictions(network, usable()):
+                confusion += count_pixels(scene.mask.to(device), predicted, classes)
+                images += 1
+                if pictures and pictures.wants(scene.number):
+                    pictures.add_masks(*scene, predicted)
+                if predictions:
+                    write_prediction(predictions, scenes, scene.number, predicted)
+                beat(1)
+        found = self._context.world.sum_over_ranks(*confusion.flatten().tolist(), images, bad)
+        *counts, images_of_all, bad_of_all = map(int, found)
+        if images_of_all + bad_of_all != len(scenes):
+            raise RuntimeError(f"evaluation covered {images_of_all + bad_of_all} images of {len(scenes)}")
+        total = np.array(counts, dtype=np.int64).reshape(classes, classes)
+        if not total.any():
+            raise UserError(f"no image in {scenes.root} can be read, or no pixel has a label.")
+        metrics = iou_metrics(total) | {"images": images_of_all, "bad_samples": bad_of_all}
+        of_classes = zip(scenes.classes, (100 * ious(total)).tolist(), strict=True)
+        return Measured(metrics, {name: iou for name, iou in of_classes if not isnan(iou)})
+
+    def rows(self, metrics: Metrics) -> list[tuple[str, str]]:
+        """Return metrics in words."""
+        return [
+            ("mean IoU", f"{metrics['miou']:.3f} %"),
+            ("pixels", f"{metrics['pixel_accuracy']:.3f} % right"),
+            ("classes", f"{metrics['class_accuracy']:.3f} % right on average"),
+        ]
+
+    def _predictions(self, network: nn.Module, scenes: Iterable[Scene]) -> Iterator[tuple[Scene, Tensor]]:
         """Yield each image with the classes of its pixels (height, width), in order.
 
         Windows of several images are predicted together, always as many: zeros fill the last batch, so that
         what is predicted does not depend on the other images of a rank.
         """
-        views = [(scale, flip) for scale in self._scales for flip in self._flips]
+        flips = (False, True) if self.views.flip else (False,)
+        views = [(scale, flip) for scale in self.views.scales for flip in flips]
         waiting: deque[Scene] = deque()
 
         def scaled() -> Iterator[Tensor]:
             for scene in scenes:
                 waiting.append(scene)
-                levels = scene.pixels.to(self._device).float()
+                levels = scene.pixels.to(self._context.device).float()
                 yield from (self._scaled(levels.flip(2) if flip else levels, scale) for scale, flip in views)
 
         predict = partial(logits_of, network)
@@ -95,10 +186,9 @@ class ScenePredictor:
         full = [resize(logits[0], (size[0], size[1])) for logits in found]
         if len(full) == 1:
             return full[0].argmax(dim=0)
-        mirrored = (logits.flip(2) if flip else logits for logits, flip in zip(full, flips, strict=True))
-        total = next(mirrored).softmax(dim=0)
-        for logits in mirrored:
-            total += logits.softmax(dim=0)
+        total = torch.zeros_like(full[0])
+        for logits, flip in zip(full, flips, strict=True):
+            total += (logits.flip(2) if flip else logits).softmax(dim=0)
         return total.argmax(dim=0)
 
 
@@ -200,73 +290,3 @@ def iou_metrics(confusion: NDArray[np.int64]) -> Metrics:
         "pixel_accuracy": 100 * float(right.sum() / labelled.sum()),
         "class_accuracy": 100 * float((right[labelled > 0] / labelled[labelled > 0]).mean()),
     }
-
-
-class SceneCounts(NamedTuple):
-    """The counts of all ranks."""
-
-    confusion: NDArray[np.int64]  # (classes, classes) pixels of a class that were predicted as another
-    images: int
-    bad_samples: int  # damaged ones, of which no pixel is counted
-
-    def metrics(self) -> Metrics:
-        """Return the metrics and the numbers of images."""
-        return iou_metrics(self.confusion) | {"images": self.images, "bad_samples": self.bad_samples}
-
-
-def count_scenes(
-    network: nn.Module,
-    loader: SceneEvalLoader,
-    scenes: SceneList,
-    predictor: ScenePredictor,
-    world: World,
-    device: torch.device,
-    on_scene: OnScene,
-) -> SceneCounts:
-    """Count the pixels of the images of all ranks. Collective: every rank calls this."""
-    classes = len(scenes.classes)
-    confusion = torch.zeros(classes, classes, dtype=torch.int64, device=device)
-    images = bad = 0
-
-    def usable() -> Iterator[Scene]:
-        nonlocal bad
-        for scene in loader:
-            bad += scene is None
-            if scene is not None:
-                yield scene
-
-    for scene, predicted in predictor.predictions(network, usable()):
-        confusion += count_pixels(scene.mask.to(device), predicted, classes)
-        images += 1
-        on_scene(scene, predicted)
-    *counts, images_of_all, bad_of_all = world.sum_over_ranks(*confusion.flatten().tolist(), images, bad)
-    if images_of_all + bad_of_all != len(scenes):
-        raise RuntimeError(f"evaluation covered {images_of_all + bad_of_all:.0f} images of {len(scenes)}")
-    total = np.array(counts).astype(np.int64).reshape(classes, classes)
-    if not total.any():
-        raise UserError(f"no image in {scenes.root} can be read, or no pixel has a label.")
-    return SceneCounts(total, int(images_of_all), int(bad_of_all))
-
-
-def measure_iou(
-    network: nn.Module,
-    beat: Beat,
-    *,
-    loader: SceneEvalLoader,
-    scenes: SceneList,
-    predictor: ScenePredictor,
-    world: World,
-    device: torch.device,
-    arithmetic: torch.autocast,
-    pictures: EvaluationPictures,
-) -> Metrics:
-    """Return a network's metrics on the held-out images. Collective: every rank calls this."""
-
-    def on_scene(scene: Scene, predicted: Tensor) -> None:
-        if pictures.wants(scene.number):
-            pictures.add_masks(scene, predicted)
-        beat(1)
-
-    with torch.inference_mode(), arithmetic:
-        counts = count_scenes(network, loader, scenes, predictor, world, device, on_scene)
-    return counts.metrics()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
+from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.batch import IGNORED
 from horovod_volo.data.reading import decode_rgb
 from horovod_volo.dense.box_list import BoxList
-from horovod_volo.dense.scene_loader import Scene
+from horovod_volo.dense.scene_list import SceneList
 from horovod_volo.monitor.pictures import Picture, class_colors, encoded_picture
 
 _HIGHEST = 256  # pixels
@@ -34,12 +36,11 @@ class EvaluationPictures:
         """Return whether an image is to be drawn."""
         return len(self._pictures) < self._most or _name(number) in self._pictures
 
-    def add_masks(self, scene: Scene, predicted: Tensor) -> None:
-        """Draw an image beside its mask and its predicted classes."""
+    def add_masks(self, number: int, pixels: Tensor, *masks: Tensor) -> None:
+        """Draw an image (3, height, width) beside its mask and its predicted classes."""
         colors = class_colors()
-        parts = [scene.pixels.permute(1, 2, 0).numpy()]
-        parts += [colors[classes.to(torch.uint8).cpu().numpy()] for classes in (scene.mask, predicted)]
-        self._pictures[_name(scene.number)] = _encoded(parts)
+        drawn = [colors[classes.to(torch.uint8).cpu().numpy()] for classes in masks]
+        self._pictures[_name(number)] = _encoded([pixels.permute(1, 2, 0).numpy(), *drawn])
 
     def add_boxes(
         self,
@@ -90,3 +91,14 @@ def _encoded(parts: list[NDArray[np.uint8]]) -> Picture:
     if image.height > _HIGHEST:
         image = image.resize((max(1, image.width * _HIGHEST // image.height), _HIGHEST))
     return encoded_picture(image)
+
+
+def write_prediction(folder: Path, scenes: SceneList, number: int, predicted: Tensor) -> None:
+    """Write the classes of an image, in ADE20K's layout counted from 1 as its server wants them."""
+    classes = predicted.to(torch.uint8).cpu().numpy() + np.uint8(scenes.layout.zero_is_ignored)
+    image = Image.fromarray(classes, mode="P")
+    image.putpalette(class_colors().ravel().tolist())
+    path = (folder / scenes.names[number]).with_suffix(".png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as file:
+        image.save(file, format="PNG")

@@ -11,16 +11,14 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.image_bytes import UNDECODABLE, open_image
-from horovod_volo.data.images.split_folder import CLASSES_FILE, check_links, paths_below
+from horovod_volo.data.images.split_folder import CLASSES_FILE, Split, check_links, paths_below
 
-Split = Literal["train", "val"]
 Mask = NDArray[np.uint8]  # (height, width) classes; IGNORED where there is none
 
 _IMAGES = (".jpg", ".jpeg", ".png")

@@ -1,14 +1,15 @@
 """Images and masks in tar shards, where each image NAME.jpg is followed by its mask NAME.mask.png.
 
 Invariant: a split has the same names in the same order, and so the same digest, as the folder that it was
-packed from. A run may therefore continue on either.
+packed from, and a damaged image is packed too. A run may therefore continue on either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,14 +19,23 @@ from numpy.typing import NDArray
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import SHARDS_OPEN
 from horovod_volo.data.images.catalog_file import open_file
-from horovod_volo.data.images.split_folder import FOLDER_NAMES
+from horovod_volo.data.images.split_folder import FOLDER_NAMES, Split
 from horovod_volo.data.images.tar_shards import MASK_ENDING, damaged, tar_members
 from horovod_volo.data.packing.manifest import MANIFEST, Manifest, PackedShard, read_manifest
+from horovod_volo.data.packing.packed_split import (
+    PACKERS,
+    WORK,
+    Packer,
+    Progress,
+    Sample,
+    SplitContent,
+    check_packed,
+    pack_split,
+)
 from horovod_volo.dense.scene_list import (
     MASK_FOLDERS,
     SceneLayout,
     SceneList,
-    Split,
     find_layout,
     list_scenes,
     read_classes,
@@ -141,3 +151,51 @@ def _pairs(folder: Path, shard: PackedShard) -> Iterator[tuple[str, tuple[int, i
             yield image.name, (image.offset, image.size, mask.offset, mask.size)
     except OSError as error:
         raise damaged(path, f"cannot be read: {error.strerror}") from error
+
+
+def pack_scenes(
+    data_dir: Path,
+    out: Path,
+    *,
+    shard_images: int,
+    shard_bytes: int,
+    workers: int,
+    progress: Callable[[Split], Progress],
+) -> None:
+    """Pack both splits of a folder of images and masks, or resume."""
+    if out.resolve() == data_dir.resolve():
+        raise UserError(f"{out} is the folder of the images. Name another folder for the shards.")
+    check_packed(out)
+    splits = {split: open_scenes(data_dir, split) for split in FOLDER_NAMES}
+    work = out / WORK
+    work.mkdir(parents=True, exist_ok=True)
+    for split, scenes in splits.items():
+        provenance = {
+            "shard_images": shard_images,
+            "shard_bytes": shard_bytes,
+            "layout": scenes.layout.name,
+            "zero_is_ignored": scenes.layout.zero_is_ignored,
+            "scenes": scenes.digest,
+        }
+        content = SplitContent(
+            classes=tuple(scenes.classes),
+            order=np.arange(len(scenes), dtype=np.uint32),
+            shard_images=shard_images,
+            shard_bytes=shard_bytes,
+            provenance=provenance,
+            open=partial(partial, _read_scene, scenes),
+        )
+        pack_split(content, out, split, workers=workers, progress=progress(split))
+        scenes.close()
+    shutil.rmtree(work)
+
+
+def _read_scene(scenes: SceneList, index: int) -> Sample:
+    name = scenes.names[index]
+    try:
+        return (name, scenes.read(index).tobytes()), (mask_member(name), scenes.encoded_mask(index))
+    except BadSampleError as error:  # not left out: that would change the order of training
+        raise UserError(f"{error}. Repair it or remove the image, and pack again.") from error
+
+
+PACKERS.register("images with masks", Packer(has_scenes, pack_scenes))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from horovod_volo.core.errors import UserError
+from horovod_volo.dense.anchors import anchor_rule
 from horovod_volo.dense.backbones import build_backbone, fit_backbone
 from horovod_volo.models.build import our_name
 from horovod_volo.models.timm_api import create_model, is_model
@@ -57,8 +58,6 @@ class SSD(nn.Module):
         """`normalize` puts a layer norm behind each map of the backbone, for those that end without one."""
         super().__init__()
         of_maps = [*channels, *(extra.channels for extra in extras)]
-        if len(anchors_per_position) != len(of_maps):
-            raise ValueError(f"{len(of_maps)} maps, but {len(anchors_per_position)} numbers of anchors")
         self.backbone, self.taps = backbone, tuple(taps)
         self.norms = nn.ModuleList(MapNorm(width) if normalize else nn.Identity() for width in channels)
         self.logits_per_anchor = num_classes + 1  # class 0 is the background
@@ -66,9 +65,9 @@ class SSD(nn.Module):
         # Output channels are shape after shape, so that in channels-last memory the values of an anchor are
         # adjacent.
         heads = list(zip(of_maps, anchors_per_position, strict=True))
-        self.box_heads = nn.ModuleList(nn.Conv2d(width, 4 * shapes, 3, padding=1) for width, shapes in heads)
-        self.class_heads = nn.ModuleList(
-            nn.Conv2d(width, self.logits_per_anchor * shapes, 3, padding=1) for width, shapes in heads
+        self.box_heads, self.class_heads = (
+            nn.ModuleList(nn.Conv2d(width, values * shapes, 3, padding=1) for width, shapes in heads)
+            for values in (4, self.logits_per_anchor)
         )
         for new in (self.extras, self.box_heads, self.class_heads):
             new.apply(_init_weights)
@@ -87,12 +86,11 @@ class SSD(nn.Module):
         In training, `seed` has 64 bits, for drop path.
         """
         maps = self.feature_maps(images, seed)
-        boxes = [_by_anchor(head(each), 4) for head, each in zip(self.box_heads, maps, strict=True)]
-        logits = [
-            _by_anchor(head(each), self.logits_per_anchor)
-            for head, each in zip(self.class_heads, maps, strict=True)
-        ]
-        return torch.cat(boxes, dim=1), torch.cat(logits, dim=1)
+        boxes, logits = (
+            torch.cat([_by_anchor(head(each), values) for head, each in zip(heads, maps, strict=True)], dim=1)
+            for heads, values in ((self.box_heads, 4), (self.class_heads, self.logits_per_anchor))
+        )
+        return boxes, logits
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters without weight decay."""
@@ -134,8 +132,6 @@ def build_ssd(
     num_classes: int,
     *,
     img_size: int,
-    sides: Sequence[int],
-    anchors_per_position: Sequence[int],
     drop_path: float = 0.0,
     grad_checkpoint: bool = False,
     stages: str = "all",
@@ -157,13 +153,13 @@ def build_ssd(
         raise UserError(f"SSD on {name} has no drop path and no --grad-checkpoint. Drop them, or use VOLO.")
     else:
         backbone = ResNetTrunk(name)
-    channels = [backbone.channels[tap] for tap in taps]
+    rule = anchor_rule(img_size)
     return SSD(
         backbone,
-        channels,
+        [backbone.channels[tap] for tap in taps],
         num_classes,
-        extras=extra_maps(sides, len(taps)),
-        anchors_per_position=anchors_per_position,
+        extras=extra_maps(rule.sides, len(taps)),
+        anchors_per_position=rule.anchors_per_position,
         taps=taps,
         normalize=len(taps) > 1,
     )

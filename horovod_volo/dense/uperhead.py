@@ -1,6 +1,7 @@
-"""UPerHead and the auxiliary FCN head, under mmsegmentation's parameter names.
+"""UPerHead and the auxiliary FCN head, under mmsegmentation's parameter names, and the necks before them.
 
-Given maps of four strides, they return logits (batch, classes, height, width) at the size of the first and of
+A neck makes maps of four strides of a backbone's: "lvvit" is the published LV-ViT's, "pyramid" that of BEiT
+and MAE. Given these, the heads return logits (batch, classes, height, width) at the size of the first and of
 the third map. Each head is written as steps that stop at its norms, so that norms that do not depend on each
 other share an exchange between ranks (models/sync_batch_norm.py): four for the head, the auxiliary
 head's among the first.
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from horovod_volo.models.sync_batch_norm import Steps, SyncBatchNorm, run_together
 
+STRIDES = (4, 8, 16, 32)
+_LAST_CHANNELS = 2048  # of LV-ViT's neck
 _POOLED_SIDES = (1, 2, 3, 6)
 _PUBLISHED_WIDTH = 256
 _DROPPED = 0.1  # of the channels before the classifier
@@ -90,11 +93,6 @@ class FCNHead(nn.Module):
         self.conv_seg = nn.Conv2d(width, num_classes, 1)
         draw_weights(self)
 
-    def forward(self, maps: Sequence[Tensor]) -> Tensor:
-        """Return logits at the size of the third map."""
-        logits: Tensor = run_together([self.steps(maps)])[0]
-        return logits
-
     def steps(self, maps: Sequence[Tensor]) -> Steps:
         """Return logits at the size of the third map, in steps."""
         (features,) = yield from units(list(self.convs), [maps[2]])  # type: ignore[arg-type]
@@ -117,3 +115,101 @@ def draw_weights(module: nn.Module) -> None:
                 nn.init.zeros_(part.bias)
             else:
                 nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+
+
+class LvVitNeck(nn.Module):
+    """The side layers of the published LV-ViT, under their names; maps of strides 4, 8, 16 and 16."""
+
+    def __init__(self, channels: Sequence[int], strides: Sequence[int]) -> None:
+        super().__init__()
+        self.channels = (*channels[:3], _LAST_CHANNELS)
+        for number, (width, stride) in enumerate(zip(channels, strides, strict=True)):
+            scale = stride // STRIDES[number]
+            if number < 2 and scale > 1:
+                layer = nn.Sequential(
+                    nn.ConvTranspose2d(width, width, scale, stride=scale, bias=False),
+                    SyncBatchNorm(width),
+                    nn.ReLU(inplace=True),
+                    nn.Conv2d(width, width, 1, bias=False),
+                    SyncBatchNorm(width),
+                    nn.ReLU(inplace=True),
+                )
+            else:
+                layer = nn.Sequential(
+                    nn.Conv2d(width, self.channels[number], 1, bias=False),
+                    SyncBatchNorm(self.channels[number]),
+                    nn.ReLU(inplace=True),
+                )
+            self.add_module(f"side_layer{number + 1}", layer)
+        draw_weights(self)
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Return four maps (batch, channels, height, width)."""
+        layers = [self.get_submodule(f"side_layer{number + 1}") for number in range(len(maps))]
+        parts = [_side_steps(layer, each) for layer, each in zip(layers, maps, strict=True)]  # type: ignore[arg-type]
+        return run_together(parts)
+
+
+def _side_steps(layer: nn.Sequential, maps: Tensor) -> Steps:
+    for module in layer:
+        if isinstance(module, SyncBatchNorm):
+            (maps,) = yield [module], [maps]
+        else:
+            maps = module(maps)
+    return maps
+
+
+class PyramidNeck(nn.Module):
+    """Layer norm of each map, then transposed convolutions and pooling; maps of strides 4, 8, 16 and 32."""
+
+    def __init__(self, channels: Sequence[int], strides: Sequence[int]) -> None:
+        super().__init__()
+        self.channels = tuple(channels)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in channels)
+        self.scales = nn.ModuleList(
+            _scaling(width, stride, wanted)
+            for width, stride, wanted in zip(channels, strides, STRIDES, strict=True)
+        )
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        """Return four maps (batch, channels, height, width)."""
+        normed = (
+            norm(each.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+            for norm, each in zip(self.norms, maps, strict=True)
+        )
+        return [scale(each) for scale, each in zip(self.scales, normed, strict=True)]
+
+
+def _scaling(width: int, stride: int, wanted: int) -> nn.Module:
+    if stride == 4 * wanted:
+        return nn.Sequential(
+            nn.ConvTranspose2d(width, width, 2, stride=2),
+            SyncBatchNorm(width),
+            nn.GELU(),
+            nn.ConvTranspose2d(width, width, 2, stride=2),
+        )
+    if stride == 2 * wanted:
+        return nn.ConvTranspose2d(width, width, 2, stride=2)
+    return nn.Identity() if stride == wanted else nn.MaxPool2d(wanted // stride)
+
+
+class NoNeck(nn.Identity):
+    """For a backbone whose maps have strides 4, 8, 16 and 32 already."""
+
+    def __init__(self, channels: Sequence[int]) -> None:
+        super().__init__()
+        self.channels = tuple(channels)
+
+
+def build_neck(kind: str, channels: Sequence[int], strides: Sequence[int]) -> Any:
+    """Build the neck that --neck names; maps that have the strides of a pyramid need none."""
+    if tuple(strides) == STRIDES:
+        return NoNeck(channels)
+    return (LvVitNeck if kind == "lvvit" else PyramidNeck)(channels, strides)
+
+
+def pad_to_multiple(images: Tensor, multiple: int) -> Tensor:
+    """Pad normalised images at the right and the bottom with the mean colour, which is 0."""
+    # Not -side % multiple, which torch.export cannot simplify where sides are dynamic.
+    below, right = ((side + multiple - 1) // multiple * multiple - side for side in images.shape[2:])
+    return F.pad(images, (0, right, 0, below))

@@ -1,28 +1,37 @@
-"""UperNet: a backbone, a neck, UPerHead and, in training, the auxiliary FCN head.
+"""UperNet: a backbone, a neck, UPerHead and, in training, the auxiliary FCN head and the loss of both.
 
 Given images (batch, 3, height, width) of any size, it returns logits at a quarter of the height and width
 and, in training, auxiliary logits at a sixteenth. Parameters have mmsegmentation's names under `decode_head.`
 and `auxiliary_head.`, those of the classification network under `backbone.`, and LV-ViT's under `neck.`.
+
+Its loss is the mean over all pixels of the cross-entropy of logits resized to the labels' height and width;
+as in mmsegmentation, ignored pixels count as 0. Resized logits have batch x classes x pixels values. Here
+those of one image exist at a time: its gradient is computed with its loss, at the logits' own size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import UserError
 from horovod_volo.dense.backbones import build_backbone, fit_backbone
-from horovod_volo.dense.necks import build_neck, pad_to_multiple
-from horovod_volo.dense.uperhead import FCNHead, UPerHead
+from horovod_volo.dense.uperhead import FCNHead, UPerHead, build_neck, pad_to_multiple
 from horovod_volo.models.build import seed_torch
 from horovod_volo.models.sync_batch_norm import run_together
 
 HEADS = ("decode_head.conv_seg", "auxiliary_head.conv_seg")
-# The same modules in other projects: (theirs, ours).
-_HUGGING_FACE = ((".batch_norm.", ".bn."), (".classifier.", ".conv_seg."))
-_OTHER_PLACES = (("backbone.side_layer", "neck.side_layer"),)
+# The same modules in other projects, (theirs, ours): two of Hugging Face, one of LV-ViT's repository.
+_RENAMED = (
+    (".batch_norm.", ".bn."),
+    (".classifier.", ".conv_seg."),
+    ("backbone.side_layer", "neck.side_layer"),
+)
 _STRIDE = 16
 
 
@@ -109,8 +118,68 @@ def _renamed(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     renamed = {}
     for key, tensor in given.items():
         name = key
-        for theirs, ours in (*_HUGGING_FACE, *_OTHER_PLACES):
-            if name.startswith(("decode_head.", "auxiliary_head.", "backbone.side_layer")):
+        if key.startswith(("decode_head.", "auxiliary_head.", "backbone.side_layer")):
+            for theirs, ours in _RENAMED:
                 name = name.replace(theirs, ours)
         renamed[name] = tensor
     return renamed
+
+
+class PixelLosses(NamedTuple):
+    """The loss of a micro-batch, and its terms before weighting: fp32 scalars on the device."""
+
+    total: Tensor
+    pixel_loss: Tensor
+    auxiliary_loss: Tensor
+
+
+def pixel_losses(logits: Tensor, auxiliary: Tensor, labels: Tensor, auxiliary_weight: float) -> PixelLosses:
+    """Return the losses of both heads, given labels (batch, height, width) uint8."""
+    pixel_loss, auxiliary_loss = (pixel_cross_entropy(each, labels) for each in (logits, auxiliary))
+    return PixelLosses(pixel_loss + auxiliary_weight * auxiliary_loss, pixel_loss, auxiliary_loss)
+
+
+def pixel_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum over labelled pixels, divided by all pixels: 0 where every pixel is ignored."""
+    loss: Tensor = _PixelCrossEntropy.apply(logits, labels)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _PixelCrossEntropy(torch.autograd.Function):
+    """The loss, whose gradient forward computes image by image."""
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        total = logits.new_zeros((), dtype=torch.float32)
+        gradient = torch.empty_like(logits)
+        for number in range(len(logits)):
+            one = logits[number : number + 1].detach().requires_grad_()
+            with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
+                size = labels.shape[1:]
+                resized = F.interpolate(one.float(), size=size, mode="bilinear", align_corners=False)
+            loss = _loss_and_gradient_(resized.detach(), labels[number : number + 1, None])
+            # What is in `resized` now is the gradient of the loss with respect to it.
+            (gradient[number : number + 1],) = torch.autograd.grad(resized, one, resized.detach())
+            total += loss
+        context.save_for_backward(gradient)
+        context.pixels = labels.numel()
+        return total / labels.numel()
+
+    @staticmethod
+    def backward(context: Any, of_loss: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = context.saved_tensors
+        return gradient * (of_loss / context.pixels).to(gradient.dtype), None
+
+
+def _loss_and_gradient_(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the cross-entropy, summed over labelled pixels; replace logits by its gradient in place."""
+    labelled = labels != IGNORED
+    classes = torch.where(labelled, labels, 0).long()  # (1, 1, height, width)
+    logits -= logits.amax(dim=1, keepdim=True)
+    of_label = logits.gather(1, classes)
+    exponentials = logits.exp_()
+    sums = exponentials.sum(dim=1, keepdim=True)
+    loss = ((sums.log() - of_label) * labelled).sum()
+    probabilities = exponentials.div_(sums)
+    probabilities.scatter_add_(1, classes, torch.full_like(of_label, -1.0)).mul_(labelled)
+    return loss

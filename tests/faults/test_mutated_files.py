@@ -26,8 +26,7 @@ from horovod_volo.data.packing.pack import PackOptions, pack
 from horovod_volo.data.packing.records import list_records
 from horovod_volo.data.reading import decode_rgb
 from horovod_volo.demo.scene_set import make_scene_set
-from horovod_volo.dense.pack_scenes import pack_scenes
-from horovod_volo.dense.scene_shards import open_scenes
+from horovod_volo.dense.scene_shards import open_scenes, pack_scenes
 from horovod_volo.engine.checkpoint.files import (
     find_checkpoint,
     read_metadata,

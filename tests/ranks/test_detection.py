@@ -148,17 +148,8 @@ def test_evaluating_a_run_gives_its_figures_and_cocos_results(
         assert found[name] == in_run[name]
     assert f"AP        {found['ap']:.3f} %" in output.getvalue()
     assert len(output.getvalue().rstrip().split("\n\n")[1].splitlines()) == 2
-    done = run(
-        [
-            *launcher("gloo", 2),
-            *python(),
-            "-m",
-            "horovod_volo.evaluate",
-            *command,
-            "--json",
-            str(tmp_path / "two.json"),
-        ]
-    )
+    arguments = [*command, "--json", str(tmp_path / "two.json")]
+    done = run([*launcher("gloo", 2), *python(), "-m", "horovod_volo.evaluate", *arguments])
     assert done.returncode == 0, done.stdout
     both = json.loads((tmp_path / "two.json").read_text())
     assert (found.pop("ranks"), both.pop("ranks")) == (1, 2)

@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
+from horovod_volo.data.images.split_folder import Split
 from horovod_volo.demo.scene_set import make_scene_set
-from horovod_volo.dense.evaluate_scenes import write_prediction
 from horovod_volo.dense.mean_iou import count_pixels, iou_metrics
-from horovod_volo.dense.scene_list import SceneLayout, SceneList, Split
+from horovod_volo.dense.pictures import write_prediction
+from horovod_volo.dense.scene_list import SceneLayout, SceneList
 from horovod_volo.evaluate import main
-from horovod_volo.pack import main as pack
 from tests.ranks.launching import launcher, python, run, train
 
 CLASSES = 7
@@ -35,7 +35,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    small = (
+    small = [
         "--recipe",
         "segmentation_demo",
         "--img-size",
@@ -45,7 +45,7 @@ def trained(scenes: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "64",
         "--epochs",
         "2",
-    )
+    ]
     done = train(str(scenes), *small, "--output", str(folder), "--name", "run", ranks=1, start_with="none")
     assert done.returncode == 0, done.stdout
     return folder / "run"
@@ -67,16 +67,8 @@ def record(scenes: Path, trained: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_figures_and_predictions_are_the_runs(scenes: Path, trained: Path, tmp_path: Path) -> None:
-    status, output = evaluated(
-        scenes,
-        trained,
-        "--predictions",
-        str(tmp_path / "p"),
-        "--json",
-        str(tmp_path / "r.json"),
-        "--per-class",
-        "2",
-    )
+    flags = ("--predictions", str(tmp_path / "p"), "--json", str(tmp_path / "r.json"), "--per-class", "2")
+    status, output = evaluated(scenes, trained, *flags)
     assert status == 0, output
     found = json.loads((tmp_path / "r.json").read_text())
     in_run = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()][-1]
@@ -104,17 +96,6 @@ def test_several_sizes_on_two_ranks(scenes: Path, trained: Path, tmp_path: Path)
     assert both == alone
     assert alone["miou"] != record(scenes, trained)["miou"]
     assert alone["scales"] == [0.75, 1.5]
-
-
-def test_packed_scenes_have_the_figures_of_the_folder(scenes: Path, trained: Path, tmp_path: Path) -> None:
-    packed, options = tmp_path / "packed", ("--workers", "1", "--shard-images", "3")
-    assert pack([str(scenes), str(packed), *options]) == 0
-    found = record(packed, trained, "--predictions", str(tmp_path / "p"))
-    assert found.pop("data") == str(packed)
-    expected = record(scenes, trained)
-    expected.pop("data")
-    assert found == expected
-    assert [path.name for path in sorted((tmp_path / "p").iterdir())] == [f"{n:05}.png" for n in range(7)]
 
 
 def test_weights_for_other_classes_are_refused(scenes: Path, trained: Path, tmp_path: Path) -> None:

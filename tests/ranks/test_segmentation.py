@@ -12,18 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from horovod_volo.demo.scene_set import make_scene_set
 from tests.ranks.launching import python, ranks_of, run, train
 
-SMALL = ("--recipe", "segmentation_demo", "--img-size", "64", "--scene-size", "192", "64", "--epochs", "2")
 SMALL = (
-    *SMALL,
-    "--photometric",
-    "--drop-path",
-    "0.2",
-    "--ema-decay",
-    "0.9",
-    "--log-every",
-    "1",
-    "--name",
-    "run",
+    *("--recipe", "segmentation_demo", "--img-size", "64", "--scene-size", "192", "64", "--epochs", "2"),
+    *("--photometric", "--drop-path", "0.2", "--ema-decay", "0.9", "--log-every", "1", "--name", "run"),
 )
 
 

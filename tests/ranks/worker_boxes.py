@@ -11,11 +11,11 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Detection
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
-from horovod_volo.dense.anchors import anchor_rule, build_anchors
-from horovod_volo.dense.box_evaluation import BoxPredictor, build_eval_loader, measure_detections
+from horovod_volo.dense.box_evaluation import BoxEvaluation
 from horovod_volo.dense.box_list import find_boxes, list_boxes
 from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.dense.ssd import build_ssd
+from horovod_volo.dense.task import RankContext
 from horovod_volo.models.precision import autocast
 
 SIDE = 96
@@ -28,40 +28,17 @@ def main() -> None:
     parser.add_argument("--reversed", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    world, device, rule = World.connect(), torch.device("cpu"), anchor_rule(SIDE)
+    world, device = World.connect(), torch.device("cpu")
     images = list_boxes(find_boxes(options.scenes, "val"), None)
     if options.reversed:
         images = replace(images, numbers=images.numbers[::-1].copy())
     torch.manual_seed(0)
-    network = build_ssd(
-        "volo_demo",
-        len(images.classes),
-        img_size=SIDE,
-        sides=rule.sides,
-        anchors_per_position=rule.anchors_per_position,
-    ).eval()
-    loader = build_eval_loader(
-        images,
-        Data(batch_size=4),
-        side=SIDE,
-        rank=world.rank,
-        size=world.size,
-        device=device,
-        threads=2,
-        normalization=IMAGENET_NORMALIZATION,
-    )
-    with closing(loader):
-        metrics = measure_detections(
-            network,
-            lambda images: None,
-            loader=loader,
-            images=images,
-            # Fresh weights find boxes everywhere, some of them right.
-            predictor=BoxPredictor(Detection(min_score=0.1), build_anchors(rule), loader.batch_size),
-            world=world,
-            arithmetic=autocast("fp32", device),
-            pictures=EvaluationPictures(2),
-        )
+    network = build_ssd("volo_demo", len(images.classes), img_size=SIDE).eval()
+    # Fresh weights find boxes everywhere, some of them right.
+    settings = Detection(min_score=0.1)
+    context = RankContext(world, device, 2, IMAGENET_NORMALIZATION, autocast("fp32", device))
+    with closing(BoxEvaluation(images, Data(batch_size=4), settings, SIDE, context)) as evaluation:
+        metrics = evaluation.measure(network, lambda images: None, pictures=EvaluationPictures(2)).metrics
     torch.save(metrics, options.out / f"rank_{world.rank}.pt")
 
 

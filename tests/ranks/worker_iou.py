@@ -1,6 +1,7 @@
 """Measures a fixed network on the held-out scenes, with any number of ranks, in a given order of images."""
 
 import argparse
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,10 @@ from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
 from horovod_volo.config.dense_settings import Segmentation
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
-from horovod_volo.dense.mean_iou import ScenePredictor, measure_iou
+from horovod_volo.dense.mean_iou import SceneEvaluation
 from horovod_volo.dense.pictures import EvaluationPictures
 from horovod_volo.dense.scene_list import find_layout, list_scenes
-from horovod_volo.dense.scene_loader import SceneEvalLoader
+from horovod_volo.dense.task import RankContext
 from horovod_volo.dense.upernet import UperNet
 from horovod_volo.models.precision import autocast
 
@@ -36,19 +37,9 @@ def main() -> None:
     ).eval()
     device = torch.device("cpu")
     settings = Segmentation(scene_size=(192.0, 64.0), test_mode=options.test_mode, test_stride=43)
-    loader = SceneEvalLoader(scenes, Data(), rank=world.rank, size=world.size, threads=2)
-    metrics = measure_iou(
-        network,
-        lambda images: None,
-        loader=loader,
-        scenes=scenes,
-        predictor=ScenePredictor(settings, 64, IMAGENET_NORMALIZATION, device, batch=4),
-        world=world,
-        device=device,
-        arithmetic=autocast("fp32", device),
-        pictures=EvaluationPictures(2),
-    )
-    loader.close()
+    context = RankContext(world, device, 2, IMAGENET_NORMALIZATION, autocast("fp32", device))
+    with closing(SceneEvaluation(scenes, Data(batch_size=4), settings, 64, context)) as evaluation:
+        metrics = evaluation.measure(network, lambda images: None, pictures=EvaluationPictures(2)).metrics
     torch.save(metrics, options.out / f"rank_{world.rank}.pt")
 
 

@@ -20,8 +20,7 @@ from horovod_volo.core.batch import BoxBatch
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.dense.box_list import BoxList, find_boxes, list_boxes
-from horovod_volo.dense.box_loader import BoxTrainLoader
-from horovod_volo.dense.box_plan import BoxPlan, ColorChange, Window, draw_box_plan
+from horovod_volo.dense.box_loader import BoxTrainLoader, ColorChange, Window, draw_box_plan
 
 PLAIN = Detection(
     hue=0.0, saturation_range=(1.0, 1.0), contrast_range=(1.0, 1.0), brightness_range=(1.0, 1.0)
@@ -191,17 +190,6 @@ def test_flips_and_colours_are_drawn_evenly() -> None:
         assert high - 0.02 * (high - low) < values.max() <= high
         assert values.mean() == pytest.approx((low + high) / 2, abs=0.03 * (high - low))
     assert replace(plans[0], flip=False) != plans[1]
-
-
-def test_flipping_twice_and_a_whole_window_change_nothing() -> None:
-    boxes = np.array([[10.0, 5.0, 30.0, 25.0], [0.0, 0.0, 7.0, 50.0]])
-    whole = BoxPlan(Window(0, 0, 50, 40), False, ColorChange())
-    moved, stay = whole.move(boxes)
-    assert stay.all()
-    np.testing.assert_allclose(moved, boxes / [40, 50, 40, 50])
-    mirrored, _ = replace(whole, flip=True).move(boxes)
-    again, _ = replace(whole, window=Window(0, 0, 1, 1), flip=True).move(mirrored)
-    np.testing.assert_allclose(again, moved)
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from horovod_volo.core.batch import IGNORED, SceneBatch
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization
 from horovod_volo.dense.scene_list import SceneList, find_layout, list_scenes
-from horovod_volo.dense.scene_loader import SceneTrainLoader
-from horovod_volo.dense.scene_plan import Distortion, ScenePlan, draw_plan
+from horovod_volo.dense.scene_loader import Distortion, ScenePlan, SceneTrainLoader, draw_plan
 
 SETTINGS = Segmentation(scene_size=(256.0, 64.0), photometric=False)
 CROP = 64

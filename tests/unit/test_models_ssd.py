@@ -55,9 +55,7 @@ def with_anchors(channels: int, classes: int, extras: tuple[ExtraMap, ...]) -> S
 
 
 def of_300(name: str, classes: int) -> SSD:
-    return build_ssd(
-        name, classes, img_size=300, sides=SSD300.sides, anchors_per_position=ANCHORS_PER_POSITION
-    )
+    return build_ssd(name, classes, img_size=300)
 
 
 def tiny() -> SSD:
@@ -120,23 +118,6 @@ def test_outputs_are_in_the_order_of_the_anchors(rule: AnchorRule) -> None:
             assert len(of_shape.unique(dim=0)) == 1
 
 
-@torch.inference_mode()
-def test_an_anchor_reads_the_features_at_its_position() -> None:
-    model = tiny().eval()
-    maps = model.feature_maps(random_images(1, 300))
-    boxes, logits = model(random_images(1, 300))
-    head, classes = model.box_heads[1], model.class_heads[1]
-    assert isinstance(head, nn.Conv2d)
-    assert isinstance(classes, nn.Conv2d)
-    window = F.pad(maps[1], (1, 1, 1, 1))[0, :, 4:7, 11:14]  # around row 4, column 11
-    place = 4 * 38**2 + 2 * 19**2 + 4 * 19 + 11  # of the third shape
-    of_box, of_classes = head.weight[8:12], classes.weight[12:18]
-    expected = (of_box * window).sum(dim=(1, 2, 3)) + head.bias[8:12]  # type: ignore[index]
-    torch.testing.assert_close(boxes[0, place], expected)
-    expected = (of_classes * window).sum(dim=(1, 2, 3)) + classes.bias[12:18]  # type: ignore[index]
-    torch.testing.assert_close(logits[0, place], expected)
-
-
 def test_every_parameter_gets_a_gradient() -> None:
     torch.manual_seed(0)
     # timm's residual branches end with a weight of 0, behind which all gradients are 0.
@@ -196,17 +177,11 @@ def test_a_trunk_that_cannot_be_changed_is_refused(name: str) -> None:
         ResNetTrunk(name)
 
 
-def test_each_map_needs_its_number_of_anchors() -> None:
-    with pytest.raises(ValueError, match="6 maps, but 5"):
-        SSD(TinyTrunk(4), [4], 3, extras=NARROW, anchors_per_position=(4, 6, 6, 6, 4))
-
-
 @pytest.mark.parametrize("side", [128, 320])
 def test_volo_gives_the_first_two_maps(side: int) -> None:
     rule = anchor_rule(side)
     torch.manual_seed(0)
-    sizes = {"sides": rule.sides, "anchors_per_position": rule.anchors_per_position}
-    model = build_ssd("volo_demo", 5, img_size=side, **sizes).eval()
+    model = build_ssd("volo_demo", 5, img_size=side).eval()
     with torch.inference_mode():
         maps = model.feature_maps(random_images(1, side))
         boxes, logits = model(random_images(1, side))
@@ -219,9 +194,7 @@ def test_volo_gives_the_first_two_maps(side: int) -> None:
 def test_weights_of_classification_begin_the_backbone(name: str) -> None:
     torch.manual_seed(0)
     source = build_model(name, img_size=304, num_classes=7, drop_path=0.0)
-    rule = anchor_rule(320)
-    sizes = {"sides": rule.sides, "anchors_per_position": rule.anchors_per_position}
-    model = build_ssd(name, 5, img_size=320, **sizes)
+    model = build_ssd(name, 5, img_size=320)
     fitted, fresh, messages = fitted_weights(model, source.state_dict())
     assert set(fitted) | set(fresh) == set(model.state_dict())
     assert not set(fitted) & set(fresh)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from anchor_samples import OF_300, SMALL, iou_of
+from anchor_samples import OF_300, SMALL
 from torch import Tensor
 
 from horovod_volo.dense import anchors as anchors_module
 from horovod_volo.dense.anchors import (
     SSD300,
-    AnchorRule,
     Anchors,
     anchor_rule,
     build_anchors,
@@ -34,26 +33,6 @@ def random_boxes(
     present = torch.arange(most) < counts
     boxes = torch.cat([start, start + size], dim=2).clamp(0, 1)
     return boxes * present.unsqueeze(2), classes * present
-
-
-def classes_by_loops(boxes: Tensor, classes: Tensor, corners: Tensor) -> tuple[list[int], list[int]]:
-    """Return the class of each anchor of one image, and the number of its box, -1 for background."""
-    taken = [(np.float32(0.5), -1)] * len(corners)  # the IoU to exceed, and the box
-    forced: dict[int, int] = {}
-    of_anchors = list(corners.numpy())
-    for number, box in enumerate(boxes.numpy()):
-        if not classes[number]:
-            continue
-        best, best_iou = 0, np.float32(-1)
-        for anchor, of_anchor in enumerate(of_anchors):
-            iou = iou_of(box, of_anchor)
-            if iou > taken[anchor][0]:
-                taken[anchor] = (iou, number)
-            if iou >= best_iou:
-                best, best_iou = anchor, iou
-        forced[best] = number
-    matched = [forced.get(anchor, number) for anchor, (_, number) in enumerate(taken)]
-    return [int(classes[number]) if number >= 0 else 0 for number in matched], matched
 
 
 def encoded_by_dali(boxes: Tensor, classes: Tensor, corners: Tensor) -> tuple[Tensor, Tensor]:
@@ -153,11 +132,6 @@ def test_the_rule_of_512_pixels_is_that_of_ssd512() -> None:
     assert anchor_rule(128).sides == (16, 8, 4, 2, 1)
 
 
-def test_a_rule_needs_one_size_more_than_maps() -> None:
-    with pytest.raises(ValueError, match="one more size"):
-        AnchorRule(image_size=8, sides=(1,), steps=(8.0,), sizes=(4.0,), ratios=((2.0,),))
-
-
 def test_decoded_targets_are_the_boxes() -> None:
     boxes, classes = random_boxes(20, 6, seed=1, fewest=6)
     targets = encode(boxes, classes, OF_300)
@@ -181,18 +155,6 @@ def test_encoded_values_by_hand() -> None:
     expected = [(0.6 - 0.5) / 0.2 * 10, (0.4 - 0.5) / 0.4 * 10, np.log(2) * 5, -np.log(2) * 5]
     assert targets.boxes.flatten().tolist() == pytest.approx(expected, abs=1e-5)
     assert targets.classes.tolist() == [[7]]  # the best anchor, although the IoU is a third
-
-
-def test_targets_equal_a_loop_over_boxes_and_anchors() -> None:
-    boxes, classes = random_boxes(40, 7, seed=2)
-    targets = encode(boxes, classes, SMALL)
-    decoded = decode(targets.boxes, SMALL)
-    for image in range(40):
-        expected, matched = classes_by_loops(boxes[image], classes[image], SMALL.corners)
-        assert targets.classes[image].tolist() == expected
-        positive = targets.classes[image] > 0
-        of_matched = boxes[image][torch.tensor(matched)[positive]]
-        torch.testing.assert_close(decoded[image][positive], of_matched, rtol=0, atol=1e-6)
 
 
 def test_targets_equal_those_of_dali() -> None:

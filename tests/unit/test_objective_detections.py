@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from anchor_samples import OF_300, SMALL, iou_of
 from torch import Tensor
 
-from horovod_volo.dense.anchors import decode, detect, encode, intersection_over_union, suppress_overlaps
+from horovod_volo.dense.anchors import decode, encode, intersection_over_union
+from horovod_volo.dense.box_evaluation import detect, suppress_overlaps
 
 
 def detected_by_loops(values: Tensor, logits: Tensor, most: int) -> list[tuple[float, int, list[float]]]:

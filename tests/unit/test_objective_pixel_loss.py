@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from horovod_volo.core.batch import IGNORED
-from horovod_volo.dense.pixel_loss import pixel_cross_entropy, pixel_losses
+from horovod_volo.dense.upernet import pixel_cross_entropy, pixel_losses
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.4, 1.0])

@@ -11,7 +11,6 @@ from box_samples import annotation, image, write_coco
 
 from horovod_volo.dense.box_list import find_boxes, list_boxes
 from horovod_volo.dense.pictures import EvaluationPictures
-from horovod_volo.dense.scene_loader import Scene
 
 
 @pytest.mark.parametrize(("width", "height"), [(3000, 1), (1, 3000)])
@@ -22,7 +21,7 @@ def test_pictures_of_lines(tmp_path: Path, width: int, height: int) -> None:
     boxes.add_boxes(images, 0, np.zeros((0, 4)), np.zeros(0, np.int64), np.zeros(0))
     masks = EvaluationPictures(1)
     mask = torch.zeros(height, width, dtype=torch.uint8)
-    masks.add_masks(Scene(0, mask.expand(3, -1, -1), mask), mask)
+    masks.add_masks(0, mask.expand(3, -1, -1), mask, mask)
     for picture in (*boxes.latest().values(), *masks.latest().values()):
         assert picture.height <= 256
         assert picture.width <= 3 * 3000

@@ -1,0 +1,299 @@
+"""What segmentation and detection share: the lists of a run, its learner, an evaluation, the task itself."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from horovod_volo.cluster.resources import RankResources
+from horovod_volo.cluster.world import World, WorldSums
+from horovod_volo.config.data_settings import Data
+from horovod_volo.config.schema import Config
+from horovod_volo.data.bad_samples import BadSampleTracker
+from horovod_volo.data.image_decoder import image_decoder
+from horovod_volo.data.images.split_folder import Split
+from horovod_volo.data.ordered_batches import OrderedBatches, OrderOfRank
+from horovod_volo.data.pipeline import Normalization
+from horovod_volo.data.prefetcher import BatchPrefetcher, PendingBatch
+from horovod_volo.data.thread_pool import ImageThreadPool
+from horovod_volo.dense.pictures import EvaluationPictures
+from horovod_volo.engine.task import (
+    Beat,
+    Learner,
+    Metrics,
+    Task,
+    TrainBatches,
+    drop_path_seed,
+)
+from horovod_volo.models.precision import autocast
+from horovod_volo.models.sync_batch_norm import connect_norms
+from horovod_volo.models.weights import load_fitted, read_weights
+from horovod_volo.models.weights_header import statistics_of_run
+from horovod_volo.monitor.pictures import Picture
+
+_PICTURES = 4  # in TensorBoard
+
+Pending = TypeVar("Pending", bound=PendingBatch)
+DenseBatch = TypeVar("DenseBatch")
+# (network, weights by name) -> weights under our names, tensors that stay fresh, messages.
+FitWeights = Callable[[Any, Mapping[str, Tensor]], tuple[dict[str, Tensor], list[str], list[str]]]
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """This rank, and how its images reach the network."""
+
+    world: World
+    device: torch.device
+    threads: int  # that read and transform images
+    normalization: Normalization
+    autocast: torch.autocast
+
+
+def rank_context(
+    config: Config, world: World, resources: RankResources, *, precision: str, workers: int
+) -> RankContext:
+    """Return this rank's part; `workers` 0: a thread per core."""
+    return RankContext(
+        world,
+        resources.device,
+        workers or resources.threads,
+        Normalization(*statistics_of_run(config.data, config.model.model)),
+        autocast(precision, resources.device),
+    )
+
+
+@dataclass(frozen=True)
+class DenseData:
+    """The lists of training and held-out images, and what the banner says about them."""
+
+    train: Any
+    held_out: Any
+    description: str
+
+    def describe(self, config: Config) -> str:  # noqa: ARG002
+        """Describe the images for the banner."""
+        return self.description
+
+    def warnings(self, config: Config) -> list[str]:  # noqa: ARG002
+        """Return no warnings."""
+        return []
+
+    def close(self) -> None:
+        """Close all files."""
+        self.train.close()
+        self.held_out.close()
+
+
+class DenseBatches(OrderedBatches[Pending, DenseBatch]):
+    """This rank's training batches, whose images are decoded by a pipeline and transformed by threads."""
+
+    def __init__(
+        self,
+        images: Any,
+        data: Data,
+        settings: Any,
+        *,
+        side: int,
+        order: OrderOfRank,
+        device: torch.device,
+        threads: int,
+        normalization: Normalization,
+    ) -> None:
+        """`settings` are those of the task, `side` that of the images in a batch."""
+        super().__init__(len(images), data, order, threads)
+        self._images, self._plan_settings, self._side, self._device = images, settings, side, device
+        self._mean, self._std = levels(normalization, device)
+        self._decoder = image_decoder(data.image_decoder)
+        self._transform_threads = ImageThreadPool(threads, "image-transform")
+        self._prefetcher = BatchPrefetcher(
+            partial(self._pipeline, batch=data.batch_size, device=device, threads=threads),
+            device,
+            data.prefetch,
+            lambda index: self.bad_samples.add_undecodable(index, images.location(index)),
+            self._transform,
+            self._decoder.undecodable,
+        )
+
+    def close(self) -> None:
+        """End all threads; batches that were yielded stay valid."""
+        super().close()
+        self._transform_threads.close()
+
+    @abstractmethod
+    def _pipeline(self, source: Any, **settings: Any) -> Any:
+        """Build the pipeline that decodes."""
+
+    @abstractmethod
+    def _transform(self, pending: Pending, decoded: Any) -> Tensor:
+        """Return the normalised images (batch, 3, side, side)."""
+
+
+def levels(normalization: Normalization, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation (3, 1, 1) of levels 0 to 255."""
+    mean, std = (255 * torch.tensor(values, device=device).view(3, 1, 1) for values in normalization)
+    return mean, std
+
+
+class Views(NamedTuple):
+    """The sizes of an image, as factors of --scene-size, whose predictions segmentation averages."""
+
+    scales: tuple[float, ...] = (1.0,)
+    flip: bool = False  # each is predicted mirrored too
+
+
+class Measured(NamedTuple):
+    """The result of an evaluation, the same on every rank."""
+
+    metrics: Metrics  # with the numbers of images and of damaged ones, which are left out
+    classes: dict[str, float]  # the metric of each class in per cent, where it has one
+
+
+class Evaluation(ABC):
+    """The evaluation of networks on a list of images, each of which one rank predicts."""
+
+    _loader: Any  # of this rank's images
+    bad_samples: BadSampleTracker
+    folder: Path  # of the images
+    views = Views()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return how images are predicted, for the result."""
+        return {}
+
+    @abstractmethod
+    def measure(
+        self,
+        network: nn.Module,
+        beat: Beat,
+        *,
+        pictures: EvaluationPictures | None = None,
+        predictions: Path | None = None,
+    ) -> Measured:
+        """Measure a network; draw the first images, and write predictions into a folder, if told to.
+
+        Collective: every rank calls this.
+        """
+
+    @abstractmethod
+    def rows(self, metrics: Metrics) -> list[tuple[str, str]]:
+        """Return metrics in words."""
+
+    def close(self) -> None:
+        """End all threads."""
+        self._loader.close()
+
+
+class DenseLearner(Learner[DenseBatch, tuple[Tensor, Tensor]]):
+    """The network of a run and its losses, fed by its loaders."""
+
+    def __init__(
+        self,
+        config: Config,
+        context: RankContext,
+        data: DenseData,
+        train_loader: TrainBatches,
+        evaluation: Evaluation,
+        network: nn.Module,
+    ) -> None:
+        self.config, self.context, self.network = config, context, network
+        self.train_loader, self.evaluation, self._data = train_loader, evaluation, data
+        self.bad_held_out = evaluation.bad_samples
+        self._pictures = EvaluationPictures(_PICTURES if context.world.is_rank_zero else 0)
+
+    def seed(self, step: int, number: int) -> int:
+        """Return the seed of what the network draws in a micro-batch."""
+        return drop_path_seed(self.config.run.seed, step, self.context.world.rank, number)
+
+    def evaluate(self, model: nn.Module, beat: Beat) -> Metrics:
+        """Return the metrics of a model on the held-out images. Collective: every rank calls this."""
+        return self.evaluation.measure(model, beat, pictures=self._pictures).metrics
+
+    def pictures(self) -> Mapping[str, Picture]:
+        """Return pictures of the first images of the last evaluation."""
+        return self._pictures.latest()
+
+    def close(self) -> None:
+        """End the threads of the evaluation, and close all files."""
+        self.evaluation.close()
+        self._data.close()
+
+
+class DenseTask(Task, ABC):
+    """A task whose networks predict pixels or boxes; its parts are named by the attributes."""
+
+    score_names: Sequence[str]  # of `scores`, for people
+    train_batches: Callable[..., TrainBatches]
+    evaluation: Callable[..., Evaluation]
+    learner: Callable[..., DenseLearner[Any]]
+
+    @abstractmethod
+    def settings(self, config: Config) -> Any:
+        """Return the settings of this task alone."""
+
+    @abstractmethod
+    def list_split(self, root: Path, split: Split) -> Any:
+        """List a split of a data folder for an evaluation; raise UserError if it has no images."""
+
+    @abstractmethod
+    def classes_in(self, config: Config, weights: Mapping[str, Tensor]) -> int:
+        """Return for how many classes weights are; 0 or less: they are of another network."""
+
+    def decoder_messages(self, config: Config) -> list[str]:  # noqa: ARG002
+        """Return what the result of an evaluation says about its decoder."""
+        return []
+
+    def choose(self, config: Config, images: int, ranks: int, device: torch.device) -> Config:  # noqa: ARG002
+        return config
+
+    def begin(
+        self, config: Config, world: World, data: DenseData, resources: RankResources, network: nn.Module
+    ) -> DenseLearner[Any]:
+        if config.model.sync_bn != "none":
+            connect_norms(network, WorldSums(world))
+        precision, workers = config.model.precision, config.data.workers
+        context = rank_context(config, world, resources, precision=precision, workers=workers)
+        train_loader = self.train_batches(
+            data.train,
+            config.data,
+            self.settings(config),
+            side=config.model.img_size,
+            order=OrderOfRank(config.run.seed, world.rank, world.size, config.update.accumulation),
+            device=context.device,
+            threads=context.threads,
+            normalization=context.normalization,
+        )
+        evaluation = self.build_evaluation(config, data.held_out, context)
+        return self.learner(config, context, data, train_loader, evaluation, network)
+
+    def build_evaluation(self, config: Config, samples: Any, context: RankContext) -> Evaluation:
+        """Build the evaluation of a list of images."""
+        return self.evaluation(samples, config.data, self.settings(config), config.model.img_size, context)
+
+    def summary(self, metrics: Metrics) -> str:
+        first, second = (
+            f"{name} {metrics[score]:.2f} %"
+            for name, score in zip(self.score_names, self.scores, strict=True)
+        )
+        averaged = f"ema_{self.scores[0]}"
+        of_average = f", averaged weights {metrics[averaged]:.2f} %" if averaged in metrics else ""
+        return f"{first}, {second}{of_average} on {metrics['images']} held-out images"
+
+
+def load_weights(
+    network: nn.Module, fit: FitWeights, heads: tuple[str, ...], config: Config, source: str
+) -> list[str]:
+    """Load the weights that a run begins with into its network; return messages."""
+    weights, which = read_weights(source, use_ema=config.model.use_ema)
+    fitted, fresh, messages = fit(network, weights)
+    allowed = config.model.allow_mismatch
+    loaded = load_fitted(network, fitted, source, heads=heads, fresh=fresh, allowed=allowed)
+    return [*which, *loaded, *messages]
