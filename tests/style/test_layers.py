@@ -14,8 +14,6 @@ PACKAGE = Path(__file__).parents[2] / "horovod_volo"
 SMALL_MODULES_WITH_ONE_IMPORTER = {
     # What a scaler has skipped follows from optimization, its importer belongs to `engine`.
     "optim.loss_scale",
-    # Tensors to loss, tested against SSD's own.
-    "dense.box_loss",
 }
 
 
