@@ -72,7 +72,7 @@ def test_variables_of_a_rank_without_gpu_and_nic() -> None:
 def test_on_cpus_the_cycle_time_is_longer_unless_horovod_tunes_it() -> None:
     assert launch_env_vars(binding(), HorovodOptions())["HOROVOD_CYCLE_TIME"] == "10"
     assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), HorovodOptions(autotune="tried.csv"))
-    assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), HorovodOptions(elastic=True))
+    assert "HOROVOD_CYCLE_TIME" not in launch_env_vars(binding(), HorovodOptions(ranks_change=True))
 
 
 def test_variables_that_are_set_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
