@@ -21,7 +21,6 @@ SMALL_MODULES_WITH_ONE_IMPORTER = {
     # The network computes what `tasks` draws.
     "models.outlook_attention",
     # Tensors to loss, tested against SSD's own.
-    "dense.box_loss",
 }
 
 
