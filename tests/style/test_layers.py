@@ -20,7 +20,6 @@ SMALL_MODULES_WITH_ONE_IMPORTER = {
     "optim.loss_scale",
     # The network computes what `tasks` draws.
     "models.outlook_attention",
-    # Tensors to loss, tested against SSD's own.
 }
 
 
