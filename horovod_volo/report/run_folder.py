@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from horovod_volo.core.errors import UserError
-from horovod_volo.elastic.ledger import LEDGER, read_ledger
 from horovod_volo.engine.confusions import CONFUSIONS
 from horovod_volo.models.pretrained import SETTINGS_OF_RUN
 from horovod_volo.monitor.metrics_file import METRICS, TRAIN, MetricsRecord, kind_of, read_metrics
@@ -23,6 +22,7 @@ from horovod_volo.monitor.metrics_file import METRICS, TRAIN, MetricsRecord, kin
 Record = dict[str, float]  # finite numbers by name
 
 _REMEDY = "Name the folder of a run, as runs/NAME, which training writes."
+_LEDGER = "ledger.jsonl"  # of the extra `elastic`: the hosts of each start
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,9 @@ def _read_run(folder: Path, name: str) -> RunFolder:
         if not part.exists():
             raise UserError(f"there is no {part}: {folder} is no run folder, or not yet. {_REMEDY}")
     try:
-        records = [
-            ((kind_of(record) == TRAIN), _numbers(record)) for record in read_metrics(folder / METRICS)
-        ]
+        records = [(kind_of(record) == TRAIN, _numbers(record)) for record in read_metrics(folder / METRICS)]
         recipe, log = (_read_text(folder / file) for file in (SETTINGS_OF_RUN, "log.txt"))
-        environment, ledger = _read_json(folder / "environment.json"), folder / LEDGER
+        environment = _read_json(folder / "environment.json")
         run = RunFolder(
             name=name,
             recipe=recipe,
@@ -80,7 +78,7 @@ def _read_run(folder: Path, name: str) -> RunFolder:
             training=[record for trains, record in records if trains],
             evaluations=[record for trains, record in records if not trains],
             confusions=_read_json(folder / CONFUSIONS),
-            starts=[line for line in read_ledger(ledger) if "hosts" in line] if ledger.exists() else [],
+            starts=[line for line in read_metrics(folder / _LEDGER) if "hosts" in line],
             last_line=log.rstrip("\n").rpartition("\n")[2],
         )
     except OSError as error:
