@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from horovod_volo.cluster.resources import RankResources, rank_resources
 from horovod_volo.cluster.world import World
+from horovod_volo.config.derived import derive
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import check
 from horovod_volo.config.values import assemble
@@ -23,7 +24,7 @@ from horovod_volo.data.images.catalog_file import CatalogWriter, OpenFile
 from horovod_volo.engine.classification import Classification
 from horovod_volo.engine.classification_data import Images
 from horovod_volo.engine.classification_learner import ClassificationLearner
-from horovod_volo.engine.context import TrainContext, build_context
+from horovod_volo.engine.context import Plan, TrainContext, build_context
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.state import build_state
 from horovod_volo.engine.step import train_step
@@ -88,7 +89,8 @@ def synthetic_context(config: Config, world: World, resources: RankResources | N
     global_batch = world.size * config.data.batch_size * config.update.accumulation
     catalog = catalog_without_files(global_batch, num_classes)
     images = Images(catalog, catalog, label_maps=None)
-    return build_context(config, world, task, images, resources, state, NullLogger(), StopRequest())
+    plan = Plan(config, derive(config, ranks=world.size, images=global_batch), task, images, resources)
+    return build_context(plan, world, state, NullLogger(), StopRequest())
 
 
 def learner_of(context: TrainContext) -> ClassificationLearner:

@@ -146,9 +146,8 @@ class LedgerCallback(Callback):
 
     def flush(self, run: TrainContext) -> None:  # noqa: ARG002
         if self.ledger is not None:
-            with contextlib.suppress(
-                UserError
-            ):  # another process has taken over the run folder: others say so
+            # Another process has the run folder: the logger says so.
+            with contextlib.suppress(UserError):
                 self.ledger.write()
 
     def latest(self) -> list[LedgerStep]:

@@ -1,4 +1,4 @@
-"""Callbacks: what is called at five fixed points of a run, on every rank and in the same order.
+"""Callbacks: what is called at fixed points of a run, on every rank and in the same order.
 
 The engine calls the same points on all ranks, so a callback may use collectives. It may not wait for the
 device at every step: that would stop the device from computing ahead.
@@ -120,11 +120,8 @@ class Callbacks:
     ranks_lost, close = partialmethod(_call, "ranks_lost"), partialmethod(_call, "close")
 
 
-# Callbacks that every run has, if their extra is installed.
+# Callbacks that every run has, if their extra is installed, and what records the given steps for --profile.
 STANDARD: Registry[Callable[[], Callback]] = Registry("callback of every run", "")
-
-
-# Records the given steps, for --profile.
 PROFILERS: Registry[Callable[[range], Callback]] = Registry("profiler", "--profile")
 
 

@@ -7,14 +7,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from horovod_volo.cluster.resources import RankResources
 from horovod_volo.cluster.watchdog_process import Heartbeat
 from horovod_volo.cluster.world import World
-from horovod_volo.config.derived import Derived, derive
+from horovod_volo.config.derived import Derived
 from horovod_volo.config.schema import Config
 from horovod_volo.engine.callbacks import Callbacks
 from horovod_volo.engine.checkpoint.writer import CheckpointWriter
@@ -28,6 +28,16 @@ from horovod_volo.monitor.meters import LossMeter, StepTimer, StragglerFinder, T
 from horovod_volo.optim.clip import Clip, build_clip, gradient_norm
 from horovod_volo.optim.loss_scale import SkippedSteps
 from horovod_volo.optim.schedule import find_decay, lr_at
+
+
+class Plan(NamedTuple):
+    """The settings of a run, which do not change any more, and what they say of its data."""
+
+    config: Config
+    derived: Derived
+    task: Task
+    data: TaskData
+    resources: RankResources
 
 
 @dataclass
@@ -129,26 +139,15 @@ def run_folder(config: Config) -> Path:
 
 
 def build_context(
-    config: Config,
-    world: World,
-    task: Task,
-    data: TaskData,
-    resources: RankResources,
-    state: TrainState,
-    logger: Logger,
-    stop: StopRequest,
+    plan: Plan, world: World, state: TrainState, logger: Logger, stop: StopRequest
 ) -> TrainContext:
-    """Build the task's parts and the schedules of a run, given its state."""
-    derived = derive(config, ranks=world.size, images=len(data.train))
-    learner = task.begin(config, world, data, resources, state.model)
+    """Build the task's learner and the schedules of a run, given its state."""
+    config, resources = plan.config, plan.resources
+    learner = plan.task.begin(config, world, plan.data, resources, state.model)
     loader, reducer = learner.train_loader, state.reducer
     return TrainContext(
-        config=config,
+        **plan._asdict(),
         world=world,
-        resources=resources,
-        derived=derived,
-        task=task,
-        data=data,
         state=state,
         learner=learner,
         progress=RunProgress(
@@ -165,7 +164,7 @@ def build_context(
             global_grad_norm=reducer.global_grad_norm,
         ),
         gradient_norm=partial(gradient_norm, reducer.local_gradients, reducer.global_grad_norm),
-        lr=build_schedule(config, derived),
+        lr=build_schedule(config, plan.derived),
         stop=stop,
         logger=logger,
         heartbeat=world.collectives.heartbeat,

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from horovod_volo.cluster.resources import RankResources, rank_resources
+from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
-from horovod_volo.config.derived import Derived, derive, resolve
+from horovod_volo.config.derived import derive, resolve
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import RunFacts, config_warnings, loggers
 from horovod_volo.core.errors import UserError
@@ -24,11 +24,11 @@ from horovod_volo.engine.checkpoint.files import CHECKPOINTS, clean_up
 from horovod_volo.engine.checkpoint.resuming import checkpoint_to_resume, restore_state
 from horovod_volo.engine.checkpoint.saving import LONGEST_WRITE_SECONDS
 from horovod_volo.engine.classification import TASKS
-from horovod_volo.engine.context import TrainContext, build_context, run_folder
+from horovod_volo.engine.context import Plan, TrainContext, build_context, run_folder
 from horovod_volo.engine.interrupts import StopRequest
 from horovod_volo.engine.run_lock import RunLock
 from horovod_volo.engine.state import TrainState, build_state
-from horovod_volo.engine.task import Task, TaskData
+from horovod_volo.engine.task import Task
 from horovod_volo.models.compiled import check_compiler
 from horovod_volo.models.precision import precision_warnings
 from horovod_volo.monitor.logger import Logger, NullLogger, check_packages
@@ -47,16 +47,6 @@ class Start(NamedTuple):
 
 
 FROM_DISK = Start()  # from a checkpoint, or with fresh weights
-
-
-class Plan(NamedTuple):
-    """The settings of a run, which do not change any more, and what they say of its data."""
-
-    config: Config
-    derived: Derived
-    task: Task
-    data: TaskData
-    resources: RankResources
 
 
 def settle(config: Config, world: World, task: Task | None) -> Plan:
@@ -145,14 +135,12 @@ class Setup:
 
     def build_context(self, state: TrainState, logger: Logger, lock: RunLock | None) -> TrainContext:
         """Start to read data."""
-        plan, world = self._plan, self._world
+        world = self._world
         with ExitStack() as after_error:  # a notebook may train into the folder when the mistake is corrected
             if lock is not None:
                 after_error.callback(lock.close)
             after_error.callback(logger.close)
-            context = build_context(
-                plan.config, world, plan.task, plan.data, plan.resources, state, logger, self._stop
-            )
+            context = build_context(self._plan, world, state, logger, self._stop)
             after_error.pop_all()
         context.lock = lock
         own = (context.folder / CHECKPOINTS).resolve()  # which other ranks may see under another name

@@ -83,11 +83,6 @@ _REMEDY = (
 )
 
 
-def is_remote(data_dir: str) -> bool:
-    """Return whether a data folder is on a server."""
-    return data_dir.startswith(SCHEMES)
-
-
 def download_catalog(
     data_dir: str, split: Split, held_out: HeldOut, folder: Path | None, cache: CacheSettings
 ) -> RemoteCatalog:
