@@ -27,8 +27,8 @@ from horovod_volo.config.arguments import (
     flags_of_trained_network,
     whole_number,
 )
+from horovod_volo.config.schema import setting_of_training
 from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import setting_of_training
 from horovod_volo.core.errors import UserError, escape_controls, list_problems
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from horovod_volo.cluster.entry import refuse, run_on_ranks
 from horovod_volo.cluster.launch_env import read_launch_env
 from horovod_volo.config.command_line import Request, parse
-from horovod_volo.config.schema import Config
-from horovod_volo.config.values import by_flag
+from horovod_volo.config.schema import Config, by_flag
 from horovod_volo.core.errors import UserError, print_error
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from horovod_volo.cluster.entry import connect_once
 from horovod_volo.config.command_line import build_config
+from horovod_volo.config.recipe import checked_by_name
 from horovod_volo.config.schema import Config
 from horovod_volo.config.validation import check
-from horovod_volo.config.values import checked_by_name
 from horovod_volo.core.errors import UserError
 
 if TYPE_CHECKING:

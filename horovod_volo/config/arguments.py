@@ -9,8 +9,8 @@ from functools import cache
 from itertools import takewhile
 from typing import Any, Literal, NoReturn
 
-from horovod_volo.config.setting import Setting
-from horovod_volo.config.values import all_settings, count_of, from_text, metavar, setting_of_training, shown
+from horovod_volo.config.schema import all_settings, setting_of_training
+from horovod_volo.config.setting import Setting, shown
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import nearest
 
@@ -63,7 +63,7 @@ def hints() -> dict[str, str]:
     """Return what takes the place of other trainers' and launchers' flags that there are not."""
     found = {flag: answer for flags, answer in _FOREIGN.items() for flag in flags.split()}
     for setting in all_settings():
-        value = setting.kind is not bool and metavar(setting)
+        value = setting.kind is not bool and setting.metavar
         usage = f"{setting.flag} {value}" if value else setting.flag
         found |= dict.fromkeys(setting.also, f"Here it is {usage}: {setting.help}.")
     return found
@@ -134,11 +134,11 @@ class _Given(argparse.Action):
     """Stores the checked value of a setting; of a repeatable one all values, separated by commas."""
 
     def __init__(self, option_strings: list[str], dest: str, *, setting: Setting, **options: Any) -> None:
-        super().__init__(option_strings, dest, metavar=metavar(setting), **options)
+        super().__init__(option_strings, dest, metavar=setting.metavar, **options)
         self._setting = setting
 
     def __call__(self, _parser: Any, namespace: argparse.Namespace, values: Any, _flag: Any = None) -> None:
-        value = from_text(self._setting, values)
+        value = self._setting.from_text(values)
         earlier = getattr(namespace, self.dest, "") if self._setting.repeatable else ""
         setattr(namespace, self.dest, f"{earlier},{value}" if earlier else value)
 
@@ -158,7 +158,7 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting, *, required: 
     if setting.kind is bool:
         parser.add_argument(*setting.flags, action=argparse.BooleanOptionalAction, help=help, **options)
     else:
-        nargs = count_of(setting) or None
+        nargs = setting.count or None
         parser.add_argument(*setting.flags, action=_Given, setting=setting, nargs=nargs, help=help, **options)
     for flag, value in setting.shorthands.items():
         help = f"the same as {setting.flag} {value}"

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from horovod_volo.config.arguments import Parser, add_flag, add_flags
-from horovod_volo.config.recipe import load_recipe, recipe_names
-from horovod_volo.config.schema import Config, Model, Run
+from horovod_volo.config.recipe import assemble, load_recipe, recipe_names
+from horovod_volo.config.schema import Config, Model, Run, all_settings, group_types
 from horovod_volo.config.setting import Setting
 from horovod_volo.config.update_settings import Update
 from horovod_volo.config.validation import check
-from horovod_volo.config.values import all_settings, assemble, group_types
 from horovod_volo.core.errors import UserError
 
 # Defaults of a family whose published main.py differs from VOLO's, which the schema follows. They apply

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Detection
+from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.atomic_file import atomic_write
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.loader import EvalBatches

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from horovod_volo.cluster.world import World
-from horovod_volo.config.dense_settings import Detection
 from horovod_volo.config.schema import Config
+from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.batch import BoxBatch
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import decoder_messages

@@ -19,8 +19,8 @@ from torch import nn
 from horovod_volo.cluster.resources import rank_resources
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
+from horovod_volo.config.recipe import assemble
 from horovod_volo.config.schema import Config
-from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.image_decoder import DecoderName
 from horovod_volo.dense.detection import DetectionTask

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.bad_samples import BadSampleTracker

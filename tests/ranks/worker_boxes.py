@@ -9,7 +9,7 @@ import torch
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Detection
+from horovod_volo.config.task_settings import Detection
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.dense.box_evaluation import BoxEvaluation
 from horovod_volo.dense.box_list import find_boxes, list_boxes

@@ -9,7 +9,7 @@ import torch
 
 from horovod_volo.cluster.world import World
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.data.pipeline import IMAGENET_NORMALIZATION
 from horovod_volo.dense.mean_iou import SceneEvaluation
 from horovod_volo.dense.pictures import EvaluationPictures

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from horovod_volo.config.schema import Config
-from horovod_volo.config.values import all_settings
+from horovod_volo.config.schema import Config, all_settings
 
 # Group, name and default of each setting.
 FIELDS = [(setting.group, setting.name, setting.default) for setting in all_settings()]

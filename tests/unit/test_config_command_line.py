@@ -11,9 +11,8 @@ import pytest
 from schema_examples import COMPANIONS, FIELDS, FURTHER_FLAGS, NAMES, examples, recipe_of, value_of, words
 
 from horovod_volo.config.command_line import parse
-from horovod_volo.config.recipe import dump
-from horovod_volo.config.schema import Config
-from horovod_volo.config.values import assemble, group_types
+from horovod_volo.config.recipe import assemble, dump
+from horovod_volo.config.schema import Config, group_types
 
 
 @pytest.fixture

@@ -12,9 +12,8 @@ from schema_examples import recipe_of
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive, resolve
-from horovod_volo.config.recipe import dump
+from horovod_volo.config.recipe import assemble, dump
 from horovod_volo.config.schema import Config
-from horovod_volo.config.values import assemble
 from horovod_volo.core.errors import UserError
 
 IMAGENET = 1_281_167

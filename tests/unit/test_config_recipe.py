@@ -10,9 +10,8 @@ from schema_examples import FIELDS, examples, recipe_of
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.derived import derive
-from horovod_volo.config.recipe import RECIPES, dump, load_recipe, recipe_names
+from horovod_volo.config.recipe import RECIPES, assemble, dump, load_recipe, recipe_names
 from horovod_volo.config.validation import check, config_warnings
-from horovod_volo.config.values import assemble
 
 ODD = [
     "plain",

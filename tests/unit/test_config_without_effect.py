@@ -9,9 +9,8 @@ from schema_examples import COMPANIONS, FIELDS, MAPS, examples, recipe_of, words
 
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.schema import Config
+from horovod_volo.config.schema import Config, all_settings
 from horovod_volo.config.validation import CONDITIONS, RunFacts, config_warnings, holds, is_set
-from horovod_volo.config.values import all_settings
 from horovod_volo.dry_run import dry_run
 from horovod_volo.optim.build import OPTIMIZERS
 

@@ -15,7 +15,7 @@ from box_samples import annotation, image, write_coco
 from numpy.typing import NDArray
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Detection
+from horovod_volo.config.task_settings import Detection
 from horovod_volo.core.batch import BoxBatch
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization

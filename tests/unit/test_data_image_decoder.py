@@ -17,7 +17,7 @@ from PIL import Image, features
 from torch import Tensor
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Detection, Segmentation
+from horovod_volo.config.task_settings import Detection, Segmentation
 from horovod_volo.core.errors import UserError
 from horovod_volo.data import image_decoder as decoders
 from horovod_volo.data.image_decoder import DecoderName, describe_decoder, image_decoder

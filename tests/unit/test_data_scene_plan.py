@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import IGNORED, SceneBatch
 from horovod_volo.data.ordered_batches import OrderOfRank
 from horovod_volo.data.pipeline import Normalization

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from horovod_volo.config.data_settings import Data
-from horovod_volo.config.dense_settings import Segmentation
+from horovod_volo.config.task_settings import Segmentation
 from horovod_volo.core.batch import SceneBatch
 from horovod_volo.core.errors import BadSampleError, UserError
 from horovod_volo.data.images.catalog import build_catalog

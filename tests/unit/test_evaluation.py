@@ -13,7 +13,7 @@ from coded_images import smooth, write_images
 from horovod_volo.cluster.world import World
 from horovod_volo.config.command_line import parse
 from horovod_volo.config.recipe import dump
-from horovod_volo.config.values import all_settings
+from horovod_volo.config.schema import all_settings
 from horovod_volo.core.batch import NO_CLASS
 from horovod_volo.core.errors import UserError
 from horovod_volo.data.images.catalog import Catalog, build_catalog

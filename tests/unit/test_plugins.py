@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from horovod_volo.config.objective_settings import Objective
-from horovod_volo.config.values import setting_of_training
+from horovod_volo.config.schema import setting_of_training
+from horovod_volo.config.task_settings import Objective
 from horovod_volo.core.errors import UserError
 from horovod_volo.core.names import Registry
 from horovod_volo.engine.callbacks import build_plugin_callbacks
