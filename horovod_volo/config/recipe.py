@@ -6,7 +6,6 @@ The table [published] of a recipe holds its published result, and the settings t
 from __future__ import annotations
 
 import json
-import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
@@ -96,16 +95,6 @@ def _published(table: dict[str, Any], path: Path) -> Published:
 def _where(key: str) -> str:
     homes = {setting.name: setting.group for setting in all_settings()}
     return f" It belongs to [{homes[key]}]." if key in homes else nearest(key, homes)
-
-
-def checked_by_name(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by the names of their settings, checked; raise UserError for a name that there is not."""
-    settings = {setting.name: setting for setting in all_settings()}
-    for name in given:
-        if name not in settings:
-            raise UserError(f"There is no setting {name!r}.{nearest(name, settings)}")
-    plain = {name: os.fspath(each) if isinstance(each, os.PathLike) else each for name, each in given.items()}
-    return {name: settings[name].checked(value, name) for name, value in plain.items()}
 
 
 def assemble(chosen: Mapping[str, Any], *, fallback_name: str) -> Config:

@@ -81,19 +81,8 @@ class SegmentationTask(DenseTask):
         return {"neck": settings.neck, "head_width": settings.head_width, "sync_bn": config.model.sync_bn}
 
     def build(self, config: Config, num_classes: int) -> Network:
-        model, settings = config.model, config.segmentation
-        network = UperNet(
-            model.model,
-            img_size=model.img_size,
-            num_classes=num_classes,
-            drop_path=model.drop_path,
-            neck=settings.neck,
-            width=settings.head_width,
-            auxiliary_width=settings.auxiliary_width,
-            grad_checkpoint=model.grad_checkpoint,
-            stages=model.grad_checkpoint_stages,
-        )
-        if model.sync_bn == "all":
+        network = UperNet(config.model, config.segmentation, num_classes)
+        if config.model.sync_bn == "all":
             synchronize_norms(network)
         return Network(
             network,

@@ -115,13 +115,6 @@ def test_a_setting_that_nobody_stated_or_that_has_its_default_is_not_named(tmp_p
         assert config_warnings(parse(argv.split()).config, alone_on_a_cpu) == []
 
 
-def test_accumulation_beside_a_global_batch_in_a_recipe_is_named(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path, "[update]\naccumulation = 2\n[data]\nglobal_batch = 64\n")
-    assert config_warnings(parse(["--recipe", recipe]).config) == [
-        "--accumulation has no effect with --global-batch"
-    ]
-
-
 def test_the_optimizers_with_and_without_momentum_are_the_registered_ones() -> None:
     for name in OPTIMIZERS.names():
         warnings = config_warnings(parse(["--momentum", "0.8", "--opt", name]).config)
