@@ -81,7 +81,7 @@ def evaluate(options: Mapping[str, Any], world: World, progress: Progress) -> Ev
         rank_counts = count_correct(network, loader, resources.device, on_batch)
     counts = world.run_on_all_ranks(partial(sum_counts, rank_counts, catalog, world))
     predictions, _ = collector.gather(world, len(catalog))
-    result = _Result(
+    result = AccuracyResult(
         request=request,
         model=model,
         crop_pct=crop_pct,
@@ -171,7 +171,7 @@ def _build_loader(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Result:
+class AccuracyResult:
     """The result, the same on every rank."""
 
     request: AccuracyRequest
